@@ -33,7 +33,7 @@ from jax.stages import Wrapped
 
 from scripts.bench import gpu
 from scripts.bench.small_model import RANK
-from skyrl_tx_server.config.server_config import MeshShape
+from skyrl_tx_server.config.engine_options import MeshShape
 from skyrl_tx_server.engine.operations import LossFn
 from skyrl_tx_server.model.attention.kv_splits import stretches_of
 from skyrl_tx_server.model.attention.prefill_attention import Blocks

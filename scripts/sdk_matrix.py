@@ -117,7 +117,7 @@ def serving(directory: Path) -> contextlib.AbstractContextManager[str]:
         "base_model": make_model(directory / "model"),
         "model_alias": "local/tiny",
         "max_lora_rank": 8,
-        "decode_slots": 4,
+        "max_num_seqs": 4,
     }
     return serve(
         **options, train_tokens_per_batch=1024, checkpoints_dir=directory / "checkpoints", log_level="warning"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from src.cli.console import Display
 from src.core.errors import BackendError, StorageError
-from src.core.event_loop import GapMeter
+from src.core.event_loop import LagMeter
 from src.core.process import deadline
 from src.core.trajectory import TrajectoryGroup
 from src.envs.base import TaskSource
@@ -21,9 +21,9 @@ from src.learning.examples import Example, examples_of_batch
 from src.learning.filters import DropReason, keep_groups, zeroed_metrics
 from src.learning.learner import Learner
 from src.learning.metrics import group_metrics
-from src.learning.preparation import PreparationSettings, prepare, streamed, streamed_metrics
+from src.learning.preparation import PreparationSettings, prepare, stream_datums, stream_metrics
 from src.policy.backend import Backend
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import Policy, ReferenceModel
 from src.records import checkpoints
 from src.records.checkpoints import Checkpoint
 from src.records.dumps import dump_evaluation, dump_examples
@@ -34,7 +34,7 @@ from src.records.tracking import RunLog
 from src.rollouts.batch_collector import GroupSettings, StepGroups
 from src.rollouts.group_rollout import Rollouts
 from src.rollouts.pipeline import Batch
-from src.rollouts.watchdog import Watchdog, WatchedPolicy
+from src.rollouts.watchdog import Watchdog, WatchedPolicy, WatchedReference
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Terminus2RLTrainer:
         self._settings = settings
         self._epoch = 0
         self._is_in_doubt = False  # whether an update was sent to the server and its answer did not come
-        self._gaps = GapMeter()
+        self._gaps = LagMeter()
         self._groups = StepGroups(
             source=source,
             rollouts=rollouts,
@@ -121,7 +121,7 @@ class Terminus2RLTrainer:
             await _uninterrupted(self._save_on_the_way_out(final=self.steps_done == len(batches)))
             raise
 
-    async def _batch(self, batch: Batch, reference: Policy | None, *, num_batches: int) -> None:
+    async def _batch(self, batch: Batch, reference: ReferenceModel | None, *, num_batches: int) -> None:
         """One step, its evaluation where one is due, its line in the log, and only then its checkpoint: what a checkpoint stands for is
         on disk already. The line is written even if the evaluation fails, and the journal says `evaluated` once it holds one."""
         settings, last = self._settings, batch.step == num_batches
@@ -153,7 +153,7 @@ class Terminus2RLTrainer:
         if last or _due(batch.step, settings.save_every):
             await _uninterrupted(self._save(final=last))
 
-    async def _step(self, batch: Batch, reference: Policy | None, metrics: dict[str, float]) -> None:
+    async def _step(self, batch: Batch, reference: ReferenceModel | None, metrics: dict[str, float]) -> None:
         """Get the groups of one step and learn from them. What there is to say of it is added to `metrics`."""
         settings = self._settings
         played = time.monotonic()
@@ -187,7 +187,7 @@ class Terminus2RLTrainer:
         def stream(group: TrajectoryGroup) -> None:
             for examples in self._examples([group])[1]:
                 self._learner.add(
-                    streamed(examples, settings, version=self.steps_done, num_groups=num_groups)
+                    stream_datums(examples, settings, version=self.steps_done, num_groups=num_groups)
                 )
 
         return stream if self._settings.groups.pipeline.stream_groups else lambda group: None
@@ -210,7 +210,7 @@ class Terminus2RLTrainer:
         trained: Sequence[GroupKey],
         examples_P_G: Sequence[Sequence[Example]],
         dropped: Counter[DropReason],
-        reference: Policy | None,
+        reference: ReferenceModel | None,
         metrics: dict[str, float],
     ) -> None:
         """The optimizer steps of one batch. Runs to its end once begun, so that `steps_done` and the server's weights agree."""
@@ -226,11 +226,11 @@ class Terminus2RLTrainer:
         self,
         examples_P_G: Sequence[Sequence[Example]],
         dropped: Counter[DropReason],
-        reference: Policy | None,
+        reference: ReferenceModel | None,
     ) -> dict[str, float]:
         settings, version = self._settings.preparation, self.steps_done
         if self._settings.groups.pipeline.stream_groups:  # their gradient is on its way
-            metrics = streamed_metrics(examples_P_G, dropped, settings, version=version)
+            metrics = stream_metrics(examples_P_G, dropped, settings, version=version)
             return metrics | await self._learner.update(step=version + 1)
         learner = self._learner
         prepared = await prepare(
@@ -244,9 +244,9 @@ class Terminus2RLTrainer:
         )
         return WatchedPolicy(policy, self._watchdog)
 
-    async def _reference(self) -> Policy:
-        return WatchedPolicy(
-            await self._watchdog.answer(self._backend.reference_policy(), "opening the base model"),
+    async def _reference(self) -> ReferenceModel:
+        return WatchedReference(
+            await self._watchdog.answer(self._backend.reference_model(), "opening the base model"),
             self._watchdog,
         )
 

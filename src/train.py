@@ -13,7 +13,7 @@ from dotenv import load_dotenv
 
 from src.cli.command_line import help_text, parse, print_help
 from src.core.errors import INTERRUPTED, TrainerError
-from src.core.process import ended_by_signals, leave, until_signalled
+from src.core.process import exit_on_signal, exit_process, run_until_signal
 
 DEBUG_SWITCHES = {
     "DEBUG_PARSER": "src.envs.service.tool_calls",
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     load_environment(argv)
     try:
-        with ended_by_signals():
+        with exit_on_signal():
             config = parse(with_judge_from_environment(with_server_from_environment(argv)))
             from src.cli.console import Display, terminal
             from src.loop.run import run  # seconds of imports that --help and a typing mistake do not need
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
             display = Display(terminal())
             work = run(config, display)
             return asyncio.run(
-                until_signalled(
+                run_until_signal(
                     work, display.say, announcement=STOPPING, stop_timeout_s=config.stop_timeout_sec
                 )
             )
@@ -95,4 +95,4 @@ def quieten() -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

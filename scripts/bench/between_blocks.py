@@ -37,7 +37,7 @@ def main(config: BetweenBlocks) -> None:
         model_dir = make_model(Path(folder) / "model", MODELS["tiny"], dtype="float32")
         new = (2 * config.rounds * BLOCKS + 4) * 16
         sizes = GpuConfig(model="tiny", rows=config.rows, context=config.context + new, train_length=256)
-        with opened(model_dir, sizes, "float32", decode_block=16) as driver:
+        with opened(model_dir, sizes, "float32", decode_steps_per_dispatch=16) as driver:
             driver.admit(driver.fresh([config.context] * config.rows), new=new)
             driver.decode(go_on=False)
             waiting, following = zip(

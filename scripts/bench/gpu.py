@@ -109,14 +109,14 @@ class Driver:
             op = Sample(
                 weights=f"adapter-{row % adapters}", prompt=np.array(prompt, np.int32), settings=chosen
             )
-            waiting.append(PrefillRequest(ticket=next(self._tickets), op=op, first=0, count=1))
-        tickets = [admit.ticket for admit in waiting]
+            waiting.append(PrefillRequest(request_id=next(self._tickets), op=op, first=0, count=1))
+        request_ids = [admit.request_id for admit in waiting]
         while waiting:
             admissions = self.executor.admit(waiting[:PROMPTS_PER_PREFILL])
             waiting = [
                 admit for admit, admission in zip(waiting, admissions, strict=False) if admission is None
             ] + waiting[len(admissions) :]
-        return tickets
+        return request_ids
 
     def generate(self, prompts: Sequence[Sequence[int]], *, new: int) -> None:
         self.admit(prompts, new=new)
@@ -139,10 +139,10 @@ class Driver:
         """Median seconds of a decode block over all these rows, the second time, when all is compiled."""
         took: list[float] = []
         for _ in range(2):
-            tickets = self.admit(prompts, new=(blocks + 2) * steps, adapters=adapters)
+            request_ids = self.admit(prompts, new=(blocks + 2) * steps, adapters=adapters)
             took = [timed(partial(self.decode, go_on=go_on))().wall_s for _ in range(blocks)]
-            for ticket in tickets:
-                self.executor.release(ticket)
+            for request_id in request_ids:
+                self.executor.release(request_id)
         return median(took)
 
 
@@ -156,14 +156,14 @@ def main(config: GpuConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", model, dtype=dtype)
         open_executor = partial(opened, model_dir, config, dtype)
-        with open_executor(decode_block=16) as driver:
+        with open_executor(decode_steps_per_dispatch=16) as driver:
             training(config, model, driver)
             prefill(config, model, driver)
             block_s = decoding(config, model, driver)
             against_hugging_face(config, model_dir, driver)
         del driver
         gc.collect()  # an executor refers to itself; the next needs the room of its weights and its cache
-        with open_executor(decode_block=64) as driver:
+        with open_executor(decode_steps_per_dispatch=64) as driver:
             longer_s = driver.block_s(
                 driver.fresh([config.context] * config.rows), blocks=config.repeats, steps=64
             )
@@ -172,19 +172,27 @@ def main(config: GpuConfig) -> None:
 
 
 @contextlib.contextmanager
-def opened(model_dir: Path, config: GpuConfig, dtype: str, *, decode_block: int) -> Iterator[Driver]:
+def opened(
+    model_dir: Path, config: GpuConfig, dtype: str, *, decode_steps_per_dispatch: int
+) -> Iterator[Driver]:
     longest = max(config.context + (config.repeats + 4) * 64, config.train_length + 64)
     given = {
         "max_context_length": longest,
-        "decode_slots": config.rows,
+        "max_num_seqs": config.rows,
         "train_tokens_per_batch": config.train_length,
     }
     given |= {
-        "compile_ahead": False
+        "warmup": False
     }  # or other programs would be compiled, and tried on the device, while these are timed
     with tempfile.TemporaryDirectory() as folder:
         executor = DeviceExecutor(
-            settings(model_dir, Path(folder), dtype=dtype, decode_block=decode_block, **given)
+            settings(
+                model_dir,
+                Path(folder),
+                dtype=dtype,
+                decode_steps_per_dispatch=decode_steps_per_dispatch,
+                **given,
+            )
         )
         if executor.num_slots < config.rows:
             sys.exit(

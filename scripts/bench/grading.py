@@ -16,10 +16,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from src.envs.harbor.environment import load_harbor, new_run_label, trial_environment
-from src.envs.harbor.grading_choice import Choice, Way
+from src.envs.harbor.environment import import_harbor, new_run_label, trial_environment
+from src.envs.harbor.grading_method import GradingMethod, GradingMode
 
-WAYS = (Choice(way=Way.IN_PLACE), Choice(way=Way.FRESH))
+METHODS = (GradingMethod(mode=GradingMode.IN_PLACE), GradingMethod(mode=GradingMode.FRESH))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +35,10 @@ def cpu_time_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-async def run_trial(folder: Path, choice: Choice, environment: dict[str, object], directory: Path) -> Cost:
-    """Run one trial with the task's own solution and grade it as `choice` says."""
+async def run_trial(
+    folder: Path, method: GradingMethod, environment: dict[str, object], directory: Path
+) -> Cost:
+    """Run one trial with the task's own solution and grade it with `method`."""
     from harbor.models.trial.config import (
         AgentConfig,
         EnvironmentConfig,
@@ -57,7 +59,7 @@ async def run_trial(folder: Path, choice: Choice, environment: dict[str, object]
     )
     started, cpu_before = time.perf_counter(), cpu_time_s()
     trial = await Trial.create(config)
-    async with graded(trial, choice):
+    async with graded(trial, method):
         result = await trial.run()
     cost = Cost(wall_s=time.perf_counter() - started, cpu_s=cpu_time_s() - cpu_before)
     assert result.verifier_result is not None and result.verifier_result.rewards == {"reward": 1.0}, folder
@@ -65,26 +67,26 @@ async def run_trial(folder: Path, choice: Choice, environment: dict[str, object]
 
 
 async def measure(folders: list[Path], num_trials: int) -> None:
-    load_harbor()
+    import_harbor()
     environment = trial_environment("sandbox", {}, run_label=new_run_label(), n_parallel=1)
-    costs: dict[Way, list[Cost]] = {choice.way: [] for choice in WAYS}
+    costs: dict[GradingMode, list[Cost]] = {method.mode: [] for method in METHODS}
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(-1, num_trials):
-            for choice in WAYS:
-                cost = await run_trial(folders[number % len(folders)], choice, environment, Path(scratch))
+            for method in METHODS:
+                cost = await run_trial(folders[number % len(folders)], method, environment, Path(scratch))
                 if number >= 0:  # the first trial warms up
-                    costs[choice.way].append(cost)
+                    costs[method.mode].append(cost)
     medians = {
-        way: Cost(
+        mode: Cost(
             wall_s=statistics.median(cost.wall_s for cost in trials),
             cpu_s=statistics.median(cost.cpu_s for cost in trials),
         )
-        for way, trials in costs.items()
+        for mode, trials in costs.items()
     }
-    for way, median in medians.items():
-        print(f"{way}: median of {num_trials} trials: {median.wall_s:.3f} s wall, {median.cpu_s:.3f} s CPU")
-    wall_s = medians[Way.FRESH].wall_s - medians[Way.IN_PLACE].wall_s
-    cpu_s = medians[Way.FRESH].cpu_s - medians[Way.IN_PLACE].cpu_s
+    for mode, median in medians.items():
+        print(f"{mode}: median of {num_trials} trials: {median.wall_s:.3f} s wall, {median.cpu_s:.3f} s CPU")
+    wall_s = medians[GradingMode.FRESH].wall_s - medians[GradingMode.IN_PLACE].wall_s
+    cpu_s = medians[GradingMode.FRESH].cpu_s - medians[GradingMode.IN_PLACE].cpu_s
     print(f"cost of a fresh sandbox per trial: {wall_s:+.3f} s wall, {cpu_s:+.3f} s CPU")
 
 

@@ -10,13 +10,12 @@ import sys
 import tempfile
 import tomllib
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from scripts.quickstart.make_tasks import ROOT
-from skyrl_tx_server.config.server_config import EngineSettings
+from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.operations import Sample, SampleResult, SamplingSettings
 from skyrl_tx_server.executor.executor import DeviceExecutor
@@ -24,40 +23,33 @@ from src.config import TrainerConfig
 from src.core.trajectory import StopReason, Task, Trajectory, Turn
 from src.envs.harbor.environment import HarborTasks, open_harbor
 from src.policy.chat import load_chat
+from src.policy.sampling_policy import SampleRequest
 
 PARALLEL_TRIALS = 16
 
 
 class EnginePolicy:
-    """What a trial needs of `src.policy.sampling_policy.Policy`, straight from an engine."""
+    """A policy that samples from an engine in this process."""
 
     version = 0
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    async def sample(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None,
-        stop: list[int],
-    ) -> Turn:
+    async def sample(self, request: SampleRequest) -> Turn:
         settings = SamplingSettings(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            stop_token_ids=tuple(stop),
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            stop_token_ids=tuple(request.stop_token_ids),
             stop_at_eos=False,
         )
-        operation = Sample(weights=None, prompt=np.asarray(prompt_ids, np.int32), settings=settings)
+        operation = Sample(weights=None, prompt=np.asarray(request.prompt_ids, np.int32), settings=settings)
         result = await asyncio.wrap_future(self._engine.submit(operation))
         assert isinstance(result, SampleResult)
         [sequence] = result.sequences
         return Turn(
-            prompt_ids=prompt_ids,
+            prompt_ids=request.prompt_ids,
             completion_ids=sequence.tokens.tolist(),
             logprobs=sequence.logprobs.tolist(),
             stop_reason=StopReason(sequence.stop_reason),
@@ -73,9 +65,8 @@ async def evaluate(
 
     async def one(task: Task, seed: int, directory: Path) -> Trajectory | None:
         async with free:
-            result = await source.trial(task, directory=directory, seed=seed, temperature=temperature).run(
-                policy
-            )  # type: ignore[arg-type]
+            trial = source.trial(task, directory=directory, seed=seed, temperature=temperature)
+            result = await trial.run(policy)
         if isinstance(result, Trajectory):
             return result
         print(f"no grade: {result.task_id} {result.kind}: {result.message}")
@@ -133,19 +124,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as checkpoints:
         engine = Engine(
             DeviceExecutor(
-                EngineSettings(
-                    model_dir=model_dir,
-                    base_model="quickstart/tiny",
-                    checkpoints_dir=Path(checkpoints),
+                EngineOptions(
+                    base_model=str(model_dir),
+                    model_alias="quickstart/tiny",
+                    checkpoints_dir=checkpoints,
                     compilation_cache_dir=None,
                     dtype="float32",
                     max_lora_rank=8,
                     max_context_length=1024,
-                    decode_slots=32,
-                    decode_block=16,
+                    max_num_seqs=32,
+                    decode_steps_per_dispatch=16,
                     train_tokens_per_batch=1024,
                     max_models=1,
-                    max_snapshots=1,
+                    max_loras=1,
                 )
             )
         )

@@ -87,7 +87,7 @@ class _Pause:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Release:
-    ticket: int
+    request_id: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +161,7 @@ class _Worker:
             case _Pause():
                 return self.executor.pause(call.rows)
             case _Release():
-                return self.executor.release(call.ticket)
+                return self.executor.release(call.request_id)
             case _Begin():
                 self.jobs[call.job] = self.executor.run(call.op)
                 return self._step(call.job)
@@ -309,8 +309,8 @@ class MultihostExecutor:
     def unfinished_tokens(self) -> int:
         return self._executor.unfinished_tokens
 
-    def running(self, ticket: int) -> Sequence[RunningRow]:
-        return self._executor.running(ticket)
+    def running(self, request_id: int) -> Sequence[RunningRow]:
+        return self._executor.running(request_id)
 
     def stats(self) -> dict[str, object]:
         return self._executor.stats()
@@ -327,9 +327,9 @@ class MultihostExecutor:
     def pause(self, rows: Sequence[tuple[int, int]]) -> None:
         self._leader.together(_Pause(rows=rows), self._worker)
 
-    def release(self, ticket: int) -> None:
+    def release(self, request_id: int) -> None:
         with contextlib.suppress(HostLostError):  # nothing is held any more
-            self._leader.together(_Release(ticket=ticket), self._worker)
+            self._leader.together(_Release(request_id=request_id), self._worker)
 
     def run(self, op: Op) -> Generator[None, None, OpResult]:
         job = next(self._jobs)

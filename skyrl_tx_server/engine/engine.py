@@ -44,7 +44,7 @@ from skyrl_tx_server.errors import CapacityError, ServerError
 logger = logging.getLogger(__name__)
 
 STOPPING = "the server is stopping; this request was not finished"
-OUT_OF_MEMORY_HINT = "the device is out of memory: ask for less, or start the server with smaller decode_slots or train_tokens_per_batch"
+OUT_OF_MEMORY_HINT = "the device is out of memory: ask for less, or start the server with smaller max_num_seqs or train_tokens_per_batch"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,18 +62,18 @@ class EngineInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedRow:
-    """Sample `index` of request `ticket` is complete."""
+    """Sample `index` of request `request_id` is complete."""
 
-    ticket: int
+    request_id: int
     index: int
     sequence: SampledSequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailedRow:
-    """A sample of request `ticket` went wrong, and with it the request; nobody else is concerned."""
+    """A sample of request `request_id` went wrong, and with it the request; nobody else is concerned."""
 
-    ticket: int
+    request_id: int
     error: Exception
 
 
@@ -177,11 +177,11 @@ class Executor(Protocol):
         """Free the slots of these rows, each (ticket, index), until they are admitted again. Only after a `collect` without `go_on`."""
         ...
 
-    def running(self, ticket: int) -> Sequence[RunningRow]:
+    def running(self, request_id: int) -> Sequence[RunningRow]:
         """The rows of a request that are not complete yet."""
         ...
 
-    def release(self, ticket: int) -> None:
+    def release(self, request_id: int) -> None:
         """Free the slots of a request that failed."""
         ...
 
@@ -223,7 +223,7 @@ class Engine:
             "tokens_trained",
             "tokens_forward",
         )
-        self._counts = dict.fromkeys(("ops_finished", "ops_failed", *tokens, "decode_blocks"), 0)
+        self._counts = dict.fromkeys(("ops_finished", "ops_failed", *tokens, "decode_dispatches"), 0)
         self._seconds = {
             "step": 0.0,
             "prefill": 0.0,
@@ -283,7 +283,7 @@ class Engine:
                 "samples_waiting": self._scheduler.num_waiting_samples,
                 "steps_waiting": self._scheduler.num_waiting_steps,
             }
-        return {**queues, **self._counts, "turn_seconds": dict(self._seconds), **self._executor.stats()}
+        return {**queues, **self._counts, "work_seconds": dict(self._seconds), **self._executor.stats()}
 
     def _loop(self) -> None:
         try:
@@ -322,33 +322,33 @@ class Engine:
             return None
 
     def _step(self, step: Step) -> None:
-        if step.ticket not in self._jobs and not self._begin(step.ticket):
+        if step.request_id not in self._jobs and not self._begin(step.request_id):
             self._finish(step)
             return
         try:
-            if step.ticket not in self._jobs:
-                self._jobs[step.ticket] = self._executor.run(step.op)
-            next(self._jobs[step.ticket])
+            if step.request_id not in self._jobs:
+                self._jobs[step.request_id] = self._executor.run(step.op)
+            next(self._jobs[step.request_id])
         except StopIteration as finished:
             self._finish(step)
             if isinstance(step.op, ForwardBackward):
                 num_tokens = sum(len(datum.tokens) for datum in step.op.data)
                 self._counts["tokens_forward" if step.op.forward_only else "tokens_trained"] += num_tokens
-            self._resolve(step.ticket, finished.value)
+            self._resolve(step.request_id, finished.value)
         except Exception as error:
             self._finish(step)
-            self._fail(step.ticket, error, what=type(step.op).__name__)
+            self._fail(step.request_id, error, what=type(step.op).__name__)
 
     def _finish(self, step: Step) -> None:
-        self._jobs.pop(step.ticket, None)
+        self._jobs.pop(step.request_id, None)
         with self._work:
             self._scheduler.finish(step)
 
     def _prefill(self, offered: Sequence[PrefillRequest]) -> None:
-        admits = [admit for admit in offered if self._still_wanted(admit.ticket)]
-        for ticket in {admit.ticket for admit in offered} - {admit.ticket for admit in admits}:
+        admits = [admit for admit in offered if self._still_wanted(admit.request_id)]
+        for request_id in {admit.request_id for admit in offered} - {admit.request_id for admit in admits}:
             with self._work:
-                self._scheduler.drop_sample(ticket)
+                self._scheduler.drop_sample(request_id)
         if not admits:
             return
         try:
@@ -359,39 +359,39 @@ class Engine:
                     self._scheduler.hold(admits)
             else:
                 self._put_back(admits[1:])
-                self._fail_sample(admits[0].ticket, error)
+                self._fail_sample(admits[0].request_id, error)
         except RowsLostError as error:
-            self._fail_all_samples(error, *(admit.ticket for admit in admits))
+            self._fail_all_samples(error, *(admit.request_id for admit in admits))
         except Exception as error:
             self._put_back(admits[1:])
             if len(admits) > 1:  # who is at fault fails alone
                 self._prefill(admits[:1])
             else:
-                self._fail_sample(admits[0].ticket, error)
+                self._fail_sample(admits[0].request_id, error)
         else:
             self._put_back(admits[len(admissions) :])
             for admit, admission in zip(admits, admissions, strict=False):
                 self._admitted(admit, admission)
 
-    def _still_wanted(self, ticket: int) -> bool:
+    def _still_wanted(self, request_id: int) -> bool:
         with self._work:
-            future = self._futures.get(ticket)
+            future = self._futures.get(request_id)
             withdrawn = future is None or future.cancelled()
-        return not withdrawn or self._begin(ticket)
+        return not withdrawn or self._begin(request_id)
 
     def _put_back(self, admits: Sequence[PrefillRequest]) -> None:
         with self._work:
             self._scheduler.put_back(admits)
 
     def _admitted(self, admit: PrefillRequest, admission: PrefillResult | None) -> None:
-        if admit.ticket not in self._sampling:
-            if not self._begin(admit.ticket):
-                self._executor.release(admit.ticket)
+        if admit.request_id not in self._sampling:
+            if not self._begin(admit.request_id):
+                self._executor.release(admit.request_id)
                 with self._work:
-                    self._scheduler.drop_sample(admit.ticket)
+                    self._scheduler.drop_sample(admit.request_id)
                 return
-            self._sampling[admit.ticket] = _Sampling(
-                op=admit.op, watcher=self._watchers.pop(admit.ticket, None)
+            self._sampling[admit.request_id] = _Sampling(
+                op=admit.op, watcher=self._watchers.pop(admit.request_id, None)
             )
         if admission is None:
             with self._work:
@@ -399,17 +399,17 @@ class Engine:
         else:
             self._counts["tokens_prefilled"] += len(admit.op.prompt) - admission.prompt_cache_hit_tokens
             self._counts["tokens_from_prefix_cache"] += admission.prompt_cache_hit_tokens
-            sampling = self._sampling[admit.ticket]
+            sampling = self._sampling[admit.request_id]
             sampling.admission = sampling.admission or admission
             with self._work:
                 self._scheduler.admitted(
-                    admit.ticket, prompt_tokens=len(admit.op.prompt) - admission.prompt_cache_hit_tokens
+                    admit.request_id, prompt_tokens=len(admit.op.prompt) - admission.prompt_cache_hit_tokens
                 )
             self._collect(admission.finished)
-        self._report([admit.ticket])
+        self._report([admit.request_id])
 
     def _decode(self) -> None:
-        self._counts["decode_blocks"] += 1
+        self._counts["decode_dispatches"] += 1
         try:
             ended = self._executor.decode()
             finished = self._executor.collect(go_on=self._decodes_next(free_slots=1 if ended else 0))
@@ -427,18 +427,18 @@ class Engine:
 
     def _collect(self, rows: Sequence[FinishedRow | FailedRow]) -> None:
         for row in rows:
-            sampling = self._sampling.get(row.ticket)
+            sampling = self._sampling.get(row.request_id)
             if sampling is None:  # another row of the request has failed
                 continue
             if isinstance(row, FailedRow):
-                self._fail_sample(row.ticket, row.error)
+                self._fail_sample(row.request_id, row.error)
                 continue
             sampling.sequences[row.index] = row.sequence
             with self._work:
-                self._scheduler.row_finished(row.ticket, row.index)
+                self._scheduler.row_finished(row.request_id, row.index)
             self._counts["tokens_sampled"] += len(row.sequence.tokens)
             if len(sampling.sequences) == sampling.op.num_samples:
-                del self._sampling[row.ticket]
+                del self._sampling[row.request_id]
                 admission = sampling.admission
                 assert admission is not None, "rows finish after they are admitted"
                 result = SampleResult(
@@ -448,52 +448,52 @@ class Engine:
                     topk_prompt_logprobs=admission.topk_prompt_logprobs,
                     target_prompt_logprobs=admission.target_prompt_logprobs,
                 )
-                self._resolve(row.ticket, result)
+                self._resolve(row.request_id, result)
 
-    def _report(self, tickets: Sequence[int]) -> None:
+    def _report(self, request_ids: Sequence[int]) -> None:
         """Tell the watchers what their samples have gained, and give up those nobody waits for."""
-        for ticket in tickets:
-            sampling = self._sampling.get(ticket)
+        for request_id in request_ids:
+            sampling = self._sampling.get(request_id)
             if sampling is None or sampling.watcher is None:
                 continue
             if not sampling.watcher.wanted():
-                self._fail_sample(ticket, WithdrawnError("withdrawn: the client has gone"))
+                self._fail_sample(request_id, WithdrawnError("withdrawn: the client has gone"))
                 continue
-            for row in self._executor.running(ticket) if sampling.watcher.follows else ():
+            for row in self._executor.running(request_id) if sampling.watcher.follows else ():
                 seen = sampling.reported.get(row.index, 0)
                 if len(row.tokens) > seen:
                     sampling.watcher.tokens(row.index, row.tokens[seen:], row.logprobs[seen:])
                     sampling.reported[row.index] = len(row.tokens)
 
-    def _fail_sample(self, ticket: int, error: Exception) -> None:
-        begun = self._sampling.pop(ticket, None) is not None or self._begin(ticket)
+    def _fail_sample(self, request_id: int, error: Exception) -> None:
+        begun = self._sampling.pop(request_id, None) is not None or self._begin(request_id)
         with self._work:
-            self._scheduler.drop_sample(ticket)
+            self._scheduler.drop_sample(request_id)
         if not begun:
             return
-        self._executor.release(ticket)
-        self._fail(ticket, error, what="Sample")
+        self._executor.release(request_id)
+        self._fail(request_id, error, what="Sample")
 
     def _fail_all_samples(self, error: Exception, *beginning: int) -> None:
         """Every request that has begun, or was about to, shares the fate of the lost cache; those still waiting do not."""
-        for ticket in {**dict.fromkeys(self._sampling), **dict.fromkeys(beginning)}:
-            self._fail_sample(ticket, error)
+        for request_id in {**dict.fromkeys(self._sampling), **dict.fromkeys(beginning)}:
+            self._fail_sample(request_id, error)
 
-    def _begin(self, ticket: int) -> bool:
+    def _begin(self, request_id: int) -> bool:
         """False when the caller has withdrawn the operation, or all are abandoned."""
         with self._work:
-            future = self._futures.get(ticket)
+            future = self._futures.get(request_id)
             if future is not None and future.set_running_or_notify_cancel():
                 return True
-            self._futures.pop(ticket, None)
-            self._watchers.pop(ticket, None)
+            self._futures.pop(request_id, None)
+            self._watchers.pop(request_id, None)
             return False
 
-    def _resolve(self, ticket: int, result: OpResult) -> None:
+    def _resolve(self, request_id: int, result: OpResult) -> None:
         self._counts["ops_finished"] += 1
-        self._deliver(ticket, lambda future: future.set_result(result))
+        self._deliver(request_id, lambda future: future.set_result(result))
 
-    def _fail(self, ticket: int, error: Exception, *, what: str) -> None:
+    def _fail(self, request_id: int, error: Exception, *, what: str) -> None:
         self._counts["ops_failed"] += 1
         if not isinstance(error, ServerError):
             logger.error("%s failed: %s", what, error, exc_info=error)
@@ -503,11 +503,11 @@ class Engine:
                 f"{what} failed in the engine: {hint}{type(unexpected).__name__}: {unexpected}"
             )
             error.__cause__ = unexpected
-        self._deliver(ticket, lambda future: future.set_exception(error))
+        self._deliver(request_id, lambda future: future.set_exception(error))
 
-    def _deliver(self, ticket: int, put: Callable[[Future[OpResult]], None]) -> None:
+    def _deliver(self, request_id: int, put: Callable[[Future[OpResult]], None]) -> None:
         with self._work:
-            future = self._futures.pop(ticket, None)
-            self._watchers.pop(ticket, None)  # of a sample that failed before it began
+            future = self._futures.pop(request_id, None)
+            self._watchers.pop(request_id, None)  # of a sample that failed before it began
         if future is not None:  # None: stop() has answered already
             put(future)

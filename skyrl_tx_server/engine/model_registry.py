@@ -14,8 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from skyrl_tx_server.config.tenant_options import TenantOptions
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT, DropSnapshot, LoraSpec, UnloadModel
-from skyrl_tx_server.engine.tenants import Quota, id_prefix, owner_of
+from skyrl_tx_server.engine.tenants import id_prefix, owner_of
 from skyrl_tx_server.errors import FutureLostError, NotFoundError, UserError
 
 MAX_ENDED_REMEMBERED = 10_000
@@ -70,9 +71,9 @@ class Registry:
             OrderedDict()
         )  # samplers that are snapshots, least recently used first
         self._tenant: str | None = None  # None: whoever owns it
-        self._quota: Quota | None = None
+        self._quota: TenantOptions | None = None
 
-    def of(self, tenant: str, quota: Quota) -> Registry:
+    def of(self, tenant: str, quota: TenantOptions) -> Registry:
         """The same registry as `tenant` sees it, who may have so much in it."""
         view = copy.copy(self)
         view._tenant, view._quota = tenant, quota
@@ -90,9 +91,9 @@ class Registry:
     def open_session(
         self, *, tags: list[str], user_metadata: dict[str, str], display_name: str | None
     ) -> Session:
-        if self._quota is not None and len(self.sessions()) >= self._quota.max_sessions:
+        if self._quota is not None and len(self.sessions()) >= self._quota.tenant_max_sessions:
             raise UserError(
-                f"you have {self._quota.max_sessions} open sessions, which is the limit; close some, or wait until they expire"
+                f"you have {self._quota.tenant_max_sessions} open sessions, which is the limit (tenant_max_sessions); close some, or wait until they expire"
             )
         session = Session(
             session_id=f"{id_prefix(self._tenant or DEFAULT_TENANT)}session-{uuid.uuid4().hex[:16]}",
@@ -178,9 +179,9 @@ class Registry:
             raise UserError(
                 f"model {model_id} exists already; give each model of a session its own model_seq_id"
             )
-        if self._quota is not None and self.stats()["models"] >= self._quota.max_models:
+        if self._quota is not None and self.stats()["models"] >= self._quota.tenant_max_models:
             raise UserError(
-                f"you have {self._quota.max_models} models, which is the limit (tenant_max_models); unload one, or close its session"
+                f"you have {self._quota.tenant_max_models} models, which is the limit (tenant_max_models); unload one, or close its session"
             )
         model = Model(model_id=model_id, session_id=session_id, lora=lora, created_at=datetime.now(UTC))
         session.models[model_id] = model
@@ -220,10 +221,10 @@ class Registry:
         if (
             self._quota is not None
             and sampler_id not in session.samplers
-            and self.stats()["samplers"] >= self._quota.max_samplers
+            and self.stats()["samplers"] >= self._quota.tenant_max_samplers
         ):
             raise UserError(
-                f"you have {self._quota.max_samplers} samplers, which is the limit; close a session"
+                f"you have {self._quota.tenant_max_samplers} samplers, which is the limit (tenant_max_samplers); close a session"
             )
         sampler = Sampler(
             sampler_id=sampler_id, session_id=session_id, model_path=model_path, weights=weights
@@ -272,7 +273,7 @@ class Registry:
         if self._quota is None:
             return []
         own = [sampler_id for sampler_id in self._snapshots if self._owns(sampler_id)]
-        surplus = own[: max(0, len(own) - self._quota.max_snapshots)]
+        surplus = own[: max(0, len(own) - self._quota.tenant_max_snapshots)]
         for sampler_id in surplus:
             self.forget_sampler(sampler_id)
         return [DropSnapshot(weights=sampler_id) for sampler_id in surplus]

@@ -53,9 +53,9 @@ SMALL_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """Run one step of the operation `ticket`: one micro-batch of training, or a whole small operation."""
+    """Run one step of the operation `request_id`: one micro-batch of training, or a whole small operation."""
 
-    ticket: int
+    request_id: int
     op: Op
 
 
@@ -64,7 +64,7 @@ class PrefillRequest:
     """Prefill the prompt of `op` and give samples `first .. first + count - 1` of it a slot each. Of a paused sample, which is always
     alone, the whole text goes on."""
 
-    ticket: int
+    request_id: int
     op: Sample
     first: int
     count: int
@@ -106,7 +106,7 @@ class _Line:
 class _Request:
     """A `Sample` some of whose samples wait or have slots."""
 
-    ticket: int
+    request_id: int
     op: Sample
     tenant: _Tenant
     first: int = 0  # samples from this index on have never had a slot
@@ -170,20 +170,22 @@ class _Plan:
         return tenant.account + QUANTUM * self.tenants[tenant.name]
 
     def rows(self, request: _Request) -> int:
-        return len(request.rows) + self.gained[request.ticket] - len(self.lost.get(request.ticket, ()))
+        return (
+            len(request.rows) + self.gained[request.request_id] - len(self.lost.get(request.request_id, ()))
+        )
 
     def waiting(self, request: _Request) -> int:
-        return request.num_waiting - self.gained[request.ticket]
+        return request.num_waiting - self.gained[request.request_id]
 
     def gain(self, request: _Request) -> None:
-        if request.ticket not in self.gained and not request.has_begun:
+        if request.request_id not in self.gained and not request.has_begun:
             self.begun[request.tenant.name].append(request)
-        self.gained[request.ticket] += 1
+        self.gained[request.request_id] += 1
         self.tenants[request.tenant.name] += 1
         self.small[request.tenant.name] += request.is_small
 
     def lose(self, request: _Request, index: int) -> None:
-        self.lost[request.ticket].add(index)
+        self.lost[request.request_id].add(index)
         self.tenants[request.tenant.name] -= 1
         self.small[request.tenant.name] -= request.is_small
 
@@ -220,11 +222,11 @@ class Scheduler:
         self._slots = 1
         self._reserved: Counter[int] = Counter()  # by ticket, slots that were freed for it
 
-    def add(self, ticket: int, op: Op, *, tenant: str = DEFAULT_TENANT) -> None:
+    def add(self, request_id: int, op: Op, *, tenant: str = DEFAULT_TENANT) -> None:
         """Queue `op`; tickets grow with every submission."""
         if isinstance(op, Sample):
-            request = _Request(ticket=ticket, op=op, tenant=self._tenant(tenant))
-            self._requests[ticket] = request
+            request = _Request(request_id=request_id, op=op, tenant=self._tenant(tenant))
+            self._requests[request_id] = request
             request.tenant.num_requests += 1
             self._wait(request)
             return
@@ -232,9 +234,9 @@ class Scheduler:
         if name not in self._lines:
             self._lines[name] = _Line(tenant=tenant)
             self._order.setdefault(tenant, {})[name] = None
-        self._lines[name].steps.append(Step(ticket=ticket, op=op))
+        self._lines[name].steps.append(Step(request_id=request_id, op=op))
         if isinstance(op, SaveSampler):
-            self._saves[op.weights][ticket] = None
+            self._saves[op.weights][request_id] = None
 
     def next(self, *, free_slots: int, rows_decoding: int) -> ScheduledWork | None:
         """The next turn; None when there is nothing to do until something is added or a row finishes."""
@@ -282,7 +284,7 @@ class Scheduler:
         """The operation of `step` is over, well or badly; its model's next one may run."""
         name = _line_of(step.op)
         line = self._lines[name]
-        assert line.steps[0].ticket == step.ticket
+        assert line.steps[0].request_id == step.request_id
         line.steps.popleft()
         if not line.steps:
             del self._lines[name], self._order[line.tenant][name]
@@ -290,17 +292,17 @@ class Scheduler:
                 del self._order[line.tenant]
         if isinstance(step.op, SaveSampler):
             saves = self._saves[step.op.weights]
-            del saves[step.ticket]
+            del saves[step.request_id]
             if not saves:
                 del self._saves[step.op.weights]
             for request in self._unsaved.pop(step.op.weights, []):
-                if request.ticket in self._requests:
+                if request.request_id in self._requests:
                     self._queue(request)
 
     def put_back(self, admits: Sequence[PrefillRequest]) -> None:
         """These wait again, at the places they had."""
         for admit in reversed(admits):
-            request = self._requests.get(admit.ticket)
+            request = self._requests.get(admit.request_id)
             if request is None:
                 continue
             for index in range(admit.first, admit.first + admit.count):
@@ -314,39 +316,39 @@ class Scheduler:
     def hold(self, admits: Sequence[PrefillRequest]) -> None:
         """The executor has no room for the first of these now: it keeps its place until a row finishes or is paused."""
         self.put_back(admits)
-        self._held = admits[0].ticket
+        self._held = admits[0].request_id
 
     def resume(self, admit: PrefillRequest) -> None:
         """A piece of the prompt of `admit` is done: the rest of it waits, and running samples come first."""
         self.put_back([admit])
         self._decode_next = True
-        if admit.ticket in self._requests:
-            self._unfinished[admit.ticket] = len(admit.op.prompt)
-            self.pay_for_prompt(admit.ticket, PIECE_TOKENS)
+        if admit.request_id in self._requests:
+            self._unfinished[admit.request_id] = len(admit.op.prompt)
+            self.pay_for_prompt(admit.request_id, PIECE_TOKENS)
 
-    def admitted(self, ticket: int, *, prompt_tokens: int) -> None:
+    def admitted(self, request_id: int, *, prompt_tokens: int) -> None:
         """The rows of a request have their slots, after so many tokens of its prompt were computed."""
-        self._unfinished.pop(ticket, None)
-        self.pay_for_prompt(ticket, min(prompt_tokens, PIECE_TOKENS))
+        self._unfinished.pop(request_id, None)
+        self.pay_for_prompt(request_id, min(prompt_tokens, PIECE_TOKENS))
 
-    def pay_for_prompt(self, ticket: int, tokens: int) -> None:
-        if ticket in self._requests:
-            self._requests[ticket].tenant.paid += tokens / PROMPT_TOKENS_PER_UNIT
+    def pay_for_prompt(self, request_id: int, tokens: int) -> None:
+        if request_id in self._requests:
+            self._requests[request_id].tenant.paid += tokens / PROMPT_TOKENS_PER_UNIT
 
-    def row_finished(self, ticket: int, index: int) -> None:
+    def row_finished(self, request_id: int, index: int) -> None:
         self._held = None
-        request = self._requests.get(ticket)
+        request = self._requests.get(request_id)
         if request is not None:
             self._lose_row(request, index)
             if not request.rows and not request.num_waiting:
-                del self._requests[ticket]
+                del self._requests[request_id]
                 request.tenant.num_requests -= 1
 
-    def drop_sample(self, ticket: int) -> None:
+    def drop_sample(self, request_id: int) -> None:
         """Forget a failed request."""
         self._held = None
-        self._unfinished.pop(ticket, None)
-        request = self._requests.pop(ticket, None)
+        self._unfinished.pop(request_id, None)
+        request = self._requests.pop(request_id, None)
         if request is None:
             return
         request.tenant.num_requests -= 1
@@ -372,9 +374,9 @@ class Scheduler:
         match step.op:
             case DropSnapshot(weights=weights):
                 waiting = self._waiting_for.get(weights, ())
-                return not any(ticket < step.ticket for ticket in waiting) and not self._being_saved(
-                    weights, step.ticket
-                )
+                return not any(
+                    request_id < step.request_id for request_id in waiting
+                ) and not self._being_saved(weights, step.request_id)
             case _:
                 return True
 
@@ -386,8 +388,8 @@ class Scheduler:
         lines[name] = None
         self._order[tenant] = lines
 
-    def _being_saved(self, weights: str, ticket: int) -> bool:
-        return any(save < ticket for save in self._saves.get(weights, ()))
+    def _being_saved(self, weights: str, request_id: int) -> bool:
+        return any(save < request_id for save in self._saves.get(weights, ()))
 
     # --- tenants --------------------------------------------------------------------------------------------------------
 
@@ -426,31 +428,31 @@ class Scheduler:
 
     def _wait(self, request: _Request) -> None:
         """Some samples of the request wait."""
-        self._waiting[request.ticket] = None
+        self._waiting[request.request_id] = None
         weights = request.op.weights
         if weights is not None:
-            self._waiting_for[weights][request.ticket] = None
-            if self._being_saved(weights, request.ticket):
+            self._waiting_for[weights][request.request_id] = None
+            if self._being_saved(weights, request.request_id):
                 self._unsaved[weights].append(request)
                 return
         self._queue(request)
 
     def _queue(self, request: _Request) -> None:
         weights = request.op.weights
-        if weights is not None and self._being_saved(weights, request.ticket):
+        if weights is not None and self._being_saved(weights, request.request_id):
             self._unsaved[weights].append(request)
         elif request.has_begun:
-            request.tenant.begun[request.ticket] = request
+            request.tenant.begun[request.request_id] = request
         else:
-            heapq.heappush(request.tenant.fresh[request.is_small, request.is_long], request.ticket)
+            heapq.heappush(request.tenant.fresh[request.is_small, request.is_long], request.request_id)
 
     def _no_longer_waits(self, request: _Request) -> None:
         """Its entry in a heap of fresh requests, if it has one, is dropped when it comes up."""
-        self._waiting.pop(request.ticket, None)
-        request.tenant.begun.pop(request.ticket, None)
+        self._waiting.pop(request.request_id, None)
+        request.tenant.begun.pop(request.request_id, None)
         weights = request.op.weights
         if weights is not None and weights in self._waiting_for:
-            self._waiting_for[weights].pop(request.ticket, None)
+            self._waiting_for[weights].pop(request.request_id, None)
             if not self._waiting_for[weights]:
                 del self._waiting_for[weights]
 
@@ -461,11 +463,11 @@ class Scheduler:
         tenant.num_rows -= 1
         tenant.num_small_rows -= request.is_small
         if not request.rows:
-            del tenant.running[request.ticket]
+            del tenant.running[request.request_id]
 
     def _take(self, admit: PrefillRequest) -> None:
         """The samples of `admit` are about to have slots."""
-        request = self._requests[admit.ticket]
+        request = self._requests[admit.request_id]
         tenant = request.tenant
         if admit.paused:
             request.paused.remove(admit.first)
@@ -475,23 +477,23 @@ class Scheduler:
         request.rows |= dict.fromkeys(range(admit.first, admit.first + admit.count), self._blocks)
         tenant.num_rows += admit.count
         tenant.num_small_rows += admit.count * request.is_small
-        tenant.running[request.ticket] = request
+        tenant.running[request.request_id] = request
         if request.num_waiting:
-            tenant.begun[request.ticket] = request
+            tenant.begun[request.request_id] = request
         else:
             self._no_longer_waits(request)
 
     def _admissions(self, free_slots: int) -> tuple[PrefillRequest, ...]:
         plan, chosen = _Plan(), dict[int, _Request]()
-        reserved = [ticket for ticket in self._reserved.elements() if ticket in self._waiting]
+        reserved = [request_id for request_id in self._reserved.elements() if request_id in self._waiting]
         while free_slots:
             request = self._requests[reserved.pop(0)] if reserved else self._head(plan)
-            if request is None or (request.ticket == self._held and not chosen):
+            if request is None or (request.request_id == self._held and not chosen):
                 break
-            if request.ticket not in chosen:
+            if request.request_id not in chosen:
                 if len(chosen) == PROMPTS_PER_PREFILL:
                     break
-                chosen[request.ticket] = request
+                chosen[request.request_id] = request
                 if not self._needs_no_room(request):
                     plan.unfinished_tokens += len(request.op.prompt)
             if plan.waiting(request) > 0:
@@ -499,7 +501,9 @@ class Scheduler:
                 free_slots -= 1
         self._close(plan)
         admits = [
-            admit for request in chosen.values() for admit in _admits_of(request, plan.gained[request.ticket])
+            admit
+            for request in chosen.values()
+            for admit in _admits_of(request, plan.gained[request.request_id])
         ]
         return tuple(admits[:PROMPTS_PER_PREFILL])
 
@@ -512,7 +516,7 @@ class Scheduler:
                 continue
             request = self._head_of(tenant, plan)
             if request is not None and (
-                best is None or (account, request.ticket) < (best[0], best[1].ticket)
+                best is None or (account, request.request_id) < (best[0], best[1].request_id)
             ):
                 best = account, request
         return best and best[1]
@@ -531,7 +535,7 @@ class Scheduler:
             return (
                 not (small_first and request.is_small),
                 plan.rows(request) // ROWS_PER_ROUND,
-                request.ticket,
+                request.request_id,
             )
 
         able = (
@@ -555,7 +559,7 @@ class Scheduler:
         """Fresh requests of the plan are back in their heaps."""
         for requests in plan.begun.values():
             for request in requests:
-                heapq.heappush(request.tenant.fresh[request.is_small, request.is_long], request.ticket)
+                heapq.heappush(request.tenant.fresh[request.is_small, request.is_long], request.request_id)
 
     def _has_room(self, request: _Request, plan: _Plan) -> bool:
         """Its prompt may be computed beside those that are computed in part."""
@@ -567,7 +571,7 @@ class Scheduler:
         )
 
     def _needs_no_room(self, request: _Request) -> bool:
-        return not request.is_long or request.has_begun or request.ticket in self._unfinished
+        return not request.is_long or request.has_begun or request.request_id in self._unfinished
 
     # --- pauses ---------------------------------------------------------------------------------------------------------
 
@@ -593,7 +597,7 @@ class Scheduler:
             if self._waits(tenant)
         ]
         order = sorted(
-            ((account, one.ticket, one) for account, one in waiters if one is not None),
+            ((account, one.request_id, one) for account, one in waiters if one is not None),
             key=lambda each: each[:2],
         )
         if not order:
@@ -641,17 +645,17 @@ class Scheduler:
     def _row_of(self, requests: Iterable[_Request], plan: _Plan) -> tuple[_Request, int] | None:
         """The last row that may be paused of the request with the most rows, of those the one that came last."""
         found = [
-            (plan.rows(request), request.ticket, index)
+            (plan.rows(request), request.request_id, index)
             for request in requests
             for index in self._pausable(request, plan)
         ]
         if not found:
             return None
-        _, ticket, index = max(found)
-        return self._requests[ticket], index
+        _, request_id, index = max(found)
+        return self._requests[request_id], index
 
     def _pausable(self, request: _Request, plan: _Plan) -> list[int]:
-        lost = plan.lost.get(request.ticket, ())
+        lost = plan.lost.get(request.request_id, ())
         return [
             index
             for index, since in request.rows.items()
@@ -665,14 +669,14 @@ class Scheduler:
             self._lose_row(request, index)
             heapq.heappush(request.paused, index)
             self._wait(request)
-            self._reserved[waiter.ticket] += 1
-        return Pause(rows=tuple((request.ticket, index) for request, index, _ in pauses))
+            self._reserved[waiter.request_id] += 1
+        return Pause(rows=tuple((request.request_id, index) for request, index, _ in pauses))
 
 
 def _admits_of(request: _Request, count: int) -> list[PrefillRequest]:
     """The next samples of a request: first those that are paused."""
     again = heapq.nsmallest(count, request.paused)
-    given = {"ticket": request.ticket, "op": request.op, "tenant": request.tenant.name}
+    given = {"request_id": request.request_id, "op": request.op, "tenant": request.tenant.name}
     admits = [PrefillRequest(**given, first=index, count=1, paused=True) for index in again]
     if count > len(again):
         admits.append(PrefillRequest(**given, first=request.first, count=count - len(again)))

@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT
@@ -27,21 +26,6 @@ logger = logging.getLogger(__name__)
 NAME = re.compile(r"[a-z0-9_-]{1,40}")
 _OWNED = re.compile(r"(?:tinker://)?tenant-([a-z0-9_-]{1,40})\..*", re.DOTALL)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Quota:
-    """How much one tenant may hold at the same time. It does not apply to the operator."""
-
-    max_sessions: int = 1000
-    max_models: int = 16
-    max_samplers: int = 10_000
-    max_snapshots: int = (
-        64  # sampler weights in memory; a further one replaces the tenant's least recently used
-    )
-    max_tokens: int = 1 << 24  # of samples and training data that wait or run
-    max_checkpoints: int = 1000
-    checkpoint_bytes: int | None = None  # None: only the server's own quota
 
 
 def id_prefix(tenant: str) -> str:

@@ -43,10 +43,10 @@ def kernel_decodes(config: ModelConfig) -> bool:
 
 
 def asked_cache(model: ServedModel) -> CacheSize:
-    """What the settings ask for: `cache_tokens`, or else a whole context for each of `decode_slots`."""
+    """What the settings ask for: `cache_tokens`, or else a whole context for each of `max_num_seqs`."""
     settings, config = model.settings, model.config
     groups, whole = settings.mesh.batch, -(-model.context // PAGE)
-    slots = settings.decode_slots // groups
+    slots = settings.max_num_seqs // groups
     pages = (
         slots * (whole + 1) if settings.cache_tokens is None else -(-settings.cache_tokens // PAGE // groups)
     )
@@ -88,8 +88,8 @@ def fitting_cache(model: ServedModel, budget_bytes: float) -> CacheSize:
         )
     if slots < asked.slots:
         logger.warning(
-            "decode_slots=%d: only %d sequences of %d tokens fit into %.1f GiB; a smaller max_context_length makes room for more",
-            settings.decode_slots,
+            "max_num_seqs=%d: only %d sequences of %d tokens fit into %.1f GiB; a smaller max_context_length makes room for more",
+            settings.max_num_seqs,
             slots * settings.mesh.batch,
             context,
             settings.mesh.batch * budget_bytes / 2**30,
@@ -98,6 +98,6 @@ def fitting_cache(model: ServedModel, budget_bytes: float) -> CacheSize:
         logger.info(
             "keys and values of %d tokens are kept, of up to %d sequences",
             (pages - 1) * PAGE * settings.mesh.batch,
-            settings.decode_slots,
+            settings.max_num_seqs,
         )
     return replace(asked, slots=slots, pages=pages)

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.stages import Lowered
 
-from skyrl_tx_server.config.server_config import EngineSettings
+from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.distributed.multihost import ALONE, Hosts
 from skyrl_tx_server.engine.engine import EngineInfo, FailedRow, FinishedRow, PrefillResult, RunningRow
 from skyrl_tx_server.engine.operations import (
@@ -97,7 +97,7 @@ logger = logging.getLogger(__name__)
 class DeviceExecutor:
     """Implements `engine.Executor` on this process's devices, or on those of several processes that all make the same calls (`hosts`)."""
 
-    def __init__(self, settings: EngineSettings, hosts: Hosts = ALONE) -> None:
+    def __init__(self, settings: EngineOptions, hosts: Hosts = ALONE) -> None:
         self._hosts = hosts
         use_compilation_cache(settings)
         compile_stats.watch()
@@ -110,8 +110,8 @@ class DeviceExecutor:
         self._config = model.config
         self._params = load_params(settings.model_dir, self._config, dtype)
         self._store = CheckpointStore(
-            settings.checkpoints_dir,
-            settings.base_model,
+            settings.checkpoints_path,
+            settings.alias,
             fingerprint(settings.model_dir),
             quota_bytes=settings.checkpoint_quota_bytes,
             tenant_quota=settings.tenant_quota,
@@ -126,7 +126,7 @@ class DeviceExecutor:
         self._snapshots = AdapterCache(
             self._config,
             max_lora_rank=settings.max_lora_rank,
-            slots=settings.max_snapshots,
+            slots=settings.max_loras,
             dtype=dtype,
             read=self._read,
             free_host_bytes=lambda: hosts.agreed(available_host_bytes),
@@ -141,14 +141,14 @@ class DeviceExecutor:
             size=fitting_cache(model, cache_budget),
             groups=settings.mesh.batch,
             max_context_length=model.context,
-            block=settings.decode_block,
+            block=settings.decode_steps_per_dispatch,
             dtype=dtype,
             model_dir=settings.model_dir,
-            tempered_logprobs=settings.tempered_logprobs,
+            tempered_logprobs=settings.logprobs_mode == "processed",
             hosts=hosts,
         )
         self.info = EngineInfo(
-            base_model=settings.base_model,
+            base_model=settings.alias,
             max_context_length=model.context,
             max_lora_rank=settings.max_lora_rank,
             vocab_size=self._config.vocab_size,
@@ -157,11 +157,7 @@ class DeviceExecutor:
             devices=f"{settings.mesh.devices} {jax.local_devices()[0].device_kind}",
         )
 
-        ahead = (
-            on_gpu() and jax.process_count() == 1
-            if settings.compile_ahead is None
-            else settings.compile_ahead
-        )
+        ahead = on_gpu() and jax.process_count() == 1 if settings.warmup is None else settings.warmup
         if ahead:
             threading.Thread(target=self._compile_ahead, name="compile-ahead", daemon=False).start()
 
@@ -172,7 +168,7 @@ class DeviceExecutor:
         while it compiles."""
         began, count = time.monotonic(), 0
         try:
-            for name, program in itertools.chain(self._slots.programs(), self._training_programs()):
+            for name, program in self.programs():
                 if not threading.main_thread().is_alive():
                     return
                 program.compile()
@@ -185,6 +181,10 @@ class DeviceExecutor:
             )
             return
         logger.info("%d programs ready after %.0f s", count, time.monotonic() - began)
+
+    def programs(self) -> Iterator[tuple[str, Lowered]]:
+        """Yield the name and the lowered form of every program that `_compile_ahead` compiles."""
+        return itertools.chain(self._slots.programs(), self._training_programs())
 
     def _training_programs(self) -> Iterator[tuple[str, Lowered]]:
         loss = select_loss(LossFn.CROSS_ENTROPY)
@@ -228,11 +228,11 @@ class DeviceExecutor:
     def pause(self, rows: Sequence[tuple[int, int]]) -> None:
         self._slots.pause(rows)
 
-    def running(self, ticket: int) -> Sequence[RunningRow]:
-        return self._slots.running(ticket)
+    def running(self, request_id: int) -> Sequence[RunningRow]:
+        return self._slots.running(request_id)
 
-    def release(self, ticket: int) -> None:
-        self._slots.release(ticket)
+    def release(self, request_id: int) -> None:
+        self._slots.release(request_id)
 
     # --- everything else ------------------------------------------------------------------------------------------
 

@@ -10,13 +10,14 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from skyrl_tx_server.config.sampler_options import SamplerOptions
 from skyrl_tx_server.engine.engine import STOPPING, EngineInfo, EngineSide, Watcher
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
@@ -42,17 +43,6 @@ PROOF_TOKENS = 16
 """So many tokens of a snapshot must have agreed before samples of it are passed on unseen."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExternalSettings:
-    """The view of the server's options that sampling elsewhere takes."""
-
-    adapters: Path  # absolute; where adapters are written
-    max_adapters: int  # loaded there at once
-    check: float  # share of samples that the engine scores again
-    check_limit: float  # nats per token
-    model_dir: Path
-
-
 class ExternalSampling:
     """Implements `engine.EngineSide`. Made in a running event loop; `close` it once."""
 
@@ -61,8 +51,13 @@ class ExternalSampling:
         engine: EngineSide,
         server: ExternalServer,
         checkpoints: CheckpointStore,
-        settings: ExternalSettings,
+        options: SamplerOptions,
+        *,
+        adapters: Path,
+        max_adapters: int,
+        model_dir: Path,
     ) -> None:
+        """Write adapters below `adapters`, an absolute path, and keep at most `max_adapters` of them loaded in the sampler."""
         if server.max_model_len is not None and server.max_model_len < engine.info.max_context_length:
             raise ConfigError(
                 f"sampler_url={server.url}: its context is {server.max_model_len} tokens, this server's {engine.info.max_context_length}; "
@@ -71,13 +66,14 @@ class ExternalSampling:
             )
         self._engine = engine
         self._server = server
-        self._settings = settings
+        self._options = options
+        self._model_dir = model_dir
         self._loop = asyncio.get_running_loop()
         self._errands = Errands()
         self._adapters = ExternalAdapters(
-            server, checkpoints, self._errands, root=settings.adapters, max_loaded=settings.max_adapters
+            server, checkpoints, self._errands, root=adapters, max_loaded=max_adapters
         )
-        self._agreement = Agreement(limit=settings.check_limit)
+        self._agreement = Agreement(limit=options.sampler_check_limit)
         self._agreed: Agreed = Counter()  # of the base model
         self._proving = asyncio.Lock()
         self._stopping = False
@@ -197,7 +193,7 @@ class ExternalSampling:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self._settings.model_dir)
+        return load_tokenizer(self._model_dir)
 
     # --- agreement --------------------------------------------------------------------------------------------------
 
@@ -216,7 +212,7 @@ class ExternalSampling:
                         op, max(sequences, key=lambda sequence: len(sequence.tokens)), tenant
                     )
         for sequence in sequences:
-            if random.random() < self._settings.check:
+            if random.random() < self._options.sampler_check:
                 self._errands.run(self._compare(op, sequence, tenant))
 
     async def _prove(self, op: Sample, sequence: SampledSequence, tenant: str) -> int:

@@ -7,11 +7,11 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+from skyrl_tx_server.config.sampler_options import SamplerOptions
 from skyrl_tx_server.errors import AdapterLostError, ConfigError, SamplerError
 from skyrl_tx_server.external.wire import DIALECTS, Answer, Dialect, SamplingRequest, read_answer
 
@@ -21,13 +21,6 @@ CONNECT_TIMEOUT_S = 10.0
 KEEP_IDLE_S = (
     2.0  # shorter than any server's keep-alive, so that no request meets a connection just being closed
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerSettings:
-    url: str
-    timeout_s: float  # of one request, from its first byte to the last of the answer
-    api_key: str | None
 
 
 class ExternalServer:
@@ -104,22 +97,24 @@ class _Line:
 
 @asynccontextmanager
 async def connect(
-    settings: ServerSettings, *, base_model: str, adapters: Path
+    options: SamplerOptions, *, base_model: str, adapters: Path
 ) -> AsyncIterator[ExternalServer]:
     """ConfigError in one line when the server is not there, is of no known kind, or serves another model.
 
     What an earlier run of this server has loaded there from below `adapters` is unloaded.
     """
-    headers = {} if settings.api_key is None else {"Authorization": f"Bearer {settings.api_key}"}
+    assert options.sampler_url is not None, "there is no external sampler to connect to"
+    key = options.sampler_api_key
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_IDLE_S)
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
     async with httpx.AsyncClient(
-        base_url=settings.url, headers=headers, limits=limits, timeout=timeout, trust_env=False
+        base_url=options.sampler_url, headers=headers, limits=limits, timeout=timeout, trust_env=False
     ) as http:
         try:
-            server = await _discover(_Line(http, settings.timeout_s), base_model, adapters)
+            server = await _discover(_Line(http, options.sampler_timeout_s), base_model, adapters)
         except SamplerError as error:
-            raise ConfigError(f"sampler_url={settings.url}: {error}") from None
+            raise ConfigError(f"sampler_url={options.sampler_url}: {error}") from None
         yield server
 
 

@@ -33,8 +33,9 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from skyrl_tx_server.config.tenant_options import TenantOptions
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT, LoraSpec
-from skyrl_tx_server.engine.tenants import Quota, id_prefix, owner_of
+from skyrl_tx_server.engine.tenants import id_prefix, owner_of
 from skyrl_tx_server.errors import ConflictError, NotFoundError, ServerError, UserError
 from skyrl_tx_server.files.derived import DerivedFiles
 from skyrl_tx_server.files.disk import check_count, check_quota, check_room
@@ -118,7 +119,7 @@ class CheckpointStore:
         base_model_hash: str | None = None,
         *,
         quota_bytes: int | None = None,
-        tenant_quota: Quota | None = None,
+        tenant_quota: TenantOptions | None = None,
     ) -> None:
         """`base_model_hash` is the `fingerprint` of the base weights; None, here or in a checkpoint, matches any. No quota: None.
 
@@ -346,10 +347,13 @@ class CheckpointStore:
         if quota is None or owner == DEFAULT_TENANT:
             return
         others = [info for info in self._list(f"{id_prefix(owner)}*") if info.path != path]
-        check_count(len(others), quota.max_checkpoints)
-        if quota.checkpoint_bytes is not None:
+        check_count(len(others), quota.tenant_max_checkpoints)
+        if quota.tenant_checkpoint_quota_bytes is not None:
             check_quota(
-                _used(others, path), num_bytes, quota.checkpoint_bytes, option="tenant_checkpoint_quota_gb"
+                _used(others, path),
+                num_bytes,
+                quota.tenant_checkpoint_quota_bytes,
+                option="tenant_checkpoint_quota_gb",
             )
 
     def _check_base_model(self, info: CheckpointInfo, record: Mapping[str, object]) -> None:

@@ -6,11 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from skyrl_tx_server.config.tenant_options import TenantOptions
 from skyrl_tx_server.engine.engine import EngineSide
 from skyrl_tx_server.engine.futures import FutureStore
 from skyrl_tx_server.engine.model_registry import Registry
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT
-from skyrl_tx_server.engine.tenants import Quota, TenantKeys
+from skyrl_tx_server.engine.tenants import TenantKeys
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.run_index import RunIndex
@@ -35,7 +36,7 @@ class HttpSettings:
     )
     access: AccessPolicy = field(default_factory=AccessPolicy)  # which names and web pages may
     tenant_keys: TenantKeys | None = None
-    tenant_quota: Quota = field(default_factory=Quota)
+    tenant_quota: TenantOptions = field(default_factory=TenantOptions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +70,7 @@ class AppState:
             keys, quota = self.settings.tenant_keys, self.settings.tenant_quota
             self.tenants[tenant] = replace(
                 self,
-                engine=EngineShare(self.engine, tenant, quota.max_tokens),
+                engine=EngineShare(self.engine, tenant, quota.tenant_max_tokens),
                 registry=self.registry.of(tenant, quota),
                 futures=self.futures.share(max(1, 1 if keys is None else len(keys))),
                 checkpoints=self.checkpoints.of(tenant, self.ledger.public.__contains__),

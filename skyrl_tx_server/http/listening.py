@@ -1,8 +1,7 @@
-"""Accepting connections: how many may be open, how long each may take over its request's head, and how the server survives a shortage of
-file descriptors.
+"""Accept connections: limits on their number and on the time for a request's head, and a server that survives a shortage of descriptors.
 
-uvicorn parses and answers; this module decides which connections it gets. uvloop's own server closes the listening socket at the first
-`accept` that fails for want of a descriptor, so connections are accepted here.
+uvicorn parses requests and sends answers; this module decides which connections it gets. uvloop's own server closes the listening socket
+at the first `accept` that fails for lack of a file descriptor, so connections are accepted here.
 """
 
 from __future__ import annotations
@@ -10,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import resource
 import socket
 import ssl
 from collections import OrderedDict
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -265,7 +266,23 @@ class BoundedServer(uvicorn.Server):
         def make() -> BoundedProtocol:
             return BoundedProtocol(self.config, self, self.connections, head_timeout_s=self._head_timeout_s)
 
-        self.servers = [
+        # uvicorn only calls `close` and `wait_closed` of what it declares as a list of asyncio servers.
+        self.servers: list[Acceptor] = [  # pyright: ignore[reportIncompatibleVariableOverride]
             Acceptor(listener, self.connections, make, self.config.ssl) for listener in sockets or []
-        ]  # type: ignore[assignment]
+        ]
         self.started = True
+
+
+class StoppableServer(BoundedServer):
+    """A server that sets an event at SIGTERM or SIGINT and leaves the rest to the caller; a second signal exits the process at once."""
+
+    def __init__(self, config: uvicorn.Config, max_connections: int, stop: asyncio.Event) -> None:
+        super().__init__(config, max_connections)
+        self._stop = stop
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(128 + sig)
+        self.should_exit = True
+        self._loop.call_soon_threadsafe(self._stop.set)

@@ -104,7 +104,7 @@ class AdapterCache:
             slot = self._make_room()
             if slot is None:
                 raise CapacityError(
-                    f"{len(self._slots)} sampler snapshots are in use at once, no room for another; raise max_snapshots"
+                    f"{len(self._slots)} sampler snapshots are in use at once, no room for another; raise max_loras"
                 )
             self._load(weights, adapter, slot)
         self._pins[weights] += 1

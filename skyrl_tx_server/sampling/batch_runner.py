@@ -179,12 +179,12 @@ class BatchRunner:
         return {
             "cache_pages": (self._size.pages - 1) * self._groups,
             "cache_pages_free": sum(pages.num_free for pages in self._pages),
-            "cache_pages_remembered": sum(pages.num_remembered for pages in self._pages),
-            "rows_set_aside": len(self._aside),
-            "preemptions": self._set_aside_count,
-            "rows_paused": len(self._paused),
-            "pauses": self._pause_count,
-            "decode_blocks_ahead": self._ahead_count,
+            "cache_pages_cached": sum(pages.num_remembered for pages in self._pages),
+            "sequences_preempted": len(self._aside),
+            "num_preemptions": self._set_aside_count,
+            "sequences_paused": len(self._paused),
+            "num_pauses": self._pause_count,
+            "decode_dispatches_ahead": self._ahead_count,
         }
 
     def admit(self, admits: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
@@ -238,12 +238,12 @@ class BatchRunner:
         """Free the slots of these rows, each (ticket, index), until they are admitted again. No block may be under way."""
         assert self._flight is None, "a row cannot leave in the middle of a block"
         keys = set(rows)
-        for row in [row for row in self._aside if (row.ticket, row.index) in keys]:
+        for row in [row for row in self._aside if (row.request_id, row.index) in keys]:
             self._aside.remove(row)
             self._bank.keep(row.weights)
-            self._paused[row.ticket, row.index] = row, self._pages[0]  # it has no pages
+            self._paused[row.request_id, row.index] = row, self._pages[0]  # it has no pages
         for slot, row in enumerate(self._rows):
-            if row is not None and (row.ticket, row.index) in keys:
+            if row is not None and (row.request_id, row.index) in keys:
                 self._leave(slot)
         self._pause_count += len(rows)
 
@@ -252,12 +252,12 @@ class BatchRunner:
         row = self._rows[slot]
         assert row is not None
         self._bank.keep(row.weights)
-        self._paused[row.ticket, row.index] = row, self._group(slot)
+        self._paused[row.request_id, row.index] = row, self._group(slot)
         self._rows[slot] = None
 
     def _sit_again(self, admit: PrefillRequest, beside: Sequence[PrefillChunk]) -> int | None:
         """A paused row that has its pages takes a slot of the same device: which. None where there is no such row or slot."""
-        row, pages = self._paused.get((admit.ticket, admit.first), (None, None))
+        row, pages = self._paused.get((admit.request_id, admit.first), (None, None))
         if row is None or pages is None or not row.pages:
             return None
         free = self._free_slots(beside)[pages]
@@ -265,7 +265,7 @@ class BatchRunner:
             return None
         row.adapter_slot = self._bank.pin(row.weights)
         self._bank.leave(row.weights)
-        del self._paused[admit.ticket, admit.first]
+        del self._paused[admit.request_id, admit.first]
         self._rows[free[0]] = row
         return free[0]
 
@@ -301,7 +301,7 @@ class BatchRunner:
     def _next_piece(self, admit: PrefillRequest, beside: Sequence[PrefillChunk]) -> PrefillingRequest | None:
         """None where it does not go with those `beside` it. Its weights are pinned."""
         op = admit.op
-        if (paused := self._paused.get((admit.ticket, admit.first))) is not None:
+        if (paused := self._paused.get((admit.request_id, admit.first))) is not None:
             return self._next_piece_again(admit, paused[0], beside)
         max_tokens = (
             self._max_context_length - len(op.prompt)
@@ -312,7 +312,7 @@ class BatchRunner:
         if op.settings.stop_strings and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._model_dir)
         wants_logprobs = op.prompt_logprobs and admit.first == 0
-        begun = self._begun.get(admit.ticket)
+        begun = self._begun.get(admit.request_id)
         # what is in the cache has no logprobs any more
         limit = len(op.prompt) - 1 if not wants_logprobs else begun.done if begun else 0
         seed = (
@@ -321,7 +321,7 @@ class BatchRunner:
         adapter_slot = self._bank.pin(op.weights)
         rows = [
             SequenceState(
-                ticket=admit.ticket,
+                request_id=admit.request_id,
                 index=index,
                 tenant=admit.tenant,
                 weights=op.weights,
@@ -359,7 +359,7 @@ class BatchRunner:
         """As `_next_piece`, of a paused row: of all its text."""
         text = row.text
         if row.pages:  # its device has no free slot
-            self._give_up(*self._paused[admit.ticket, admit.first])
+            self._give_up(*self._paused[admit.request_id, admit.first])
         row.adapter_slot = self._bank.pin(row.weights)
         piece = None
         try:
@@ -378,27 +378,27 @@ class BatchRunner:
 
     def _settle(self, one: PrefillingRequest, outputs: PrefillOutputs) -> PrefillResult | None:
         """The piece of a request has been computed: its rows begin, or it asks again."""
-        piece, op, ticket = one.piece, one.admit.op, one.admit.ticket
-        if (ticket, one.admit.first) in self._paused:
+        piece, op, request_id = one.piece, one.admit.op, one.admit.request_id
+        if (request_id, one.admit.first) in self._paused:
             if not piece.rows:
                 self._give_back(piece)
                 return None
-            row, _ = self._paused.pop((ticket, one.admit.first))
+            row, _ = self._paused.pop((request_id, one.admit.first))
             self._bank.pin(row.weights)
             self._bank.leave(row.weights)
             return replace(_nothing_new(one.admit), finished=self._join(piece, outputs))
-        if ticket not in self._begun:
-            self._begun[ticket] = PendingPrefill(
+        if request_id not in self._begun:
+            self._begun[request_id] = PendingPrefill(
                 hit_tokens=piece.cached, logprobs=np.full(len(op.prompt) + 1, np.nan, np.float32)
             )
-        begun = self._begun[ticket]
+        begun = self._begun[request_id]
         if piece.wants_logprobs:
             begun.logprobs[piece.cached + 1 : piece.length + 1] = outputs.logprobs
             begun.done = piece.length
         if not piece.rows:
             self._give_back(piece)
             return None
-        del self._begun[ticket]
+        del self._begun[request_id]
         for row in piece.rows:
             self._bank.pin(row.weights)
         return PrefillResult(
@@ -462,23 +462,25 @@ class BatchRunner:
                 self._expect(self._flight.block)
         return [row for row in finished if row is not None]
 
-    def running(self, ticket: int) -> Sequence[RunningRow]:
+    def running(self, request_id: int) -> Sequence[RunningRow]:
         paused = (row for row, _ in self._paused.values())
         rows = [
-            row for row in (*self._rows, *self._aside, *paused) if row is not None and row.ticket == ticket
+            row
+            for row in (*self._rows, *self._aside, *paused)
+            if row is not None and row.request_id == request_id
         ]
         return [RunningRow(index=row.index, tokens=row.tokens, logprobs=row.logprobs) for row in rows]
 
-    def release(self, ticket: int) -> None:
+    def release(self, request_id: int) -> None:
         """Free the slots of a request."""
-        self._begun.pop(ticket, None)
+        self._begun.pop(request_id, None)
         for slot, row in enumerate(self._rows):
-            if row is not None and row.ticket == ticket:
+            if row is not None and row.request_id == request_id:
                 self._clear(slot)
-        for row in [row for row in self._aside if row.ticket == ticket]:
+        for row in [row for row in self._aside if row.request_id == request_id]:
             self._aside.remove(row)
             self._bank.unpin(row.weights)
-        for key in [key for key in self._paused if key[0] == ticket]:
+        for key in [key for key in self._paused if key[0] == request_id]:
             row, pages = self._paused.pop(key)
             pages.give_back(row.pages)
             self._bank.leave(row.weights)
@@ -747,7 +749,7 @@ class BatchRunner:
             topk = self._topk(row, length) if row.topk else None
         except Exception as error:
             self._clear(slot)
-            return FailedRow(ticket=row.ticket, error=error)
+            return FailedRow(request_id=row.request_id, error=error)
         self._vacate(slot)
         self._bank.unpin(row.weights)
         sequence = SampledSequence(
@@ -756,7 +758,7 @@ class BatchRunner:
             stop_reason=reason,
             topk=topk,
         )
-        return FinishedRow(ticket=row.ticket, index=row.index, sequence=sequence)
+        return FinishedRow(request_id=row.request_id, index=row.index, sequence=sequence)
 
     def _topk(self, row: SequenceState, length: int) -> TopkLogprobs:
         """The likeliest tokens at each of a complete row's first `length` positions, by a pass over its whole text."""
@@ -828,7 +830,7 @@ def _nothing_new(admit: PrefillRequest) -> PrefillResult:
 
 
 def _age(row: SequenceState) -> tuple[int, int]:
-    return row.ticket, row.index
+    return row.request_id, row.index
 
 
 def _prompt_logprobs(op: Sample, known: np.ndarray) -> np.ndarray:

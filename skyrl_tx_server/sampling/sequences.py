@@ -22,7 +22,7 @@ MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1024
 class SequenceState:
     """One of the samples of a request, alive or set aside."""
 
-    ticket: int
+    request_id: int
     index: int  # which sample of its request
     tenant: str = DEFAULT_TENANT
     weights: str | None

@@ -111,20 +111,20 @@ class FakeExecutor:
     def admit(self, admits: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
         admit = admits[0]
         if not admit.paused:
-            return [self.admit_one(admit.ticket, admit.op, first=admit.first, count=admit.count)]
+            return [self.admit_one(admit.request_id, admit.op, first=admit.first, count=admit.count)]
         self._enter(f"admit {admit.op.weights} {admit.first} again")
-        self._rows[admit.ticket, admit.first] = self._paused.pop((admit.ticket, admit.first))
+        self._rows[admit.request_id, admit.first] = self._paused.pop((admit.request_id, admit.first))
         return [
             PrefillResult(prompt_logprobs=None, prompt_cache_hit_tokens=len(admit.op.prompt), finished=())
         ]
 
-    def admit_one(self, ticket: int, op: Sample, *, first: int, count: int) -> PrefillResult:
+    def admit_one(self, request_id: int, op: Sample, *, first: int, count: int) -> PrefillResult:
         self._enter(f"admit {op.weights} {first}+{count}")
         if len(op.prompt) + (op.settings.max_tokens or 0) > self.info.max_context_length:
             raise UserError("Prompt length plus max_tokens exceeds the model's context window")
         assert self.rows_decoding + count <= self.num_slots
         for index in range(first, first + count):
-            self._rows[ticket, index] = (op, 0)
+            self._rows[request_id, index] = (op, 0)
         logprobs = None
         if op.prompt_logprobs and first == 0:
             logprobs = np.full(len(op.prompt), -1.0, np.float32)
@@ -146,19 +146,19 @@ class FakeExecutor:
     def collect(self, *, go_on: bool) -> Sequence[FinishedRow]:
         self.went_on.append(go_on)
         finished = []
-        for (ticket, index), (op, sampled) in list(self._rows.items()):
+        for (request_id, index), (op, sampled) in list(self._rows.items()):
             length = op.settings.max_tokens or 4
             if sampled + self.block < length:
-                self._rows[ticket, index] = (op, sampled + self.block)
+                self._rows[request_id, index] = (op, sampled + self.block)
                 continue
-            del self._rows[ticket, index]
+            del self._rows[request_id, index]
             tokens = (int(op.prompt[-1]) + 1 + np.arange(length)) % self.info.vocab_size
             sequence = SampledSequence(
                 tokens=tokens.astype(np.int32),
                 logprobs=np.full(length, -1.0, np.float32),
                 stop_reason=StopReason.LENGTH,
             )
-            finished.append(FinishedRow(ticket=ticket, index=index, sequence=sequence))
+            finished.append(FinishedRow(request_id=request_id, index=index, sequence=sequence))
         return finished
 
     def pause(self, rows: Sequence[tuple[int, int]]) -> None:
@@ -167,7 +167,7 @@ class FakeExecutor:
             self._enter(f"pause {self._rows[key][0].weights} {key[1]}")
             self._paused[key] = self._rows.pop(key)
 
-    def running(self, ticket: int) -> Sequence[RunningRow]:
+    def running(self, request_id: int) -> Sequence[RunningRow]:
         return [
             RunningRow(
                 index=index,
@@ -175,12 +175,12 @@ class FakeExecutor:
                 logprobs=[-1.0] * sampled,
             )
             for (of, index), (op, sampled) in {**self._rows, **self._paused}.items()
-            if of == ticket
+            if of == request_id
         ]
 
-    def release(self, ticket: int) -> None:
-        self._rows = {key: row for key, row in self._rows.items() if key[0] != ticket}
-        self._paused = {key: row for key, row in self._paused.items() if key[0] != ticket}
+    def release(self, request_id: int) -> None:
+        self._rows = {key: row for key, row in self._rows.items() if key[0] != request_id}
+        self._paused = {key: row for key, row in self._paused.items() if key[0] != request_id}
 
     def stats(self) -> dict[str, object]:
         return {"slots": self.num_slots, "slots_used": self.rows_decoding, "compilations": {}}

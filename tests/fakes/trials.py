@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, Turn
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import Policy, SampleRequest
 
 Play = Callable[["FakeTrial", Policy], Awaitable[Trajectory | TrialFailure]]
 
@@ -46,10 +46,12 @@ def failure(
 async def say_a_token(trial: FakeTrial, policy: Policy) -> Trajectory:
     """Two turns of one token each; the reward is 1 when the last token is 3."""
     prompt = [9, 8]
-    first = await policy.sample(prompt, max_tokens=1, temperature=trial.temperature, seed=trial.seed, stop=[])
+    first = await policy.sample(
+        SampleRequest(prompt_ids=prompt, max_tokens=1, temperature=trial.temperature, seed=trial.seed)
+    )
     again = [*prompt, *first.completion_ids, 7]
     second = await policy.sample(
-        again, max_tokens=1, temperature=trial.temperature, seed=trial.seed + 1, stop=[]
+        SampleRequest(prompt_ids=again, max_tokens=1, temperature=trial.temperature, seed=trial.seed + 1)
     )
     return trajectory(
         trial.task.id,
@@ -80,7 +82,7 @@ class FakeTasks:
     eval: Sequence[Task] = ()
     play: Play = say_a_token
     made: list[FakeTrial] = field(default_factory=list)
-    floors: dict[str, float] = field(default_factory=dict)  # by task
+    noop_baselines: dict[str, float] = field(default_factory=dict)  # by task
     num_closed: int = 0
     ended: list[str] = field(default_factory=list)  # names of the folders of batches that ended
 
@@ -96,8 +98,8 @@ class FakeTasks:
     async def close(self) -> None:
         self.num_closed += 1
 
-    async def floor(self, task: Task) -> float | None:
-        return self.floors.get(task.id)
+    async def noop_baseline(self, task: Task) -> float | None:
+        return self.noop_baselines.get(task.id)
 
     def batch_ended(self, directory: Path) -> None:
         self.ended.append(directory.name)

@@ -35,7 +35,7 @@ def start_server(tmp_path: Path, sampler_url: str) -> subprocess.Popen[str]:
         "model_alias": "local/tiny",
         "port": 0,
         "max_lora_rank": 8,
-        "decode_slots": 4,
+        "max_num_seqs": 4,
     }
     options |= {"train_tokens_per_batch": 256, "checkpoints_dir": tmp_path / "checkpoints"}
     options |= {"sampler_url": sampler_url, "sampler_check": 1.0}

@@ -84,9 +84,7 @@ class Defective:
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Defective]]:
     folder = tmp_path_factory.mktemp("probe")
-    settings = make_settings(
-        make_model(folder / "model"), folder / "checkpoints", max_models=6, max_snapshots=4
-    )
+    settings = make_settings(make_model(folder / "model"), folder / "checkpoints", max_models=6, max_loras=4)
     defective = Defective(DeviceExecutor(settings))
     engine = Engine(defective)
     context = AppState(
@@ -272,7 +270,7 @@ def test_a_prompt_beyond_the_limit_that_is_answered_is_found(
     assert not found.holds and "296 + 16 tokens were taken by a context of 300" in found.seen
 
 
-def test_our_own_server_raises_no_alarm_and_the_trainer_goes_by_what_was_found(
+def test_the_unchanged_server_passes_all_checks(
     endpoint: tuple[str, Defective], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, server = endpoint

@@ -70,7 +70,7 @@ def server(model_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[s
         "model_alias": "local/tiny",
         "port": 0,
         "max_lora_rank": 8,
-        "decode_slots": 4,
+        "max_num_seqs": 4,
     }
     options |= {"train_tokens_per_batch": 512, "checkpoints_dir": tmp_path / "checkpoints"}
     options |= {"compilation_cache_dir": tmp_path.parent / "xla"}  # one for the whole session

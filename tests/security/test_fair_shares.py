@@ -84,13 +84,18 @@ class Neighbours:
 
     @property
     def _blocks(self) -> int:
-        blocks = self.engine.stats()["decode_blocks"]
+        blocks = self.engine.stats()["decode_dispatches"]
         assert isinstance(blocks, int)
         return blocks
 
 
 def engine_of(folder: Path, **settings: object) -> Engine:
-    given = {"decode_slots": SLOTS, "decode_block": BLOCK, "max_context_length": CONTEXT, **settings}
+    given = {
+        "max_num_seqs": SLOTS,
+        "decode_steps_per_dispatch": BLOCK,
+        "max_context_length": CONTEXT,
+        **settings,
+    }
     engine = Engine(DeviceExecutor(make_settings(make_model(folder / "model", MODEL), folder, **given)))
     engine.start()
     return engine
@@ -138,7 +143,7 @@ def test_a_small_sample_beside_a_large_request_waits_a_few_blocks_and_nobody_sam
         assert_same(result(small), small_alone)
     after = engine.stats()
     assert len(neighbours.waits) == 8 and max(neighbours.waits) <= FEW_BLOCKS
-    assert after["pauses"] != before["pauses"] and after["rows_paused"] == 0
+    assert after["num_pauses"] != before["num_pauses"] and after["sequences_paused"] == 0
     assert after["programs"] == before["programs"], "no program is compiled for a pause"
 
 
@@ -163,9 +168,9 @@ def test_one_request_alone_is_never_paused_and_its_blocks_follow_at_once(engine:
     before = engine.stats()
     result(engine.submit(request(3, num_samples=SLOTS, max_tokens=160)))
     after = engine.stats()
-    blocks = after["decode_blocks"] - before["decode_blocks"]  # type: ignore[operator]
-    assert after["pauses"] == before["pauses"]
-    assert after["decode_blocks_ahead"] - before["decode_blocks_ahead"] >= blocks - 3  # type: ignore[operator]
+    blocks = after["decode_dispatches"] - before["decode_dispatches"]  # type: ignore[operator]
+    assert after["num_pauses"] == before["num_pauses"]
+    assert after["decode_dispatches_ahead"] - before["decode_dispatches_ahead"] >= blocks - 3  # type: ignore[operator]
 
 
 def test_rows_that_are_paused_give_up_their_pages_where_others_need_them(
@@ -191,15 +196,15 @@ def test_rows_that_are_paused_give_up_their_pages_where_others_need_them(
         small.stop()
     assert neighbours.waits and max(neighbours.waits) <= 3 * FEW_BLOCKS
     assert (
-        stats["pauses"]
-        and stats["preemptions"]
-        and (stats["rows_paused"], stats["rows_set_aside"], stats["slots_used"]) == (0, 0, 0)
+        stats["num_pauses"]
+        and stats["num_preemptions"]
+        and (stats["sequences_paused"], stats["sequences_preempted"], stats["slots_used"]) == (0, 0, 0)
     )
-    assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"]  # type: ignore[operator]
+    assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"]  # type: ignore[operator]
 
 
 def test_tenants_with_more_snapshots_than_fit_on_the_device_all_get_their_turn(tmp_path: Path) -> None:
-    small = engine_of(tmp_path, max_snapshots=2)
+    small = engine_of(tmp_path, max_loras=2)
     try:
         for number in range(5):
             small.submit(CreateModel(model_id=f"m{number}", lora=LoraSpec(rank=4, seed=number)))
@@ -211,7 +216,7 @@ def test_tenants_with_more_snapshots_than_fit_on_the_device_all_get_their_turn(t
         futures = [small.submit(each, tenant=f"{number}") for number, each in enumerate(requests)]
         for future, expected in zip(futures, alone, strict=True):
             assert_same(result(future), expected)
-        assert small.stats()["pauses"]
+        assert small.stats()["num_pauses"]
     finally:
         small.stop()
 
@@ -242,5 +247,5 @@ def test_a_withdrawn_request_with_paused_rows_leaves_nothing_behind(engine: Engi
     for each in leaving.results:
         result(each)
     stats = engine.stats()
-    assert (stats["rows_paused"], stats["slots_used"], stats["samples_waiting"]) == (0, 0, 0)
-    assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"]  # type: ignore[operator]
+    assert (stats["sequences_paused"], stats["slots_used"], stats["samples_waiting"]) == (0, 0, 0)
+    assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"]  # type: ignore[operator]

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from src.config import TrainerConfig
-from src.core.event_loop import GapMeter
+from src.core.event_loop import LagMeter
 from src.core.trajectory import Trajectory
-from src.envs.harbor.environment import HarborTasks, load_harbor, open_harbor
-from src.envs.harbor.trial_folder import JobsQuota, bound
+from src.envs.harbor.environment import HarborTasks, import_harbor, open_harbor
+from src.envs.harbor.trial_folder import JobsQuota, apply_limits
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.file_copy import (
     MAX_BYTES,
@@ -143,7 +143,7 @@ def block(seconds: float) -> None:
 
 
 async def test_a_gap_of_the_event_loop_is_measured_and_forgotten() -> None:
-    async with GapMeter(period_s=0.01) as gaps:
+    async with LagMeter(period_s=0.01) as gaps:
         block(0.3)
         assert gaps.take() >= 0.2
         block(0.3)
@@ -167,7 +167,7 @@ async def test_other_trials_go_on_while_20000_files_are_collected(tmp_path: Path
             "mkdir -p /logs/agent && cd /logs/agent && seq 1 20000 | xargs touch && echo last > zzz"
         )
         working = asyncio.create_task(neighbour())
-        async with GapMeter() as gaps:
+        async with LagMeter() as gaps:
             await made.download_dir("/logs/agent", tmp_path / "trial" / "agent")
             await made.upload_dir(tmp_path / "trial" / "agent", "/logs/again")
             longest = gaps.take()
@@ -281,7 +281,7 @@ def test_a_folder_is_bounded_without_following_a_link(tmp_path: Path) -> None:
     (folder / "result.json").write_text("{}")
     with (folder / "agent" / "sparse").open("wb") as file:
         file.truncate(2**33)
-    assert not bound(folder, files=20, size=2**20).is_whole
+    assert not apply_limits(folder, max_files=20, max_bytes=2**20).is_complete
     left = everything_below(folder)
     assert len(left) <= 21 and (folder / "result.json").is_file()
     assert (
@@ -297,7 +297,7 @@ def test_a_quota_counts_what_an_earlier_process_left(tmp_path: Path) -> None:
         (folder / "agent").mkdir(parents=True)
         (folder / "agent" / "log").write_bytes(b"x" * 600)
         (folder / "result.json").write_text("{}")
-    kept = JobsQuota(limit=1000).settle(new)
+    kept = JobsQuota(limit=1000).enforce(new)
     assert kept.is_essential_only and not (new / "agent").exists() and (new / "result.json").is_file()
     assert (old / "agent" / "log").is_file()
 
@@ -315,7 +315,7 @@ def test_a_quota_counts_what_an_earlier_process_left(tmp_path: Path) -> None:
     ],
 )
 def test_long_output_is_cut_exactly_as_harbor_cuts_it(output: str) -> None:
-    load_harbor()  # before another import of Harbor, without its log lines
+    import_harbor()  # before another import of Harbor, without its log lines
     from harbor.agents.terminus_2.terminus_2 import Terminus2
 
     from src.envs.harbor.agent import TrainingTerminus2

@@ -17,6 +17,7 @@ import pytest
 
 from skyrl_tx_server import keys
 from skyrl_tx_server.config.server_config import ServerConfig
+from skyrl_tx_server.config.tenant_options import TenantOptions
 from skyrl_tx_server.engine.engine import EngineInfo, Watcher
 from skyrl_tx_server.engine.model_registry import Registry
 from skyrl_tx_server.engine.operations import (
@@ -30,7 +31,7 @@ from skyrl_tx_server.engine.operations import (
     SamplingSettings,
     UnloadModel,
 )
-from skyrl_tx_server.engine.tenants import Quota, TenantKeys, owner_of, read_keys
+from skyrl_tx_server.engine.tenants import TenantKeys, owner_of, read_keys
 from skyrl_tx_server.errors import CapacityError, ConfigError, UserError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.http.app import build_app, housekeep
@@ -146,9 +147,8 @@ def test_the_options_of_tenants_are_checked() -> None:
     config = ServerConfig(
         base_model="x", host="0.0.0.0", api_keys_file="keys", tenant_checkpoint_quota_gb=0.5
     )
-    assert config.tenant_quota().checkpoint_bytes == 1 << 29
-    assert config.engine_settings(Path("x")).tenant_quota == config.tenant_quota()
-    assert ServerConfig(base_model="x").engine_settings(Path("x")).tenant_quota is None
+    assert config.tenant_quota is config and config.tenant_checkpoint_quota_bytes == 1 << 29
+    assert ServerConfig(base_model="x").tenant_quota is None
     for wrong in (
         {"tenant_max_models": 0},
         {"tenant_checkpoint_quota_gb": float("nan")},
@@ -359,7 +359,7 @@ async def test_a_download_address_cannot_be_made_up_or_used_for_another_file(tmp
 
 
 async def test_the_models_of_a_tenant_are_counted_apart(tmp_path: Path) -> None:
-    async with two_tenants(tmp_path, Quota(max_models=2)) as site:
+    async with two_tenants(tmp_path, TenantOptions(tenant_max_models=2)) as site:
         session = await open_session(site.alice)
         models = [await make_model(site.alice, session, number) for number in range(2)]
         body = {"session_id": session, "model_seq_id": 2, "base_model": MODEL, "lora_config": {"rank": 4}}
@@ -371,7 +371,7 @@ async def test_the_models_of_a_tenant_are_counted_apart(tmp_path: Path) -> None:
 
 
 async def test_the_checkpoints_of_a_tenant_are_counted_apart(tmp_path: Path) -> None:
-    async with two_tenants(tmp_path, Quota(max_checkpoints=1)) as site:
+    async with two_tenants(tmp_path, TenantOptions(tenant_max_checkpoints=1)) as site:
         for http in (site.alice, site.bob):
             model = await make_model(http, await open_session(http))
             for overwrite in (False, True):
@@ -391,7 +391,9 @@ def test_the_bytes_of_a_tenants_checkpoints_are_counted_apart(tmp_path: Path) ->
         ).size_bytes
 
     size = write(CheckpointStore(tmp_path / "other", "m"), "tinker://a/weights/1")
-    store = CheckpointStore(tmp_path / "root", "m", tenant_quota=Quota(checkpoint_bytes=2 * size))
+    store = CheckpointStore(
+        tmp_path / "root", "m", tenant_quota=TenantOptions(tenant_checkpoint_quota_gb=2 * size / 2**30)
+    )
     for number in range(3):
         write(store, f"tinker://operator/weights/{number}")
     for run in ("tenant-a.r", "tenant-b.r"):
@@ -455,7 +457,7 @@ def test_tokens_in_flight_are_bounded_and_come_back_however_a_request_ends() -> 
 
 
 async def test_too_many_tokens_in_flight_are_a_429_for_that_tenant_alone(tmp_path: Path) -> None:
-    async with two_tenants(tmp_path, Quota(max_tokens=600)) as site:
+    async with two_tenants(tmp_path, TenantOptions(tenant_max_tokens=600)) as site:
         body = {
             "base_model": MODEL,
             "prompt": {"chunks": [{"tokens": [1]}]},
@@ -473,7 +475,9 @@ async def test_too_many_tokens_in_flight_are_a_429_for_that_tenant_alone(tmp_pat
 
 def test_a_tenants_snapshots_make_room_for_its_own_only_least_recently_used_first() -> None:
     registry = Registry(session_timeout_s=10)
-    views = {tenant: registry.of(tenant, Quota(max_snapshots=2)) for tenant in ("alice", "bob")}
+    views = {
+        tenant: registry.of(tenant, TenantOptions(tenant_max_snapshots=2)) for tenant in ("alice", "bob")
+    }
     sessions = {
         tenant: view.open_session(tags=[], user_metadata={}, display_name=None).session_id
         for tenant, view in views.items()
@@ -492,7 +496,7 @@ def test_a_tenants_snapshots_make_room_for_its_own_only_least_recently_used_firs
 
 def test_sessions_and_samplers_of_a_tenant_are_bounded() -> None:
     registry = Registry(session_timeout_s=10)
-    view = registry.of("alice", Quota(max_sessions=1, max_samplers=1))
+    view = registry.of("alice", TenantOptions(tenant_max_sessions=1, tenant_max_samplers=1))
     session = view.open_session(tags=[], user_metadata={}, display_name=None).session_id
     with pytest.raises(UserError, match="open sessions"):
         view.open_session(tags=[], user_metadata={}, display_name=None)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.config.server_config import MeshShape
+from skyrl_tx_server.config.engine_options import MeshShape
 from skyrl_tx_server.engine.operations import LoraSpec, LossFn, TrainDatum
 from skyrl_tx_server.model import weights
 from skyrl_tx_server.model.attention.decode_attention import attend_over_pages

@@ -54,12 +54,15 @@ class Driver:
     finished: dict[tuple[int, int], SampledSequence] = field(default_factory=dict)
     failed: list[Exception] = field(default_factory=list)
 
-    def admit(self, ticket: int) -> None:
+    def admit(self, request_id: int) -> None:
         while (
             admission := self.executor.admit(
                 [
                     PrefillRequest(
-                        ticket=ticket, op=REQUESTS[ticket], first=0, count=REQUESTS[ticket].num_samples
+                        request_id=request_id,
+                        op=REQUESTS[request_id],
+                        first=0,
+                        count=REQUESTS[request_id].num_samples,
                     )
                 ]
             )[0]
@@ -76,8 +79,8 @@ class Driver:
             if isinstance(row, FailedRow):
                 self.failed.append(row.error)
             else:
-                assert (row.ticket, row.index) not in self.finished, "a row is over once"
-                self.finished[row.ticket, row.index] = row.sequence
+                assert (row.request_id, row.index) not in self.finished, "a row is over once"
+                self.finished[row.request_id, row.index] = row.sequence
 
 
 @pytest.fixture(scope="module", params=[None, 448], ids=["room for all", "too little room"])
@@ -86,8 +89,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     settings = make_settings(
         make_model(folder / "model", MODEL),
         folder,
-        decode_slots=SLOTS,
-        decode_block=BLOCK,
+        max_num_seqs=SLOTS,
+        decode_steps_per_dispatch=BLOCK,
         max_context_length=192,
         cache_tokens=request.param,
     )
@@ -109,8 +112,8 @@ def idle(driver: Driver) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def alone(driver: Driver) -> dict[tuple[int, int], SampledSequence]:
     """What each request samples alone, a block at a time."""
-    for ticket in range(len(REQUESTS)):
-        driver.admit(ticket)
+    for request_id in range(len(REQUESTS)):
+        driver.admit(request_id)
         while driver.executor.rows_decoding:
             driver.block(go_on=False)
     return dict(driver.finished)
@@ -131,7 +134,7 @@ def test_whoever_comes_and_goes_meanwhile_all_sample_what_they_do_alone(
         if (
             waiting
             and REQUESTS[waiting[-1]].num_samples <= free
-            and not executor.stats()["rows_set_aside"]
+            and not executor.stats()["sequences_preempted"]
             and random.random() < 0.6
         ):
             try:
@@ -140,15 +143,15 @@ def test_whoever_comes_and_goes_meanwhile_all_sample_what_they_do_alone(
             except CapacityError:
                 driver.block(go_on=True)
         elif running and random.random() < 0.04:
-            ticket = running.pop()
-            executor.release(ticket)
-            released.add(ticket)
+            request_id = running.pop()
+            executor.release(request_id)
+            released.add(request_id)
         elif executor.rows_decoding:
             driver.block(go_on=random.random() < 0.8)
     stats = executor.stats()
-    assert stats["decode_blocks_ahead"] > before["decode_blocks_ahead"]
-    assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"]
-    set_aside = stats["preemptions"] > before["preemptions"]
+    assert stats["decode_dispatches_ahead"] > before["decode_dispatches_ahead"]
+    assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"]
+    set_aside = stats["num_preemptions"] > before["num_preemptions"]
     assert set_aside == (stats["cache_pages"] == 7)
     expected = {key: sequence for key, sequence in alone.items() if key[0] not in released}
     assert expected.keys() <= driver.finished.keys() <= alone.keys()
@@ -163,8 +166,8 @@ def test_whoever_comes_and_goes_meanwhile_all_sample_what_they_do_alone(
 def test_rows_end_in_every_way(alone: dict) -> None:
     """Or the test above would show little."""
     ways = {
-        (REQUESTS[ticket].settings.stop_strings != (), sequence.stop_reason)
-        for (ticket, _), sequence in alone.items()
+        (REQUESTS[request_id].settings.stop_strings != (), sequence.stop_reason)
+        for (request_id, _), sequence in alone.items()
     }
     assert ways >= {(True, StopReason.STOP), (False, StopReason.STOP), (False, StopReason.LENGTH)}
 
@@ -191,7 +194,7 @@ def test_a_block_that_cannot_begin_takes_nothing_from_the_one_before(
     driver.admit(LONG)
     begun = failing_second(driver, monkeypatch)
     driver.block(go_on=True)
-    assert {ticket for ticket, _ in driver.finished} == {SHORT} and len(begun) == 2
+    assert {request_id for request_id, _ in driver.finished} == {SHORT} and len(begun) == 2
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         driver.executor.decode()
     assert not driver.executor.rows_decoding
@@ -210,38 +213,38 @@ def test_a_block_that_cannot_begin_is_nothing_to_who_comes_after_its_rows(
     driver.executor.release(LONG)
     driver.admit(SHORT)
     driver.block(go_on=True)
-    assert {ticket for ticket, _ in driver.finished} == {SHORT} and len(begun) == 3
+    assert {request_id for request_id, _ in driver.finished} == {SHORT} and len(begun) == 3
 
 
 def test_nothing_begins_where_all_rows_have_ended(driver: Driver, alone: dict) -> None:
-    before = driver.executor.stats()["decode_blocks_ahead"]
+    before = driver.executor.stats()["decode_dispatches_ahead"]
     settings = replace(
         REQUESTS[LONG].settings, stop_token_ids=(int(alone[LONG, 0].tokens[4]),)
     )  # it might have gone on
     for op in (REQUESTS[SHORT], replace(REQUESTS[LONG], settings=settings)):
-        driver.executor.admit([PrefillRequest(ticket=99, op=op, first=0, count=1)])
+        driver.executor.admit([PrefillRequest(request_id=99, op=op, first=0, count=1)])
         assert driver.executor.decode()
         assert len(driver.executor.collect(go_on=True)) == 1
-    assert driver.executor.stats()["decode_blocks_ahead"] == before
+    assert driver.executor.stats()["decode_dispatches_ahead"] == before
 
 
 def test_a_row_that_is_set_aside_has_its_slot_and_is_back_as_soon_as_there_are_pages(driver: Driver) -> None:
     """Four rows of two pages each where there are seven; two of them end."""
     executor = driver.executor
     is_small = executor.stats()["cache_pages"] == 7
-    for ticket, length in enumerate((40, 40, 100, 100), start=101):
-        prompt = np.random.default_rng(ticket).integers(0, 256, 40).astype(np.int32)
+    for request_id, length in enumerate((40, 40, 100, 100), start=101):
+        prompt = np.random.default_rng(request_id).integers(0, 256, 40).astype(np.int32)
         op = Sample(
             weights=None,
             prompt=prompt,
             settings=SamplingSettings(max_tokens=length, seed=0, stop_at_eos=False),
         )
-        executor.admit([PrefillRequest(ticket=ticket, op=op, first=0, count=1)])
+        executor.admit([PrefillRequest(request_id=request_id, op=op, first=0, count=1)])
     for _ in range(4):
         driver.block(go_on=True)
-    assert executor.stats()["rows_set_aside"] == is_small
+    assert executor.stats()["sequences_preempted"] == is_small
     assert executor.rows_decoding == SLOTS and all(
-        len(executor.running(ticket)) == 1 for ticket in (101, 102, 103, 104)
+        len(executor.running(request_id)) == 1 for request_id in (101, 102, 103, 104)
     )
     if is_small:
         with pytest.raises(CapacityError, match="come first"):
@@ -249,28 +252,28 @@ def test_a_row_that_is_set_aside_has_its_slot_and_is_back_as_soon_as_there_are_p
     while len(driver.finished) < 2:
         driver.block(go_on=True)
     driver.block(go_on=True)
-    assert executor.stats()["rows_set_aside"] == 0 and executor.rows_decoding == 2
-    for ticket in (103, 104):
-        executor.release(ticket)
+    assert executor.stats()["sequences_preempted"] == 0 and executor.rows_decoding == 2
+    for request_id in (103, 104):
+        executor.release(request_id)
 
 
 def test_a_row_that_is_set_aside_can_be_withdrawn(driver: Driver) -> None:
     executor = driver.executor
-    for ticket in range(101, 105):
-        prompt = np.random.default_rng(ticket).integers(0, 256, 40).astype(np.int32)
+    for request_id in range(101, 105):
+        prompt = np.random.default_rng(request_id).integers(0, 256, 40).astype(np.int32)
         op = Sample(
             weights=None, prompt=prompt, settings=SamplingSettings(max_tokens=100, seed=0, stop_at_eos=False)
         )
-        executor.admit([PrefillRequest(ticket=ticket, op=op, first=0, count=1)])
+        executor.admit([PrefillRequest(request_id=request_id, op=op, first=0, count=1)])
     for _ in range(4):
         driver.block(go_on=False)
     executor.release(104)
     stats = executor.stats()
-    assert (executor.rows_decoding, stats["rows_set_aside"], executor.running(104)) == (3, 0, [])
-    for ticket in range(101, 104):
-        executor.release(ticket)
+    assert (executor.rows_decoding, stats["sequences_preempted"], executor.running(104)) == (3, 0, [])
+    for request_id in range(101, 104):
+        executor.release(request_id)
     stats = executor.stats()
-    assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"]
+    assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"]
 
 
 def test_a_row_that_a_stop_token_ended_samples_nothing_in_the_block_that_has_begun(
@@ -280,10 +283,10 @@ def test_a_row_that_a_stop_token_ended_samples_nothing_in_the_block_that_has_beg
     settings = replace(REQUESTS[LONG].settings, max_tokens=100, stop_token_ids=(stop,))
     driver.admit(LONG)
     driver.executor.admit(
-        [PrefillRequest(ticket=99, op=replace(REQUESTS[LONG], settings=settings), first=0, count=1)]
+        [PrefillRequest(request_id=99, op=replace(REQUESTS[LONG], settings=settings), first=0, count=1)]
     )
     slots: Any = driver.executor._slots
-    (slot,) = (at for at, row in enumerate(slots._rows) if row is not None and row.ticket == 99)
+    (slot,) = (at for at, row in enumerate(slots._rows) if row is not None and row.request_id == 99)
     driver.block(go_on=True)
     assert driver.finished[99, 0].tokens[-1] == stop and slot in dict(slots._flight.block.live)
     driver.executor.decode()

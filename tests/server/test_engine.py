@@ -152,7 +152,7 @@ def test_out_of_memory_says_what_to_lower(caplog: pytest.LogCaptureFixture):
     exhausted = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
     with running(FakeExecutor(errors={"forward_backward a 1": exhausted})) as engine:
         error = engine.submit(train("a", 3)).exception(TIMEOUT_S)
-    assert "start the server with smaller decode_slots" in str(error) and "allocating 9 bytes" in str(error)
+    assert "start the server with smaller max_num_seqs" in str(error) and "allocating 9 bytes" in str(error)
 
 
 def test_a_sample_that_cannot_be_honoured_fails_alone():
@@ -230,7 +230,7 @@ class Together(FakeExecutor):
         if any(admit.op.weights == "poison" for admit in admits):
             raise RuntimeError("boom")
         admissions = [
-            self.admit_one(admit.ticket, admit.op, first=admit.first, count=admit.count)
+            self.admit_one(admit.request_id, admit.op, first=admit.first, count=admit.count)
             for admit in admits[:2]
         ]
         self.withdraw()
@@ -311,15 +311,15 @@ class Doctored(FakeExecutor):
     """Rows end last sample first, whose logprobs are their indices. The second of the weights "broken" fails in the end, one of "short" is
     over with its first token."""
 
-    def admit_one(self, ticket, op, *, first, count):
-        admission = super().admit_one(ticket, op, first=first, count=count)
+    def admit_one(self, request_id, op, *, first, count):
+        admission = super().admit_one(request_id, op, first=first, count=count)
         return replace(admission, finished=self.collect(go_on=False)) if op.weights == "short" else admission
 
     def collect(self, *, go_on):
-        broken = {ticket for (ticket, _), (op, _) in self._rows.items() if op.weights == "broken"}
+        broken = {request_id for (request_id, _), (op, _) in self._rows.items() if op.weights == "broken"}
         return [
-            FailedRow(ticket=row.ticket, error=RuntimeError("boom"))
-            if row.ticket in broken and row.index == 1
+            FailedRow(request_id=row.request_id, error=RuntimeError("boom"))
+            if row.request_id in broken and row.index == 1
             else replace(
                 row,
                 sequence=replace(

@@ -188,7 +188,7 @@ def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, ch
         model_dir,
         checkpoints_dir,
         max_lora_rank=5,
-        decode_slots=5,
+        max_num_seqs=5,
         max_context_length=250,
         train_tokens_per_batch=128,
     ) as engine:
@@ -229,9 +229,9 @@ def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, ch
 
 def test_programs_compiled_ahead_are_those_that_are_used(model_dir: Path, checkpoints_dir: Path):
     """Both prefill passes, decoding, and a training stream forward and backward: no more when they are asked for."""
-    sizes = {"max_lora_rank": 6, "decode_slots": 3, "max_context_length": 250, "train_tokens_per_batch": 128}
+    sizes = {"max_lora_rank": 6, "max_num_seqs": 3, "max_context_length": 250, "train_tokens_per_batch": 128}
     before = Counter(compile_stats.programs())
-    with running(model_dir, checkpoints_dir, compile_ahead=True, **sizes) as engine:
+    with running(model_dir, checkpoints_dir, warmup=True, **sizes) as engine:
         (thread,) = (thread for thread in threading.enumerate() if thread.name == "compile-ahead")
         thread.join(TIMEOUT_S)
         ahead = Counter(compile_stats.programs()) - before
@@ -650,7 +650,7 @@ def test_the_number_of_slots_shrinks_to_what_fits(
     )  # a context in pages, and as it is read
     with caplog.at_level(logging.WARNING):
         assert DeviceExecutor(make_settings(model_dir, checkpoints_dir)).num_slots == 3
-    assert "decode_slots=6: only 3 sequences of 600 tokens fit" in caplog.text
+    assert "max_num_seqs=6: only 3 sequences of 600 tokens fit" in caplog.text
     monkeypatch.setattr(device_memory, "cache_budget_bytes", lambda *_: 0.5 * each)
     with pytest.raises(ConfigError, match="set a smaller max_context_length"):
         DeviceExecutor(make_settings(model_dir, checkpoints_dir))

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from skyrl_tx_server.config.sampler_options import SamplerOptions
 from skyrl_tx_server.engine.engine import STOPPING, Engine
 from skyrl_tx_server.engine.operations import (
     CreateModel,
@@ -28,8 +29,8 @@ from skyrl_tx_server.engine.operations import (
 )
 from skyrl_tx_server.errors import ConfigError, NotFoundError, SamplerError, ServerError
 from skyrl_tx_server.executor.executor import DeviceExecutor
-from skyrl_tx_server.external.sampling import ExternalSampling, ExternalSettings
-from skyrl_tx_server.external.server import ServerSettings, connect
+from skyrl_tx_server.external.sampling import ExternalSampling
+from skyrl_tx_server.external.server import connect
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import optimizer_at_rest
 from skyrl_tx_server.model.lora.adapter import init_adapter
@@ -89,12 +90,12 @@ async def connected(
     url: str, engine: Engine, root: Path, model_dir: Path, *, check: float = 0.0, max_adapters: int = 8
 ) -> AsyncIterator[ExternalSampling]:
     adapters = root / "sampler_adapters"
-    settings = ExternalSettings(
-        adapters=adapters, max_adapters=max_adapters, check=check, check_limit=0.05, model_dir=model_dir
-    )
-    where = ServerSettings(url=url, timeout_s=60.0, api_key=None)
-    async with connect(where, base_model="local/tiny", adapters=adapters) as server:
-        elsewhere = ExternalSampling(engine, server, CheckpointStore(root, "local/tiny"), settings)
+    options = SamplerOptions(sampler_url=url, sampler_timeout_s=60.0, sampler_check=check)
+    async with connect(options, base_model="local/tiny", adapters=adapters) as server:
+        store = CheckpointStore(root, "local/tiny")
+        elsewhere = ExternalSampling(
+            engine, server, store, options, adapters=adapters, max_adapters=max_adapters, model_dir=model_dir
+        )
         try:
             yield elsewhere
         finally:

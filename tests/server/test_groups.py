@@ -41,13 +41,13 @@ def slots(executor: DeviceExecutor) -> BatchRunner:
 
 def begin(slots: BatchRunner, requests: Sequence[tuple[int, int]]) -> None:
     """Samples of so many tokens after prompts of so many, no two alike."""
-    for ticket, (length, max_tokens) in enumerate(requests, 1):
-        prompt = np.random.default_rng(ticket).integers(0, 256, length).astype(np.int32)
-        settings = SamplingSettings(max_tokens=max_tokens, seed=ticket, stop_at_eos=False)
+    for request_id, (length, max_tokens) in enumerate(requests, 1):
+        prompt = np.random.default_rng(request_id).integers(0, 256, length).astype(np.int32)
+        settings = SamplingSettings(max_tokens=max_tokens, seed=request_id, stop_at_eos=False)
         slots.admit(
             [
                 PrefillRequest(
-                    ticket=ticket,
+                    request_id=request_id,
                     op=Sample(weights=None, prompt=prompt, settings=settings, num_samples=1),
                     first=0,
                     count=1,
@@ -56,8 +56,8 @@ def begin(slots: BatchRunner, requests: Sequence[tuple[int, int]]) -> None:
         )
 
 
-def finish(slots: BatchRunner, ticket: int) -> None:
-    while slots.running(ticket):
+def finish(slots: BatchRunner, request_id: int) -> None:
+    while slots.running(request_id):
         slots.decode()
         slots.collect(go_on=False)
 
@@ -67,13 +67,13 @@ def test_rows_are_spread_over_the_devices_so_that_none_waits_where_another_has_r
 ) -> None:
     begin(slots, [(60, 130), (60, 130)])  # three pages each
     finish(slots, 2)
-    assert slots.stats()["preemptions"] == 0
+    assert slots.stats()["num_preemptions"] == 0
 
 
 def test_a_row_that_was_set_aside_waits_for_pages_on_its_own_device_alone(slots: BatchRunner) -> None:
     """The first and the third have one device, where the third is set aside until the first ends; the others have what they need."""
     begin(slots, [(60, 75), (5, 120), (60, 130), (6, 120)])
     finish(slots, 1)
-    assert (slots.stats()["preemptions"], slots.stats()["rows_set_aside"]) == (1, 1)
+    assert (slots.stats()["num_preemptions"], slots.stats()["sequences_preempted"]) == (1, 1)
     slots.decode()
-    assert slots.stats()["rows_set_aside"] == 0 and slots.running(2) and slots.running(4)
+    assert slots.stats()["sequences_preempted"] == 0 and slots.running(2) and slots.running(4)

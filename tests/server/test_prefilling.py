@@ -51,7 +51,7 @@ def piece(length: int, slot: int, *, cached: int = 0, end: int | None = None) ->
     tokens = np.random.default_rng(length).integers(0, CONFIG.vocab_size, length).astype(np.int32)
     settings = SamplingSettings(temperature=1.0, seed=slot)
     row = SequenceState(
-        ticket=slot,
+        request_id=slot,
         index=0,
         weights=None,
         adapter_slot=slot % 3,

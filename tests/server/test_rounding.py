@@ -39,7 +39,7 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
     bank = jax.tree.map(lambda leaf: leaf[None].astype("bfloat16"), adapter)
     prompt = np.random.default_rng(0).integers(0, CONFIG.vocab_size, LENGTH).astype(np.int32)
     row = SequenceState(
-        ticket=1,
+        request_id=1,
         index=0,
         weights=None,
         adapter_slot=0,

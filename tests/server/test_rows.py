@@ -19,7 +19,7 @@ PLAIN = SamplingSettings(stop_at_eos=False)
 
 def row(**changes: object) -> SequenceState:
     made = {
-        "ticket": 1,
+        "request_id": 1,
         "index": 3,
         "weights": None,
         "adapter_slot": 0,

@@ -186,7 +186,7 @@ def test_prompts_are_computed_together_but_one_that_begins_alike_waits_for_the_f
     begin, others = tokens(200, seed=9000), [tokens(100, seed=9001 + number) for number in range(3)]
     alike = [np.concatenate([begin, other]) for other in others[:2]]
     admits = [
-        PrefillRequest(ticket=-number, op=request(prompt), first=0, count=1)
+        PrefillRequest(request_id=-number, op=request(prompt), first=0, count=1)
         for number, prompt in enumerate([*others, *alike], start=1)
     ]
     try:
@@ -197,7 +197,7 @@ def test_prompts_are_computed_together_but_one_that_begins_alike_waits_for_the_f
         assert waited.prompt_cache_hit_tokens == len(begin)
     finally:
         for admit in admits:
-            executor.release(admit.ticket)
+            executor.release(admit.request_id)
     assert not executor._snapshots._pins, "nor has the one that waited left its snapshot in use"
 
 
@@ -220,7 +220,7 @@ def test_a_long_prompt_is_prefilled_in_pieces(engine: Engine, blocks: int, monke
         np.testing.assert_allclose(logprobs[len(prompt) - 1 :], sequence.logprobs, atol=1e-3)
     assert len(running.result(TIMEOUT_S).sequences[0].tokens) == 100
     assert run(engine, request(prompt)).prompt_cache_hit_tokens == len(prompt) - 1
-    withdrawn = PrefillRequest(ticket=-1, op=request(tokens(560, seed=100 + blocks)), first=0, count=1)
+    withdrawn = PrefillRequest(request_id=-1, op=request(tokens(560, seed=100 + blocks)), first=0, count=1)
     assert engine._executor.admit([withdrawn]) == [None]
     engine._executor.release(-1)
     assert {users for pages in slots._pages for users in pages._users.values()} == {1}, (
@@ -246,9 +246,9 @@ def test_rows_are_set_aside_when_pages_run_out_and_lose_nothing(engine: Engine, 
     results = [future.result(TIMEOUT_S) for future in futures]
     stats = small.stats()
     small.stop()
-    assert stats["preemptions"] > 0
-    assert stats["rows_set_aside"] == 0 and stats["slots_used"] == 0
-    assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"] == 16
+    assert stats["num_preemptions"] > 0
+    assert stats["sequences_preempted"] == 0 and stats["slots_used"] == 0
+    assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"] == 16
     for each, result in zip(requests, results, strict=True):
         for sequence, expected in zip(result.sequences, run(engine, each).sequences, strict=True):
             np.testing.assert_array_equal(sequence.tokens, expected.tokens)
@@ -452,13 +452,13 @@ def test_logprobs_of_the_tempered_distribution_where_the_server_is_set_to_them(
 
 def test_a_server_set_to_tempered_logprobs_returns_them(tmp_path):
     model = make_model(tmp_path / "model", replace(CONFIG, num_layers=1, max_position_embeddings=64))
-    executor = DeviceExecutor(make_settings(model, tmp_path, decode_slots=1, tempered_logprobs=True))
+    executor = DeviceExecutor(make_settings(model, tmp_path, max_num_seqs=1, logprobs_mode="processed"))
     prompt = tokens(20)
     of_base = {"weights": None, "topk_prompt_logprobs": CONFIG.vocab_size, "topk_sample_logprobs": 1}
     executor.admit(
         [
             PrefillRequest(
-                ticket=1, op=request(prompt, temperature=0.5, max_tokens=3, **of_base), first=0, count=1
+                request_id=1, op=request(prompt, temperature=0.5, max_tokens=3, **of_base), first=0, count=1
             )
         ]
     )
@@ -466,7 +466,7 @@ def test_a_server_set_to_tempered_logprobs_returns_them(tmp_path):
     (finished,) = executor.collect(go_on=False)
     sequence = finished.sequence
     whole = request(np.concatenate([prompt, sequence.tokens]), max_tokens=1, **of_base)
-    (admission,) = executor.admit([PrefillRequest(ticket=2, op=whole, first=0, count=1)])
+    (admission,) = executor.admit([PrefillRequest(request_id=2, op=whole, first=0, count=1)])
     top = admission.topk_prompt_logprobs
     for at, (token, logprob) in enumerate(
         zip(sequence.tokens, sequence.logprobs, strict=True), start=len(prompt)

@@ -48,8 +48,8 @@ def forward(model_id: str) -> ForwardBackward:
 
 def queue(*ops: Op) -> Scheduler:
     scheduler = Scheduler()
-    for ticket, op in enumerate(ops, start=1):
-        scheduler.add(ticket, op)
+    for request_id, op in enumerate(ops, start=1):
+        scheduler.add(request_id, op)
     return scheduler
 
 
@@ -57,7 +57,7 @@ def run_steps(scheduler: Scheduler) -> list[int]:
     """Tickets in the order they run when every operation takes one step and nothing samples."""
     order = []
     while isinstance(turn := scheduler.next(free_slots=0, rows_decoding=0), Step):
-        order.append(turn.ticket)
+        order.append(turn.request_id)
         scheduler.finish(turn)
     return order
 
@@ -86,7 +86,7 @@ def test_operations_of_one_model_run_in_submission_order_and_models_take_turns()
 def test_an_unfinished_operation_keeps_its_model_but_not_the_others_waiting():
     scheduler = queue(forward("a"), optim("a"), forward("b"))
     turns = [scheduler.next(free_slots=0, rows_decoding=0) for _ in range(4)]
-    assert [turn.ticket for turn in turns if isinstance(turn, Step)] == [1, 3, 1, 3]
+    assert [turn.request_id for turn in turns if isinstance(turn, Step)] == [1, 3, 1, 3]
 
 
 def test_training_and_decoding_alternate_when_both_have_work():
@@ -114,12 +114,12 @@ def test_a_forward_beside_a_long_generation_waits_at_most_one_decode_block():
 def test_waiting_samples_enter_in_order_and_in_parts():
     scheduler = queue(sample(num_samples=3), sample(num_samples=2))
     first = next_turn(scheduler, free_slots=2, rows_decoding=0)
-    assert isinstance(first, PrefillRequest) and (first.ticket, first.first, first.count) == (1, 0, 2)
+    assert isinstance(first, PrefillRequest) and (first.request_id, first.first, first.count) == (1, 0, 2)
     assert isinstance(next_turn(scheduler, free_slots=0, rows_decoding=2), Decode)
     rest = next_turn(scheduler, free_slots=2, rows_decoding=0)
-    assert isinstance(rest, PrefillRequest) and (rest.ticket, rest.first, rest.count) == (1, 2, 1)
+    assert isinstance(rest, PrefillRequest) and (rest.request_id, rest.first, rest.count) == (1, 2, 1)
     second = next_turn(scheduler, free_slots=1, rows_decoding=1)
-    assert isinstance(second, PrefillRequest) and (second.ticket, second.first, second.count) == (2, 0, 1)
+    assert isinstance(second, PrefillRequest) and (second.request_id, second.first, second.count) == (2, 0, 1)
 
 
 def test_what_may_be_computed_together_is_offered_together_and_what_is_not_taken_keeps_its_place():
@@ -133,7 +133,7 @@ def test_what_may_be_computed_together_is_offered_together_and_what_is_not_taken
     save = scheduler.next(free_slots=5, rows_decoding=0)
     offered = scheduler.next(free_slots=5, rows_decoding=0)
     assert isinstance(save, Step) and isinstance(offered, Prefill)
-    assert [(admit.ticket, admit.first, admit.count) for admit in offered.admits] == [
+    assert [(admit.request_id, admit.first, admit.count) for admit in offered.admits] == [
         (1, 0, 3),
         (4, 0, 2),
     ]  # 3 waits for its snapshot
@@ -141,11 +141,17 @@ def test_what_may_be_computed_together_is_offered_together_and_what_is_not_taken
     scheduler.finish(save)
     offered = scheduler.next(free_slots=2, rows_decoding=3)
     assert isinstance(offered, Prefill)
-    assert [(admit.ticket, admit.first, admit.count) for admit in offered.admits] == [(3, 0, 1), (4, 0, 1)]
+    assert [(admit.request_id, admit.first, admit.count) for admit in offered.admits] == [
+        (3, 0, 1),
+        (4, 0, 1),
+    ]
     assert isinstance(scheduler.next(free_slots=0, rows_decoding=5), Decode)
     offered = scheduler.next(free_slots=2, rows_decoding=3)
     assert isinstance(offered, Prefill)
-    assert [(admit.ticket, admit.first, admit.count) for admit in offered.admits] == [(4, 1, 1), (5, 0, 1)]
+    assert [(admit.request_id, admit.first, admit.count) for admit in offered.admits] == [
+        (4, 1, 1),
+        (5, 0, 1),
+    ]
 
     scheduler = queue(*[sample() for _ in range(PROMPTS_PER_PREFILL + 1)])
     offered = scheduler.next(free_slots=100, rows_decoding=0)
@@ -191,16 +197,16 @@ def test_requests_that_end_in_their_prefill_do_not_starve_running_samples():
 def test_a_sample_waits_for_the_snapshot_still_being_saved_and_lets_others_pass():
     scheduler = queue(optim("a"), SaveSampler(model_id="a", weights="s"), sample("s"), sample("saved before"))
     first = next_turn(scheduler, free_slots=4, rows_decoding=0)
-    assert isinstance(first, Step) and first.ticket == 1
+    assert isinstance(first, Step) and first.request_id == 1
     scheduler.finish(first)
     passing = next_turn(scheduler, free_slots=4, rows_decoding=0)
-    assert isinstance(passing, PrefillRequest) and passing.ticket == 4
+    assert isinstance(passing, PrefillRequest) and passing.request_id == 4
     next_turn(scheduler, free_slots=3, rows_decoding=1)
     save = next_turn(scheduler, free_slots=3, rows_decoding=1)
-    assert isinstance(save, Step) and save.ticket == 2
+    assert isinstance(save, Step) and save.request_id == 2
     scheduler.finish(save)
     waited = next_turn(scheduler, free_slots=3, rows_decoding=1)
-    assert isinstance(waited, PrefillRequest) and waited.ticket == 3
+    assert isinstance(waited, PrefillRequest) and waited.request_id == 3
 
 
 def test_dropping_a_snapshot_waits_for_samples_asked_for_before_it():
@@ -208,7 +214,7 @@ def test_dropping_a_snapshot_waits_for_samples_asked_for_before_it():
     assert next_turn(scheduler, free_slots=0, rows_decoding=0) is None
     assert isinstance(next_turn(scheduler, free_slots=1, rows_decoding=0), PrefillRequest)
     drop = next_turn(scheduler, free_slots=0, rows_decoding=1)
-    assert isinstance(drop, Step) and drop.ticket == 2
+    assert isinstance(drop, Step) and drop.request_id == 2
     assert run_steps(queue(DropSnapshot(weights="s"), sample("s"))) == [1]
     assert run_steps(queue(sample("s"), DropSnapshot(weights="s"), DropSnapshot(weights="nobody's"))) == [3]
 
@@ -225,7 +231,7 @@ def test_what_is_put_back_keeps_its_order():
         offered = scheduler.next(free_slots=free_slots, rows_decoding=0)
         assert isinstance(offered, Prefill)
         scheduler.put_back(offered.admits[-1:] if free_slots == 3 else offered.admits)
-        return [(admit.ticket, admit.first, admit.count) for admit in offered.admits]
+        return [(admit.request_id, admit.first, admit.count) for admit in offered.admits]
 
     for _ in range(2):
         assert offers(5) == [(1, 0, 2), (2, 0, 2), (3, 0, 1)]
@@ -254,14 +260,14 @@ def test_between_two_pieces_of_a_long_prompt_running_samples_get_a_decode_block(
     scheduler = queue(sample(), sample())
     for _ in range(3):
         admit = next_turn(scheduler, free_slots=2, rows_decoding=1)
-        assert isinstance(admit, PrefillRequest) and admit.ticket == 1
+        assert isinstance(admit, PrefillRequest) and admit.request_id == 1
         scheduler.resume(admit)
         assert isinstance(next_turn(scheduler, free_slots=2, rows_decoding=1), Decode)
     admit = next_turn(scheduler, free_slots=2, rows_decoding=0)
-    assert isinstance(admit, PrefillRequest) and admit.ticket == 1
+    assert isinstance(admit, PrefillRequest) and admit.request_id == 1
     scheduler.resume(admit)
     last = next_turn(scheduler, free_slots=2, rows_decoding=0)  # nobody to wait for
-    assert isinstance(last, PrefillRequest) and last.ticket == 1
+    assert isinstance(last, PrefillRequest) and last.request_id == 1
 
 
 def test_a_dropped_request_does_not_enter():
@@ -271,7 +277,7 @@ def test_a_dropped_request_does_not_enter():
     scheduler.drop_sample(2)
     assert isinstance(next_turn(scheduler, free_slots=4, rows_decoding=0), Step)
     offered = scheduler.next(free_slots=4, rows_decoding=0)
-    assert isinstance(offered, Prefill) and [admit.ticket for admit in offered.admits] == [1, 3]
+    assert isinstance(offered, Prefill) and [admit.request_id for admit in offered.admits] == [1, 3]
 
 
 # --- fair shares ----------------------------------------------------------------------------------------------------
@@ -307,19 +313,19 @@ class Simulation:
         self.scheduler = Scheduler(unfinished_tokens=self.unfinished_tokens)
 
     def submit(self, op: Op, tenant: str = "default", *, blocks: int = 10**9) -> int:
-        ticket = len(self.tenants) + 1
-        self.tenants[ticket], self.lengths[ticket] = tenant, blocks
-        self.scheduler.add(ticket, op, tenant=tenant)
-        return ticket
+        request_id = len(self.tenants) + 1
+        self.tenants[request_id], self.lengths[request_id] = tenant, blocks
+        self.scheduler.add(request_id, op, tenant=tenant)
+        return request_id
 
     def run(self, blocks: int) -> None:
         until = self.blocks + blocks
         while self.blocks < until and self.turn():
             pass
 
-    def blocks_until_end(self, ticket: int, *, at_most: int = 1000) -> int:
+    def blocks_until_end(self, request_id: int, *, at_most: int = 1000) -> int:
         began = self.blocks
-        while ticket not in self.ended and self.blocks < began + at_most and self.turn():
+        while request_id not in self.ended and self.blocks < began + at_most and self.turn():
             pass
         return self.blocks - began
 
@@ -347,21 +353,23 @@ class Simulation:
             if not admit.paused and admit.first == 0:
                 if not budget:
                     break
-                computed = min(budget, len(admit.op.prompt) - self.prompts[admit.ticket])
+                computed = min(budget, len(admit.op.prompt) - self.prompts[admit.request_id])
                 budget -= computed
-                self.prompts[admit.ticket] += computed
-                if self.prompts[admit.ticket] < len(admit.op.prompt):
+                self.prompts[admit.request_id] += computed
+                if self.prompts[admit.request_id] < len(admit.op.prompt):
                     self.scheduler.resume(admit)
                     taken += 1
                     continue
             taken += 1
             for index in range(admit.first, admit.first + admit.count):
-                assert (admit.ticket, index) not in self.rows
-                assert admit.paused == ((admit.ticket, index) in self.paused)
-                self.rows[admit.ticket, index] = self.paused.pop(
-                    (admit.ticket, index), self.lengths[admit.ticket]
+                assert (admit.request_id, index) not in self.rows
+                assert admit.paused == ((admit.request_id, index) in self.paused)
+                self.rows[admit.request_id, index] = self.paused.pop(
+                    (admit.request_id, index), self.lengths[admit.request_id]
                 )
-            self.scheduler.admitted(admit.ticket, prompt_tokens=0 if admit.paused else len(admit.op.prompt))
+            self.scheduler.admitted(
+                admit.request_id, prompt_tokens=0 if admit.paused else len(admit.op.prompt)
+            )
         self.scheduler.put_back(admits[taken:])
 
     def _decode(self) -> None:
@@ -369,13 +377,13 @@ class Simulation:
         over = [row for row, left in self.rows.items() if left == 1]
         self.scheduler.interrupts(free_slots=self.slots - len(self.rows) + bool(over))
         self.rows = {row: left - 1 for row, left in self.rows.items() if left > 1}
-        for ticket, index in over:
-            self.scheduler.row_finished(ticket, index)
-            if not any(key[0] == ticket for key in (*self.rows, *self.paused)):
-                self.ended[ticket] = self.blocks
+        for request_id, index in over:
+            self.scheduler.row_finished(request_id, index)
+            if not any(key[0] == request_id for key in (*self.rows, *self.paused)):
+                self.ended[request_id] = self.blocks
 
     def rows_of(self, tenant: str) -> int:
-        return sum(self.tenants[ticket] == tenant for ticket, _ in self.rows)
+        return sum(self.tenants[request_id] == tenant for request_id, _ in self.rows)
 
     @property
     def pauses(self) -> int:
@@ -468,10 +476,10 @@ def test_within_a_tenant_a_request_with_all_slots_yields_to_the_next():
     simulation.run(10)
     second = simulation.submit(long_sample(64))
     simulation.run(4)
-    assert sum(ticket == second for ticket, _ in simulation.rows) == 16
+    assert sum(request_id == second for request_id, _ in simulation.rows) == 16
     third = simulation.submit(long_sample(4))
     simulation.run(4)
-    assert sum(ticket == third for ticket, _ in simulation.rows) == 4
+    assert sum(request_id == third for request_id, _ in simulation.rows) == 4
 
 
 def test_small_requests_without_end_leave_three_quarters_of_the_slots_to_large_ones():
@@ -482,7 +490,7 @@ def test_small_requests_without_end_leave_three_quarters_of_the_slots_to_large_o
         for _ in range(8):
             simulation.submit(long_sample(1, max_tokens=4), blocks=1)
         simulation.run(1)
-        served += sum(ticket == large for ticket, _ in simulation.rows)
+        served += sum(request_id == large for request_id, _ in simulation.rows)
     assert served >= 100 * 8 * 0.7
 
 
@@ -491,7 +499,9 @@ def test_groups_of_one_tenant_run_whole_and_in_order_and_nothing_is_paused():
     for _ in range(64):
         simulation.submit(long_sample(8), blocks=50)
     simulation.run(1)
-    assert sorted(simulation.rows) == [(ticket, index) for ticket in range(1, 5) for index in range(8)]
+    assert sorted(simulation.rows) == [
+        (request_id, index) for request_id in range(1, 5) for index in range(8)
+    ]
     simulation.run(100)
     assert simulation.pauses == 0
     assert list(simulation.ended) == list(range(1, 9))
@@ -518,7 +528,7 @@ def test_nothing_is_paused_while_a_decode_block_may_be_under_way():
     assert scheduler.interrupts(free_slots=0)
     assert scheduler.next(free_slots=0, rows_decoding=4) == Pause(rows=((1, 3),))
     assert next_turn(scheduler, free_slots=1, rows_decoding=3) == PrefillRequest(
-        ticket=2, op=sample(), first=0, count=1, tenant="b"
+        request_id=2, op=sample(), first=0, count=1, tenant="b"
     )
 
 
@@ -537,7 +547,7 @@ def test_long_prompts_of_one_tenant_delay_a_short_one_of_another_by_a_piece():
 
 def test_prompts_that_are_computed_in_part_stay_within_their_limit():
     simulation = Simulation(slots=8, unfinished_tokens=10_000)
-    tickets = [
+    request_ids = [
         simulation.submit(long_sample(1, prompt_tokens=4000), f"tenant {number}", blocks=1)
         for number in range(6)
     ]
@@ -545,11 +555,11 @@ def test_prompts_that_are_computed_in_part_stay_within_their_limit():
     while len(simulation.ended) < 7 and simulation.turn():
         unfinished = [
             len_of
-            for ticket, len_of in simulation.prompts.items()
-            if len_of < (30_000 if ticket == giant else 4000)
+            for request_id, len_of in simulation.prompts.items()
+            if len_of < (30_000 if request_id == giant else 4000)
         ]
         assert len(unfinished) <= 2
-    assert set(simulation.ended) == {*tickets, giant}
+    assert set(simulation.ended) == {*request_ids, giant}
 
 
 def test_tenants_take_turns_in_training_and_models_within_a_tenant():
@@ -592,7 +602,7 @@ def test_every_request_is_served_whatever_comes_before_it(seed: int) -> None:
     """Tenants come and go; some of their samples wait for a snapshot that is being saved."""
     draw = random.Random(seed)
     simulation = Simulation(slots=4, unfinished_tokens=2048)
-    tickets: list[int] = []
+    request_ids: list[int] = []
     for number in range(150):
         tenant, weights = f"tenant {draw.randrange(40)}", None
         if draw.random() < 0.4:
@@ -601,12 +611,12 @@ def test_every_request_is_served_whatever_comes_before_it(seed: int) -> None:
         tokens = np.ones(draw.choice((1, 100, 700)), np.int32)
         settings = SamplingSettings(max_tokens=draw.choice((4, 2000)))
         op = Sample(weights=weights, prompt=tokens, settings=settings, num_samples=draw.choice((1, 1, 3, 12)))
-        tickets.append(simulation.submit(op, tenant, blocks=draw.randrange(1, 6)))
+        request_ids.append(simulation.submit(op, tenant, blocks=draw.randrange(1, 6)))
         if weights is not None:
             simulation.submit(DropSnapshot(weights=weights), tenant)
         for _ in range(draw.randrange(12)):
             simulation.turn()
     while simulation.turn():
         pass
-    assert set(tickets) <= set(simulation.ended)
+    assert set(request_ids) <= set(simulation.ended)
     assert simulation.scheduler.num_waiting_samples == simulation.scheduler.num_waiting_steps == 0

@@ -87,7 +87,7 @@ def test_what_a_row_uses_is_neither_replaced_nor_evicted_and_the_longest_unused_
     assert list(bank._slots) == ["a", "d"]
     bank.pin("d")
     save(bank, "e")  # no room: it is loaded when a row needs it
-    with pytest.raises(CapacityError, match="raise max_snapshots"):
+    with pytest.raises(CapacityError, match="raise max_loras"):
         bank.pin("e")
     for name in "ad":
         bank.unpin(name)

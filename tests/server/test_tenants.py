@@ -49,7 +49,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def running(model_dir: Path, folder: Path) -> Iterator[Engine]:
-    engine = Engine(DeviceExecutor(make_settings(model_dir, folder, max_models=ON_DEVICE, max_snapshots=3)))
+    engine = Engine(DeviceExecutor(make_settings(model_dir, folder, max_models=ON_DEVICE, max_loras=3)))
     engine.start()
     try:
         yield engine

@@ -273,7 +273,7 @@ FILE_SEEDS: dict[str, object] = {
         },
     },
     "journal": {
-        "event": "admitted",
+        "event": "rollout_started",
         "purpose": "step",
         "step": 1,
         "task": "a",

@@ -37,8 +37,8 @@ MAX_SLOPE_MIB_PER_HOUR = 32.0
 RSS_EVERY_S = 10.0
 SIZES = (
     "max_lora_rank=8",
-    "decode_slots=32",
-    "decode_block=4",
+    "max_num_seqs=32",
+    "decode_steps_per_dispatch=4",
     "max_context_length=512",
     "train_tokens_per_batch=512",
 )

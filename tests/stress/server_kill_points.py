@@ -39,8 +39,8 @@ from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointStore
 ALIAS = "local/killed"
 SIZES = (
     "max_lora_rank=4",
-    "decode_slots=8",
-    "decode_block=4",
+    "max_num_seqs=8",
+    "decode_steps_per_dispatch=4",
     "max_context_length=128",
     "train_tokens_per_batch=128",
 )

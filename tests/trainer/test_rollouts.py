@@ -4,7 +4,6 @@ import pytest
 
 from src.core.errors import BackendError, TrainerError
 from src.core.trajectory import FailureKind, TrajectoryGroup
-from src.policy.sampling_policy import Policy
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollouts
 from src.rollouts.group_rollout import (
@@ -15,11 +14,12 @@ from src.rollouts.group_rollout import (
     require_some_graded,
     trial_seed,
 )
+from tests.fakes.policy import UnusedPolicy
 from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
 
 A, B = task("a"), task("b")
-POLICY = Policy(None, 7)
+POLICY = UnusedPolicy(7)
 
 
 def plan(tmp_path, **changes):
@@ -58,7 +58,7 @@ async def test_groups_come_in_the_order_of_the_tasks_with_every_member(tmp_path)
     assert [finished.group.task.id for finished in heard] == ["b", "a"]
     assert all(trial.directory == tmp_path and trial.temperature == 0.7 for trial in made)
     assert [(trial.task.id, trial.member) for trial in made] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    admitted = [line for line in records(tmp_path / "journal.jsonl") if line["event"] == "admitted"]
+    admitted = [line for line in records(tmp_path / "journal.jsonl") if line["event"] == "rollout_started"]
     assert [line["policy_version"] for line in admitted] == [7] * 4
 
 
@@ -257,7 +257,7 @@ class Floored(FakeTasks):
     asked: list[str]
     num_running = 0
 
-    async def floor(self, task):
+    async def noop_baseline(self, task):
         self.asked.append(task.id)
         self.num_running += 1
         assert self.num_running == 1, "as many at once as there are slots"

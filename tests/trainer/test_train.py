@@ -10,7 +10,7 @@ import pytest
 
 from src.cli.command_line import parse
 from src.core.errors import INTERRUPTED
-from src.core.process import until_signalled
+from src.core.process import run_until_signal
 from src.probe import __main__ as probe
 from src.train import (
     load_environment,
@@ -137,7 +137,7 @@ async def test_the_first_signal_lets_the_run_clean_up(sent):
             await asyncio.sleep(0)
             cleaned.append(True)
 
-    assert await asyncio.wait_for(until_signalled(work(), said.append), 10) == INTERRUPTED
+    assert await asyncio.wait_for(run_until_signal(work(), said.append), 10) == INTERRUPTED
     assert cleaned == [True]
     assert said == ["stopping (once more to stop at once)"]
 

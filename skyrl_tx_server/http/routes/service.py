@@ -6,6 +6,7 @@ import logging
 
 from starlette.requests import Request
 
+from skyrl_tx_server.config.renamed import RENAMED_STATISTICS
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_body
 
@@ -60,9 +61,11 @@ async def capabilities(context: AppState, request: Request) -> Reply:
 
 
 async def stats(context: AppState, request: Request) -> Reply:
-    """The engine's statistics are those of all tenants for the operator only; a tenant hears of its own."""
+    """Return the statistics of the whole engine to the operator, and those of its own share to a tenant."""
+    engine = context.engine.stats()
+    former = {old: engine[new] for old, new in RENAMED_STATISTICS.items() if new in engine}
     return {
-        "engine": context.engine.stats(),
+        "engine": engine | former,
         "registry": context.registry.stats(),
         "futures": context.futures.stats(),
     }

@@ -1,0 +1,141 @@
+import json
+import math
+from collections.abc import Callable
+
+import httpx
+import openai
+import pytest
+
+from src.core.errors import BackendError
+from src.core.trajectory import StopReason
+from src.policy.openai_client import (
+    ChatEndpoint,
+    EndpointPolicy,
+    MessageCodec,
+    connect_endpoint,
+    endpoint_chat,
+)
+from src.policy.sampling_policy import SampleRequest
+
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "grüß \x03Gott\n"}]
+
+
+def endpoint(answer: Callable[[httpx.Request], httpx.Response]) -> ChatEndpoint:
+    transport = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    return ChatEndpoint(
+        openai.AsyncOpenAI(base_url="http://h/v1", api_key="k", http_client=transport, max_retries=0), "big"
+    )
+
+
+def policy(answer: Callable[[httpx.Request], httpx.Response]) -> EndpointPolicy:
+    return EndpointPolicy(endpoint(answer))
+
+
+def reply(content: str | None, finish: str = "stop") -> httpx.Response:
+    choice = {"index": 0, "finish_reason": finish, "message": {"role": "assistant", "content": content}}
+    return httpx.Response(
+        200, json={"id": "1", "object": "chat.completion", "created": 1, "model": "big", "choices": [choice]}
+    )
+
+
+@pytest.mark.parametrize("text", ["", "abc", "abcd", "abcde", "über \x00 \U0001f600"])
+def test_text_comes_back_as_it_was(text):
+    codec = MessageCodec()
+    ids = codec.encode(text, add_special_tokens=False)
+    assert codec.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
+    assert len(ids) == math.ceil(len(text.encode()) / 4)
+
+
+async def test_a_conversation_reaches_the_endpoint_as_messages():
+    chat, asked = endpoint_chat(), []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return reply("sure \x02thing")
+
+    first = await policy(answer).sample(
+        SampleRequest(prompt_ids=chat.render(MESSAGES), max_tokens=9, temperature=0.5, seed=3)
+    )
+    assert asked[0] == {
+        **{"model": "big", "max_tokens": 9, "temperature": 0.5, "seed": 3},
+        "messages": [MESSAGES[0], {"role": "user", "content": "grüß Gott\n"}],
+    }
+    assert (chat.decode(first.completion_ids), first.stop_reason) == ("sure thing", StopReason.STOP)
+    assert all(math.isnan(value) for value in first.logprobs) and len(first.logprobs) == len(
+        first.completion_ids
+    )
+    again = chat.extend(first.prompt_ids, first.completion_ids, [{"role": "user", "content": "go on"}])
+    assert again[: len(first.prompt_ids)] == first.prompt_ids
+    await policy(answer).sample(SampleRequest(prompt_ids=again, max_tokens=9, temperature=0.5, seed=3))
+    assert asked[1]["messages"][2:] == [
+        {"role": "assistant", "content": "sure thing"},
+        {"role": "user", "content": "go on"},
+    ]
+
+
+async def test_a_cut_answer_is_reported_and_can_be_extended():
+    chat = endpoint_chat()
+    turn = await policy(lambda _: reply("half", "length")).sample(
+        SampleRequest(prompt_ids=chat.render(MESSAGES), max_tokens=1, temperature=1, seed=1)
+    )
+    assert (turn.stop_reason, chat.decode(turn.completion_ids)) == (StopReason.LENGTH, "half")
+    messages = MessageCodec().messages(
+        chat.extend(turn.prompt_ids, turn.completion_ids, [{"role": "user", "content": "x"}])
+    )
+    assert [message["content"] for message in messages[2:]] == ["half", "x"]
+
+
+async def test_a_reply_without_content_is_an_empty_completion():
+    turn = await policy(lambda _: reply(None)).sample(
+        SampleRequest(prompt_ids=endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1)
+    )
+    assert endpoint_chat().decode(turn.completion_ids) == ""
+
+
+async def test_a_failing_endpoint_is_a_failure_of_the_backend():
+    failing = policy(lambda _: httpx.Response(500, json={"error": {"message": "out of order"}}))
+    with pytest.raises(BackendError, match="asking big: InternalServerError"):
+        await failing.sample(
+            SampleRequest(prompt_ids=endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1)
+        )
+
+
+async def test_an_unreachable_endpoint_is_reported_in_one_line():
+    with pytest.raises(
+        BackendError,
+        match=r"no OpenAI-compatible server answers at http://127.0.0.1:9/v1 \(APIConnectionError\)",
+    ):
+        async with connect_endpoint("http://127.0.0.1:9/v1", "m"):
+            pass
+
+
+async def test_an_endpoint_gets_tools_and_reports_token_counts():
+    tool = {
+        "type": "function",
+        "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+    }
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        choice = {
+            "index": 0,
+            "finish_reason": "tool_calls",
+            "message": {"role": "assistant", "content": None, "tool_calls": [call]},
+        }
+        usage = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
+        body = {
+            "id": "1",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "big",
+            "choices": [choice],
+            "usage": usage,
+        }
+        return httpx.Response(200, json=body)
+
+    got = await endpoint(answer).reply(MESSAGES[:1], temperature=0, seed=None, tools=[tool])
+    assert asked == [{"model": "big", "messages": MESSAGES[:1], "temperature": 0, "tools": [tool]}]
+    assert (got.text, list(got.tool_calls)) == ("", [{"name": "look", "arguments": "{}"}])
+    assert (got.num_prompt_tokens, got.num_completion_tokens, got.was_cut) == (7, 2, False)

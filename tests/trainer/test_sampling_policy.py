@@ -1,0 +1,66 @@
+import pytest
+import tinker
+
+from src.core.errors import BackendError
+from src.core.trajectory import StopReason
+from src.policy.sampling_policy import SampleRequest, TinkerPolicy
+from tests.fakes.backend import Ready
+
+
+class OneAnswer:
+    """A sampling client with one answer; `asked` is the last request."""
+
+    def __init__(self, tokens, logprobs, stop_reason="stop", prompt_logprobs=()):
+        self.answer = tinker.SampledSequence(
+            stop_reason=stop_reason, sequence_id="s", _tokens_list=tokens, _logprobs_list=logprobs
+        )
+        self.prompt_logprobs = list(prompt_logprobs)
+
+    def sample(self, prompt, num_samples, sampling_params):
+        self.asked = (prompt.to_ints(), num_samples, sampling_params)
+        return Ready(tinker.SampleResponse(sequences=[self.answer]))
+
+    def compute_logprobs(self, prompt):
+        return Ready(self.prompt_logprobs)
+
+
+class Broken:
+    def sample(self, *_args, **_kwargs):
+        raise OSError("connection lost")
+
+
+async def sample(client):
+    request = SampleRequest(prompt_ids=[1, 2], max_tokens=5, temperature=0.7, seed=3, stop_token_ids=[9])
+    return await TinkerPolicy(client, version=4).sample(request)
+
+
+async def test_a_turn_holds_the_ids_and_logprobs_of_the_sampler():
+    client = OneAnswer([7, 9], [-0.25, -1.0])
+    turn = await sample(client)
+    assert (turn.prompt_ids, turn.completion_ids, turn.logprobs) == ([1, 2], [7, 9], [-0.25, -1.0])
+    assert (turn.stop_reason, turn.policy_version) == (StopReason.STOP, 4)
+    prompt, num_samples, params = client.asked
+    assert (prompt, num_samples) == ([1, 2], 1)
+    assert (params.max_tokens, params.temperature, params.seed, params.stop) == (5, 0.7, 3, [9])
+
+
+async def test_a_completion_cut_at_max_tokens_has_stop_reason_length():
+    assert (await sample(OneAnswer([7], [-1.0], stop_reason="length"))).stop_reason is StopReason.LENGTH
+
+
+@pytest.mark.parametrize("logprobs", [None, [-1.0]])
+async def test_missing_logprobs_are_an_error_not_zeros(logprobs):
+    with pytest.raises(BackendError, match="2 tokens came back with"):
+        await sample(OneAnswer([7, 9], logprobs))
+
+
+async def test_an_error_of_the_client_is_a_backend_error():
+    with pytest.raises(BackendError, match="sampling: OSError: connection lost"):
+        await sample(Broken())
+
+
+async def test_logprobs_leave_out_the_first_token():
+    policy = TinkerPolicy(OneAnswer([], [], prompt_logprobs=[None, -1.0, -2.0]), version=0)
+    assert await policy.logprobs([5, 6, 7]) == [-1.0, -2.0]
+    with pytest.raises(BackendError, match="4 tokens came back with 2"):
+        await policy.logprobs([5, 6, 7, 8])

@@ -1,0 +1,303 @@
+"""Training mixtures and held-out sets of many domains: rows in the seeds' format, splits, and both at once."""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from src.cli.command_line import parse, parse_as
+from src.core.errors import ConfigError
+from src.core.trajectory import Task, Trajectory
+from src.envs.base import TaskSource
+from src.envs.registry import open_task_source
+from src.envs.service.task_files import Row, TaskDefinition, read_rows, without_nulls
+from src.envs.service.toy_retail import FOLDER
+from src.evaluate.config import EvaluateConfig
+from src.rollouts.pipeline import ScheduleSettings, schedule
+from tests.fakes.policy import FakePolicy
+from tests.fakes.tokenizer import byte_chat
+
+ROOT = Path(__file__).resolve().parents[2]
+ORDER = next(iter(json.loads((FOLDER / "db.json").read_text())["orders"]))
+CANCEL = {"name": "cancel_order", "kwargs": {"order": ORDER}}
+
+
+def row(domain: str, task: str | None = None, **info: object) -> dict[str, object]:
+    found = {"domain": domain, **info} | ({} if task is None else {"task_id": task})
+    return {
+        "data_source": f"tau_bench/{domain}",
+        "env_class": "tau_bench",
+        "prompt": [{"role": "user", "content": "-"}],
+        "extra_info": found,
+    }
+
+
+def written(path: Path, *rows: Mapping[str, object]) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return path
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """tau2-bench's place, taken by the stand-in."""
+    python = tmp_path / "tau2" / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} {ROOT / 'tests' / 'fakes' / 'standin_tau2.py'}\n")
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "tau2" / "source" / "data").mkdir(parents=True)
+    return tmp_path / "tau2"
+
+
+def opened(*options: str) -> TaskSource:
+    base = [
+        "model_name=m",
+        "backend=skyrl-tx",
+        "skyrl_tx_url=http://h:1",
+        "env=tau_bench",
+        "context_limit=8000",
+    ]
+    return open_task_source(parse([*base, *options]), byte_chat())
+
+
+def ids(tasks: object) -> list[str]:
+    assert isinstance(tasks, list)
+    return [task.id for task in tasks]
+
+
+async def reward(source: TaskSource, task: Task, *answers: str) -> float:
+    found = await source.trial(task, directory=ROOT, seed=1, temperature=1.0).run(
+        FakePolicy(byte_chat(), answers)
+    )
+    assert isinstance(found, Trajectory), found
+    return found.reward
+
+
+def test_a_row_is_a_task_of_its_own_or_names_one(tmp_path: Path):
+    path = written(
+        tmp_path / "rows.jsonl",
+        row("retail", "7"),
+        {"data_source": "tau_bench/airline", "extra_info": {"index": 3}},
+        row("retail", "8", instruction="You want it.", actions=[CANCEL], outputs=["12"]),
+        row("retail", instruction="You want it.", actions="[]"),
+        {
+            **row("retail", "9", instruction="You want it."),
+            "reward_spec": {"ground_truth": json.dumps([CANCEL])},
+        },
+    )
+    found = read_rows(path)
+    gold = {"name": "cancel_order", "arguments": {"order": ORDER}}
+    assert found[:3] == [
+        Row(domain="retail", task="7", definition=None),
+        Row(domain="airline", task="3", definition=None),
+        Row(
+            domain="retail",
+            task="8",
+            definition=TaskDefinition(instruction="You want it.", actions=[gold], facts=["12"]),
+        ),
+    ]
+    assert (
+        found[3].definition == TaskDefinition(instruction="You want it.", actions=[], facts=[])
+        and len(found[3].task) == 12
+    )
+    assert found[4].definition is not None and found[4].definition.actions == [gold]
+
+
+async def test_rows_of_two_domains_are_played_each_by_its_own(tmp_path: Path, home: Path):
+    train = written(
+        tmp_path / "train.jsonl",
+        row("toy_retail", "mine", instruction=f"Please cancel order {ORDER}.", actions=[CANCEL]),
+        row("retail", "save-train"),
+        row("retail", "new", instruction="keep it", actions=[{"name": "save", "arguments": {}}]),
+    )
+    test = written(tmp_path / "test.jsonl", row("toy_retail", "cancel-train-1"))
+    source = opened(
+        f"train_data={train}",
+        f"test_data=shop={test},airline:test",
+        f"tau2_home={home}",
+        "environment_kwargs=workers=1",
+    )
+    assert ids(source.train) == ["mine", "retail/save-train", "retail/new"]
+    assert [(task.id, task.domain) for task in source.eval] == [
+        ("cancel-train-1", "shop"),
+        ("airline/save-test", "airline"),
+        ("airline/broken-test", "airline"),
+    ]
+    call = json.dumps({"name": "cancel_order", "arguments": {"order": ORDER}})
+    assert await reward(source, source.train[0], f"<tool_call>{call}</tool_call>", "Done.") == 1.0
+    trial = source.trial(source.train[2], directory=ROOT, seed=1, temperature=1.0)
+    found = await trial.run(
+        FakePolicy(byte_chat(), ['<tool_call>{"name": "save", "arguments": {}}</tool_call>', "Saved."])
+    )
+    assert isinstance(found, Trajectory) and found.reward == 1.0
+    assert found.conversation[2]["content"] == "keep it"  # the row's instruction is the user's scenario
+    await source.close()
+
+
+def test_files_add_training_tasks_and_replace_held_out_tasks(tmp_path: Path):
+    mine = written(tmp_path / "mine.jsonl", row("toy_retail", "mine", instruction="Hello.", actions=[]))
+    source = opened(
+        "environment_kwargs=domain=toy_retail", f"train_data={mine}", "test_data=held=toy_retail:test"
+    )
+    assert (len(source.train), source.train[-1].id, len(source.eval)) == (41, "mine", 20)
+    assert {task.domain for task in source.eval} == {"held"}
+
+
+def test_an_evaluation_plays_what_it_is_given_and_nothing_else():
+    argv = [
+        "model_name=m",
+        "env=tau_bench",
+        "test_data=held=toy_retail:test",
+        "backend=skyrl-tx",
+        "skyrl_tx_url=http://h:1",
+    ]
+    source = open_task_source(parse_as(EvaluateConfig, [*argv, "context_limit=8000"]).trials, byte_chat())
+    assert (list(source.train), len(source.eval)) == ([], 20)
+
+
+def test_a_partial_grading_is_that_of_the_benchmarks_tasks_alone(home: Path):
+    source = opened("environment_kwargs=domain=retail+toy_retail,grading=env,workers=1", f"tau2_home={home}")
+    assert {(task.domain, task.grading) for task in source.train} == {("retail", "env"), ("toy_retail", "")}
+    assert {task.has_writes for task in source.train if task.domain == "toy_retail"} == {True, False}
+
+
+def test_a_task_in_both_training_and_test_data_is_rejected(tmp_path: Path, home: Path):
+    again = written(tmp_path / "again.jsonl", row("retail", "save-train"))
+    with pytest.raises(
+        ConfigError,
+        match="held-out tasks are also training tasks: retail/save-train; remove them from train_data or test_data",
+    ):
+        opened("environment_kwargs=domain=retail,workers=1", f"test_data=other={again}", f"tau2_home={home}")
+
+
+def test_null_columns_of_a_table_are_not_arguments():
+    table = {
+        "extra_info": {
+            "task_id": None,
+            "actions": [{"name": "cancel_order", "kwargs": {"order": ORDER, "items": None}}, None],
+        }
+    }
+    assert without_nulls(table) == {"extra_info": {"actions": [CANCEL, None]}}
+
+
+def test_a_parquet_table_has_the_same_rows(tmp_path: Path):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: scripts/setup.sh pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    exchange = {
+        "name": "exchange",
+        "kwargs": {"order": ORDER, "items": [{"id": "1"}, {"id": "2", "color": "red"}]},
+    }
+    rows = [
+        row("retail", "8", instruction="You want it.", actions=[CANCEL, exchange], outputs=["12"]),
+        row("retail", "9"),
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert read_rows(tmp_path / "rows.parquet") == read_rows(written(tmp_path / "rows.jsonl", *rows))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"domain": "retail"}], "row 1: the row has no extra_info"),
+        (
+            [{"extra_info": {"task_id": 1}}],
+            "row 1: the row names no domain; give extra_info.domain or data_source",
+        ),
+        ([row("retail", "1"), row("retail")], "row 2: the row names no task"),
+        ([row("retail", "1", instruction="x", actions=[1])], "row 1: the actions are not a list of objects"),
+        (
+            [row("healthcare", "1")],
+            "train_data or test_data: domain=healthcare is not one of toy_retail, retail",
+        ),
+        ([row("toy_retail", "nowhere")], "toy_retail has no task nowhere"),
+        (
+            [row("toy_retail", "a", instruction="x", actions=[{"name": "fly"}])],
+            "toy_retail: a: a gold action fails",
+        ),
+        ([row("toy_retail", "cancel-train-1")] * 2, "two tasks are called cancel-train-1"),
+    ],
+)
+def test_invalid_rows_are_rejected_with_one_line(tmp_path: Path, rows: list[dict[str, object]], message: str):
+    with pytest.raises(ConfigError, match=message):
+        opened(f"train_data={written(tmp_path / 'rows.jsonl', *rows)}")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["train_data=rows.csv"], "rows.csv is neither a .jsonl nor a .parquet file"),
+        (["train_data=nowhere.jsonl"], "nowhere.jsonl cannot be read as JSON lines"),
+        (["test_data=toy_retail:dev"], "toy_retail has no split dev; its splits are train and test"),
+        (
+            ["env=harbor", "tasks_dir=.", "train_data=a.jsonl", "enable_summarize=false"],
+            "train_data is for env=tau_bench, not env=harbor",
+        ),
+        (["domain_mixture=retail=0"], "domain_mixture retail needs a number above 0, not '0'"),
+        (
+            ["domain_mixture=retail=1", "task_sampling=signal"],
+            "domain_mixture decides what each batch plays; drop task_sampling=signal",
+        ),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused(options: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        opened(*options)
+
+
+def tasks(**numbers: int) -> list[Task]:
+    return [
+        Task(id=f"{domain}/{number}", path=ROOT, domain=domain)
+        for domain, count in numbers.items()
+        for number in range(count)
+    ]
+
+
+def test_a_mixture_gives_each_domain_its_share_of_every_batch():
+    pool = tasks(airline=4, retail=16)
+    settings = ScheduleSettings(
+        batch_size=4, n_epochs=4, max_steps=None, seed=0, domain_shares={"airline": 0.5, "retail": 0.5}
+    )
+    plan = schedule(pool, settings)
+    assert len(plan) == 20 and [batch.epoch for batch in plan[::5]] == [0, 1, 2, 3]
+    assert all(Counter(task.domain for task in batch.tasks) == {"airline": 2, "retail": 2} for batch in plan)
+    assert all(len({task.id for task in batch.tasks}) == 4 for batch in plan)
+    played = Counter(task.id for batch in plan for task in batch.tasks)
+    assert {played[task.id] for task in pool if task.domain == "airline"} == {10}
+    assert {played[task.id] for task in pool if task.domain == "retail"} == {2, 3}
+    assert schedule(pool[::-1], settings) == plan  # a resumed run meets the same batches
+    airlines = [task.id for batch in plan for task in batch.tasks if task.domain == "airline"]
+    assert len({tuple(airlines[at : at + 4]) for at in range(0, 40, 4)}) > 5, (
+        "each round has an order of its own"
+    )
+    assert schedule(pool, replace(settings, seed=1)) != plan
+    assert schedule(pool, replace(settings, max_steps=3)) == plan[:3]
+    assert schedule(pool, replace(settings, batch_size=8))  # all airlines in every batch
+
+
+def test_shares_that_no_batch_can_have_are_exact_over_the_run():
+    settings = ScheduleSettings(
+        batch_size=3, n_epochs=10, max_steps=None, seed=0, domain_shares={"airline": 0.25, "retail": 0.75}
+    )
+    plan = schedule(tasks(airline=4, retail=8), settings)
+    assert Counter(task.domain for batch in plan for task in batch.tasks) == {"airline": 30, "retail": 90}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"retail": 4}, "domain_mixture has shares of airline, retail; the training tasks are of retail"),
+        ({"retail": 4, "airline": 1}, "airline has 1 tasks, its share of a batch is 2"),
+    ],
+)
+def test_a_mixture_that_the_tasks_do_not_allow_is_refused(numbers: dict[str, int], message: str):
+    settings = ScheduleSettings(
+        batch_size=4, n_epochs=1, max_steps=None, seed=0, domain_shares={"airline": 0.5, "retail": 0.5}
+    )
+    with pytest.raises(ConfigError, match=message):
+        schedule(tasks(**numbers), settings)
