@@ -1,15 +1,19 @@
-"""What grading in a fresh sandbox costs: `python -m scripts.bench.grading datasets/quickstart/train [trials]`.
+"""Measure the cost of grading in a fresh sandbox: `python -m scripts.bench.grading datasets/quickstart/train
+[trials]`.
 
-Plays each of the first tasks with its own solution, in turn in place and in a fresh sandbox, and prints the medians of whole trials.
+Each trial runs the solution of a task. Trials are graded alternately in place and in a fresh sandbox. The
+script prints the medians of wall time and CPU time (of this process and its children) per trial.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from src.envs.harbor.environment import import_harbor, new_run_label, trial_environment
@@ -18,9 +22,23 @@ from src.envs.harbor.grading_method import GradingMethod, GradingMode
 METHODS = (GradingMethod(mode=GradingMode.IN_PLACE), GradingMethod(mode=GradingMode.FRESH))
 
 
-async def seconds(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """The wall time and CPU time of one trial in seconds."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def cpu_time_s() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+async def run_trial(
     folder: Path, method: GradingMethod, environment: dict[str, object], directory: Path
-) -> float:
+) -> Cost:
+    """Run one trial with the task's own solution and grade it with `method`."""
     from harbor.models.trial.config import (
         AgentConfig,
         EnvironmentConfig,
@@ -39,34 +57,39 @@ async def seconds(
         environment=EnvironmentConfig.model_validate(environment),
         verifier=VerifierConfig(import_path="src.envs.harbor.verifier:TrainingVerifier"),
     )
-    started = time.perf_counter()
+    started, cpu_before = time.perf_counter(), cpu_time_s()
     trial = await Trial.create(config)
     async with graded(trial, method):
         result = await trial.run()
-    took = time.perf_counter() - started
+    cost = Cost(wall_s=time.perf_counter() - started, cpu_s=cpu_time_s() - cpu_before)
     assert result.verifier_result is not None and result.verifier_result.rewards == {"reward": 1.0}, folder
-    return took
+    return cost
 
 
 async def measure(folders: list[Path], num_trials: int) -> None:
     import_harbor()
     environment = trial_environment("sandbox", {}, run_label=new_run_label(), n_parallel=1)
-    times: dict[GradingMode, list[float]] = {method.mode: [] for method in METHODS}
+    costs: dict[GradingMode, list[Cost]] = {method.mode: [] for method in METHODS}
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(-1, num_trials):
             for method in METHODS:
-                took = await seconds(folders[number % len(folders)], method, environment, Path(scratch))
-                if number >= 0:  # the first one warms up
-                    times[method.mode].append(took)
-    for mode, taken in times.items():
-        print(
-            f"{mode}: median {statistics.median(taken):.3f} s of {len(taken)} trials, {min(taken):.3f} to {max(taken):.3f}"
+                cost = await run_trial(folders[number % len(folders)], method, environment, Path(scratch))
+                if number >= 0:  # the first trial warms up
+                    costs[method.mode].append(cost)
+    medians = {
+        mode: Cost(
+            wall_s=statistics.median(cost.wall_s for cost in trials),
+            cpu_s=statistics.median(cost.cpu_s for cost in trials),
         )
-    print(
-        f"cost of a fresh sandbox: {statistics.median(times[GradingMode.FRESH]) - statistics.median(times[GradingMode.IN_PLACE]):+.3f} s a trial"
-    )
+        for mode, trials in costs.items()
+    }
+    for mode, median in medians.items():
+        print(f"{mode}: median of {num_trials} trials: {median.wall_s:.3f} s wall, {median.cpu_s:.3f} s CPU")
+    wall_s = medians[GradingMode.FRESH].wall_s - medians[GradingMode.IN_PLACE].wall_s
+    cpu_s = medians[GradingMode.FRESH].cpu_s - medians[GradingMode.IN_PLACE].cpu_s
+    print(f"cost of a fresh sandbox per trial: {wall_s:+.3f} s wall, {cpu_s:+.3f} s CPU")
 
 
 if __name__ == "__main__":
-    found = sorted(path.parent for path in Path(sys.argv[1]).glob("*/task.toml"))
-    asyncio.run(measure(found, int(sys.argv[2]) if len(sys.argv) > 2 else 20))
+    folders = sorted(path.parent for path in Path(sys.argv[1]).glob("*/task.toml"))
+    asyncio.run(measure(folders, int(sys.argv[2]) if len(sys.argv) > 2 else 20))

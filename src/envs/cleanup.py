@@ -1,40 +1,40 @@
-"""`python -m src.envs.cleanup`: remove what dead runs of this user left behind, and only that.
+"""`python -m src.envs.cleanup`: remove what ended runs of this user have left on the machine.
 
-Sandbox processes need no cleaning: the kernel ends them with their trainer. What can stay are sandbox directories and, with Docker,
-containers, networks, volumes and images of trials. All of them carry a run label; a run counts as dead when nobody holds its lock and its
-process is gone. Only what is gone afterwards is reported as removed; exit status 1 when something could not be removed.
+The kernel ends the processes of sandboxes together with their trainer. Directories of sandboxes and, with
+Docker, containers, networks, volumes and images of trials can remain. All of them have a run label. A run has
+ended if its lock is free and its process does not exist. The command reports as removed only what does not
+exist afterwards, and its exit status is 1 if it could not remove something.
 """
 
 from __future__ import annotations
 
 import sys
 
-from src.envs.sandbox.docker import Cleaned, remove_dead, why_no_engine
-from src.envs.sandbox.run_directory import living_labels, sweep
+from src.envs.sandbox.docker import CleanupReport, remove_dead, why_no_engine
+from src.envs.sandbox.run_directory import live_run_labels, remove_dead_runs
 
 
-def clean() -> Cleaned:
-    """Remove what dead runs left."""
-    living = (
-        living_labels()
-    )  # before their directories are looked at: a run that starts meanwhile has nothing yet
-    directories = [f"sandbox directory {label}" for label in sweep()]
-    cleaned = remove_dead(keep=living) if why_no_engine() is None else Cleaned()
-    cleaned.removed[:0] = directories
-    return cleaned
+def clean() -> CleanupReport:
+    """Remove what ended runs left and return what was done."""
+    # Before anything is listed: a run that starts after this call is protected by the check of its process.
+    live_labels = live_run_labels()
+    directories = [f"sandbox directory {label}" for label in remove_dead_runs()]
+    report = remove_dead(keep=live_labels) if why_no_engine() is None else CleanupReport()
+    report.removed[:0] = directories
+    return report
 
 
 def main() -> int:
-    cleaned = clean()
-    for line in cleaned.removed:
+    report = clean()
+    for line in report.removed:
         print(f"removed {line}")
-    for line in cleaned.left_alone:
-        print(f"left alone {line}; remove it there")
-    for line in cleaned.failed:
+    for line in report.skipped:
+        print(f"skipped {line}; remove it there")
+    for line in report.failed:
         print(f"could not remove {line}", file=sys.stderr)
-    failed = f"{len(cleaned.failed)} could not be removed, " if cleaned.failed else ""
-    print(f"cleanup: {len(cleaned.removed)} removed, {failed}{len(living_labels())} living runs left alone")
-    return 1 if cleaned.failed else 0
+    failed = f"{len(report.failed)} could not be removed, " if report.failed else ""
+    print(f"cleanup: {len(report.removed)} removed, {failed}{len(live_run_labels())} live runs kept")
+    return 1 if report.failed else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sandboxes for the security tests, and how to run these tests as an ordinary user."""
+"""Sandboxes for tests, and a function that runs tests as an ordinary user."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from harbor.models.task.config import EnvironmentConfig
+from harbor.models.trial.paths import TrialPaths
+
 from src.envs.sandbox.bubblewrap import Bubblewrap
-from src.envs.sandbox.resource_limits import Limits
+from src.envs.sandbox.environment import SandboxEnvironment
+from src.envs.sandbox.resource_limits import SandboxLimits
 from src.envs.sandbox.rootfs import build_rootfs
 from src.envs.sandbox.run_directory import run_directory
 
+LABEL = f"security-{os.getpid()}"
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = "65534"
 PYTHON = "/usr/bin/python3"  # inside the sandbox
 
-# Python itself may read the interpreter and the packages, wherever they lie. What it starts has no capability.
+# Python keeps the capability to read the interpreter and the packages. Programs that it starts have none.
 _PYTEST_WITHOUT_CAPABILITIES = """
 import ctypes, sys
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
@@ -30,14 +35,14 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 @asynccontextmanager
-async def sandbox(*, network: bool = False, limits: Limits | None = None) -> AsyncIterator[Bubblewrap]:
-    run = run_directory(f"security-{os.getpid()}")
+async def sandbox(*, network: bool = False, limits: SandboxLimits | None = None) -> AsyncIterator[Bubblewrap]:
+    run = run_directory(LABEL)
     running = await Bubblewrap.start(
         run / secrets.token_hex(4),
         skeleton=build_rootfs(run),
         hostname="sandbox",
         share_network=network,
-        limits=limits or Limits(),
+        limits=limits or SandboxLimits(),
     )
     try:
         yield running
@@ -45,8 +50,32 @@ async def sandbox(*, network: bool = False, limits: Limits | None = None) -> Asy
         await running.stop()
 
 
+@asynccontextmanager
+async def environment(
+    tmp_path: Path, dockerfile: str = "FROM debian\nWORKDIR /app\n", **config: object
+) -> AsyncIterator[SandboxEnvironment]:
+    directory = tmp_path / "environment"
+    directory.mkdir(exist_ok=True)
+    (directory / "Dockerfile").write_text(dockerfile)
+    paths = TrialPaths(trial_dir=tmp_path / "trial")
+    paths.mkdir()
+    made = SandboxEnvironment(
+        environment_dir=directory,
+        environment_name="task",
+        session_id="task__env",
+        trial_paths=paths,
+        task_env_config=EnvironmentConfig.model_validate(config),
+        run_label=LABEL,
+    )
+    try:
+        await made.start(force_build=False)
+        yield made
+    finally:
+        await made.stop(delete=True)
+
+
 def run_tests_as_nobody(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run pytest as an ordinary user; only root can."""
+    """Run pytest as an ordinary user. Requires root."""
     became = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     became += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search", "--"]
     command = [

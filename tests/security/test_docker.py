@@ -1,4 +1,6 @@
-"""On a real Docker engine: an agent reaches no host file, costs no more than the bounds, and a killed trainer leaves nothing."""
+"""Trials and clean-up on a real Docker engine: agents reach no host file, stay within the limits and leave
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ from src.envs.sandbox.docker import (
     why_no_engine,
 )
 from src.envs.sandbox.file_copy import MAX_FILES, NOTE
-from src.envs.sandbox.run_directory import living_labels
+from src.envs.sandbox.run_directory import live_run_labels
 
 BASE_IMAGE = "debian:bookworm-slim"
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +111,7 @@ def everything_below(folder: Path) -> list[Path]:
 
 
 def of_project(project: str) -> set[str]:
-    """The names of what there is of a compose project."""
+    """Return the names of the existing objects of a compose project."""
     filters: dict[str, str | list[str] | bool] = {"label": f"{PROJECT_LABEL}={project}"}
     with engine(timeout_s=20) as client:
         found = [
@@ -120,16 +122,22 @@ def of_project(project: str) -> set[str]:
         return {str(one.name) for one in found}
 
 
-async def test_what_an_agent_leaves_in_a_container_is_bounded_and_reaches_no_host_file(
+async def test_downloads_from_a_container_are_limited_and_contained(
     tmp_path: Path,
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_text("of the host")
     async with environment(tmp_path) as one:
-        hoard = f"cd /logs/agent && seq 1 20000 | xargs touch && ln -s {secret} link && mkfifo pipe && truncate -s 10G sparse && echo ok > 0"
+        hoard = (
+            f"cd /logs/agent && seq 1 20000 | xargs touch && ln -s {secret} link && mkfifo pipe && "
+            "truncate -s 10G sparse && echo ok > 0"
+        )
         assert (await one.exec(hoard)).return_code == 0
-        assert everything_below(tmp_path / "trial" / "agent") == []  # nothing of the host is mounted
-        verifier = f"cd /logs/verifier && head -c 200M /dev/zero > aaa && ln -s {secret} reward.json && echo 1 > reward.txt"
+        assert everything_below(tmp_path / "trial" / "agent") == []  # no directory of the host is mounted
+        verifier = (
+            f"cd /logs/verifier && head -c 200M /dev/zero > aaa && ln -s {secret} reward.json && echo 1 > "
+            "reward.txt"
+        )
         assert (await one.exec(verifier)).return_code == 0
         turns = 0
 
@@ -162,7 +170,7 @@ async def test_what_an_agent_leaves_in_a_container_is_bounded_and_reaches_no_hos
     assert len(left) <= MAX_FILES and sum(path.lstat().st_size for path in left) < 40 * 2**20
     assert not any(path.is_symlink() or path.is_fifo() for path in left)
     note = (tmp_path / "trial" / NOTE).read_text()
-    assert "/logs/agent: cut at" in note and "/logs/verifier: cut at" in note
+    assert "/logs/agent: only" in note and "/logs/verifier: only" in note
 
 
 async def test_a_command_cannot_fill_the_trainers_memory(tmp_path: Path) -> None:
@@ -189,11 +197,11 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-def test_kill_9_of_a_trainer_leaves_nothing_once_it_was_cleaned_up(
+def test_a_cleanup_removes_what_a_killed_trainer_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"killed-{secrets.token_hex(4)}"
-    elsewhere = tmp_path / "elsewhere"  # another TMPDIR: what is locked there is not seen here
+    elsewhere = tmp_path / "elsewhere"  # another TMPDIR, whose locks this process does not look for
     elsewhere.mkdir()
     trainer = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(tmp_path), name],
@@ -233,7 +241,9 @@ def test_kill_9_of_a_trainer_leaves_nothing_once_it_was_cleaned_up(
 
 @contextmanager
 def neighbours() -> Iterator[Callable[[], set[str]]]:
-    """A container, a network and a volume that are not ours; gives the names of those that are gone."""
+    """Create a container, a network and a volume of another project. Yield a function that names the removed
+    ones.
+    """
     project = f"neighbour-{secrets.token_hex(4)}"
     labels = {PROJECT_LABEL: project}
     names = {f"{project}-{kind}" for kind in ("network", "volume", "container")}
@@ -252,24 +262,24 @@ def neighbours() -> Iterator[Callable[[], set[str]]]:
 
 
 def dead_labels(run: str) -> dict[str, str]:
-    """Of a run whose process is gone."""
+    """Return the labels of a run whose process has ended."""
     ended = subprocess.Popen(["true"])
     name = process_name(ended.pid)
     ended.wait()
     return {RUN_LABEL: run, OWNER_LABEL: str(os.getuid()), PROCESS_LABEL: name}
 
 
-def test_a_trainer_killed_before_its_first_container_leaves_no_network() -> None:
+def test_a_cleanup_removes_networks_without_containers() -> None:
     project = f"early-{secrets.token_hex(4)}"
     with engine(timeout_s=60) as client:
         client.networks.create(f"{project}_default", labels={PROJECT_LABEL: project, **dead_labels(project)})
         client.volumes.create(f"{project}_unlabelled", labels={PROJECT_LABEL: project})
-    cleaned = remove_dead(keep=living_labels())
+    cleaned = remove_dead(keep=live_run_labels())
     assert {f"network {project}_default", f"volume {project}_unlabelled"} <= set(cleaned.removed)
     assert of_project(project) == set()
 
 
-def test_what_cannot_be_removed_is_named_with_its_reason_and_not_called_removed() -> None:
+def test_what_cannot_be_removed_is_reported_with_its_reason() -> None:
     project = f"busy-{secrets.token_hex(4)}"
     with engine(timeout_s=60) as client:
         network = client.networks.create(
@@ -277,7 +287,7 @@ def test_what_cannot_be_removed_is_named_with_its_reason_and_not_called_removed(
         )
         foreign = client.containers.run(BASE_IMAGE, ["sleep", "60"], detach=True, network=network.name)
         try:
-            cleaned = remove_dead(keep=living_labels())
+            cleaned = remove_dead(keep=live_run_labels())
             assert not any(project in line for line in cleaned.removed)
             (line,) = [line for line in cleaned.failed if project in line]
             assert "active endpoints" in line
@@ -286,7 +296,7 @@ def test_what_cannot_be_removed_is_named_with_its_reason_and_not_called_removed(
             network.remove()
 
 
-def test_a_run_of_another_host_and_a_living_one_are_left_alone() -> None:
+def test_a_run_of_another_host_and_a_living_one_are_skipped() -> None:
     away, alive = (f"{name}-{secrets.token_hex(4)}" for name in ("away", "alive"))
     with engine(timeout_s=60) as client:
         networks = [
@@ -294,13 +304,13 @@ def test_a_run_of_another_host_and_a_living_one_are_left_alone() -> None:
             client.networks.create(alive, labels=run_labels(alive)),
         ]
         try:
-            cleaned = remove_dead(keep=living_labels())
+            cleaned = remove_dead(keep=live_run_labels())
             for network in networks:
                 network.reload()
-            assert [line for line in cleaned.left_alone if away in line] == [
+            assert [line for line in cleaned.skipped if away in line] == [
                 f"network {away}: its trainer ran on the host another-host"
             ]
-            assert not any(alive in line for line in (*cleaned.removed, *cleaned.failed, *cleaned.left_alone))
+            assert not any(alive in line for line in (*cleaned.removed, *cleaned.failed, *cleaned.skipped))
         finally:
             for network in networks:
                 network.remove()

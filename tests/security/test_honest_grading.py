@@ -1,4 +1,6 @@
-"""An agent cannot influence its grade but by its work, and cannot prevent its grading: whole trials by scripted agents in the sandbox."""
+"""Agents can neither forge their grade nor prevent it. Scripted agents run whole trials in the sandbox and in
+Docker.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ BY_GIT = graded_if("git config --global --get answer.value")
 
 
 def seeing(*paths: str) -> str:
-    """A verifier that is taken in by any of the files."""
+    """Return a verifier that gives the reward 1 if any of the files exists."""
     return graded_if(" || ".join(f"[ -e {path} ]" for path in paths))
 
 
@@ -170,7 +172,8 @@ FORGERIES = {
     ),
     "an answer linked through a directory of the system": (
         BY_COMPARISON,
-        "ln -s /usr /app/s; mkdir -p /app/a/b; ln -s ../../s/../tests/test.sh /app/a/b/c; ln -sf a/b/c /app/answer.txt",
+        "ln -s /usr /app/s; mkdir -p /app/a/b; ln -s ../../s/../tests/test.sh /app/a/b/c; ln -sf a/b/c "
+        "/app/answer.txt",
     ),
     "an answer linked to a file that is open": (
         BY_COMPARISON,
@@ -192,7 +195,7 @@ async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
     outcome = await play(
         tmp_path, task(tmp_path / "task", test), "printf wrong > /app/answer.txt", attack, wait=wait
     )
-    if name == "a planted reward":  # its verifier writes none, with an agent or without
+    if name == "a planted reward":  # the verifier of this task writes no reward, with or without an agent
         assert not isinstance(outcome, Trajectory)
         return
     assert isinstance(outcome, Trajectory), outcome
@@ -200,7 +203,7 @@ async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
 
 
 @in_sandbox
-async def test_a_directory_of_the_images_path_takes_no_programs_of_the_agent(tmp_path: Path) -> None:
+async def test_programs_of_the_agent_are_not_carried_into_the_path(tmp_path: Path) -> None:
     dockerfile = f"{DOCKERFILE}RUN mkdir /opt/tools\nENV PATH=/opt/tools:/usr/bin:/bin\n"
     folder = task(tmp_path / "task", BY_CAT, dockerfile=dockerfile)
     outcome = await play(
@@ -218,7 +221,8 @@ async def test_a_directory_of_the_images_path_takes_no_programs_of_the_agent(tmp
 HONEST = {
     "a file where the agent works": ("printf right > /app/answer.txt", BY_CAT),
     "files of the homes": (
-        "printf right > /root/answer.txt; mkdir -p /home/user/deep; printf right > /home/user/deep/answer.txt",
+        "printf right > /root/answer.txt; mkdir -p /home/user/deep; printf right > "
+        "/home/user/deep/answer.txt",
         graded_if("[ $(cat /root/answer.txt) = $(cat /home/user/deep/answer.txt) ]"),
     ),
     "a deleted file and a deleted folder": (
@@ -244,7 +248,8 @@ HONEST = {
     "names of all kinds": (
         "touch 'größe 日本' ' -rf' \"$(printf 'a\\nb')\" \"$(printf 'b\\377')\"",
         graded_if(
-            "[ -e 'größe 日本' ] && [ -e ' -rf' ] && [ -e \"$(printf 'a\\nb')\" ] && [ -e \"$(printf 'b\\377')\" ]"
+            "[ -e 'größe 日本' ] && [ -e ' -rf' ] && [ -e \"$(printf 'a\\nb')\" ] && [ -e \"$(printf "
+            "'b\\377')\" ]"
         ),
     ),
     "a program, and files with the names of programs": (
@@ -350,7 +355,7 @@ async def test_more_files_than_can_be_taken_are_graded_0(
 
 
 @in_sandbox
-async def test_what_fails_without_an_agent_too_is_no_fault_of_the_agent(tmp_path: Path) -> None:
+async def test_what_fails_without_an_agent_is_a_failure_not_a_reward(tmp_path: Path) -> None:
     for number, test in enumerate(("true", "sleep 100", f"echo nan > {REWARD}")):
         outcome = await play(
             tmp_path, task(tmp_path / f"task-{number}", test, timeout=2), "printf right > answer.txt"
@@ -361,7 +366,7 @@ async def test_what_fails_without_an_agent_too_is_no_fault_of_the_agent(tmp_path
 
 @in_sandbox
 async def test_an_agent_that_uses_up_the_time_of_its_trial_is_graded_0(tmp_path: Path) -> None:
-    """The deadline is what ends the trial, whenever it comes; what counts is who used the time until then."""
+    """A trial that reaches its deadline is graded 0 if the agent used most of its time."""
     tasks = open_harbor(
         TrainerConfig(
             model_name="org/model",
@@ -379,7 +384,7 @@ async def test_an_agent_that_uses_up_the_time_of_its_trial_is_graded_0(tmp_path:
     playing = asyncio.ensure_future(trial.run(policy))
     outcome = None
     async with asyncio.timeout(60):
-        while outcome is None:  # the start of the sandbox may take longer than the agent has worked
+        while outcome is None:  # the sandbox may take longer to start than the agent has worked
             await asyncio.wait({playing}, timeout=0.5)
             outcome = trial.timeout_result()
     playing.cancel()
@@ -395,7 +400,7 @@ async def test_a_start_tells_how_many_tasks_are_graded_how(
     with caplog.at_level(logging.INFO):
         await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt")
     assert (
-        "grading: 1 tasks in a fresh environment, 0 in place (records of validate; without one: fresh)"
+        "grading: 1 tasks in a fresh environment, 0 in place (records of validate, else fresh)"
         in caplog.messages
     )
 
@@ -410,12 +415,12 @@ def docker_task(folder: Path, test: str, *, timeout: float = 30) -> Path:
     made = task(folder, test, dockerfile=DOCKER)
     (made / "task.toml").write_text(
         DOCKER_TASK.format(timeout=timeout)
-    )  # no-network would need an image from a registry
+    )  # no-network needs an image of Harbor's from a registry
     return made
 
 
 def containers(name: str = "") -> set[str]:
-    """All containers whose name has `name`."""
+    """Return all containers whose name contains `name`."""
     listing = ["docker", "ps", "--all", "--quiet", "--filter", f"name={name}"]
     return set(subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split())
 
@@ -428,7 +433,8 @@ DOCKER_FORGERIES = {
     ),
     "the linker and a symlinked reward": (
         seeing("/etc/ld.so.preload", "/app/preloaded"),
-        f"touch /etc/ld.so.preload; echo 1 > /app/one; ln -sf /app/one {REWARD}; ln -sf /etc/hostname /logs/verifier/reward.json",
+        f"touch /etc/ld.so.preload; echo 1 > /app/one; ln -sf /app/one {REWARD}; ln -sf /etc/hostname "
+        "/logs/verifier/reward.json",
     ),
     "a writer in the background": (
         BY_CAT,
@@ -452,12 +458,15 @@ async def test_a_forged_grade_stays_0_in_a_container(tmp_path: Path, name: str) 
 @in_docker
 async def test_honest_work_in_a_container_is_graded_as_it_was_left(tmp_path: Path) -> None:
     commands = (
-        "printf right > answer.txt; chmod 741 answer.txt; printf right > /root/answer.txt; rm -r old.txt folder; mkdir -p a/b/c",
-        "ln -s answer.txt link; touch 'größe 日本' ' -rf'; ln answer.txt hard; printf right > /home/answer.txt; chmod 700 /srv",
+        "printf right > answer.txt; chmod 741 answer.txt; printf right > /root/answer.txt; rm -r old.txt "
+        "folder; mkdir -p a/b/c",
+        "ln -s answer.txt link; touch 'größe 日本' ' -rf'; ln answer.txt hard; printf right > "
+        "/home/answer.txt; chmod 700 /srv",
     )
     test = graded_if(
         '[ "$(cat answer.txt /root/answer.txt /home/answer.txt)" = rightrightright ] && [ "$(stat -c %a answer.txt)" = 741 ] && '
-        "[ ! -e old.txt ] && [ ! -e folder ] && [ -d a/b/c ] && [ $(readlink link) = answer.txt ] && [ -e 'größe 日本' ] && "
+        "[ ! -e old.txt ] && [ ! -e folder ] && [ -d a/b/c ] && [ $(readlink link) = answer.txt ] && [ -e "
+        "'größe 日本' ] && "
         "[ -e ' -rf' ] && [ -e hard ] && [ $(stat -c %a /srv) = 700 ]"
     )
     outcome = await play(
@@ -467,7 +476,7 @@ async def test_honest_work_in_a_container_is_graded_as_it_was_left(tmp_path: Pat
     assert (outcome.reward, outcome.zero_reason) == (1.0, None)
 
 
-# A special file is not collected: the number that the verifier wrote itself counts.
+# A special file is not downloaded, so the number that the verifier wrote counts.
 DOCKER_VOIDS = {
     "everything deleted": ("rm -rf --no-preserve-root / 2>/dev/null", ...),
     "its processes killed": ("kill -9 -1", ...),
@@ -492,13 +501,13 @@ async def test_a_voided_trial_in_a_container_is_graded_0(tmp_path: Path, name: s
 
 
 @in_docker
-async def test_files_that_are_too_large_are_graded_0_and_their_container_is_removed(
+async def test_too_large_files_in_a_container_are_graded_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("src.envs.harbor.docker_files.MAX_BYTES", 2**20)
     folder = docker_task(tmp_path / "task", BY_CAT)
     attack = "mkdir large; truncate -s 300M large/file"
-    async with asyncio.timeout(150):  # an engine that still writes the archive does not remove the container
+    async with asyncio.timeout(150):  # an engine that is writing the archive cannot remove the container yet
         outcome = await play(tmp_path, folder, attack, wait=1.0, environment_type="docker")
     assert isinstance(outcome, Trajectory), outcome
     assert (outcome.reward, outcome.zero_reason) == (0.0, ZeroReason.FILES_TOO_LARGE)
@@ -509,7 +518,7 @@ async def test_files_that_are_too_large_are_graded_0_and_their_container_is_remo
 async def test_a_fault_in_laying_down_files_is_no_reward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same fault befalls the trial without an agent, so it is not the agent's."""
+    """Placing files also fails without an agent, so the trial is an infrastructure failure."""
 
     async def broken(*_: object) -> None:
         raise FileExistsError("handed-in")

@@ -1,6 +1,6 @@
-"""Forty attacks of the red team in every place: the host is unchanged, the grade is right, and the trials beside it are graded.
+"""Forty attacks per environment and user leave the host unchanged, the grade right and other trials graded.
 
-`python -m tests.security.red_team` plays all of them.
+`python -m tests.security.red_team` runs all attacks.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import pytest
 
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.docker import why_no_engine
-from tests.security.red_team.attack import Where, Whom
+from tests.security.red_team.attack import EnvironmentKind, RunAs
+from tests.security.red_team.attack_process import command
 from tests.security.red_team.image import BASE
-from tests.security.red_team.place import command
 from tests.security.red_team.table import sampled
 
 PLACE_TIMEOUT_S = 900
-PLACES = [(where, whom) for where in Where for whom in Whom]
+PLACES = [(where, whom) for where in EnvironmentKind for whom in RunAs]
 NUM_ATTACKS = 40
 
 
-def why_not(where: Where) -> str | None:
-    if where is Where.SANDBOX:
+def why_not(where: EnvironmentKind) -> str | None:
+    if where is EnvironmentKind.SANDBOX:
         return why_no_sandbox()
     if reason := why_no_engine():
         return reason
@@ -36,15 +36,19 @@ def why_not(where: Where) -> str | None:
     return None if present.returncode == 0 else f"the image {BASE} is not there"
 
 
-class Games:
-    """Plays the attacks that this session collected: all of a place together, and two places at a time, as containers mostly wait."""
+class AttackRuns:
+    """Runs the attacks that pytest collected. Two processes run at a time, each with all attacks of one
+    environment and user.
+    """
 
-    def __init__(self, collected: set[tuple[Where, Whom, str]], folder: Path, pool: Executor) -> None:
+    def __init__(
+        self, collected: set[tuple[EnvironmentKind, RunAs, str]], folder: Path, pool: Executor
+    ) -> None:
         self._collected = collected
         self._folder = folder
         order = [
             place
-            for whom in Whom
+            for whom in RunAs
             for place in PLACES
             if place[1] is whom and any(case[:2] == place for case in collected)
         ]
@@ -53,13 +57,13 @@ class Games:
             place: pool.submit(self._play, *place) for place in order if self._reasons[place[0]] is None
         }
 
-    def violations(self, where: Where, whom: Whom) -> dict[str, list[str]]:
-        """What did not hold, by attack."""
+    def violations(self, where: EnvironmentKind, whom: RunAs) -> dict[str, list[str]]:
+        """Return the violations by attack."""
         if reason := self._reasons[where]:
             pytest.skip(f"no trial in {where}: {reason}")
         return self._played[where, whom].result()
 
-    def _play(self, where: Where, whom: Whom) -> dict[str, list[str]]:
+    def _play(self, where: EnvironmentKind, whom: RunAs) -> dict[str, list[str]]:
         names = [
             attack.name
             for attack in sampled(NUM_ATTACKS, where, whom)
@@ -67,7 +71,7 @@ class Games:
         ]
         results = self._folder / f"{where}-{whom}"
         results.touch()
-        results.chmod(0o666)  # the sandbox's user writes to it
+        results.chmod(0o666)  # the unprivileged user writes to it
         played = command(where, whom, names, results=results)
         try:
             ended = subprocess.run(
@@ -87,7 +91,7 @@ class Games:
 
 
 @pytest.fixture(scope="module")
-def games(request: pytest.FixtureRequest) -> Iterator[Games]:
+def games(request: pytest.FixtureRequest) -> Iterator[AttackRuns]:
     parameters = [
         item.callspec.params for item in request.session.items if "games" in getattr(item, "fixturenames", ())
     ]  # type: ignore[attr-defined]
@@ -96,8 +100,8 @@ def games(request: pytest.FixtureRequest) -> Iterator[Games]:
         tempfile.TemporaryDirectory(prefix="red-team-results-") as folder,
         ThreadPoolExecutor(max_workers=2) as pool,
     ):
-        os.chmod(folder, 0o755)  # pytest's own temporary folders are closed to the sandbox's user
-        yield Games(collected, Path(folder), pool)
+        os.chmod(folder, 0o755)  # the unprivileged user cannot enter pytest's temporary folders
+        yield AttackRuns(collected, Path(folder), pool)
 
 
 ATTACKS = [(*place, attack.name) for place in PLACES for attack in sampled(NUM_ATTACKS, *place)]
@@ -105,12 +109,12 @@ ATTACKS = [(*place, attack.name) for place in PLACES for attack in sampled(NUM_A
 
 @pytest.mark.parametrize(("where", "whom", "attack"), ATTACKS, ids=str)
 def test_the_host_the_grade_and_other_trials_are_safe_from(
-    games: Games, where: Where, whom: Whom, attack: str
+    games: AttackRuns, where: EnvironmentKind, whom: RunAs, attack: str
 ) -> None:
     assert games.violations(where, whom)[attack] == []
 
 
-def test_there_are_forty_attacks_of_every_category_in_every_place() -> None:
+def test_every_environment_gets_forty_attacks_of_all_categories() -> None:
     for place in PLACES:
         attacks = sampled(NUM_ATTACKS, *place)
         assert len(attacks) == NUM_ATTACKS, f"{place} has {len(attacks)}"

@@ -1,4 +1,6 @@
-"""The directory of a user's runs: private, the same for all trainers of the user, and not to be taken by another user before."""
+"""The root of run directories is private, equal for all trainers of a user, and cannot be created by another
+user first.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,20 @@ import pytest
 
 from src.envs.sandbox import run_directory as module
 from src.envs.sandbox.run_directory import (
-    living_labels,
+    live_run_labels,
+    remove_dead_runs,
     root_directory,
     run_directory,
-    sweep,
     temporary_run_directory,
 )
 from tests.security.sandboxes import NOBODY, ROOT
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
-HOLD = "import sys; from src.envs.sandbox.run_directory import run_directory; run_directory(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
+HOLD = (
+    "import sys; from src.envs.sandbox.run_directory import run_directory; run_directory(sys.argv[1]); "
+    "print('held', flush=True); sys.stdin.read()"
+)
 
 
 @pytest.mark.skipif(
@@ -31,7 +36,7 @@ HOLD = "import sys; from src.envs.sandbox.run_directory import run_directory; ru
     reason="the other process runs without the rights that this one reads the packages with",
 )
 @pytest.mark.parametrize("variable", ["TMPDIR", "HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"])
-def test_trainers_with_other_environments_see_each_other_alive(variable: str, tmp_path: Path) -> None:
+def test_trainers_with_other_environments_see_each_other(variable: str, tmp_path: Path) -> None:
     label = f"alive-{os.getpid()}-{secrets.token_hex(4)}"
     environment = {**os.environ, variable: str(tmp_path)}
     command = [sys.executable, "-c", HOLD, label]
@@ -40,21 +45,21 @@ def test_trainers_with_other_environments_see_each_other_alive(variable: str, tm
     )
     try:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        assert label in living_labels()
-        assert label not in sweep()
+        assert label in live_run_labels()
+        assert label not in remove_dead_runs()
     finally:
         other.communicate(b"")
-    assert label not in living_labels()
+    assert label not in live_run_labels()
 
 
-def test_the_directories_of_runs_cannot_be_listed_or_written_by_others() -> None:
+def test_run_directories_are_closed_to_other_users() -> None:
     for directory in (root_directory(), run_directory(f"modes-{os.getpid()}")):
         status = directory.stat()
         assert status.st_uid == os.geteuid()
         assert stat.S_IMODE(status.st_mode) == (0o711 if os.geteuid() == 0 else 0o700)
 
 
-def test_another_user_cannot_take_the_place_of_the_runs(
+def test_another_user_cannot_create_the_root_directory_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(module, "ROOTS_PARENT", tmp_path / "missing")
@@ -82,5 +87,5 @@ def test_a_directory_of_another_user_is_not_used(monkeypatch: pytest.MonkeyPatch
 
 def test_a_probe_leaves_nothing() -> None:
     with temporary_run_directory() as directory:
-        assert directory.name in living_labels()
+        assert directory.name in live_run_labels()
     assert not directory.exists()

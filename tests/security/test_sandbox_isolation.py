@@ -1,4 +1,4 @@
-"""What a process in a sandbox can reach of the host, of the exec server and of other commands. Each test runs a scripted attack."""
+"""Scripted attacks from a sandbox on the host, on the exec server and on other commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from src.core.errors import SandboxError
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.exec_request import Stream
-from src.envs.sandbox.resource_limits import Limits
+from src.envs.sandbox.resource_limits import SandboxLimits
 from src.envs.sandbox.user import PREFERRED_UIDS, SMALL_UIDS, available_uids
 from tests.security.sandboxes import PYTHON, run_tests_as_nobody, sandbox
 
@@ -28,9 +28,10 @@ needs_python = pytest.mark.skipif(
 SUITES = [
     *(
         f"tests/security/test_{name}.py"
-        for name in ("sandbox_isolation", "sandbox_limits", "sandbox_network", "run_directory")
+        for name in ("sandbox_isolation", "resource_limits", "sandbox_network", "run_directory")
     ),
-    "tests/trainer/test_sandbox.py",
+    "tests/trainer/test_bubblewrap.py",
+    "tests/trainer/test_sandbox_environment.py",
 ]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -49,7 +50,7 @@ SYSCTLS = [
 
 
 def host_processes(*texts: str) -> list[Path]:
-    """The processes of the host whose command line contains one of these texts."""
+    """Return the processes of the host whose command line contains one of these texts."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -91,7 +92,7 @@ async def test_proc_shows_nothing_that_docker_masks() -> None:
 
 
 @needs_root
-async def test_the_root_of_a_sandbox_is_an_unprivileged_user_of_the_host_and_no_other_sandboxes() -> None:
+async def test_root_of_a_sandbox_is_an_unprivileged_uid_of_its_own() -> None:
     async with sandbox() as first, sandbox() as second:
         outside = []
         for running, marker in ((first, "86311"), (second, "86312")):
@@ -114,7 +115,7 @@ def test_uids_come_from_what_a_user_namespace_maps() -> None:
         available_uids("0 1000 1\n1 100000 999\n")
 
 
-async def test_the_exec_server_can_be_neither_read_nor_written_nor_traced() -> None:
+async def test_the_exec_server_cannot_be_read_written_or_traced() -> None:
     async with sandbox() as running:
         for name in (
             "mem",
@@ -171,7 +172,7 @@ print(done)
 
 
 @needs_python
-async def test_the_exec_server_goes_on_after_prlimit_ptrace_and_every_signal() -> None:
+async def test_the_exec_server_survives_prlimit_ptrace_and_signals() -> None:
     async with sandbox() as running:
         assert (
             await running.run(f"{PYTHON} - <<'E'\n{ATTACK_EXEC_SERVER}\nE", timeout_s=60)
@@ -183,10 +184,11 @@ async def test_a_command_cannot_write_into_the_answers_of_another_one() -> None:
     async with sandbox() as running:
         await running.run("setsid sleep 1000 >/dev/null 2>&1 &")
         listing = await running.run(
-            "ls /.sandbox/requests; echo /.sandbox/requests/*; chmod 777 /.sandbox/requests; ls /.sandbox/requests"
+            "ls /.sandbox/requests; echo /.sandbox/requests/*; chmod 777 /.sandbox/requests; ls "
+            "/.sandbox/requests"
         )
         assert listing.stdout == b"/.sandbox/requests/*\n"
-        # The names of the requests that follow can be guessed, those of their FIFOs cannot. There is none for the status.
+        # The names of later scripts can be guessed, but not those of their FIFOs. The status uses no FIFO.
         forger = "for n in $(seq 1 50); do for s in stdout stderr status; do echo 0 >/.sandbox/requests/$n.$s; done; done 2>/dev/null"
         waiting = asyncio.create_task(running.run("until [ -e /tmp/open ]; do :; done; echo honest; exit 3"))
         assert (await running.run(f"{forger}; touch /tmp/open; echo forged")).stdout == b"forged\n"
@@ -195,7 +197,7 @@ async def test_a_command_cannot_write_into_the_answers_of_another_one() -> None:
 
 
 def test_output_that_never_ends_does_not_hold_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that a command left behind refills the pipe as fast as it is read."""
+    """A background process writes to the pipe as fast as it is read."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.write(writing, b"x" * 4096)
@@ -216,7 +218,7 @@ def test_output_that_never_ends_does_not_hold_the_event_loop(monkeypatch: pytest
 
 
 def test_a_file_that_takes_the_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program that sends a download is the agent's, and so is its length."""
+    """The agent can replace the program that sends a download, so it controls the size."""
     monkeypatch.setattr("src.envs.sandbox.exec_request.MAX_FILE_BYTES", 1000)
     reading, writing = os.pipe()
     os.write(writing, b"x" * 4096)
@@ -262,7 +264,7 @@ print(allowed)
 
 
 @needs_python
-async def test_vsock_keyrings_and_the_other_calls_that_no_task_needs_are_refused_with_an_error() -> None:
+async def test_vsock_keyrings_and_other_needless_calls_are_denied() -> None:
     async with sandbox() as running:
         assert (await running.run(f"{PYTHON} - <<'E'\n{SYSTEM_CALLS}\nE")).stdout == b"[]\n"
 
@@ -296,11 +298,11 @@ print(ctypes.CDLL(None).ptrace(16, child, 0, 0))
         assert (await running.run(f"{PYTHON} - <<'E'\n{script}\nE")).stdout == b"0\n"
 
 
-async def test_files_are_handed_in_whatever_the_umask_is() -> None:
+async def test_staged_files_are_readable_whatever_the_umask_is() -> None:
     before = os.umask(0o077)
     try:
         async with sandbox() as running:
-            host_path, inside = running.put("names")
+            host_path, inside = running.stage_path("names")
             with host_path.open("x") as file:
                 file.write("handed in")
             done = await running.run(f"cat {inside}; echo more >>{inside}")
@@ -311,7 +313,7 @@ async def test_files_are_handed_in_whatever_the_umask_is() -> None:
         os.umask(before)
 
 
-async def test_nothing_of_the_trainers_environment_reaches_a_process_of_the_sandbox(
+async def test_processes_do_not_get_the_trainers_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SECRET_KEY", "hidden-86313")
@@ -326,13 +328,13 @@ async def test_nothing_of_the_trainers_environment_reaches_a_process_of_the_sand
 
 @needs_root
 def test_all_of_this_holds_for_an_ordinary_user() -> None:
-    finished = run_tests_as_nobody([*SUITES, "-k", "not kill_9"])  # that one starts a Python of its own
+    finished = run_tests_as_nobody([*SUITES, "-k", "not kill_9"])  # that test starts another Python process
     assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-2000:]
     assert int(re.findall(r"(\d+) passed", finished.stdout)[0]) > 10
 
 
 async def test_a_sandbox_that_the_trainer_loses_says_so() -> None:
-    async with sandbox(limits=Limits()) as running:
+    async with sandbox(limits=SandboxLimits()) as running:
         waiting = asyncio.create_task(running.run("sleep 1000"))
         await running.run("true")
         await running.stop()

@@ -1,4 +1,4 @@
-"""A sandbox with the public network reaches other machines, and no loopback address of the host."""
+"""A sandbox with the public network reaches other machines but no loopback address of the host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ needs_network = pytest.mark.skipif(REASON is not None, reason=f"no sandbox with 
 
 
 def own_address() -> str | None:
-    """An address of this machine that is not a loopback address; nothing is sent."""
+    """Return an address of this machine that is not a loopback address. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -33,7 +33,7 @@ def own_address() -> str | None:
 
 
 def connect(address: str, port: int) -> str:
-    """A command that succeeds when it can connect and read the greeting of `greeter`."""
+    """Return a command that succeeds if it can connect to `greeter` and read its greeting."""
     return (
         f"timeout 10 bash -c 'exec 3<>/dev/tcp/{address}/{port} && read -r line <&3 && [ \"$line\" = hello ]'"
     )
@@ -50,7 +50,7 @@ async def greet(listener: socket.socket) -> None:
 
 
 @needs_network
-async def test_a_public_network_reaches_other_addresses_and_no_loopback_of_the_host() -> None:
+async def test_a_public_network_does_not_reach_the_hosts_loopback() -> None:
     address = own_address()
     if address is None:
         pytest.skip("this machine has loopback addresses only")
@@ -133,7 +133,7 @@ def test_kill_9_of_the_trainer_ends_the_network() -> None:
 
 
 def forwarders(trainer: int | None = None) -> set[str]:
-    """The slirp4netns processes of a process, this one unless given."""
+    """Return the slirp4netns processes of a process, by default of this one."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -161,7 +161,7 @@ async def test_a_machine_without_the_package_refuses_with_its_name(
             pass
 
 
-def test_an_ordinary_user_without_access_to_the_device_is_told_what_to_do(
+def test_a_user_without_access_to_the_device_gets_the_fix(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     device, program = tmp_path / "tun", tmp_path / "slirp4netns"
@@ -178,7 +178,7 @@ def test_an_ordinary_user_without_access_to_the_device_is_told_what_to_do(
     )
 
 
-def test_only_name_servers_outside_of_the_machine_are_handed_on(
+def test_name_servers_on_loopback_addresses_are_omitted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stub, upstream = tmp_path / "stub", tmp_path / "upstream"

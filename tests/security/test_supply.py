@@ -1,4 +1,4 @@
-"""What is installed, where files are put, and who can read them."""
+"""Requirements are pinned by hash, and the paths of files are private and unpredictable."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize("name", PINNED)
-def test_every_requirement_has_one_version_and_a_hash_and_names_no_host(name: str) -> None:
+def test_every_requirement_is_pinned_by_hash_and_names_no_host(name: str) -> None:
     text = (ROOT / name).read_text()
     assert not HOSTS.search(text)
     requirements = text.replace("\\\n", " ").splitlines()
@@ -64,7 +64,7 @@ def test_setup_installs_by_hash() -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_script_writes_to_a_name_in_the_temporary_folder_that_others_can_take(path: Path) -> None:
+def test_no_script_writes_to_a_predictable_temporary_path(path: Path) -> None:
     assert not IN_TEMPORARY_FOLDER.search(path.read_text())
     assert not re.search(r"""["']/tmp["']|gettempdir|mktemp\(""", path.read_text())
 
@@ -92,7 +92,7 @@ def test_a_run_folder_that_others_can_read_is_named(tmp_path: Path, caplog: pyte
 
 @pytest.fixture
 def open_to_all(tmp_path: Path) -> Path:
-    """As the temporary folder is."""
+    """Create a directory with the mode of a temporary folder."""
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -107,7 +107,7 @@ def test_the_default_parent_of_runs_is_made_for_this_user_alone(open_to_all: Pat
     assert (mode(path.parent), mode(path)) == (0o700, 0o700)
 
 
-def test_a_name_that_somebody_else_took_is_refused(open_to_all: Path, tmp_path: Path) -> None:
+def test_a_default_path_that_another_user_created_is_refused(open_to_all: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (open_to_all / "linked").symlink_to(tmp_path / "mine")
     (open_to_all / "file").touch()

@@ -7,6 +7,7 @@ import json
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -80,7 +81,7 @@ class Bench(FakeRun):
     """A run with the environment that the options select, on a fake back end."""
 
     def __init__(self, path: Path) -> None:
-        backend = BanditBackend()
+        backend: Any = BanditBackend()
         super().__init__(
             path / "run",
             lambda config, settings: Dependencies(
@@ -142,7 +143,7 @@ async def test_dumps_are_split_by_domain(tmp_path):
     assert first["domain"] == "retail" and first["conversation"][0] == {"role": "user", "content": "say"}
 
 
-async def test_each_rollout_has_a_name_and_the_metrics_of_its_environment(tmp_path):
+async def test_rollouts_have_names_and_environment_metrics(tmp_path):
     bench = Bench(tmp_path)
     await bench.trained("max_steps=1", "eval_every=0", "temperature=1")
     records = bench.lines("rollouts/step_000001.jsonl")
@@ -156,8 +157,9 @@ async def test_a_run_reports_the_signal_of_each_domain(tmp_path):
     variances = [line["reward/retail/variance_per_prompt"] for line in metrics[1:]]
     share = sum(variance > 0 for variance in variances) / 3
     line = next(line for line in bench.text.getvalue().splitlines() if line.startswith("signal of retail: "))
+    mean = sum(variances) / 3
     assert line.startswith(
-        f"signal of retail: mean variance per prompt {sum(variances) / 3:.4f}, {share:.0%} of 3 steps with any"
+        f"signal of retail: mean variance per prompt {mean:.4f}, {share:.0%} of 3 steps with any"
     )
     assert all(f"signal of {name}: " in bench.text.getvalue() for name in ("all tasks", "airline"))
 
@@ -302,7 +304,7 @@ def test_native_tool_calling_is_off_by_default(options, is_native):
 
 
 def test_native_tools_need_the_models_own_template():
-    with pytest.raises(ConfigError, match="use_native_tool_calling needs the model's own chat template"):
+    with pytest.raises(ConfigError, match="use_native_tool_calling needs the model's chat template"):
         parse_as(
             EvaluateConfig, ["model_name=m", ENV, "base_url=http://h/v1", "use_native_tool_calling=true"]
         )

@@ -1,6 +1,4 @@
-"""Whatever a conversation goes through, every weighted token was sampled by the engine at that position with
-that logprob.
-"""
+"""In every conversation, each token with a weight was sampled at that position with that logprob."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,17 +33,16 @@ from tests.fakes.envs import ScriptedEnv, saying
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat, byte_tokenizer, toy_chat
 
-CHATS = {"thinking is stripped from history": byte_chat(), "history stays": toy_chat()}
+CHATS = {"thinking is removed from history": byte_chat(), "history is unchanged": toy_chat()}
 
 
-class Engine:
-    """Samples random ids, thinking and stray control tokens among them, and remembers every sample with its
-    logprobs.
+class RandomPolicy:
+    """A policy that samples random ids, with thinking and stray control tokens, and records every turn.
 
-    Some answers are empty, some are cut, and some do not survive decoding and encoding.
+    Some answers are empty, some are cut, and some change when they are decoded and encoded again.
     """
 
-    sayings: Sequence[str] = [
+    answers: Sequence[str] = [
         "",
         "ok",
         "<think>why\n</think>\n\nso",
@@ -57,16 +55,16 @@ class Engine:
 
     def __init__(self, chat: Chat, seed: int) -> None:
         self.version = 0
-        self.said: list[Turn] = []
+        self.turns: list[Turn] = []
         self._chat = chat
         self._rng = random.Random(seed)
 
     async def sample(self, request: SampleRequest) -> Turn:
         rng = self._rng
-        text = rng.choice(self.sayings)
+        text = rng.choice(self.answers)
         ids = self._chat.tokenizer.encode(text, add_special_tokens=False)
         if rng.random() < 0.2:
-            ids = [*ids, rng.choice([200, 201, 0x80 + 30])]  # a token that alone is no text
+            ids = [*ids, rng.choice([200, 201, 0x80 + 30])]  # a token that is not text by itself
         if rng.random() < 0.85:
             ids = [*ids, self._chat.turn_end_id]
         ids = ids[: request.max_tokens]
@@ -77,30 +75,30 @@ class Engine:
             stop_reason=StopReason.STOP if ids and ids[-1] == self._chat.turn_end_id else StopReason.LENGTH,
             policy_version=0,
         )
-        self.said.append(turn)
+        self.turns.append(turn)
         return turn
 
 
 @dataclass(frozen=True)
-class Weighted:
-    """A token that a datum trains: what precedes it, what it is, and how likely it was said to be."""
+class WeightedToken:
+    """A token that a datum trains, with the ids before it and its logprob."""
 
     context: tuple[int, ...]
     token: int
     logprob: float
 
 
-def weighted_tokens(sequences: Sequence[TokenSequence]) -> list[Weighted]:
-    """Read back from the datums, as the server would."""
-    found = []
+def weighted_tokens(sequences: Sequence[TokenSequence]) -> list[WeightedToken]:
+    """Return the trained tokens of the datums, as a server reads them."""
+    tokens_found = []
     for sequence in sequences:
         datum = to_datum(sequence)
         inputs = {name: value.to_numpy().tolist() for name, value in datum.loss_fn_inputs.items()}
         tokens = datum.model_input.to_ints()
         for position, advantage in enumerate(inputs["advantages"]):
             if advantage:
-                found.append(
-                    Weighted(
+                tokens_found.append(
+                    WeightedToken(
                         tuple(tokens[: position + 1]),
                         inputs["target_tokens"][position],
                         inputs["logprobs"][position],
@@ -108,27 +106,29 @@ def weighted_tokens(sequences: Sequence[TokenSequence]) -> list[Weighted]:
                 )
             else:
                 assert inputs["logprobs"][position] == 0
-    return found
+    return tokens_found
 
 
-def sampled_tokens(turns: Sequence[Turn]) -> list[Weighted]:
+def sampled_tokens(turns: Sequence[Turn]) -> list[WeightedToken]:
     return [
-        Weighted(tuple(turn.prompt_ids + turn.completion_ids[:k]), token, float(np.float32(logprob)))
+        WeightedToken((*turn.prompt_ids, *turn.completion_ids[:k]), token, float(np.float32(logprob)))
         for turn in turns
         for k, (token, logprob) in enumerate(zip(turn.completion_ids, turn.logprobs, strict=True))
     ]
 
 
-def assert_exact(trained: Sequence[Turn], said: Sequence[Turn]) -> list[TokenSequence]:
-    """Every sampled token of `said` is trained exactly once, where and as it was sampled; nothing else is."""
+def assert_exact(trained: Sequence[Turn], sampled: Sequence[Turn]) -> list[TokenSequence]:
+    """Assert that each token of `sampled` is trained once, at its position and with its logprob, and no
+    other.
+    """
     sequences = sequences_of(trained, advantage=1.0)
-    expected = Counter(sampled_tokens(said))
+    expected = Counter(sampled_tokens(sampled))
     assert Counter(weighted_tokens(sequences)) == expected
     assert Counter(weighted_tokens(step_sequences_of(trained, advantage=1.0))) == expected
     return sequences
 
 
-# What happens between two answers of a Terminus-2 trial.
+# The events between two answers of a Terminus-2 trial.
 EVENTS = st.lists(
     st.sampled_from(["observe", "observe", "observe", "summarise", "rewind", "subagent", "forget"]),
     min_size=1,
@@ -143,31 +143,31 @@ EVENTS = st.lists(
     name=st.sampled_from(list(CHATS)),
     max_tokens=st.integers(1, 12),
 )
-def test_every_trained_token_of_a_terminal_trial_was_sampled_there(
+def test_terminal_trials_train_the_sampled_tokens(
     seed: int, events: list[str], name: str, max_tokens: int
 ) -> None:
     chat = CHATS[name]
-    engine = Engine(chat, seed)
+    policy = RandomPolicy(chat, seed)
     lengths = LengthLimits(
         max_input_length=600, max_generate_length=max_tokens, max_sequence_length=700, context_limit=700
     )
     limits = SamplingLimits(temperature=1.0, seed=seed, lengths=lengths, max_length_stops=4, summarize=True)
-    llm = TinkerLLM(policy=engine, chat=chat, limits=limits, model_name="m")
+    llm = TinkerLLM(policy=policy, chat=chat, limits=limits, model_name="m")
     rewrites = asyncio.run(converse(llm, events, random.Random(seed)))
 
-    apart = {id(turn) for turn in llm.subagent_turns}
-    main = [turn for turn in engine.said if turn.completion_ids and id(turn) not in apart]
+    subagent_turns = {id(turn) for turn in llm.subagent_turns}
+    main = [turn for turn in policy.turns if turn.completion_ids and id(turn) not in subagent_turns]
     assert llm.turns == main
     sequences = assert_exact(llm.turns, main)
     assert llm.prefix_breaks <= rewrites
-    assert len(sequences) <= llm.prefix_breaks + 1  # an unbroken trial is one datum
-    everything = [turn for turn in engine.said if turn.completion_ids]
-    assert llm.all_turns == everything
-    assert_exact(llm.all_turns, everything)  # train_subagents=all
+    assert len(sequences) <= llm.prefix_breaks + 1  # A trial without a prefix break is one datum.
+    all_turns = [turn for turn in policy.turns if turn.completion_ids]
+    assert llm.all_turns == all_turns
+    assert_exact(llm.all_turns, all_turns)  # train_subagents=all
 
 
 async def converse(llm: TinkerLLM, events: list[str], rng: random.Random) -> int:
-    """Plays the events; the number of times the history was rewritten."""
+    """Play the events and return how many of them rewrote the history."""
     conversation, rewrites = HarborChat(llm), 0
     try:
         for event in events:
@@ -175,21 +175,14 @@ async def converse(llm: TinkerLLM, events: list[str], rng: random.Random) -> int
             if event == "summarise" and messages:
                 with llm.subagent_calls():
                     await llm.call("summarise", message_history=messages)
-                conversation._messages = [
-                    messages[0],
-                    {"role": "user", "content": "q"},
-                    {"role": "assistant", "content": "s"},
-                ]
+                messages[1:] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "s"}]
                 rewrites += 1
             elif event == "rewind" and len(messages) > 2:
-                conversation._messages = (
-                    messages[: 2 * rng.randrange(1, len(messages) // 2)]
-                    if len(messages) > 3
-                    else messages[:2]
-                )
+                kept = 2 * rng.randrange(1, len(messages) // 2) if len(messages) > 3 else 2
+                del messages[kept:]
                 rewrites += 1
             elif event == "forget":
-                conversation._messages = []
+                messages.clear()
                 rewrites += 1
             elif event == "subagent":
                 await llm.call("a question of its own")
@@ -217,7 +210,7 @@ OBSERVATIONS = st.lists(
     max_input=st.integers(20, 300),
     step_wise=st.booleans(),
 )
-def test_every_trained_token_of_an_episode_was_sampled_there(
+def test_episodes_train_the_sampled_tokens(
     seed: int,
     observations: list[list[tuple[str, str]]],
     name: str,
@@ -226,9 +219,10 @@ def test_every_trained_token_of_an_episode_was_sampled_there(
     step_wise: bool,
 ) -> None:
     chat = CHATS[name]
-    engine = Engine(chat, seed)
+    policy = RandomPolicy(chat, seed)
     script = [
-        saying(*(text for _, text in each), role=each[0][0] if each else "user") for each in observations
+        saying(*(text for _, text in messages), role=messages[0][0] if messages else "user")
+        for messages in observations
     ]
     script.append(saying(reward=1.0, is_done=True))
     limits = LengthLimits(
@@ -238,22 +232,22 @@ def test_every_trained_token_of_an_episode_was_sampled_there(
         context_limit=max_input + generate,
     )
     episode = EpisodeSettings(temperature=1.0, seed=seed, step_wise=step_wise)
-    trajectory = asyncio.run(run_episode(ScriptedEnv(script), engine, chat, limits, episode, task_id="a"))
+    trajectory = asyncio.run(run_episode(ScriptedEnv(script), policy, chat, limits, episode, task_id="a"))
     assert isinstance(trajectory, Trajectory)
-    said = [turn for turn in engine.said if turn.completion_ids]
-    sequences = assert_exact(trajectory.turns, said)
+    sampled = [turn for turn in policy.turns if turn.completion_ids]
+    sequences = assert_exact(trajectory.turns, sampled)
     assert step_wise or len(sequences) <= 1
-    assert all(len(turn.prompt_ids) <= max_input for turn in engine.said)
+    assert all(len(turn.prompt_ids) <= max_input for turn in policy.turns)
     assert all(len(sequence.tokens) <= limits.max_sequence_length for sequence in sequences)
     assert trajectory.reward == (trajectory.stop_reason != StopReason.CONTEXT_LENGTH)
 
 
-# What a service agent says: calls of every form, several at once, cut ones, and messages to the user.
+# The answers of a service agent: calls of every form, several calls, cut calls, and text for the user.
 GET, PRICE = (
     '{"name": "get_order", "arguments": {"order": "kala"}}',
     '{"name": "get_product", "arguments": {"product": "mive"}}',
 )
-SAYINGS = [
+ANSWERS = [
     *(
         f"<tool_call>\n{GET}\n</tool_call>",
         f"One moment.<tool_call>{GET}</tool_call><tool_call>{PRICE}</tool_call>",
@@ -271,8 +265,9 @@ SHOP: Database = {
 
 @cache
 def service_chats() -> dict[str, Chat]:
-    """A template that merges the results of several calls into one message, as Qwen3's does, alone and with
-    stripped thinking.
+    """Templates that merge the results of several calls into one message, as Qwen3's does.
+
+    The second one also removes thinking from history.
     """
     stripping = CHAT_TEMPLATE.replace(
         "'\\n' + message.content", "'\\n' + message.content.split('</think>')[-1]"
@@ -280,16 +275,16 @@ def service_chats() -> dict[str, Chat]:
     assert stripping != CHAT_TEMPLATE
     chats = {}
     for name, template in (("merging", CHAT_TEMPLATE), ("merging and stripping", stripping)):
-        tokenizer = copy.deepcopy(byte_tokenizer())
+        tokenizer: Any = copy.deepcopy(byte_tokenizer())
         tokenizer.chat_template = template
         chats[name] = Chat(tokenizer)
     return chats
 
 
-class Talker(Engine):
-    """An engine that says what a service agent might."""
+class ServiceAgent(RandomPolicy):
+    """A policy with the answers of a service agent."""
 
-    sayings = SAYINGS
+    answers = ANSWERS
 
 
 def shop(lines: int) -> ServiceEnv:
@@ -307,30 +302,28 @@ def shop(lines: int) -> ServiceEnv:
     native=st.booleans(),
     step_wise=st.booleans(),
 )
-def test_every_trained_token_of_a_conversation_with_tools_was_sampled_there(
+def test_service_episodes_train_the_sampled_tokens(
     seed: int, name: str, lines: int, generate: int, native: bool, step_wise: bool
 ) -> None:
     chat = service_chats()[name]
-    engine = Talker(chat, seed)
+    policy = ServiceAgent(chat, seed)
     limits = LengthLimits(
         max_input_length=6000, max_generate_length=generate, max_sequence_length=6200, context_limit=6200
     )
     episode = EpisodeSettings(
         temperature=1.0, seed=seed, max_turns=12, use_native_tool_calling=native, step_wise=step_wise
     )
-    trajectory = asyncio.run(run_episode(shop(lines), engine, chat, limits, episode, task_id="a"))
+    trajectory = asyncio.run(run_episode(shop(lines), policy, chat, limits, episode, task_id="a"))
     assert isinstance(trajectory, Trajectory)
-    sequences = assert_exact(trajectory.turns, [turn for turn in engine.said if turn.completion_ids])
+    sequences = assert_exact(trajectory.turns, [turn for turn in policy.turns if turn.completion_ids])
     assert step_wise or len(sequences) <= 1
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_what_the_model_sees_after_tool_turns_is_what_the_template_would_show(native: bool) -> None:
-    """Where the template rewrites nothing, extending tokens and rendering messages come to the same: merged
-    results included.
-    """
+def test_extended_prompts_equal_rendered_prompts(native: bool) -> None:
+    """With a template that rewrites no message, extending tokens and rendering messages give the same ids."""
     chat = service_chats()["merging"]
-    policy = FakePolicy(chat, [SAYINGS[1], SAYINGS[0], "Done.", SAYINGS[2], "Bye."])
+    policy = FakePolicy(chat, [ANSWERS[1], ANSWERS[0], "Done.", ANSWERS[2], "Bye."])
     limits = LengthLimits(
         max_input_length=6000, max_generate_length=200, max_sequence_length=6200, context_limit=6200
     )
@@ -344,6 +337,5 @@ def test_what_the_model_sees_after_tool_turns_is_what_the_template_would_show(na
     for turn, end in zip(trajectory.turns, ends, strict=True):
         assert turn.prompt_ids == chat.render(trajectory.conversation[:end], tools=tools)
     shown = chat.decode(trajectory.turns[1].prompt_ids)
-    assert (
-        shown.count("<tool_response>") == 2 and shown.count("<|im_start|>user") == 2
-    )  # one request, one message of two results
+    # The request is one message, and the two results are another one.
+    assert shown.count("<tool_response>") == 2 and shown.count("<|im_start|>user") == 2

@@ -1,12 +1,15 @@
-"""Whatever goes wrong, a run ends in a named state within its deadline, with every sandbox freed and no task left; and can be resumed.
+"""Faults of trials, of the back end, of the disk and of the process, in every mode of the trainer.
 
-The trainer is the real one, on a bandit server and on trials whose sandboxes are counted.
+After each fault, the run has ended in a named state within its deadline, no sandbox and no task of the event
+loop remains, and a resumed run completes it. The trainer is the real one. The server is a bandit, and each
+trial counts as a sandbox while it runs.
 """
 
 import asyncio
 import errno
 import json
 import os
+from typing import Any
 
 import httpx
 import pytest
@@ -15,9 +18,8 @@ import tinker
 from src.core.errors import ServerLost, TrainerError
 from src.core.trajectory import FailureKind
 from src.loop.run import Dependencies, end_state
-from src.policy.sampling_policy import NewestPolicy, sdk_boundary
+from src.policy.sampling_policy import PolicyWrapper, sdk_boundary
 from src.records.journal import RunState
-from src.rollouts.watchdog import WatchedPolicy
 from tests.fakes.disk_bandit import DiskBandit
 from tests.fakes.run import FakeRun, groups_trained, untimed
 from tests.fakes.run_files import records
@@ -44,7 +46,7 @@ def quick(monkeypatch):
 
 
 class Future:
-    """What the SDK hands out: nobody has to await it."""
+    """A future of the SDK, which need not be awaited."""
 
     def __init__(self, call):
         self._call = call
@@ -53,16 +55,33 @@ class Future:
         return self._call().__await__()
 
 
-class Bench(FakeRun):
-    """`during` is asked before each trial, `calls` before each call to the back end; either may raise or hang."""
+class PolicyStuckForSeeds(PolicyWrapper):
+    """A policy whose calls with certain seeds never return."""
 
-    def __init__(self, path, mode, *, during=None, calls=None):
+    def __init__(self, policy, seeds):
+        super().__init__(policy)
+        self._seeds = seeds
+
+    async def sample(self, request):
+        if request.seed in self._seeds:
+            await for_ever()
+        return await super().sample(request)
+
+
+class Bench(FakeRun):
+    """A run in which `during` is called before each trial and `before_call` before each call to the back end.
+
+    Both can raise or hang. A result of `during` is the outcome of the trial.
+    """
+
+    def __init__(self, path, mode, *, during=None, before_call=None):
         super().__init__(path / "run", self._parts)
         self.root = path
         self.mode = mode
         self.open_sandboxes = self.most_open = self.num_started = 0
         self.is_gone = False
-        self._during, self._calls = during, calls
+        self.stuck_seeds = set()  # of the trials whose sampling never returns
+        self._during, self._before_call = during, before_call
         self.source = FakeTasks(
             train=[task(f"say-{n}") for n in range(6)], eval=[task("held-1"), task("held-2")], play=self._play
         )
@@ -79,11 +98,12 @@ class Bench(FakeRun):
             self.open_sandboxes -= 1
 
     def _parts(self, config, settings):
-        backend = DiskBandit(self.root / "server", load=settings.load_checkpoint_path)
+        backend: Any = DiskBandit(self.root / "server", load=settings.load_checkpoint_path)
         client = backend.training_client
         for owner, names in ((backend, ("policy", "save")), (client, ("forward_backward", "optim_step"))):
             for name in names:
                 setattr(owner, name, self._before(name, getattr(owner, name)))
+        backend.policy = self._stuck_for_some(backend.policy)
         self.is_gone = False
 
         async def check():
@@ -95,8 +115,8 @@ class Bench(FakeRun):
 
     def _before(self, name, method):
         async def call(*args, **kwargs):
-            if self._calls is not None:
-                await self._calls(self, name)
+            if self._before_call is not None:
+                await self._before_call(self, name)
             return await method(*args, **kwargs)
 
         async def bounded_call(*args, **kwargs):
@@ -107,8 +127,14 @@ class Bench(FakeRun):
             return bounded_call
         return lambda *args, **kwargs: Future(lambda: call(*args, **kwargs))
 
+    def _stuck_for_some(self, make_policy):
+        async def make(version):
+            return PolicyStuckForSeeds(await make_policy(version), self.stuck_seeds)
+
+        return make
+
     async def go(self, *options):
-        usual = [
+        defaults = [
             "tasks_dir=t",
             "batch_size=2",
             "group_size=2",
@@ -117,16 +143,16 @@ class Bench(FakeRun):
             "save_every=2",
             "eval_every=2",
         ]
-        usual += [
+        defaults += [
             "n_epochs=2",
             "retry_wait_sec=0",
             "answer_timeout_sec=0.5",
             "behavior_if_log_dir_exists=resume",
         ]
-        await super().go(*usual, *MODES[self.mode], *options)
+        await super().go(*defaults, *MODES[self.mode], *options)
 
     async def ends(self, *options):
-        """The state in which the run ends, after which nothing of it is left."""
+        """Return the state in which the run ends, and assert that it leaves no sandbox and no task."""
         state = RunState.DONE
         try:
             await asyncio.wait_for(self.go(*options), DEADLINE_S)
@@ -147,20 +173,24 @@ class Bench(FakeRun):
         return self.lines("journal.jsonl")[-1]
 
 
-async def unbroken(path):
-    bench = Bench(path / "unbroken", "synchronous")
+async def uninterrupted(path):
+    bench = Bench(path / "uninterrupted", "synchronous")
     assert await bench.ends() is RunState.DONE
     return bench
 
 
-async def assert_whole(bench):
-    """The run has ended as if nothing had happened: to the bit where the order of groups is fixed. The unbroken run, then."""
+async def assert_complete(bench):
+    """Assert that each group was trained once.
+
+    The order of groups is fixed in synchronous mode. The result must then equal that of an uninterrupted run
+    bit for bit, and that run is returned.
+    """
     trained = groups_trained(bench.path)
     assert set(trained.values()) == {1} and len(trained) == 12
     if bench.mode == "synchronous":
-        whole = await unbroken(bench.root)
-        assert bench.metrics() == whole.metrics() and bench.weights() == whole.weights()
-        return whole
+        reference = await uninterrupted(bench.root)
+        assert bench.metrics() == reference.metrics() and bench.weights() == reference.weights()
+        return reference
     return None
 
 
@@ -175,7 +205,8 @@ def server_error(status=503):
     )
 
 
-# What happens to trials. Each: the fault, the options, the state; True where the outcome is that of the unbroken run.
+# Faults of trials. Each case has the fault, the options, the state, and whether the result is that of a run
+# without it.
 
 
 async def raises(bench, trial, policy):
@@ -187,15 +218,15 @@ async def raises_always(bench, trial, policy):
     raise KeyError("oops")
 
 
-async def builds_no_sandbox(bench, trial, policy):
+async def cannot_build_a_sandbox(bench, trial, policy):
     return failure(trial.task.id, FailureKind.SANDBOX) if trial.task.id == "say-1" else None
 
 
-async def builds_no_sandbox_anywhere(bench, trial, policy):
+async def cannot_build_any_sandbox(bench, trial, policy):
     return failure(trial.task.id, FailureKind.SANDBOX) if policy.version else None
 
 
-async def builds_a_sandbox_the_third_time(bench, trial, policy):
+async def builds_a_sandbox_at_the_third_attempt(bench, trial, policy):
     tries = sum(made.seed == trial.seed and made.directory == trial.directory for made in bench.source.made)
     return failure(trial.task.id, FailureKind.SANDBOX) if tries < 3 else None
 
@@ -206,25 +237,14 @@ async def hangs_in_the_verifier(bench, trial, policy):
         await for_ever()
 
 
-async def hangs_where_the_sampler_is_stuck(bench, trial, policy):
+async def hangs_in_the_sampler(bench, trial, policy):
     if trial.task.id == "say-1":
-        watched = policy.policy if isinstance(policy, NewestPolicy) else policy
-        return await say_a_token(trial, WatchedPolicy(Stuck(policy.version), watched.watchdog))
-    return None
-
-
-class Stuck:
-    def __init__(self, version):
-        self.version = version
-
-    async def sample(self, request):
-        await for_ever()
+        bench.stuck_seeds.add(trial.seed)
 
 
 async def meets_a_burst_of_503(bench, trial, policy):
     if 10 <= bench.num_started < 14:
-        raise_for = server_error()
-        return failure(trial.task.id, FailureKind.BACKEND, f"sampling: {raise_for}")
+        return failure(trial.task.id, FailureKind.BACKEND, f"sampling: {server_error()}")
     return None
 
 
@@ -233,23 +253,23 @@ async def meets_a_burst_of_503(bench, trial, policy):
     [
         (raises, ("max_failure_rate=1",), RunState.DONE, False),
         (raises_always, (), RunState.TOO_MANY_FAILURES, False),
-        (builds_no_sandbox, (), RunState.DONE, False),
-        (builds_no_sandbox_anywhere, (), RunState.TOO_MANY_FAILURES, False),
-        (builds_a_sandbox_the_third_time, (), RunState.DONE, True),
+        (cannot_build_a_sandbox, (), RunState.DONE, False),
+        (cannot_build_any_sandbox, (), RunState.TOO_MANY_FAILURES, False),
+        (builds_a_sandbox_at_the_third_attempt, (), RunState.DONE, True),
         (hangs_in_the_verifier, ("trial_timeout_sec=0.5",), RunState.DONE, False),
-        (hangs_where_the_sampler_is_stuck, ("answer_timeout_sec=0.05",), RunState.DONE, False),
+        (hangs_in_the_sampler, ("answer_timeout_sec=0.05",), RunState.DONE, False),
         (meets_a_burst_of_503, (), RunState.DONE, True),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
-async def test_trials_that_go_wrong(tmp_path, mode, during, options, state, is_exact):
+async def test_a_fault_of_trials(tmp_path, mode, during, options, state, is_exact):
     bench = Bench(tmp_path, mode, during=during)
     assert await bench.ends(*options) is state
     assert bench.last_event()["state"] == state
     last = records(tmp_path / "run/metrics.jsonl")[-1] if (tmp_path / "run/metrics.jsonl").exists() else {}
     if is_exact:
         assert set(groups_trained(tmp_path / "run").values()) == {1}
-        assert mode != "synchronous" or bench.weights() == (await unbroken(tmp_path)).weights()
+        assert mode != "synchronous" or bench.weights() == (await uninterrupted(tmp_path)).weights()
     elif state is RunState.DONE:
         assert (
             last["tasks/quarantined"] == 1
@@ -261,23 +281,25 @@ async def test_trials_that_go_wrong(tmp_path, mode, during, options, state, is_e
             for line in records(path)
             if line["task"] == "say-1"
         ]
-        assert graded and all("reward" not in line for line in graded), "a trial that was lost is no reward"
+        assert graded and all("reward" not in line for line in graded), (
+            "a failed trial must not have a reward"
+        )
 
 
-# What happens to calls on the back end.
+# Faults of calls to the back end.
 
 
-def once(name, number, do):
-    """A fault at the `number`-th call of `name`, once."""
-    state = {"left": number}
+def once(name, number, fault):
+    """Return a `before_call` that runs `fault` before the call of `name` with this number, from 1."""
+    num_calls = 0
 
-    async def calls(bench, called):
-        if called == name:
-            state["left"] -= 1
-            if state["left"] == 0:
-                await do(bench)
+    async def before_call(bench, called):
+        nonlocal num_calls
+        num_calls += called == name
+        if called == name and num_calls == number:
+            await fault(bench)
 
-    return calls
+    return before_call
 
 
 async def answers_503(bench):
@@ -300,40 +322,42 @@ async def restarts(bench):
 
 
 CALLS = [
-    (name, 3, do)
+    (name, 3, fault)
     for name in ("forward_backward", "optim_step", "policy")
-    for do in (answers_503, is_lost, never_answers, restarts)
+    for fault in (answers_503, is_lost, never_answers, restarts)
 ]
-CALLS += [("save", 2, do) for do in (answers_503, never_answers, restarts)]
+CALLS += [("save", 2, fault) for fault in (answers_503, never_answers, restarts)]
 
 
-@pytest.mark.parametrize(("name", "number", "do"), CALLS, ids=lambda value: getattr(value, "__name__", None))
-async def test_calls_that_go_wrong_once_change_nothing(tmp_path, mode, name, number, do):
+@pytest.mark.parametrize(
+    ("name", "number", "fault"), CALLS, ids=lambda value: getattr(value, "__name__", None)
+)
+async def test_one_fault_of_a_call_changes_nothing(tmp_path, mode, name, number, fault):
     if mode != "synchronous":
-        number = 2  # which groups make a step is a matter of time, and a step of equal rewards asks for no gradient
-    bench = Bench(tmp_path, mode, calls=once(name, number, do))
+        number = 2  # Which groups form a step depends on time, and a step of equal rewards has no gradient.
+    bench = Bench(tmp_path, mode, before_call=once(name, number, fault))
     assert await bench.ends() is RunState.DONE
-    whole = await assert_whole(bench)
-    assert whole is None or bench.num_started == whole.num_started, "nothing was played twice"
+    reference = await assert_complete(bench)
+    assert reference is None or bench.num_started == reference.num_started, "a rollout was repeated"
     assert "server lost: " in bench.text.getvalue()
 
 
-@pytest.mark.parametrize("do", [answers_503, never_answers, restarts], ids=lambda do: do.__name__)
+@pytest.mark.parametrize("fault", [answers_503, never_answers, restarts], ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("name", ["optim_step", "save"])
-async def test_calls_that_always_go_wrong_end_the_run(tmp_path, mode, name, do):
-    async def calls(bench, called):
+async def test_a_permanent_fault_of_a_call_ends_the_run(tmp_path, mode, name, fault):
+    async def before_call(bench, called):
         if called == name:
-            await do(bench)
+            await fault(bench)
 
-    bench = Bench(tmp_path, mode, calls=calls)
+    bench = Bench(tmp_path, mode, before_call=before_call)
     assert await bench.ends("answer_timeout_sec=0.2") is RunState.SERVER_LOST
     assert bench.last_event()["state"] == "server_lost" and bench.text.getvalue().count("server lost") <= 3
     again = Bench(tmp_path, mode)
     assert await again.ends() is RunState.DONE
-    await assert_whole(again)
+    await assert_complete(again)
 
 
-# What happens to the disk and the process.
+# Faults of the disk and the process.
 
 
 @pytest.mark.parametrize(
@@ -347,13 +371,16 @@ async def test_calls_that_always_go_wrong_end_the_run(tmp_path, mode, name, do):
         ".step_000002.jsonl.new",
     ],
 )
-async def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(tmp_path, monkeypatch, mode, full):
-    real_write, real_fsync, left = os.write, os.fsync, {"journal.jsonl": 30, "metrics.jsonl": 3}.get(full, 1)
+async def test_a_run_that_ended_on_a_full_disk_resumes(tmp_path, monkeypatch, mode, full):
+    real_write, real_fsync = os.write, os.fsync
+    num_left = {"journal.jsonl": 30, "metrics.jsonl": 3}.get(
+        full, 1
+    )  # writes that succeed, and the one that fails
 
     def is_full(descriptor):
-        nonlocal left
-        left -= os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{full}")
-        return left <= 0 and os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{full}")
+        nonlocal num_left
+        num_left -= os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{full}")
+        return num_left <= 0 and os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{full}")
 
     def write(descriptor, data):
         return real_write(descriptor, data[:5]) if is_full(descriptor) else real_write(descriptor, data)
@@ -370,11 +397,11 @@ async def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(tmp_path, monkeyp
         assert await bench.ends() is RunState.STORAGE
     again = Bench(tmp_path, mode)
     assert await again.ends() is RunState.DONE
-    await assert_whole(again)
+    await assert_complete(again)
 
 
 @pytest.mark.parametrize("number", [0, 3, 5, 9, 14, 17, 24, 30])
-async def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, mode, number):
+async def test_an_interrupted_run_resumes(tmp_path, mode, number):
     waiting = asyncio.Event()
 
     async def hang(bench, trial, policy):
@@ -392,18 +419,18 @@ async def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, m
     assert bench.last_event()["state"] == "interrupted"
     again = Bench(tmp_path, mode)
     assert await again.ends() is RunState.DONE
-    await assert_whole(again)
+    await assert_complete(again)
 
 
-async def test_a_run_whose_every_task_is_quarantined_stops(tmp_path, mode):
-    async def lost(bench, trial, policy):
+async def test_a_run_without_tasks_outside_quarantine_stops(tmp_path, mode):
+    async def fails_in_the_verifier(bench, trial, policy):
         return (
             failure(trial.task.id, FailureKind.VERIFIER, "no reward file")
             if trial.task.id.startswith("say")
             else None
         )
 
-    bench = Bench(tmp_path, mode, during=lost)
+    bench = Bench(tmp_path, mode, during=fails_in_the_verifier)
     with pytest.raises(
         TrainerError,
         match=r"every training task is quarantined; none of .* failed by verifier, e\.g\. no reward file",

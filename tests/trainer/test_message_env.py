@@ -1,23 +1,16 @@
-"""`run_episode`: the length (L) and assembly (S) cases of SkyRL's generator, with its numbers, and its
-errors.
-
-A comment says where the result deliberately differs from SkyRL's. With the toy tokenizer, a first message of
-one letter renders to 9 ids, the answer `AB` is sampled as [65, 66, 2], and an observation of two letters adds
-11 ids.
-"""
+"""`run_episode`: tools, errors, empty answers, sampling parameters and metrics of an episode."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
-import tinker
 
 from src.core.errors import SandboxError
-from src.core.length_limits import LengthLimits
 from src.core.trajectory import (
     FailureKind,
     StopReason,
@@ -27,301 +20,15 @@ from src.core.trajectory import (
     Turn,
     ZeroReason,
 )
-from src.envs.message_env import EpisodeSettings, StepResult, run_episode, turn_seed
-from src.learning.datums import sequences_of, step_sequences_of
-from src.learning.filters import FilterSettings, apply_reward_rules, is_trainable, with_failures_rewarded
+from src.envs.message_env import StepResult, run_episode, turn_seed
+from src.learning.datums import sequences_of
+from src.learning.filters import is_trainable, with_failures_rewarded
 from src.policy.chat import Chat
-from src.policy.sampling_policy import TinkerPolicy
 from tests.fakes.envs import ScriptedEnv, ending, saying
+from tests.fakes.episodes import OB, SETTINGS, fail, filters, limits, play
 from tests.fakes.policy import FakePolicy
-from tests.fakes.tokenizer import ToyTokenizer, byte_chat, toy_chat
+from tests.fakes.tokenizer import ToyTokenizer, toy_chat
 from tests.fakes.trials import task
-
-SETTINGS = EpisodeSettings(temperature=0.7, seed=5)
-OB = saying("ob")
-
-
-def limits(max_input: int = 1000, *, generate: int = 50) -> LengthLimits:
-    return LengthLimits(
-        max_input_length=max_input,
-        max_generate_length=generate,
-        max_sequence_length=max_input + generate,
-        context_limit=max_input + generate,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Response:
-    """A trajectory of one sequence in the form that SkyRL returns: the ids after the first prompt."""
-
-    ids: list[int]
-    mask: list[int]
-    logprobs: list[float]
-    rewards: list[float]
-
-
-def response(trajectory: Trajectory) -> Response:
-    [sequence] = sequences_of(trajectory.turns, advantage=1.0)
-    start = len(trajectory.turns[0].prompt_ids)
-    rewards = [0.0] * (len(sequence.tokens) - start)
-    for turn, reward in zip(trajectory.turns, trajectory.turn_rewards, strict=True):
-        rewards[len(turn.prompt_ids) + len(turn.completion_ids) - 1 - start] += reward
-    return Response(
-        ids=sequence.tokens[start:].tolist(),
-        mask=sequence.sampled[start:].astype(int).tolist(),
-        logprobs=sequence.logprobs[start:].tolist(),
-        rewards=rewards,
-    )
-
-
-async def play(
-    script,
-    replies,
-    within: LengthLimits | None = None,
-    settings: EpisodeSettings = SETTINGS,
-    *,
-    chat=None,
-    policy=None,
-    **env,
-):
-    chat = chat or toy_chat()
-    policy = policy or FakePolicy(chat, replies)
-    environment = ScriptedEnv(script, **env)
-    result = await run_episode(
-        environment, policy, chat, within or limits(), settings, task_id="a", trial_name="n"
-    )
-    assert environment.num_closed == 1
-    return result, policy, environment
-
-
-def filters(rule: str) -> FilterSettings:
-    return FilterSettings(
-        remove_constant_reward_groups=False,
-        min_group_size=1,
-        failed_trial_reward=None,
-        apply_overlong_filtering=rule,
-    )
-
-
-def at(index: int, length: int, value: float = 1.0) -> list[float]:
-    return [value if i == index else 0.0 for i in range(length)]
-
-
-# Length
-
-
-@pytest.mark.parametrize(
-    ("max_input", "num_calls"), [pytest.param(22, 1, id="L1"), pytest.param(23, 2, id="L2")]
-)
-async def test_l1_l2_a_context_of_exactly_the_limit_is_still_answered(max_input, num_calls):
-    trajectory, policy, _ = await play([OB, ending()], ["AB", "C"], limits(max_input))
-    assert [len(call.prompt_ids) for call in policy.calls] == [9, 23][:num_calls]
-    if num_calls == 1:
-        # SkyRL's stop reason for both kinds of limit is `length`. Ours differ, and `input_overflow` is the
-        # metric.
-        assert (
-            trajectory.stop_reason == StopReason.CONTEXT_LENGTH and trajectory.metrics["input_overflow"] == 1
-        )
-        assert len(response(trajectory).ids) == 3
-    else:
-        assert trajectory.stop_reason == StopReason.STOP and trajectory.metrics["input_overflow"] == 0
-
-
-async def test_l3_a_full_context_gives_no_final_reward():
-    trajectory, policy, _ = await play([OB, OB, ending()], ["AB", "C", "D"], limits(35))
-    assert len(policy.calls) == 2 and trajectory.stop_reason == StopReason.CONTEXT_LENGTH
-    assert (
-        len(response(trajectory).ids) == 16
-        and response(trajectory).rewards == [0.0] * 16
-        and trajectory.reward == 0
-    )
-
-
-async def test_l4_one_token_more_and_the_third_turn_runs():
-    trajectory, policy, _ = await play([OB, OB, ending()], ["AB", "C", "D"], limits(36))
-    assert [len(call.prompt_ids) for call in policy.calls] == [9, 23, 36]
-    assert trajectory.stop_reason == StopReason.STOP
-    assert response(trajectory).rewards == at(28, 29)
-
-
-async def test_l5_contexts_of_13_30_47_and_64_under_a_limit_of_50():
-    longer = saying("obsv")
-    trajectory, policy, _ = await play([longer] * 4, ["ABC"], limits(50), opening="xxxxx")
-    assert [len(call.prompt_ids) for call in policy.calls] == [13, 30, 47]
-    assert len(response(trajectory).ids) == 38 and trajectory.stop_reason == StopReason.CONTEXT_LENGTH
-
-
-async def test_l6_a_first_prompt_over_the_limit_is_never_sent():
-    # SkyRL crashes; its minimal output is one end token with mask 0. Ours has no turn, because no token was
-    # sampled.
-    trajectory, policy, environment = await play([ending()], ["AB"], limits(8))
-    assert policy.calls == [] and environment.answers == []
-    assert (trajectory.turns, trajectory.reward, trajectory.stop_reason) == (
-        [],
-        0.0,
-        StopReason.CONTEXT_LENGTH,
-    )
-    assert sequences_of(trajectory.turns, advantage=1.0) == []
-
-
-async def test_l7_a_cut_last_answer_is_masked_and_keeps_its_reward():
-    trajectory, _, _ = await play([OB, ending()], ["AB", "CDEFGHIJK"], limits(generate=4))
-    assert trajectory.stop_reason == StopReason.LENGTH
-    assert not is_trainable(trajectory, filters("stop_reason")) and not is_trainable(
-        trajectory, filters("eos")
-    )
-    assert trajectory.reward == 1 and response(trajectory).rewards[-1] == 1
-
-
-async def test_cut_answers_are_counted():
-    trajectory, _, _ = await play([OB, OB, ending()], ["AB", "CD", "CDEFGHIJK"], limits(generate=4))
-    assert trajectory.metrics["cut_answers"] == 1
-
-
-async def test_l8_a_cut_answer_in_the_middle_is_trained():
-    trajectory, policy, _ = await play([OB, ending()], ["ABCDEFGHIJK", "C"], limits(generate=8))
-    assert trajectory.stop_reason == StopReason.STOP and trajectory.metrics["cut_answers"] == 1
-    assert is_trainable(trajectory, filters("stop_reason"))
-    # SkyRL's mask is [1]*8 + [0]*11 + [1]*2, because it does not end the cut message. Ours ends it, as the
-    # template does, with one token of weight 0.
-    assert response(trajectory).mask == [1] * 8 + [0] * 12 + [1] * 2
-    assert policy.calls[1].prompt_ids[9 + 8] == 2
-
-
-@pytest.mark.parametrize(("rule", "is_trained"), [("stop_reason", False), ("eos", True), ("off", True)])
-async def test_l9_overlong_rules_differ_on_a_full_context(rule, is_trained):
-    trajectory, _, _ = await play([OB], ["AB"], limits(22))
-    assert response(trajectory).ids == [65, 66, 2]
-    assert is_trainable(trajectory, filters(rule)) is is_trained
-
-
-async def test_l10_zero_reward_on_non_stop_leaves_the_mask():
-    trajectory, _, _ = await play(
-        [replace(OB, reward=0.5), ending()], ["AB", "CDEFGHIJK"], limits(generate=4)
-    )
-    assert trajectory.reward == 1.5
-    group = TrajectoryGroup(task=task("a"), trajectories=[trajectory])
-    [zeroed] = apply_reward_rules([group], replace(filters("off"), zero_reward_on_non_stop=True))
-    assert zeroed.rewards == [0] and is_trainable(zeroed.trajectories[0], filters("off"))
-
-
-@pytest.mark.parametrize(
-    ("stop", "is_trained"),
-    [
-        (StopReason.STOP, True),
-        (StopReason.LENGTH, False),
-        (StopReason.TIMEOUT, False),
-        (StopReason.FAILED, False),
-    ],
-)
-async def test_l11_only_a_stop_is_trained_under_the_stop_reason_rule(stop, is_trained):
-    trajectory, _, _ = await play([ending()], ["AB"])
-    before = response(trajectory)
-    assert is_trainable(replace(trajectory, stop_reason=stop), filters("stop_reason")) is is_trained
-    assert response(trajectory) == before
-
-
-async def test_l12_unequal_numbers_of_tokens_and_logprobs_fail():
-    class OneLogprobTooFew:
-        async def sample(self, *_, **__):
-            sequence = tinker.SampledSequence(
-                stop_reason="stop", sequence_id="s", _tokens_list=[65, 66, 2], _logprobs_list=[-0.5, -0.5]
-            )
-            return tinker.SampleResponse(sequences=[sequence])
-
-    result, _, environment = await play([ending()], [], policy=TinkerPolicy(OneLogprobTooFew(), 0))
-    assert isinstance(result, TrialFailure) and result.kind == FailureKind.BACKEND
-    assert "3 tokens came back with 2 logprobs" in result.message and environment.answers == []
-
-
-# Assembly
-
-
-async def test_s1_two_turns():
-    trajectory, policy, environment = await play([OB, ending()], ["AB", "C"])
-    got = response(trajectory)
-    assert got.ids == [65, 66, 2, 3, 1, 117, 3, 111, 98, 2, 3, 1, 97, 3, 67, 2]
-    assert got.mask == [1, 1, 1] + [0] * 11 + [1, 1]
-    assert got.logprobs == [-0.5 if weight else 0.0 for weight in got.mask]
-    assert got.rewards == at(15, 16)
-    first, second = (call.prompt_ids for call in policy.calls)
-    assert (len(first), len(second)) == (9, 23) and second == first + got.ids[:14]
-    assert environment.answers == ["AB", "C"]
-    assert trajectory.stop_reason == StopReason.STOP and trajectory.trial_name == "n"
-
-
-async def test_s2_rewards_stay_with_the_turn_that_earned_them():
-    trajectory, _, _ = await play([replace(OB, reward=0.5), ending()], ["AB", "C"])
-    assert response(trajectory).rewards == [a + b for a, b in zip(at(2, 16, 0.5), at(15, 16), strict=True)]
-    assert trajectory.reward == 1.5
-
-
-async def test_s3_messages_after_the_last_answer_are_dropped():
-    with_more, _, _ = await play([OB, replace(OB, reward=1.0, is_done=True)], ["AB", "C"])
-    without, _, _ = await play([OB, ending()], ["AB", "C"])
-    assert response(with_more) == response(without)
-
-
-async def test_s4_without_a_message_only_a_generation_prompt_is_added():
-    trajectory, _, _ = await play([StepResult(), ending()], ["AB", "C"])
-    # SkyRL inserts [1, 97, 3]. Ours also has the newline (3) that the template adds after every message.
-    assert response(trajectory).ids == [65, 66, 2, 3, 1, 97, 3, 67, 2]
-    assert response(trajectory).mask == [1, 1, 1, 0, 0, 0, 0, 1, 1]
-
-
-async def test_s5_an_end_token_that_was_not_sampled_has_no_weight():
-    class StopsBeforeEndToken(FakePolicy):
-        async def sample(self, request):
-            turn = await super().sample(request)
-            return replace(turn, completion_ids=turn.completion_ids[:-1], logprobs=turn.logprobs[:-1])
-
-    chat = toy_chat()
-    trajectory, _, _ = await play([OB, ending()], [], policy=StopsBeforeEndToken(chat, ["A]", "C]"]))
-    # SkyRL's mask is [1,1,0] + [0]*11 + [1,1,0]. Ours appends no end token after the last answer.
-    assert response(trajectory).ids[:3] == [65, 93, 2]
-    assert response(trajectory).mask == [1, 1, 0] + [0] * 11 + [1, 1]
-    assert response(trajectory).rewards == at(15, 16)
-
-
-async def test_s7_step_wise_turns_are_separate_sequences():
-    trajectory, policy, _ = await play(
-        [OB, ending()], ["AB", "C"], settings=replace(SETTINGS, step_wise=True)
-    )
-    first, second = step_sequences_of(trajectory.turns, advantage=1.0)
-    assert [len(call.prompt_ids) for call in policy.calls] == [9, 23]
-    # SkyRL's first sample has 9 + 14 ids: it also contains the 11 ids of the observation, with weight 0.
-    assert (len(first.tokens), first.num_sampled) == (9 + 3, 3)
-    assert (len(second.tokens), second.num_sampled) == (23 + 2, 2)
-    assert trajectory.turn_rewards == [0, 1]
-
-
-async def test_step_wise_prompts_are_rendered_by_the_template():
-    chat = byte_chat()
-    for step_wise in (False, True):
-        script = [saying("ok"), ending()]
-        _, policy, _ = await play(
-            script,
-            ["<think>hm</think>one", "two"],
-            chat=chat,
-            settings=replace(SETTINGS, step_wise=step_wise),
-        )
-        shown = chat.tokenizer.decode(
-            policy.calls[1].prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        assert ("hm" in shown) is not step_wise and "one" in shown
-
-
-@pytest.mark.parametrize("observation", [saying("ok"), StepResult()])
-async def test_s8_thinking_is_off_in_every_generation_prompt(observation):
-    chat = byte_chat()
-    _, policy, _ = await play([observation, ending()], ["a", "b"], chat=chat)
-    assert len(policy.calls) == 2
-    for call in policy.calls:
-        shown = chat.tokenizer.decode(
-            call.prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        assert shown.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-
 
 # Tools
 
@@ -386,21 +93,21 @@ async def test_described_tools_are_added_to_the_system_message():
     trajectory, _, _ = await play([ending()], ["A"], opening=opening, tools=TOOLS)
     roles = [message["role"] for message in trajectory.conversation]
     assert roles == ["system", "user", "assistant"]
-    assert trajectory.conversation[0]["content"].startswith("policy\n\nYou can call a function")
+    assert str(trajectory.conversation[0]["content"]).startswith("policy\n\nYou can call a function")
 
 
 # Errors
 
 
 async def test_a_failed_start_is_a_failure():
-    failure, policy, _ = await play([], ["AB"], opening=RuntimeError("no user simulator"))
-    assert isinstance(failure, TrialFailure) and policy.calls == []
+    failure, policy, _ = await fail([], ["AB"], opening=RuntimeError("no user simulator"))
+    assert policy.calls == []
     assert (failure.kind, failure.message) == (FailureKind.ENV_INIT_FAILED, "RuntimeError: no user simulator")
 
 
 async def test_a_failed_start_can_become_a_trajectory_without_turns():
     # SkyRL always makes it a trajectory of reward 0. Ours leaves the group unless failed_trial_reward=0.
-    failure, _, _ = await play([], ["AB"], opening=RuntimeError("no user simulator"))
+    failure, _, _ = await fail([], ["AB"], opening=RuntimeError("no user simulator"))
     group = TrajectoryGroup(task=task("a"), trajectories=[], failures=[failure])
     [substitute] = with_failures_rewarded(group, 0).trajectories
     assert (substitute.turns, substitute.reward) == ([], 0)
@@ -412,7 +119,6 @@ RAISES_IN_SECOND_STEP = [StepResult(messages=OB.messages, reward=0.5), ValueErro
 
 async def test_an_answer_that_makes_step_raise_has_reward_0():
     trajectory, _, _ = await play(RAISES_IN_SECOND_STEP, ["AB", "C"])
-    assert isinstance(trajectory, Trajectory)
     assert (trajectory.reward, trajectory.turn_rewards) == (0.0, [0.0, 0.0])
     assert trajectory.zero_reason is ZeroReason.ENV_ERROR
 
@@ -444,8 +150,8 @@ async def test_a_system_exit_of_step_has_reward_0():
     "error", [ConnectionError("refused"), TimeoutError("no reply"), SandboxError("no sandbox")]
 )
 async def test_an_error_that_no_answer_can_cause_is_a_failure(error):
-    failure, _, _ = await play([error], ["AB"])
-    assert isinstance(failure, TrialFailure) and failure.kind == FailureKind.ENV_ERROR
+    failure, _, _ = await fail([error], ["AB"])
+    assert failure.kind == FailureKind.ENV_ERROR
 
 
 async def test_a_message_that_is_not_json_is_a_failure():
@@ -474,7 +180,6 @@ async def test_a_cancelled_episode_closes_its_environment():
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
 async def test_a_reward_that_is_not_finite_becomes_0(reward):
     trajectory, _, _ = await play([saying("ok", reward=reward), ending()], ["A", "B"])
-    assert isinstance(trajectory, Trajectory)
     assert (trajectory.reward, trajectory.turn_rewards, trajectory.zero_reason) == (
         0.0,
         [0.0],
@@ -518,7 +223,8 @@ async def test_an_empty_answer_reaches_the_environment_only():
     assert environment.answers == ["AB", "", "C"]
     assert len(trajectory.turns) == 2 and trajectory.metrics["empty_completions"] == 1
     assert trajectory.turn_rewards == [0.25, 1.0] and trajectory.reward == 1.25
-    assert sum(response(trajectory).mask) == 5
+    [sequence] = sequences_of(trajectory.turns, advantage=1.0)
+    assert sequence.num_sampled == 5
 
 
 async def test_empty_answers_alone_give_no_turns():
@@ -558,8 +264,8 @@ async def test_metrics_of_the_environment_are_the_trajectorys():
 
 async def test_numpy_rewards_and_metrics_are_json():
     env = (
-        saying("ob", reward=np.float32(0.5), score=np.float64(2)),
-        saying(is_done=True, reward=np.float32(0.5)),
+        saying("ob", reward=cast(float, np.float32(0.5)), score=np.float64(2)),
+        saying(is_done=True, reward=cast(float, np.float32(0.5))),
     )
     trajectory, _, _ = await play(list(env), ["AB", "C"])
     assert json.loads(json.dumps([trajectory.reward, trajectory.turn_rewards, dict(trajectory.metrics)]))[

@@ -40,8 +40,8 @@ class Client:
         self.num_closed = 0
         self.left = 0
 
-    async def reset(self, **options: int) -> Result:
-        self.left = options["seed"]
+    async def reset(self, **options: object) -> Result:
+        self.left = int(str(options["seed"]))
         return Result({"text": f"{self.left} left"})
 
     async def step(self, action: object) -> Result:
@@ -60,7 +60,7 @@ class FullClient(Client):
         super().__init__()
         self.refusals = refusals
 
-    async def reset(self, **options: int) -> Result:
+    async def reset(self, **options: object) -> Result:
         if self.num_closed < self.refusals:
             raise RuntimeError(
                 "Server error: Server at capacity: 1/1 sessions active. (code: CAPACITY_REACHED)"
@@ -158,9 +158,9 @@ def test_an_invalid_option_is_one_line(option, message):
 def test_a_real_server_is_played(tmp_path):
     pytest.importorskip("openenv")
     import uvicorn
-    from openenv.core.env_server.http_server import create_fastapi_app
-    from openenv.core.env_server.interfaces import Environment
-    from openenv.core.env_server.types import Action, State, StepResult
+    from openenv.core.env_server.http_server import create_fastapi_app  # pyright: ignore[reportMissingImports]
+    from openenv.core.env_server.interfaces import Environment  # pyright: ignore[reportMissingImports]
+    from openenv.core.env_server.types import Action, State, StepResult  # pyright: ignore[reportMissingImports]
 
     class Say(Action):
         message: str

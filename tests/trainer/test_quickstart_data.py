@@ -1,4 +1,6 @@
-"""The quick start's world: solvable tasks, honest separation of training and evaluation, and a tokenizer that loses nothing."""
+"""The quick start's data: solvable tasks, held-out tasks that share nothing with training, and an exact
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -30,26 +32,15 @@ def chat() -> Chat:
     return load_chat(str(MODEL_DIR))
 
 
-def made_up(text: str) -> set[str]:
-    """The invented words and the numbers of three or more digits in a text."""
+def invented_words(text: str) -> set[str]:
+    """Return the invented words and the numbers of three or more digits in a text."""
     syllables = "|".join(SYLLABLES)
     words = set(re.findall(rf"(?<![a-z])(?:{syllables}){{2,3}}(?![a-z])|(?<!\d)\d{{3,4}}(?!\d)", text))
-    return words - {
-        "file",
-        "name",
-        "make",
-        "save",
-        "line",
-        "move",
-        "take",
-        "mode",
-        "remove",
-        "rename",
-        "delete",
-    }
+    english = "file name make save line move take mode remove rename delete"
+    return words - set(english.split())
 
 
-def test_the_committed_tasks_are_what_the_generator_writes(
+def test_the_generator_reproduces_the_committed_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["make_tasks", str(tmp_path)])
@@ -66,47 +57,53 @@ def test_the_committed_tasks_are_what_the_generator_writes(
         assert fresh == committed
 
 
-def test_about_a_quarter_is_held_out_with_whole_families() -> None:
-    families = {
-        split: {
-            tomllib.loads((t / "task.toml").read_text())["metadata"]["family"]
-            for t in (ROOT / split).iterdir()
-        }
-        for split in ("train", "heldout")
-    }
-    held_out = len(list((ROOT / "heldout").iterdir()))
-    assert len(TASKS) >= 48 and 0.2 <= held_out / len(TASKS) <= 0.35
-    assert families["train"] == set(TRAINING) and len(families["train"]) >= 10
-    assert families["heldout"] - families["train"] == set(UNSEEN) and len(UNSEEN) >= 2
+def families(split: str) -> set[str]:
+    tasks = (ROOT / split).iterdir()
+    return {tomllib.loads((task / "task.toml").read_text())["metadata"]["family"] for task in tasks}
 
 
-def test_no_python_file_lies_below_datasets() -> None:
+def test_about_a_quarter_of_the_tasks_is_held_out() -> None:
+    num_held_out = len(list((ROOT / "heldout").iterdir()))
+    assert len(TASKS) >= 48 and 0.2 <= num_held_out / len(TASKS) <= 0.35
+
+
+def test_training_has_its_families() -> None:
+    assert families("train") == set(TRAINING) and len(TRAINING) >= 10
+
+
+def test_whole_families_are_held_out() -> None:
+    assert families("heldout") - families("train") == set(UNSEEN) and len(UNSEEN) >= 2
+
+
+def test_datasets_contains_no_python_file() -> None:
     assert not list(ROOT.parent.rglob("*.py"))
 
 
-def test_evaluation_shares_no_word_number_or_instruction_with_training() -> None:
-    """Every demonstration and training task draws from one pool by construction; here the texts themselves are compared."""
+@pytest.fixture(scope="module")
+def training_texts() -> tuple[set[str], str]:
+    """The instructions of training tasks and demonstrations, and all their text."""
     rng = random.Random("leak check")
-    training = [instance.instruction for instance in instances(Pool.TRAIN).values()]
-    text = "\n".join(training)
+    instructions = {instance.instruction for instance in instances(Pool.TRAIN).values()}
+    texts = [*instructions]
     for number in range(3000):
         instance = make_instance(rng.choice(tuple(TRAINING)), seed=f"demonstration-{number}", pool=Pool.TRAIN)
-        training.append(instance.instruction)
-        text += "\n".join(
-            [
-                instance.instruction,
-                *instance.files,
-                *instance.files.values(),
-                *(m.content for m in demonstrate(instance, rng).messages[1:]),
-            ]
-        )
+        instructions.add(instance.instruction)
+        texts += [instance.instruction, *instance.files, *instance.files.values()]
+        texts += [message.content for message in demonstrate(instance, rng).messages[1:]]
+    return instructions, "\n".join(texts)
+
+
+def test_held_out_tasks_share_no_instruction_with_training(training_texts: tuple[set[str], str]) -> None:
+    held_out = {instance.instruction for instance in instances(Pool.HELD_OUT).values()}
+    assert not training_texts[0] & held_out
+
+
+def test_held_out_tasks_share_no_invented_word_with_training(training_texts: tuple[set[str], str]) -> None:
     held_out = instances(Pool.HELD_OUT).values()
-    seen = made_up(text)
-    assert len(seen) > 3000
-    assert not seen & made_up(
-        "\n".join("\n".join([i.instruction, *i.files, *i.files.values()]) for i in held_out)
-    )
-    assert not set(training) & {instance.instruction for instance in held_out}
+    texts = [text for i in held_out for text in (i.instruction, *i.files, *i.files.values())]
+    training_words = invented_words(training_texts[1])
+    assert len(training_words) > 3000
+    assert not training_words & invented_words("\n".join(texts))
 
 
 def test_every_word_belongs_to_exactly_one_pool() -> None:
@@ -115,7 +112,7 @@ def test_every_word_belongs_to_exactly_one_pool() -> None:
         assert all(pool_of(words.word()) is pool for _ in range(200))
 
 
-def test_demonstrations_never_combine_operations_as_the_held_out_families_do() -> None:
+def test_demonstrations_lack_the_combinations_of_held_out_families() -> None:
     for number in range(2000):
         command = make_instance("pipe", seed=f"demonstration-{number}", pool=Pool.TRAIN).command
         assert not re.search(r"grep .*\| wc", command)
@@ -128,7 +125,7 @@ def test_demonstrations_never_combine_operations_as_the_held_out_families_do() -
 
 @pytest.mark.skipif(bool(missing_programs()), reason="needs bubblewrap")
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_solution_scores_one_and_doing_nothing_zero(family: str, tmp_path: Path) -> None:
+def test_only_the_solution_of_a_task_scores_1(family: str, tmp_path: Path) -> None:
     tasks = [
         task
         for task in TASKS
@@ -141,7 +138,9 @@ def test_the_solution_scores_one_and_doing_nothing_zero(family: str, tmp_path: P
 
 
 def graded(task: Path, command: str, directory: Path) -> str:
-    """Run `command` on the task's files in a throwaway sandbox, then its verifier; the reward written."""
+    """Run `command` and then the verifier in a temporary sandbox with the task's files. Returns the reward's
+    text.
+    """
     for name in ("app", "logs/verifier"):
         (directory / name).mkdir(parents=True)
     if (task / "environment/files").is_dir():
@@ -152,60 +151,48 @@ def graded(task: Path, command: str, directory: Path) -> str:
         if os.path.exists(f"/{name}")
         for option in ("--ro-bind", os.path.realpath(f"/{name}"), f"/{name}")
     ]
-    mounts = [
-        "--ro-bind",
-        "/usr",
-        "/usr",
-        *system,
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        "--bind",
-        directory / "app",
-        "/app",
-        "--bind",
-        directory / "logs",
-        "/logs",
-    ]
+    mounts = ["--ro-bind", "/usr", "/usr", *system, "--proc", "/proc", "--dev", "/dev"]
+    mounts += ["--bind", directory / "app", "/app", "--bind", directory / "logs", "/logs"]
     mounts += ["--ro-bind", task / "solution", "/solution", "--ro-bind", task / "tests", "/tests"]
+    script = f"{command}; bash /tests/test.sh"
     subprocess.run(
-        [
-            "bwrap",
-            *mounts,
-            "--unshare-all",
-            "--die-with-parent",
-            "bash",
-            "-c",
-            f"{command}; bash /tests/test.sh",
-        ],
-        check=True,
-        timeout=30,
+        ["bwrap", *mounts, "--unshare-all", "--die-with-parent", "bash", "-c", script], check=True, timeout=30
     )
     return (directory / "logs/verifier/reward.txt").read_text().strip()
 
 
-def test_the_committed_tokenizer_is_what_the_builder_makes() -> None:
+def test_the_builder_reproduces_the_committed_tokenizer() -> None:
     assert build_tokenizer().to_str(pretty=True) == (MODEL_DIR / "tokenizer.json").read_text()
 
 
-def test_whole_conversations_survive_encoding_and_stay_short(chat: Chat) -> None:
+@pytest.fixture(scope="module")
+def conversations() -> list[list[dict[str, object]]]:
     rng = random.Random("round trip")
-    lengths = []
+    made = []
     for number in range(300):
-        instance = make_instance(
-            rng.choice(tuple(FAMILIES)), seed=f"round-trip-{number}", pool=rng.choice(tuple(Pool))
+        family, pool = rng.choice(tuple(FAMILIES)), rng.choice(tuple(Pool))
+        instance = make_instance(family, seed=f"round-trip-{number}", pool=pool)
+        messages = demonstrate(instance, rng).messages
+        made.append([{"role": message.role, "content": message.content} for message in messages])
+    return made
+
+
+def test_encoded_conversations_decode_exactly(
+    chat: Chat, conversations: list[list[dict[str, object]]]
+) -> None:
+    for messages in conversations:
+        decoded = chat.tokenizer.decode(
+            chat.render(messages[:-1]), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        messages = [{"role": m.role, "content": m.content} for m in demonstrate(instance, rng).messages]
-        ids = chat.render(messages[:-1])
-        assert chat.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        ).endswith(str(messages[-2]["content"]) + "<|im_end|>\n<|im_start|>assistant\n")
-        lengths.append(len(ids))
+        assert decoded.endswith(f"{messages[-2]['content']}<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_encoded_conversations_are_short(chat: Chat, conversations: list[list[dict[str, object]]]) -> None:
+    lengths = [len(chat.render(messages[:-1])) for messages in conversations]
     assert sum(lengths) / len(lengths) < 150
 
 
-def test_names_are_split_into_syllables_wherever_they_stand(chat: Chat) -> None:
+def test_names_are_split_into_syllables_in_every_context(chat: Chat) -> None:
     words = Words(random=random.Random(3), pool=Pool.HELD_OUT, used=set())
     for _ in range(200):
         word = words.word()
@@ -219,10 +206,16 @@ def test_names_are_split_into_syllables_wherever_they_stand(chat: Chat) -> None:
             assert decoded[-len(pieces) - 1 :] == [*pieces, ".txt"]
 
 
-def test_the_screen_is_predicted_as_tmux_shows_it() -> None:
+def test_the_first_screen_is_predicted() -> None:
     screen = Screen()
     screen.show_prompt()
     assert screen.observe() == "Current Terminal Screen:\n" + PROMPT + "\n" * HEIGHT
+
+
+def test_the_output_of_a_command_is_predicted() -> None:
+    screen = Screen()
+    screen.show_prompt()
+    screen.observe()
     screen.type("ls\n", ["kolaru.txt"])
     assert screen.observe() == f"New Terminal Output:\n{PROMPT} ls\nkolaru.txt\n{PROMPT}" + "\n" * (
         HEIGHT - 2
@@ -230,8 +223,10 @@ def test_the_screen_is_predicted_as_tmux_shows_it() -> None:
 
 
 @pytest.mark.skipif(bool(missing_programs()), reason="needs bubblewrap and tmux")
-def test_the_model_is_trained_on_the_prompts_that_terminus_2_sends(chat: Chat, tmp_path: Path) -> None:
-    """A malformed answer, a command without newline, its repair: the real agent in a real sandbox says what demonstrations predict."""
+def test_demonstrations_have_the_prompts_of_terminus_2(chat: Chat, tmp_path: Path) -> None:
+    """The real agent gives the predicted prompts after a malformed answer and after a command without a
+    newline.
+    """
     from scripts.quickstart.demonstrations import answer
     from src.config import TrainerConfig
     from src.core.trajectory import StopReason, Trajectory, Turn
@@ -275,7 +270,7 @@ def test_the_model_is_trained_on_the_prompts_that_terminus_2_sends(chat: Chat, t
     result = asyncio.run(source.trial(task, directory=tmp_path, seed=0, temperature=1.0).run(Scripted()))
     assert isinstance(result, Trajectory) and result.reward == 1.0
     screen = Screen()
-    if PROMPT in prompts[0]:  # else the shell was slower than the first look, as in some demonstrations
+    if PROMPT in prompts[0]:  # The shell can be slower than the first screen, as in some demonstrations.
         screen.show_prompt()
     instruction = (task.path / "instruction.md").read_text()
     messages = [{"role": "user", "content": first_message(instruction, screen.observe())}]

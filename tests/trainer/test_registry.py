@@ -64,7 +64,8 @@ def test_an_unknown_environment_is_one_line(name, message):
 def test_an_error_in_the_users_module_is_one_line(env, message, tmp_path, monkeypatch):
     (tmp_path / "torn.py").write_text("def f(:\n")
     (tmp_path / "mine.py").write_text(
-        "NUMBER = 5\nasync def later(config, chat): ...\ndef nothing(config, chat): ...\ndef no_options(): ...\n"
+        "NUMBER = 5\nasync def later(config, chat): ...\n"
+        "def nothing(config, chat): ...\ndef no_options(): ...\n"
         "def broken(config, chat): raise RuntimeError('no data')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

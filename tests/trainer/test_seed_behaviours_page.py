@@ -20,7 +20,9 @@ def known_tests() -> Mapping[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         name = f"server/{path.stem}" if path.parent.name == "server" else path.stem
-        found[name] = set(re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE))
+        found.setdefault(name, set()).update(
+            re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+        )
     return found
 
 

@@ -1,3 +1,5 @@
+"""`TinkerLLM`: exact ids, limits, prefix breaks and errors of a conversation."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -10,6 +12,7 @@ from src.core.errors import BackendError
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Turn
 from src.envs.harbor.tinker_llm import EpisodeEnd, SamplingLimits, TinkerLLM
+from src.policy.sampling_policy import SampleRequest
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
@@ -34,83 +37,108 @@ def llm_saying(*replies: str | Exception, limits: SamplingLimits = LIMITS) -> tu
     return TinkerLLM(policy=policy, chat=chat, limits=limits, model_name="org/model"), policy
 
 
-async def test_a_growing_conversation_never_encodes_an_answer_again() -> None:
-    # The template strips thinking from history; the recorded ids must keep it.
-    llm, policy = llm_saying("<think>hm</think>one", "two", "three")
+async def converse(llm: TinkerLLM, *prompts: str) -> HarborChat:
     conversation = HarborChat(llm)
-    for prompt in ("a", "b", "c"):
+    for prompt in prompts:
         await conversation.chat(prompt)
+    return conversation
+
+
+def extends(later: Turn, earlier: Turn) -> bool:
+    """Whether the prompt of `later` starts with the exact ids of `earlier`."""
+    ids = [*earlier.prompt_ids, *earlier.completion_ids]
+    return list(later.prompt_ids[: len(ids)]) == ids
+
+
+async def test_the_prompts_of_a_conversation_extend_each_other() -> None:
+    # The template strips thinking from history; the recorded ids must keep it.
+    llm, _ = llm_saying("<think>hm</think>one", "two", "three")
+    await converse(llm, "a", "b", "c")
     first, second, third = llm.turns
-    for earlier, later in ((first, second), (second, third)):
-        both = earlier.prompt_ids + earlier.completion_ids
-        assert later.prompt_ids[: len(both)] == both
+    assert extends(second, first) and extends(third, second) and llm.prefix_breaks == 0
+
+
+async def test_the_recorded_prompts_are_those_that_were_sampled() -> None:
+    llm, policy = llm_saying("<think>hm</think>one", "two")
+    await converse(llm, "a", "b")
     assert [turn.prompt_ids for turn in llm.turns] == [call.prompt_ids for call in policy.calls]
-    assert llm.prefix_breaks == 0
-    assert [message["content"] for message in conversation.messages] == [
-        "a",
-        "<think>hm</think>one",
-        "b",
-        "two",
-        "c",
-        "three",
-    ]
 
 
-async def test_each_call_has_its_own_seed_and_the_same_trial_the_same_seeds() -> None:
-    seeds = []
-    for _ in range(2):
-        llm, policy = llm_saying("x")
-        conversation = HarborChat(llm)
-        await conversation.chat("a")
-        await conversation.chat("b")
-        seeds.append([call.seed for call in policy.calls])
-    assert seeds[0] == seeds[1] and len(set(seeds[0])) == 2
-    llm, policy = llm_saying("x", limits=replace(LIMITS, seed=6))
-    await HarborChat(llm).chat("a")
-    assert policy.calls[0].seed not in seeds[0]
-    assert policy.calls[0].temperature == 0.7
+async def test_harbor_receives_the_whole_answers() -> None:
+    llm, _ = llm_saying("<think>hm</think>one", "two")
+    conversation = await converse(llm, "a", "b")
+    contents = [message["content"] for message in conversation.messages]
+    assert contents == ["a", "<think>hm</think>one", "b", "two"]
 
 
-async def test_a_cut_answer_is_an_answer_and_several_in_a_row_end_the_episode() -> None:
+async def seeds_of(seed: int) -> list[int | None]:
+    llm, policy = llm_saying("x", limits=replace(LIMITS, seed=seed))
+    await converse(llm, "a", "b")
+    return [call.seed for call in policy.calls]
+
+
+async def test_each_call_has_a_seed_of_its_own() -> None:
+    assert len(set(await seeds_of(5))) == 2
+
+
+async def test_the_seeds_of_a_trial_are_reproducible() -> None:
+    assert await seeds_of(5) == await seeds_of(5)
+
+
+async def test_the_seeds_of_two_trials_differ() -> None:
+    assert not set(await seeds_of(5)) & set(await seeds_of(6))
+
+
+async def test_a_cut_answer_is_returned() -> None:
+    llm, _ = llm_saying("x" * 300)
+    response = await HarborChat(llm).chat("a")
+    assert response.content == "x" * 100 and llm.turns[0].stop_reason == StopReason.LENGTH
+
+
+async def test_a_prompt_extends_a_cut_answer() -> None:
+    llm, _ = llm_saying("x" * 300, "fine")
+    await converse(llm, "a", "b")
+    assert extends(llm.turns[1], llm.turns[0])
+
+
+async def test_consecutive_cut_answers_end_the_episode() -> None:
     llm, _ = llm_saying("x" * 300, "fine", "y" * 300, "z" * 300)
-    conversation = HarborChat(llm)
-    response = await conversation.chat("a")
-    assert response.content == "x" * 100
-    await conversation.chat("b")
-    await conversation.chat("c")
-    with pytest.raises(EpisodeEnd) as over:
+    conversation = await converse(llm, "a", "b", "c")
+    with pytest.raises(EpisodeEnd) as end:
         await conversation.chat("d")
-    assert over.value.cause == StopReason.LENGTH
-    assert [turn.stop_reason for turn in llm.turns] == [
-        StopReason.LENGTH,
-        StopReason.STOP,
-        StopReason.LENGTH,
-        StopReason.LENGTH,
-    ]
-    assert (
-        llm.turns[1].prompt_ids[: len(llm.turns[0].prompt_ids) + 100]
-        == llm.turns[0].prompt_ids + llm.turns[0].completion_ids
-    )
+    assert end.value.cause == StopReason.LENGTH and len(llm.turns) == 4
 
 
-class SilentPolicy(FakePolicy):
-    async def sample(self, request) -> Turn:
+class EmptyAnswers(FakePolicy):
+    """A policy whose answers after the first one are empty."""
+
+    async def sample(self, request: SampleRequest) -> Turn:
         turn = await super().sample(request)
         return replace(turn, completion_ids=[], logprobs=[]) if len(self.calls) > 1 else turn
 
 
-async def test_empty_answers_are_counted_and_not_trained() -> None:
+@pytest.fixture
+def llm_with_empty_answers() -> TinkerLLM:
     chat = byte_chat()
-    policy = SilentPolicy(chat, ["hello"])
-    llm = TinkerLLM(policy=policy, chat=chat, limits=replace(LIMITS, max_length_stops=3), model_name="m")
-    conversation = HarborChat(llm)
-    await conversation.chat("a")
+    limits = replace(LIMITS, max_length_stops=3)
+    return TinkerLLM(policy=EmptyAnswers(chat, ["hello"]), chat=chat, limits=limits, model_name="m")
+
+
+async def test_empty_answers_are_counted_and_not_trained(llm_with_empty_answers: TinkerLLM) -> None:
+    llm = llm_with_empty_answers
+    await converse(llm, "a", "b", "c")
+    assert (len(llm.turns), llm.empty_completions, llm.prefix_breaks) == (1, 2, 0)
+
+
+async def test_an_empty_answer_is_returned(llm_with_empty_answers: TinkerLLM) -> None:
+    conversation = await converse(llm_with_empty_answers, "a")
     assert (await conversation.chat("b")).content == ""
-    await conversation.chat("c")
+
+
+async def test_consecutive_empty_answers_end_the_episode(llm_with_empty_answers: TinkerLLM) -> None:
+    conversation = await converse(llm_with_empty_answers, "a", "b", "c")
     with pytest.raises(EpisodeEnd):
         await conversation.chat("d")
-    assert len(llm.turns) == 1 and llm.empty_completions == 3 and llm.prefix_breaks == 0
-    assert policy.calls[2].prompt_ids[: len(policy.calls[1].prompt_ids)] == policy.calls[1].prompt_ids
 
 
 async def test_the_last_answer_is_cut_where_the_context_ends() -> None:
@@ -120,106 +148,102 @@ async def test_the_last_answer_is_cut_where_the_context_ends() -> None:
     assert len(llm.turns[0].prompt_ids) + len(llm.turns[0].completion_ids) == 90
 
 
-async def test_a_full_context_ends_the_episode_or_asks_for_a_summary_once() -> None:
-    llm, _ = llm_saying("x", limits=replace(LIMITS, lengths=lengths(context_limit=150), summarize=False))
-    with pytest.raises(EpisodeEnd) as over:
-        await HarborChat(llm).chat("a" * 200)
-    assert over.value.cause == StopReason.CONTEXT_LENGTH
-    llm, _ = llm_saying("x", limits=replace(LIMITS, lengths=lengths(context_limit=150)))
+SHORT_CONTEXT = replace(LIMITS, lengths=lengths(context_limit=150))
+LONG_PROMPT = "a" * 200
+
+
+async def test_a_full_context_ends_an_episode_without_summaries() -> None:
+    llm, _ = llm_saying("x", limits=replace(SHORT_CONTEXT, summarize=False))
+    with pytest.raises(EpisodeEnd) as end:
+        await HarborChat(llm).chat(LONG_PROMPT)
+    assert end.value.cause == StopReason.CONTEXT_LENGTH and llm.turns == []
+
+
+async def test_a_full_context_asks_for_one_summary() -> None:
+    llm, _ = llm_saying("x", limits=SHORT_CONTEXT)
     with pytest.raises(ContextLengthExceededError):
-        await HarborChat(llm).chat("a" * 200)
+        await HarborChat(llm).chat(LONG_PROMPT)
     with pytest.raises(EpisodeEnd):
-        await HarborChat(llm).chat("a" * 200)
-    assert llm.turns == []
+        await HarborChat(llm).chat(LONG_PROMPT)
 
 
-async def test_an_overflow_after_an_answer_or_of_a_subagent_is_no_second_in_a_row() -> None:
-    llm, _ = llm_saying("x", limits=replace(LIMITS, lengths=lengths(context_limit=150)))
+async def test_an_answer_resets_the_number_of_overflows() -> None:
+    llm, _ = llm_saying("x", limits=SHORT_CONTEXT)
     for _ in range(2):
-        with llm.subagent_calls(), pytest.raises(ContextLengthExceededError):
-            await llm.call("a" * 200, message_history=[])
         with pytest.raises(ContextLengthExceededError):
-            await HarborChat(llm).chat("a" * 200)
+            await HarborChat(llm).chat(LONG_PROMPT)
         await HarborChat(llm).chat("a")
 
 
-async def test_harbor_has_skyrls_limit_on_what_is_still_answered() -> None:
+async def test_an_overflow_of_a_subagent_does_not_count() -> None:
+    llm, _ = llm_saying("x", limits=SHORT_CONTEXT)
+    with llm.subagent_calls(), pytest.raises(ContextLengthExceededError):
+        await llm.call(LONG_PROMPT, message_history=[])
+    with pytest.raises(ContextLengthExceededError):
+        await HarborChat(llm).chat(LONG_PROMPT)
+
+
+@pytest.mark.parametrize(("excess", "num_answered"), [(0, 2), (1, 1)])
+async def test_max_input_length_is_the_longest_answered_prompt(excess: int, num_answered: int) -> None:
     llm, policy = llm_saying("x")
-    conversation = HarborChat(llm)
-    for _ in range(2):
-        await conversation.chat("a")
-    second = len(policy.calls[1].prompt_ids)
-    for max_input_length, num_answered in ((second, 2), (second - 1, 1)):
-        llm, policy = llm_saying(
-            "x", limits=replace(LIMITS, lengths=lengths(max_input_length=max_input_length), summarize=False)
-        )
-        assert llm.get_model_context_limit() == max_input_length + 1
-        conversation = HarborChat(llm)
-        with pytest.raises(EpisodeEnd) as over:
-            for _ in range(3):
-                await conversation.chat("a")
-        assert over.value.cause == StopReason.CONTEXT_LENGTH
-        assert len(policy.calls) == num_answered
+    await converse(llm, "a", "a")
+    limit = len(policy.calls[1].prompt_ids) - excess
+    limits = replace(LIMITS, lengths=lengths(max_input_length=limit), summarize=False)
+    llm, policy = llm_saying("x", limits=limits)
+    with pytest.raises(EpisodeEnd) as end:
+        await converse(llm, "a", "a", "a")
+    assert end.value.cause == StopReason.CONTEXT_LENGTH and len(policy.calls) == num_answered
 
 
-async def test_a_rewritten_history_breaks_the_prefix_once_and_then_grows_exactly_again() -> None:
+def test_harbor_knows_the_first_length_that_is_not_answered() -> None:
+    llm, _ = llm_saying("x", limits=replace(LIMITS, lengths=lengths(max_input_length=99)))
+    assert llm.get_model_context_limit() == 100
+
+
+async def test_a_rewritten_history_breaks_the_prefix_once() -> None:
     llm, _ = llm_saying("one", "two", "three", "four")
-    conversation = HarborChat(llm)
-    await conversation.chat("a")
-    await conversation.chat("b")
-    # As after a summary: an odd number of messages, the first one kept.
-    conversation._messages = [
-        conversation.messages[0],
+    conversation = await converse(llm, "a", "b")
+    # As after a summary: an odd number of messages, of which the first is kept.
+    conversation.messages[1:] = [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "<think>x</think>s"},
     ]
     await conversation.chat("c")
     await conversation.chat("d")
-    assert llm.prefix_breaks == 1
-    third, fourth = llm.turns[2:]
-    both = third.prompt_ids + third.completion_ids
-    assert fourth.prompt_ids[: len(both)] == both
+    assert llm.prefix_breaks == 1 and extends(llm.turns[3], llm.turns[2])
 
 
-async def test_the_ids_of_a_conversation_never_stand_for_another_as_long() -> None:
+async def test_another_history_of_equal_length_is_rendered() -> None:
     llm, policy = llm_saying("one", "two", "three", "four")
-    conversation = HarborChat(llm)
-    await conversation.chat("a")
-    await conversation.chat("b")
+    conversation = await converse(llm, "a", "b")
     other = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "s"}]
-    for prompt in ("c", "d"):  # the second time the other conversation is the one that is recorded
-        conversation._messages = list(other)
+    for prompt in ("c", "d"):  # The first prompt replaces the recorded conversation by the other one.
+        conversation.messages[:] = other
         await conversation.chat(prompt)
-        assert policy.calls[-1].prompt_ids == byte_chat().render(
-            [*other, {"role": "user", "content": prompt}]
-        )
+        rendered = byte_chat().render([*other, {"role": "user", "content": prompt}])
+        assert policy.calls[-1].prompt_ids == rendered
 
 
-async def test_going_back_in_a_conversation_keeps_the_exact_ids_of_what_stays() -> None:
+async def test_a_shortened_history_keeps_its_exact_ids() -> None:
     llm, _ = llm_saying("<think>1</think>one", "two", "three")
-    conversation = HarborChat(llm)
-    await conversation.chat("a")
-    await conversation.chat("b")
-    conversation._messages = conversation.messages[:2]
+    conversation = await converse(llm, "a", "b")
+    del conversation.messages[2:]
     await conversation.chat("c")
-    both = llm.turns[0].prompt_ids + llm.turns[0].completion_ids
-    assert llm.turns[2].prompt_ids[: len(both)] == both
-    assert llm.prefix_breaks == 1
+    assert extends(llm.turns[2], llm.turns[0]) and llm.prefix_breaks == 1
 
 
-async def test_subagents_are_recorded_apart_and_leave_the_conversation_alone() -> None:
+async def test_subagent_calls_are_not_part_of_the_conversation() -> None:
     llm, _ = llm_saying("one", "summary", "short", "two")
-    conversation = HarborChat(llm)
-    await conversation.chat("a")
+    conversation = await converse(llm, "a")
     with llm.subagent_calls():
         await llm.call("summarise", message_history=conversation.messages)
     await llm.call("no history at all")
     await conversation.chat("b")
-    assert len(llm.turns) == 2 and len(llm.subagent_turns) == 2 and llm.prefix_breaks == 0
+    assert (len(llm.turns), len(llm.subagent_turns), llm.prefix_breaks) == (2, 2, 0)
     assert llm.all_turns == [llm.turns[0], *llm.subagent_turns, llm.turns[1]]
 
 
-async def test_tokens_are_counted_by_the_models_tokenizer() -> None:
+async def test_tokens_are_counted_by_the_tokenizer_of_the_model() -> None:
     llm, _ = llm_saying("one")
     conversation = HarborChat(llm)
     assert llm.count_tokens([]) == 0
@@ -230,13 +254,12 @@ async def test_tokens_are_counted_by_the_models_tokenizer() -> None:
     assert llm.count_tokens(other) == len(byte_chat().render(other))
 
 
-@pytest.mark.parametrize("error", [BackendError("sampling: gone"), RuntimeError("a foreign one")])
-async def test_a_backend_error_passes_through_everything_that_catches_exceptions(error: Exception) -> None:
+@pytest.mark.parametrize("error", [BackendError("sampling: gone"), RuntimeError("foreign")])
+async def test_a_back_end_error_is_not_an_exception(error: Exception) -> None:
     llm, policy = llm_saying(error)
-    with pytest.raises(EpisodeEnd) as over:
+    with pytest.raises(EpisodeEnd) as end:
         try:
             await HarborChat(llm).chat("a")
         except Exception:
-            pytest.fail("an Exception would be retried or swallowed by Harbor")
-    assert isinstance(over.value.cause, BackendError)
-    assert len(policy.calls) == 1 and llm.turns == []
+            pytest.fail("Harbor would retry or suppress an Exception")
+    assert isinstance(end.value.cause, BackendError) and len(policy.calls) == 1

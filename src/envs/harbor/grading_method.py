@@ -143,9 +143,7 @@ def grading_methods(
     """Return the grading method of each task by the task's folder, and log how many tasks use each mode."""
     methods = {task.path: option.method_for(task, environment_type) for task in tasks}
     counts = Counter(method.mode for method in methods.values())
-    source = (
-        "environment_kwargs" if option.method else "records of validate; fresh for a task without a record"
-    )
+    source = "environment_kwargs" if option.method else "records of validate, else fresh"
     logger.info(
         "grading: %d tasks in a fresh environment, %d in place (%s)",
         counts[GradingMode.FRESH],

@@ -81,7 +81,7 @@ class SandboxFiles:
     async def unpack(self, fresh: SandboxEnvironment, archive: IO[bytes], changes: FileChanges) -> None:
         if not archive.seek(0, os.SEEK_END) and not changes.removed:
             return
-        with fresh.handed_in() as (host_path, inside_path), fresh.handed_in() as (removed_path, removed):
+        with fresh.staged_file() as (host_path, inside_path), fresh.staged_file() as (removed_path, removed):
             archive.seek(0)
             await asyncio.to_thread(_copy, archive, host_path)
             removed_path.write_bytes(_null_terminated(changes.removed))
@@ -128,8 +128,8 @@ class SandboxFiles:
         ]
         environment = self._environment
         with (
-            environment.handed_in() as (names_path, names),
-            environment.handed_in() as (unreadable_path, unreadable),
+            environment.staged_file() as (names_path, names),
+            environment.staged_file() as (unreadable_path, unreadable),
         ):
             names_path.write_bytes(_null_terminated(f".{path}" for path in changes.carried))
             unreadable_path.write_bytes(_null_terminated(unreadable_files))

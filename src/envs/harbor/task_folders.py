@@ -23,9 +23,10 @@ from pydantic import ValidationError
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.sandbox.dockerfile import USE_DOCKER, is_installed
-from src.envs.sandbox.environment import ROOT_USERS, Network, network_of, read_recipe
+from src.envs.sandbox.environment import ROOT_USERS
 from src.envs.sandbox.network import why_no_network
 from src.envs.sandbox.shell_commands import apt_packages, commands, needs_network
+from src.envs.sandbox.task_requirements import NetworkAccess, network_access, read_build_plan
 
 logger = logging.getLogger(__name__)
 
@@ -149,25 +150,25 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
             raise ConfigError(
                 f"{folder}: the sandbox cannot change its network for the {section} phase; {USE_DOCKER}"
             )
-    read_recipe(folder / "environment", environment)
+    read_build_plan(folder / "environment", environment)
     verifier_environment = environment
     if definition := resolve_verifier_environment_definition(config, TaskPaths(folder)):
-        read_recipe(definition.directory, definition.config)
+        read_build_plan(definition.directory, definition.config)
         verifier_environment = definition.config
     kwargs = options.get("kwargs")
     given = isinstance(kwargs, Mapping) and kwargs.get("network") is True
-    networks = [network_of(config, given=given) for config in (environment, verifier_environment)]
-    if Network.REFUSED in networks:
+    networks = [network_access(config, given=given) for config in (environment, verifier_environment)]
+    if NetworkAccess.REFUSED in networks:
         raise ConfigError(
             f"{folder}: it requires a public network, which a sandbox on this machine cannot have: "
             f"{why_no_network()}; {USE_DOCKER}"
         )
-    if networks[1] is not Network.PUBLIC and (needed := verifier_needs(folder)):
+    if networks[1] is not NetworkAccess.PUBLIC and (needed := verifier_needs(folder)):
         return (
             f"tests/test.sh needs the internet for `{needed}` and has no network, "
             f"so these tasks score 0; {FIX_VERIFIER}"
         )
-    if Network.LACKING in networks:
+    if NetworkAccess.LACKING in networks:
         return f"Harbor's default network is public, but these tasks run without one: {why_no_network()}"
     return None
 

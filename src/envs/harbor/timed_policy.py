@@ -1,6 +1,4 @@
-"""A policy that measures how long its calls take, so that a timeout can be attributed to the agent or the
-sampler.
-"""
+"""A policy that measures its calls, so that a timeout can be attributed to the agent or to the sampler."""
 
 from __future__ import annotations
 

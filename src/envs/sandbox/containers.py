@@ -1,9 +1,10 @@
-"""Harbor's Docker environment, with nothing of the host inside and everything of it labelled.
+"""Harbor's Docker environment without bind mounts of the host, and with labels on everything that it creates.
 
-Harbor binds the trial's folder into the container, where an agent can fill the host's disk, plant links and leave files that only root can
-remove. Here `/logs` is a part of the container, or, where a task has services of its own that may share it, volumes of the trial's compose
-project. What is in it is collected through the engine, within the same bounds as a sandbox's (`transfer`), by a thread. Every service,
-network and volume carries the run's labels from the moment it is made, so that a clean-up finds what a killed trainer left.
+Harbor mounts the trial's folder into the container, where an agent can fill the host's disk, plant links and
+leave files that only root can remove. Here `/logs` is part of the container. If the task has services of its
+own, which may share `/logs`, it consists of volumes of the trial's compose project. A thread downloads its
+files through the engine, within the same limits as those of a sandbox (`file_copy`). Every service, network
+and volume is created with the labels of the run, so that a clean-up finds what a killed trainer left.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from src.envs.sandbox.docker import PROJECT_LABEL, engine, run_labels
 from src.envs.sandbox.file_copy import (
     COLLECT_TIMEOUT_S,
     REWARD_FILES,
-    Allowance,
     ChunkReader,
-    Collection,
-    decoded,
+    DownloadBudget,
+    TrialDownloads,
+    decode_output,
     unpack_file,
 )
 from src.envs.sandbox.run_directory import run_directory
@@ -46,13 +47,13 @@ MAX_OUTPUT_BYTES = 16 * 2**20  # of one command
 
 
 class ContainerEnvironment(DockerEnvironment):
-    """A Harbor Docker environment. `run_label` names the run that it belongs to."""
+    """A Harbor Docker environment of the run `run_label`."""
 
     def __init__(self, *args: Any, run_label: str, **kwargs: Any) -> None:
         self._run_label = run_label
         self._overlay: Path | None = None
         super().__init__(*args, **kwargs)
-        self._collection = Collection(self.trial_paths.trial_dir)
+        self._downloads = TrialDownloads(self.trial_paths.trial_dir)
         folder = self.trial_paths.trial_dir.resolve()
         binds = [
             mount
@@ -76,7 +77,7 @@ class ContainerEnvironment(DockerEnvironment):
 
     @override
     def _compose_infra_env_vars(self) -> dict[str, str]:
-        # A task's own compose file may mount the same logs elsewhere, by the names Harbor gives it.
+        # The compose file of a task may mount the same logs elsewhere, by the variables that Harbor sets.
         binds: Any = [{**mount, "source": _volume_name(str(mount["target"]))} for mount in self._shared_logs]
         return super()._compose_infra_env_vars() | legacy_log_mount_env_vars(binds, host_value="source")
 
@@ -98,27 +99,29 @@ class ContainerEnvironment(DockerEnvironment):
 
     @override
     def _mount_targets(self, *, writable_only: bool = False) -> list[str]:
-        """What Harbor creates inside for whoever may write there."""
+        """The directories that Harbor creates inside and makes writable."""
         return list(
             dict.fromkeys([*super()._mount_targets(writable_only=writable_only), *self._log_directories])
         )
 
     @override
     async def prepare_logs_for_host(self) -> None:
-        """Nothing of the container lies on the host."""
+        """Do nothing: the container has no files on the host."""
 
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        """A directory, without what came from the container itself: it would go back in place of the files that the agent made."""
-        if not await asyncio.to_thread(self._collection.has_taken, Path(source_dir)):
+        """Upload a directory without the files that were downloaded from the container, which would overwrite
+        the agent's own.
+        """
+        if not await asyncio.to_thread(self._downloads.has_downloads_below, Path(source_dir)):
             await super().upload_dir(source_dir, target_dir)
             return
-        with tempfile.TemporaryDirectory() as place:
-            await asyncio.to_thread(self._stage, Path(source_dir), Path(place))
-            await super().upload_dir(place, target_dir)
+        with tempfile.TemporaryDirectory() as directory:
+            await asyncio.to_thread(self._stage, Path(source_dir), Path(directory))
+            await super().upload_dir(directory, target_dir)
 
-    def _stage(self, source: Path, place: Path) -> None:
-        for path, target in self._collection.made_here(source, str(place)):
+    def _stage(self, source: Path, directory: Path) -> None:
+        for path, target in self._downloads.host_files(source, str(directory)):
             if path.is_file():
                 Path(target).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(path, target)
@@ -148,7 +151,7 @@ class ContainerEnvironment(DockerEnvironment):
         )
 
     def _labels(self) -> dict[str, object]:
-        """A compose file that labels everything that compose makes for this trial."""
+        """Return a compose file that labels everything that compose creates for this trial."""
         labels = {"labels": run_labels(self._run_label)}
         sections: dict[str, dict[str, object]] = {
             "services": {MAIN_SERVICE_NAME: labels},
@@ -163,15 +166,15 @@ class ContainerEnvironment(DockerEnvironment):
                 given = document.get(section) if isinstance(document, dict) else None
                 for name, definition in (given if isinstance(given, dict) else {}).items():
                     if isinstance(definition, dict) and definition.get("external"):
-                        named.pop(name, None)  # not made by compose
+                        named.pop(name, None)  # compose does not create it
                     else:
                         named[name] = labels
         return {section: named for section, named in sections.items() if named}
 
     def _collect(self, source: str, target: Path, service: str) -> None:
-        """A directory of a container, within the bounds. Blocks."""
-        given = self._collection.allowance(source)
-        left = replace(given)
+        """Download a directory of a container, within the limits of the trial. Blocks."""
+        budget = self._downloads.budget_for(source)
+        left = replace(budget)
         is_whole = True
         with engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client:
             container = self._container(client, service)
@@ -181,26 +184,26 @@ class ContainerEnvironment(DockerEnvironment):
                         container, f"{source.rstrip('/')}/{name}", target, left, optional=True
                     )
             is_whole &= self._unpack(container, f"{source.rstrip('/')}/.", target, left)
-        self._collection.take(source, given, left, is_whole=is_whole)
+        self._downloads.record(source, budget, left, is_whole=is_whole)
 
     def _unpack(
-        self, container: Any, path: str, target: Path, left: Allowance, *, optional: bool = False
+        self, container: Any, path: str, target: Path, left: DownloadBudget, *, optional: bool = False
     ) -> bool:
         try:
             chunks, _ = container.get_archive(path)
         except NotFound as error:
             if optional:
                 return True
-            raise SandboxError(f"cannot download {path}: not in the container") from error
+            raise SandboxError(f"cannot download {path}: it does not exist in the container") from error
         except DockerException as error:
             raise SandboxError(f"cannot download {path}: {error}") from error
         reader = ChunkReader(chunks, left.archive_bytes + tarfile.RECORDSIZE)
-        return self._collection.unpack(reader, target, left) and not reader.was_cut
+        return self._downloads.unpack(reader, target, left) and not reader.was_cut
 
     def _collect_file(self, source: str, target: Path, service: str) -> None:
-        """A regular file of a container, within the bounds. Blocks."""
-        given = self._collection.allowance(source)
-        left = replace(given)
+        """Download a regular file of a container, within the limits of the trial. Blocks."""
+        budget = self._downloads.budget_for(source)
+        left = replace(budget)
         with engine(timeout_s=int(COLLECT_TIMEOUT_S)) as client:
             try:
                 chunks, _ = self._container(client, service).get_archive(source)
@@ -211,25 +214,25 @@ class ContainerEnvironment(DockerEnvironment):
             try:
                 unpack_file(ChunkReader(chunks, left.archive_bytes + tarfile.RECORDSIZE), target, left)
             except SandboxError:
-                self._collection.take(source, given, given, is_whole=False)
+                self._downloads.record(source, budget, budget, is_whole=False)
                 raise
-        self._collection.take(source, given, left, is_whole=True)
+        self._downloads.record(source, budget, left, is_whole=True)
 
     def _container(self, client: docker.DockerClient, service: str) -> Any:
         from harbor.environments.docker.docker import _sanitize_docker_compose_project_name as project_name
 
         labels = [f"{PROJECT_LABEL}={project_name(self.session_id)}", f"{SERVICE_LABEL}={service}"]
-        found = client.containers.list(all=True, filters={"label": labels})
-        if not found:
+        containers = client.containers.list(all=True, filters={"label": labels})
+        if not containers:
             raise SandboxError(f"the service {service} has no container")
-        return found[0]
+        return containers[0]
 
     @staticmethod
     @override
     async def _collect_buffered_output(
         process: asyncio.subprocess.Process, *, timeout_sec: int | None, stdin_data: bytes | None = None
     ) -> ExecResult:
-        """The output of a command, of which an agent cannot make more than the limit."""
+        """Return the output of a command, cut after `MAX_OUTPUT_BYTES`."""
         kept = bytearray()
 
         async def write() -> None:
@@ -252,7 +255,7 @@ class ContainerEnvironment(DockerEnvironment):
             await DockerEnvironment._terminate_process(process)
             raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from None
         return ExecResult(
-            stdout=await decoded(bytes(kept)) or None, stderr=None, return_code=process.returncode or 0
+            stdout=await decode_output(bytes(kept)) or None, stderr=None, return_code=process.returncode or 0
         )
 
 

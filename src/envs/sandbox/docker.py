@@ -1,7 +1,8 @@
-"""What we ask of a Docker engine ourselves: whether it answers, and to remove what dead runs left there.
+"""Check whether a Docker engine answers, and remove the objects that ended runs have left there.
 
-Every container, network and volume of a trial is labelled when it is made, with the run, its user and the process that runs it. A run is
-dead when nobody holds its lock and its process is gone; what belongs to a compose project of a dead run is removed with the project.
+Every container, network and volume of a trial is created with labels for its run, its user and the process of
+its trainer. A run has ended if its lock is free and its process does not exist. Everything in a compose
+project of an ended run is removed.
 """
 
 from __future__ import annotations
@@ -26,24 +27,27 @@ PROCESS_LABEL = "agent-trainer.process"
 PROJECT_LABEL = "com.docker.compose.project"
 ANSWER_TIMEOUT_S = 20
 REMOVE_TIMEOUT_S = 120
-KINDS = ("container", "network", "volume", "image")  # in this order: what is in use cannot be removed
-ADDRESS_POOLS = 25  # Docker's default pools hold about 31 networks, and each trial has one
+KINDS = (
+    "container",
+    "network",
+    "volume",
+    "image",
+)  # in the order of removal: objects in use cannot be removed
+ADDRESS_POOLS = 25  # Docker's default address pools suffice for about 31 networks; each trial has one
 
 
 @dataclass(kw_only=True, slots=True)
-class Cleaned:
-    """What a clean-up did, one line each."""
+class CleanupReport:
+    """The result of a clean-up. Each element describes one object."""
 
     removed: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)  # with the reason
-    left_alone: list[str] = field(
-        default_factory=list
-    )  # of runs that may be alive where nobody here can see it
+    skipped: list[str] = field(default_factory=list)  # of runs on other hosts, which may not have ended
 
 
 @contextmanager
 def engine(*, timeout_s: int) -> Iterator[docker.DockerClient]:
-    """A connection to the engine that the docker command would use. DockerException when there is none."""
+    """Connect to the engine that the docker command would use. Raises DockerException if there is none."""
     if os.environ.get("DOCKER_HOST"):
         client = docker.from_env(timeout=timeout_s)
     else:
@@ -56,128 +60,132 @@ def engine(*, timeout_s: int) -> Iterator[docker.DockerClient]:
 
 
 def why_no_engine() -> str | None:
-    """Why trials cannot run on Docker here; None when they can. The engine is asked itself; compose is a part of the command."""
+    """Return why trials cannot run on Docker here, or None if they can."""
     try:
         with engine(timeout_s=ANSWER_TIMEOUT_S) as client:
             client.ping()
     except (DockerException, OSError) as error:
         return f"no engine answers ({' '.join(str(error).split())[:200]})"
     if shutil.which("docker") is None:
-        return "there is no docker command"
+        return "the docker command is not installed"
     try:
         answer = subprocess.run(
             ["docker", "compose", "version"], capture_output=True, timeout=ANSWER_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return "`docker compose` does not answer"
-    return None if answer.returncode == 0 else "no `docker compose`"
+        return f"`docker compose` did not answer within {ANSWER_TIMEOUT_S} s"
+    return None if answer.returncode == 0 else "the docker command has no `compose`"
 
 
 def run_labels(run_label: str) -> dict[str, str]:
-    """What marks everything of a run in the engine."""
+    """Return the labels of all objects of a run in the engine."""
     return {RUN_LABEL: run_label, OWNER_LABEL: str(os.getuid()), PROCESS_LABEL: process_name(os.getpid())}
 
 
 def process_name(pid: int) -> str:
-    """A name that no other process of this machine ever has: a number is given again, but not at the same moment."""
-    return f"{socket.gethostname()}:{pid}:{_started(pid) or 0}"
+    """Return a name that no other process of this machine gets: host, pid and start time. A pid alone can be
+    reused.
+    """
+    return f"{socket.gethostname()}:{pid}:{_start_time(pid) or 0}"
 
 
-def remove_dead(*, keep: Iterable[str]) -> Cleaned:
-    """Remove what this user's dead runs left in the engine. The runs in `keep`, and those whose process lives, are left alone."""
+def remove_dead(*, keep: Iterable[str]) -> CleanupReport:
+    """Remove what ended runs of this user have left in the engine. Skips the runs in `keep` and those whose
+    process exists.
+    """
     kept = set(keep)
-    cleaned = Cleaned()
+    report = CleanupReport()
     with engine(timeout_s=REMOVE_TIMEOUT_S) as client:
-        dead: list[_Thing] = []
-        living_projects: set[str] = set()
-        for thing in _things(client, f"{OWNER_LABEL}={os.getuid()}"):
-            process = thing.labels.get(PROCESS_LABEL)
-            if thing.labels.get(RUN_LABEL) in kept or (process is not None and _lives(process)):
-                living_projects.add(thing.labels.get(PROJECT_LABEL, ""))
-            elif process is not None and _is_elsewhere(process):
-                living_projects.add(thing.labels.get(PROJECT_LABEL, ""))
-                cleaned.left_alone.append(
-                    f"{thing.name}: its trainer ran on the host {process.partition(':')[0]}"
-                )
+        ended: list[_DockerObject] = []
+        live_projects: set[str] = set()
+        for item in _list_objects(client, f"{OWNER_LABEL}={os.getuid()}"):
+            process = item.labels.get(PROCESS_LABEL)
+            if item.labels.get(RUN_LABEL) in kept or (process is not None and _is_running(process)):
+                live_projects.add(item.labels.get(PROJECT_LABEL, ""))
+            elif process is not None and _is_on_other_host(process):
+                live_projects.add(item.labels.get(PROJECT_LABEL, ""))
+                report.skipped.append(f"{item.name}: its trainer ran on the host {process.partition(':')[0]}")
             else:
-                dead.append(thing)
-        living_projects.discard("")  # of what was made without compose
+                ended.append(item)
+        live_projects.discard("")  # objects that compose did not create
         projects = {
-            thing.labels[PROJECT_LABEL] for thing in dead if PROJECT_LABEL in thing.labels
-        } - living_projects
+            item.labels[PROJECT_LABEL] for item in ended if PROJECT_LABEL in item.labels
+        } - live_projects
         for project in sorted(projects):
-            dead += _things(client, f"{PROJECT_LABEL}={project}")
-            dead += _images(client, project)
+            ended += _list_objects(client, f"{PROJECT_LABEL}={project}")
+            ended += _built_images(client, project)
         unique = {
-            (thing.kind, thing.id): thing
-            for thing in dead
-            if thing.labels.get(PROJECT_LABEL, "") not in living_projects
+            (item.kind, item.id): item
+            for item in ended
+            if item.labels.get(PROJECT_LABEL, "") not in live_projects
         }
-        for thing in sorted(unique.values(), key=lambda thing: KINDS.index(thing.kind)):
-            _remove(thing, cleaned)
-    return cleaned
+        for item in sorted(unique.values(), key=lambda item: KINDS.index(item.kind)):
+            _remove(item, report)
+    return report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Thing:
+class _DockerObject:
     kind: str
     id: str
     name: str
     labels: dict[str, str]
     remove: Callable[[], object]
-    reload: Callable[[], object]  # raises NotFound once it is gone
+    reload: Callable[[], object]  # raises NotFound after the removal
 
 
-def _things(client: docker.DockerClient, label: str) -> list[_Thing]:
-    """The containers, networks and volumes with a label."""
+def _list_objects(client: docker.DockerClient, label: str) -> list[_DockerObject]:
+    """Return the containers, networks and volumes with a label."""
     filters: dict[str, str | list[str] | bool] = {"label": label}
-    found = [
-        _Thing(
+    objects = [
+        _DockerObject(
             kind="container",
-            id=str(one.id),
-            name=f"container {one.name}",
-            labels=one.labels,
-            remove=lambda one=one: one.remove(force=True, v=True),
-            reload=one.reload,
+            id=str(handle.id),
+            name=f"container {handle.name}",
+            labels=handle.labels,
+            remove=lambda handle=handle: handle.remove(force=True, v=True),
+            reload=handle.reload,
         )
-        for one in client.containers.list(all=True, filters=filters, ignore_removed=True)
+        for handle in client.containers.list(all=True, filters=filters, ignore_removed=True)
     ]
-    for one in client.networks.list(filters=filters):
-        labels = one.attrs.get("Labels") or {}
-        found.append(
-            _Thing(
+    for handle in client.networks.list(filters=filters):
+        labels = handle.attrs.get("Labels") or {}
+        objects.append(
+            _DockerObject(
                 kind="network",
-                id=str(one.id),
-                name=f"network {one.name}",
+                id=str(handle.id),
+                name=f"network {handle.name}",
                 labels=labels,
-                remove=one.remove,
-                reload=one.reload,
+                remove=handle.remove,
+                reload=handle.reload,
             )
         )
-    for one in client.volumes.list(filters=filters):
-        labels = one.attrs.get("Labels") or {}
-        found.append(
-            _Thing(
+    for handle in client.volumes.list(filters=filters):
+        labels = handle.attrs.get("Labels") or {}
+        objects.append(
+            _DockerObject(
                 kind="volume",
-                id=str(one.id),
-                name=f"volume {one.name}",
+                id=str(handle.id),
+                name=f"volume {handle.name}",
                 labels=labels,
-                remove=one.remove,
-                reload=one.reload,
+                remove=handle.remove,
+                reload=handle.reload,
             )
         )
-    return found
+    return objects
 
 
-def _images(client: docker.DockerClient, project: str) -> list[_Thing]:
-    """The images that compose built for the services of one project. A task's own image has a name of its own and serves other trials."""
+def _built_images(client: docker.DockerClient, project: str) -> list[_DockerObject]:
+    """Return the images that compose built for the services of a project, but not the task's image, which
+    other trials use.
+    """
     found = []
     for image in client.images.list(filters={"label": f"{PROJECT_LABEL}={project}"}):
         for tag in image.tags:
             if tag.startswith((f"{project}-", f"{project}_")):
                 remove, reload = _image_calls(client, tag)
                 found.append(
-                    _Thing(
+                    _DockerObject(
                         kind="image",
                         id=tag,
                         name=f"image {tag}",
@@ -193,38 +201,40 @@ def _image_calls(client: docker.DockerClient, tag: str) -> tuple[Callable[[], An
     return lambda: client.images.remove(tag), lambda: client.images.get(tag)
 
 
-def _remove(thing: _Thing, cleaned: Cleaned) -> None:
-    """Remove it and look whether it is gone; what somebody else removed meanwhile is not reported."""
-    reason = "the engine says nothing"
+def _remove(item: _DockerObject, report: CleanupReport) -> None:
+    """Remove an object and check that it does not exist. An object that another process has removed is not
+    reported.
+    """
+    reason = "the engine gave no reason"
     try:
-        thing.remove()
+        item.remove()
     except NotFound:
         return
     except (APIError, DockerException, OSError) as error:
         reason = " ".join(str(getattr(error, "explanation", None) or error).split())[:200]
     try:
-        thing.reload()
+        item.reload()
     except NotFound:
-        cleaned.removed.append(thing.name)
+        report.removed.append(item.name)
     except (DockerException, OSError) as error:
-        cleaned.failed.append(f"{thing.name}: {error}")
+        report.failed.append(f"{item.name}: {error}")
     else:
-        cleaned.failed.append(f"{thing.name}: {reason}")
+        report.failed.append(f"{item.name}: {reason}")
 
 
-def _is_elsewhere(process: str) -> bool:
+def _is_on_other_host(process: str) -> bool:
     return process.partition(":")[0] != socket.gethostname()
 
 
-def _lives(process: str) -> bool:
-    """Whether the process of that name lives on this machine."""
+def _is_running(process: str) -> bool:
+    """Return whether the process with a name of `process_name` exists on this machine."""
     host, _, rest = process.partition(":")
     pid, _, started = rest.partition(":")
-    return host == socket.gethostname() and pid.isdigit() and started == str(_started(int(pid)) or "gone")
+    return host == socket.gethostname() and pid.isdigit() and started == str(_start_time(int(pid)) or "gone")
 
 
-def _started(pid: int) -> int | None:
-    """When a process began, in the kernel's ticks; None for one that is gone."""
+def _start_time(pid: int) -> int | None:
+    """Return the start time of a process in clock ticks since boot, or None if it has ended."""
     try:
         fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
     except OSError:

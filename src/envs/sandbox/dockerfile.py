@@ -1,9 +1,10 @@
-"""The part of the Dockerfile language that a sandbox can follow: one stage, local files, and commands that need no network.
+"""Parse the part of the Dockerfile language that a sandbox supports: one stage, local files, and commands
+that need no network.
 
-    FROM (any image: the host's userland stands in)  ARG  ENV  WORKDIR  COPY  ADD of local files  RUN  USER root
-    ignored: CMD ENTRYPOINT EXPOSE LABEL MAINTAINER SHELL=bash VOLUME HEALTHCHECK STOPSIGNAL
+    FROM (any image; the host's /usr replaces it)  ARG  ENV  WORKDIR  COPY  ADD of local files  RUN  USER root
+    ignored: CMD ENTRYPOINT EXPOSE LABEL MAINTAINER SHELL VOLUME HEALTHCHECK STOPSIGNAL
 
-Everything else is a ConfigError that names the line, before any work.
+Any other instruction raises a ConfigError with the line number before anything is built.
 """
 
 from __future__ import annotations
@@ -20,17 +21,9 @@ from src.core.errors import ConfigError
 from src.envs.sandbox.rootfs import installed_packages
 from src.envs.sandbox.shell_commands import apt_packages, commands, needs_network
 
-IGNORED = {
-    "CMD",
-    "ENTRYPOINT",
-    "EXPOSE",
-    "LABEL",
-    "MAINTAINER",
-    "VOLUME",
-    "HEALTHCHECK",
-    "STOPSIGNAL",
-    "SHELL",
-}
+IGNORED = frozenset(
+    ("CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "VOLUME", "HEALTHCHECK", "STOPSIGNAL", "SHELL")
+)
 USE_DOCKER = "use environment_type=docker for this task"
 
 
@@ -46,30 +39,34 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """Files of the build context, each with its absolute place inside."""
+    """Files of the build context, each with its absolute path inside."""
 
     files: tuple[tuple[Path, str], ...]
-    mode: int | None  # None keeps the files' own
+    mode: int | None  # None: keep the modes of the files
     line: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MakeDirectory:
+    """A directory to create with its parents."""
+
     path: str
     line: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
-    """What a Dockerfile asks for, in order, and what holds once it is built."""
+class BuildPlan:
+    """The build steps of a Dockerfile in order, and the environment and working directory of the result."""
 
     steps: tuple[Run | Copy | MakeDirectory, ...] = ()
     environment: Mapping[str, str]
     workdir: str = "/"
 
 
-def parse_dockerfile(path: Path) -> Recipe:
-    """Read a Dockerfile whose build context is its own directory. Raises ConfigError for what the sandbox cannot do."""
+def parse_dockerfile(path: Path) -> BuildPlan:
+    """Parse a Dockerfile whose directory is the build context. Raises ConfigError for anything that the
+    sandbox does not support.
+    """
     steps: list[Run | Copy | MakeDirectory] = []
     environment: dict[str, str] = {}
     arguments: dict[str, str] = {}
@@ -113,11 +110,13 @@ def parse_dockerfile(path: Path) -> Recipe:
             raise ConfigError(f"{path}:{line}: {instruction}: {error}; correct this line") from None
     if stages == 0:
         raise ConfigError(f"{path}: no FROM line; is this a Dockerfile?")
-    return Recipe(steps=tuple(steps), environment=environment, workdir=workdir)
+    return BuildPlan(steps=tuple(steps), environment=environment, workdir=workdir)
 
 
 def why_not_runnable(script: str) -> str | None:
-    """What in a RUN script plainly needs more than the host offers, if anything does."""
+    """Return what a RUN script does that the sandbox cannot do, such as installing a missing package, or
+    None.
+    """
     for words in commands(script):
         missing = [package for package in apt_packages(words) if not is_installed(package.split("=")[0])]
         if missing:
@@ -128,7 +127,7 @@ def why_not_runnable(script: str) -> str | None:
 
 
 def is_installed(package: str) -> bool:
-    """Whether the host, and so every sandbox, has a package or a program of that name."""
+    """Return whether the host, and therefore every sandbox, has a package or a program with this name."""
     return (
         shutil.which(package, path="/usr/sbin:/usr/bin:/sbin:/bin") is not None
         or package in installed_packages()
@@ -136,9 +135,11 @@ def is_installed(package: str) -> bool:
 
 
 def _instructions(path: Path) -> list[tuple[int, str, str]]:
-    """(line number, INSTRUCTION, value) with continuations joined and here-documents attached to the value after a newline."""
+    """Return (line number, INSTRUCTION, value) tuples. Continuation lines are joined; a here-document follows
+    the value after a newline.
+    """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    found: list[tuple[int, str, str]] = []
+    instructions: list[tuple[int, str, str]] = []
     index = 0
     while index < len(lines):
         first, text = index, lines[index].strip()
@@ -161,11 +162,12 @@ def _instructions(path: Path) -> list[tuple[int, str, str]]:
                 raise ConfigError(
                     f"{path}:{first + 1}: the sandbox cannot {name.upper()} a here-document; {USE_DOCKER}"
                 )
-            # `RUN <<EOF` runs the body itself; with a command before the marker the body is that command's input.
+            # `RUN <<EOF` runs the body. With a command before the marker, the body is the input of that
+            # command.
             before = value[: marker.start()].strip()
             value = "\n".join(body) if not before else f"{value}\n" + "\n".join([*body, marker.group(2)])
-        found.append((first + 1, name.upper(), value.strip()))
-    return found
+        instructions.append((first + 1, name.upper(), value.strip()))
+    return instructions
 
 
 def _run_script(value: str) -> str:
@@ -174,13 +176,15 @@ def _run_script(value: str) -> str:
     if value.startswith("["):
         try:
             return shlex.join(_words(value))
-        except ValueError:  # a shell's `[`
+        except ValueError:  # the `[` command of a shell
             return value
     return value
 
 
 def _words(value: str) -> list[str]:
-    """The words of an instruction in either form: `a "b c"` or `["a", "b c"]`. ValueError for anything else."""
+    """Return the words of an instruction in either form: `a "b c"` or `["a", "b c"]`. Raises ValueError
+    otherwise.
+    """
     if not value.startswith("["):
         return shlex.split(value)
     words = json.loads(value)
@@ -196,7 +200,7 @@ def _refusal(path: Path, line: int, what: str) -> ConfigError:
 def _copy(
     path: Path, line: int, value: str, known: Mapping[str, str], workdir: str, *, unpacks: bool
 ) -> Copy:
-    """`unpacks`: Docker would take an archive apart here."""
+    """Parse COPY or ADD. `unpacks` says that Docker would unpack an archive, which is refused."""
     mode, value = _copy_options(path, line, value)
     words = [_expand(word, known) for word in _words(value)]
     if len(words) < 2:
@@ -214,7 +218,7 @@ def _copy(
 
 
 def _copy_options(path: Path, line: int, value: str) -> tuple[int | None, str]:
-    """The mode that --chmod gives, and what follows the options."""
+    """Return the mode of --chmod and the text after the options."""
     mode: int | None = None
     while match := re.match(r"--(\w+)(?:=(\S+))?\s+", value):
         option, setting = match.groups()
@@ -231,28 +235,28 @@ def _copy_options(path: Path, line: int, value: str) -> tuple[int | None, str]:
 def _copied(
     path: Path, line: int, source: str, target: PurePosixPath, *, into_directory: bool
 ) -> list[tuple[Path, str]]:
-    """What one source stands for in the build context, and where each file of it goes."""
+    """Return the files of the build context that a source matches, each with its path inside."""
     context = path.parent.resolve()
     relative = source.lstrip("/") or "."
     matches = sorted(context.glob(relative)) if any(c in relative for c in "*?[") else [context / relative]
     files: list[tuple[Path, str]] = []
-    for found in map(Path.resolve, matches):
-        if not found.is_relative_to(context) or not found.exists():
+    for match in map(Path.resolve, matches):
+        if not match.is_relative_to(context) or not match.exists():
             raise ConfigError(f"{path}:{line}: {source} is not in {context}")
-        if found.is_dir():
+        if match.is_dir():
             files += [
-                (item, str(PurePosixPath(target, item.relative_to(found).as_posix())))
-                for item in sorted(found.rglob("*"))
+                (item, str(PurePosixPath(target, item.relative_to(match).as_posix())))
+                for item in sorted(match.rglob("*"))
             ]
         else:
-            files.append((found, str(target / found.name if into_directory or len(matches) > 1 else target)))
+            files.append((match, str(target / match.name if into_directory or len(matches) > 1 else target)))
     if not matches:
         raise ConfigError(f"{path}:{line}: {source} is not in {context}")
     return files
 
 
 def _environment(value: str, known: Mapping[str, str]) -> dict[str, str]:
-    """`ENV a=1 b="2 3"` or the old `ENV a 1`."""
+    """Parse `ENV a=1 b="2 3"` or the old form `ENV a 1`."""
     if re.match(r"\w+=", value):
         pairs = [item.partition("=") for item in shlex.split(value)]
         return {name: _expand(setting, known) for name, _, setting in pairs}
@@ -261,7 +265,9 @@ def _environment(value: str, known: Mapping[str, str]) -> dict[str, str]:
 
 
 def _expand(text: str, known: Mapping[str, str]) -> str:
-    """$NAME, ${NAME}, ${NAME:-default} and ${NAME:+alternative}, as Docker expands them; unknown names are empty."""
+    """Expand $NAME, ${NAME}, ${NAME:-default} and ${NAME:+alternative} as Docker does. Unknown names expand
+    to nothing.
+    """
 
     def value(match: re.Match[str]) -> str:
         plain, name, operator, word = match.groups()

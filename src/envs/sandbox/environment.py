@@ -1,10 +1,14 @@
-"""Harbor's environment without a container engine: one bubblewrap sandbox per trial.
+"""A Harbor environment that needs no container engine. Each trial has a bubblewrap sandbox.
 
-It keeps Harbor's contract (exec with cwd, environment, timeout; uploads and downloads) on top of `Bubblewrap`. Differences from Docker:
-- The image is the host's own userland, read-only; FROM names nothing that is fetched. `apt-get install` of what is there succeeds.
-- A public network, which is also Harbor's default, leads to the internet alone. Where this machine cannot provide one, tasks that do not
-  ask for it by name run without network, and the others are refused.
-- There is one user, root, without capabilities; it owns everything the task and the agent make.
+`SandboxEnvironment` implements Harbor's interface (exec, uploads and downloads) on top of `Bubblewrap`.
+Differences from Docker:
+- The image is the host's /usr, read-only. The image that FROM names is not fetched. `apt-get install` of an
+  installed package succeeds.
+- A public network, which is Harbor's default, reaches the internet but not the host. If this machine cannot
+  provide one, tasks that do not request it explicitly run without a network, and the others are refused.
+- The only user is root, without capabilities. It owns all files that the task and the agent create.
+
+The module is longer than others because it implements Harbor's abstract class in one class.
 """
 
 from __future__ import annotations
@@ -18,45 +22,41 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO, override
 
 from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
-from harbor.models.task.config import EnvironmentConfig, NetworkMode
 
-from src.core.errors import ConfigError, SandboxError
+from src.core.errors import SandboxError
 from src.envs.sandbox.bubblewrap import (
-    BASE_ENVIRONMENT,
     Bubblewrap,
+    CommandResult,
     CommandTimeout,
-    Completed,
     missing_programs,
 )
-from src.envs.sandbox.dockerfile import USE_DOCKER, Copy, MakeDirectory, Recipe, Run, parse_dockerfile
+from src.envs.sandbox.dockerfile import USE_DOCKER, BuildPlan, Copy, MakeDirectory, Run
 from src.envs.sandbox.exec_server import PathKind
 from src.envs.sandbox.file_copy import (
     COLLECT_TIMEOUT_S,
     REWARD_FILES,
     BoundedFile,
-    Collection,
-    decoded,
+    TrialDownloads,
+    decode_output,
     write_untrusted_file,
 )
+from src.envs.sandbox.launch import BASE_ENVIRONMENT
 from src.envs.sandbox.network import why_no_network
-from src.envs.sandbox.resource_limits import Limits
+from src.envs.sandbox.resource_limits import SandboxLimits
 from src.envs.sandbox.rootfs import build_rootfs
 from src.envs.sandbox.run_directory import run_directory
+from src.envs.sandbox.task_requirements import NetworkAccess, network_access, read_build_plan
 
-DEBIAN_LIKE = re.compile(
-    r"^(?:docker\.io/)?(?:library/)?(?:debian|ubuntu|buildpack-deps)(?::[\w.-]+)?(?:@sha256:[0-9a-f]+)?$"
-)
 CANNOT_RUN = (
     126,
     127,
-)  # the status of a command that is not there any more, from a shell and from a container's runtime
-CANNOT_MAKE_DIRECTORIES = 3  # a status of our own scripts
+)  # exit statuses of a shell and of a container runtime for a command that does not exist
+CANNOT_MAKE_DIRECTORIES = 3  # exit status of the upload script
 ROOT_USERS = (None, "root", "0", 0, "root:root", "0:0")
 
 _instances = itertools.count(1)
@@ -65,17 +65,18 @@ _instances = itertools.count(1)
 class SandboxEnvironment(BaseEnvironment):
     """A Harbor environment in a bubblewrap sandbox.
 
-    Options besides Harbor's: `run_label` (whose run directory holds the host files), `network` (public, whatever the task says).
+    Options besides Harbor's: `run_label` names the run whose directory holds the host files. `network` gives
+    every task the public network.
     """
 
     def __init__(self, *args: Any, run_label: str, network: bool = False, **kwargs: Any) -> None:
         self._run_label = run_label
-        self._network_given = network
+        self._has_network_option = network
         self._sandbox: Bubblewrap | None = None
-        self._recipe = Recipe(environment={})
+        self._plan = BuildPlan(environment={})
         self.held_uploads: list[tuple[Path, str]] | None = None  # host files and their paths inside
         super().__init__(*args, **kwargs)
-        self._collection = Collection(self.trial_paths.trial_dir)
+        self._downloads = TrialDownloads(self.trial_paths.trial_dir)
 
     @staticmethod
     @override
@@ -96,18 +97,18 @@ class SandboxEnvironment(BaseEnvironment):
     @override
     def preflight(cls) -> None:
         if missing := missing_programs():
-            raise SandboxError(f"the sandbox needs these packages on this machine: {' '.join(missing)}")
+            raise SandboxError(f"the sandbox needs these packages; install them: {' '.join(missing)}")
 
     @override
     def _validate_definition(self) -> None:
-        self._recipe = read_recipe(self.environment_dir, self.task_env_config)
+        self._plan = read_build_plan(self.environment_dir, self.task_env_config)
 
     @property
     def shares_network(self) -> bool:
-        network = network_of(self.task_env_config, given=self._network_given)
-        if network is Network.REFUSED:
+        network = network_access(self.task_env_config, given=self._has_network_option)
+        if network is NetworkAccess.REFUSED:
             raise SandboxError(f"no public network for the sandbox: {why_no_network()}; {USE_DOCKER}")
-        return network is Network.PUBLIC
+        return network is NetworkAccess.PUBLIC
 
     @property
     def is_alive(self) -> bool:
@@ -128,14 +129,16 @@ class SandboxEnvironment(BaseEnvironment):
         await self._upload_environment_dir_after_start()
 
     async def _build(self) -> None:
-        """The steps of the recipe. Every command starts a shell, so directories are made by the command of the next step."""
+        """Run the steps of the build plan. Directories are created by the command of the following step,
+        because every command starts a shell.
+        """
         directories = [*self._mount_targets(), self._workdir]
-        for step in self._recipe.steps:
+        for step in self._plan.steps:
             match step:
                 case MakeDirectory(path=path):
                     directories.append(path)
                 case Copy():
-                    await self._unpack(
+                    await self._upload(
                         list(step.files),
                         f"Dockerfile line {step.line}",
                         mode=step.mode,
@@ -145,7 +148,7 @@ class SandboxEnvironment(BaseEnvironment):
                 case Run():
                     await self._make_directories(directories)
                     directories = []
-                    await self._build_step(step)
+                    await self._run_build_step(step)
         await self._make_directories(directories)
 
     @override
@@ -165,10 +168,10 @@ class SandboxEnvironment(BaseEnvironment):
         user = self._resolve_user(user)
         if user not in ROOT_USERS:
             raise SandboxError(f"the sandbox has no user {user!r}, only root; {USE_DOCKER}")
-        environment = {**self._recipe.environment, **(self._merge_env(env) or {})}
+        environment = {**self._plan.environment, **(self._merge_env(env) or {})}
         script = command_script(command, cwd=cwd or self._workdir, environment=environment)
-        completed = await self._running.run(script, timeout_s=timeout_sec)
-        stdout, stderr = [await decoded(output) for output in (completed.stdout, completed.stderr)]
+        completed = await self._bubblewrap.run(script, timeout_s=timeout_sec)
+        stdout, stderr = [await decode_output(output) for output in (completed.stdout, completed.stderr)]
         if callback := self._output_callback():
             if stdout:
                 await callback(stdout, "stdout")
@@ -178,16 +181,20 @@ class SandboxEnvironment(BaseEnvironment):
 
     @property
     def environment_variables(self) -> Mapping[str, str]:
-        """What every command of the task sees."""
-        return {**BASE_ENVIRONMENT, **self._recipe.environment, **(self._merge_env(None) or {})}
+        """The environment variables of every command of the task."""
+        return {**BASE_ENVIRONMENT, **self._plan.environment, **(self._merge_env(None) or {})}
 
     async def kill_processes(self) -> None:
-        """End everything the agent left running."""
-        await self._running.kill_processes()
+        """End all processes inside."""
+        await self._bubblewrap.kill_processes()
 
-    async def run_script(self, script: str, *, timeout_s: float, stdout: BinaryIO | None = None) -> Completed:
-        """Run a script that is not the task's own, with the system's programs and none of the task's environment variables."""
-        return await self._running.run(
+    async def run_script(
+        self, script: str, *, timeout_s: float, stdout: BinaryIO | None = None
+    ) -> CommandResult:
+        """Run a script of the trainer in sh, with the system's programs and without the environment variables
+        of the task.
+        """
+        return await self._bubblewrap.run(
             f"export PATH=/usr/sbin:/usr/bin:/sbin:/bin\n{script}",
             timeout_s=timeout_s,
             stdout=stdout,
@@ -195,19 +202,21 @@ class SandboxEnvironment(BaseEnvironment):
         )
 
     def hold_uploads(self) -> None:
-        """From here on `upload_dir` changes nothing inside, and `held_uploads` lists the files."""
+        """Make `upload_dir` append to `held_uploads` instead of copying files into the sandbox."""
         self.held_uploads = []
 
     @override
     async def is_dir(self, path: str, user: str | int | None = None) -> bool:
         if not path.startswith("/"):
             return await super().is_dir(path, user)
-        return await self._running.kind_of(path) in (PathKind.EMPTY_DIRECTORY, PathKind.DIRECTORY)
+        return await self._bubblewrap.path_kind(path) in (PathKind.EMPTY_DIRECTORY, PathKind.DIRECTORY)
 
     @contextmanager
-    def handed_in(self) -> Iterator[tuple[Path, str]]:
-        """A place for a file to hand in while the block lasts: its path on the host and, read-only, inside."""
-        host_path, inside_path = self._running.put(f"{next(_instances)}.in")
+    def staged_file(self) -> Iterator[tuple[Path, str]]:
+        """Yield the path of a new file on the host and its read-only path inside. The file is removed
+        afterwards.
+        """
+        host_path, inside_path = self._bubblewrap.stage_path(f"{next(_instances)}.in")
         try:
             yield host_path, inside_path
         finally:
@@ -217,37 +226,37 @@ class SandboxEnvironment(BaseEnvironment):
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         target = str(target_path)
         name = Path(source_path).name
-        place = f"{target.rstrip('/')}/{name}" if target.endswith("/") else target
-        await self._unpack([(Path(source_path), place)], place, directory_wins=name)
+        path = f"{target.rstrip('/')}/{name}" if target.endswith("/") else target
+        await self._upload([(Path(source_path), path)], path, directory_wins=name)
 
     @override
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         target = str(target_dir)
-        files = await asyncio.to_thread(self._collection.made_here, Path(source_dir), target)
+        files = await asyncio.to_thread(self._downloads.host_files, Path(source_dir), target)
         if self.held_uploads is not None:
             self.held_uploads += files
             return
-        await self._unpack(files, target, directories=[target], directory_mode=None)
+        await self._upload(files, target, directories=[target], directory_mode=None)
 
     @override
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         source = shlex.quote(str(source_path))
-        given = self._collection.allowance(str(source_path))
-        left = replace(given)
-        with BoundedFile(given.size) as received:
-            is_whole = await self._receive(
-                f"test -f {source} && /usr/bin/head -c {given.size + 1} -- {source}",
+        budget = self._downloads.budget_for(str(source_path))
+        left = replace(budget)
+        with BoundedFile(budget.size) as received:
+            is_whole = await self._download(
+                f"test -f {source} && /usr/bin/head -c {budget.size + 1} -- {source}",
                 str(source_path),
                 received,
             )
-            if not is_whole or given.files <= 0:
-                self._collection.take(str(source_path), given, given, is_whole=False)
+            if not is_whole or budget.files <= 0:
+                self._downloads.record(str(source_path), budget, budget, is_whole=False)
                 raise SandboxError(
-                    f"cannot download {source_path}: it is larger than what may be collected of one trial"
+                    f"cannot download {source_path}: it is larger than what is downloaded from one trial"
                 )
             left.files -= 1
             left.size -= received.tell()
-            self._collection.take(str(source_path), given, left, is_whole=True)
+            self._downloads.record(str(source_path), budget, left, is_whole=True)
             await asyncio.to_thread(write_untrusted_file, received, Path(target_path))
 
     @override
@@ -263,59 +272,66 @@ class SandboxEnvironment(BaseEnvironment):
     async def _download_dir(
         self, source_dir: str, target_dir: Path | str, *, exclude: Sequence[str] = ()
     ) -> None:
-        if await self._running.kind_of(str(source_dir)) is PathKind.EMPTY_DIRECTORY:
+        if await self._bubblewrap.path_kind(str(source_dir)) is PathKind.EMPTY_DIRECTORY:
             os.makedirs(target_dir, exist_ok=True)
             return
-        given = self._collection.allowance(str(source_dir))
-        left = replace(given)
+        budget = self._downloads.budget_for(str(source_dir))
+        left = replace(budget)
         patterns = " ".join(f"--exclude={shlex.quote(pattern)}" for pattern in exclude)
         script = f"""cd -- {shlex.quote(str(source_dir))} || exit 1
             set --
-            for file in {" ".join(REWARD_FILES)}; do [ -f "$file" ] && [ ! -L "$file" ] && set -- "$@" "./$file"; done
-            /usr/bin/tar {patterns} --hard-dereference -cf - -- "$@" . | /usr/bin/head -c {given.archive_bytes + 1}"""
-        with BoundedFile(given.archive_bytes) as received:
-            is_whole = await self._receive(script, str(source_dir), received)
+            for file in {" ".join(REWARD_FILES)}; do
+                [ -f "$file" ] && [ ! -L "$file" ] && set -- "$@" "./$file"
+            done
+            /usr/bin/tar {patterns} --hard-dereference -cf - -- "$@" . |
+                /usr/bin/head -c {budget.archive_bytes + 1}"""
+        with BoundedFile(budget.archive_bytes) as received:
+            is_whole = await self._download(script, str(source_dir), received)
             if received.tell() == 0:
                 raise SandboxError(f"cannot download {source_dir}: no such directory")
             received.seek(0)
-            is_whole &= await asyncio.to_thread(self._collection.unpack, received, Path(target_dir), left)
-        self._collection.take(str(source_dir), given, left, is_whole=is_whole)
+            is_whole &= await asyncio.to_thread(self._downloads.unpack, received, Path(target_dir), left)
+        self._downloads.record(str(source_dir), budget, left, is_whole=is_whole)
 
-    async def _receive(self, script: str, source: str, received: BoundedFile) -> bool:
-        """The output of a command goes to `received`; whether all of it is there. The agent may have replaced the programs."""
+    async def _download(self, script: str, source: str, received: BoundedFile) -> bool:
+        """Write the output of a command to `received` and return whether it is complete. The agent may have
+        replaced the programs.
+        """
         try:
-            completed = await self._running.run(
+            completed = await self._bubblewrap.run(
                 script, timeout_s=COLLECT_TIMEOUT_S, stdout=received, shell="sh"
             )
         except CommandTimeout:
             return False
         if completed.status != 0:
-            raise SandboxError(f"cannot download {source}: {_last_line(completed.stderr) or 'not there'}")
+            raise SandboxError(
+                f"cannot download {source}: {_last_line(completed.stderr) or 'it does not exist'}"
+            )
         return not received.was_cut
 
     @property
-    def _running(self) -> Bubblewrap:
+    def _bubblewrap(self) -> Bubblewrap:
         if self._sandbox is None:
             raise SandboxError("the sandbox was not started")
         return self._sandbox
 
     @property
     def _workdir(self) -> str:
-        return self.task_env_config.workdir or self._recipe.workdir
+        return self.task_env_config.workdir or self._plan.workdir
 
-    def _limits(self) -> Limits:
-        defaults = Limits()
-        return Limits(
+    def _limits(self) -> SandboxLimits:
+        defaults = SandboxLimits()
+        return SandboxLimits(
             memory_mb=self._effective_memory_mb or defaults.memory_mb,
             storage_mb=self._effective_storage_mb or defaults.storage_mb,
         )
 
     async def _make_directories(self, directories: Sequence[str]) -> None:
-        await self._unpack([], "the sandbox", directories=directories)
+        await self._upload([], "the sandbox", directories=directories)
 
-    async def _build_step(self, step: Run) -> None:
+    async def _run_build_step(self, step: Run) -> None:
         script = command_script(step.script, cwd=step.workdir, environment=step.environment)
-        completed = await self._running.run(script)
+        completed = await self._bubblewrap.run(script)
         if completed.status != 0:
             reason = (
                 _last_line(completed.stderr) or _last_line(completed.stdout) or f"status {completed.status}"
@@ -324,7 +340,7 @@ class SandboxEnvironment(BaseEnvironment):
                 f"Dockerfile line {step.line}: RUN failed in the sandbox ({reason}); {USE_DOCKER}"
             )
 
-    async def _unpack(
+    async def _upload(
         self,
         files: Sequence[tuple[Path, str]],
         what: str,
@@ -334,8 +350,12 @@ class SandboxEnvironment(BaseEnvironment):
         directories: Sequence[str] = (),
         directory_mode: int | None = 0o777,
     ) -> None:
-        """Make `directories` and copy host files to absolute paths inside. With `directory_wins`, a single file goes into `what` if that
-        is a directory."""
+        """Create `directories` and copy host files to absolute paths inside. `what` names the target in error
+        messages.
+
+        `directory_wins` is the name of a single file that goes into `what` if `what` is a directory, as in
+        `cp`.
+        """
         if not files and not directories:
             return
         commands = []
@@ -343,17 +363,17 @@ class SandboxEnvironment(BaseEnvironment):
         if directories:
             chmod = f" && chmod {directory_mode:o} {quoted}" if directory_mode is not None else ""
             commands.append(f"{{ mkdir -p {quoted}{chmod}; }} || exit {CANNOT_MAKE_DIRECTORIES}")
-        host_path, inside_path = self._running.put(f"{next(_instances)}.tar")
+        host_path, inside_path = self._bubblewrap.stage_path(f"{next(_instances)}.tar")
         try:
             if files:
                 await asyncio.to_thread(write_archive, host_path, files, mode)
                 commands.append(_unpacking(inside_path, what, directory_wins))
-            completed = await self._running.run("\n".join(commands), shell="sh")
+            completed = await self._bubblewrap.run("\n".join(commands), shell="sh")
         finally:
             host_path.unlink(missing_ok=True)
         if completed.status == CANNOT_MAKE_DIRECTORIES and directories:
             raise SandboxError(
-                f"cannot make {quoted} in the sandbox: {_last_line(completed.stderr)}; {USE_DOCKER}"
+                f"cannot create {quoted} in the sandbox: {_last_line(completed.stderr)}; {USE_DOCKER}"
             )
         if completed.status != 0:
             raise SandboxError(f"cannot upload to {what}: {_last_line(completed.stderr)}")
@@ -363,58 +383,26 @@ def _unpacking(archive: str, what: str, directory_wins: str | None) -> str:
     script = f"tar -C / --no-same-owner --overwrite -xf {archive}"
     if directory_wins is None:
         return script
-    place, name = shlex.quote(what), shlex.quote(directory_wins)
-    return f'if [ -d {place} ]; then tar -xOf {archive} > {place}/{name}; else mkdir -p "$(dirname {place})" && {script}; fi'
+    path, name = shlex.quote(what), shlex.quote(directory_wins)
+    return (
+        f"if [ -d {path} ]; then tar -xOf {archive} > {path}/{name}; "
+        f'else mkdir -p "$(dirname {path})" && {script}; fi'
+    )
 
 
 def is_infrastructure_failure(status: int, environment: BaseEnvironment) -> bool:
-    """Whether the status of `true` came from the machine itself. `docker compose exec` also ends with 1 where the container or the daemon
-    is gone; our own sandbox raises SandboxError then."""
+    """Return whether the exit status of `true` can come from a working environment.
+
+    `docker compose exec` exits with 1 if the container or the daemon has ended. A `SandboxEnvironment` raises
+    SandboxError in that case.
+    """
     return isinstance(environment, SandboxEnvironment) or status in (0, *CANNOT_RUN)
 
 
-class Network(StrEnum):
-    """What network a task's sandbox has."""
-
-    PUBLIC = "public"
-    OFF = "off"  # the task asks for none
-    LACKING = "lacking"  # Harbor's default is public, this machine has none to give, and the task does not ask for it by name
-    REFUSED = "refused"  # as before, and the task or the user does ask for it
-
-
-def network_of(config: EnvironmentConfig, *, given: bool) -> Network:
-    """The network of a task, as its task.toml says, or `network=true` where that is `given`."""
-    if (config.network_mode != NetworkMode.PUBLIC or config.allow_internet is False) and not given:
-        return Network.OFF
-    if why_no_network() is None:
-        return Network.PUBLIC
-    # Harbor turns allow_internet into network_mode, and sets the old field to None in every configuration.
-    is_asked_for = given or "network_mode" in config.model_fields_set or config.allow_internet is True
-    return Network.REFUSED if is_asked_for else Network.LACKING
-
-
-def read_recipe(environment_dir: Path, config: EnvironmentConfig) -> Recipe:
-    """What to build for a task. ConfigError when the sandbox cannot stand in for its image."""
-    if (environment_dir / "docker-compose.yaml").exists():
-        raise ConfigError(
-            f"{environment_dir}/docker-compose.yaml: the sandbox cannot run several services; {USE_DOCKER}"
-        )
-    dockerfile = environment_dir / "Dockerfile"
-    if dockerfile.is_file():
-        return parse_dockerfile(dockerfile)
-    if config.docker_image is None:
-        raise ConfigError(
-            f"{environment_dir}: no Dockerfile and no [environment].docker_image; add one of them"
-        )
-    if not DEBIAN_LIKE.match(config.docker_image):
-        raise ConfigError(
-            f"{environment_dir.parent}: the sandbox cannot stand in for the image {config.docker_image}; {USE_DOCKER}"
-        )
-    return Recipe(environment={})
-
-
 def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) -> str:
-    """A bash script that runs `command` there, with that environment. A directory the agent removed must not disable the verifier."""
+    """Return a bash script that runs `command` in `cwd` with `environment`. It uses / if the agent removed
+    `cwd`, so that verifiers still run.
+    """
     quoted = shlex.quote(cwd)
     lines = [f"cd -- {quoted} 2>/dev/null || cd /"]
     lines += [
@@ -426,12 +414,12 @@ def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) ->
 
 
 def write_archive(host_path: Path, files: Sequence[tuple[Path, str]], mode: int | None = None) -> None:
-    """A tar archive of host files at absolute paths inside, all of them root's."""
+    """Write a tar archive of host files with their absolute paths inside, owned by root. Blocks."""
     with tarfile.open(host_path, "w", format=tarfile.PAX_FORMAT) as archive:
-        for source, place in files:
+        for source, path in files:
             archive.add(
                 source,
-                arcname=place.lstrip("/"),
+                arcname=path.lstrip("/"),
                 recursive=False,
                 filter=lambda member: _as_root(member, mode),
             )

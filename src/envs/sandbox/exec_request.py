@@ -1,7 +1,8 @@
-"""One command on its way into a sandbox, seen from the host: a script, and two FIFOs for its output.
+"""The host side of one command that runs in a sandbox: a script and two FIFOs for its output.
 
-The event loop reads stdout and stderr as they arrive. The exit status comes from the exec server. The names of the FIFOs are random and
-their directory cannot be listed, so that a process of the sandbox cannot write into the output of another command by its name.
+The event loop reads stdout and stderr as they arrive. The exec server reports the exit status. The FIFOs have
+random names in a directory that the sandbox cannot list, so a process inside cannot open the output of
+another command.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ CANNOT_START_STATUS = 126
 
 @dataclass(slots=True)
 class Stream:
-    """Bytes arriving from a FIFO: into `file` when given, else kept; what exceeds the limit is dropped."""
+    """The bytes received from a FIFO, written to `file` if it is given and kept in `data` otherwise. Bytes
+    beyond the limit are dropped.
+    """
 
     descriptor: int
     file: BinaryIO | None = None
@@ -34,24 +37,26 @@ class Stream:
     num_written: int = 0
 
     def read(self) -> bool:
-        """Take what is there; False at the end of the stream."""
+        """Read the available bytes. Return False at the end of the stream."""
         try:
             chunk = os.read(self.descriptor, 2**16)
         except BlockingIOError:
             return True
-        self._take(chunk)
+        self._append(chunk)
         return bool(chunk)
 
     def drain(self) -> None:
-        """Take what was written before this call. A process left behind may write forever, so the amount is fixed first."""
+        """Read the bytes written before this call. Their number is determined first, because a background
+        process may never stop writing.
+        """
         size = int.from_bytes(fcntl.ioctl(self.descriptor, termios.FIONREAD, bytes(4)), "little")
         while size > 0 and (chunk := os.read(self.descriptor, size)):
             size -= len(chunk)
-            self._take(chunk)
+            self._append(chunk)
 
-    def _take(self, chunk: bytes) -> None:
-        room = (MAX_OUTPUT_BYTES if self.file is None else MAX_FILE_BYTES) - self.num_written
-        kept = chunk[:room]
+    def _append(self, chunk: bytes) -> None:
+        capacity = (MAX_OUTPUT_BYTES if self.file is None else MAX_FILE_BYTES) - self.num_written
+        kept = chunk[:capacity]
         self.num_written += len(kept)
         if self.file is not None:
             self.file.write(kept)
@@ -59,8 +64,8 @@ class Stream:
             self.data += kept
 
 
-class Request:
-    """One command on its way: its script and its two FIFOs on the host. `done` becomes its exit status."""
+class ExecRequest:
+    """A command that was sent to a sandbox. `done` is a future of its exit status."""
 
     def __init__(
         self, directory: Path, number: int, script: str, stdout: BinaryIO | None, user: SandboxUser
@@ -75,32 +80,34 @@ class Request:
         try:
             for path in self._paths:
                 os.mkfifo(path, 0o600)
-                user.admit(path, 0o620)
+                user.grant_access(path, 0o620)
                 descriptors.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
             with open(self._script, "xb") as file:
                 file.write(script.encode("utf-8", "surrogateescape"))
-            user.admit(self._script, 0o640)
+            user.grant_access(self._script, 0o640)
         except OSError as error:
             for descriptor in descriptors:
                 os.close(descriptor)
-            raise SandboxError(f"cannot hand a command to the sandbox: {error}") from error
+            raise SandboxError(f"cannot send a command to the sandbox: {error}") from error
         self.stdout, self.stderr = (Stream(descriptor) for descriptor in descriptors)
         self.stdout.file = stdout
         for stream in (self.stdout, self.stderr):
             self._loop.add_reader(stream.descriptor, self._on_output, stream)
 
     def finish(self, status: int) -> None:
-        """The command has ended: what it wrote is in the FIFOs, whatever processes it left behind."""
+        """Set the exit status of a command that has ended, after reading the rest of its output from the
+        FIFOs.
+        """
         try:
             self.stdout.drain()
             self.stderr.drain()
-        except OSError as error:  # the file that takes the output is on a full disk
-            self.fail(SandboxError(f"cannot take a command's output: {error}"))
+        except OSError as error:  # the disk that stores the output is full
+            self.fail(SandboxError(f"cannot store the output of a command: {error}"))
         if not self.done.done():
             self.done.set_result(status)
 
     def refuse(self, reason: str) -> None:
-        """The sandbox could not start the command, for example because the agent has used up its processes."""
+        """Report that the sandbox could not start the command, for example because it has no free process."""
         self.stderr.data += f"cannot start a command: {reason}\n".encode()
         self.finish(CANNOT_START_STATUS)
 
@@ -110,20 +117,22 @@ class Request:
 
     def close(self) -> None:
         for stream in (self.stdout, self.stderr):
-            self._loop.remove_reader(stream.descriptor)  # before closing: the number may be reused at once
+            self._loop.remove_reader(
+                stream.descriptor
+            )  # before closing, because the number can be reused at once
             os.close(stream.descriptor)
         for path in (*self._paths, self._script):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         if self.done.done() and not self.done.cancelled():
-            self.done.exception()  # seen, even when nobody waits any more
+            self.done.exception()  # marks it as retrieved when no task awaits it
         self.done.cancel()
 
     def _on_output(self, stream: Stream) -> None:
         try:
             more = stream.read()
         except OSError as error:
-            self.fail(SandboxError(f"cannot take a command's output: {error}"))
+            self.fail(SandboxError(f"cannot store the output of a command: {error}"))
             more = False
         if not more:
             self._loop.remove_reader(stream.descriptor)

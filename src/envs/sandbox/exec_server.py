@@ -1,23 +1,26 @@
-"""The program that is pid 1 of a sandbox: it starts commands, reports their status and reaps processes without a parent.
+"""The program that runs as pid 1 of a sandbox. It starts commands, reports their exit status and reaps
+orphaned processes.
 
-An agent can neither read, write nor trace it: it makes itself non-dumpable before the first command starts, and no process of the sandbox
-has capabilities. Signals from inside have no effect, because pid 1 of a pid namespace receives none that it has no handler for. The
-seccomp filter keeps `prlimit` and the scheduling calls of other processes away from it.
+An agent cannot read its memory, write to it or trace it: the program makes itself non-dumpable before the
+first command starts, and no process of the sandbox has capabilities. Signals from inside have no effect,
+because the kernel delivers a signal to pid 1 of a pid namespace only if pid 1 has a handler for it. The
+seccomp filter denies `prlimit` and scheduling calls that address pid 1.
 
-It reads one request a line from stdin and writes one answer a line to stdout. Only this process has these pipes, so no command can report
-the status of another one:
+The program reads one request per line from stdin and writes one answer per line to stdout. No other process
+has these pipes, so no command can report the status of another one:
 
     run NUMBER TOKEN SHELL
-                       start `SHELL requests/NUMBER.sh` in a process group of its own; its output goes to the FIFOs
-                       requests/TOKEN.{stdout,stderr}
+                       start `SHELL requests/NUMBER.sh` in a process group of its own; its output goes
+                       to the FIFOs requests/TOKEN.{stdout,stderr}
     kill NUMBER        kill that process group
-    killall NUMBER     kill every other process and wait until all are gone
-    stat NUMBER PATH   report what is at a path, which is given in hexadecimal, as a number of `PathKind`
+    killall NUMBER     kill all other processes and wait until they have ended
+    stat NUMBER PATH   report the `PathKind` of a path, which is encoded in hexadecimal
     exit NUMBER STATUS the answer to run, killall and stat
-    failed NUMBER WHY  a command could not be started
+    failed NUMBER WHY  the answer to run if the command could not be started
 
-It is written in Perl because perl-base is essential in Debian and Ubuntu, starts in 3 ms and can make system calls without a module.
-Python takes 15 ms and may be absent from /usr. A shell cannot call prctl.
+The program is written in Perl, because perl-base is an essential package of Debian and Ubuntu, starts in 3 ms
+and can make system calls without a module. Python takes 15 ms to start and may be absent from /usr. A shell
+cannot call prctl.
 """
 
 from __future__ import annotations
@@ -33,17 +36,17 @@ INTERPRETER = "/usr/bin/perl"
 
 
 class PathKind(IntEnum):
-    """What a path inside a sandbox leads to. Symbolic links are followed."""
+    """The kind of file at a path inside a sandbox, after following symbolic links."""
 
     MISSING = 0
-    OTHER = 1  # neither missing nor a directory
+    OTHER = 1  # any file that is not a directory
     EMPTY_DIRECTORY = 2
     DIRECTORY = 3
 
 
 _PROGRAM = r"""
 use strict;
-@INC = ();  # the directories in it are the agent's: nothing is loaded after this line
+@INC = ();  # agents can write to its directories, so no module may be loaded after this line
 my ($prctl, $prlimit64, $rt_sigprocmask, $signalfd4, @limits) = map { $_ + 0 } @ARGV;
 sub check { return if $_[1] == 0; print STDERR "the exec server cannot use $_[0]: $!\n"; exit 1 }
 
@@ -61,7 +64,9 @@ sub copy {
     if (-d _) {
         must($target, -d $target || mkdir $target, $mode);
         must($target, opendir my $directory, $source);
-        for my $name (readdir $directory) { copy("$source/$name", "$target/$name") if $name ne '.' && $name ne '..' }
+        for my $name (readdir $directory) {
+            copy("$source/$name", "$target/$name") if $name ne '.' && $name ne '..';
+        }
         return;
     }
     must($source, sysopen my $in, $source, 0);
@@ -103,9 +108,10 @@ sub run {
     }
     setpgrp(0, 0);
     syscall($rt_sigprocmask, 1, $child_signal, 0, 8);
-    if (open(my $preference, '>', '/proc/self/oom_score_adj')) { syswrite $preference, '500'; close $preference }
+    if (open(my $score, '>', '/proc/self/oom_score_adj')) { syswrite $score, '500'; close $score }
     my $requests = '/.sandbox/requests';
-    open(STDIN, '<', '/dev/null') && sysopen(STDOUT, "$requests/$token.stdout", 1) && sysopen(STDERR, "$requests/$token.stderr", 1)
+    open(STDIN, '<', '/dev/null') && sysopen(STDOUT, "$requests/$token.stdout", 1)
+        && sysopen(STDERR, "$requests/$token.stderr", 1)
         && exec { "/usr/bin/$shell" } $shell, "$requests/$number.sh";
     exit 127;
 }
@@ -142,7 +148,9 @@ while (1) {
 
 
 def exec_server_command(limits: Mapping[int, int]) -> list[str]:
-    """The command line of pid 1, with the resource limits (`resource.RLIMIT_*`) that it and every command get."""
+    """Return the command line of pid 1. `limits` maps `resource.RLIMIT_*` to limits for pid 1 and every
+    command.
+    """
     numbers = call_numbers(("prctl", "prlimit64", "rt_sigprocmask", "signalfd4"))
     pairs = [str(value) for pair in {**limits, resource.RLIMIT_CORE: 0}.items() for value in pair]
     return [INTERPRETER, "-e", _PROGRAM, "--", *map(str, numbers), *pairs]

@@ -1,7 +1,8 @@
-"""Files between the host and a trial's machine. What comes out was made by an agent: it is bounded, and never trusted.
+"""Copy files between the host and the environment of a trial. Files that an agent made are limited in size
+and never trusted.
 
-Everything here that costs time in proportion to what an agent made runs in a thread. Bounds hold for one trial; what exceeds them is left
-out, which is logged, noted in the trial's folder and counted, and never fails the trial.
+Operations whose time grows with the agent's files run in a thread. The limits hold per trial. Files beyond
+them are omitted; that is logged, noted in the trial's folder and counted, and does not fail the trial.
 """
 
 from __future__ import annotations
@@ -26,14 +27,12 @@ logger = logging.getLogger(__name__)
 
 MAX_FILES = 10_000  # of one trial: files and directories
 MAX_BYTES = 64 * 2**20  # of one trial
-LOG_SHARE = (
-    4  # one directory of logs may take this part of the trial's bounds, so that logs leave room for artifacts
-)
+LOG_SHARE = 4  # a directory of logs gets a quarter of the trial's limits, so that artifacts are not omitted
 MAX_DEPTH = 32
 MAX_PATH_BYTES = 1024
-HEADER_BYTES = 2048  # what an archive may take for each member beside its contents
+HEADER_BYTES = 2048  # per member of an archive, besides its contents
 COLLECT_TIMEOUT_S = 60.0
-REWARD_FILES = ("reward.json", "reward.txt")  # come first, whatever else there is, and are never cut
+REWARD_FILES = ("reward.json", "reward.txt")  # downloaded first and never truncated
 MAX_REWARD_BYTES = 2**20
 NOTE = "left_out.txt"
 CUT_SUFFIX = ".cut"
@@ -46,68 +45,77 @@ class Readable(Protocol):
 
 
 @dataclass(kw_only=True, slots=True)
-class Allowance:
-    """What one download may still take."""
+class DownloadBudget:
+    """How many files and bytes a download may still write."""
 
     files: int = MAX_FILES
     size: int = MAX_BYTES
 
     @property
     def archive_bytes(self) -> int:
-        """The longest archive that is worth reading."""
+        """The size of the largest archive within the budget, in bytes."""
         return self.size + self.files * HEADER_BYTES
 
 
-class Collection:
-    """What was taken from one machine of a trial so far. `note` is the file that says what was left out."""
+class TrialDownloads:
+    """The files that were downloaded from one environment of a trial. The file `NOTE` in `folder` lists what
+    was omitted.
+    """
 
     def __init__(self, folder: Path, *, files: int = MAX_FILES, size: int = MAX_BYTES) -> None:
         self._note = folder / NOTE
         self._files = files
         self._size = size
-        self._left = Allowance(files=files, size=size)
-        self.taken: set[Path] = (
-            set()
-        )  # files on the host that came from the machine; it need not get them back
+        self._left = DownloadBudget(files=files, size=size)
+        self.downloaded: set[Path] = set()  # host paths; uploads omit them, because the environment has them
 
-    def allowance(self, source: str) -> Allowance:
-        """For a download of `source`: a part of the whole for a directory of logs, what is left for anything else."""
+    def budget_for(self, source: str) -> DownloadBudget:
+        """Return the budget of a download: a share of the limits for a directory of logs, else what is left
+        of them.
+        """
         share = (
             LOG_SHARE
             if PurePosixPath(source).parent == PurePosixPath("/logs") and not source.endswith("artifacts")
             else 1
         )
-        return Allowance(
+        return DownloadBudget(
             files=min(self._left.files, self._files // share), size=min(self._left.size, self._size // share)
         )
 
-    def unpack(self, archive: Readable, target: Path, left: Allowance) -> bool:
-        """`unpack`, which remembers what it wrote. Blocks."""
-        return unpack(archive, target, left, self.taken)
+    def unpack(self, archive: Readable, target: Path, left: DownloadBudget) -> bool:
+        """Call `unpack` and remember the files that it wrote. Blocks."""
+        return unpack(archive, target, left, self.downloaded)
 
-    def made_here(self, source: Path, target: str) -> list[tuple[Path, str]]:
-        """What of a host directory did not come from the machine itself, each file with its place below `target`. Blocks."""
+    def host_files(self, source: Path, target: str) -> list[tuple[Path, str]]:
+        """Return the files of a host directory that were not downloaded, each with its path below `target`.
+        Blocks.
+        """
         return [
-            (path, place) for path, place in files_below(source, target) if path.absolute() not in self.taken
+            (path, inside)
+            for path, inside in list_files(source, target)
+            if path.absolute() not in self.downloaded
         ]
 
-    def has_taken(self, target: Path) -> bool:
-        """Whether anything of the machine lies below a host directory."""
-        return any(path.is_relative_to(target.absolute()) for path in self.taken)
+    def has_downloads_below(self, target: Path) -> bool:
+        """Return whether a host directory contains downloaded files."""
+        return any(path.is_relative_to(target.absolute()) for path in self.downloaded)
 
-    def take(self, source: str, given: Allowance, left: Allowance, *, is_whole: bool) -> None:
-        """Counts a download that was `given` an allowance of which that much is `left`, and notes one that is not whole."""
-        self._left.files -= given.files - left.files
-        self._left.size -= given.size - left.size
+    def record(self, source: str, budget: DownloadBudget, left: DownloadBudget, *, is_whole: bool) -> None:
+        """Subtract what a download used of its budget from the limits of the trial. Note a download that is
+        not complete.
+        """
+        self._left.files -= budget.files - left.files
+        self._left.size -= budget.size - left.size
         if not is_whole:
             note(
                 self._note,
-                f"{source}: cut at {given.files} files, {given.size / 2**20:g} MiB, {MAX_DEPTH} levels; the rest was left out",
+                f"{source}: only {budget.files} files, {budget.size / 2**20:g} MiB and {MAX_DEPTH} levels "
+                "are kept; the rest was omitted",
             )
 
 
 class BoundedFile(io.FileIO):
-    """A temporary file that keeps no more than `limit` bytes of what is written to it."""
+    """A temporary file that keeps the first `limit` bytes that are written to it."""
 
     def __init__(self, limit: int) -> None:
         descriptor, path = tempfile.mkstemp()
@@ -117,15 +125,15 @@ class BoundedFile(io.FileIO):
         self.was_cut = False
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]
-        room = max(0, self._limit - self.tell())
-        if len(data) > room:
+        capacity = max(0, self._limit - self.tell())
+        if len(data) > capacity:
             self.was_cut = True
-        super().write(memoryview(data)[:room])
+        super().write(memoryview(data)[:capacity])
         return len(data)
 
 
 class ChunkReader:
-    """A stream of chunks as a file to read from. It ends early after `limit` bytes or at the deadline."""
+    """A readable file over an iterator of chunks. It ends after `limit` bytes or `timeout_s` seconds."""
 
     def __init__(self, chunks: Iterator[bytes], limit: int, *, timeout_s: float = COLLECT_TIMEOUT_S) -> None:
         self._chunks = chunks
@@ -150,15 +158,15 @@ class ChunkReader:
 
 
 def note(path: Path, line: str) -> None:
-    """One line in the log and in the trial's folder on what is missing there."""
+    """Log a line about omitted files and append it to the note in the trial's folder."""
     logger.warning("%s: %s", path.parent.name, line)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(f"{line}\n")
 
 
-async def decoded(output: bytes) -> str:
-    """What a command printed, as text; much of it in a thread."""
+async def decode_output(output: bytes) -> str:
+    """Decode the output of a command, in a thread if it is large."""
     return (
         output.decode("utf-8", "replace")
         if len(output) <= LARGE_OUTPUT
@@ -167,14 +175,14 @@ async def decoded(output: bytes) -> str:
 
 
 def _decoded_in_pieces(output: bytes) -> str:
-    """One call for all of it would hold the interpreter's lock throughout."""
+    """Decode in chunks, because one call would hold the interpreter lock until all bytes are decoded."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces = [decoder.decode(output[start : start + CHUNK]) for start in range(0, len(output), CHUNK)]
     return "".join([*pieces, decoder.decode(b"", final=True)])
 
 
-def files_below(source: Path, target: str) -> list[tuple[Path, str]]:
-    """Everything in a host directory, each with its place below `target` inside."""
+def list_files(source: Path, target: str) -> list[tuple[Path, str]]:
+    """Return all files and directories below a host directory, each with its path below `target`."""
     return [
         (path, str(PurePosixPath(target, path.relative_to(source).as_posix())))
         for path in sorted(source.rglob("*"))
@@ -182,7 +190,7 @@ def files_below(source: Path, target: str) -> list[tuple[Path, str]]:
 
 
 def write_untrusted_file(received: IO[bytes], target: Path) -> None:
-    """Write downloaded bytes to a file of their own, never through a link that is already there."""
+    """Write downloaded bytes to a new file. An existing file or link at `target` is replaced."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     received.seek(0)
@@ -190,43 +198,55 @@ def write_untrusted_file(received: IO[bytes], target: Path) -> None:
         shutil.copyfileobj(received, file)
 
 
-def unpack(archive: Readable, target: Path, allowance: Allowance, taken: set[Path] | None = None) -> bool:
-    """Unpack an archive made by an agent as far as `allowance` goes, which it uses up; whether all of it was unpacked.
+def unpack(
+    archive: Readable, target: Path, budget: DownloadBudget, written_paths: set[Path] | None = None
+) -> bool:
+    """Unpack an archive that an agent made, within `budget`, which is reduced. Return whether the archive was
+    unpacked completely.
 
-    Regular files and directories only, never a link or a sparse file, nothing outside `target`, and nothing over a file that is there. The
-    beginning of a file that is cut gets a name of its own. What is written is added to `taken`.
+    Only regular files and directories below `target` are written: no links, no sparse files, and no existing
+    file is overwritten. A truncated file gets the suffix `CUT_SUFFIX`. The paths of written files are added
+    to `written_paths`. Raises OSError for errors of this host.
     """
     target.mkdir(parents=True, exist_ok=True)
     is_whole = True
     try:
         with tarfile.open(fileobj=archive, mode="r|", bufsize=CHUNK) as tar:  # type: ignore[call-overload]
             while (member := tar.next()) is not None:
-                tar.members.clear()  # it would keep every header
+                tar.members.clear()  # tarfile would keep every header in memory
                 is_reward = member.name.removeprefix("./") in REWARD_FILES and member.size <= MAX_REWARD_BYTES
-                if allowance.files <= 0 or (allowance.size <= 0 and not is_reward):
+                if budget.files <= 0 or (budget.size <= 0 and not is_reward):
                     return False
-                allowance.files -= 1
+                budget.files -= 1
                 is_whole &= _unpack_member(
-                    tar, member, target, allowance, set() if taken is None else taken, is_reward=is_reward
+                    tar,
+                    member,
+                    target,
+                    budget,
+                    set() if written_paths is None else written_paths,
+                    is_reward=is_reward,
                 )
-    except OSError:  # of this host, such as a full disk
+    except OSError:  # an error of this host, such as a full disk
         raise
-    except Exception as error:  # whatever a forged archive makes tarfile raise
+    except Exception as error:  # tarfile raises many types of exceptions for a forged archive
         logger.debug("an archive could not be read to its end: %s: %s", type(error).__name__, error)
         return False
     return is_whole
 
 
-def unpack_file(archive: Readable, target: Path, allowance: Allowance) -> None:
-    """Write the one regular file of an archive. SandboxError when there is none, or it is larger than `allowance`."""
+def unpack_file(archive: Readable, target: Path, budget: DownloadBudget) -> None:
+    """Write the only regular file of an archive. Raises SandboxError if there is none or if it exceeds
+    `budget`.
+    """
     try:
         with tarfile.open(fileobj=archive, mode="r|", bufsize=CHUNK) as tar:  # type: ignore[call-overload]
             member = tar.next()
             if member is None or not member.isreg() or member.issparse():
                 raise SandboxError(f"cannot download {target.name}: not a regular file")
-            if not 0 <= member.size <= allowance.size or allowance.files <= 0:
+            if not 0 <= member.size <= budget.size or budget.files <= 0:
                 raise SandboxError(
-                    f"cannot download {target.name}: {member.size} bytes are more than may be collected"
+                    f"cannot download {target.name}: its {member.size} bytes exceed the download limit of "
+                    "the trial"
                 )
             source = tar.extractfile(member)
             assert source is not None
@@ -235,22 +255,24 @@ def unpack_file(archive: Readable, target: Path, allowance: Allowance) -> None:
                 write_untrusted_file(received, target)
     except (OSError, SandboxError):
         raise
-    except Exception as error:  # whatever a forged archive makes tarfile raise
+    except Exception as error:  # tarfile raises many types of exceptions for a forged archive
         raise SandboxError(f"cannot download {target.name}: {type(error).__name__}: {error}") from error
-    allowance.files -= 1
-    allowance.size -= member.size
+    budget.files -= 1
+    budget.size -= member.size
 
 
 def _unpack_member(
     tar: tarfile.TarFile,
     member: tarfile.TarInfo,
     target: Path,
-    allowance: Allowance,
-    taken: set[Path],
+    budget: DownloadBudget,
+    written_paths: set[Path],
     *,
     is_reward: bool,
 ) -> bool:
-    """Whether nothing of the member is missing. Links and devices do not count as missing: they are never taken."""
+    """Write one member. Return whether it is complete; links and devices, which are never written, count as
+    complete.
+    """
     if not (member.isreg() or member.isdir()):
         return True
     parts = PurePosixPath(member.name).parts
@@ -265,42 +287,44 @@ def _unpack_member(
         member = tarfile.data_filter(member, str(target))
     except tarfile.FilterError:
         return True
-    place = target / member.name
+    path = target / member.name
     try:
         if member.isdir():
-            place.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
             return True
-        place.parent.mkdir(parents=True, exist_ok=True)
-        file = place.open("xb")
-    except OSError:  # it is there already, or is a file where a directory should be
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("xb")
+    except OSError:  # the file exists, or a parent is not a directory
         return True
     source = tar.extractfile(member)
     assert source is not None
     size, written = member.size, 0
     try:
         with file:
-            written = _copy(source, file, size if is_reward else min(size, allowance.size))
+            written = _copy(source, file, size if is_reward else min(size, budget.size))
     finally:
         if written < size:
-            place = _set_apart(place, is_reward=is_reward)
-        taken.add(place.absolute())
-    allowance.size -= min(allowance.size, written)
+            path = _rename_cut_file(path, is_reward=is_reward)
+        written_paths.add(path.absolute())
+    budget.size -= min(budget.size, written)
     if is_reward and written < size:
         return False
-    place.chmod(0o755 if (member.mode or 0) & 0o100 else 0o644)
+    path.chmod(0o755 if (member.mode or 0) & 0o100 else 0o644)
     return written == size
 
 
-def _set_apart(place: Path, *, is_reward: bool) -> Path:
-    """Nobody may take the beginning of a file for the file."""
+def _rename_cut_file(path: Path, *, is_reward: bool) -> Path:
+    """Mark a truncated file by its name, so that it is not mistaken for the complete one. Remove a truncated
+    reward file.
+    """
     if is_reward:
-        place.unlink()
-        return place
-    return place.replace(place.with_name(os.fsdecode(os.fsencode(place.name)[:200]) + CUT_SUFFIX))
+        path.unlink()
+        return path
+    return path.replace(path.with_name(os.fsdecode(os.fsencode(path.name)[:200]) + CUT_SUFFIX))
 
 
 def _copy(source: IO[bytes], target: IO[bytes], size: int) -> int:
-    """Copy `size` bytes; how many there were."""
+    """Copy at most `size` bytes and return how many were copied."""
     written = 0
     while written < size and (chunk := source.read(min(CHUNK, size - written))):
         target.write(chunk)

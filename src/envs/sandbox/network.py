@@ -1,12 +1,13 @@
-"""The public network of a sandbox: slirp4netns forwards its connections from a network namespace of its own.
+"""The public network of a sandbox, which slirp4netns forwards from a network namespace of its own.
 
-The sandbox never shares the host's network namespace, so the host's loopback addresses and abstract unix sockets do not exist for it, and
-slirp4netns refuses its alias for the host's loopback. Its DNS alias is off too: with a resolver on a loopback address, that alias would
-lead there. The sandbox asks the host's name servers itself instead. Link-local addresses, where clouds answer with a machine's credentials,
-are unreachable.
+The sandbox never shares the network namespace of the host, so it has no access to the host's loopback
+addresses and abstract unix sockets. slirp4netns runs without its alias for the host's loopback address and
+without its DNS alias, which would lead to a resolver on a loopback address. The sandbox queries the host's
+name servers directly. Link-local addresses are unreachable, because clouds serve the credentials of a machine
+there.
 
-    trainer -> unshare (user and network namespace) -> waits -> bubblewrap      (one process)
-            -> slirp4netns, as the same unprivileged user                       (ends when the descriptor `exit` is closed)
+    trainer -> unshare (user and network namespace) -> waits -> bubblewrap   (one process)
+            -> slirp4netns, as the same unprivileged user   (ends when the descriptor `exit` is closed)
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from src.envs.sandbox.user import SandboxUser
 READY_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 5
 NAMESPACE_LINE = b"namespace\n"
-# Reserved for benchmarks (RFC 2544), so that it collides with no network of the host.
+# Reserved for benchmarks (RFC 2544), so it does not collide with a network of the host.
 NETWORK = "198.18.77.0/24"
 TUN = Path("/dev/net/tun")
 RESOLVER_FILES = (Path("/etc/resolv.conf"), Path("/run/systemd/resolve/resolv.conf"))
 PROGRAMS = "/usr/sbin:/usr/bin:/sbin:/bin"
-# Link-local addresses belong to the machine's own link: clouds answer there with metadata and credentials of the machine.
+# Clouds serve the metadata and credentials of a machine at link-local addresses.
 LINK_LOCAL = "169.254.0.0/16"
 
-# The device is closed to other users on machines without udev. Its private copy exists only for slirp4netns, in a mount namespace.
+# Without udev, only root can open the device. slirp4netns gets a copy of it in a mount namespace of its own.
 _OPEN_TUN = (
-    "mount -t tmpfs -o mode=755 tmpfs /dev/net && mknod -m 666 /dev/net/tun c 10 200 && mount -o remount,ro /dev/net && "
-    + 'exec "$@"'
+    "mount -t tmpfs -o mode=755 tmpfs /dev/net && mknod -m 666 /dev/net/tun c 10 200 && mount -o "
+    "remount,ro /dev/net && " + 'exec "$@"'
 )
 
 
 def why_no_network() -> str | None:
-    """Why a sandbox cannot have the public network on this machine; None when it can."""
+    """Return why sandboxes cannot have the public network on this machine, or None if they can."""
     if shutil.which("slirp4netns", path=PROGRAMS) is None:
         return "a sandbox with the public network needs the package slirp4netns on this machine"
     if not TUN.exists():
@@ -59,21 +60,23 @@ def why_no_network() -> str | None:
 
 
 def name_servers() -> list[str]:
-    """The IPv4 name servers of this machine that are not the machine itself."""
+    """Return the IPv4 name servers of this machine, without those on loopback addresses."""
     for file in RESOLVER_FILES:
-        found = []
+        servers = []
         with contextlib.suppress(OSError):
             for line in file.read_text().splitlines():
                 words = line.split()
                 if len(words) >= 2 and words[0] == "nameserver" and _is_outside(words[1]):
-                    found.append(words[1])
-        if found:
-            return found
+                    servers.append(words[1])
+        if servers:
+            return servers
     return []
 
 
 def namespace_prefix() -> list[str]:
-    """The command line that runs the following command in a new user and network namespace, once it reads a line."""
+    """Return a command line that creates a user and network namespace, waits for a line on stdin and runs the
+    command after it.
+    """
     return [
         *("/usr/bin/unshare", "--user", "--map-root-user", "--net", "--"),
         *(
@@ -85,16 +88,18 @@ def namespace_prefix() -> list[str]:
     ]
 
 
-class Network:
-    """The process that forwards the connections of one sandbox."""
+class SlirpNetwork:
+    """The slirp4netns process that forwards the connections of one sandbox."""
 
     def __init__(self, process: asyncio.subprocess.Process, exit_descriptor: int) -> None:
         self._process = process
         self._exit_descriptor = exit_descriptor
 
     @classmethod
-    async def connect(cls, namespace_pid: int, user: SandboxUser) -> Network:
-        """Connect the network namespace of this process. SandboxError where slirp4netns cannot."""
+    async def connect(cls, namespace_pid: int, user: SandboxUser) -> SlirpNetwork:
+        """Connect the network namespace of a process to the public network. Raises SandboxError if
+        slirp4netns fails.
+        """
         program = shutil.which("slirp4netns", path=PROGRAMS)
         if program is None:
             raise SandboxError(str(why_no_network()))
@@ -148,7 +153,7 @@ class Network:
         return network
 
     async def close(self) -> None:
-        """End the process. Safe to call twice."""
+        """End slirp4netns. Safe to call twice."""
         if self._exit_descriptor >= 0:
             os.close(self._exit_descriptor)
             self._exit_descriptor = -1
@@ -168,8 +173,8 @@ def _tun_prefix(user: SandboxUser) -> list[str]:
 
 
 def _is_open_to_all(device: Path) -> bool:
-    wanted = stat.S_IROTH | stat.S_IWOTH
-    return device.stat().st_mode & wanted == wanted
+    read_and_write = stat.S_IROTH | stat.S_IWOTH
+    return device.stat().st_mode & read_and_write == read_and_write
 
 
 def _is_outside(address: str) -> bool:
@@ -181,7 +186,7 @@ def _is_outside(address: str) -> bool:
 
 
 async def _first_byte(descriptor: int) -> bytes:
-    """What arrives first in a pipe; nothing where its other end was closed."""
+    """Return the first byte that arrives in a pipe, or nothing if the other end is closed."""
     loop = asyncio.get_running_loop()
     arrived: asyncio.Future[None] = loop.create_future()
     loop.add_reader(descriptor, lambda: arrived.done() or arrived.set_result(None))

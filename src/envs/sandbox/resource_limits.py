@@ -1,10 +1,12 @@
-"""How much one sandbox may use, and the control groups that hold it to that as a whole.
+"""The resource limits of a sandbox and the control groups that enforce them.
 
-A control group counts all processes of a sandbox together, and the files in its memory file systems too. Where the trainer may create one
-(cgroup v2: as root, or below a cgroup delegated by systemd; cgroup v1: as root), it bounds memory and processes. Elsewhere only the limits
-of single processes and of the sandbox's user hold; `limits_enforced_by` says which.
+A control group counts all processes of a sandbox together with the files in its tmpfs file systems. If the
+trainer can create control groups (cgroup v2: as root, or below a cgroup that systemd delegated; cgroup v1: as
+root), they limit memory and processes. Otherwise only limits per process and per user apply.
+`limits_enforced_by` reports which of the two is the case.
 
-Each sandbox's directory lists its cgroups, so that they can be removed after the death of the trainer.
+The directory of each sandbox lists its cgroups, so that a later run can remove them if the trainer was
+killed.
 """
 
 from __future__ import annotations
@@ -28,34 +30,35 @@ SHARED_MEMORY_MB = 64  # /dev/shm, as in Docker
 CONTROLLERS = ("memory", "pids")
 CGROUP_PREFIX = "agent-trainer"
 RECORD_NAME = "cgroups"
-# $1...: files to write the own process id to; the command follows after --.
+# The arguments are cgroup.procs files, `--`, and the command. The shell joins the cgroups before it becomes
+# the command.
 JOIN = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 1; shift; done; shift; exec "$@"'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What one sandbox may use. None means not limited."""
+class SandboxLimits:
+    """The resource limits of one sandbox. None means unlimited."""
 
     processes: int | None = 2048
-    memory_mb: int | None = (
-        8192  # of all processes and files, which are in memory; without a cgroup: the data of one process
-    )
-    storage_mb: int = 4096  # of all files, and of any one
+    memory_mb: int | None = 8192  # of all processes and files; without a cgroup, of the data of each process
+    storage_mb: int = 4096  # of all files together, and of each file
 
     @property
-    def storage_shares_mb(self) -> dict[str, int]:
-        """The sizes of the memory file systems. With a memory limit they leave a quarter of it to processes: a full disk must be an
-        error of the process that writes, not the end of another one."""
-        most = (
+    def tmpfs_sizes_mb(self) -> dict[str, int]:
+        """The size of each tmpfs in MiB. They use at most three quarters of the memory limit, so that a full
+        file system is an error for the writing process and does not make the kernel kill another one."""
+        total = (
             self.storage_mb
             if self.memory_mb is None
             else max(4, min(self.storage_mb, self.memory_mb * 3 // 4))
         )
-        shared, local = min(SHARED_MEMORY_MB, most // 8), most // 4
-        return {"/": most - shared - local, "/usr/local": local, "/dev/shm": shared}
+        shared, local = min(SHARED_MEMORY_MB, total // 8), total // 4
+        return {"/": total - shared - local, "/usr/local": local, "/dev/shm": shared}
 
-    def of_one_process(self) -> dict[int, int]:
-        """The resource limits (`resource.RLIMIT_*`) of every process; RLIMIT_NPROC counts the processes of the user."""
+    def rlimits(self) -> dict[int, int]:
+        """Return the limits (`resource.RLIMIT_*`) of every process. RLIMIT_NPROC counts all processes of the
+        user.
+        """
         limits = {resource.RLIMIT_FSIZE: self.storage_mb * 2**20, resource.RLIMIT_NOFILE: OPEN_FILES}
         if self.processes is not None:
             limits[resource.RLIMIT_NPROC] = self.processes
@@ -66,13 +69,15 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CgroupParents:
-    """Where the cgroups of sandboxes can be created: one directory in cgroup v2, one for each controller in v1."""
+    """The parents of sandbox cgroups: one directory for cgroup v2, or one directory per controller for v1."""
 
     version: int
     directories: tuple[Path, ...]
 
-    def create(self, name: str, limits: Limits, *, record: Path) -> list[Path]:
-        """Create a sandbox's cgroups and list them in `record` before that. OSError where the kernel refuses."""
+    def create(self, name: str, limits: SandboxLimits, *, record: Path) -> list[Path]:
+        """Write the paths of a sandbox's cgroups to `record`, then create and return them. Raises OSError if
+        the kernel refuses.
+        """
         groups = [directory / f"{CGROUP_PREFIX}-{name}" for directory in self.directories]
         record.write_text("".join(f"{group}\n" for group in groups))
         for group in groups:
@@ -82,7 +87,7 @@ class CgroupParents:
                     (group / file).write_text(str(value))
         return groups
 
-    def _values(self, limits: Limits) -> list[tuple[str, int]]:
+    def _values(self, limits: SandboxLimits) -> list[tuple[str, int]]:
         values = []
         if limits.processes is not None:
             values.append(("pids.max", limits.processes))
@@ -96,19 +101,19 @@ class CgroupParents:
 
 
 def limits_enforced_by() -> str:
-    """What holds a sandbox to its limits on this machine, as one clause."""
+    """Return a clause that says which mechanism enforces the limits of sandboxes on this machine."""
     parents = cgroup_parents()
     if parents is None:
         return (
-            "limits by process and by user only, because no cgroup can be created here: "
-            "memory is not bounded over the processes of a sandbox together"
+            "limits per process and per user only, because the trainer cannot create cgroups: "
+            "the total memory of a sandbox is not limited"
         )
-    return f"cgroup v{parents.version}, which bounds memory and processes of a sandbox as a whole"
+    return f"cgroup v{parents.version}, which limits the total memory and processes of a sandbox"
 
 
 @cache
 def cgroup_parents() -> CgroupParents | None:
-    """Where this process may create cgroups, found by trying; None where it may not. Logs the answer once."""
+    """Try to create cgroups and return where this process can, or None. Logs the result once."""
     found = None
     for parents in possible_parents(
         Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
@@ -118,11 +123,12 @@ def cgroup_parents() -> CgroupParents | None:
             break
     if found is None:
         logger.warning(
-            "sandboxes: no cgroup can be created here, so limits hold by process and by user, not for a sandbox as a whole"
+            "sandboxes: cannot create cgroups, so limits apply per process and per user, not to a sandbox "
+            "as a whole"
         )
     else:
         logger.info(
-            "sandboxes: limits are enforced by cgroup v%d in %s",
+            "sandboxes: cgroup v%d in %s enforces the limits",
             found.version,
             " and ".join(map(str, found.directories)),
         )
@@ -130,14 +136,14 @@ def cgroup_parents() -> CgroupParents | None:
 
 
 def join_prefix(groups: Sequence[Path]) -> list[str]:
-    """The command line that runs the following command in these cgroups."""
+    """Return a command line that runs the command after it in these cgroups."""
     if not groups:
         return []
     return ["/bin/sh", "-c", JOIN, "sh", *(str(group / "cgroup.procs") for group in groups), "--"]
 
 
 def remove_cgroups(record: Path) -> bool:
-    """Remove the cgroups that a sandbox's record lists; False while one of them still has processes."""
+    """Remove the cgroups that `record` lists. Return False if one of them still has processes."""
     try:
         lines = record.read_text().splitlines()
     except FileNotFoundError:
@@ -157,8 +163,12 @@ def remove_cgroups(record: Path) -> bool:
 
 
 def possible_parents(mountinfo: str, own: str) -> Iterator[CgroupParents]:
-    """v2 first: the nearest ancestors of this process's cgroup. Then the own cgroups of v1, which may have children beside processes."""
-    mounts: dict[str, tuple[str, Path]] = {}  # controller, or "" for v2: root of the mount, mount point
+    """Yield candidates: for v2 this process's cgroup and its ancestors, nearest first, then this process's
+    own cgroups of v1.
+
+    `mountinfo` and `own` are the contents of /proc/self/mountinfo and /proc/self/cgroup.
+    """
+    mounts: dict[str, tuple[str, Path]] = {}  # controller ("" for v2) -> root of the mount, mount point
     for line in mountinfo.splitlines():
         fields, _, after = line.partition(" - ")
         _, _, _, root, point, *_ = fields.split()
@@ -173,14 +183,14 @@ def possible_parents(mountinfo: str, own: str) -> Iterator[CgroupParents]:
         _, controllers, path = line.split(":", 2)
         paths.update({controller: path for controller in controllers.split(",")})
 
-    def place(controller: str) -> Path | None:
+    def own_cgroup(controller: str) -> Path | None:
         if controller not in mounts or controller not in paths:
             return None
         root, point = mounts[controller]
         below = paths[controller].removeprefix(root if root != "/" else "")
         return point / below.lstrip("/") if ".." not in below.split("/") else None
 
-    unified = place("")
+    unified = own_cgroup("")
     if unified is not None:
         point = mounts[""][1]
         ancestors = [
@@ -189,7 +199,7 @@ def possible_parents(mountinfo: str, own: str) -> Iterator[CgroupParents]:
         for directory in ancestors:
             if _can_have_children(directory):
                 yield CgroupParents(version=2, directories=(directory,))
-    single = [place(controller) for controller in CONTROLLERS]
+    single = [own_cgroup(controller) for controller in CONTROLLERS]
     if all(single):
         yield CgroupParents(
             version=1, directories=tuple(directory for directory in single if directory is not None)
@@ -197,7 +207,9 @@ def possible_parents(mountinfo: str, own: str) -> Iterator[CgroupParents]:
 
 
 def _can_have_children(directory: Path) -> bool:
-    """Whether memory and pids can be controlled below this cgroup v2; enables them where it has no processes of its own."""
+    """Return whether children of this v2 cgroup can limit memory and pids. Enables both controllers if it has
+    no processes.
+    """
     with contextlib.suppress(OSError):
         if not os.access(directory, os.W_OK) or not os.access(directory / "cgroup.procs", os.W_OK):
             return False
@@ -215,7 +227,7 @@ def _can_have_children(directory: Path) -> bool:
 
 
 def _works(parents: CgroupParents) -> bool:
-    """Whether a process can join a cgroup there."""
+    """Return whether a process can join a new cgroup there."""
     name = f"{CGROUP_PREFIX}-probe-{os.getpid()}-{secrets.token_hex(4)}"
     groups = [directory / name for directory in parents.directories]
     try:
@@ -234,5 +246,5 @@ def _works(parents: CgroupParents) -> bool:
 
 
 def cgroup_name(directory: Path) -> str:
-    """The name of a sandbox's cgroups: its run and its own directory."""
+    """Return the name of a sandbox's cgroups, made of the names of its run and its directory."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", f"{directory.parent.name}-{directory.name}")

@@ -1,4 +1,4 @@
-"""The files that every sandbox starts with besides the host's /usr: its own /etc and a stand-in for apt."""
+"""The initial files of every sandbox besides the host's /usr: an /etc of its own and a replacement of apt."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ ETC_FILES = {
     "group": "root:x:0:\nnogroup:x:65534:\n",
     "hosts": "127.0.0.1 localhost sandbox\n::1 localhost ip6-localhost\n",
     "hostname": "sandbox\n",
-    "nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n",
+    "nsswitch.conf": (
+        "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n"
+    ),
     "shells": "/bin/sh\n/bin/bash\n",
     "profile": (
         'export PATH="${PATH:-/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin}"\n'
         "if [ -n \"${BASH_VERSION-}\" ]; then PS1='\\u@\\h:\\w\\$ '; fi\numask 022\n"
     ),
     "bash.bashrc": "[ -z \"${PS1-}\" ] || PS1='\\u@\\h:\\w\\$ '\n",
-    # Terminus-2 raises the limit only after its pane exists, and a pane keeps the limit it was born with: 2,000 lines by default.
+    # A tmux pane keeps the limit that was set when it was created, and Terminus-2 raises the limit after
+    # that. The default is 2,000 lines.
     "tmux.conf": "set -g history-limit 100000\n",
 }
-# Copied from the host where present: nothing personal, and programs of /usr look for them.
+# Copied from the host where present. Programs in /usr read these files, and they hold no personal data.
 HOST_ETC_FILES = (
     "ld.so.cache",
     "mime.types",
@@ -35,9 +38,9 @@ HOST_ETC_FILES = (
 
 PACKAGES_FILE = "usr/local/share/sandbox/packages"
 
-# Answers for packages that the host's /usr already provides, so that a Dockerfile, an agent or a test may "install" them.
+# Lets a Dockerfile, an agent or a test "install" packages that the host's /usr already provides.
 APT = """#!/bin/bash
-# The sandbox shares the host's programs and cannot install more; what is here already counts as installed.
+# The sandbox uses the host's programs and cannot install others. Packages of the host count as installed.
 verb=
 packages=()
 for argument; do
@@ -51,8 +54,9 @@ case $verb in
 install)
     for package in "${packages[@]}"; do
         package=${package%%:*}
-        if ! grep -qxF -- "$package" /usr/local/share/sandbox/packages 2>/dev/null && ! command -v -- "$package" >/dev/null; then
-            echo "E: Unable to locate package $package (this sandbox has the host's programs only; it cannot install others)" >&2
+        if ! grep -qxF -- "$package" /usr/local/share/sandbox/packages 2>/dev/null &&
+            ! command -v -- "$package" >/dev/null; then
+            echo "E: Unable to locate package $package (this sandbox only has the programs of the host)" >&2
             exit 100
         fi
         echo "$package is already installed."
@@ -68,7 +72,7 @@ esac
 
 
 def build_rootfs(directory: Path) -> Path:
-    """Write the skeleton below `directory`, if it is not there yet; its path."""
+    """Write the files to `directory`/skeleton unless it exists. Return its path."""
     skeleton = directory / "skeleton"
     if skeleton.exists():
         return skeleton
@@ -93,7 +97,7 @@ def build_rootfs(directory: Path) -> Path:
     packages.parent.mkdir(parents=True)
     packages.write_text("".join(f"{package}\n" for package in sorted(installed_packages())))
     for path in (building, *building.rglob("*")):
-        if not path.is_symlink():  # readable for the unprivileged user of a sandbox, whatever the umask is
+        if not path.is_symlink():  # the unprivileged user of a sandbox must read it, whatever the umask is
             path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
     building.rename(skeleton)
     return skeleton
@@ -101,7 +105,7 @@ def build_rootfs(directory: Path) -> Path:
 
 @cache
 def installed_packages() -> frozenset[str]:
-    """The names of the host's Debian packages, from dpkg's own file; empty elsewhere."""
+    """Return the names of the installed Debian packages, or an empty set if the host does not use dpkg."""
     try:
         status = Path("/var/lib/dpkg/status").read_text(errors="replace")
     except OSError:

@@ -1,10 +1,12 @@
-"""The host directory of a run's sandboxes: locked while its trainer lives, swept once that trainer is dead.
+"""The host directory of a run's sandboxes. It is locked while the trainer runs, and later runs remove it if
+the trainer was killed.
 
-A sandbox needs a few host files (its requests and the skeleton of its root). They lie below `<root>/<run label>/`, where an exclusive
-lock on `lock` says "alive". The kernel drops the lock with the process, however it dies, so the next start can tell a dead run's leftovers
-from a living neighbour's without any pid files.
+A sandbox needs a few host files (its requests and the initial files of its root). They lie in `<root>/<run
+label>/`. The trainer holds an exclusive lock on the file `lock` there. The kernel releases the lock whenever
+the process ends, so another trainer can distinguish a dead run from a live one without pid files.
 
-The root is the same for all trainers of a user, whatever their environment variables say, and no other user can create it first.
+All trainers of a user have the same root, whatever their environment variables are, and no other user can
+create it first.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ SHARED_TEMPORARY = Path("/tmp")
 
 
 def root_directory() -> Path:
-    """Where the directories of all runs of this user lie: /var/lib/agent-trainer for root, ~/.cache/agent-trainer for another user (home
-    as in the user database). Where that cannot be created: a directory below /tmp that belongs to this user.
+    """Return the parent of all run directories of this user.
 
-    Root's can be passed through, but not listed, by the unprivileged users of its sandboxes.
+    This is /var/lib/agent-trainer for root and ~/.cache/agent-trainer for other users, with the home
+    directory of the user database. If that cannot be created, it is a directory in /tmp that belongs to this
+    user. The unprivileged users of root's sandboxes can traverse the directory but not list it.
     """
     is_root = os.geteuid() == 0
     mode = 0o711 if is_root else 0o700
@@ -50,7 +53,7 @@ def root_directory() -> Path:
                 root.chmod(mode)
                 return root
         except OSError:
-            pass  # a read-only file system, for example
+            pass  # for example, the file system is read-only
     return _temporary_root(mode)
 
 
@@ -69,7 +72,7 @@ def _cache_directory() -> Path | None:
 
 
 def _is_private(directory: Path) -> bool:
-    """Whether not everybody can replace entries there."""
+    """Return whether only this user and its group can replace entries of the directory."""
     try:
         return _is_ours(directory) and directory.stat().st_mode & 0o002 == 0
     except OSError:
@@ -82,31 +85,35 @@ def _is_ours(directory: Path) -> bool:
 
 
 def _temporary_root(mode: int) -> Path:
-    """The first directory of this user below /tmp with our prefix. The names are random, so that nobody can take them before."""
+    """Return this user's first directory in /tmp with the prefix, creating one if needed. Its random name
+    cannot be predicted.
+    """
     prefix = f"{NAME}-{os.geteuid()}-"
     try:
         ours = [path for path in sorted(SHARED_TEMPORARY.glob(f"{prefix}*")) if _is_ours(path)]
         if not ours:
             made = Path(tempfile.mkdtemp(prefix=prefix, dir=SHARED_TEMPORARY))
             ours = [path for path in sorted(SHARED_TEMPORARY.glob(f"{prefix}*")) if _is_ours(path)]
-            if ours[0] != made:  # another trainer was first
+            if ours[0] != made:  # another trainer created one first
                 made.rmdir()
         ours[0].chmod(mode)
     except OSError as error:
         raise SandboxError(
-            f"cannot create a directory for the sandboxes in {SHARED_TEMPORARY}: {error}"
+            f"cannot create a directory for sandboxes in {SHARED_TEMPORARY}: {error}"
         ) from error
     return ours[0]
 
 
 @cache
 def run_directory(label: str) -> Path:
-    """The locked directory of the run `label`, made on first use; it goes when this process ends, or at the next start."""
+    """Create, lock and return the directory of the run `label`. It is removed when this process exits, or by
+    a later run.
+    """
     directory = _locked_directory(label)
     owner = os.getpid()
 
     def remove() -> None:
-        if os.getpid() == owner:  # a forked child also runs its parent's exit handlers
+        if os.getpid() == owner:  # a forked child also runs the exit handlers of its parent
             _remove_run(directory)
 
     atexit.register(remove)
@@ -115,7 +122,7 @@ def run_directory(label: str) -> Path:
 
 @contextmanager
 def temporary_run_directory() -> Iterator[Path]:
-    """A locked run directory for the duration of a block, for a sandbox that tries out the machine."""
+    """Yield a locked run directory that is removed afterwards, for sandboxes that test the machine."""
     directory = _locked_directory(f"probe-{os.getpid()}-{os.urandom(4).hex()}")
     try:
         yield directory
@@ -124,9 +131,11 @@ def temporary_run_directory() -> Iterator[Path]:
 
 
 def _locked_directory(label: str) -> Path:
-    """The directory stays locked until this process ends or the directory is removed."""
+    """Create the directory of a run and lock it until this process ends or the directory is removed."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", label):
-        raise SandboxError(f"run label {label!r} is not a plain file name")
+        raise SandboxError(
+            f"run label {label!r} is not a file name; use letters, digits, dots, hyphens and underscores"
+        )
     root = root_directory()
     with _exclusive(root / ".lock"):
         directory = root / label
@@ -137,16 +146,18 @@ def _locked_directory(label: str) -> Path:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(descriptor)
-            raise SandboxError(f"another living trainer uses the run label {label!r}") from error
+            raise SandboxError(f"another trainer uses the run label {label!r}") from error
     _locks[directory] = descriptor
     return directory
 
 
-_locks: dict[Path, int] = {}  # the descriptors that hold the locks of this process
+_locks: dict[Path, int] = {}  # the descriptors of the locks that this process holds
 
 
 def _remove_run(directory: Path) -> bool:
-    """Remove a run's directory with its cgroups; keep it for the next sweep while a cgroup still has processes."""
+    """Remove a run's directory and cgroups. Return False, keeping the directory, if a cgroup still has
+    processes.
+    """
     removed = True
     for record in sorted(directory.glob(f"*/{RECORD_NAME}")):
         removed = remove_cgroups(record) and removed
@@ -157,35 +168,35 @@ def _remove_run(directory: Path) -> bool:
     return removed
 
 
-def living_labels() -> set[str]:
-    """The labels of the runs whose trainer is alive."""
+def live_run_labels() -> set[str]:
+    """Return the labels of the runs whose trainer is running."""
     root = root_directory()
     with _exclusive(root / ".lock"):
         return {directory.name for directory in _runs(root) if _is_locked(directory)}
 
 
-def sweep() -> list[str]:
-    """Remove the directories of dead runs, and only those; their labels."""
+def remove_dead_runs() -> list[str]:
+    """Remove the directories of runs whose trainer has ended. Return their labels."""
     root = root_directory()
     with _exclusive(root / ".lock"):
         dead = [
             directory for directory in _runs(root) if not _is_locked(directory) and _remove_run(directory)
         ]
     if dead:
-        logger.info("removed the sandbox directories of %d dead runs", len(dead))
+        logger.info("removed the sandbox directories of %d ended runs", len(dead))
     return [directory.name for directory in dead]
 
 
 def remove_tree(directory: Path) -> None:
-    """Remove a directory tree, following no link and minding no missing permission."""
+    """Remove a directory tree without following links. Adds missing permissions."""
 
     def allow_and_retry(function: object, path: str, error: BaseException) -> None:
         if isinstance(error, FileNotFoundError):
             return
         parent = os.path.dirname(path)
-        for place in (parent, path):
-            if not os.path.islink(place):
-                os.chmod(place, 0o700)
+        for locked in (parent, path):
+            if not os.path.islink(locked):
+                os.chmod(locked, 0o700)
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         else:
@@ -214,7 +225,9 @@ def _is_locked(directory: Path) -> bool:
 
 @contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`; runs starting and sweeping at the same moment take turns."""
+    """Hold an exclusive lock on the file `path`, which serializes the start of runs and the removal of ended
+    ones.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,6 +1,7 @@
-"""Which commands a shell script runs, and which of them need the network or a package: commands, not words.
+"""Find the commands that a shell script runs, and which of them need the network or install a package.
 
-A small lexer: quotes, escapes, comments, here-documents, substitutions, redirections and separators. It does not expand variables.
+The lexer knows quotes, escapes, comments, here-documents, substitutions, redirections and separators. It does
+not expand variables. Names of programs in comments and strings do not count as commands.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ INFORMATION = frozenset({"--version", "--help", "-V"})
 LOCAL = re.compile(r"^(?:https?://)?(?:localhost|127\.\d+\.\d+\.\d+|\[?::1\]?|0\.0\.0\.0)(?:[:/]|$)|^file:")
 ADDRESS = re.compile(r"://|\w\.\w")
 REMOTE = re.compile(r"^(?:https?|git|ssh|ftp)://|^[\w.-]+@[\w.-]+:")
-INSTALLERS = {  # program -> what it does over the network; an empty set means whatever it is asked
+# Program -> subcommands that need the network; an empty set stands for every use of the program
+INSTALLERS = {
     "curl": frozenset[str](),
     "wget": frozenset[str](),
     "uvx": frozenset[str](),
@@ -40,7 +42,8 @@ INSTALLERS = {  # program -> what it does over the network; an empty set means w
 
 
 def commands(script: str) -> list[list[str]]:
-    """The simple commands of a script, each as its words, without assignments, keywords and programs that only run another one.
+    """Return the simple commands of a script as lists of words, without assignments, keywords and wrappers
+    such as `sudo`.
 
     >>> commands("cd /app && A=1 sudo -E pip install 'a b'  # wget\\necho \\"curl $(uname -s)\\"")
     [['cd', '/app'], ['pip', 'install', 'a b'], ['uname', '-s'], ['echo', 'curl ']]
@@ -51,7 +54,7 @@ def commands(script: str) -> list[list[str]]:
 
 
 def needs_network(words: Sequence[str]) -> str | None:
-    """The words of a command that plainly reaches the network, else None."""
+    """Return the program and subcommand of a command that clearly needs the network, else None."""
     program, *arguments = words
     program = program.rpartition("/")[2]
     if re.fullmatch(r"python[\d.]*", program) and arguments[:1] == ["-m"]:
@@ -80,7 +83,7 @@ def needs_network(words: Sequence[str]) -> str | None:
 
 
 def apt_packages(words: Sequence[str]) -> list[str]:
-    """The packages that a command installs with apt."""
+    """Return the packages that a command installs with apt."""
     program, *arguments = words
     plain = [argument for argument in arguments if not argument.startswith("-")]
     return plain[1:] if program.rpartition("/")[2] in ("apt", "apt-get") and plain[:1] == ["install"] else []
@@ -91,12 +94,11 @@ class _Lexer:
         self.found: list[list[str]] = []
         self._text = script
         self._at = 0
-        self._word: str | None = None  # None: between two words
+        self._word: str | None = None  # None between two words
         self._words: list[str] = []
-        self._is_target = False  # the next word is where a redirection goes
-        self._here: list[
-            tuple[str, bool]
-        ] = []  # the ends of the here-documents of this line; whether a shell reads them
+        self._is_target = False  # whether the next word is the target of a redirection
+        # (end marker, whether a shell reads the body) of each here-document of this line
+        self._here: list[tuple[str, bool]] = []
 
     def run(self) -> None:
         while self._at < len(self._text):
@@ -172,7 +174,7 @@ class _Lexer:
         self._at += 1
 
     def _substitution(self) -> None:
-        """$(commands), `commands` or $((arithmetic)), from where the lexer stands to its end."""
+        """Read $(commands), `commands` or $((arithmetic)) at the current position."""
         text, start = self._text, self._at
         if text[start] == "`":
             end = _find(text, "`", start + 1)
@@ -217,7 +219,7 @@ class _Lexer:
 
 
 def _stripped(words: Sequence[str]) -> Iterator[str]:
-    """The words from the program on."""
+    """Return the words without leading assignments, keywords and wrappers."""
     left = list(words)
     while left:
         name = left[0].rpartition("/")[2]
@@ -238,7 +240,7 @@ def _stripped(words: Sequence[str]) -> Iterator[str]:
 
 
 def _inline_script(words: Sequence[str]) -> str | None:
-    """What `bash -ec 'script'` runs."""
+    """Return the script of `bash -ec 'script'`, or None."""
     for position, word in enumerate(words[1:], start=1):
         if re.fullmatch(r"-\w*c", word):
             return words[position + 1] if len(words) > position + 1 else None
@@ -248,6 +250,6 @@ def _inline_script(words: Sequence[str]) -> str | None:
 
 
 def _find(text: str, what: str, start: int) -> int:
-    """Where it is, or the end of the text."""
+    """Return the position of `what`, or the end of the text."""
     found = text.find(what, start)
     return len(text) if found < 0 else found

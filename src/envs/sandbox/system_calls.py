@@ -1,11 +1,15 @@
-"""System calls of a sandbox: their numbers, and the seccomp filter that refuses what no task needs.
+"""The seccomp filter of a sandbox, which denies system calls that no task needs, and the numbers of these
+calls.
 
-The filter denies what Docker's default profile denies (kernel keyrings, bpf, perf, userfaultfd, io_uring, the mount API, modules, kexec,
-clocks, swap, ...) and every socket family but unix, inet, inet6 and netlink, AF_VSOCK included: on a virtual machine it reaches the
-hypervisor whatever the network namespace is. ptrace is allowed, for debuggers. A denied call fails with an error; it kills nothing.
-Calls of a foreign architecture (i386, x32) and calls newer than this table fail with ENOSYS, for which programs have a fallback.
+The filter denies the calls that Docker's default profile denies (kernel keyrings, bpf, perf, userfaultfd,
+io_uring, the mount API, modules, kexec, clocks, swap, ...) and all socket families except unix, inet, inet6
+and netlink. It denies AF_VSOCK because these sockets reach the hypervisor of a virtual machine from every
+network namespace. ptrace is allowed for debuggers. A denied call returns an error and does not kill the
+process. Calls of a foreign architecture (i386, x32) and calls newer than this table fail with ENOSYS, for
+which programs have a fallback.
 
-The classic BPF program is assembled here because it is a list of comparisons. libseccomp has no maintained Python binding on PyPI.
+The module assembles the classic BPF program itself, because the program is a list of comparisons and
+libseccomp has no maintained Python package.
 """
 
 from __future__ import annotations
@@ -89,66 +93,25 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "ustat": (136, None),
     "vhangup": (153, 58),
 }
+# fmt: off
 DENIED = (
-    *(
-        "_sysctl",
-        "acct",
-        "add_key",
-        "bpf",
-        "clock_adjtime",
-        "clock_settime",
-        "create_module",
-        "delete_module",
-        "fanotify_init",
-    ),
-    *(
-        "finit_module",
-        "fsconfig",
-        "fsmount",
-        "fsopen",
-        "fspick",
-        "get_kernel_syms",
-        "init_module",
-        "ioperm",
-        "iopl",
-    ),
-    *(
-        "kexec_file_load",
-        "kexec_load",
-        "keyctl",
-        "lookup_dcookie",
-        "mount",
-        "mount_setattr",
-        "move_mount",
-        "nfsservctl",
-    ),
-    *(
-        "open_by_handle_at",
-        "open_tree",
-        "perf_event_open",
-        "pivot_root",
-        "query_module",
-        "quotactl",
-        "quotactl_fd",
-        "reboot",
-    ),
-    *(
-        "request_key",
-        "setdomainname",
-        "sethostname",
-        "setns",
-        "settimeofday",
-        "swapoff",
-        "swapon",
-        "sysfs",
-        "syslog",
-        "umount2",
-    ),
-    *("unshare", "uselib", "userfaultfd", "ustat", "vhangup"),
+    "_sysctl", "acct", "add_key", "bpf", "clock_adjtime", "clock_settime", "create_module", "delete_module",
+    "fanotify_init", "finit_module", "fsconfig", "fsmount", "fsopen", "fspick", "get_kernel_syms",
+    "init_module", "ioperm", "iopl", "kexec_file_load", "kexec_load", "keyctl", "lookup_dcookie", "mount",
+    "mount_setattr", "move_mount", "nfsservctl", "open_by_handle_at", "open_tree", "perf_event_open",
+    "pivot_root", "query_module", "quotactl", "quotactl_fd", "reboot", "request_key", "setdomainname",
+    "sethostname", "setns", "settimeofday", "swapoff", "swapon", "sysfs", "syslog", "umount2", "unshare",
+    "uselib", "userfaultfd", "ustat", "vhangup",
 )
-UNAVAILABLE = ("io_uring_enter", "io_uring_register", "io_uring_setup")  # libraries fall back at ENOSYS
+# fmt: on
+UNAVAILABLE = (
+    "io_uring_enter",
+    "io_uring_register",
+    "io_uring_setup",
+)  # with ENOSYS, libraries use other calls
 SOCKET_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink
-# Calls that change another process of the same user, and the argument that names it. They must not reach the exec server, which is pid 1.
+# Calls that change another process of the same user -> position of the process id among the arguments. Their
+# use on pid 1 is denied.
 OF_ANOTHER_PROCESS = {
     "prlimit64": 0,
     "sched_setaffinity": 0,
@@ -168,14 +131,18 @@ type Instruction = tuple[int, int, int, int]  # code, jump if true, jump if fals
 
 
 def call_numbers(names: Sequence[str]) -> list[int]:
-    """The numbers of these calls on this machine; SandboxError on an architecture that the table lacks."""
+    """Return the numbers of system calls here. Raises SandboxError if the architecture is unknown."""
     column = list(ARCHITECTURES).index(_architecture())
     numbers = (NUMBERS[name][column] for name in names)
     return [number for number in numbers if number is not None]
 
 
 def seccomp_filter(*, max_shared_mapping: int | None) -> bytes:
-    """The filter as an array of struct sock_filter. A larger anonymous shared mapping fails: RLIMIT_DATA counts private ones only."""
+    """Return the filter as an array of struct sock_filter.
+
+    `max_shared_mapping` limits anonymous shared mappings, in bytes, because RLIMIT_DATA counts private
+    mappings only.
+    """
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, ARCHITECTURES[_architecture()]),
@@ -220,7 +187,9 @@ def _bounded_shared_mapping(most: int) -> list[Instruction]:
 
 
 def _when(number: int, steps: list[Instruction]) -> list[Instruction]:
-    """Steps for one call, which end with a verdict; other calls go on behind them with their number still loaded."""
+    """Return instructions that run `steps` for one call. `steps` must return; other calls skip them and keep
+    their number loaded.
+    """
     return [(_EQUAL, 0, len(steps), number), *steps]
 
 

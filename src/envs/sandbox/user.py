@@ -1,9 +1,10 @@
 """The unprivileged user of a sandbox.
 
-A trainer that runs as root gives each sandbox a uid of its own, so that an escape from the sandbox's namespaces is not root, and that
-limits by user and the checks between processes hold between sandboxes. The uids come from a range that no distribution and no tool
-assigns, and a lock on one byte of a shared file for each uid keeps two trainers apart. The kernel drops it with the process.
-An ordinary user has only one uid, which its sandboxes then have.
+A trainer that runs as root gives each sandbox its own uid. A process that escapes from its namespaces is then
+not root, and the kernel's limits per user and its checks between processes separate the sandboxes. The uids
+come from a range that no distribution and no tool assigns. Two trainers do not use the same uid, because each
+uid is locked by one byte of a shared file; the kernel releases the lock when the process ends. The sandboxes
+of an ordinary user run with the uid of that user.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ LOCKS_NAME = ".uids"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxUser:
-    """`uid` is None where the sandbox has the uid of the trainer. `lock` is the descriptor that keeps the uid taken."""
+    """The user of one sandbox. `uid` is None if it is the user of the trainer. `lock` is the descriptor that
+    reserves the uid.
+    """
 
     uid: int | None
     lock: int | None
 
     def prefix(self) -> list[str]:
-        """The command line that makes the following command run as this user."""
+        """Return a command line that runs the command after it as this user."""
         if self.uid is None:
             return []
         program = shutil.which("setpriv", path="/usr/bin:/bin")
@@ -52,8 +55,10 @@ class SandboxUser:
             "--",
         ]
 
-    def admit(self, path: Path | str, mode: int) -> None:
-        """Give this user the rights that `mode` gives to the group. The owner of a host file is always the trainer."""
+    def grant_access(self, path: Path | str, mode: int) -> None:
+        """Give this user the permissions that `mode` gives to the group. The trainer stays the owner of the
+        file.
+        """
         if self.uid is None:
             os.chmod(path, mode & 0o700)
         else:
@@ -66,7 +71,7 @@ class SandboxUser:
 
 
 def claim_user(directory: Path) -> SandboxUser:
-    """A uid for one sandbox, taken until it is released; the locks lie in `directory`."""
+    """Reserve a uid for one sandbox until `release` is called. The lock file lies in `directory`."""
     if os.geteuid() != 0:
         return SandboxUser(uid=None, lock=None)
     uids = available_uids(Path("/proc/self/uid_map").read_text())
@@ -76,7 +81,7 @@ def claim_user(directory: Path) -> SandboxUser:
     start = int.from_bytes(os.urandom(4)) % len(uids)
     for position in range(len(uids)):
         uid = uids[(start + position) % len(uids)]
-        try:  # an open file description lock: it belongs to the descriptor, not to the process
+        try:  # an open file description lock belongs to the descriptor, not to the process
             fcntl.fcntl(
                 descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, uid, 1, 0)
             )
@@ -84,11 +89,13 @@ def claim_user(directory: Path) -> SandboxUser:
             continue
         return SandboxUser(uid=uid, lock=descriptor)
     os.close(descriptor)
-    raise SandboxError(f"all {len(uids)} uids for sandboxes are taken on this machine")
+    raise SandboxError(f"all {len(uids)} uids for sandboxes are in use on this machine")
 
 
 def available_uids(uid_map: str) -> range | None:
-    """The range to choose from. None: the trainer is the only user of a user namespace, that is, an ordinary user outside of it."""
+    """Return the uids to choose from, or None if the user namespace maps one uid only. Raises SandboxError if
+    it maps too few.
+    """
     entries = [tuple(map(int, line.split())) for line in uid_map.splitlines()]
     for uids in (PREFERRED_UIDS, SMALL_UIDS):
         if any(inside <= uids.start and uids.stop <= inside + count for inside, _, count in entries):
@@ -96,5 +103,6 @@ def available_uids(uid_map: str) -> range | None:
     if [count for _, _, count in entries] == [1]:
         return None
     raise SandboxError(
-        "the sandbox needs the uids 60578 to 61183 in a container's user namespace; use environment_type=docker"
+        "the sandbox needs the uids 60578 to 61183, which the user namespace of this container does not "
+        "map; use environment_type=docker"
     )

@@ -1,1 +1,3 @@
-"""A table of attacks on the sandbox, the grade and the host, played as real trials. `python -m tests.security.red_team --help`."""
+"""Scripted attacks on the sandbox, the grade and the host, run as real trials. See `python -m
+tests.security.red_team --help`.
+"""

@@ -1,9 +1,9 @@
-"""Play the red team's attacks, all or by name, and print what held.
+"""Run attacks of the red team, all or by name, and print which succeeded.
 
     python -m tests.security.red_team [NAME ...] [--where sandbox|docker] [--as root|user] [--list]
 
-`--as user` plays the sandbox's trials under an ordinary user, to which the process changes where it is root; in Docker it is a user of the
-container. The exit status is 1 where something did not hold.
+With `--as user`, sandboxes run under an ordinary user, to which a process of root changes; in Docker it is a
+user of the container. The exit status is 1 if an attack succeeded.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import argparse
 import subprocess
 import sys
 
-from tests.security.red_team.attack import Where, Whom
-from tests.security.red_team.place import command
+from tests.security.red_team.attack import EnvironmentKind, RunAs
+from tests.security.red_team.attack_process import command
 from tests.security.red_team.table import ATTACKS, chosen
 
 
@@ -25,16 +25,16 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="attacks to play; all where none is given")
     parser.add_argument(
         "--where",
-        type=Where,
-        choices=list(Where),
+        type=EnvironmentKind,
+        choices=list(EnvironmentKind),
         action="append",
         help="the kind of environment; both where not given",
     )
     parser.add_argument(
         "--as",
         dest="whom",
-        type=Whom,
-        choices=list(Whom),
+        type=RunAs,
+        choices=list(RunAs),
         action="append",
         help="as whom; both where not given",
     )
@@ -45,10 +45,11 @@ def main() -> None:
     if options.list:
         for attack in ATTACKS:
             print(
-                f"{attack.name:26} {attack.category:10} {' '.join(sorted(f'{where}/{whom}' for where, whom in attack.places))}"
+                f"{attack.name:26} {attack.category:10} "
+                f"{' '.join(sorted(f'{where}/{whom}' for where, whom in attack.places))}"
             )
         return
-    places = [(where, whom) for where in options.where or Where for whom in options.whom or Whom]
+    places = [(where, whom) for where in options.where or EnvironmentKind for whom in options.whom or RunAs]
     held = True
     for where, whom in places:
         if chosen(options.names, where, whom):

@@ -1,4 +1,6 @@
-"""The red team's policy: it types one script, watches the terminal until the script has ended, and then says that it is done."""
+"""The policy of the red team. It types one script, waits until the terminal shows its end, and then completes
+the task.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ HOLE = re.compile(r"HOLE \[([\w-]+)\] (.*)")
 
 
 def command_line(script: str) -> str:
-    """What runs a script of any text when it is typed. The text itself does not appear on the screen."""
+    """Return a command line that runs any script without showing its text on the screen."""
     packed = base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
     return (
         "base64 -d <<E | gunzip > /tmp/attack; bash /tmp/attack\n"
@@ -28,7 +30,9 @@ def command_line(script: str) -> str:
 
 
 class Agent:
-    """Plays one trial. `holes` is what the script reported, as pairs of an attack's name and a text."""
+    """The policy of one trial. `holes` holds the successes that the script reported, as pairs of attack name
+    and text.
+    """
 
     def __init__(self, chat: Chat, script: str, *, end: str, last_command: str, patience_s: float) -> None:
         self.version = 0

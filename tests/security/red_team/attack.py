@@ -1,4 +1,4 @@
-"""What an attack is: the script that the agent types, and what must hold after the trial."""
+"""The definition of an attack: the script that the agent types and the conditions after the trial."""
 
 from __future__ import annotations
 
@@ -10,49 +10,50 @@ from enum import StrEnum
 class Category(StrEnum):
     ESCAPE = "escape"  # act on the host or read from it
     FORGE = "forge"  # get a reward of 1 without a solution
-    VOID = "void"  # get a failure, which is dropped, in place of a reward of 0
+    VOID = "void"  # get a failure, which training drops, instead of the reward 0
     STALL = "stall"  # keep the trainer or the disk busy
     HOARD = "hoard"  # use more than the task's limits
     PERSIST = "persist"  # leave something on the host
     REACH_OUT = "reach out"  # connect to what the task does not offer
 
 
-class Where(StrEnum):
+class EnvironmentKind(StrEnum):
     SANDBOX = "sandbox"
     DOCKER = "docker"
 
 
-class Whom(StrEnum):
+class RunAs(StrEnum):
     ROOT = "root"
     USER = "user"
 
 
 class Kind(StrEnum):
-    """Which of the red team's tasks the attack is played on; the name of the task's folder."""
+    """The task on which an attack runs. The value is the name of the task's folder."""
 
     PLAIN = "plain"  # the verifier compares two files with bash and cat
     PYTHON = "python"  # the verifier is a Python program
     PUBLIC = "public"  # as PLAIN, with network_mode = "public"
 
 
-ALL = frozenset((where, whom) for where in Where for whom in Whom)
-SANDBOX = frozenset((Where.SANDBOX, whom) for whom in Whom)
-DOCKER = frozenset((Where.DOCKER, whom) for whom in Whom)
+ALL = frozenset((where, whom) for where in EnvironmentKind for whom in RunAs)
+SANDBOX = frozenset((EnvironmentKind.SANDBOX, whom) for whom in RunAs)
+DOCKER = frozenset((EnvironmentKind.DOCKER, whom) for whom in RunAs)
 SANDBOX_ROOT = frozenset(
-    {(Where.SANDBOX, Whom.ROOT)}
-)  # with a network: an ordinary user may lack the device that it takes
+    {(EnvironmentKind.SANDBOX, RunAs.ROOT)}
+)  # with a network, for which an ordinary user may lack the device
 ROOT = frozenset(
-    (where, Whom.ROOT) for where in Where
+    (where, RunAs.ROOT) for where in EnvironmentKind
 )  # an ordinary user may be unable to create control groups
-NOT_DOCKER_USER = ALL - {(Where.DOCKER, Whom.USER)}
-DOCKER_ROOT = frozenset({(Where.DOCKER, Whom.ROOT)})
+NOT_DOCKER_USER = ALL - {(EnvironmentKind.DOCKER, RunAs.USER)}
+DOCKER_ROOT = frozenset({(EnvironmentKind.DOCKER, RunAs.ROOT)})
 
 ANSWER = "42"
 MAX_SCRIPT_S = 25  # one script is killed after this time
 REPORT = "HOLE"
 
-# Every script can use: $WHERE it runs, $T a word that occurs nowhere else, $SENTINEL a file of the host, $PORT a server on the host's
-# loopback interface, $HOST_PID the trainer, `hole TEXT` to report a success, and `py` to run Python from stdin with the same names.
+# Every script can use: $WHERE it runs, $T a word that occurs nowhere else, $SENTINEL a file of the host,
+# $PORT a server on the host's loopback interface, $HOST_PID the trainer, `hole TEXT` to report a success, and
+# `py` to run Python from stdin with the same names.
 SHELL_PRELUDE = """
 hole() { printf '%s\\n' "HOLE [$NAME] $*"; }
 py() { { printf '%s\\n' "$(< "$HERE/prelude.py")"; while IFS= read -r line; do printf '%s\\n' "$line"; done; } > "$HERE/$NAME.py"
@@ -79,21 +80,24 @@ def opens(path, flags):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attack:
-    """One attack. After the trial its reward must be 1 where the agent also solves the task, else 0, and never a failure."""
+    """An attack. The trial must not fail, and its reward must be 1 if the agent also solves the task and 0
+    otherwise.
+    """
 
     name: str
     category: Category
     script: str  # bash, run in /app
-    solves: bool = False  # whether the agent writes the right answer after the script: the attack must not change the grade
+    solves: bool = False  # whether the agent writes the right answer after the script
     kind: Kind = Kind.PLAIN
-    places: frozenset[tuple[Where, Whom]] = ALL
-    reason: str = ""  # a word that the reason of the result must have
+    places: frozenset[tuple[EnvironmentKind, RunAs]] = ALL
+    reason: str = ""  # a word that the result's reason must contain
     patience_s: int = 12  # how long the agent waits for the script to end
-    shares: frozenset[Where] = frozenset()  # where it may be played with others of its category in one trial
+    # Environments in which it can share a trial with others of its category
+    shares: frozenset[EnvironmentKind] = frozenset()
 
 
 def typed(attacks: Sequence[Attack], variables: dict[str, str], *, end: str) -> str:
-    """The one script that plays the attacks in turn, prints what they report, and then `end`."""
+    """Return a script that runs the attacks one after the other, prints their reports, and then prints `end`."""
     lines = [
         "export HERE=$(mktemp -d /tmp/attack.XXXXXX)",
         f"cat > $HERE/prelude.py <<'END_OF_PRELUDE'{PYTHON_PRELUDE}END_OF_PRELUDE",

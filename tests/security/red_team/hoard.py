@@ -1,8 +1,19 @@
-"""Hoard: use more than the task's limits. The scripts stop a quarter above the limit; the reward is 0 and other trials do not notice."""
+"""Hoard: use more than the task's limits. The scripts stop at 125 % of a limit. The reward is 0 and other
+trials are unaffected.
+"""
 
 from __future__ import annotations
 
-from tests.security.red_team.attack import ALL, ROOT, SANDBOX, SANDBOX_ROOT, Attack, Category, Where, Whom
+from tests.security.red_team.attack import (
+    ALL,
+    ROOT,
+    SANDBOX,
+    SANDBOX_ROOT,
+    Attack,
+    Category,
+    EnvironmentKind,
+    RunAs,
+)
 from tests.security.red_team.tasks import MEMORY_MB, STORAGE_MB
 
 TOO_MUCH_MB = MEMORY_MB * 5 // 4
@@ -10,7 +21,7 @@ PROCESSES = 2048
 
 
 def hoard(
-    name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, patience_s: int = 10
+    name: str, script: str, places: frozenset[tuple[EnvironmentKind, RunAs]] = ALL, *, patience_s: int = 10
 ) -> Attack:
     return Attack(name=name, category=Category.HOARD, script=script, places=places, patience_s=patience_s)
 
@@ -94,12 +105,13 @@ for _ in range(5):
             os.write(writer, b"x")
         except MemoryError:
             pass
-        os.read(gate, 1)  # until the parent ends: all of them hold their memory at once
+        os.read(gate, 1)  # blocks until the parent ends, so that all children hold their memory at once
         os._exit(0)
     os.close(writer)
     pipes.append((child, reader))
 ready = all([os.read(reader, 1) for _, reader in pipes])
-if ready and all(os.waitpid(child, os.WNOHANG) == (0, 0) for child, _ in pipes):  # none was killed to make room
+# The kernel killed none of them
+if ready and all(os.waitpid(child, os.WNOHANG) == (0, 0) for child, _ in pipes):
     hole("{TOO_MUCH_MB // 5 * 5} MiB in five processes")
 END
 """,

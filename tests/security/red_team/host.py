@@ -1,7 +1,8 @@
-"""What an attack must not change: a snapshot of the host, and what a trial left in its folder.
+"""Checks that attacks have not changed the host: snapshots of its state, and the contents of trial folders.
 
-Other programs run on the host meanwhile. A process, file or Docker object therefore counts only where it descends from this process or
-carries the run's word, and kernel settings that change by themselves are left out.
+Other programs change the host at the same time. A process, file or Docker object therefore counts only if it
+is a descendant of this process or contains the word of the attack. Kernel settings that change by themselves
+are omitted.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ WATCHED = (
     "/usr/local/bin",
     "/home",
 )
-MAX_MEMBERS = 10_500  # 10,000 of the agent's and Harbor's own
-MAX_BYTES = 80 * 2**20  # 64 MiB of the agent's and Harbor's own
+MAX_MEMBERS = 10_500  # 10,000 files of the agent, and those of Harbor
+MAX_BYTES = 80 * 2**20  # 64 MiB of the agent, and the files of Harbor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """The host's state by kind: each a map from a name to what is known of it."""
+    """The state of the host. Each field maps names to states."""
 
     settings: dict[str, str]
     files: dict[str, str]
@@ -82,7 +83,7 @@ class Snapshot:
         )
 
     def changes(self, later: Snapshot) -> list[str]:
-        """One line for each difference."""
+        """Return one line for each difference."""
         found = []
         for kind in self.__slots__:
             before, after = getattr(self, kind), getattr(later, kind)
@@ -93,12 +94,12 @@ class Snapshot:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose parent ended, so that none can hide."""
+    """Make this process the parent of orphaned descendants, so that `descendants` finds them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> dict[int, str]:
-    """The living descendants of this process: pid to command line."""
+    """Return the running descendants of this process as a map from pid to command line."""
     parents, names = {}, {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -122,7 +123,9 @@ def descendants() -> dict[int, str]:
 
 
 def marked_processes(word: str) -> list[str]:
-    """Processes of the whole host whose command line or environment has `word`, descendants of this one left out."""
+    """Return processes of the host whose command line or environment contains `word`, except descendants of
+    this one.
+    """
     ours, found = {os.getpid(), os.getppid(), *descendants()}, []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) not in ours:
@@ -137,7 +140,7 @@ def marked_processes(word: str) -> list[str]:
 
 
 def marked_files(word: str) -> list[str]:
-    """Entries of the watched directories of the host whose name has `word`."""
+    """Return entries of the watched directories of the host whose name contains `word`."""
     found = []
     for directory in WATCHED:
         try:
@@ -150,7 +153,7 @@ def marked_files(word: str) -> list[str]:
 
 
 def marked_cgroups(word: str) -> list[str]:
-    """Control groups whose name has `word`."""
+    """Return control groups whose name contains `word`."""
     return [
         f"the control group {path} was left"
         for path, _, _ in os.walk("/sys/fs/cgroup")
@@ -159,7 +162,7 @@ def marked_cgroups(word: str) -> list[str]:
 
 
 def marked_docker_objects(word: str) -> list[str]:
-    """Docker's containers, networks and volumes whose name or labels have `word`."""
+    """Return Docker containers, networks and volumes whose name or labels contain `word`."""
     found = []
     for kind, listing in (
         ("container", ["ps", "--all"]),
@@ -178,7 +181,9 @@ def marked_docker_objects(word: str) -> list[str]:
 
 
 def faults_of_folder(folder: Path) -> list[str]:
-    """What a trial's folder on the host may not hold: more than the bounds, or anything but plain files and directories."""
+    """Return violations in a trial's folder: sizes beyond the limits, and entries other than regular files
+    and directories.
+    """
     command = ["find", "-P", str(folder), "-mindepth", "1", "-printf", "%y %m %s %k %P\\0"]
     answer = subprocess.run(command, capture_output=True, timeout=120, check=False)
     members = total = 0

@@ -1,4 +1,6 @@
-"""The image of the red team's containers: what Terminus-2 and the verifiers need, made once and then found in the engine's cache."""
+"""The image of the red team's containers, with the programs that Terminus-2 and the verifiers need. The
+engine caches it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ WORKDIR /app
 
 
 def build() -> str:
-    """The image's name. subprocess.CalledProcessError where it cannot be built."""
+    """Build the image and return its name. Raises subprocess.CalledProcessError if that fails."""
     command = ["docker", "build", "--quiet", "--tag", NAME, "-"]
     subprocess.run(
         command, input=DOCKERFILE, text=True, capture_output=True, timeout=BUILD_TIMEOUT_S, check=True

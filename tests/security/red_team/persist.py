@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from tests.security.red_team.attack import ALL, DOCKER_ROOT, Attack, Category, Where, Whom
+from tests.security.red_team.attack import ALL, DOCKER_ROOT, Attack, Category, EnvironmentKind, RunAs
 
 
 def persist(
     name: str,
     script: str,
-    places: frozenset[tuple[Where, Whom]] = ALL,
+    places: frozenset[tuple[EnvironmentKind, RunAs]] = ALL,
     *,
-    shares: frozenset[Where] = frozenset(Where),
+    shares: frozenset[EnvironmentKind] = frozenset(EnvironmentKind),
 ) -> Attack:
     return Attack(
         name=name,
@@ -83,7 +83,7 @@ true
         shares=frozenset(),
     ),
     persist(
-        "linked-logs-later",  # while the trainer writes
+        "linked-logs-later",  # creates the links while the trainer writes
         """
 (setsid timeout 20 bash -c 'for try in $(seq 5000); do
     for name in /logs/agent/trajectory.json /logs/verifier/test-stdout.txt /logs/artifacts/manifest.json; do ln -sfn "$SENTINEL" $name; done

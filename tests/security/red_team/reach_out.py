@@ -1,12 +1,14 @@
-"""Reach out: connect to what the task does not offer. The agent also solves the task, and its reward must stay 1."""
+"""Reach out: connect to what the task does not offer. The agent also solves the task, and its reward must
+stay 1.
+"""
 
 from __future__ import annotations
 
-from tests.security.red_team.attack import ALL, SANDBOX_ROOT, Attack, Category, Kind, Where, Whom
+from tests.security.red_team.attack import ALL, SANDBOX_ROOT, Attack, Category, EnvironmentKind, Kind, RunAs
 
 
 def reach_out(
-    name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, kind: Kind = Kind.PLAIN
+    name: str, script: str, places: frozenset[tuple[EnvironmentKind, RunAs]] = ALL, *, kind: Kind = Kind.PLAIN
 ) -> Attack:
     return Attack(
         name=name,
@@ -16,11 +18,12 @@ def reach_out(
         kind=kind,
         places=places,
         patience_s=8,
-        shares=frozenset(Where) if kind is Kind.PLAIN else frozenset(),
+        shares=frozenset(EnvironmentKind) if kind is Kind.PLAIN else frozenset(),
     )
 
 
-# The server on the host's loopback interface records what connects; the script names itself, so that it can be told from others.
+# The server on the host's loopback interface records what it receives. The script sends its own name to
+# identify itself.
 LOOPBACK = """
 py <<'END'
 gateways = [line.split()[2] for line in open("/proc/net/route").read().splitlines()[1:]]

@@ -1,12 +1,22 @@
-"""Stall: keep the trainer's event loop or its disk busy. The reward is 0 and the bounds of `host.faults_of_folder` hold."""
+"""Stall: keep the trainer's event loop or disk busy. The reward is 0 and the limits of
+`host.faults_of_folder` hold.
+"""
 
 from __future__ import annotations
 
-from tests.security.red_team.attack import ALL, NOT_DOCKER_USER, SANDBOX, Attack, Category, Where, Whom
+from tests.security.red_team.attack import (
+    ALL,
+    NOT_DOCKER_USER,
+    SANDBOX,
+    Attack,
+    Category,
+    EnvironmentKind,
+    RunAs,
+)
 
 
 def stall(
-    name: str, script: str, places: frozenset[tuple[Where, Whom]] = ALL, *, patience_s: int = 14
+    name: str, script: str, places: frozenset[tuple[EnvironmentKind, RunAs]] = ALL, *, patience_s: int = 14
 ) -> Attack:
     return Attack(name=name, category=Category.STALL, script=script, places=places, patience_s=patience_s)
 
@@ -16,7 +26,8 @@ def files(place: str, count: int) -> str:
 py <<'END'
 os.makedirs("{place}/many", exist_ok=True)
 os.chdir("{place}/many")
-for number in range({count} if os.environ["WHERE"] == "sandbox" else 20_000):  # a container's lie on a disk
+# Files of a container are on disk
+for number in range({count} if os.environ["WHERE"] == "sandbox" else 20_000):
     os.close(os.open(str(number), os.O_CREAT | os.O_WRONLY))
 END
 """

@@ -1,17 +1,17 @@
-"""The tasks that the attacks are played on. All of them ask for one file with one number."""
+"""The tasks on which attacks run. Each asks for a file with one number."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.security.red_team.attack import ANSWER, SANDBOX_ROOT, Kind, Where, Whom
+from tests.security.red_team.attack import ANSWER, SANDBOX_ROOT, EnvironmentKind, Kind, RunAs
 
 INSTRUCTION = f"Write the number {ANSWER} and a newline into /app/answer.txt.\n"
 MEMORY_MB = 512
 STORAGE_MB = 256
-AGENT_S = {Where.SANDBOX: 45, Where.DOCKER: 60}
-VERIFIER_S = {Where.SANDBOX: 12, Where.DOCKER: 25}
-USER = "agent"  # of the image
+AGENT_S = {EnvironmentKind.SANDBOX: 45, EnvironmentKind.DOCKER: 60}
+VERIFIER_S = {EnvironmentKind.SANDBOX: 12, EnvironmentKind.DOCKER: 25}
+USER = "agent"  # a user of the image
 
 BASH_TEST = """#!/bin/bash
 mkdir -p /tmp/scratch
@@ -36,8 +36,8 @@ pathlib.Path("/logs/verifier/reward.json").write_text(json.dumps({"reward": int(
 """
 
 
-def write_tasks(folder: Path, *, where: Where, whom: Whom, image: str, prefix: str) -> None:
-    """Lay the task folders down below `folder`, as `<prefix>-<kind>`."""
+def write_tasks(folder: Path, *, where: EnvironmentKind, whom: RunAs, image: str, prefix: str) -> None:
+    """Write the task folders to `folder`/`<prefix>-<kind>`."""
     for kind in Kind:
         if kind is Kind.PUBLIC and (where, whom) not in SANDBOX_ROOT:
             continue
@@ -51,21 +51,21 @@ def write_tasks(folder: Path, *, where: Where, whom: Whom, image: str, prefix: s
         (task / "tests" / "expected.txt").write_text(f"{ANSWER}\n")
         if kind is Kind.PYTHON:
             (task / "tests" / "check.py").write_text(PYTHON_CHECK)
-        if where is Where.SANDBOX:
+        if where is EnvironmentKind.SANDBOX:
             (task / "environment" / "Dockerfile").write_text("FROM debian:bookworm-slim\nWORKDIR /app\n")
 
 
-def configuration(kind: Kind, *, where: Where, whom: Whom, image: str) -> str:
+def configuration(kind: Kind, *, where: EnvironmentKind, whom: RunAs, image: str) -> str:
     agent = [f"timeout_sec = {AGENT_S[where]}"]
     environment = [f"memory_mb = {MEMORY_MB}"]
-    if where is Where.SANDBOX:
+    if where is EnvironmentKind.SANDBOX:
         environment += [
             f"storage_mb = {STORAGE_MB}",
             f'network_mode = "{"public" if kind is Kind.PUBLIC else "no-network"}"',
         ]
-    else:  # a container without network needs an image from a registry
+    else:  # a container without a network needs an image of Harbor's from a registry
         environment += [f'docker_image = "{image}"', 'network_mode = "public"']
-        if whom is Whom.USER:
+        if whom is RunAs.USER:
             agent += [f'user = "{USER}"']
     sections = {
         "agent": agent,

@@ -1,4 +1,6 @@
-"""Void: turn a reward of 0 into a failure, which training drops. The reward must be 0, with the reason that the agent caused it."""
+"""Void: turn the reward 0 into a failure, which training drops. The reward must be 0, with the reason that
+the agent caused.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,15 @@ from tests.security.red_team.attack import (
     SANDBOX,
     Attack,
     Category,
-    Where,
-    Whom,
+    EnvironmentKind,
+    RunAs,
 )
 
 
 def void(
     name: str,
     script: str,
-    places: Iterable[tuple[Where, Whom]] = ALL,
+    places: Iterable[tuple[EnvironmentKind, RunAs]] = ALL,
     *,
     solves: bool = False,
     patience_s: int = 4,
@@ -41,7 +43,7 @@ REWARD = "/logs/verifier/reward.txt"
 
 
 def racing(action: str) -> str:
-    """Do something to the reward file whenever there is one, for a while, in the background."""
+    """Return a script that changes the reward file in the background whenever the file exists, for some time."""
     loop = f"for try in $(seq 4000); do if [ -f {REWARD} ] && [ -s {REWARD} ]; then {action}; fi; sleep 0.002; done"
     return f"(setsid timeout 20 bash -c '{loop}' &) </dev/null >/dev/null 2>&1\ntrue\n"
 
@@ -87,12 +89,14 @@ END
     ),
     void(
         "input-of-pid-1",
-        "for try in $(seq 50); do printf 'exit\\nkillall\\nrun 99999999\\n\\0\\377garbage\\n' > /proc/1/fd/0; done 2>/dev/null",
+        "for try in $(seq 50); do printf 'exit\\nkillall\\nrun 99999999\\n\\0\\377garbage\\n' > "
+        "/proc/1/fd/0; done 2>/dev/null",
         SANDBOX,
     ),
     void(
         "stopped-pid-1",
-        "py <<'END'\nif os.fork() == 0:\n    os.setsid()\n    libc.ptrace(16, 1, None, None)\n    time.sleep(20)\n    os._exit(0)\nEND",
+        "py <<'END'\nif os.fork() == 0:\n    os.setsid()\n    libc.ptrace(16, 1, None, None)\n    "
+        "time.sleep(20)\n    os._exit(0)\nEND",
         SANDBOX,
     ),
     void("stopped-processes", "kill -STOP -1; kill -STOP $(pgrep tmux)", SANDBOX, reason="agent_timeout"),
@@ -196,7 +200,8 @@ true
     void("removed-terminal", "rm -rf /run/tmux* /tmp/tmux*; tmux kill-session; true", SANDBOX),
     void(
         "many-terminals",
-        "for number in $(seq 40); do tmux new-session -d -s x$number; tmux rename-session -t terminus-2 y; done 2>/dev/null; true",
+        "for number in $(seq 40); do tmux new-session -d -s x$number; tmux rename-session -t terminus-2 y; "
+        "done 2>/dev/null; true",
         SANDBOX,
     ),
     void(
@@ -249,7 +254,8 @@ true
     ),
     void(
         "no-shell",
-        "rm -f /bin/bash /usr/bin/bash /bin/sh /usr/bin/sh /bin/dash; rm -rf /lib/x86_64-linux-gnu /lib64; true",
+        "rm -f /bin/bash /usr/bin/bash /bin/sh /usr/bin/sh /bin/dash; rm -rf /lib/x86_64-linux-gnu /lib64; "
+        "true",
         DOCKER_ROOT,
     ),
     void("no-devices", "rm -rf /dev/null /dev/zero /dev/tty; mkdir /dev/null; true", DOCKER_ROOT),

@@ -1,6 +1,7 @@
-"""Plays attacks as real trials, an honest trial beside every few of them, and says what did not hold.
+"""Run attacks as real trials, each batch together with an honest trial, and report the attacks that
+succeeded.
 
-Attacks that may share a trial do. Where something did not hold and more than one attack can be to blame, they are played again apart.
+Several attacks can share a trial. If a violation may have several causes, these attacks run again separately.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from src.envs.harbor.environment import HarborTasks, open_harbor
 from tests.fakes.tokenizer import byte_chat
 from tests.security.red_team import host, image
 from tests.security.red_team.agent import Agent
-from tests.security.red_team.attack import ANSWER, Attack, Kind, Where, Whom, typed
+from tests.security.red_team.attack import ANSWER, Attack, EnvironmentKind, Kind, RunAs, typed
 from tests.security.red_team.tasks import write_tasks
 
 ATTACKS_AT_ONCE = {
-    Where.SANDBOX: 3,
-    Where.DOCKER: 6,
-}  # a container takes ten seconds to stop, and no processor meanwhile
+    EnvironmentKind.SANDBOX: 3,
+    EnvironmentKind.DOCKER: 6,
+}  # a container takes ten seconds to stop, without using a CPU
 SHARED_AT_MOST = 8
 DEADLINE_S = 100
 MAX_LOOP_GAP_S = 3.0
@@ -48,13 +49,13 @@ LENGTHS = {"backend": "skyrl-tx", "skyrl_tx_url": "http://127.0.0.1:9", "context
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What came of one attack. `violations` is empty where everything held."""
+    """The result of one attack. `violations` is empty if the attack failed."""
 
     attack: str
     category: str
     where: str
     whom: str
-    reward: float | None  # None: the trial failed
+    reward: float | None  # None if the trial failed
     reason: str
     violations: list[str]
     seconds: float
@@ -64,26 +65,26 @@ class Result:
 
 
 @dataclass(kw_only=True)
-class Unit:
+class SharedTrial:
     """Attacks that share one trial."""
 
     attacks: Sequence[Attack]
     word: str = field(default_factory=lambda: f"rt{secrets.token_hex(5)}")
     reward: float | None = None
     reason: str = ""
-    own: list[str] = field(default_factory=list)  # violations by whichever attack of the unit
-    holes: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # violations by attack, as the scripts report them
+    own: list[str] = field(default_factory=list)  # violations that any attack of the trial may have caused
+    holes: dict[str, list[str]] = field(default_factory=dict)  # violations that the scripts report, by attack
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arena:
-    """Where attacks are played: the task source, and a server on the host's loopback interface that nobody may reach."""
+class AttackRunner:
+    """Runs attacks as trials of a task source, beside a server on the host's loopback interface that no
+    attack may reach.
+    """
 
-    where: Where
-    whom: Whom
+    where: EnvironmentKind
+    whom: RunAs
     tasks: HarborTasks
     prefix: str
     jobs: Path
@@ -93,19 +94,19 @@ class Arena:
 
     async def play(self, attacks: Sequence[Attack]) -> AsyncIterator[Result]:
         suspects: list[
-            Unit
-        ] = []  # of trials and batches in which something did not hold that several attacks can have caused
+            SharedTrial
+        ] = []  # trials with a violation that several attacks may have caused; they run again alone
         for batch in batched(shared(attacks, self.where), ATTACKS_AT_ONCE[self.where]):
             together = await self._play_batch(batch)
             for unit in batch:
                 if (together and len(batch) > 1) or (unit.own and len(unit.attacks) > 1):
-                    suspects.append(Unit(attacks=unit.attacks))
+                    suspects.append(SharedTrial(attacks=unit.attacks))
                     continue
                 for result in self._results(unit, together):
                     yield result
         for unit in suspects:
             alone = await self._play_batch((unit,))
-            parts = [Unit(attacks=[attack]) for attack in unit.attacks]
+            parts = [SharedTrial(attacks=[attack]) for attack in unit.attacks]
             found = False
             if (unit.own or alone) and len(parts) > 1:
                 for batch in batched(parts, ATTACKS_AT_ONCE[self.where]):
@@ -118,10 +119,10 @@ class Arena:
                 for result in self._results(unit, alone):
                     yield result
 
-    def _results(self, unit: Unit, together: Sequence[str]) -> list[Result]:
+    def _results(self, unit: SharedTrial, together: Sequence[str]) -> list[Result]:
         return [self._result(unit, attack, [*unit.own, *together]) for attack in unit.attacks]
 
-    def _result(self, unit: Unit, attack: Attack, violations: list[str]) -> Result:
+    def _result(self, unit: SharedTrial, attack: Attack, violations: list[str]) -> Result:
         return Result(
             attack=attack.name,
             category=attack.category.value,
@@ -133,29 +134,32 @@ class Arena:
             seconds=round(unit.seconds, 1),
         )
 
-    async def _play_batch(self, units: Sequence[Unit]) -> list[str]:
-        """Play the units and an honest trial at once. What cannot be blamed on one unit."""
+    async def _play_batch(self, units: Sequence[SharedTrial]) -> list[str]:
+        """Run the trials and an honest one at the same time. Return the violations that belong to no single
+        trial.
+        """
         folder = self.jobs / secrets.token_hex(4)
         before, running = host.Snapshot.take(self.sentinels), host.descendants()
         self.connections.clear()
-        honest = Unit(attacks=[])
+        honest = SharedTrial(attacks=[])
         async with longest_gap() as gaps:
             await asyncio.gather(
                 *(self._play_unit(unit, folder) for unit in units), self._play_unit(honest, folder)
             )
         found = before.changes(host.Snapshot.take(self.sentinels))
         if honest.own:
-            found.append(f"the honest trial beside it: {'; '.join(honest.own)}")
+            found.append(f"the concurrent honest trial: {'; '.join(honest.own)}")
         if max(gaps, default=0.0) > MAX_LOOP_GAP_S:
-            found.append(f"the event loop stood still for {max(gaps):.1f} s")
-        # A trial's descendants end with it; what is left of this process's are those that escaped.
+            found.append(f"the event loop was blocked for {max(gaps):.1f} s")
+        # The processes of a trial end with it. Remaining descendants of this process have escaped from a
+        # trial.
         found += [
             f"a process was left: {command[:60]}"
             for pid, command in host.descendants().items()
             if pid not in running
         ]
         found += host.marked_cgroups(self.tasks.settings.run_label)
-        if self.where is Where.DOCKER:
+        if self.where is EnvironmentKind.DOCKER:
             found += host.marked_docker_objects(self.tasks.settings.run_label) + host.marked_docker_objects(
                 self.prefix
             )
@@ -172,7 +176,7 @@ class Arena:
         host.remove(folder)
         return found
 
-    async def _play_unit(self, unit: Unit, directory: Path) -> None:
+    async def _play_unit(self, unit: SharedTrial, directory: Path) -> None:
         solves = all(attack.solves for attack in unit.attacks)
         kind = unit.attacks[0].kind if unit.attacks else Kind.PLAIN
         task = next(task for task in self.tasks.train if task.id.endswith(f"{self.prefix}-{kind.value}"))
@@ -194,7 +198,7 @@ class Arena:
         started = time.monotonic()
         trial = self.tasks.trial(task, directory=directory / unit.word, seed=1, temperature=1.0)
         outcome = None
-        with contextlib.suppress(TimeoutError):  # as a step of training bounds its trials
+        with contextlib.suppress(TimeoutError):  # a training step limits its trials in the same way
             async with asyncio.timeout(DEADLINE_S):
                 outcome = await trial.run(agent)
         unit.seconds = time.monotonic() - started
@@ -221,19 +225,21 @@ class Arena:
         unit.own += host.faults_of_folder(directory / unit.word)
 
 
-def shared(attacks: Iterable[Attack], where: Where) -> list[Unit]:
-    """The trials to play, long ones first, so that those of a batch take about as long as each other."""
+def shared(attacks: Iterable[Attack], where: EnvironmentKind) -> list[SharedTrial]:
+    """Return the trials to run, longest first, so that the trials of a batch take about the same time."""
     groups: dict[object, list[Attack]] = {}
     for number, attack in enumerate(attacks):
         key = (attack.category, attack.kind, attack.solves) if where in attack.shares else number
         groups.setdefault(key, []).append(attack)
-    units = [Unit(attacks=part) for group in groups.values() for part in batched(group, SHARED_AT_MOST)]
+    units = [
+        SharedTrial(attacks=part) for group in groups.values() for part in batched(group, SHARED_AT_MOST)
+    ]
     return sorted(units, key=lambda unit: -sum(attack.patience_s for attack in unit.attacks))
 
 
 @asynccontextmanager
 async def longest_gap() -> AsyncIterator[list[float]]:
-    """How long the event loop served nobody, at the longest: the last element of the list once the block has ended."""
+    """Yield a list whose only element is the longest time in seconds for which the event loop was blocked."""
     gaps = [0.0]
 
     async def beat() -> None:
@@ -251,8 +257,8 @@ async def longest_gap() -> AsyncIterator[list[float]]:
 
 
 @asynccontextmanager
-async def open_arena(where: Where, whom: Whom) -> AsyncIterator[Arena]:
-    """Everything that the attacks need. Call `host.adopt_orphans` first."""
+async def open_attack_runner(where: EnvironmentKind, whom: RunAs) -> AsyncIterator[AttackRunner]:
+    """Open the tasks and the server that attacks need. Call `host.adopt_orphans` first."""
     prefix = f"rt{secrets.token_hex(4)}"
     os.environ[SECRET] = f"secret-{prefix}"
     with tempfile.TemporaryDirectory(prefix="red-team-", ignore_cleanup_errors=True) as place:
@@ -262,7 +268,7 @@ async def open_arena(where: Where, whom: Whom) -> AsyncIterator[Arena]:
             folder / "tasks",
             where=where,
             whom=whom,
-            image=image.build() if where is Where.DOCKER else "",
+            image=image.build() if where is EnvironmentKind.DOCKER else "",
             prefix=prefix,
         )
         sentinels = [folder / "sentinel", folder / "reward"]
@@ -290,7 +296,7 @@ async def open_arena(where: Where, whom: Whom) -> AsyncIterator[Arena]:
             byte_chat(),
         )
         async with server, abstract:
-            arena = Arena(
+            runner = AttackRunner(
                 where=where,
                 whom=whom,
                 tasks=tasks,
@@ -301,7 +307,7 @@ async def open_arena(where: Where, whom: Whom) -> AsyncIterator[Arena]:
                 connections=connections,
             )
             try:
-                yield arena
+                yield runner
             finally:
                 await tasks.close()
                 host.remove(folder / "jobs")

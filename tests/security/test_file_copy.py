@@ -1,4 +1,4 @@
-"""What an agent leaves in its machine is collected within bounds, off the event loop, and never changes its
+"""Downloads of an agent's files stay within the limits, do not block the event loop and do not change the
 grade.
 """
 
@@ -9,13 +9,9 @@ import io
 import os
 import tarfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from harbor.models.task.config import EnvironmentConfig
-from harbor.models.trial.paths import TrialPaths
 
 from src.config import TrainerConfig
 from src.core.event_loop import LagMeter
@@ -23,48 +19,26 @@ from src.core.trajectory import Trajectory
 from src.envs.harbor.environment import HarborTasks, import_harbor, open_harbor
 from src.envs.harbor.trial_folder import JobsQuota, apply_limits
 from src.envs.sandbox.bubblewrap import why_no_sandbox
-from src.envs.sandbox.environment import SandboxEnvironment
 from src.envs.sandbox.file_copy import (
     MAX_BYTES,
     MAX_DEPTH,
     MAX_FILES,
     NOTE,
-    Allowance,
     BoundedFile,
     ChunkReader,
+    DownloadBudget,
     unpack,
 )
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
 from tests.fakes.tokenizer import byte_chat
+from tests.security.sandboxes import environment
 
 REASON = why_no_sandbox()
 needs_sandbox = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
 
 HELLO = Path(__file__).resolve().parents[1] / "tasks" / "hello-file"
-LABEL = f"test-collection-{os.getpid()}"
-LONGEST_GAP_S = 5.0  # unpacking 20,000 files on the event loop takes several times as long as everything else a gap may come from
-
-
-@asynccontextmanager
-async def environment(tmp_path: Path) -> AsyncIterator[SandboxEnvironment]:
-    directory = tmp_path / "environment"
-    directory.mkdir()
-    (directory / "Dockerfile").write_text("FROM debian\nWORKDIR /app\n")
-    paths = TrialPaths(trial_dir=tmp_path / "trial")
-    paths.mkdir()
-    made = SandboxEnvironment(
-        environment_dir=directory,
-        environment_name="task",
-        session_id="task__env",
-        trial_paths=paths,
-        task_env_config=EnvironmentConfig.model_validate({"network_mode": "no-network"}),
-        run_label=LABEL,
-    )
-    try:
-        await made.start(force_build=False)
-        yield made
-    finally:
-        await made.stop(delete=True)
+# Unpacking 20,000 files on the event loop takes several times as long as other blocking work
+LONGEST_GAP_S = 5.0
 
 
 def everything_below(folder: Path) -> list[Path]:
@@ -78,7 +52,7 @@ def size_of(folder: Path) -> int:
 
 
 def archive(*members: tuple[str, bytes | tarfile.TarInfo | None]) -> io.BytesIO:
-    """A tar file of regular files, of directories where there is no content, and of whatever else is given."""
+    """Return a tar file of regular files, of directories (content None), and of other members."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for name, content in members:
@@ -100,25 +74,27 @@ def link(name: str, target: str) -> tuple[str, tarfile.TarInfo]:
 
 def test_an_archive_is_unpacked_within_its_allowance(tmp_path: Path) -> None:
     files = [(f"f{number}", b"x" * 10) for number in range(100)]
-    left = Allowance(files=30, size=1000)
+    left = DownloadBudget(files=30, size=1000)
     assert not unpack(archive(*files), tmp_path / "few", left)
-    assert len(everything_below(tmp_path / "few")) == 30 and left == Allowance(files=0, size=700)
-    assert not unpack(archive(*files), tmp_path / "small", Allowance(files=1000, size=55))
+    assert len(everything_below(tmp_path / "few")) == 30 and left == DownloadBudget(files=0, size=700)
+    assert not unpack(archive(*files), tmp_path / "small", DownloadBudget(files=1000, size=55))
     assert sum(path.stat().st_size for path in everything_below(tmp_path / "small")) == 55
     assert (tmp_path / "small" / "f5.cut").is_file() and not (tmp_path / "small" / "f5").exists()
-    assert unpack(archive(*files), tmp_path / "all", Allowance())
+    assert unpack(archive(*files), tmp_path / "all", DownloadBudget())
     assert len(everything_below(tmp_path / "all")) == 100
 
 
 def test_a_reward_file_is_whole_or_not_there(tmp_path: Path) -> None:
-    assert unpack(archive(("./reward.json", b'{"reward": 1}')), tmp_path / "a", Allowance(files=1, size=0))
+    assert unpack(
+        archive(("./reward.json", b'{"reward": 1}')), tmp_path / "a", DownloadBudget(files=1, size=0)
+    )
     assert (tmp_path / "a" / "reward.json").read_bytes() == b'{"reward": 1}'
     cut = io.BytesIO(archive(("./reward.txt", b"0.125" * 200)).getvalue()[:700])
-    assert not unpack(cut, tmp_path / "b", Allowance())
+    assert not unpack(cut, tmp_path / "b", DownloadBudget())
     assert not (tmp_path / "b" / "reward.txt").exists()
 
 
-def test_links_sparse_files_deep_paths_and_what_is_there_already_are_left_alone(tmp_path: Path) -> None:
+def test_links_sparse_deep_and_existing_files_are_not_written(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     (target / "trajectory.json").write_text("Harbor's own")
@@ -133,7 +109,7 @@ def test_links_sparse_files_deep_paths_and_what_is_there_already_are_left_alone(
             ("good", b"x"),
         ),
         target,
-        Allowance(),
+        DownloadBudget(),
     )
     assert not any(path.is_symlink() for path in everything_below(target))
     assert not (tmp_path / "outside").exists() and not (target / deep).exists()
@@ -144,7 +120,7 @@ def test_links_sparse_files_deep_paths_and_what_is_there_already_are_left_alone(
 @pytest.mark.parametrize("cut", [100, 513, 1025])
 def test_a_broken_archive_is_an_incomplete_one(tmp_path: Path, cut: int) -> None:
     packed = archive(("a", b"x" * 600), ("b", b"y" * 600)).getvalue()
-    assert not unpack(io.BytesIO(packed[:cut]), tmp_path / "broken", Allowance())
+    assert not unpack(io.BytesIO(packed[:cut]), tmp_path / "broken", DownloadBudget())
 
 
 def test_an_endless_stream_ends_at_the_limit() -> None:
@@ -162,7 +138,7 @@ def test_an_endless_stream_ends_at_the_limit() -> None:
 
 
 def block(seconds: float) -> None:
-    """What a coroutine must not do: hold up the event loop."""
+    """Block the event loop, which a coroutine must not do."""
     time.sleep(seconds)
 
 
@@ -171,7 +147,7 @@ async def test_a_gap_of_the_event_loop_is_measured_and_forgotten() -> None:
         block(0.3)
         assert gaps.take() >= 0.2
         block(0.3)
-        await asyncio.sleep(0.02)  # the timer sees it
+        await asyncio.sleep(0.02)  # lets the timer measure the gap
         assert gaps.take() >= 0.2
         assert gaps.take() < 0.2
 
@@ -186,7 +162,7 @@ async def test_other_trials_go_on_while_20000_files_are_collected(tmp_path: Path
             turns += 1
             await asyncio.sleep(0.001)
 
-    async with environment(tmp_path) as made:
+    async with environment(tmp_path, network_mode="no-network") as made:
         await made.exec(
             "mkdir -p /logs/agent && cd /logs/agent && seq 1 20000 | xargs touch && echo last > zzz"
         )
@@ -199,18 +175,18 @@ async def test_other_trials_go_on_while_20000_files_are_collected(tmp_path: Path
         assert turns > 20 and longest < LONGEST_GAP_S, (turns, longest)
     print(f"{turns} turns, longest gap {longest:.3f} s")
     assert len(everything_below(tmp_path / "trial" / "agent")) <= MAX_FILES
-    assert "/logs/agent: cut at" in (tmp_path / "trial" / NOTE).read_text()
+    assert "/logs/agent: only" in (tmp_path / "trial" / NOTE).read_text()
 
 
 @needs_sandbox
-async def test_a_sparse_file_and_deep_directories_cost_no_more_than_the_bounds(tmp_path: Path) -> None:
-    async with environment(tmp_path) as made:
+async def test_sparse_files_and_deep_directories_stay_within_limits(tmp_path: Path) -> None:
+    async with environment(tmp_path, network_mode="no-network") as made:
         make = "mkdir -p /logs/agent && cd /logs/agent && truncate -s 3G sparse && echo ok > a && "
         make += "for i in $(seq 1 300); do mkdir d && cd d; done && echo deep > file"
         assert (await made.exec(make)).return_code == 0
         for number in range(6):
             await made.download_dir("/logs/agent", tmp_path / "trial" / str(number))
-        with pytest.raises(RuntimeError, match="larger than what may be collected"):
+        with pytest.raises(RuntimeError, match="larger than what is downloaded from one trial"):
             await made.download_file("/logs/agent/sparse", tmp_path / "trial" / "sparse")
     assert size_of(tmp_path / "trial") <= MAX_BYTES + 2**20
     assert (
@@ -220,10 +196,11 @@ async def test_a_sparse_file_and_deep_directories_cost_no_more_than_the_bounds(t
 
 
 @needs_sandbox
-async def test_what_was_collected_does_not_go_back_in_place_of_the_agents_own_files(tmp_path: Path) -> None:
-    async with environment(tmp_path) as made:
+async def test_an_upload_omits_files_that_were_downloaded(tmp_path: Path) -> None:
+    async with environment(tmp_path, network_mode="no-network") as made:
         await made.exec(
-            "mkdir -p /logs/agent && cd /logs/agent && head -c 40M /dev/zero > big && echo own > small && chmod 640 small"
+            "mkdir -p /logs/agent && cd /logs/agent && head -c 40M /dev/zero > big && echo own > small && "
+            "chmod 640 small"
         )
         await made.download_dir("/logs/agent", tmp_path / "trial" / "agent")
         (tmp_path / "trial" / "agent" / "trajectory.json").write_text("Harbor's own")
@@ -234,9 +211,10 @@ async def test_what_was_collected_does_not_go_back_in_place_of_the_agents_own_fi
 
 @needs_sandbox
 async def test_a_reward_arrives_whatever_else_the_verifier_left(tmp_path: Path) -> None:
-    async with environment(tmp_path) as made:
+    async with environment(tmp_path, network_mode="no-network") as made:
         await made.exec(
-            "mkdir -p /logs/verifier && cd /logs/verifier && head -c 200M /dev/zero > aaa && seq 1 5000 | xargs touch"
+            "mkdir -p /logs/verifier && cd /logs/verifier && head -c 200M /dev/zero > aaa && seq 1 5000 | "
+            "xargs touch"
         )
         await made.exec("echo 1 > /logs/verifier/reward.txt")
         await made.download_dir("/logs/verifier", tmp_path / "trial" / "verifier")
@@ -258,8 +236,11 @@ async def play(tasks: HarborTasks, directory: Path, *commands: str, duration: fl
 
 
 @needs_sandbox
-async def test_an_agent_that_hoards_files_is_graded_as_any_other_and_keeps_little(tmp_path: Path) -> None:
-    hoard = "cd /logs/agent && seq 1 20000 | xargs touch && head -c 100M /dev/zero > big; mkdir -p /logs/artifacts; cp big /logs/artifacts"
+async def test_an_agent_that_hoards_files_is_graded_and_keeps_little(tmp_path: Path) -> None:
+    hoard = (
+        "cd /logs/agent && seq 1 20000 | xargs touch && head -c 100M /dev/zero > big; mkdir -p "
+        "/logs/artifacts; cp big /logs/artifacts"
+    )
     outcome = await play(
         source(), tmp_path / "jobs" / "step_000001", "echo hello > /app/hello.txt", hoard, duration=3.0
     )
@@ -267,7 +248,7 @@ async def test_an_agent_that_hoards_files_is_graded_as_any_other_and_keeps_littl
     assert outcome.metrics["files_left_out"] == 1.0
     (folder,) = (tmp_path / "jobs" / "step_000001").iterdir()
     assert len(everything_below(folder)) <= MAX_FILES and size_of(folder) <= MAX_BYTES + 4096 * MAX_FILES
-    assert (folder / "result.json").is_file() and "cut at" in (folder / NOTE).read_text()
+    assert (folder / "result.json").is_file() and "the rest was omitted" in (folder / NOTE).read_text()
 
 
 @needs_sandbox
@@ -334,7 +315,7 @@ def test_a_quota_counts_what_an_earlier_process_left(tmp_path: Path) -> None:
     ],
 )
 def test_long_output_is_cut_exactly_as_harbor_cuts_it(output: str) -> None:
-    import_harbor()  # quietly, before anything imports it
+    import_harbor()  # before another import of Harbor, without its log lines
     from harbor.agents.terminus_2.terminus_2 import Terminus2
 
     from src.envs.harbor.agent import TrainingTerminus2

@@ -1,4 +1,4 @@
-"""Plays attacks in one place, in a process of its own: every descendant is then the arena's, and a user cannot become root again."""
+"""Run attacks of one environment and user in a process of its own, whose descendants all belong to attacks."""
 
 from __future__ import annotations
 
@@ -11,40 +11,44 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.security.red_team import host
-from tests.security.red_team.arena import Result, open_arena
-from tests.security.red_team.attack import Where, Whom
+from tests.security.red_team.attack import EnvironmentKind, RunAs
+from tests.security.red_team.attack_runner import Result, open_attack_runner
 from tests.security.red_team.table import chosen
 
-USER_ID = 61_234  # no account's
+USER_ID = 61_234  # belongs to no account
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 
 
-def command(where: Where, whom: Whom, names: Sequence[str], *, results: Path | None = None) -> list[str]:
-    """What plays the attacks `names`, or all, and appends each result to the file `results`, one line of JSON each.
+def command(
+    where: EnvironmentKind, whom: RunAs, names: Sequence[str], *, results: Path | None = None
+) -> list[str]:
+    """Return the command that runs the attacks `names`, or all, and appends results to the file `results` as
+    lines of JSON.
 
-    The sandbox's user is another than root. The interpreter may lie where only root can read: the process keeps that one capability, and
-    no program that it starts gets it. In Docker the user is one of the container's.
+    For `RunAs.USER`, sandboxes run under an unprivileged user. That process keeps the capability to read all
+    files, because only root may be able to read the interpreter; programs that it starts do not inherit it.
+    In Docker, the user is one of the container.
     """
     player = [
         sys.executable,
         "-m",
-        "tests.security.red_team.place",
+        "tests.security.red_team.attack_process",
         where.value,
         whom.value,
         str(results or ""),
         *names,
     ]
-    if where is Where.DOCKER or whom is Whom.ROOT or os.getuid() != 0:
+    if where is EnvironmentKind.DOCKER or whom is RunAs.ROOT or os.getuid() != 0:
         return player
     reading = [f"--{kind}-caps=-all,+dac_read_search" for kind in ("inh", "ambient")]
     return ["setpriv", f"--reuid={USER_ID}", f"--regid={USER_ID}", "--clear-groups", *reading, *player]
 
 
-async def play(where: Where, whom: Whom, results: Path | None, names: Sequence[str]) -> bool:
-    """Whether everything held."""
+async def play(where: EnvironmentKind, whom: RunAs, results: Path | None, names: Sequence[str]) -> bool:
+    """Run the attacks. Return whether all of them failed."""
     held = True
-    async with open_arena(where, whom) as arena:
-        async for result in arena.play(chosen(names, where, whom)):
+    async with open_attack_runner(where, whom) as runner:
+        async for result in runner.play(chosen(names, where, whom)):
             print_row(result)
             held &= not result.violations
             if results is not None:
@@ -66,7 +70,9 @@ def main() -> None:
     host.adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="red-team-home-", ignore_cleanup_errors=True) as home:
         os.environ["HOME"] = home
-        held = asyncio.run(play(Where(where), Whom(whom), Path(results) if results else None, names))
+        held = asyncio.run(
+            play(EnvironmentKind(where), RunAs(whom), Path(results) if results else None, names)
+        )
     sys.exit(0 if held else 1)
 
 

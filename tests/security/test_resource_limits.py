@@ -1,4 +1,4 @@
-"""Memory, processes and files of a sandbox are bounded, for root too."""
+"""Memory, processes and files of a sandbox are limited, also for root."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.resource_limits import (
     CgroupParents,
-    Limits,
+    SandboxLimits,
     cgroup_parents,
     limits_enforced_by,
     possible_parents,
     remove_cgroups,
 )
-from src.envs.sandbox.run_directory import sweep
+from src.envs.sandbox.run_directory import remove_dead_runs
 from tests.security.sandboxes import PYTHON, sandbox
 
 REASON = why_no_sandbox()
@@ -42,14 +42,14 @@ except OSError:
     pass
 print(count < 100)
 """
-    async with sandbox(limits=Limits(processes=100)) as running:
+    async with sandbox(limits=SandboxLimits(processes=100)) as running:
         assert (await running.run(f"{PYTHON} - <<'E'\n{script}\nE")).stdout == b"True\n"
         await running.kill_processes()
         assert (await running.run("echo on")).stdout == b"on\n"
 
 
-async def test_a_command_that_cannot_be_started_for_want_of_processes_has_a_status() -> None:
-    async with sandbox(limits=Limits(processes=3)) as running:
+async def test_a_command_without_a_free_process_has_a_status() -> None:
+    async with sandbox(limits=SandboxLimits(processes=3)) as running:
         commands = [asyncio.create_task(running.run("exec sleep 1000")) for _ in range(4)]
         done, waiting = await asyncio.wait(commands, return_when=asyncio.FIRST_COMPLETED)
         refused = done.pop().result()
@@ -69,7 +69,7 @@ for page in range(0, 900 << 20, 4096):
     memory[page] = 1
 print("took 900 MiB")
 """
-    async with sandbox(limits=Limits(memory_mb=512)) as running:
+    async with sandbox(limits=SandboxLimits(memory_mb=512)) as running:
         done = await running.run(f"{PYTHON} - <<'E'\n{script}\nE")
         assert done.status != 0 and done.stdout == b""
         assert (await running.run("echo on")).stdout == b"on\n"
@@ -78,7 +78,7 @@ print("took 900 MiB")
 @needs_python
 @needs_cgroup
 @pytest.mark.parametrize("kind", ["MAP_SHARED", "MAP_PRIVATE"])
-async def test_the_processes_of_a_sandbox_together_cannot_pass_the_memory_limit(kind: str) -> None:
+async def test_all_processes_together_stay_within_the_memory_limit(kind: str) -> None:
     script = f"""
 import mmap, os, signal
 children = []
@@ -96,7 +96,7 @@ for _ in range(6):
     os.close(read)
 print(sum(os.waitpid(child, os.WNOHANG)[0] == 0 for child in children))
 """
-    async with sandbox(limits=Limits(memory_mb=192, storage_mb=64)) as running:
+    async with sandbox(limits=SandboxLimits(memory_mb=192, storage_mb=64)) as running:
         done = await running.run(f"{PYTHON} - <<'E'\n{script}\nE")
         assert done.status == 137 or int(done.stdout) < 4, (
             "more than three children with 64 MiB each are alive"
@@ -105,19 +105,19 @@ print(sum(os.waitpid(child, os.WNOHANG)[0] == 0 for child in children))
 
 
 @needs_cgroup
-async def test_a_full_file_system_is_an_error_of_the_writer_and_not_the_end_of_the_sandbox() -> None:
-    async with sandbox(limits=Limits(memory_mb=256, storage_mb=4096)) as running:
+async def test_a_full_file_system_does_not_end_the_sandbox() -> None:
+    async with sandbox(limits=SandboxLimits(memory_mb=256, storage_mb=4096)) as running:
         fill = "for place in /tmp /usr/local /dev/shm; do head -c 2000000000 /dev/zero >$place/big; echo $?; done"
         assert (await running.run(fill)).stdout == b"1\n1\n1\n"
         assert (await running.run("rm /tmp/big /usr/local/big /dev/shm/big; echo on")).stdout == b"on\n"
 
 
 def test_the_file_systems_of_a_sandbox_share_its_storage() -> None:
-    assert sum(Limits(memory_mb=None, storage_mb=1024).storage_shares_mb.values()) == 1024
-    assert sum(Limits(memory_mb=512, storage_mb=4096).storage_shares_mb.values()) == 384
+    assert sum(SandboxLimits(memory_mb=None, storage_mb=1024).tmpfs_sizes_mb.values()) == 1024
+    assert sum(SandboxLimits(memory_mb=512, storage_mb=4096).tmpfs_sizes_mb.values()) == 384
 
 
-async def test_the_exec_server_is_the_last_to_go_when_memory_is_short() -> None:
+async def test_the_oom_killer_spares_the_exec_server() -> None:
     async with sandbox() as running:
         assert (await running.run("cat /proc/self/oom_score_adj /proc/1/oom_score_adj")).stdout == b"500\n0\n"
 
@@ -130,12 +130,12 @@ async def test_open_files_and_core_files_are_limited() -> None:
 
 def test_what_enforces_the_limits_is_named() -> None:
     parents = cgroup_parents()
-    expected = "limits by process and by user only" if parents is None else f"cgroup v{parents.version}"
+    expected = "limits per process and per user only" if parents is None else f"cgroup v{parents.version}"
     assert limits_enforced_by().startswith(expected)
 
 
 @needs_cgroup
-async def test_the_cgroups_of_a_sandbox_go_with_it() -> None:
+async def test_the_cgroups_of_a_sandbox_are_removed_with_it() -> None:
     parents = cgroup_parents()
     assert parents is not None
 
@@ -152,7 +152,7 @@ async def test_the_cgroups_of_a_sandbox_go_with_it() -> None:
 
 
 @needs_cgroup
-def test_the_cgroups_of_a_dead_run_go_with_the_next_sweep(
+def test_the_next_run_removes_the_cgroups_of_an_ended_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -163,9 +163,9 @@ def test_the_cgroups_of_a_dead_run_go_with_the_next_sweep(
     dead = tmp_path / f"dead-{os.getpid()}"
     sandbox_directory = dead / "1-trial"
     sandbox_directory.mkdir(parents=True)
-    groups = parents.create(f"dead-{os.getpid()}-1", Limits(), record=sandbox_directory / "cgroups")
+    groups = parents.create(f"dead-{os.getpid()}-1", SandboxLimits(), record=sandbox_directory / "cgroups")
     assert all(group.is_dir() for group in groups)
-    sweep()
+    remove_dead_runs()
     assert not any(group.exists() for group in groups)
     assert not dead.exists()
 
@@ -176,8 +176,8 @@ def test_cgroup_v2_bounds_memory_swap_and_processes(tmp_path: Path) -> None:
     parents = CgroupParents(version=2, directories=(parent,))
     group.mkdir(parents=True)
     record = tmp_path / "cgroups"
-    with pytest.raises(FileExistsError):  # a name is used once
-        parents.create("run-1", Limits(), record=record)
+    with pytest.raises(FileExistsError):  # a name cannot be used twice
+        parents.create("run-1", SandboxLimits(), record=record)
     for file in ("memory.max", "memory.swap.max", "pids.max"):
         (group / file).touch()
 
@@ -186,7 +186,7 @@ def test_cgroup_v2_bounds_memory_swap_and_processes(tmp_path: Path) -> None:
             pass
 
     parents = CgroupParents(version=2, directories=(Existing(parent),))
-    parents.create("run-1", Limits(processes=7, memory_mb=3), record=record)
+    parents.create("run-1", SandboxLimits(processes=7, memory_mb=3), record=record)
     written = {path.name: path.read_text() for path in group.iterdir()}
     assert written == {"memory.max": str(3 * 2**20), "memory.swap.max": "0", "pids.max": "7"}
     assert remove_cgroups(record) is False, "a group that cannot be removed stays recorded"
@@ -205,8 +205,10 @@ def cgroup_v2(directory: Path, *, enabled: str, processes: str = "") -> Path:
     return directory
 
 
-def test_cgroup_v2_is_used_beside_the_trainers_own_group_and_before_v1(tmp_path: Path) -> None:
-    """A group with processes cannot have controlled children, so the sandboxes' groups are its siblings."""
+def test_cgroup_v2_is_preferred_to_v1(tmp_path: Path) -> None:
+    """A cgroup with processes cannot have children with controllers, so the cgroups of sandboxes are its
+    siblings.
+    """
     point = cgroup_v2(tmp_path / "unified", enabled="")
     (point / "cgroup.type").unlink()  # the root of the hierarchy
     slice_ = cgroup_v2(point / "user.slice" / "app.slice", enabled="memory pids")

@@ -1,4 +1,4 @@
-"""Which commands need the network, and what a task that lacks it is told: by command, not by word."""
+"""Tasks whose network or structure an environment does not support: refusals, log lines and `validate`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from src.core.errors import ConfigError
 from src.envs.harbor.environment import HarborTasks, open_harbor
 from src.envs.harbor.task_folders import verifier_needs
 from src.envs.sandbox.bubblewrap import why_no_sandbox
-from src.envs.sandbox.dockerfile import why_not_runnable
-from src.envs.sandbox.shell_commands import commands, needs_network
 from src.envs.validate import main as validate
 from tests.fakes.tokenizer import byte_chat
 
@@ -22,62 +20,6 @@ REASON = why_no_sandbox()
 needs_sandbox = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
 HELLO = Path(__file__).resolve().parents[1] / "tasks" / "hello-file"
 REWARD = "echo 1 > /logs/verifier/reward.txt"
-
-
-def network_commands(script: str) -> list[str]:
-    return [reaching for words in commands(script) if (reaching := needs_network(words))]
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        "echo hello  # wget https://example.org is not run",
-        "echo 'curl https://example.org | sh'",
-        'echo "to install: pip install x"',
-        "apt-get install -y curl wget git",
-        "which curl || command -v wget",
-        "curl --version; pip --version; npm --help",
-        "curl -fsS http://localhost:8000/health",
-        "wget -q 127.0.0.1:80/index.html",
-        "pip install --no-index --find-links wheels x",
-        "git clone /srv/repository copy",
-        "cat > later.sh <<'EOF'\ncurl -O https://example.org/x\nEOF\nchmod +x later.sh",
-        "grep -c 'pip install' README.md > 'wget x.org'",
-        'sed -i "s/curl https:../x/" file',
-        "mkdir -p /opt/curl && touch /opt/curl/wget.conf",
-    ],
-)
-def test_words_that_are_no_commands_need_no_network(script: str) -> None:
-    assert network_commands(script) == []
-
-
-@pytest.mark.parametrize(
-    ("script", "needed"),
-    [
-        ("curl -LsSf https://example.org/install.sh | sh", "curl"),
-        ("cd /app && A=1 sudo -E pip3 install 'a b'", "pip install"),
-        ("python3 -m pip install -r requirements.txt", "pip install"),
-        ("uvx -p 3.13 -w pytest==8.4.1 pytest /tests", "uvx"),
-        ("if ! wget -q https://example.org; then exit 1; fi", "wget"),
-        ("x=$(curl -s https://example.org)", "curl"),
-        ('echo "got `wget -qO- example.org`"', "wget"),
-        ("bash -lc 'npm ci'", "npm ci"),
-        ("bash <<EOF\nuv add pytest\nEOF", "uv add"),
-        ("timeout 60 git clone https://example.org/x.git", "git clone"),
-        ("apt-get update && \\\n    curl -O https://example.org/x", "curl"),
-    ],
-)
-def test_commands_that_reach_the_network_are_found_where_a_shell_runs_them(script: str, needed: str) -> None:
-    assert network_commands(script) == [needed]
-
-
-def test_a_run_line_may_install_what_the_host_has_and_speak_of_what_it_has_not() -> None:
-    assert (
-        why_not_runnable("apt-get update && apt-get install -y --no-install-recommends tmux bash # and wget")
-        is None
-    )
-    assert why_not_runnable("echo 'use curl https://example.org' > /app/README") is None
-    assert why_not_runnable("apt-get install -y no-such-package-x") == "install no-such-package-x"
 
 
 def task(
@@ -106,7 +48,7 @@ def source(tasks_dir: Path, **options: object) -> HarborTasks:
 
 
 @needs_sandbox
-def test_a_run_warns_of_verifiers_that_need_an_internet_they_do_not_have(
+def test_verifiers_that_lack_the_internet_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("one", "two"):
@@ -119,10 +61,10 @@ def test_a_run_warns_of_verifiers_that_need_an_internet_they_do_not_have(
 
 
 @needs_sandbox
-def test_where_no_network_can_be_had_only_tasks_that_ask_for_it_are_refused(
+def test_tasks_that_request_a_missing_network_are_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("sandbox", "task_folders"):
+    for module in ("sandbox.task_requirements", "harbor.task_folders"):
         monkeypatch.setattr(f"src.envs.{module}.why_no_network", lambda: "it needs the package slirp4netns")
     task(tmp_path / "default", "a", network=None)
     task(tmp_path / "default", "b", network=None)
@@ -141,9 +83,7 @@ def test_where_no_network_can_be_had_only_tasks_that_ask_for_it_are_refused(
 
 @pytest.mark.parametrize("environment_type", ["sandbox"])
 @needs_sandbox
-def test_tasks_of_several_steps_and_of_windows_are_refused_for_that_reason(
-    tmp_path: Path, environment_type: str
-) -> None:
+def test_multi_step_and_windows_tasks_are_refused(tmp_path: Path, environment_type: str) -> None:
     steps = tmp_path / "steps"
     (steps / "steps" / "first").mkdir(parents=True)
     (steps / "task.toml").write_text('[[steps]]\nname = "first"\n')
@@ -157,7 +97,7 @@ def test_tasks_of_several_steps_and_of_windows_are_refused_for_that_reason(
 
 
 @needs_sandbox
-def test_validate_tells_a_task_without_a_solution_from_a_bad_one(
+def test_validate_does_not_fail_a_task_without_a_solution(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     graded = (
@@ -176,7 +116,7 @@ def test_validate_tells_a_task_without_a_solution_from_a_bad_one(
 
 
 @needs_sandbox
-def test_validate_names_the_internet_where_the_verifier_lacks_it(
+def test_validate_reports_a_verifier_that_lacks_the_internet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = task(

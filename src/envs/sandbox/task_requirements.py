@@ -1,0 +1,62 @@
+"""What a task requires of a sandbox: the image to build and the network."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from pathlib import Path
+
+from harbor.models.task.config import EnvironmentConfig, NetworkMode
+
+from src.core.errors import ConfigError
+from src.envs.sandbox.dockerfile import USE_DOCKER, BuildPlan, parse_dockerfile
+from src.envs.sandbox.network import why_no_network
+
+DEBIAN_LIKE = re.compile(
+    r"^(?:docker\.io/)?(?:library/)?(?:debian|ubuntu|buildpack-deps)(?::[\w.-]+)?(?:@sha256:[0-9a-f]+)?$"
+)
+
+
+class NetworkAccess(StrEnum):
+    """The network of a task's sandbox."""
+
+    PUBLIC = "public"
+    OFF = "off"  # the task requests no network
+    LACKING = (
+        "lacking"  # this machine has no public network to offer, and the task does not request it explicitly
+    )
+    REFUSED = "refused"  # this machine has no public network to offer, but the task or the user requests it
+
+
+def network_access(config: EnvironmentConfig, *, given: bool) -> NetworkAccess:
+    """Return the network for a task. `given` says that the user set `network=true`, which overrides
+    task.toml.
+    """
+    if (config.network_mode != NetworkMode.PUBLIC or config.allow_internet is False) and not given:
+        return NetworkAccess.OFF
+    if why_no_network() is None:
+        return NetworkAccess.PUBLIC
+    # Harbor converts allow_internet to network_mode, and sets allow_internet to None in every configuration.
+    is_requested = given or "network_mode" in config.model_fields_set or config.allow_internet is True
+    return NetworkAccess.REFUSED if is_requested else NetworkAccess.LACKING
+
+
+def read_build_plan(environment_dir: Path, config: EnvironmentConfig) -> BuildPlan:
+    """Read how to build the image of a task. Raises ConfigError if the sandbox cannot replace the image."""
+    if (environment_dir / "docker-compose.yaml").exists():
+        raise ConfigError(
+            f"{environment_dir}/docker-compose.yaml: the sandbox cannot run several services; {USE_DOCKER}"
+        )
+    dockerfile = environment_dir / "Dockerfile"
+    if dockerfile.is_file():
+        return parse_dockerfile(dockerfile)
+    if config.docker_image is None:
+        raise ConfigError(
+            f"{environment_dir}: no Dockerfile and no [environment].docker_image; add one of them"
+        )
+    if not DEBIAN_LIKE.match(config.docker_image):
+        raise ConfigError(
+            f"{environment_dir.parent}: the sandbox cannot replace the image {config.docker_image}; "
+            f"{USE_DOCKER}"
+        )
+    return BuildPlan(environment={})

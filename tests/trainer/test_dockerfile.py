@@ -1,0 +1,61 @@
+"""The parser of Dockerfiles: what it refuses and with which message."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from src.core.errors import ConfigError
+from src.envs.sandbox.dockerfile import Copy, parse_dockerfile
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "message"),
+    [
+        (
+            "FROM a\nFROM b\n",
+            "Dockerfile:2: the sandbox cannot build more than one stage; use environment_type=docker",
+        ),
+        (
+            "FROM a\nRUN apt-get update && apt-get install -y tmux no-such-package-x\n",
+            "cannot install no-such-package-x",
+        ),
+        ("FROM a\nRUN pip install numpy\n", "cannot reach the network for `pip install`"),
+        ("FROM a\nRUN cd / && curl -LsSf https://example.org | sh\n", "cannot reach the network for `curl`"),
+        ("FROM a\nUSER alice\n", "cannot run as the user alice"),
+        ("FROM a\nCOPY --from=b /x /y\n", "cannot COPY with --from=b"),
+        ("FROM a\nCOPY ../up /y\n", "../up is not in"),
+        ("FROM a\nADD https://example.org/x /y\n", "cannot fetch https://example.org/x"),
+        ("FROM a\nADD x.tar.gz /y\n", "cannot unpack x.tar.gz with ADD"),
+        ("FROM a\nONBUILD RUN true\n", "cannot follow ONBUILD"),
+        ("RUN true\n", "no FROM line"),
+    ],
+)
+def test_unsupported_instructions_are_refused_with_their_line(
+    tmp_path: Path, dockerfile: str, message: str
+) -> None:
+    path = tmp_path / "Dockerfile"
+    path.write_text(dockerfile)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_dockerfile(path)
+
+
+def test_copy_keeps_archives_and_comments_may_be_latin_1(tmp_path: Path) -> None:
+    (tmp_path / "x.tar").touch()
+    (tmp_path / "Dockerfile").write_bytes(b"# caf\xe9\nFROM a\nCOPY x.tar /y\n")
+    (copy,) = parse_dockerfile(tmp_path / "Dockerfile").steps
+    assert copy == Copy(files=((tmp_path / "x.tar", "/y"),), mode=None, line=3)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ("COPY a 'b", 'COPY ["a", 1]', "ENV A='b", "ARG A='b", "WORKDIR 'b", "ADD [1", f"COPY {'x' * 5000} y"),
+)
+def test_a_malformed_instruction_is_one_line_of_error(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "Dockerfile"
+    path.write_text(f"FROM debian\n{line}\n")
+    with pytest.raises(ConfigError, match=r"Dockerfile:2: \w+") as refused:
+        parse_dockerfile(path)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,133 @@
+"""The Harbor task source: held-out tasks, the options of the environment, and its type."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from src.core.errors import ConfigError
+from src.core.trajectory import Task
+from src.envs.harbor.environment import environment_options, resolve_environment_type
+from tests.fakes.harbor_trials import HELLO, harbor_tasks, in_sandbox
+
+pytestmark = in_sandbox
+
+
+def copies(folder: Path, *names: str) -> Path:
+    """A folder with copies of the hello task."""
+    for name in names:
+        shutil.copytree(HELLO, folder / name)
+    return folder
+
+
+def ids(tasks: Sequence[Task]) -> list[str]:
+    return [task.id for task in tasks]
+
+
+@pytest.fixture
+def five(tmp_path: Path) -> Path:
+    return copies(tmp_path / "train", "a-1", "a-2", "b-1", "b-2", "c-1")
+
+
+def test_no_task_is_held_out_without_an_option(five: Path) -> None:
+    assert ids(harbor_tasks(five).eval) == []
+
+
+def test_tasks_are_held_out_by_glob_and_name(five: Path) -> None:
+    tasks = harbor_tasks(five, eval_tasks=["b-*", "c-1"], eval_split=0.5)
+    assert (ids(tasks.train), ids(tasks.eval)) == (["a-1", "a-2"], ["b-1", "b-2", "c-1"])
+
+
+def test_a_held_out_folder_names_its_tasks_uniquely(five: Path, tmp_path: Path) -> None:
+    other = copies(tmp_path / "other", "z", "c-1")
+    tasks = harbor_tasks(five, eval_tasks=[str(other)])
+    assert (len(tasks.train), ids(tasks.eval)) == (5, ["other/c-1", "z"])
+
+
+def test_a_share_is_held_out_by_the_seed(five: Path) -> None:
+    splits = [harbor_tasks(five, eval_split=0.4, seed=seed) for seed in (3, 3, 4, 5, 6)]
+    assert all((len(tasks.train), len(tasks.eval)) == (3, 2) for tasks in splits)
+    assert ids(splits[0].eval) == ids(splits[1].eval)
+    assert len({tuple(ids(tasks.eval)) for tasks in splits}) > 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("nope", "'nope' is neither a folder nor the name of a task"),
+        ("*", "none is left to train on"),
+    ],
+)
+def test_an_invalid_selection_is_refused(five: Path, pattern: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        harbor_tasks(five, eval_tasks=[pattern])
+
+
+def test_a_first_prompt_that_fills_the_context_is_refused() -> None:
+    message = r"hello-file: the first prompt has at least \d+ tokens, so context_limit=2000 leaves no tokens"
+    with pytest.raises(ConfigError, match=message):
+        harbor_tasks(context_limit=2000)
+
+
+def test_environment_kwargs_become_fields_of_harbors_config() -> None:
+    pairs = {
+        "override_cpus": "2",
+        "memory_mb": "512",
+        "network": "true",
+        "force_build": "false",
+        "image": "x:1",
+        "ratio": "0.5",
+    }
+    assert environment_options(pairs) == {
+        "override_cpus": 2,
+        "override_memory_mb": 512,
+        "force_build": False,
+        "kwargs": {"network": True, "image": "x:1", "ratio": 0.5},
+    }
+
+
+def test_a_limit_that_is_not_an_integer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="override_cpus needs an integer, not 'two'"):
+        environment_options({"override_cpus": "two"})
+
+
+NO_ENGINE = "no engine answers"
+NO_SANDBOX = "bubblewrap cannot start"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets why this machine can run neither Docker nor the sandbox; None: it can."""
+
+    def set_reasons(*, engine: str | None, sandbox: str | None) -> None:
+        monkeypatch.setattr("src.envs.harbor.environment.why_no_engine", lambda: engine)
+        monkeypatch.setattr("src.envs.harbor.environment.why_no_sandbox", lambda: sandbox)
+
+    return set_reasons
+
+
+@pytest.mark.parametrize(("engine", "expected"), [(None, "docker"), (NO_ENGINE, "sandbox")])
+def test_auto_prefers_docker(machine: Callable[..., None], engine: str | None, expected: str) -> None:
+    machine(engine=engine, sandbox=None)
+    assert resolve_environment_type("auto") == expected
+
+
+@pytest.mark.parametrize(
+    ("environment_type", "message"),
+    [
+        ("nowhere", "environment_type=nowhere is none of"),
+        ("daytona", "environment_type=daytona: "),
+        ("docker", f"environment_type=docker: {NO_ENGINE}; start Docker, or use environment_type=sandbox"),
+        ("auto", f"environment_type=sandbox: {NO_SANDBOX}; fix that, or use environment_type=docker"),
+    ],
+)
+def test_an_environment_type_that_this_machine_lacks_is_refused(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, environment_type: str, message: str
+) -> None:
+    machine(engine=NO_ENGINE, sandbox=NO_SANDBOX)
+    monkeypatch.delenv("DAYTONA_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match=message):
+        resolve_environment_type(environment_type)

@@ -1,0 +1,350 @@
+"""Whole Harbor trials in real sandboxes with a scripted policy, for every way in which a trial can end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from src.core.errors import BackendError, ConfigError
+from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn
+from src.policy.sampling_policy import SampleRequest
+from tests.fakes.harbor_trials import (
+    SOLUTION,
+    TASKS,
+    harbor_tasks,
+    in_sandbox,
+    play,
+    remaining_files,
+    variant,
+)
+from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
+from tests.fakes.tokenizer import byte_chat
+
+pytestmark = in_sandbox
+
+SUMMARIZING = {"context_limit": 7500, "enable_summarize": True, "proactive_summarization_threshold": 0}
+# Two turns fit into the context. For the third prompt, Harbor lets three sub-agents summarize.
+SUMMARIZED_SCRIPT = {
+    "Here are the answers": [answer(done=True)] * 3,
+    "": [answer("echo hello > /app/hello.txt"), answer("seq 2000", duration=0.5)],
+}
+
+
+async def test_a_solved_task_has_reward_1_and_exact_tokens(tmp_path: Path) -> None:
+    outcome, policy = await play(tmp_path, SOLUTION)
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.STOP, 3)
+    assert [turn.prompt_ids for turn in outcome.turns] == policy.prompts
+    for earlier, later in zip(outcome.turns, outcome.turns[1:], strict=False):
+        ids = [*earlier.prompt_ids, *earlier.completion_ids]
+        assert list(later.prompt_ids[: len(ids)]) == ids
+    assert outcome.metrics["prefix_breaks"] == 0
+    assert outcome.metrics["duration_s"] > 0
+    folder = tmp_path / "jobs" / outcome.trial_name
+    result = (folder / "result.json").read_text()
+    assert json.loads(result)["verifier_result"]["rewards"] == {"reward": 1.0}
+    assert len(result) < 20_000, "Harbor's result must not contain token ids"
+    assert (folder / "agent" / "trajectory.json").is_file() and (folder / "trial.log").is_file()
+
+
+async def test_a_wrong_solution_is_graded_0(tmp_path: Path) -> None:
+    outcome, _ = await play(tmp_path, solving("echo goodbye > /app/hello.txt"))
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason) == (0.0, StopReason.STOP)
+
+
+async def test_running_out_of_turns_is_graded(tmp_path: Path) -> None:
+    script = [answer("echo hello > /app/hello.txt"), answer("true", duration=0.1)]
+    outcome, _ = await play(tmp_path, script, harbor_tasks(max_turns=3))
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.MAX_TURNS, 3)
+
+
+async def test_an_unconfirmed_completion_in_the_last_turn_is_max_turns(
+    tmp_path: Path,
+) -> None:
+    outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(max_turns=2))
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.MAX_TURNS)
+
+
+async def test_consecutive_cut_answers_end_the_episode(tmp_path: Path) -> None:
+    outcome, _ = await play(
+        tmp_path, [SOLUTION[0], "word " * 1000], harbor_tasks(max_tokens=200, max_length_stops=2)
+    )
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.LENGTH)
+    assert [(turn.stop_reason, len(turn.completion_ids)) for turn in outcome.turns[1:]] == [
+        (StopReason.LENGTH, 200)
+    ] * 2
+
+
+async def test_a_full_context_is_graded(tmp_path: Path) -> None:
+    script = [answer("echo hello > /app/hello.txt"), answer("seq 1000", duration=0.5)]
+    outcome, _ = await play(tmp_path, script, harbor_tasks(context_limit=5000))
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason, outcome.metrics["prefix_breaks"]) == (
+        1.0,
+        StopReason.CONTEXT_LENGTH,
+        0,
+    )
+
+
+async def test_a_summary_breaks_the_prefix_and_is_not_trained(tmp_path: Path) -> None:
+    outcome, _ = await play(tmp_path, SUMMARIZED_SCRIPT, harbor_tasks(**SUMMARIZING))
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.STOP)
+    assert outcome.metrics["prefix_breaks"] == 1
+    assert outcome.metrics["subagent_turns"] == 3
+    breaks = [
+        later.prompt_ids[: len(earlier.prompt_ids)] != earlier.prompt_ids
+        for earlier, later in zip(outcome.turns, outcome.turns[1:], strict=False)
+    ]
+    assert breaks == [False, True, False]
+
+
+async def test_train_subagents_trains_summaries(tmp_path: Path) -> None:
+    outcome, policy = await play(
+        tmp_path, SUMMARIZED_SCRIPT, harbor_tasks(**SUMMARIZING, train_subagents="all")
+    )
+    assert isinstance(outcome, Trajectory)
+    assert [turn.prompt_ids for turn in outcome.turns] == policy.prompts
+    assert outcome.metrics["subagent_turns"] == 3 and len(outcome.turns) == 7
+
+
+async def test_the_agents_time_limit_is_graded(tmp_path: Path) -> None:
+    folder = variant(tmp_path, task_toml="[agent]\ntimeout_sec = 6\n")
+    outcome, _ = await play(tmp_path, [SOLUTION[0], answer("sleep 50", duration=50)], harbor_tasks(folder))
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.AGENT_TIMEOUT, 2)
+
+
+@pytest.mark.parametrize("command", ["exit", "tmux kill-server", "kill -9 -1"])
+async def test_closing_the_terminal_is_graded(tmp_path: Path, command: str) -> None:
+    outcome, _ = await play(tmp_path, [SOLUTION[0], answer(command, duration=0.5)])
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason, len(outcome.turns)) == (1.0, StopReason.SESSION_CLOSED, 2)
+
+
+async def test_emptying_tmp_does_not_close_the_terminal(tmp_path: Path) -> None:
+    outcome, _ = await play(tmp_path, solving("rm -rf /tmp/* /tmp/.[!.]*; echo hello > /app/hello.txt"))
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.STOP)
+
+
+async def test_a_broken_machine_has_reward_0(tmp_path: Path) -> None:
+    script = [
+        answer("echo hello > /app/hello.txt; rm -rf --no-preserve-root / 2>/dev/null", duration=3),
+        answer("ls"),
+    ]
+    outcome, _ = await play(tmp_path, script)
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.reward, outcome.stop_reason) == (0.0, StopReason.SESSION_CLOSED)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cat /dev/zero > /app/big",
+        "rm -rf /logs; echo x > /logs",
+        "chmod 000 /logs",
+        "rm -rf /tests; chmod 555 /",
+    ],
+)
+async def test_a_machine_that_cannot_be_graded_has_reward_0(tmp_path: Path, command: str) -> None:
+    outcome, _ = await play(tmp_path, solving(command), harbor_tasks(environment_kwargs=["storage_mb=64"]))
+    assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
+
+
+async def test_a_terminal_closed_within_a_turn_is_graded(tmp_path: Path) -> None:
+    # Harbor raises a RuntimeError for the second command of the answer, which finds no terminal.
+    outcome, _ = await play(
+        tmp_path, [answer("echo hello > /app/hello.txt; tmux kill-server", "ls", duration=0.7)]
+    )
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.SESSION_CLOSED)
+
+
+async def test_a_back_end_error_is_a_failure(tmp_path: Path) -> None:
+    outcome, policy = await play(tmp_path, [SOLUTION[0], BackendError("sampling: connection refused")])
+    assert outcome == TrialFailure(
+        task_id="hello-file",
+        kind=FailureKind.BACKEND,
+        message="sampling: connection refused",
+        trial_name=outcome.trial_name,
+    )
+    assert len(policy.prompts) == 2, "the SDK retries, not the trial"
+
+
+class UnansweredPolicy(ScriptedPolicy):
+    """A policy whose calls never return after `num_answered` of them, like those of the SDK with a lost
+    server.
+    """
+
+    num_answered = 0
+
+    async def sample(self, request: SampleRequest) -> Turn:
+        if len(self.prompts) == self.num_answered:
+            await asyncio.Event().wait()
+        return await super().sample(request)
+
+
+@pytest.mark.parametrize("num_answered", [0, 1])
+async def test_a_time_limit_reached_on_a_lost_server_is_a_failure(
+    tmp_path: Path, num_answered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("src.envs.harbor.timed_policy.PROBE_TIMEOUT_S", 1)
+    tasks = harbor_tasks(variant(tmp_path, task_toml="[agent]\ntimeout_sec = 6\n"))
+    policy = UnansweredPolicy(byte_chat(), {"": [answer("true", duration=0.1)]})
+    policy.num_answered = num_answered
+    trial = tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0)
+    outcome = await trial.run(policy)
+    assert isinstance(outcome, TrialFailure), outcome
+    assert outcome.kind is FailureKind.BACKEND
+    assert outcome.message.startswith("the agent reached its time limit after it waited ")
+
+
+async def test_a_back_end_error_in_a_summary_is_a_failure(tmp_path: Path) -> None:
+    error = BackendError("sampling: gone")
+    script = {"You are about to hand off": [error], "": [answer("true"), answer("seq 2000", duration=0.5)]}
+    outcome, _ = await play(tmp_path, script, harbor_tasks(**SUMMARIZING))
+    assert isinstance(outcome, TrialFailure) and outcome.kind == FailureKind.BACKEND
+
+
+async def test_a_verifier_without_a_reward_is_a_failure(tmp_path: Path) -> None:
+    outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(variant(tmp_path, test="true")))
+    assert isinstance(outcome, TrialFailure)
+    assert outcome.kind == FailureKind.VERIFIER and "No reward file found" in outcome.message
+
+
+async def test_a_verifier_that_never_ends_is_a_failure(tmp_path: Path) -> None:
+    folder = variant(tmp_path, test="sleep 100", task_toml="[verifier]\ntimeout_sec = 0.5\n")
+    outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(folder))
+    assert isinstance(outcome, TrialFailure)
+    assert outcome.kind == FailureKind.VERIFIER and "timed out after 0.5 seconds" in outcome.message
+
+
+async def test_a_reward_file_of_the_agent_is_ignored(tmp_path: Path) -> None:
+    folder = "/logs/verifier"
+    text, json_file = f"{folder}/reward.txt", f"{folder}/reward.json"
+    once = f"mkdir -p {folder} /tests; echo 1 > {text}; echo '{{\"reward\": 1}}' > {json_file}"
+    repeatedly = f"(while true; do echo 1 > {text}; sleep 0.01; done) >/dev/null 2>&1 &"
+    outcome, _ = await play(tmp_path, solving(once, repeatedly))
+    assert isinstance(outcome, Trajectory)
+    assert outcome.reward == 0.0
+
+
+async def test_files_of_the_agent_in_tests_are_removed(tmp_path: Path) -> None:
+    folder = variant(tmp_path, test="[ -e /tests/planted ]; echo $? > /logs/verifier/reward.txt")
+    outcome, _ = await play(tmp_path, solving("mkdir -p /tests; touch /tests/planted"), harbor_tasks(folder))
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.reward == 1.0
+
+
+async def test_a_verifier_can_have_a_sandbox_of_its_own(tmp_path: Path) -> None:
+    folder = variant(
+        tmp_path, task_toml='artifacts = ["/app/hello.txt"]\n[verifier]\nenvironment_mode = "separate"\n'
+    )
+    (folder / "tests" / "Dockerfile").write_text("FROM debian\nRUN mkdir /app\nCOPY . /tests\n")
+    outcome, _ = await play(tmp_path, SOLUTION, harbor_tasks(folder))
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.STOP)
+
+
+def test_the_dockerfile_of_a_verifier_is_checked(tmp_path: Path) -> None:
+    folder = variant(tmp_path, task_toml='[verifier]\nenvironment_mode = "separate"\n')
+    (folder / "tests" / "Dockerfile").write_text("FROM debian\nRUN pip install pytest\n")
+    message = "tests/Dockerfile:2: the sandbox cannot reach the network for `pip install`"
+    with pytest.raises(ConfigError, match=message):
+        harbor_tasks(folder)
+
+
+async def test_a_debian_image_needs_no_dockerfile(tmp_path: Path) -> None:
+    folder = variant(tmp_path, task_toml='[environment]\ndocker_image = "debian:12-slim"\nworkdir = "/srv"\n')
+    (folder / "environment" / "Dockerfile").unlink()
+    (folder / "environment" / "word.txt").write_text("hello\n")
+    outcome, _ = await play(
+        tmp_path, solving("mkdir /app && cp /srv/word.txt /app/hello.txt"), harbor_tasks(folder)
+    )
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.reward == 1.0
+
+
+def test_another_image_is_refused(tmp_path: Path) -> None:
+    folder = variant(tmp_path, task_toml='[environment]\ndocker_image = "postgres:16"\n')
+    (folder / "environment" / "Dockerfile").unlink()
+    message = "the sandbox cannot replace the image postgres:16; use environment_type=docker"
+    with pytest.raises(ConfigError, match=message):
+        harbor_tasks(folder)
+
+
+async def test_a_sandbox_that_cannot_be_built_is_a_failure(tmp_path: Path) -> None:
+    outcome, policy = await play(
+        tmp_path, SOLUTION, harbor_tasks(variant(tmp_path, dockerfile="FROM a\nRUN touch /usr/bin/x\n"))
+    )
+    assert isinstance(outcome, TrialFailure)
+    assert outcome.kind == FailureKind.SANDBOX and "environment_type=docker" in outcome.message
+    assert policy.prompts == []
+
+
+async def test_cancelling_a_trial_frees_the_sandbox(tmp_path: Path) -> None:
+    tasks = harbor_tasks()
+    policy = ScriptedPolicy(byte_chat(), {"": [answer("sleep 60", duration=60)]})
+    trial = asyncio.create_task(
+        tasks.trial(tasks.train[0], directory=tmp_path, seed=1, temperature=1.0).run(policy)
+    )
+    async with asyncio.timeout(60):
+        await policy.was_asked.wait()
+    trial.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await trial
+    assert remaining_files(tasks) == {"lock", "skeleton"}
+
+
+async def test_sixteen_trials_at_once(tmp_path: Path) -> None:
+    tasks = harbor_tasks(TASKS)
+    scripts = {
+        "hello.txt": SOLUTION,
+        "count.txt": solving("find data -type f -exec cat {} + | wc -l > count.txt"),
+    }
+    policy = ScriptedPolicy(byte_chat(), scripts)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    async with asyncio.TaskGroup() as group:
+        trials = [
+            group.create_task(tasks.trial(task, directory=tmp_path, seed=index, temperature=1.0).run(policy))
+            for index in range(8)
+            for task in tasks.train
+        ]
+    outcomes = [trial.result() for trial in trials]
+    assert len(outcomes) == 16
+    assert [outcome.reward for outcome in outcomes if isinstance(outcome, Trajectory)] == [1.0] * 16
+    assert len({outcome.trial_name for outcome in outcomes}) == 16
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert remaining_files(tasks) == {"lock", "skeleton"}
+
+
+class RecordedNames(logging.Handler):
+    """The names of the loggers from which the root logger receives records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.names.append(record.name)
+
+
+async def test_harbor_writes_nothing_to_our_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    recorded = RecordedNames()
+    logging.getLogger().addHandler(recorded)
+    try:
+        await play(tmp_path, SOLUTION)
+    finally:
+        logging.getLogger().removeHandler(recorded)
+    assert [name for name in recorded.names if name.startswith(("harbor", "LiteLLM"))] == []
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,154 @@
+"""Harbor environments in real sandboxes: builds, commands, uploads, downloads and the network of a task."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+from harbor.models.task.config import EnvironmentConfig
+
+from src.core.errors import SandboxError
+from src.envs.sandbox.bubblewrap import why_no_sandbox
+from src.envs.sandbox.task_requirements import NetworkAccess, network_access
+from tests.security.sandboxes import environment
+
+REASON = why_no_sandbox()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
+
+
+async def test_exec_keeps_harbors_contract(tmp_path: Path) -> None:
+    async with environment(
+        tmp_path, "FROM debian\nENV A=image B=image\nWORKDIR /app\n", env={"B": "task"}
+    ) as made:
+        there = await made.exec("pwd; echo $A $B $C", env={"C": "call"})
+        assert there.stdout == "/app\nimage task call\n"
+        assert (await made.exec("pwd", cwd="/tmp")).stdout == "/tmp\n"
+        assert (await made.exec("exit 3")).return_code == 3
+        with pytest.raises(RuntimeError, match="timed out after 1 seconds"):
+            await made.exec("sleep 60", timeout_sec=1)
+        with pytest.raises(SandboxError, match=r"no user 'alice'.*docker"):
+            await made.exec("true", user="alice")
+        assert (await made.exec("id -u", user="root")).stdout == "0\n"
+
+
+async def test_commands_still_run_after_rm_rf_of_the_root(tmp_path: Path) -> None:
+    async with environment(tmp_path) as made:
+        await made.exec("rm -rf --no-preserve-root / 2>/dev/null")
+        after = await made.exec("mkdir -p /tests && echo fine > /tests/a && cat /tests/a && tmux -V")
+        assert after.return_code == 0
+        assert (after.stdout or "").startswith("fine\ntmux ")
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "here", "lacking"),
+    [
+        ({}, False, NetworkAccess.PUBLIC, NetworkAccess.LACKING),
+        ({"network_mode": "no-network"}, False, NetworkAccess.OFF, NetworkAccess.OFF),
+        ({"network_mode": "public"}, False, NetworkAccess.PUBLIC, NetworkAccess.REFUSED),
+        ({"allow_internet": True}, False, NetworkAccess.PUBLIC, NetworkAccess.REFUSED),
+        ({"allow_internet": False}, False, NetworkAccess.OFF, NetworkAccess.OFF),
+        ({}, True, NetworkAccess.PUBLIC, NetworkAccess.REFUSED),
+        ({"network_mode": "no-network"}, True, NetworkAccess.PUBLIC, NetworkAccess.REFUSED),
+    ],
+)
+def test_a_task_has_harbors_default_network(
+    config: dict[str, object],
+    given: bool,
+    here: NetworkAccess,
+    lacking: NetworkAccess,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Harbor's, about allow_internet
+        parsed = EnvironmentConfig.model_validate(config)
+    for reason, expected in ((None, here), ("it needs a package", lacking)):
+        monkeypatch.setattr("src.envs.sandbox.task_requirements.why_no_network", lambda reason=reason: reason)
+        assert network_access(parsed, given=given) is expected
+
+
+async def test_files_are_uploaded_and_downloaded(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "deep" / "empty").mkdir(parents=True)
+    (source / "deep" / "script.sh").write_text("#!/bin/bash\necho ran\n")
+    (source / "deep" / "script.sh").chmod(0o755)
+    async with environment(tmp_path) as made:
+        await made.upload_dir(source, "/opt/there")
+        assert (
+            await made.exec("/opt/there/deep/script.sh; ls -d /opt/there/deep/empty")
+        ).stdout == "ran\n/opt/there/deep/empty\n"
+        await made.upload_file(source / "deep" / "script.sh", "/new/place/run.sh")
+        await made.upload_file(source / "deep" / "script.sh", "/opt/there")
+        assert (
+            await made.exec("/new/place/run.sh; cat /opt/there/script.sh")
+        ).stdout == "ran\n#!/bin/bash\necho ran\n"
+        await made.download_dir("/opt/there", tmp_path / "back")
+        assert (tmp_path / "back" / "deep" / "script.sh").read_text() == "#!/bin/bash\necho ran\n"
+        await made.download_file("/etc/hostname", tmp_path / "name")
+        assert (tmp_path / "name").read_text() == "sandbox\n"
+        with pytest.raises(SandboxError, match="cannot download /nowhere"):
+            await made.download_dir("/nowhere", tmp_path / "nothing")
+        with pytest.raises(SandboxError, match="cannot download /nowhere"):
+            await made.download_file("/nowhere", tmp_path / "nothing")
+
+
+async def test_planted_links_and_devices_never_reach_the_host(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    async with environment(tmp_path) as made:
+        await made.exec(
+            f"mkdir -p /logs/out/sub && cd /logs/out && ln -s {outside} link && ln -s /etc/passwd passwd && "
+            "mkfifo pipe && "
+            "echo good > sub/file && ln sub/file hard && chmod 4755 sub/file"
+        )
+        await made.download_dir("/logs/out", tmp_path / "back")
+        with pytest.raises(SandboxError):
+            await made.download_file("/logs/out/pipe", tmp_path / "pipe")
+    assert {
+        path.name
+        for path in (tmp_path / "back").rglob("*")
+        if path.is_symlink() or not (path.is_file() or path.is_dir())
+    } == set()
+    assert (tmp_path / "back" / "sub" / "file").stat().st_mode & 0o7000 == 0
+    assert list(outside.iterdir()) == []
+
+
+async def test_a_dockerfile_is_built(tmp_path: Path) -> None:
+    context = tmp_path / "environment"
+    (context / "data").mkdir(parents=True)
+    (context / "data" / "a.txt").write_text("a")
+    (context / "run.sh").write_text("echo hi")
+    dockerfile = r"""
+# syntax=docker/dockerfile:1
+FROM python:3.12-slim AS only
+ARG WHO=world
+ENV GREETING="hello $WHO" \
+    EMPTY=
+WORKDIR /srv/app
+COPY --chmod=755 run.sh /usr/local/bin/greet
+COPY data/ ./data/
+COPY ["data/a.txt", "copies/"]
+RUN apt-get update && apt-get install -y --no-install-recommends tmux bash \
+    && rm -rf /var/lib/apt/lists/*
+RUN echo "$GREETING" > made.txt
+RUN <<EOF
+echo one > here.txt
+echo two >> here.txt
+EOF
+WORKDIR sub
+CMD ["sleep", "infinity"]
+"""
+    async with environment(tmp_path, dockerfile) as made:
+        shown = await made.exec(
+            "pwd; cd ..; cat made.txt here.txt data/a.txt copies/a.txt; echo; greet; echo $GREETING"
+        )
+    assert shown.stdout == "/srv/app/sub\nhello world\none\ntwo\naa\nhi\nhello world\n"
+
+
+async def test_a_failing_build_step_recommends_docker(tmp_path: Path) -> None:
+    with pytest.raises(
+        SandboxError,
+        match=r"Dockerfile line 2: RUN failed in the sandbox \(.*Read-only.*\); use environment_type=docker",
+    ):
+        async with environment(tmp_path, "FROM a\nRUN touch /usr/bin/thing\n"):
+            pass

@@ -1,0 +1,85 @@
+"""Task folders that cannot be loaded: one clear line for each reason."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from src.core.errors import ConfigError
+from tests.fakes.harbor_trials import HELLO, harbor_tasks, in_sandbox, variant
+
+pytestmark = in_sandbox
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "task.toml").unlink(), "no task.toml"),
+        (lambda folder: (folder / "instruction.md").unlink(), "no instruction.md"),
+        (lambda folder: (folder / "instruction.md").write_text(" \n"), "instruction.md is empty"),
+        (lambda folder: (folder / "task.toml").write_text("[agent\n"), "task.toml: "),
+        (
+            lambda folder: (folder / "task.toml").write_text('[agent]\ntimeout_sec = "soon"\n'),
+            "task.toml: agent.timeout_sec: ",
+        ),
+        (
+            lambda folder: (folder / "tests" / "test.sh").unlink(),
+            "no tests/test.sh; a task without a verifier cannot be graded",
+        ),
+        (
+            lambda folder: shutil.rmtree(folder / "environment"),
+            "no Dockerfile and no [environment].docker_image",
+        ),
+        (
+            lambda folder: (folder / "environment" / "Dockerfile").write_text("FROM a\nRUN pip install x\n"),
+            "Dockerfile:2: the sandbox cannot",
+        ),
+        (
+            lambda folder: (folder / "environment" / "docker-compose.yaml").write_text("{}"),
+            "the sandbox cannot run several services",
+        ),
+        (
+            lambda folder: (folder / "task.toml").write_text('[agent]\nuser = "alice"\n'),
+            "the sandbox has only root",
+        ),
+        (lambda folder: (folder / "task.toml").write_text("[environment]\ngpus = 1\n"), "no GPU"),
+        (
+            lambda folder: (folder / "task.toml").write_text(
+                '[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]\n'
+            ),
+            "no allow list",
+        ),
+    ],
+)
+def test_a_broken_task_folder_is_one_clear_line(tmp_path: Path, change: object, message: str) -> None:
+    folder = variant(tmp_path)
+    change(folder)  # type: ignore[operator]
+    with pytest.raises(ConfigError) as error:
+        harbor_tasks(folder.parent)
+    assert message in str(error.value) and str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_each_broken_folder_has_its_line(tmp_path: Path) -> None:
+    for name in ("a", "b", "good"):
+        shutil.copytree(HELLO, tmp_path / name)
+    (tmp_path / "a" / "task.toml").unlink()
+    (tmp_path / "b" / "instruction.md").unlink()
+    with pytest.raises(ConfigError) as error:
+        harbor_tasks(tmp_path)
+    lines = str(error.value).splitlines()
+    assert lines[0].startswith(str(tmp_path / "a")) and lines[1].startswith(str(tmp_path / "b"))
+    assert lines[2] == "2 of 3 task folders cannot be run; fix or remove them"
+
+
+def test_folders_with_the_same_error_share_a_line(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        shutil.copytree(HELLO, tmp_path / name)
+        (tmp_path / name / "task.toml").unlink()
+    with pytest.raises(ConfigError) as error:
+        harbor_tasks(tmp_path)
+    line, count = str(error.value).splitlines()
+    assert line.startswith(f"{tmp_path / 'a'}: no task.toml") and line.endswith("(and 2 more)")
+    assert count.startswith("3 of 3 task folders")

@@ -1,0 +1,48 @@
+"""`python -m src.envs.validate` on whole tasks, and its options."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from src.envs.validate import main as validate
+from tests.fakes.harbor_trials import TASKS, in_sandbox
+
+pytestmark = in_sandbox
+
+
+def test_a_task_that_is_solved_by_doing_nothing_is_unsound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("hello-file", "count-lines"):
+        shutil.copytree(TASKS / name, tmp_path / name)
+    always_1 = "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"
+    (tmp_path / "hello-file" / "tests" / "test.sh").write_text(always_1)
+    assert validate([f"tasks_dir={tmp_path}", "environment_type=sandbox"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "ok   count-lines: oracle 1.0, nop 0.0, graded fresh",
+        "BAD  hello-file: oracle 1.0, nop 1.0, graded fresh",
+        f"how each task is graded: {tmp_path / 'grading.json'}",
+        "2 tasks in sandbox: 1 sound, 1 unsound",
+    ]
+
+
+def test_a_missing_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert validate([f"tasks_dir={tmp_path / 'none'}", "environment_type=sandbox"]) == 2
+    assert capsys.readouterr().err.startswith("validate: tasks_dir ")
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ("environment_kwargs=cpus", "environment_kwargs takes key=value"),
+        ("n_parallel_envs=0", "n_parallel_envs=0 is less than 1"),
+    ],
+)
+def test_an_invalid_option_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, line: str
+):
+    assert validate([f"tasks_dir={tmp_path}", option]) == 2
+    assert capsys.readouterr().err.startswith(f"validate: {line}")
