@@ -93,8 +93,10 @@ class AttackRuns:
 @pytest.fixture(scope="module")
 def games(request: pytest.FixtureRequest) -> Iterator[AttackRuns]:
     parameters = [
-        item.callspec.params for item in request.session.items if "games" in getattr(item, "fixturenames", ())
-    ]  # type: ignore[attr-defined]
+        item.callspec.params  # type: ignore[attr-defined]
+        for item in request.session.items
+        if "games" in getattr(item, "fixturenames", ())
+    ]
     collected = {(case["where"], case["whom"], case["attack"]) for case in parameters}
     with (
         tempfile.TemporaryDirectory(prefix="red-team-results-") as folder,
