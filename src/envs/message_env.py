@@ -154,14 +154,14 @@ class _Episode:
         history += messages
         prompt_ids: Sequence[int] = self._chat.render(history, tools=tools)
         while True:
-            room = self._limits.room(len(prompt_ids))
-            if room == 0:
+            max_new_tokens = self._limits.max_new_tokens(len(prompt_ids))
+            if max_new_tokens == 0:
                 self.stop_reason = StopReason.CONTEXT_LENGTH
                 return
             if self._num_answers == self._settings.max_turns:
                 self.stop_reason = StopReason.MAX_TURNS
                 return
-            turn = await self._answer(prompt_ids, max_tokens=room)
+            turn = await self._answer(prompt_ids, max_tokens=max_new_tokens)
             text = self._chat.decode(turn.completion_ids)
             observation = await self._observation(turn, text)
             self._record(turn, observation)

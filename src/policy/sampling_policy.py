@@ -17,7 +17,7 @@ from src.core.trajectory import StopReason, Turn
 
 @contextmanager
 def sdk_boundary(what: str) -> Iterator[None]:
-    """Attributes what the SDK raises to the endpoint, in the server's own words where it gave any."""
+    """Convert errors of the SDK to BackendError, with the error message of the server if there is one."""
     try:
         with boundary(BackendError, what):
             yield
@@ -108,14 +108,14 @@ class TinkerPolicy:
         if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
             got = "none" if sequence.logprobs is None else str(len(sequence.logprobs))
             raise BackendError(
-                f"sampling: {len(sequence.tokens)} tokens came back with {got} logprobs; such a server cannot train"
+                f"sampling: {len(sequence.tokens)} tokens came back with {got} logprobs; training needs a logprob for every token"
             )
         if not all(map(math.isfinite, sequence.logprobs)):
             raise BackendError(
-                "sampling: logprobs that are no numbers came back; the weights have diverged, go back to a checkpoint"
+                "sampling: the server returned logprobs that are not finite; the weights have diverged, resume from a checkpoint"
             )
         return Turn(
-            prompt_ids=TokenIds.of(request.prompt_ids),
+            prompt_ids=TokenIds.wrap(request.prompt_ids),
             completion_ids=list(sequence.tokens),
             logprobs=list(sequence.logprobs),
             stop_reason=StopReason(sequence.stop_reason),

@@ -42,6 +42,7 @@ PATTERNS = [
         (rf"test/env/{DOMAIN}/positive_rate", r"test-\1/success_rate"),
         (rf"test/env/{DOMAIN}/trials", r"test-\1/num_samples"),
         (rf"test/env/{DOMAIN}/reward/total", r"eval/\1/avg_score"),
+        (r"((?:test/)?env/[^/]+)/user_tool_errors", r"\1/customer_tool_errors"),  # its former name
         (rf"test/env/{DOMAIN}/reward/(pass_at_\d+|mean_positive_reward)", r"eval/\1/\2"),
     )
 ]

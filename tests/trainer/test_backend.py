@@ -10,7 +10,7 @@ from skyrl_tx_server.http.http_handler import StartupState
 from src.core.errors import BackendError, ConfigError
 from src.learning.datums import sequences_of, to_datums
 from src.learning.learner import Learner
-from src.policy.backend import BackendSettings, address, connect, require_key
+from src.policy.backend import BackendSettings, base_url, connect, require_key
 from src.policy.sampling_policy import SampleRequest
 from tests.fakes.server import fake_context, serving
 from tests.fakes.trials import turn
@@ -79,7 +79,7 @@ async def test_a_model_that_is_not_served_is_refused_by_name(url):
 
 
 async def test_a_context_beyond_the_servers_is_refused(url):
-    with pytest.raises(ConfigError, match=r"context_limit=999999 is above the server's \d+"):
+    with pytest.raises(ConfigError, match=r"context_limit=999999 exceeds the server's \d+"):
         async with connect(settings(url, context_limit=999_999)):
             pass
 
@@ -108,7 +108,7 @@ async def test_a_run_that_outlives_its_server_says_so(tmp_path, monkeypatch, cap
     error = BackendError("sampling: gone")
     with (
         caplog.at_level(logging.CRITICAL),
-        pytest.raises(BackendError, match="no longer answers; start it again and resume"),
+        pytest.raises(BackendError, match="does not answer; start it again and resume"),
     ):
         await connection.__aexit__(BackendError, error, None)
 
@@ -132,7 +132,7 @@ def test_a_server_of_ones_own_needs_no_key(monkeypatch):
     assert require_key(own) == "tml-dummy"
     monkeypatch.setenv("TINKER_API_KEY", "tml-mine")
     assert require_key(own) == "tml-mine"
-    assert address(own) == "http://h:1"
+    assert base_url(own) == "http://h:1"
 
 
 def test_the_cloud_needs_a_key(monkeypatch):
@@ -141,4 +141,4 @@ def test_the_cloud_needs_a_key(monkeypatch):
         require_key(cloud)
     monkeypatch.setenv("TINKER_API_KEY", "tml-mine")
     assert require_key(cloud) == "tml-mine"
-    assert address(cloud).startswith("https://tinker.")
+    assert base_url(cloud).startswith("https://tinker.")

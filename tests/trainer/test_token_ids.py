@@ -35,7 +35,7 @@ def test_extending_twice_copies_and_changes_neither():
     third = second.extended([5])
     assert (first, second, other, third) == ([1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 3, 5])
     assert second.shares_with(first) and third.shares_with(first) and not other.shares_with(first)
-    assert second != other and first.extended([]) == first and TokenIds.of(first) is first
+    assert second != other and first.extended([]) == first and TokenIds.wrap(first) is first
     with pytest.raises(IndexError):
         first[2]
 
@@ -64,7 +64,7 @@ def test_starts_with_compares_lists_and_token_ids():
 
 def test_a_conversation_stores_every_token_once():
     chat, turns = byte_chat(), []
-    prompt = TokenIds.of(chat.render([{"role": "user", "content": "go"}]))
+    prompt = TokenIds.wrap(chat.render([{"role": "user", "content": "go"}]))
     for _ in range(20):
         turns.append(
             Turn(

@@ -82,10 +82,10 @@ class TinkerLLM(BaseLLM):
         is_main = history is not None and not self._is_subagent
         messages = [*_pairs(history or []), ("user", prompt)]
         prompt_ids, known = self._prompt(messages)
-        room = self._limits.lengths.room(len(prompt_ids))
-        if room == 0:
+        max_new_tokens = self._limits.lengths.max_new_tokens(len(prompt_ids))
+        if max_new_tokens == 0:
             raise self._overflow(is_main=is_main, tokens=len(prompt_ids))
-        turn = await self._sample(prompt_ids, max_tokens=room)
+        turn = await self._sample(prompt_ids, max_tokens=max_new_tokens)
         if turn.completion_ids:
             self.all_turns.append(turn)
         content = self._chat.decode(turn.completion_ids)

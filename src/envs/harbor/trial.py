@@ -250,9 +250,9 @@ class TimedPolicy(PolicyWrapper):
             self.unanswered_s = time.monotonic() - asked
             raise
         finally:
-            if self.spent.first_answer is not None:
+            if self.spent.first_completion is not None:
                 self.spent.sampling_s += time.monotonic() - asked
-        self.spent.first_answer = self.spent.first_answer or time.monotonic()
+        self.spent.first_completion = self.spent.first_completion or time.monotonic()
         return turn
 
     async def answers(self) -> bool:
