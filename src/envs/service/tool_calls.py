@@ -82,7 +82,7 @@ def parse(answer: str, tools: Collection[str]) -> ParsedAnswer:
     >>> parse('One moment.<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>', {"f"}).calls
     [ToolCall(name='f', arguments={'n': 1})]
     >>> parse("Hello!", {"f"})
-    Parsed(content='Hello!', calls=(), strategy=None, problem='', num_num_added=0)
+    ParsedAnswer(content='Hello!', calls=(), strategy=None, problem='', num_repaired=0)
     """
     text = without_thoughts(answer)
     parsed = next(
