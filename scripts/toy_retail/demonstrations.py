@@ -1,7 +1,8 @@
 """Demonstrations of mixed quality, which the warm start imitates.
 
-There are two demonstrators. The careful one says "One moment." and almost always follows the policy. The hasty one says "Sure." and makes
-an error in most requests, independently of the kind of request. Every conversation runs in the real environment.
+There are two demonstrators. The careful one says "One moment." and almost always follows the policy. The
+hasty one says "Sure." and makes an error in most requests, independently of the kind of request. Every
+conversation runs in the real environment.
 """
 
 from __future__ import annotations
@@ -125,7 +126,10 @@ def with_mistake(request: Request, mistake: Mistake, begins: str) -> Agent:
 
 
 def agent(instance: Instance, script: Sequence[str], style: Style, mistakes: Sequence[Mistake]) -> Agent:
-    """Conduct the whole conversation. The information in the second line of a single request has to be asked for, unless no call follows."""
+    """Conduct the whole conversation.
+
+    The information in the second line of a single request has to be asked for, unless no call follows.
+    """
     for request, mistake in zip(instance.requests, mistakes, strict=True):
         if len(script) > len(instance.requests):
             yield fails(request) if mistake is Mistake.NO_CALL else f"{style.begins} {request.question}"

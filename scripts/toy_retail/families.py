@@ -1,7 +1,7 @@
 """The families of toy_retail tasks: the requests of users, their wordings and the gold actions.
 
-A request contains its database records, so that any number of new tasks can be generated for demonstrations. Names come from one of two
-disjoint pools of words (scripts/quickstart/words.py).
+A request contains its database records, so that any number of new tasks can be generated for demonstrations.
+Names come from one of two disjoint pools of words (scripts/quickstart/words.py).
 """
 
 from __future__ import annotations

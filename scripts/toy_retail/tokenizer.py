@@ -1,7 +1,8 @@
-"""The tokenizer of the toy_retail model: the quick start's tokenizer with one token for each fixed text of this domain.
+"""The tokenizer of the toy_retail model: the quick start's tokenizer with one token for each fixed text of
+this domain.
 
-Its chat template has the features of Qwen's: tools in the system message, calls in <tool_call> tags, and the results of all calls of one
-answer in one message with <tool_response> tags.
+Its chat template has the features of Qwen's: tools in the system message, calls in <tool_call> tags, and the
+results of all calls of one answer in one message with <tool_response> tags.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ CHAT_TEMPLATE = (
     "{%- set rest = messages %}"
     "{%- if tools %}"
     "{{- '<|im_start|>system\\n' }}"
-    "{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- set rest = messages[1:] %}{%- endif %}"
+    "{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- set rest = "
+    "messages[1:] %}{%- endif %}"
     "{{- "
     + json.dumps(TOOLS_BEGIN)
     + " }}{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}{{- '<|im_end|>\\n' }}"

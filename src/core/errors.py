@@ -61,7 +61,9 @@ class AgentFault(TrainerError, RuntimeError):
 
 @contextmanager
 def boundary(error: type[TrainerError], what: str) -> Iterator[None]:
-    """Convert any exception raised inside that is not a TrainerError: `boundary(BackendError, "saving weights")`."""
+    """Convert any exception raised inside that is not a TrainerError: `boundary(BackendError, "saving
+    weights")`.
+    """
     try:
         yield
     except TrainerError:

@@ -17,8 +17,11 @@ class LengthLimits:
     def max_new_tokens(self, num_prompt_tokens: int) -> int:
         """Return the maximum length of the completion; 0 if the prompt exceeds its limit.
 
-        >>> LengthLimits(max_input_length=22, max_generate_length=5, max_sequence_length=30, context_limit=30).max_new_tokens(23)
-        0
+        >>> limits = LengthLimits(
+        ...     max_input_length=22, max_generate_length=5, max_sequence_length=30, context_limit=30
+        ... )
+        >>> limits.max_new_tokens(22), limits.max_new_tokens(23)
+        (5, 0)
         """
         if num_prompt_tokens > self.max_input_length:
             return 0

@@ -1,7 +1,8 @@
 """Signals, deadlines of blocking calls, and the end of the process.
 
-The first SIGINT or SIGTERM cancels the work, which then saves a checkpoint; the second ends the process immediately. Before the work has
-started, the first signal ends the process. A thread ends a process whose stop takes longer than `stop_timeout_s`.
+The first SIGINT or SIGTERM cancels the work, which then saves a checkpoint; the second ends the process
+immediately. Before the work has started, the first signal ends the process. A thread ends a process whose
+stop takes longer than `stop_timeout_s`.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ async def run_until_signal(
 ) -> int:
     """Run `work` and return its exit status: 0, or INTERRUPTED if a signal cancelled it.
 
-    The first signal cancels `work`. After `stop_timeout_s` it is cancelled again, which ends its clean-up. The signal handlers are Python's
-    and not the event loop's, so that signals also work while the loop is blocked.
+    The first signal cancels `work`. After `stop_timeout_s` it is cancelled again, which ends its clean-up.
+    The signal handlers are Python's and not the event loop's, so that signals also work while the loop is
+    blocked.
     """
     loop = asyncio.get_running_loop()
     loop.set_default_executor(AbandoningExecutor())
@@ -96,7 +98,9 @@ async def run_until_signal(
 
 
 async def in_thread[T](function: Callable[[], T]) -> T:
-    """As `asyncio.to_thread`, but in a daemon thread, so that a call that never returns does not delay the end of the process."""
+    """As `asyncio.to_thread`, but in a daemon thread, so that a call that never returns does not delay the
+    end of the process.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -125,7 +129,10 @@ def start_daemon(call: Callable[[], None]) -> None:
 
 @asynccontextmanager
 async def deadline(seconds: float, error: type[TrainerError], message: str) -> AsyncIterator[None]:
-    """Raises `error` with `message` if the block takes longer. A TimeoutError raised inside the block is not converted."""
+    """Raises `error` with `message` if the block takes longer.
+
+    A TimeoutError raised inside the block is not converted.
+    """
     try:
         async with asyncio.timeout(seconds) as scope:
             yield

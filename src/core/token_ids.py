@@ -8,9 +8,12 @@ from typing import overload, override
 
 
 class TokenIds(Sequence[int]):
-    """An immutable sequence of token ids. `extended` appends to the same array, so that the longer sequence shares its memory.
+    """An immutable sequence of token ids.
 
-    The prompts of a conversation of n tokens therefore take n numbers for any number of turns. A second extension copies the array.
+    `extended` appends to the same array, so that the longer sequence shares its memory.
+
+    The prompts of a conversation of n tokens therefore take n numbers for any number of turns. A second
+    extension copies the array.
 
     >>> first = TokenIds([1, 2])
     >>> second = first.extended([3])

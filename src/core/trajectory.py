@@ -39,7 +39,9 @@ class ZeroReason(StrEnum):
 
 
 class FailureKind(StrEnum):
-    """Why a trial has no result: an infrastructure failure, which the agent cannot cause and which is never a reward."""
+    """Why a trial has no result: an infrastructure failure, which the agent cannot cause and which is
+    never a reward.
+    """
 
     SANDBOX = "sandbox"
     BACKEND = "backend"
@@ -134,8 +136,10 @@ class TrialTime:
     def agent_used_most(self, now: float) -> bool:
         """Return whether the agent's side used more than half of the time since the start.
 
-        >>> TrialTime(started=0, first_completion=2, sampling_s=3).agent_used_most(12), TrialTime(started=0).agent_used_most(12)
-        (True, False)
+        >>> TrialTime(started=0, first_completion=2, sampling_s=3).agent_used_most(12)
+        True
+        >>> TrialTime(started=0).agent_used_most(12)
+        False
         """
         return (
             self.first_completion is not None

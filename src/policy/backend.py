@@ -1,4 +1,5 @@
-"""Connections to a Tinker endpoint, Tinker's cloud or a server of your own: connect, check, train, sample, save.
+"""Connections to a Tinker endpoint, Tinker's cloud or a server of your own: connect, check, train, sample,
+save.
 
 No other module distinguishes the cloud from a server of your own.
 """
@@ -61,7 +62,9 @@ class Backend(Protocol):
         ...
 
     async def check(self) -> None:
-        """Raises BackendError within seconds if the endpoint does not answer, ServerLost if it has lost the weights of this run."""
+        """Raises BackendError within seconds if the endpoint does not answer, ServerLost if it has lost
+        the weights of this run.
+        """
         ...
 
 
@@ -115,12 +118,16 @@ class TinkerBackend:
         )
         if status in (404, 410):
             raise ServerLost(
-                f"the server at {url} does not have this run's weights; it was restarted or has ended the session"
+                f"the server at {url} does not have this run's weights; it was restarted or has ended the "
+                "session"
             )
 
 
 def require_key(settings: BackendSettings) -> str | None:
-    """Return the API key for the SDK, or None if the SDK shall use its stored credentials. Raises ConfigError if the cloud has no key."""
+    """Return the API key for the SDK, or None if the SDK shall use its stored credentials.
+
+    Raises ConfigError if the cloud has no key.
+    """
     key = os.environ.get("TINKER_API_KEY") or None
     if settings.backend == "skyrl-tx":
         return key if key and key.startswith(_KEY_PREFIXES) else DUMMY_KEY
@@ -130,7 +137,8 @@ def require_key(settings: BackendSettings) -> str | None:
         )
     if not key and not tinker.auth.tinker_has_credentials():
         raise ConfigError(
-            "backend=tinker needs an API key: set TINKER_API_KEY (the environment or .env), or use backend=skyrl-tx"
+            "backend=tinker needs an API key: set TINKER_API_KEY (the environment or .env), or use "
+            "backend=skyrl-tx"
         )
     return key
 
@@ -158,14 +166,16 @@ async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
         raise BackendError(f"the server at {url} is not ready yet; try again once it is")
     if reply.status_code != 200:
         raise BackendError(
-            f"{url}/api/v1/healthz answered {reply.status_code}, so this is not a Tinker endpoint; correct the address"
+            f"{url}/api/v1/healthz answered {reply.status_code}, so this is not a Tinker endpoint; correct "
+            "the address"
         )
 
 
 async def request_status(url: str, *, key: str, request: Mapping[str, str] | None, timeout_s: float) -> int:
     """Send a POST of `request`, or a GET if it is None, and return the HTTP status.
 
-    Raises BackendError for a status of 500 or above and if the whole reply does not arrive within `timeout_s`.
+    Raises BackendError for a status of 500 or above and if the whole reply does not arrive within
+    `timeout_s`.
     """
     try:
         async with (
@@ -199,7 +209,8 @@ async def check_model(settings: BackendSettings, *, key: str | None) -> None:
     if model.max_context_length is not None and settings.context_limit > model.max_context_length:
         limit = model.max_context_length
         raise ConfigError(
-            f"context_limit={settings.context_limit} exceeds the server's {limit} for {settings.model_name}; reduce it"
+            f"context_limit={settings.context_limit} exceeds the server's {limit} for "
+            f"{settings.model_name}; reduce it"
         )
 
 
@@ -232,7 +243,9 @@ class TinkerEndpoint:
         self._settings = settings
 
     async def open_training(self) -> TinkerBackend:
-        """Open a training client with a new adapter, or with the adapter and optimizer state of `load_checkpoint_path`."""
+        """Open a training client with a new adapter, or with the adapter and optimizer state of
+        `load_checkpoint_path`.
+        """
         settings, service = self._settings, self._service
         path, model_name = settings.load_checkpoint_path, settings.model_name
         # These calls open the session of the SDK and block, so they run in a thread.
@@ -259,7 +272,9 @@ class TinkerEndpoint:
             return await _open_policy(self._service, base_model=self._settings.model_name)
 
     async def check(self) -> None:
-        """Raises BackendError within seconds if the endpoint does not answer or answers with server errors."""
+        """Raises BackendError within seconds if the endpoint does not answer or answers with server
+        errors.
+        """
         url, timeout_s, key = (
             base_url(self._settings),
             health_timeout_s(self._settings),

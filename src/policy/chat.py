@@ -1,7 +1,9 @@
-"""Conversion of messages to token ids with the model's chat template. Only this module calls `apply_chat_template`.
+"""Conversion of messages to token ids with the model's chat template.
 
-`render` encodes the first prompt of a conversation and `extend` appends to its ids. Sampled ids are never encoded again, so every later
-turn is conditioned on exactly the ids that were sampled.
+Only this module calls `apply_chat_template`.
+
+`render` encodes the first prompt of a conversation and `extend` appends to its ids. Sampled ids are never
+encoded again, so every later turn is conditioned on exactly the ids that were sampled.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 Message = Mapping[str, object]  # {"role": ..., "content": ...}, as chat templates take them
 
-# A template may change earlier messages when it renders later ones. A new message is therefore rendered after a placeholder answer, and only
+# A template may change earlier messages when it renders later ones. A new message is therefore rendered after
+# a placeholder answer, and only
 # the text after the placeholder is used.
 _QUESTION: Message = {"role": "user", "content": "question"}
 _PLACEHOLDER = "<<the sampled answer stands here>>"
@@ -56,7 +59,8 @@ class Chat:
         ending = self._encode(self._after_answer([], generation_prompt=False))
         if not ending:
             raise ConfigError(
-                "the tokenizer's chat template ends an assistant turn with no token; use an instruct model's tokenizer"
+                "the tokenizer's chat template ends an assistant turn with no token; use an instruct "
+                "model's tokenizer"
             )
         self.turn_end_id = ending[0]
         eos = tokenizer.eos_token_id
@@ -65,18 +69,23 @@ class Chat:
         )
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
-        """Encode a conversation and the generation prompt. Thinking is off if the template supports `enable_thinking`.
+        """Encode a conversation and the generation prompt.
 
-        `tools` are OpenAI schemas. Templates write them before the first message, so `extend` does not need them.
+        Thinking is off if the template supports `enable_thinking`.
+
+        `tools` are OpenAI schemas. Templates write them before the first message, so `extend` does not need
+        them.
         """
         return self._encode(self._template(messages, generation_prompt=True, tools=tools))
 
     def extend(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], messages: Sequence[Message]
     ) -> TokenIds:
-        """Return the next prompt: `prompt_ids + completion_ids` unchanged, the end of the turn, `messages`, the generation prompt.
+        """Return the next prompt: `prompt_ids + completion_ids` unchanged, the end of the turn,
+        `messages`, the generation prompt.
 
-        >>> chat.extend(prompt, turn.completion_ids, [{"role": "user", "content": "$ ls"}])[: len(prompt)] == prompt
+        >>> messages = [{"role": "user", "content": "$ ls"}]
+        >>> chat.extend(prompt, turn.completion_ids, messages)[: len(prompt)] == prompt
         True
         """
         suffix = self._encode(self._after_answer(messages, generation_prompt=True))
@@ -119,12 +128,18 @@ class Chat:
         )
 
     def _encode(self, text: str) -> list[int]:
-        """Encode a text. Unpaired surrogates, which JSON allows and tokenizers reject, become question marks."""
+        """Encode a text.
+
+        Unpaired surrogates, which JSON allows and tokenizers reject, become question marks.
+        """
         return list(self.tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False))
 
 
 def load_chat(model_name: str) -> Chat:
-    """Load the chat format of a local tokenizer directory or a hub id. Raises ConfigError if there is none."""
+    """Load the chat format of a local tokenizer directory or a hub id.
+
+    Raises ConfigError if there is none.
+    """
     from transformers import AutoTokenizer, logging  # imported late: slow, and not needed for --help
 
     logging.set_verbosity_error()
@@ -138,18 +153,23 @@ def load_chat(model_name: str) -> Chat:
         tokenizer = _from_hub(name)
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
-            f"the tokenizer of {model_name} has no chat template; give tokenizer=DIR_OR_HUB_ID of an instruct model"
+            f"the tokenizer of {model_name} has no chat template; give tokenizer=DIR_OR_HUB_ID of an "
+            "instruct model"
         )
     if model_name.removesuffix("/").endswith("-Base"):
         logger.warning(
-            "%s is a base model, which was not trained on the tools and turns of its chat template; use the model without -Base",
+            "%s is a base model, which was not trained on the tools and turns of its chat template; use "
+            "the model without -Base",
             model_name,
         )
     return Chat(tokenizer)
 
 
 def _from_hub(name: str) -> ChatTokenizer:
-    """Load from the hub. A first request with a short timeout avoids the retries of the hub client, which take a minute."""
+    """Load from the hub.
+
+    A first request with a short timeout avoids the retries of the hub client, which take a minute.
+    """
     from huggingface_hub import constants
     from transformers import AutoTokenizer
 
@@ -158,7 +178,8 @@ def _from_hub(name: str) -> ChatTokenizer:
         httpx.head(constants.ENDPOINT, timeout=5.0)
     except httpx.HTTPError as unreachable:
         raise ConfigError(
-            f"no tokenizer for {name!r}: not a directory, not in the hub cache, and the hub cannot be reached; {advice}"
+            f"no tokenizer for {name!r}: not a directory, not in the hub cache, and the hub cannot be "
+            f"reached; {advice}"
         ) from unreachable
     try:
         return AutoTokenizer.from_pretrained(name)

@@ -1,8 +1,11 @@
-"""OpenAI-compatible endpoints, for user simulators, judges and policies that are evaluated. Only this module imports openai.
+"""OpenAI-compatible endpoints, for user simulators, judges and policies that are evaluated.
 
-Such an endpoint takes messages and returns text, without token ids and without log-probabilities of the prompt. Its answers can be graded
-but not trained. So that it fits the same trial runner, `MessageCodec` encodes its conversations in pseudo tokens of four bytes each, about
-the size of a real token; token limits and counts are therefore estimates. The log-probabilities are NaN, so that nothing can train on them.
+Only this module imports openai.
+
+Such an endpoint takes messages and returns text, without token ids and without log-probabilities of the
+prompt. Its answers can be graded but not trained. So that it fits the same trial runner, `MessageCodec`
+encodes its conversations in pseudo tokens of four bytes each, about the size of a real token; token limits
+and counts are therefore estimates. The log-probabilities are NaN, so that nothing can train on them.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ BYTES_PER_TOKEN = 4
 
 
 class MessageCodec:
-    """A reversible replacement for a tokenizer. A message is `role <STX> content <ETX>`; a token holds up to four bytes, and ETX is one token."""
+    """A reversible replacement for a tokenizer.
+
+    A message is `role <STX> content <ETX>`; a token holds up to four bytes, and ETX is one token.
+    """
 
     eos_token_id: int | None = ord(END)
 
@@ -51,7 +57,10 @@ class MessageCodec:
         return "".join(written) + (f"assistant{SEPARATOR}" if add_generation_prompt else "")
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encode a text. The value of a token is its bytes after a leading 1, which preserves their number."""
+        """Encode a text.
+
+        The value of a token is its bytes after a leading 1, which preserves their number.
+        """
         ids: list[int] = []
         for number, part in enumerate(text.split(END)):
             ids += [ord(END)] if number else []
@@ -162,7 +171,10 @@ class EndpointPolicy:
 
 @asynccontextmanager
 async def connect_endpoint(base_url: str, model: str) -> AsyncIterator[ChatEndpoint]:
-    """Connect to an endpoint. Raises ConfigError if it does not serve the model, BackendError if it does not answer."""
+    """Connect to an endpoint.
+
+    Raises ConfigError if it does not serve the model, BackendError if it does not answer.
+    """
     async with _client(base_url) as client:
         try:
             served = [
@@ -176,7 +188,8 @@ async def connect_endpoint(base_url: str, model: str) -> AsyncIterator[ChatEndpo
             ) from error
         except openai.OpenAIError as error:
             raise BackendError(
-                f"no OpenAI-compatible server answers at {base_url} ({type(error).__name__}); correct base_url"
+                f"no OpenAI-compatible server answers at {base_url} ({type(error).__name__}); correct "
+                "base_url"
             ) from error
         if served and model not in served and not model.startswith("tinker://"):
             raise ConfigError(

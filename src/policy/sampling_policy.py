@@ -44,7 +44,10 @@ class SampleRequest:
 
 
 class Policy(Protocol):
-    """Samples completions. `version` is the number of optimizer steps behind the weights; the first weights have version 0."""
+    """Samples completions.
+
+    `version` is the number of optimizer steps behind the weights; the first weights have version 0.
+    """
 
     @property
     def version(self) -> int: ...
@@ -58,12 +61,17 @@ class ReferenceModel(Protocol):
     """Scores token sequences with weights that training does not change."""
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:
-        """Return `log p(token | tokens before it)` of each token except the first: `len(token_ids) - 1` numbers."""
+        """Return `log p(token | tokens before it)` of each token except the first: `len(token_ids) - 1`
+        numbers.
+        """
         ...
 
 
 class PolicyWrapper:
-    """A policy that delegates to another policy. Subclasses override `sample` to add behaviour, so that wrappers compose."""
+    """A policy that delegates to another policy.
+
+    Subclasses override `sample` to add behaviour, so that wrappers compose.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -93,7 +101,10 @@ class TinkerPolicy:
         self._client = sampling_client
 
     async def sample(self, request: SampleRequest) -> Turn:
-        """Return one completion. Raises BackendError, also if the server returns no finite logprob for some token."""
+        """Return one completion.
+
+        Raises BackendError, also if the server returns no finite logprob for some token.
+        """
         params = tinker.SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
@@ -108,11 +119,13 @@ class TinkerPolicy:
         if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
             got = "none" if sequence.logprobs is None else str(len(sequence.logprobs))
             raise BackendError(
-                f"sampling: {len(sequence.tokens)} tokens came back with {got} logprobs; training needs a logprob for every token"
+                f"sampling: {len(sequence.tokens)} tokens came back with {got} logprobs; training needs a "
+                "logprob for every token"
             )
         if not all(map(math.isfinite, sequence.logprobs)):
             raise BackendError(
-                "sampling: the server returned logprobs that are not finite; the weights have diverged, resume from a checkpoint"
+                "sampling: the server returned logprobs that are not finite; the weights have diverged, "
+                "resume from a checkpoint"
             )
         return Turn(
             prompt_ids=TokenIds.wrap(request.prompt_ids),

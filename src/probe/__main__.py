@@ -1,11 +1,14 @@
-"""python -m src.probe URL: check which options a Tinker-compatible endpoint applies, and write capabilities.json.
+"""python -m src.probe URL: check which options a Tinker-compatible endpoint applies, and write
+capabilities.json.
 
-    python -m src.probe URL [model_name=NAME] [output=capabilities.json, or empty] [tolerance=0.02] [only=CHECK,CHECK]
+    python -m src.probe URL [model_name=NAME] [output=capabilities.json, or empty] [tolerance=0.02]
+                            [only=CHECK,CHECK]
                             [answer_timeout_sec=600]
 
 `answer_timeout_sec` is the timeout of the list of models, of each check and of closing the session.
 
-The exit status is 0 if every required check holds, 1 if one does not hold, and 2 if the endpoint could not be checked.
+The exit status is 0 if every required check holds, 1 if one does not hold, and 2 if the endpoint could not be
+checked.
 """
 
 from __future__ import annotations
@@ -79,7 +82,8 @@ def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
     for name, equals, _ in pairs:
         if not equals or name not in OPTIONS:
             raise ConfigError(
-                f"unknown argument {name!r}; use python -m src.probe URL, then any of {', '.join(f'{o}=' for o in OPTIONS)}"
+                f"unknown argument {name!r}; use python -m src.probe URL, then any of "
+                f"{', '.join(f'{o}=' for o in OPTIONS)}"
             )
     if len(urls) != 1:
         raise ConfigError("give the address of one endpoint: python -m src.probe http://localhost:8000")
@@ -194,7 +198,8 @@ def show(result: Capabilities, console: Console) -> None:
     )
     held = len(result.findings) - len(failed)
     console.print(
-        f"{result.model_name} at {result.url}: {held} of {len(result.findings)} checks hold, {seconds:.0f} s; {verdict}",
+        f"{result.model_name} at {result.url}: {held} of {len(result.findings)} checks hold, {seconds:.0f} "
+        f"s; {verdict}",
         highlight=False,
     )
 

@@ -1,11 +1,12 @@
 """The client that the checks of an endpoint share.
 
-Adam hides the scale of gradients. The checks therefore use a very large epsilon, with which a step is plain gradient descent:
+Adam hides the scale of gradients. The checks therefore use a very large epsilon, with which a step is plain
+gradient descent:
 
     w -= lr * m / (sqrt(v) + eps)   ->   w -= (lr / eps) * m        for eps >> sqrt(v)
 
-The change of a text's log-probability under such a step is proportional to the gradient. It shows whether gradients were summed, clipped,
-kept or cleared. `Probe.change` measures it.
+The change of a text's log-probability under such a step is proportional to the gradient. It shows whether
+gradients were summed, clipped, kept or cleared. `Probe.change` measures it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Probe:
     model_name: str
     max_context_length: int | None
     tolerance: float  # of log-probabilities, per token
-    # The ratio of learning rate to epsilon that changes the mean logprob of TEXT by about 0.03. The first check that needs it determines it.
+    # The ratio of learning rate to epsilon that changes the mean logprob of TEXT by about 0.03. The first
+    # check that needs it determines it.
     rate: float = 0.0
     step_change: float = 0.0  # the change of the mean logprob by one step with this rate
 
@@ -49,7 +51,8 @@ class Probe:
         return float(self.logprobs(client).mean())
 
     def step(self, client: tinker.TrainingClient, weights: Sequence[float], **adam: float) -> float:
-        """Run one forward_backward of TEXT for each of `weights`, then one optimizer step, by default plain gradient descent.
+        """Run one forward_backward of TEXT for each of `weights`, then one optimizer step, by default
+        plain gradient descent.
 
         Return the mean logprob of TEXT before the step.
         """
@@ -83,7 +86,8 @@ class Probe:
                 self.rate *= min(10.0, max(0.1, 0.03 / self.step_change)) if self.step_change > 1e-9 else 10.0
             self.rate = 0.0
             raise Defect(
-                "with no learning rate did a step of gradient descent increase the likelihood of the training text"
+                "with no learning rate did a step of gradient descent increase the likelihood of the "
+                "training text"
             )
         return self.step_change
 

@@ -25,7 +25,9 @@ def policy_loss(
 
 
 def loss_of(probe: Probe, name: str, config: dict[str, float] | None) -> tuple[float, float]:
-    """Return the loss that the server reports and the expected loss, for ratios on both sides of every clip threshold."""
+    """Return the loss that the server reports and the expected loss, for ratios on both sides of every
+    clip threshold.
+    """
     client = probe.client()
     logprobs = probe.logprobs(client)
     sampled = logprobs + np.resize([-0.5, 0.3, 0.05, -0.1], len(logprobs))

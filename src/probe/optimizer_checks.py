@@ -32,7 +32,8 @@ def check_sums(probe: Probe) -> str:
     for what, moved in (("two calls", twice), ("a batch of two", batch)):
         expect(
             1.6 <= moved / one <= 2.4,
-            f"the step after {what} was {moved / one:.2f} times as large as after one; gradients must be summed",
+            f"the step after {what} was {moved / one:.2f} times as large as after one; gradients must be "
+            "summed",
         )
     return f"two calls {twice / one:.2f}, a batch of two {batch / one:.2f} times one"
 
@@ -42,7 +43,8 @@ def check_is_cleared(probe: Probe) -> str:
     again = probe.change(client, [0.0])
     expect(
         abs(again) < 0.1 * one,
-        f"a step without a gradient was {again / one:.2f} times as large as the step before: the gradient was not cleared",
+        f"a step without a gradient was {again / one:.2f} times as large as the step before: the gradient "
+        "was not cleared",
     )
     return "the gradient is cleared after a step"
 
@@ -65,7 +67,9 @@ def check_eps(probe: Probe) -> str:
 
 
 def check_beta1(probe: Probe) -> str:
-    """After the gradients g and -g, the bias-corrected m is -g with beta1 = 0 and -0.053 g with beta1 = 0.9."""
+    """After the gradients g and -g, the bias-corrected m is -g with beta1 = 0 and -0.053 g with beta1 =
+    0.9.
+    """
     probe.one_step()
     remaining = {}
     for beta1 in (0.0, 0.9):
@@ -80,11 +84,13 @@ def check_beta1(probe: Probe) -> str:
         0.75 <= remaining[0.9] <= 1.1,
         f"beta1=0.9: {remaining[0.9]:.2f} of a step remains after the opposite step, not 0.95",
     )
-    return f"after a step and the opposite step {remaining[0.0]:.2f} and {remaining[0.9]:.2f} of it remain (beta1=0 and 0.9)"
+    return f"after a step and the opposite step {remaining[0.0]:.2f} (beta1=0) and {remaining[0.9]:.2f} (beta1=0.9) remain"
 
 
 def check_beta2(probe: Probe) -> str:
-    """After the gradients g and g / 10, without epsilon, the second step is 0.71 of the first with beta2 = 0.01 and 0.14 with 0.999."""
+    """After the gradients g and g / 10, without epsilon, the second step is 0.71 of the first with beta2 =
+    0.01 and 0.14 with 0.999.
+    """
     ratio = {}
     for beta2 in (0.01, 0.999):
         client = probe.client()
@@ -99,7 +105,9 @@ def check_beta2(probe: Probe) -> str:
 
 
 def check_weight_decay(probe: Probe) -> str:
-    """A decay of half the weights removes at least half of the step's effect, because both factors of the adapter shrink."""
+    """A decay of half the weights removes at least half of the step's effect, because both factors of the
+    adapter shrink.
+    """
     client, moved = probe.stepped_client()
     rate = probe.rate * HUGE
     kept = 1 + probe.change(client, [0.0], weight_decay=0.5 / rate) / moved
@@ -112,7 +120,8 @@ def check_clipping(probe: Probe) -> str:
     clipped = probe.change(probe.client(), [1.0], grad_clip_norm=1e-4)
     expect(
         abs(clipped) < 0.2 * one,
-        f"with a gradient clipped to a norm of 1e-4 the step was {clipped / one:.2f} times as large as without clipping",
+        f"with a gradient clipped to a norm of 1e-4 the step was {clipped / one:.2f} times as large as "
+        "without clipping",
     )
     loose = probe.change(probe.client(), [1.0], grad_clip_norm=1e6)
     expect(
@@ -123,9 +132,11 @@ def check_clipping(probe: Probe) -> str:
 
 
 def resumed(probe: Probe, load: Callable[[str], tinker.TrainingClient]) -> tuple[float, float, float]:
-    """After a step with momentum and a checkpoint, compare the model with the one that `load` returns for the checkpoint.
+    """After a step with momentum and a checkpoint, compare the model with the one that `load` returns for
+    the checkpoint.
 
-    Return the change by the opposite step of the model and of the loaded one, and the largest difference of their logprobs before it.
+    Return the change by the opposite step of the model and of the loaded one, and the largest difference of
+    their logprobs before it.
     """
     options = {"beta1": 0.9}
     probe.one_step()
@@ -145,7 +156,8 @@ def check_load_with_optimizer(probe: Probe) -> str:
     expect(gap <= 1e-5, f"logprobs differ by {gap:.2g} after loading")
     expect(
         near(restored, kept, 0.05 * abs(kept) + 1e-5),
-        f"the change by the next step was {restored:.4f} after loading and {kept:.4f} without: the optimizer state is missing",
+        f"the change by the next step was {restored:.4f} after loading and {kept:.4f} without: the "
+        "optimizer state is missing",
     )
     return f"the change by the next step is {restored:.4f}, and {kept:.4f} without loading"
 
@@ -156,7 +168,8 @@ def check_load_without_optimizer(probe: Probe) -> str:
     expect(gap <= 1e-5, f"logprobs differ by {gap:.2g} after loading")
     expect(
         abs(fresh) > 3 * abs(kept),
-        f"the change by the next step was {fresh:.4f} after loading the weights and {kept:.4f} without: the moments were loaded too",
+        f"the change by the next step was {fresh:.4f} after loading the weights and {kept:.4f} without: the "
+        "moments were loaded too",
     )
     return f"the change by a new optimizer is {fresh:.4f}, by the old one {kept:.4f}"
 

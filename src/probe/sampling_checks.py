@@ -1,4 +1,6 @@
-"""Checks of sampling: log-probabilities, fresh weights, seeds, temperature, stop tokens, top_k and the context limit."""
+"""Checks of sampling: log-probabilities, fresh weights, seeds, temperature, stop tokens, top_k and the
+context limit.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,13 @@ def check_agreement(probe: Probe) -> str:
     gap, prompt_gap = float(np.abs(sampled - trained).mean()), float(np.abs(scored - trained).mean())
     expect(
         gap <= probe.tolerance,
-        f"the mean difference of sampled and training logprobs is {gap:.2g}; the tolerance is {probe.tolerance:g}",
+        f"the mean difference of sampled and training logprobs is {gap:.2g}; the tolerance is "
+        f"{probe.tolerance:g}",
     )
     expect(
         prompt_gap <= probe.tolerance,
-        f"the mean difference of prompt and training logprobs is {prompt_gap:.2g}; the tolerance is {probe.tolerance:g}",
+        f"the mean difference of prompt and training logprobs is {prompt_gap:.2g}; the tolerance is "
+        f"{probe.tolerance:g}",
     )
     return f"mean difference from the training logprobs: sampled {gap:.1e}, prompt {prompt_gap:.1e}"
 
@@ -106,7 +110,8 @@ def check_stops(probe: Probe) -> str:
     expected = tokens[: tokens.index(stop) + 1]
     expect(
         list(cut.tokens) == expected,
-        f"with a stop token the sample has {len(cut.tokens)} tokens, not {len(expected)} including the stop token",
+        f"with a stop token the sample has {len(cut.tokens)} tokens, not {len(expected)} including the stop "
+        "token",
     )
     expect(cut.stop_reason == "stop", f"a stop token gave the stop reason {cut.stop_reason}")
     return "the stop token ends the sample and is included"
@@ -131,5 +136,6 @@ def check_context(probe: Probe) -> str:
     except Exception:
         return f"{len(prompt)} + 16 tokens are rejected with a limit of {limit}"
     raise Defect(
-        f"{len(prompt)} + 16 tokens were accepted with a limit of {limit}: {len(sequence.tokens)} tokens were returned"
+        f"{len(prompt)} + 16 tokens were accepted with a limit of {limit}: {len(sequence.tokens)} tokens "
+        "were returned"
     )

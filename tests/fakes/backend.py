@@ -1,4 +1,6 @@
-"""`BanditBackend`: the Tinker API over a softmax of four logits, which learns from the datums that it receives."""
+"""`BanditBackend`: the Tinker API over a softmax of four logits, which learns from the datums that it
+receives.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,9 @@ from src.policy.sampling_policy import SampleRequest
 
 
 class FakePolicy:
-    """Samples `replies` in order, each cut at `max_tokens`, and repeats the last one. An Exception in `replies` is raised.
+    """Samples `replies` in order, each cut at `max_tokens`, and repeats the last one.
+
+    An Exception in `replies` is raised.
 
     Every token has the logprob -0.5. `calls` contains all requests.
     """

@@ -1,4 +1,7 @@
-"""A policy that answers as a Terminus-2 agent from a script. One object can be used by any number of concurrent trials."""
+"""A policy that answers as a Terminus-2 agent from a script.
+
+One object can be used by any number of concurrent trials.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ def solving(*commands: str) -> list[str]:
 
 
 class ScriptedPolicy:
-    """Samples from the first script whose key occurs in the prompt; the number of answers in the prompt is the index of the reply.
+    """Samples from the first script whose key occurs in the prompt; the number of answers in the prompt is
+    the index of the reply.
 
     An exception in a script is raised. Answers are cut at max_tokens, and every token has the logprob -0.5.
     """

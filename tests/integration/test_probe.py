@@ -1,4 +1,6 @@
-"""The probe finds each defect that is injected into our server, and reports nothing for the unchanged server."""
+"""The probe finds each defect that is injected into our server, and reports nothing for the unchanged
+server.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ MODEL = "local/tiny"
 
 
 class Defective:
-    """The real executor with one defect: `before` changes operations, `after` changes results, `sampled` changes sampled sequences."""
+    """The real executor with one defect: `before` changes operations, `after` changes results, `sampled`
+    changes sampled sequences.
+    """
 
     def __init__(self, executor: DeviceExecutor) -> None:
         self.real = executor

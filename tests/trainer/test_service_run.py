@@ -1,4 +1,6 @@
-"""One run of service episodes with all that the seeds switch on: Qwen3's template, native tools, a judge, an evaluation first."""
+"""One run of service episodes with all that the seeds switch on: Qwen3's template, native tools, a judge,
+an evaluation first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Worker processes and the sessions that outlive them, against a stand-in program that misbehaves on request."""
+"""Worker processes and the sessions that outlive them, against a stand-in program that misbehaves on
+request.
+"""
 
 import asyncio
 import os

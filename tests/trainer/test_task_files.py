@@ -1,4 +1,6 @@
-"""Training mixtures and held-out sets of many domains: rows in the seeds' format, splits, and both at once."""
+"""Training mixtures and held-out sets of many domains: rows in the seeds' format, splits, and both at
+once.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +173,8 @@ def test_a_task_in_both_training_and_test_data_is_rejected(tmp_path: Path, home:
     again = written(tmp_path / "again.jsonl", row("retail", "save-train"))
     with pytest.raises(
         ConfigError,
-        match="held-out tasks are also training tasks: retail/save-train; remove them from train_data or test_data",
+        match="held-out tasks are also training tasks: retail/save-train; "
+        "remove them from train_data or test_data",
     ):
         opened("environment_kwargs=domain=retail,workers=1", f"test_data=other={again}", f"tau2_home={home}")
 

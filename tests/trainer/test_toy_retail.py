@@ -1,4 +1,6 @@
-"""toy_retail: solvable tasks, honest separation, grading as tau2 grades, and what a service episode makes of bad answers."""
+"""toy_retail: solvable tasks, honest separation, grading as tau2 grades, and what a service episode makes
+of bad answers.
+"""
 
 from __future__ import annotations
 
