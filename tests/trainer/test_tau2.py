@@ -312,3 +312,10 @@ def test_a_gold_action_has_the_arguments_of_its_tool():
         tau2_worker.require_callable(
             {"name": "save", "arguments": {"name": "a", "colour": None}}, tools, task="mine"
         )
+
+
+def test_former_option_names_are_accepted_with_a_notice(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        options = tau_bench.with_new_names({"customer": "tinker", "customer_model": "m", "workers": "2"})
+    assert options == {"user_simulator": "tinker", "user_model": "m", "workers": "2"}
+    assert "customer_model is now called user_model" in caplog.text

@@ -8,7 +8,7 @@ from src.records.rollout_store import decoded, encoded
 from tests.fakes.tokenizer import byte_chat
 
 
-def test_they_are_read_as_a_list_is():
+def test_token_ids_can_be_read_like_a_list():
     ids = list(range(10))
     tokens = TokenIds(ids[:6]).extended(ids[6:])
     assert (len(tokens), list(tokens), tokens == ids, ids == tokens, tokens == ids[1:]) == (
