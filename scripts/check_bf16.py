@@ -25,7 +25,7 @@ import numpy as np
 from scripts.bench.compare import figure, random_sequences
 from scripts.bench.sides.ours import Ours, running
 from scripts.bench.small_model import CONFIG
-from skyrl_tx_server.config.server_config import MeshShape
+from skyrl_tx_server.config.engine_options import MeshShape
 from skyrl_tx_server.engine.operations import (
     AdamSettings,
     ForwardBackward,

@@ -1,10 +1,11 @@
-"""Holds what an external sampler is sent against vLLM's and SGLang's own code, which needs no GPU: request bodies and an exported adapter.
+"""Holds what an external sampler is sent against vLLM's and SGLang's own code, which needs no GPU: request
+bodies and an exported adapter.
 
-    .venv/bin/python -m scripts.check_external_wire write DIR
-    VLLM_PYTHON scripts/check_external_wire.py read DIR WHEELS    # exit status 1 where they read something else than was meant
+    .venv/bin/python -m scripts.check_external_wire write DIR VLLM_PYTHON scripts/check_external_wire.py read
+    DIR WHEELS    # exit status 1 where they read something else than was meant
 
-VLLM_PYTHON has torch, safetensors and what vllm imports; WHEELS is a folder with the wheels of vllm and sglang unpacked, whose kernels
-are not needed.
+VLLM_PYTHON has torch, safetensors and what vllm imports; WHEELS is a folder with the wheels of vllm and
+sglang unpacked, whose kernels are not needed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ SEED = 2**63 - 1
 
 
 def write(directory: Path) -> int:
-    """The bodies of the plainest and the fullest request in each dialect, and a random adapter as it is exported."""
+    """The bodies of the plainest and the fullest request in each dialect, and a random adapter as it is
+    exported."""
     import numpy as np
 
     from skyrl_tx_server.engine.operations import LoraSpec, SamplingSettings

@@ -33,7 +33,7 @@ from jax.stages import Wrapped
 
 from scripts.bench import gpu
 from scripts.bench.small_model import RANK
-from skyrl_tx_server.config.server_config import MeshShape
+from skyrl_tx_server.config.engine_options import MeshShape
 from skyrl_tx_server.engine.operations import LossFn
 from skyrl_tx_server.model.attention.kv_splits import stretches_of
 from skyrl_tx_server.model.attention.prefill_attention import Blocks
@@ -42,21 +42,16 @@ from skyrl_tx_server.model.kv_cache import PAGES, empty_cache
 from skyrl_tx_server.model.lora.adapter import Adapter, adapter_shardings, zero_adapter
 from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.model_config import Experts, ModelConfig
-from skyrl_tx_server.model.shapes import BLOCK, GPU_PREFILL, PAGE
+from skyrl_tx_server.model.shapes import BLOCK, GPU_PREFILL, PAGE, BucketShape
 from skyrl_tx_server.model.transformer import Params, Remat
 from skyrl_tx_server.model.weights import param_shapes
-from skyrl_tx_server.sampling.sample_step import (
-    MAX_STOP_TOKENS,
-    Carry,
-    DecodeBatch,
-    PrefillBatch,
-    decode_block,
-    prefill,
-)
-from skyrl_tx_server.sampling.sequences import row_settings
+from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
+from skyrl_tx_server.sampling.prefill_step import PrefillBatch, prefill
+from skyrl_tx_server.sampling.sequences import batch_settings
+from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import BucketShape, example
-from skyrl_tx_server.training.train_step import forward_backward, train_batch
+from skyrl_tx_server.training.packing import dummy_batch
+from skyrl_tx_server.training.train_step import forward_backward
 
 H200 = """
 gpu_device_info {
@@ -118,8 +113,8 @@ def main(config: CheckConfig) -> None:
     )
     params = param_shapes(model, np.dtype("bfloat16"))
     adapter, loss = laid(model, zero_adapter(model, RANK)), select_loss(LossFn.CROSS_ENTROPY)
-    shape = BucketShape(rows=axes.batch, length=config.length)
-    batch = train_batch(example(shape))
+    shape = BucketShape(streams=axes.batch, length=config.length)
+    batch = dummy_batch(shape)
     for remat in (Remat.ACTIVATIONS, Remat.LAYERS):
         name = f"forward_backward, {config.length} tokens, keeping {remat}"
         compile_for(name, forward_backward, adapter, adapter, params, batch, loss, config=model, remat=remat)
@@ -132,7 +127,7 @@ def main(config: CheckConfig) -> None:
     values = jax.ShapeDtypeStruct((pages, heads[0], page, heads[1]), jnp.bfloat16)
     queries = jax.ShapeDtypeStruct((config.rows, model.num_heads, model.head_dim), jnp.bfloat16)
     tables, lengths = np.zeros((config.rows, 2048 // page), np.int32), np.zeros(config.rows, np.int32)
-    stretches = stretches_of(tables, lengths, group=model.num_heads // model.num_kv_heads, page=page)
+    splits = stretches_of(tables, lengths, group=model.num_heads // model.num_kv_heads, page=page)
     compile_for(
         f"paged attention, {config.rows} rows of 2,048",
         jax.jit(paged_attention),
@@ -140,7 +135,7 @@ def main(config: CheckConfig) -> None:
         keys,
         values,
         tables,
-        stretches,
+        splits,
     )
 
 
@@ -173,7 +168,7 @@ def sampling(
         zero_adapter(model, RANK),
     )
     bank, devices = laid(model, bank), 1 if model.mesh is None else model.mesh.shape["fsdp"]
-    settings = row_settings([None] * config.rows, model.vocab_size)
+    settings = batch_settings([None] * config.rows, model.vocab_size)
 
     def zeros(*shape: int) -> np.ndarray:
         return np.zeros(shape, np.int32)
@@ -189,17 +184,17 @@ def sampling(
             want_logprobs=np.array(False),
             lasts=zeros(config.rows),
             begins=zeros(config.rows) == 0,
-            row_adapters=lora_indices(zeros(config.rows), bank=4),
+            sequence_adapters=lora_indices(zeros(config.rows), bank=4),
         )
         name = f"prefill, {blocks} blocks of {BLOCK} tokens"
         compile_for(name, prefill, cache, params, bank, run, settings, config=model, tempered=False)
     rows = DecodeBatch(
         tokens=zeros(config.rows),
-        before=Carry.of_none(config.rows),
+        before=Carry.empty(config.rows),
         positions=zeros(config.rows),
         remaining=zeros(config.rows),
         tables=zeros(config.rows, width),
-        stretches=stretches_of(
+        splits=stretches_of(
             zeros(config.rows, width),
             zeros(config.rows),
             group=model.num_heads // model.num_kv_heads,
@@ -211,7 +206,7 @@ def sampling(
     name = f"a decode block of 16 steps, {config.rows} rows"
     compile_for(
         name,
-        decode_block,
+        decode_steps,
         cache,
         params,
         bank,

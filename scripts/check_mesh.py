@@ -24,7 +24,7 @@ os.environ["NPROC"] = "32"  # XLA's threads: as many as devices can all come to 
 import jax
 import numpy as np
 
-from skyrl_tx_server.config.server_config import EngineSettings, MeshShape
+from skyrl_tx_server.config.engine_options import EngineOptions, MeshShape
 from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.operations import (
     AdamSettings,
@@ -105,20 +105,23 @@ def outputs_of(
 ) -> dict[str, np.ndarray]:
     """Two models trained for two steps each, then groups sampled under both as they were saved and the base, one of them from a cached
     prompt."""
-    settings = EngineSettings(
-        model_dir=model_dir,
-        base_model="check/mesh",
-        checkpoints_dir=checkpoints_dir,
+    settings = EngineOptions(
+        base_model=str(model_dir),
+        model_alias="check/mesh",
+        checkpoints_dir=str(checkpoints_dir),
         compilation_cache_dir=None,
         dtype="float32",
         max_lora_rank=8,
         max_context_length=256,
-        decode_slots=8,
-        decode_block=8,
+        max_num_seqs=8,
+        decode_steps_per_dispatch=8,
         train_tokens_per_batch=512,
         max_models=4,
-        max_snapshots=2,
-        mesh=shape,
+        max_loras=2,
+        data_parallel=shape.data,
+        fsdp_parallel=shape.fsdp,
+        tensor_parallel=shape.tensor,
+        expert_parallel=shape.expert,
     )
     before = sum(compile_stats.programs().values())
     engine, random, found = Engine(DeviceExecutor(settings)), np.random.default_rng(0), {}

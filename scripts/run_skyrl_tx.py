@@ -54,7 +54,7 @@ QUICKSTART_OPTIONS = {
 }
 QUICKSTART_SERVER = (
     "max_lora_rank=16",
-    "decode_slots=32",
+    "max_num_seqs=32",
     "max_context_length=2048",
     "train_tokens_per_batch=2048",
 )
@@ -202,7 +202,7 @@ def full_recipe(given: dict[str, str]) -> int:
         sizes = (
             f"max_lora_rank={options.get('lora_rank', '32')}",
             f"max_context_length={options['context_limit']}",
-            "stretch_context=true",
+            "yarn=true",
         )
         key = new_key()
         server = start_server(

@@ -2,8 +2,8 @@
 
     python scripts/sdk_calls.py [URL]          default http://127.0.0.1:8000
 
-Each call is either required by the contract (it must succeed), or one this server refuses (the refusal must be a clear user error).
-Exit status 1 when any call ends otherwise.
+Each call is either required by the contract (it must succeed), or one this server refuses (the refusal must
+be a clear user error). Exit status 1 when any call ends otherwise.
 """
 
 from __future__ import annotations
@@ -257,7 +257,8 @@ def training_calls(calls: Calls, training: tinker.TrainingClient) -> None:
 
 
 def custom_loss_call(calls: Calls, training: tinker.TrainingClient) -> None:
-    """forward_backward_custom computes its loss in torch on the client, so the call is made only where torch is installed."""
+    """forward_backward_custom computes its loss in torch on the client, so the call is made only where torch
+    is installed."""
     if importlib.util.find_spec("torch") is None:
         print("skipped           forward_backward_custom: torch is not installed on the client")
         return
@@ -530,7 +531,8 @@ def main(url: str) -> int:
     failed = [outcome for outcome in calls.outcomes if not outcome.as_it_should_be]
     required = sum(outcome.required for outcome in calls.outcomes)
     print(
-        f"\n{required} required calls, {len(calls.outcomes) - required} refusals, {len(failed)} not as they should be"
+        f"\n{required} required calls, {len(calls.outcomes) - required} refusals, {len(failed)} not as they "
+        f"should be"
     )
     for outcome in failed:
         print(f"  {outcome.name}: {outcome.detail}")

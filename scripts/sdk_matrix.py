@@ -1,7 +1,9 @@
-"""Every released generation of the `tinker` SDK against this server: python -m scripts.sdk_matrix [venvs=DIR] [url=URL] [VERSION ...]
+"""Every released generation of the `tinker` SDK against this server: python -m scripts.sdk_matrix [venvs=DIR]
+[url=URL] [VERSION ...]
 
-Makes an environment per version with uv (kept under `venvs`, default a temporary directory), starts a server on a random one-layer model
-unless `url` names one, and runs `sdk_smoke.py` in each. Prints one line per version; exit status 0 when all passed.
+Makes an environment per version with uv (kept under `venvs`, default a temporary directory), starts a server
+on a random one-layer model unless `url` names one, and runs `sdk_smoke.py` in each. Prints one line per
+version; exit status 0 when all passed.
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ def make_venv(version: str, venv: Path) -> str:
 
 
 def package_index_problem() -> str | None:
-    """Why no package can be had here; None when they can. A tiny package is asked for, past the cache, and not installed."""
+    """Why no package can be had here; None when they can. A tiny package is asked for, past the cache, and
+    not installed."""
     command = [find_uv(), "pip", "compile", "--quiet", "--no-deps", "--refresh-package", "iniconfig", "-"]
     asked = subprocess.run(command, input="iniconfig", capture_output=True, text=True, check=False)
     return None if asked.returncode == 0 else asked.stderr.strip()[-300:]
@@ -117,7 +120,7 @@ def serving(directory: Path) -> contextlib.AbstractContextManager[str]:
         "base_model": make_model(directory / "model"),
         "model_alias": "local/tiny",
         "max_lora_rank": 8,
-        "decode_slots": 4,
+        "max_num_seqs": 4,
     }
     return serve(
         **options, train_tokens_per_batch=1024, checkpoints_dir=directory / "checkpoints", log_level="warning"

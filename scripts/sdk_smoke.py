@@ -1,8 +1,9 @@
 """One round with whatever `tinker` is installed, 0.6.0 or any later: python scripts/sdk_smoke.py URL
 
-create, forward, forward_backward + optim_step, save, restore, sample, compute_logprobs, archive (SDKs up to 0.35), close; each says how it
-ended, and numbers that must agree with each other are compared. Needs nothing but `tinker`, so that `sdk_matrix.py` can run it in a bare
-environment per version. Exit status 0 when all of it worked.
+create, forward, forward_backward + optim_step, save, restore, sample, compute_logprobs, archive (SDKs up to
+0.35), close; each says how it ended, and numbers that must agree with each other are compared. Needs nothing
+but `tinker`, so that `sdk_matrix.py` can run it in a bare environment per version. Exit status 0 when all of
+it worked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""Checks in short whether a server can train: the few checks of `python -m src.probe` that touch every part of it.
+"""Checks in short whether a server can train: the few checks of `python -m src.probe` that touch every part
+of it.
 
-    .venv/bin/python scripts/test_skyrl_tx.py [URL]    default: SKYRL_TX_URL (the environment or .env.skyrl-tx), else http://localhost:8000
+    .venv/bin/python scripts/test_skyrl_tx.py [URL]    default: SKYRL_TX_URL (the environment or
+    .env.skyrl-tx), else http://localhost:8000
 
-The key of the server is TINKER_API_KEY's (the environment or .env). A server that `./run_skyrl_tx.sh` started has its key in a file:
+The key of the server is TINKER_API_KEY's (the environment or .env). A server that `./run_skyrl_tx.sh` started
+has its key in a file:
 
     TINKER_API_KEY=$(cat runs/RUN.server/api_key) .venv/bin/python scripts/test_skyrl_tx.py URL
 

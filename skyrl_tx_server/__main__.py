@@ -1,7 +1,8 @@
-"""python -m skyrl_tx_server base_model=DIR_OR_HUB_ID [key=value ...]: parse, open the port, load the model, serve, shut down.
+"""python -m skyrl_tx_server base_model=DIR_OR_HUB_ID [key=value ...]: parse the options, open the port, load
+the model, serve, shut down.
 
-The port is opened first, so that a port in use is known at once and early clients are told to wait (503) instead of being refused. Only
-this module sees both the HTTP side and the engine's.
+The port is opened first: a port in use is reported at once, and a client that comes early is told to wait
+(503) instead of being refused. Only this module imports both the HTTP side and the JAX side.
 """
 
 from __future__ import annotations
@@ -11,52 +12,53 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
+import chz
 import uvicorn
 import uvloop
 
-from skyrl_tx_server.config.command_line import SECRETS, help_text, parse, print_help, with_secrets
-from skyrl_tx_server.config.server_config import EngineSettings, HostsSettings, ServerConfig
-from skyrl_tx_server.distributed.multihost import ALONE, HostLostError, MultihostExecutor, RankZero
+from skyrl_tx_server.config.command_line import help_text, move_secrets, parse, print_help, with_secrets
+from skyrl_tx_server.config.server_config import ServerConfig
+from skyrl_tx_server.distributed.multihost import SINGLE_RANK, MultihostExecutor, RankLostError, RankZero
 from skyrl_tx_server.engine.engine import STOPPING, Engine
 from skyrl_tx_server.engine.futures import FutureStore, Retention
 from skyrl_tx_server.engine.model_registry import Registry
 from skyrl_tx_server.engine.tenants import TenantKeys
 from skyrl_tx_server.errors import ConfigError, ServerError
-from skyrl_tx_server.external.sampling import ExternalSampling, ExternalSettings
-from skyrl_tx_server.external.server import ExternalServer, ServerSettings, connect
+from skyrl_tx_server.external.sampling import ExternalSampling
+from skyrl_tx_server.external.server import ExternalServer, connect
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.run_index import RunIndex
 from skyrl_tx_server.http.access import access_policy
 from skyrl_tx_server.http.app import build_app
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
-from skyrl_tx_server.http.listening import BoundedServer, connection_limit, raise_file_limit
+from skyrl_tx_server.http.listening import StoppableServer, connection_limit, raise_file_limit
+from skyrl_tx_server.http.sockets import open_socket, tls_files
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 2048
-POLLS_LET_GO_S = 5
-FUTURES_SETTLE_S = 4  # of those five: the turn under way may be a long compilation
+GRACEFUL_SHUTDOWN_S = 5
+FUTURES_SETTLE_S = 4
+"""How much of `GRACEFUL_SHUTDOWN_S` the current engine step may use: it may be a long compilation."""
 ENGINE_STOP_S = 15
-SAMPLES_ELSEWHERE = (
-    1024  # requests a client may have under way when another server has to make a batch of them
-)
+EXTERNAL_SAMPLE_REQUESTS = 1024
+"""Sampling requests that a client may have open if an external sampler builds the batches."""
 THREADS_PER_DEVICE = 4
-KEEP_ALIVE_S = (
-    120  # longer than any client's idle pool, so that no request meets a connection just being closed
-)
+KEEP_ALIVE_S = 120
+"""Longer than the idle timeout of any client's connection pool, so that no request meets a connection that is
+being closed."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status: 0 after a requested stop, 2 for a mistake in the options or the model, 1 for a failure of ours."""
+    """Return the exit status: 0 after a requested stop, 2 for a mistake in the options or the model, 1 for a
+    failure of the server."""
     if any(argument in ("--help", "-h", "help") for argument in argv):
         print_help(help_text())
         return 0
@@ -70,40 +72,37 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         status = _fail(error, status=2)
     if config.num_processes > 1:
-        _exit_now(status)  # jax would wait for the other processes first
+        _exit_now(status)  # at a normal exit jax waits for the other processes
     return status
 
 
 def _run(config: ServerConfig) -> int:
-    """What the options ask for: a plan, a server, or to follow the process that serves."""
+    """Print the memory plan, serve, or follow rank 0, as the options say."""
     if config.dry_run:
         print(_dry_run(config))
         return 0
-    hosts = config.hosts_settings()
-    if hosts is not None and hosts.process_id > 0:
-        return _follow(config, hosts)
-    _tls_files(config)
+    if config.process_id > 0:
+        return _follow(config)
+    tls_files(config)
     keys = None if config.api_keys_file is None else TenantKeys(Path(config.api_keys_file).expanduser())
-    ledger = _open_ledger(config)
-    with _open_port(config) as listener:
-        return asyncio.run(_serve(config, ledger, keys, listener), loop_factory=uvloop.new_event_loop)
+    run_index = _open_run_index(config)
+    with open_socket(config) as listener:
+        return asyncio.run(_serve(config, run_index, keys, listener), loop_factory=uvloop.new_event_loop)
 
 
-def _follow(config: ServerConfig, hosts: HostsSettings) -> int:
+def _follow(config: ServerConfig) -> int:
     from skyrl_tx_server.distributed.rendezvous import join
     from skyrl_tx_server.executor.executor import DeviceExecutor
 
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # to go at once, as with SIGTERM, is what process 0 understands
-    settings = _engine_settings(config)
-    follower = join(hosts, settings, lambda reason: _exit_now(_fail(HostLostError(reason), status=1)))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once, as at SIGTERM; rank 0 notices
+    config = _with_local_model(config)
+    follower = join(config, config, lambda reason: _exit_now(_fail(RankLostError(reason), status=1)))
     logger.info(
-        "process %d of %d follows %s", hosts.process_id, hosts.num_processes, hosts.coordinator_address
+        "process %d of %d follows %s", config.process_id, config.num_processes, config.coordinator_address
     )
     try:
-        follower.follow(lambda: DeviceExecutor(settings, follower))
-    except HostLostError as error:
+        follower.follow(lambda: DeviceExecutor(config, follower))
+    except RankLostError as error:
         return _fail(error, status=1)
     logger.info("stopped")
     return 0
@@ -115,109 +114,74 @@ def _fail(error: ServerError, *, status: int) -> int:
 
 
 def _dry_run(config: ServerConfig) -> str:
-    """The memory plan. ConfigError when it does not fit."""
+    """Return the memory plan. Raise ConfigError if it does not fit."""
     from skyrl_tx_server.distributed.rendezvous import join, lead
     from skyrl_tx_server.executor.memory_plan import plan_memory
 
-    settings, hosts = _engine_settings(config), config.hosts_settings()
-    if hosts is not None:  # the devices are known only where all processes are there
-        lead(hosts, settings, lambda _: None) if hosts.process_id == 0 else join(
-            hosts, settings, lambda _: None
-        )
-    plan = plan_memory(settings)
+    config = _with_local_model(config)
+    if config.num_processes > 1:  # jax knows the devices only after all processes have connected
+        connect_processes = lead if config.process_id == 0 else join
+        connect_processes(config, config, lambda _: None)
+    plan = plan_memory(config)
     if not plan.fits:
         print(plan)
         raise ConfigError(f"this does not fit; lower {plan.advice()}")
     return f"{plan}\nit fits"
 
 
-def _engine_settings(config: ServerConfig) -> EngineSettings:
-    """With the model's directory, downloaded where need be."""
+def _with_local_model(config: ServerConfig) -> ServerConfig:
+    """Return the options with `base_model` as a local directory, which is downloaded if necessary, and with
+    `model_alias` set."""
     from skyrl_tx_server.model.weights import resolve_model
 
-    settings = config.engine_settings(resolve_model(config.base_model).resolve())
-    if settings.mesh.devices > 1:
-        # Of a CPU's virtual devices each one's message holds a thread until all have come to it, and they come to two that do not depend
-        # on each other in any order: with XLA's usual threads, one for each device, they wait for ever, and XLA aborts after 40 s.
+    if config.mesh.devices > 1:
+        # In a collective of virtual CPU devices each device blocks a thread until all devices have joined it,
+        # and devices may join two independent collectives in different orders. With XLA's default of one
+        # thread per device this deadlocks, and XLA aborts after 40 s.
         os.environ.setdefault(
-            "NPROC", str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * settings.mesh.devices))
+            "NPROC", str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * config.mesh.devices))
         )
-    return settings
+    model_dir = resolve_model(config.base_model).resolve()
+    return chz.replace(config, base_model=str(model_dir), model_alias=config.alias)
 
 
 @dataclass(kw_only=True, slots=True)
 class _Loaded:
-    """What loading brought: an engine, or why there is none."""
+    """The result of loading: an engine, or the error."""
 
     engine: Engine | None = None
-    leader: RankZero = ALONE
+    rank_zero: RankZero = SINGLE_RANK
     model_dir: Path | None = None
     error: Exception | None = None
 
     def stop(self) -> None:
         if self.engine is not None:
             self.engine.stop()
-        self.leader.stop()
-
-
-class _StoppableServer(BoundedServer):
-    """A server with our own answer to SIGTERM and SIGINT: let go of the long polls, stop, exit 0; a second signal exits at once."""
-
-    def __init__(self, config: uvicorn.Config, max_connections: int, stop: asyncio.Event) -> None:
-        super().__init__(config, max_connections)
-        self._stop = stop
-        self._loop = asyncio.get_running_loop()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            os._exit(128 + sig)
-        self.should_exit = True
-        self._loop.call_soon_threadsafe(self._stop.set)
+        self.rank_zero.stop()
 
 
 async def _serve(
-    config: ServerConfig, ledger: RunIndex, keys: TenantKeys | None, listener: socket.socket
+    config: ServerConfig, run_index: RunIndex, keys: TenantKeys | None, listener: socket.socket
 ) -> int:
-    if config.sampler_url is None:
-        return await _serve_until_stopped(config, ledger, keys, listener, None)
-    where = ServerSettings(
-        url=config.sampler_url, timeout_s=config.sampler_timeout_s, api_key=config.sampler_api_key
-    )
-    async with connect(where, base_model=config.alias(), adapters=config.adapters_dir()) as sampler:
-        return await _serve_until_stopped(config, ledger, keys, listener, sampler)
+    async with AsyncExitStack() as stack:
+        sampler = None
+        if config.sampler_url is not None:
+            connection = connect(config, base_model=config.alias, adapters=config.adapters_dir)
+            sampler = await stack.enter_async_context(connection)
+        return await _serve_until_stopped(config, run_index, keys, listener, sampler)
 
 
 async def _serve_until_stopped(
     config: ServerConfig,
-    ledger: RunIndex,
+    run_index: RunIndex,
     keys: TenantKeys | None,
     listener: socket.socket,
     sampler: ExternalServer | None,
 ) -> int:
-    tls = _tls_files(config)
-    lobby, stop, loaded, lost = (
-        StartupState(),
-        asyncio.Event(),
-        asyncio.Future[_Loaded](),
-        asyncio.Future[str](),
-    )
-    server = _StoppableServer(
-        uvicorn.Config(
-            build_app(lobby),
-            log_config=None,
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=POLLS_LET_GO_S,
-            ws="none",
-            ssl_certfile=tls and tls[0],
-            ssl_keyfile=tls and str(tls[1]),
-        ),
-        connection_limit(config.max_connections, raise_file_limit()),
-        stop,
-    )
+    loop, startup, stop = asyncio.get_running_loop(), StartupState(), asyncio.Event()
+    loaded, lost = asyncio.Future[_Loaded](), asyncio.Future[str]()
+    server = _http_server(config, startup, stop)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    loop = asyncio.get_running_loop()
-    # A daemon thread: nothing can interrupt a model being loaded, and a stop must not wait for it.
 
     def on_lost(reason: str) -> None:
         loop.call_soon_threadsafe(lost.set_result, reason)
@@ -225,13 +189,14 @@ async def _serve_until_stopped(
     def load() -> None:
         loop.call_soon_threadsafe(loaded.set_result, _load(config, on_lost))
 
+    # A daemon thread, because loading cannot be interrupted and a stop must not wait for it.
     threading.Thread(target=load, name="load", daemon=True).start()
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loaded, lost, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
     if not loaded.done():
         server.should_exit = True
         await serving
-        _exit_now(_fail(HostLostError(lost.result()), status=1) if lost.done() else 0)
+        _exit_now(_fail(RankLostError(lost.result()), status=1) if lost.done() else 0)
     result = loaded.result()
     if result.engine is None:
         server.should_exit = True
@@ -239,27 +204,28 @@ async def _serve_until_stopped(
         assert result.error is not None
         result.stop()
         raise result.error
-    context = _context(config, ledger, keys, result.engine, result.model_dir)
+    state = _app_state(config, run_index, keys, result.engine, result.model_dir)
     if sampler is not None:
-        context = replace(context, engine=_sampling_elsewhere(config, context, sampler))
-    lobby.context = context
+        state = replace(state, engine=_external_sampling(config, state, sampler))
+    startup.context = state
     print(_ready_line(config, result.engine, listener), flush=True)
     await asyncio.wait({lost, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
     if lost.done():
         result.engine.abandon(lost.result())
         server.should_exit = True
         await serving
-        _exit_now(_fail(HostLostError(lost.result()), status=1))
+        _exit_now(_fail(RankLostError(lost.result()), status=1))
     logger.info("stopping")
-    if isinstance(context.engine, ExternalSampling):
-        await context.engine.close()
+    if isinstance(state.engine, ExternalSampling):
+        await state.engine.close()
     stopper = threading.Thread(target=result.stop, daemon=True)
     stopper.start()
-    # Every poll that waits is answered: with its result if the turn under way brings it, with an error otherwise.
+    # Every waiting poll is answered: with its result if the current engine step produces it in time, with an
+    # error otherwise.
     await asyncio.to_thread(stopper.join, FUTURES_SETTLE_S)
     if stopper.is_alive():
         result.engine.abandon(STOPPING)
-    context.close()
+    state.close()
     await serving
     stopper.join(ENGINE_STOP_S)
     logger.info("stopped")
@@ -268,67 +234,90 @@ async def _serve_until_stopped(
     return 0
 
 
+def _http_server(config: ServerConfig, startup: StartupState, stop: asyncio.Event) -> StoppableServer:
+    certificate, key = tls_files(config) or (None, None)
+    options = uvicorn.Config(
+        build_app(startup),
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
+        ws="none",
+        ssl_certfile=certificate,
+        ssl_keyfile=None if key is None else str(key),
+    )
+    return StoppableServer(options, connection_limit(config.max_connections, raise_file_limit()), stop)
+
+
 def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
-    """Everything that needs jax, which takes seconds to import. Runs in its own thread."""
-    leader = ALONE
+    """Load the model and start the engine. Runs in its own thread, because importing jax alone takes
+    seconds.
+    """
+    rank_zero = SINGLE_RANK
     try:
         from skyrl_tx_server.distributed.rendezvous import lead
         from skyrl_tx_server.engine.stop_strings import check_tokenizer
         from skyrl_tx_server.executor.executor import DeviceExecutor
         from skyrl_tx_server.executor.memory_plan import check_snapshots
 
-        settings, hosts = _engine_settings(config), config.hosts_settings()
-        check_tokenizer(settings.model_dir)
-        if hosts is not None:
-            leader = lead(hosts, settings, on_lost)
-        check_snapshots(settings)
-        executor = DeviceExecutor(settings, leader)
-        engine = Engine(executor if hosts is None else MultihostExecutor(executor, leader))
+        config = _with_local_model(config)
+        check_tokenizer(config.model_dir)
+        if config.num_processes > 1:
+            rank_zero = lead(config, config, on_lost)
+        check_snapshots(config)
+        executor = DeviceExecutor(config, rank_zero)
+        engine = Engine(executor if config.num_processes == 1 else MultihostExecutor(executor, rank_zero))
         engine.start()
-        return _Loaded(engine=engine, leader=leader, model_dir=settings.model_dir)
+        return _Loaded(engine=engine, rank_zero=rank_zero, model_dir=config.model_dir)
     except Exception as error:
-        return _Loaded(error=error, leader=leader)
+        return _Loaded(error=error, rank_zero=rank_zero)
 
 
-def _context(
-    config: ServerConfig, ledger: RunIndex, keys: TenantKeys | None, engine: Engine, model_dir: Path | None
+def _app_state(
+    config: ServerConfig,
+    run_index: RunIndex,
+    keys: TenantKeys | None,
+    engine: Engine,
+    model_dir: Path | None,
 ) -> AppState:
+    sample_requests = EXTERNAL_SAMPLE_REQUESTS
+    if config.sampler_url is None:
+        # Enough waiting requests to fill every slot as soon as it is free, and no more polls than that needs.
+        sample_requests = max(64, 8 * config.max_num_seqs)
     return AppState(
         engine=engine,
         registry=Registry(session_timeout_s=config.session_timeout_s),
         futures=FutureStore(Retention()),
-        checkpoints=CheckpointStore(Path(config.checkpoints_dir).expanduser(), config.alias()),
-        ledger=ledger,
+        checkpoints=CheckpointStore(config.checkpoints_path, config.alias),
+        run_index=run_index,
         settings=HttpSettings(
             model_dir=model_dir,
             max_request_bytes=config.max_request_mb << 20,
             api_key=config.api_key,
             access=access_policy(
                 host=config.host,
-                has_key=config.api_key is not None or config.api_keys_file is not None,
+                has_key=config.has_api_key,
                 allowed_hosts=config.allowed_hosts,
                 allowed_origins=config.allowed_origins,
             ),
             tenant_keys=keys,
-            tenant_quota=config.tenant_quota(),
-            # Enough waiting samples to fill every slot the moment it frees, and no more polls than that needs.
-            sample_max_concurrent_requests=max(64, 8 * config.decode_slots)
-            if config.sampler_url is None
-            else SAMPLES_ELSEWHERE,
+            tenant_quota=config,
+            sample_max_concurrent_requests=sample_requests,
         ),
     )
 
 
-def _sampling_elsewhere(config: ServerConfig, context: AppState, sampler: ExternalServer) -> ExternalSampling:
-    assert context.settings.model_dir is not None
-    settings = ExternalSettings(
-        adapters=config.adapters_dir(),
-        max_adapters=config.max_snapshots,
-        check=config.sampler_check,
-        check_limit=config.sampler_check_limit,
-        model_dir=context.settings.model_dir,
+def _external_sampling(config: ServerConfig, state: AppState, sampler: ExternalServer) -> ExternalSampling:
+    assert state.settings.model_dir is not None
+    return ExternalSampling(
+        state.engine,
+        sampler,
+        state.checkpoints,
+        config,
+        adapters=config.adapters_dir,
+        max_adapters=config.max_loras,
+        model_dir=state.settings.model_dir,
     )
-    return ExternalSampling(context.engine, sampler, context.checkpoints, settings)
 
 
 def _ready_line(config: ServerConfig, engine: Engine, listener: socket.socket) -> str:
@@ -337,55 +326,20 @@ def _ready_line(config: ServerConfig, engine: Engine, listener: socket.socket) -
     scheme = "http" if config.ssl_certfile is None else "https"
     return (
         f"skyrl-tx server ready: {scheme}://{host}:{listener.getsockname()[1]}  model {info.base_model}  "
-        f"context {info.max_context_length}  max_lora_rank {info.max_lora_rank}  decode_slots {engine.stats()['slots']}  "
+        f"context {info.max_context_length}  max_lora_rank {info.max_lora_rank}  max_num_seqs "
+        f"{engine.stats()['slots']}  "
         f"devices {info.devices}  checkpoints {config.checkpoints_dir}"
     )
 
 
-def _open_ledger(config: ServerConfig) -> RunIndex:
-    root = Path(config.checkpoints_dir).expanduser()
+def _open_run_index(config: ServerConfig) -> RunIndex:
     try:
-        return RunIndex(root / "ledger.jsonl")
+        return RunIndex(config.checkpoints_path / "ledger.jsonl")
     except OSError as error:
         raise ConfigError(
-            f"checkpoints_dir={config.checkpoints_dir}: {error.strerror}; pass a directory this user can write to"
+            f"checkpoints_dir={config.checkpoints_dir}: {error.strerror}; pass a directory this user can "
+            f"write to"
         ) from None
-
-
-def _tls_files(config: ServerConfig) -> tuple[Path, Path] | None:
-    """Certificate and key; None for plain http. ConfigError when they cannot be used."""
-    if config.ssl_certfile is None or config.ssl_keyfile is None:
-        return None
-    files = Path(config.ssl_certfile).expanduser(), Path(config.ssl_keyfile).expanduser()
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)
-    except OSError as error:
-        raise ConfigError(
-            f"ssl_certfile={files[0]} ssl_keyfile={files[1]}: not a certificate and its key: {error}"
-        ) from None
-    return files
-
-
-def _open_port(config: ServerConfig) -> socket.socket:
-    """Bound and listening before the model is loaded. ConfigError when the address cannot be had."""
-    where = f"host={config.host} port={config.port}"
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM
-        )[0]
-    except OSError as error:
-        raise ConfigError(f"{where}: {error.strerror}") from None
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"{where}: {error.strerror}; stop what listens there, or pass another port="
-        ) from None
-    return listener
 
 
 def _set_up_logging(config: ServerConfig) -> None:
@@ -395,33 +349,15 @@ def _set_up_logging(config: ServerConfig) -> None:
     logging.getLogger("skyrl_tx_server").setLevel(config.log_level.upper())
 
 
-def _hide_secrets() -> None:
-    """Start this program again with the keys on its command line in the environment, where only this user can read them."""
-    shown = [name for name in SECRETS if any(argument.startswith(f"{name}=") for argument in sys.argv[1:])]
-    if not shown:
-        return
-    for name in shown:
-        os.environ[SECRETS[name]] = [
-            argument.partition("=")[2] for argument in sys.argv if argument.startswith(f"{name}=")
-        ][-1]
-        print(
-            f"skyrl-tx server: {name}= was visible in the process list; set {SECRETS[name]} in the environment instead",
-            file=sys.stderr,
-            flush=True,
-        )
-    hidden = tuple(f"{name}=" for name in shown)
-    os.execv(sys.executable, [argument for argument in sys.orig_argv if not argument.startswith(hidden)])
-
-
 def _exit_now(status: int) -> None:
-    """A thread is deep in a compilation or a download and cannot be asked to stop."""
+    """Exit without waiting for threads, which may be in a compilation or a download that cannot be
+    interrupted."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 if __name__ == "__main__":
-    # Name the package's own logger, not "__main__", in every line.
-    logger = logging.getLogger("skyrl_tx_server")
-    _hide_secrets()
+    logger = logging.getLogger("skyrl_tx_server")  # instead of "__main__"
+    move_secrets()
     sys.exit(main(sys.argv[1:]))

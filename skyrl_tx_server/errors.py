@@ -14,7 +14,8 @@ ServerError                 500 server
 |-- FutureLostError         410 server   the request was lost in a restart
 |-- SamplerError            500 server   the external sampler is not there, or answers what was not asked for
 |   `-- AdapterLostError    500 server   it has no such adapter any more
-`-- ConfigError (ValueError)             bad start-up option or model directory; printed as one line, exit status 2
+`-- ConfigError (ValueError)             bad start-up option or model directory; printed as one line, exit
+status 2
 """
 
 

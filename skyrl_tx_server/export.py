@@ -22,10 +22,11 @@ import chz
 import numpy as np
 
 from skyrl_tx_server.config.command_line import help_text, parse, print_help
-from skyrl_tx_server.config.server_config import model_alias
+from skyrl_tx_server.config.engine_options import model_alias
 from skyrl_tx_server.errors import ConfigError, NotFoundError, ServerError
 from skyrl_tx_server.files.base_model import fingerprint, open_base_model
-from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, parse_path
+from skyrl_tx_server.files.checkpoint_record import CheckpointInfo, CheckpointKind, parse_path
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.disk import check_room
 from skyrl_tx_server.files.merge import merged_bytes, write_merged
 from skyrl_tx_server.files.peft_files import (

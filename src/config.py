@@ -10,7 +10,7 @@ from typing import Literal
 import chz
 
 from src.core.length_limits import LengthLimits
-from src.learning.advantages import Estimator
+from src.learning.advantages import Estimator, describe_estimators
 
 CLOUD_CONTEXT_LIMIT = 32_000  # the seeds' limit for Tinker's cloud
 CLIPPED_LOSSES = ("ppo", "cispo")
@@ -222,8 +222,7 @@ class TrainerConfig:
     # SkyRL's estimators, filters and corrections
     advantage_estimator: Estimator = chz.field(
         default="grpo",
-        doc="grpo: (r - mean) / std of the group; dr_grpo: r - mean; rloo: r - mean of the others; maxrl: (r - mean) / mean; "
-        "reinforce++: whitened over the batch's tokens",
+        doc=describe_estimators(),
     )
     zero_reward_on_non_stop: bool = chz.field(
         default=False, doc="Reward 0 for trajectories that a limit ended, before advantages"

@@ -21,7 +21,7 @@ from src.learning.examples import Example, examples_of_batch
 from src.learning.filters import DropReason, keep_groups, zeroed_metrics
 from src.learning.learner import Learner
 from src.learning.metrics import group_metrics
-from src.learning.preparation import PreparationSettings, prepare, streamed, streamed_metrics
+from src.learning.preparation import PreparationSettings, prepare, stream_datums, stream_metrics
 from src.policy.backend import Backend
 from src.policy.sampling_policy import Policy, ReferenceModel
 from src.records import checkpoints
@@ -187,7 +187,7 @@ class Terminus2RLTrainer:
         def stream(group: TrajectoryGroup) -> None:
             for examples in self._examples([group])[1]:
                 self._learner.add(
-                    streamed(examples, settings, version=self.steps_done, num_groups=num_groups)
+                    stream_datums(examples, settings, version=self.steps_done, num_groups=num_groups)
                 )
 
         return stream if self._settings.groups.pipeline.stream_groups else lambda group: None
@@ -230,7 +230,7 @@ class Terminus2RLTrainer:
     ) -> dict[str, float]:
         settings, version = self._settings.preparation, self.steps_done
         if self._settings.groups.pipeline.stream_groups:  # their gradient is on its way
-            metrics = streamed_metrics(examples_P_G, dropped, settings, version=version)
+            metrics = stream_metrics(examples_P_G, dropped, settings, version=version)
             return metrics | await self._learner.update(step=version + 1)
         learner = self._learner
         prepared = await prepare(

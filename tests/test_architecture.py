@@ -1,41 +1,55 @@
-"""Keeps the import arrows of docs/architecture.md true: layers are read off the page, arrows off every module's own import statements."""
+"""Checks the import statements of both packages against the tables of docs/architecture.md."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-
-
-def layers(row: str) -> list[set[str]]:
-    """The modules named in a row of the page's tables, a set for each step of its arrows."""
-    (cell,) = re.findall(rf"^\| {row} \| (.*) \|$", PAGE, re.MULTILINE)
-    return [set(re.findall(r"`(\w+)`", step)) for step in cell.split(" -> ")]
-
-
-TRAINER_LAYERS = [layers(number)[0] for number in re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)]
-SERVER_FLOOR = set().union(*layers("floor, imported by both"))
-SERVER_HTTP = layers("no jax")
-SERVER_JAX = layers("no HTTP")
-THIRD_PARTY = {  # package -> the only modules and rooms of src/ that may import it
-    "harbor": {"envs", "tinker_llm"},
-    "tinker": {"backend", "policy", "learning.learner", "learning.datums", "learning.preparation", "probe"},
-    "wandb": {"record.tracking"},
-    "trackio": {"record.tracking"},
+MAX_ENTRIES = 14
+MAX_LINES = 350
+PACKAGES = ("src", "skyrl_tx_server")
+TRAINER, SERVER = (
+    PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0] for title in ("Trainer", "Server")
+)
+THIRD_PARTY = {  # package -> the packages of src/ that may import it
+    "harbor": {"envs"},
+    "docker": {"envs"},
     "pyarrow": {"envs"},
-    "openai": {"endpoint"},
+    "tinker": {"policy", "learning", "probe"},
+    "wandb": {"records"},
+    "trackio": {"records"},
+    "openai": {"policy"},
     "torch": set(),
     "tinker_cookbook": set(),
 }
+HTTP_LIBRARIES = {"starlette", "uvicorn", "tinker"}
+JAX_LIBRARIES = {"jax", "flax", "optax"}
+
+
+def rows(section: str) -> list[list[str]]:
+    """The cells of each numbered row of the section's table."""
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if re.match(r"\| \d+ \|", line)
+    ]
+
+
+def layers(section: str) -> dict[str, int]:
+    return {name: int(cells[0]) for cells in rows(section) for name in re.findall(r"`(\w+)`", cells[1])}
+
+
+LAYERS = {"src": layers(TRAINER), "skyrl_tx_server": layers(SERVER)}
 
 
 def imports(path: Path) -> set[str]:
-    """Every absolute module name imported anywhere in the file, TYPE_CHECKING blocks included."""
+    """Every absolute module name that the file imports, including imports under TYPE_CHECKING."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -47,90 +61,91 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-def modules(package: str) -> dict[str, set[str]]:
-    """Module of `package`, as `room.module` or on its own -> everything it imports."""
-    paths = {
-        path.relative_to(ROOT / package).with_suffix(""): path
-        for path in sorted((ROOT / package).rglob("*.py"))
-    }
-    return {".".join(name.parts): imports(path) for name, path in paths.items() if name != Path("__init__")}
+def modules(package: str) -> Iterator[tuple[Path, str, set[str]]]:
+    """Path below `package`, top-level name and imports of each of its modules."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        inner = path.relative_to(ROOT / package)
+        if inner != Path("__init__.py"):
+            yield inner, inner.parts[0].removesuffix(".py"), imports(path)
 
 
-def rooms(package: str) -> dict[str, set[str]]:
-    """Top-level module or subpackage of `package` -> everything its files import."""
-    found: dict[str, set[str]] = {}
-    for module, names in modules(package).items():
-        found.setdefault(module.partition(".")[0], set()).update(names)
-    return found
-
-
-def siblings(package: str, names: set[str]) -> set[str]:
-    return {name.split(".")[1] for name in names if name.startswith(f"{package}.")}
-
-
-def third_party(names: set[str]) -> set[str]:
+def top_level(names: set[str]) -> set[str]:
     return {name.split(".")[0] for name in names}
 
 
+def inner_imports(package: str, names: set[str]) -> set[str]:
+    """Top-level names of `package` that are imported."""
+    return {name.split(".")[1] for name in names if name.startswith(f"{package}.")}
+
+
 def test_trainer_and_server_never_import_each_other() -> None:
-    assert not any("skyrl_tx_server" in third_party(names) for names in rooms("src").values())
-    assert not any("src" in third_party(names) for names in rooms("skyrl_tx_server").values())
+    assert not [path for path, _, names in modules("src") if "skyrl_tx_server" in top_level(names)]
+    assert not [path for path, _, names in modules("skyrl_tx_server") if "src" in top_level(names)]
 
 
-def test_every_trainer_module_has_a_layer_and_imports_only_layers_above_it() -> None:
-    layer_of = {name: layer for layer, names in enumerate(TRAINER_LAYERS) for name in names}
-    for room, names in rooms("src").items():
-        assert room in layer_of, f"src/{room} has no layer in docs/architecture.md"
-        for sibling in siblings("src", names) - {room}:
-            assert layer_of[sibling] <= layer_of[room], (
-                f"src/{room} imports src/{sibling}, which lies below it"
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_lower_layers(package: str) -> None:
+    layer_of = LAYERS[package]
+    wrong = []
+    for path, name, names in modules(package):
+        assert name in layer_of, f"{package}/{path} has no layer in docs/architecture.md"
+        for other in inner_imports(package, names) - {name}:
+            if layer_of[other] >= layer_of[name]:
+                wrong.append(f"{package}/{path} (layer {layer_of[name]}) imports {other} ({layer_of[other]})")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_module_imports_itself_through_others(package: str) -> None:
+    files = {
+        f"{package}." + ".".join(path.with_suffix("").parts): names for path, _, names in modules(package)
+    }
+    graph = {module: {name for name in names if name in files} for module, names in files.items()}
+    while leaves := [module for module, needed in graph.items() if not needed]:
+        for leaf in leaves:
+            del graph[leaf]
+        graph = {module: needed - set(leaves) for module, needed in graph.items()}
+    assert graph == {}
+
+
+@pytest.mark.parametrize("library", sorted(THIRD_PARTY))
+def test_libraries_are_imported_only_where_stated(library: str) -> None:
+    users = {name for _, name, names in modules("src") if library in top_level(names)}
+    assert users <= THIRD_PARTY[library]
+
+
+@pytest.mark.parametrize(
+    ("column", "libraries"), [(3, HTTP_LIBRARIES), (4, JAX_LIBRARIES)], ids=["http", "jax"]
+)
+def test_server_packages_import_http_or_jax_as_stated(column: int, libraries: set[str]) -> None:
+    free = {
+        name for cells in rows(SERVER) if cells[column] == "no" for name in re.findall(r"`(\w+)`", cells[1])
+    }
+    users = {name for _, name, names in modules("skyrl_tx_server") if libraries & top_level(names)}
+    assert users & free == set()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_page_names_only_existing_packages(package: str) -> None:
+    assert set(LAYERS[package]) == {name for _, name, _ in modules(package)}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_has_at_most_14_entries(package: str) -> None:
+    assert len({name for _, name, _ in modules(package)}) <= MAX_ENTRIES
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_long_files_state_the_reason(package: str) -> None:
+    for path, _, _ in modules(package):
+        text = (ROOT / package / path).read_text()
+        if "_pb2" not in path.name and text.count("\n") > MAX_LINES:
+            docstring = ast.get_docstring(ast.parse(text)) or ""
+            assert "This file is long because" in docstring, (
+                f"{package}/{path} has {text.count(chr(10))} lines"
             )
-
-
-@pytest.mark.parametrize("package", sorted(THIRD_PARTY))
-def test_third_party_packages_stay_in_their_rooms(package: str) -> None:
-    users = {module for module, names in modules("src").items() if package in third_party(names)}
-    assert {user for user in users if not {user, user.partition(".")[0]} & THIRD_PARTY[package]} == set()
-
-
-def test_http_modules_never_import_jax_and_jax_modules_never_import_http() -> None:
-    found = rooms("skyrl_tx_server")
-    http, jax = set().union(*SERVER_HTTP), set().union(*SERVER_JAX)
-    for room, names in found.items():
-        if room in http | SERVER_FLOOR:
-            assert not third_party(names) & {"jax", "flax", "optax"}, f"skyrl_tx_server/{room} imports jax"
-            assert not siblings("skyrl_tx_server", names) & jax, (
-                f"skyrl_tx_server/{room} imports the JAX side"
-            )
-        if room in jax | SERVER_FLOOR:
-            assert not third_party(names) & {"starlette", "uvicorn", "tinker"}, (
-                f"skyrl_tx_server/{room} imports HTTP"
-            )
-            assert not siblings("skyrl_tx_server", names) & (http - {"engine", "scheduler"}), (
-                f"skyrl_tx_server/{room} imports the HTTP side"
-            )
-        assert room in http | jax | SERVER_FLOOR | {"__main__"}, (
-            f"skyrl_tx_server/{room} has no place in docs/architecture.md"
-        )
-
-
-@pytest.mark.parametrize("column", [SERVER_HTTP, SERVER_JAX], ids=["http", "jax"])
-def test_server_columns_import_only_upwards(column: list[set[str]]) -> None:
-    layer_of = {name: layer for layer, names in enumerate(column) for name in names}
-    for room, names in rooms("skyrl_tx_server").items():
-        for sibling in siblings("skyrl_tx_server", names) - {room}:
-            if room in layer_of and sibling in layer_of:
-                assert layer_of[sibling] <= layer_of[room], (
-                    f"skyrl_tx_server/{room} imports {sibling}, which lies below it"
-                )
-
-
-def test_the_page_names_no_module_that_is_gone() -> None:
-    assert set().union(*TRAINER_LAYERS) <= rooms("src").keys()
-    assert set().union(SERVER_FLOOR, *SERVER_HTTP, *SERVER_JAX) <= rooms("skyrl_tx_server").keys()
 
 
 def test_no_python_below_datasets() -> None:
-    assert not list((ROOT / "datasets").rglob("*.py")), (
-        "a .py file below datasets/ would shadow Hugging Face `datasets`"
-    )
+    """A .py file below datasets/ would shadow Hugging Face's `datasets` package."""
+    assert not list((ROOT / "datasets").rglob("*.py"))

@@ -146,7 +146,7 @@ def serving(model_dir: Path, folder: Path, *options: str) -> Iterator[Server]:
         "model_alias=local/bench",
         "port=0",
         f"max_lora_rank={RANK}",
-        f"decode_slots={TRAJECTORIES}",
+        f"max_num_seqs={TRAJECTORIES}",
     )
     sizes = (
         "max_context_length=2048",

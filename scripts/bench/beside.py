@@ -31,7 +31,9 @@ def main(config: Peers) -> None:
     waits: list[float] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        running(make_model(Path(folder) / "model", layers=config.layers), decode_block=BLOCK) as ours,
+        running(
+            make_model(Path(folder) / "model", layers=config.layers), decode_steps_per_dispatch=BLOCK
+        ) as ours,
     ):
         forward(ours)
         alone_s = median(timed(partial(forward, ours))().wall_s for _ in range(3))

@@ -37,12 +37,12 @@ def main(config: BetweenBlocks) -> None:
         model_dir = make_model(Path(folder) / "model", MODELS["tiny"], dtype="float32")
         new = (2 * config.rounds * BLOCKS + 4) * 16
         sizes = GpuConfig(model="tiny", rows=config.rows, context=config.context + new, train_length=256)
-        with opened(model_dir, sizes, "float32", decode_block=16) as driver:
+        with opened(model_dir, sizes, "float32", decode_steps_per_dispatch=16) as driver:
             driver.admit(driver.fresh([config.context] * config.rows), new=new)
-            driver.decode(go_on=False)
+            driver.decode(dispatch_next=False)
             waiting, following = zip(
                 *(
-                    (between_ms(driver, go_on=False), between_ms(driver, go_on=True))
+                    (between_ms(driver, dispatch_next=False), between_ms(driver, dispatch_next=True))
                     for _ in range(config.rounds)
                 ),
                 strict=True,
@@ -52,7 +52,7 @@ def main(config: BetweenBlocks) -> None:
     figure("  of the other", median(following) / median(waiting))
 
 
-def between_ms(driver: Driver, *, go_on: bool) -> float:
+def between_ms(driver: Driver, *, dispatch_next: bool) -> float:
     """The median over some blocks, of which the first begins here."""
     done: list[float] = []
     given: list[float] = []
@@ -61,7 +61,7 @@ def between_ms(driver: Driver, *, go_on: bool) -> float:
         mock.patch.object(batch_runner, "decode_block", partial(noted, given, batch_runner.decode_block)),
     ):
         for number in range(BLOCKS):
-            driver.decode(go_on=go_on and number < BLOCKS - 1)
+            driver.decode(dispatch_next=dispatch_next and number < BLOCKS - 1)
     return 1000 * median(start - end for end, start in zip(done, given[1:], strict=False))
 
 

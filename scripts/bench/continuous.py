@@ -39,9 +39,9 @@ def main(config: Peers) -> None:
         return Took(wall_s=wall_s, cpu_s=cpu_s)
 
     def counted(name: str, each: Side, *, at_once: int) -> Took:
-        before = each.call("stat", name="decode_blocks").result
+        before = each.call("stat", name="decode_dispatches").result
         took = run(each, at_once=at_once)
-        after = each.call("stat", name="decode_blocks").result
+        after = each.call("stat", name="decode_dispatches").result
         assert isinstance(before, int) and isinstance(after, int)
         steps[name] = (after - before) * BLOCK
         return took
@@ -49,7 +49,9 @@ def main(config: Peers) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", layers=config.layers)
         with (
-            side("ours", "ours", model_dir, f"decode_slots={SLOTS}", f"decode_block={BLOCK}") as ours,
+            side(
+                "ours", "ours", model_dir, f"max_num_seqs={SLOTS}", f"decode_steps_per_dispatch={BLOCK}"
+            ) as ours,
             peers(config, model_dir) as others,
         ):
             turns = {

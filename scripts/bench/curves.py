@@ -46,14 +46,14 @@ def main(config: CurvesConfig) -> None:
 def context(config: CurvesConfig, model_dir: Path) -> None:
     """One sequence of each length; attention is quadratic, everything else linear."""
     lengths = [512, 1024, 2048, 4096, 8192]
-    with running(model_dir, max_context_length=8192, decode_slots=1, train_tokens_per_batch=512) as ours:
+    with running(model_dir, max_context_length=8192, max_num_seqs=1, train_tokens_per_batch=512) as ours:
         runs = {length: partial(ours.train, random_sequences([length])) for length in lengths}
         curve("training, tokens of one sequence", runs, config)
 
 
 def prefill(config: CurvesConfig, model_dir: Path) -> None:
     lengths = [512, 1024, 2048, 4096, 8000]
-    with running(model_dir, max_context_length=8192, decode_slots=1) as ours:
+    with running(model_dir, max_context_length=8192, max_num_seqs=1) as ours:
         curve(
             "prefill, tokens of one prompt", {length: fresh(ours, [length], 1) for length in lengths}, config
         )
@@ -61,7 +61,7 @@ def prefill(config: CurvesConfig, model_dir: Path) -> None:
 
 def batch(config: CurvesConfig, model_dir: Path) -> None:
     rows = [1, 2, 4, 8, 16, 32, 64]
-    with running(model_dir, max_context_length=512, decode_slots=64) as ours:
+    with running(model_dir, max_context_length=512, max_num_seqs=64) as ours:
         curve(
             f"generation, rows of 64 + {NEW} tokens in 64 slots",
             {count: fresh(ours, [64] * count, NEW) for count in rows},
@@ -75,7 +75,7 @@ def adapters(config: CurvesConfig, model_dir: Path) -> None:
     """A training step of one model while so many are in training."""
     timings = {}
     with running(
-        model_dir, max_models=32, max_context_length=256, train_tokens_per_batch=256, decode_slots=1
+        model_dir, max_models=32, max_context_length=256, train_tokens_per_batch=256, max_num_seqs=1
     ) as ours:
         for count in (1, 2, 4, 8, 16, 32):
             for number in range(count // 2, count if count > 1 else 0):  # the first is there from the start
@@ -98,7 +98,7 @@ def turns(config: CurvesConfig, model_dir: Path) -> None:
             ]
             tokens = [known + new for known, new in zip(tokens, ours.sample(tokens, 16), strict=True)]
 
-    with running(model_dir, max_context_length=2048, decode_slots=4) as ours:
+    with running(model_dir, max_context_length=2048, max_num_seqs=4) as ours:
         curve(
             "turns of a trajectory",
             {count: partial(play, ours, count) for count in (1, 2, 5, 10, 25, 50)},
@@ -109,7 +109,7 @@ def turns(config: CurvesConfig, model_dir: Path) -> None:
 def group(config: CurvesConfig, model_dir: Path) -> None:
     """Prompt 512, responses of 64: sampled, then trained on."""
     sizes = [1, 2, 4, 8, 16, 32]
-    with running(model_dir, max_context_length=1024, decode_slots=32) as ours:
+    with running(model_dir, max_context_length=1024, max_num_seqs=32) as ours:
         curve(
             "sampling, members of a group",
             {size: fresh(ours, [512], 64, num_samples=size) for size in sizes},

@@ -42,7 +42,8 @@ from skyrl_tx_server.engine.operations import (
     SamplingSettings,
     SaveSampler,
 )
-from skyrl_tx_server.engine.scheduler import PROMPTS_PER_PREFILL, PrefillRequest
+from skyrl_tx_server.engine.sample_queue import PROMPTS_PER_PREFILL
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model.families.table import stacks_of
 from skyrl_tx_server.model.lora.adapter import adapter_size
@@ -109,23 +110,23 @@ class Driver:
             op = Sample(
                 weights=f"adapter-{row % adapters}", prompt=np.array(prompt, np.int32), settings=chosen
             )
-            waiting.append(PrefillRequest(ticket=next(self._tickets), op=op, first=0, count=1))
-        tickets = [admit.ticket for admit in waiting]
+            waiting.append(PrefillRequest(request_id=next(self._tickets), op=op, first=0, count=1))
+        request_ids = [admit.request_id for admit in waiting]
         while waiting:
-            admissions = self.executor.admit(waiting[:PROMPTS_PER_PREFILL])
+            admissions = self.executor.sampler.prefill(waiting[:PROMPTS_PER_PREFILL])
             waiting = [
                 admit for admit, admission in zip(waiting, admissions, strict=False) if admission is None
             ] + waiting[len(admissions) :]
-        return tickets
+        return request_ids
 
     def generate(self, prompts: Sequence[Sequence[int]], *, new: int) -> None:
         self.admit(prompts, new=new)
-        while self.executor.rows_decoding:
+        while self.executor.sampler.num_running:
             self.decode()
 
-    def decode(self, *, go_on: bool = True) -> None:
-        self.executor.decode()
-        self.executor.collect(go_on=go_on)
+    def decode(self, *, dispatch_next: bool = True) -> None:
+        self.executor.sampler.decode()
+        self.executor.sampler.poll(dispatch_next=dispatch_next)
 
     def block_s(
         self,
@@ -134,15 +135,15 @@ class Driver:
         blocks: int,
         steps: int,
         adapters: int = 1,
-        go_on: bool = True,
+        dispatch_next: bool = True,
     ) -> float:
         """Median seconds of a decode block over all these rows, the second time, when all is compiled."""
         took: list[float] = []
         for _ in range(2):
-            tickets = self.admit(prompts, new=(blocks + 2) * steps, adapters=adapters)
-            took = [timed(partial(self.decode, go_on=go_on))().wall_s for _ in range(blocks)]
-            for ticket in tickets:
-                self.executor.release(ticket)
+            request_ids = self.admit(prompts, new=(blocks + 2) * steps, adapters=adapters)
+            took = [timed(partial(self.decode, dispatch_next=dispatch_next))().wall_s for _ in range(blocks)]
+            for request_id in request_ids:
+                self.executor.sampler.release(request_id)
         return median(took)
 
 
@@ -156,14 +157,14 @@ def main(config: GpuConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", model, dtype=dtype)
         open_executor = partial(opened, model_dir, config, dtype)
-        with open_executor(decode_block=16) as driver:
+        with open_executor(decode_steps_per_dispatch=16) as driver:
             training(config, model, driver)
             prefill(config, model, driver)
             block_s = decoding(config, model, driver)
             against_hugging_face(config, model_dir, driver)
         del driver
         gc.collect()  # an executor refers to itself; the next needs the room of its weights and its cache
-        with open_executor(decode_block=64) as driver:
+        with open_executor(decode_steps_per_dispatch=64) as driver:
             longer_s = driver.block_s(
                 driver.fresh([config.context] * config.rows), blocks=config.repeats, steps=64
             )
@@ -172,23 +173,31 @@ def main(config: GpuConfig) -> None:
 
 
 @contextlib.contextmanager
-def opened(model_dir: Path, config: GpuConfig, dtype: str, *, decode_block: int) -> Iterator[Driver]:
+def opened(
+    model_dir: Path, config: GpuConfig, dtype: str, *, decode_steps_per_dispatch: int
+) -> Iterator[Driver]:
     longest = max(config.context + (config.repeats + 4) * 64, config.train_length + 64)
     given = {
         "max_context_length": longest,
-        "decode_slots": config.rows,
+        "max_num_seqs": config.rows,
         "train_tokens_per_batch": config.train_length,
     }
     given |= {
-        "compile_ahead": False
+        "warmup": False
     }  # or other programs would be compiled, and tried on the device, while these are timed
     with tempfile.TemporaryDirectory() as folder:
         executor = DeviceExecutor(
-            settings(model_dir, Path(folder), dtype=dtype, decode_block=decode_block, **given)
+            settings(
+                model_dir,
+                Path(folder),
+                dtype=dtype,
+                decode_steps_per_dispatch=decode_steps_per_dispatch,
+                **given,
+            )
         )
-        if executor.num_slots < config.rows:
+        if executor.sampler.num_slots < config.rows:
             sys.exit(
-                f"only {executor.num_slots} of {config.rows} rows fit: give rows={executor.num_slots} or a smaller context"
+                f"only {executor.sampler.num_slots} of {config.rows} rows fit: give rows={executor.sampler.num_slots} or a smaller context"
             )
         yield Driver(executor)
 
@@ -236,7 +245,7 @@ def decoding(config: GpuConfig, model: ModelConfig, driver: Driver) -> float:
         [beginning + end for beginning, end in zip(groups, driver.fresh([own] * config.rows), strict=True)]
     )
     figure("a block with 3/4 of the context shared by 16, against none", alone_s / together_s, at_least=1.5)
-    waiting_s = measure(driver.fresh([config.context] * config.rows), go_on=False)
+    waiting_s = measure(driver.fresh([config.context] * config.rows), dispatch_next=False)
     figure(
         "a block that begins when the host is done with the one before, against one that does not wait",
         waiting_s / alone_s,

@@ -12,13 +12,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from src.envs.harbor.environment import load_harbor, new_run_label, trial_environment
-from src.envs.harbor.grading_choice import Choice, Way
+from src.envs.harbor.environment import import_harbor, new_run_label, trial_environment
+from src.envs.harbor.grading_method import GradingMethod, GradingMode
 
-WAYS = (Choice(way=Way.IN_PLACE), Choice(way=Way.FRESH))
+METHODS = (GradingMethod(mode=GradingMode.IN_PLACE), GradingMethod(mode=GradingMode.FRESH))
 
 
-async def seconds(folder: Path, choice: Choice, environment: dict[str, object], directory: Path) -> float:
+async def seconds(
+    folder: Path, method: GradingMethod, environment: dict[str, object], directory: Path
+) -> float:
     from harbor.models.trial.config import (
         AgentConfig,
         EnvironmentConfig,
@@ -39,7 +41,7 @@ async def seconds(folder: Path, choice: Choice, environment: dict[str, object], 
     )
     started = time.perf_counter()
     trial = await Trial.create(config)
-    async with graded(trial, choice):
+    async with graded(trial, method):
         result = await trial.run()
     took = time.perf_counter() - started
     assert result.verifier_result is not None and result.verifier_result.rewards == {"reward": 1.0}, folder
@@ -47,21 +49,21 @@ async def seconds(folder: Path, choice: Choice, environment: dict[str, object], 
 
 
 async def measure(folders: list[Path], num_trials: int) -> None:
-    load_harbor()
+    import_harbor()
     environment = trial_environment("sandbox", {}, run_label=new_run_label(), n_parallel=1)
-    times: dict[Way, list[float]] = {choice.way: [] for choice in WAYS}
+    times: dict[GradingMode, list[float]] = {method.mode: [] for method in METHODS}
     with tempfile.TemporaryDirectory() as scratch:
         for number in range(-1, num_trials):
-            for choice in WAYS:
-                took = await seconds(folders[number % len(folders)], choice, environment, Path(scratch))
+            for method in METHODS:
+                took = await seconds(folders[number % len(folders)], method, environment, Path(scratch))
                 if number >= 0:  # the first one warms up
-                    times[choice.way].append(took)
-    for way, taken in times.items():
+                    times[method.mode].append(took)
+    for mode, taken in times.items():
         print(
-            f"{way}: median {statistics.median(taken):.3f} s of {len(taken)} trials, {min(taken):.3f} to {max(taken):.3f}"
+            f"{mode}: median {statistics.median(taken):.3f} s of {len(taken)} trials, {min(taken):.3f} to {max(taken):.3f}"
         )
     print(
-        f"cost of a fresh sandbox: {statistics.median(times[Way.FRESH]) - statistics.median(times[Way.IN_PLACE]):+.3f} s a trial"
+        f"cost of a fresh sandbox: {statistics.median(times[GradingMode.FRESH]) - statistics.median(times[GradingMode.IN_PLACE]):+.3f} s a trial"
     )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from scripts.sdk_matrix import serving
 
-STEP_SECONDS = 'skyrl_tx_turn_seconds_total{turn="step"}'
+STEP_SECONDS = 'skyrl_tx_work_seconds_total{work="step"}'
 HEADERS = {"X-API-Key": "tml-dummy", "Accept": "application/json"}
 
 

@@ -18,14 +18,16 @@ import numpy as np
 
 from scripts.bench.compare import Peers, Took, figure, interleave, report, timed
 from scripts.bench.small_model import CONFIG
+from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import LoraSpec, LossFn, TrainDatum
 from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
-from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, zero_adapter
+from skyrl_tx_server.model.shapes import train_shapes
 from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states, init_params
-from skyrl_tx_server.training.losses import select_loss, trained_positions
-from skyrl_tx_server.training.packing import pack, train_shapes
-from skyrl_tx_server.training.train_step import TrainBatch, forward_backward, train_batch
+from skyrl_tx_server.training.losses import select_loss
+from skyrl_tx_server.training.packing import pack
+from skyrl_tx_server.training.train_batch import TrainBatch
+from skyrl_tx_server.training.train_step import forward_backward
 
 MODEL = replace(
     CONFIG, vocab_size=151_936, num_layers=1, intermediate_size=64, num_heads=2, num_kv_heads=1, head_dim=32
@@ -83,16 +85,15 @@ def full_logits(adapter: Adapter, params: Params, batch: TrainBatch) -> tuple[ja
     """The summed loss and its gradient with all logits in memory at once."""
 
     def loss(adapter: Adapter) -> jax.Array:
-        layout = TreeLayout(ends=batch.ends, key_blocks=batch.key_blocks, num_key_blocks=batch.num_key_blocks)
-        attend = partial(tree_attention, MODEL, layout)
+        attend = partial(tree_attention, MODEL, batch.layout)
         hidden = hidden_states(
             MODEL, params, adapter, batch.tokens, batch.positions, attend, remat=Remat.NOTHING
         )
-        of_entries = jnp.take_along_axis(hidden, jnp.asarray(batch.sources)[..., None], axis=1)
+        of_entries = jnp.take_along_axis(hidden, jnp.asarray(batch.token_index)[..., None], axis=1)
         logprobs = jax.nn.log_softmax(head_logits(MODEL, params, adapter, of_entries), axis=-1)
         return -(
             jnp.take_along_axis(logprobs, jnp.asarray(batch.targets)[..., None], axis=-1)[..., 0]
-            * batch.weights
+            * batch.loss_inputs.weights
         ).sum()
 
     return jax.value_and_grad(loss)(adapter)
@@ -108,9 +109,9 @@ def batch(*, every: int) -> TrainBatch:
     weights = (np.arange(LENGTH) % every == 0).astype(np.float32)
     tokens = random.integers(0, MODEL.vocab_size, (ROWS, LENGTH + 1)).astype(np.int32)
     data = [TrainDatum(tokens=row[:-1], target_tokens=row[1:], weights=weights) for row in tokens]
-    trained = [trained_positions(datum, LossFn.CROSS_ENTROPY) for datum in data]
+    trained = [LOSSES[LossFn.CROSS_ENTROPY].has_gradient(datum) for datum in data]
     (packed,) = pack(data, trained, train_shapes(max_context_length=LENGTH, tokens_per_batch=ROWS * LENGTH))
-    return train_batch(packed)
+    return packed.arrays
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def sizes(model_dir: Path, tokens: int) -> dict[str, object]:
     lengths = dict.fromkeys(("max_context_length", "train_tokens_per_batch"), tokens)
     return {
         **lengths,
-        "decode_slots": 1,
+        "max_num_seqs": 1,
         "max_models": 1,
         "compilation_cache_dir": model_dir.parent / "programs",
     }

@@ -18,7 +18,8 @@ import numpy as np
 from scripts.bench.compare import Peers, figure, interleave, peers, random_sequences, report, side
 from scripts.bench.sides.ours import datum
 from scripts.bench.small_model import make_model
-from skyrl_tx_server.training.packing import pack, train_shapes
+from skyrl_tx_server.model.shapes import train_shapes
+from skyrl_tx_server.training.packing import pack
 
 LONGEST = 1025
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from scripts.quickstart.make_tasks import ROOT
-from skyrl_tx_server.config.server_config import EngineSettings
+from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.operations import Sample, SampleResult, SamplingSettings
 from skyrl_tx_server.executor.executor import DeviceExecutor
@@ -124,19 +124,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as checkpoints:
         engine = Engine(
             DeviceExecutor(
-                EngineSettings(
-                    model_dir=model_dir,
-                    base_model="quickstart/tiny",
-                    checkpoints_dir=Path(checkpoints),
+                EngineOptions(
+                    base_model=str(model_dir),
+                    model_alias="quickstart/tiny",
+                    checkpoints_dir=checkpoints,
                     compilation_cache_dir=None,
                     dtype="float32",
                     max_lora_rank=8,
                     max_context_length=1024,
-                    decode_slots=32,
-                    decode_block=16,
+                    max_num_seqs=32,
+                    decode_steps_per_dispatch=16,
                     train_tokens_per_batch=1024,
                     max_models=1,
-                    max_snapshots=1,
+                    max_loras=1,
                 )
             )
         )

@@ -1,4 +1,7 @@
-"""argv -> ServerConfig: --help, and one line for every mistake."""
+"""Parse the command line into the server's options: secrets, --help, and one line for every mistake.
+
+The trainer's `src/cli/command_line.py` follows the same rules; neither program imports the other.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +17,40 @@ from typing import Literal, Union, get_args, get_origin
 import chz
 from chz.tiepin import type_repr
 
+from skyrl_tx_server.config.renamed import RENAMED_OPTIONS, RENAMED_VALUES
 from skyrl_tx_server.config.server_config import ServerConfig
 from skyrl_tx_server.errors import ConfigError
 
 _PURPOSE = [
-    "Serves one Llama, Qwen2.5, Qwen3, Qwen3-MoE or DeepSeek-V3 model over the Tinker API, for training and sampling."
+    "Serves one Llama, Qwen2.5, Qwen3, Qwen3-MoE or DeepSeek-V3 model over the Tinker API, for training and "
+    "sampling."
 ]
 
 SECRETS = {"api_key": "SKYRL_TX_API_KEY", "sampler_api_key": "SKYRL_TX_SAMPLER_API_KEY"}
-"""Options that other users of the machine must not see -> the environment variables that hold them."""
+"""Options that other users of the machine must not see, and the environment variables that hold them."""
 MAX_KEY_BYTES = 4096
-_NOTHING = ("", "none", "null")
+_NONE = ("", "none", "null")
 
 
 def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -> Options:
-    """A program's options, the server's by default. ConfigError, one line, for anything that is not understood."""
+    """Return a program's options, the server's by default. Raise ConfigError with one line for anything that
+    is not understood.
+
+    An empty value, `none` and `null` mean None. An option's former name (`renamed`) is accepted with a notice
+    on stderr.
+    """
     known = list(chz.chz_fields(options))
+    argv = [_with_present_name(argument, known) for argument in argv]
     for argument in argv:
         name, equals, _ = argument.partition("=")
         if name in known and equals:
             continue
         close = difflib.get_close_matches(name.lstrip("-"), known, n=1, cutoff=0.5)
-        guess = f"did you mean {close[0]}=...?" if close else "see --help"
+        suggestion = f"did you mean {close[0]}=...?" if close else "see --help"
         raise ConfigError(
-            f"unknown option {argument!r}; {guess}"
+            f"unknown option {argument!r}; {suggestion}"
             if equals
-            else f"{argument!r} is not of the form key=value; {guess}"
+            else f"{argument!r} is not of the form key=value; {suggestion}"
         )
     try:
         return chz.Blueprint(options).make_from_argv([_none_in_any_case(argument) for argument in argv])
@@ -56,20 +67,54 @@ def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -
 
 
 def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
-    """`argv` with the keys that the environment and api_key_file name. What stands on the command line wins over the environment.
+    """Return `argv` with the keys from the environment and from api_key_file. The command line takes
+    precedence over the environment.
 
-    The keys are removed from `environ`, so that processes which the server starts do not inherit them.
-
-    ConfigError when api_key and api_key_file are both given, or the file cannot be read.
+    The keys are removed from `environ`, so that child processes do not inherit them. Raises ConfigError if
+    both api_key and api_key_file are given, or if the file cannot be read.
     """
     given = {name: value for name, equals, value in (argument.partition("=") for argument in argv) if equals}
     keys = {name: environ.pop(variable, "") for name, variable in SECRETS.items()}
     from_environment = {name: key for name, key in keys.items() if key and name not in given}
-    if (file := given.get("api_key_file")) is not None and file.lower() not in _NOTHING:
+    if (file := given.get("api_key_file")) is not None and file.lower() not in _NONE:
         if "api_key" in given:
             raise ConfigError("api_key and api_key_file: pass one of them")
         from_environment["api_key"] = _key_in(Path(file).expanduser())
     return [*argv, *(f"{name}={value}" for name, value in from_environment.items())]
+
+
+def move_secrets() -> None:
+    """Restart this program with the secrets of its command line in the environment, where only this user can
+    read them."""
+    visible = [name for name in SECRETS if any(argument.startswith(f"{name}=") for argument in sys.argv[1:])]
+    if not visible:
+        return
+    for name in visible:
+        values = [argument.partition("=")[2] for argument in sys.argv if argument.startswith(f"{name}=")]
+        os.environ[SECRETS[name]] = values[-1]
+        print(
+            f"skyrl-tx server: {name}= was visible in the process list; set {SECRETS[name]} in the "
+            f"environment instead",
+            file=sys.stderr,
+            flush=True,
+        )
+    prefixes = tuple(f"{name}=" for name in visible)
+    os.execv(sys.executable, [argument for argument in sys.orig_argv if not argument.startswith(prefixes)])
+
+
+def _with_present_name(argument: str, known: Sequence[str]) -> str:
+    """Return `argument` under its present name. Print a notice if it has a former one."""
+    name, equals, value = argument.partition("=")
+    present = RENAMED_OPTIONS.get(name)
+    if not equals or present not in known:
+        return argument
+    renamed = f"{present}={RENAMED_VALUES.get((name, value), value)}"
+    print(
+        f"skyrl-tx server: {argument}: the option is now {renamed}; the next release removes the former name",
+        file=sys.stderr,
+        flush=True,
+    )
+    return renamed
 
 
 def _key_in(file: Path) -> str:
@@ -85,7 +130,7 @@ def _key_in(file: Path) -> str:
 
 
 def help_text(options: type = ServerConfig, usage: str = "python -m skyrl_tx_server key=value ...") -> str:
-    """Every option with its default and meaning."""
+    """Return every option with its default and meaning."""
     defaults = inspect.signature(options).parameters
     lines = [usage, "", *(_PURPOSE if options is ServerConfig else [str(options.__doc__)]), ""]
     for name, field in chz.chz_fields(options).items():
@@ -99,7 +144,7 @@ def help_text(options: type = ServerConfig, usage: str = "python -m skyrl_tx_ser
 
 
 def values_of(kind: object) -> str:
-    """What an option takes: its type, or its choices.
+    """Return the type of an option, or its choices.
 
     >>> values_of(int | None), values_of(Literal["ppo", "cispo"])
     ('int | None', 'ppo | cispo')
@@ -113,22 +158,22 @@ def values_of(kind: object) -> str:
 
 
 def print_help(text: str) -> None:
-    """To a reader that may have read enough before the end, as `head` has."""
+    """Print `text`. The reader may close the pipe before the end, as `head` does."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # else Python says so again when it exits
+        # Otherwise Python reports the closed pipe again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _none_in_any_case(argument: str) -> str:
     name, _, value = argument.partition("=")
-    return f"{name}=None" if value.lower() in _NOTHING else argument
+    return f"{name}=None" if value.lower() in _NONE else argument
 
 
 def _bad_value(message: str, argv: Sequence[str], options: type) -> str:
-    """chz names the option between quotes, and explains itself at length."""
+    """Return one line for an error of chz, whose message names the option between quotes and has several
+    lines."""
     name = message.partition("for param '")[2].partition("'")[0]
     given = [argument.partition("=")[2] for argument in argv if argument.startswith(f"{name}=")]
     return (

@@ -1,17 +1,17 @@
-"""Several processes, usually one per host, that run one model: process 0 decides, the others do as it does, call by call.
+"""One model on several processes ("ranks"), usually one per host: rank 0 decides, and every rank makes the same calls.
 
-jax wants the same programs in the same order from every process. So process 0 sends each call of its executor to the others before it
-makes it itself, and what an executor cannot know from its calls (what lies on disk, how much memory is free, a random seed) it asks
-through `agreed`: process 0 finds out, and everyone goes on with what it found. Only process 0 reads and writes checkpoints.
+jax needs the same programs in the same order on every rank. Rank 0 therefore sends each call of its executor to the other ranks before it
+makes the call itself. What an executor cannot derive from its calls (files, free memory, random seeds) it gets with
+`broadcast_from_rank0`: rank 0 evaluates a function, and every rank continues with the result. Only rank 0 reads and writes checkpoints.
 
-    process 0                             process 1
-    decode()              -- Decode -->   decode()
-    ... agreed(read)      -- arrays -->   ... agreed(read)
-                        <-- no error --
+    rank 0                                            rank 1
+    sampler.decode()            -- Call(decode) -->   sampler.decode()
+    ... broadcast_from_rank0    -- arrays -------->   ... broadcast_from_rank0
+                                <-- no error ------
 
-An error raised on purpose is the same everywhere and concerns its operation alone. Any other, and a process that goes, is the end of all:
-nobody could say whether the devices still hold the same. Process 0 reads plain text from the others, never a pickle. The others unpickle
-what process 0 sends, after they have checked that it is process 0 who sent it (`channel`).
+A ServerError is raised by every rank alike and fails one operation. Any other error, or a lost process, stops the server: device states may
+have diverged. Rank 0 reads plain text from the other ranks, never a pickle. The other ranks unpickle messages of rank 0 after they have
+authenticated them (see `channel`). Messages to the user call a rank "process", as the option `process_id` does.
 """
 
 from __future__ import annotations
@@ -26,89 +26,53 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from skyrl_tx_server.distributed.channel import Channel, TamperedError
-from skyrl_tx_server.engine.engine import (
+from skyrl_tx_server.engine.executor_protocol import (
+    ON_ALL_RANKS,
     EngineInfo,
     Executor,
-    FailedRow,
-    FinishedRow,
-    PrefillResult,
-    RowsLostError,
-    RunningRow,
+    Sampler,
+    SequencesLostError,
 )
 from skyrl_tx_server.engine.operations import Op, OpResult
-from skyrl_tx_server.engine.scheduler import PrefillRequest
 from skyrl_tx_server.errors import ServerError
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_S = 2.0
-"""How long a process that fails may take to say so, and the others to hear why all is over: jax ends them as soon as process 0 goes."""
-GOODBYE_S = 5.0
-GO_ON = "start all processes again; what was saved is in checkpoints_dir"
+LAST_MESSAGE_S = 2.0
+"""How long to wait for the reason of a failure before the connection is closed. jax ends the other processes as soon as rank 0 exits."""
+SHUTDOWN_S = 5.0
+RESTART_HINT = "start all processes again; what was saved is in checkpoints_dir"
 FATAL = "!"
-"""Begins the last message of a process that cannot go on."""
+"""The first character of the last message of a rank that cannot continue."""
 
 
-class HostLostError(ServerError):
-    """A process has gone or has failed alone; nothing more can be computed."""
+class RankLostError(ServerError):
+    """A process has exited or failed alone. Nothing more can be computed."""
 
 
-class Hosts(Protocol):
-    def agreed[Found](self, find_out: Callable[[], Found]) -> Found:
-        """What `find_out` returns or raises on process 0, on every process. Called in the same order by all."""
+class RankGroup(Protocol):
+    """The ranks of one server, as code that runs on each of them sees them."""
+
+    def broadcast_from_rank0[Value](self, evaluate: Callable[[], Value]) -> Value:
+        """Return or raise on every rank what `evaluate` returns or raises on rank 0. Every rank calls it in the same order."""
         ...
 
 
-# --- what process 0 sends -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Admit:
-    admits: Sequence[PrefillRequest]
+class Call:
+    """A call that every rank makes: a method of the sampler in `ON_ALL_RANKS`, or a method of `_Operations`."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Decode:
-    pass
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Collect:
-    go_on: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Pause:
-    rows: Sequence[tuple[int, int]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Release:
-    ticket: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Begin:
-    """Run `op` up to its first yield."""
-
-    job: int
-    op: Op
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Continue:
-    job: int
-
-
-_Call = _Admit | _Decode | _Collect | _Pause | _Release | _Begin | _Continue
+    method: str
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outcome:
-    """What a function returned, or raised."""
+    """What a function returned or raised."""
 
     value: object = None
     error: Exception | None = None
@@ -121,284 +85,276 @@ class _Outcome:
             return cls(error=error)
 
     @classmethod
-    def found(cls, find_out: Callable[[], object]) -> _Outcome:
-        """As `of`, of what touches no device: whatever goes wrong, a disk that is away among it, all raise alike and can go on from."""
-        outcome = cls.of(find_out)
+    def without_device(cls, function: Callable[[], object]) -> _Outcome:
+        """As `of`, for a function that uses no device. Its unexpected errors (a failed disk, for example) become ServerErrors, because every
+        rank can raise them alike and continue."""
+        outcome = cls.of(function)
         if outcome.error is None or isinstance(outcome.error, ServerError):
             return outcome
         logger.error("process 0: %s", outcome.error, exc_info=outcome.error)
         return cls(error=ServerError(_one_line(outcome.error)))
 
-    def again(self) -> object:
+    def unwrap(self) -> Any:
         if self.error is not None:
             raise self.error
         return self.value
 
     def summary(self) -> str:
-        """What must be the same on every process: empty, or the type of an error raised on purpose; FATAL and more for any other."""
+        """What must be equal on every rank: empty, or the type of a ServerError. Any other error starts with FATAL."""
         if self.error is None:
             return ""
-        on_purpose = isinstance(self.error, ServerError) and not isinstance(self.error, RowsLostError)
-        return type(self.error).__name__ if on_purpose else f"{FATAL}{_one_line(self.error)}"
+        expected = isinstance(self.error, ServerError) and not isinstance(self.error, SequencesLostError)
+        return type(self.error).__name__ if expected else f"{FATAL}{_one_line(self.error)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Worker:
-    """Makes the calls on this process's executor, the same way on every process."""
+class _Operations:
+    """The operations under way on one rank, by number."""
 
     executor: Executor
-    jobs: dict[int, Generator[None, None, OpResult]] = field(default_factory=dict)
+    running: dict[int, Generator[None, None, OpResult]] = field(default_factory=dict)
 
-    def make(self, call: _Call) -> object:
-        """The call's result; None of an operation that has more steps to go."""
-        match call:
-            case _Admit():
-                return self.executor.admit(call.admits)
-            case _Decode():
-                return self.executor.decode()
-            case _Collect():
-                return self.executor.collect(go_on=call.go_on)
-            case _Pause():
-                return self.executor.pause(call.rows)
-            case _Release():
-                return self.executor.release(call.ticket)
-            case _Begin():
-                self.jobs[call.job] = self.executor.run(call.op)
-                return self._step(call.job)
-            case _Continue():
-                return self._step(call.job)
+    def make(self, call: Call) -> object:
+        """Make a call on this rank's executor."""
+        if call.method in ON_ALL_RANKS:
+            return getattr(self.executor.sampler, call.method)(*call.args, **call.kwargs)
+        return {"run": self.run, "advance": self.advance}[call.method](*call.args)
 
-    def _step(self, job: int) -> OpResult | None:
+    def run(self, number: int, op: Op) -> OpResult | None:
+        """Start an operation. None: it has yielded."""
+        self.running[number] = self.executor.run(op)
+        return self.advance(number)
+
+    def advance(self, number: int) -> OpResult | None:
+        """Continue an operation up to its next yield. None: it has not finished."""
         try:
-            return next(self.jobs[job])
+            return next(self.running[number])
         except StopIteration as finished:
-            del self.jobs[job]
+            del self.running[number]
             return finished.value
         except Exception:
-            del self.jobs[job]
+            del self.running[number]
             raise
 
 
-# --- process 0 ------------------------------------------------------------------------------------------------------
+# --- rank 0 ---------------------------------------------------------------------------------------------------------
 
 
 class RankZero:
-    """Process 0's connections to the others; without any it is a server on one host."""
+    """Rank 0's connections to the other ranks. Without connections it is a server on a single rank."""
 
     def __init__(
-        self, followers: Mapping[int, Channel] | None = None, on_lost: Callable[[str], None] = logger.error
+        self, connections: Mapping[int, Channel] | None = None, on_lost: Callable[[str], None] = logger.error
     ) -> None:
-        """`on_lost` is told, once and from any thread, in one line why nothing can go on."""
-        self._followers = dict(followers or {})
+        """`on_lost` is called once, from any thread, with one line that says why the server cannot continue."""
+        self._connections = dict(connections or {})
         self._on_lost = on_lost
         self._lost: Future[str] = Future()
         self._closing = False
-        self._losing, self._sending = threading.Lock(), threading.Lock()
-        self._answers: dict[int, SimpleQueue[str]] = {process: SimpleQueue() for process in self._followers}
+        self._loss_lock, self._send_lock = threading.Lock(), threading.Lock()
+        self._replies: dict[int, SimpleQueue[str]] = {rank: SimpleQueue() for rank in self._connections}
         self._listeners = [
-            threading.Thread(target=self._listen, args=(process,), daemon=True) for process in self._followers
+            threading.Thread(target=self._listen, args=(rank,), daemon=True) for rank in self._connections
         ]
         for listener in self._listeners:
             listener.start()
 
-    def agreed[Found](self, find_out: Callable[[], Found]) -> Found:
-        if not self._followers:
-            return find_out()
-        outcome = _Outcome.found(find_out)
+    def broadcast_from_rank0[Value](self, evaluate: Callable[[], Value]) -> Value:
+        if not self._connections:
+            return evaluate()
+        outcome = _Outcome.without_device(evaluate)
         self._send(outcome)
-        return outcome.again()  # type: ignore[return-value]
+        return outcome.unwrap()
 
-    def together(self, call: _Call, worker: _Worker) -> object:
-        """The call made here and on every other process. HostLostError when that is not possible any more."""
+    def call_on_all_ranks(self, call: Call, make: Callable[[Call], object]) -> Any:
+        """Make the call on every rank and return this rank's result. Raises RankLostError if that is no longer possible."""
         if self._lost.done():
-            raise HostLostError(self._lost.result())
+            raise RankLostError(self._lost.result())
         self._send(call)
-        outcome = _Outcome.of(lambda: worker.make(call))
-        ended = outcome.summary()
-        if ended.startswith(FATAL):
+        outcome = _Outcome.of(lambda: make(call))
+        summary = outcome.summary()
+        if summary.startswith(FATAL):
             wait(
-                [self._lost], LAST_WORDS_S
-            )  # our call fails when another process dies, and that it died is the better news
-            self._lose(f"process 0: {ended.removeprefix(FATAL)}")
-        for process, answers in self._answers.items():
-            answer = answers.get()
-            if answer != ended:
-                name = type(call).__name__
+                [self._lost], LAST_MESSAGE_S
+            )  # the call may have failed because another rank died: report that
+            self._lose(f"process 0: {summary.removeprefix(FATAL)}")
+        for rank, replies in self._replies.items():
+            reply = replies.get()
+            if reply != summary:
                 self._lose(
-                    f"process {process} answered {name} with {answer or 'a result'}, process 0 with {ended or 'a result'}"
+                    f"process {rank} answered {call.method} with {reply or 'a result'}, process 0 with {summary or 'a result'}"
                 )
         if self._lost.done():
-            raise HostLostError(self._lost.result()) from outcome.error
-        return outcome.again()
+            raise RankLostError(self._lost.result()) from outcome.error
+        return outcome.unwrap()
 
     def stop(self) -> None:
-        """Tell the others that it is over, and see them off."""
+        """Tell the other ranks to exit, and wait for them."""
         self._closing = True
         self._send(None)
-        self._see_off(GOODBYE_S)
+        self._join_listeners(SHUTDOWN_S)
 
-    def _see_off(self, timeout_s: float) -> None:
+    def _join_listeners(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         for listener in self._listeners:
             if listener is not threading.current_thread():
                 listener.join(max(0.0, deadline - time.monotonic()))
 
-    def _send(self, message: _Call | _Outcome | HostLostError | None) -> None:
+    def _send(self, message: Call | _Outcome | RankLostError | None) -> None:
         data, gone = pickle.dumps(message), []
-        with self._sending:
-            for process, connection in self._followers.items():
+        with self._send_lock:
+            for rank, connection in self._connections.items():
                 try:
                     connection.send_bytes(data)
                 except OSError:
-                    gone.append(process)
-        for process in gone:
-            self._lose(f"process {process} has gone: {GO_ON}")
+                    gone.append(rank)
+        for rank in gone:
+            self._lose(f"process {rank} has gone: {RESTART_HINT}")
 
-    def _listen(self, process: int) -> None:
-        """One thread per process, so that its end is known at once, whatever our own devices wait for."""
-        connection, answers = self._followers[process], self._answers[process]
+    def _listen(self, rank: int) -> None:
+        """One thread per rank, so that its end is known at once, even while this rank waits for its devices."""
+        connection, replies = self._connections[rank], self._replies[rank]
         try:
-            while not (said := connection.recv_bytes().decode()).startswith(FATAL):
-                answers.put(said)
-            connection.poll(LAST_WORDS_S)  # until it has gone
-            self._lose(f"process {process} failed: {said.removeprefix(FATAL)}")
+            while not (reply := connection.recv_bytes().decode()).startswith(FATAL):
+                replies.put(reply)
+            connection.poll(LAST_MESSAGE_S)  # until the connection ends
+            self._lose(f"process {rank} failed: {reply.removeprefix(FATAL)}")
         except TamperedError as error:
-            self._lose(f"process {process}: {error}: {GO_ON}")
+            self._lose(f"process {rank}: {error}: {RESTART_HINT}")
         except (EOFError, OSError):
-            self._lose(f"process {process} has gone: {GO_ON}")
+            self._lose(f"process {rank} has gone: {RESTART_HINT}")
 
     def _lose(self, reason: str) -> None:
-        with self._losing:
+        with self._loss_lock:
             if self._lost.done() or self._closing:
                 return
             self._lost.set_result(reason)
-        for answers in self._answers.values():
-            answers.put("")  # whoever waits for an answer finds that all is lost
-        farewell = threading.Thread(target=self._send, args=(HostLostError(reason),), daemon=True)
-        farewell.start()
-        farewell.join(LAST_WORDS_S)  # somebody may not be listening
-        self._see_off(LAST_WORDS_S)
+        for replies in self._replies.values():
+            replies.put("")  # wakes a call that waits for a reply
+        sender = threading.Thread(target=self._send, args=(RankLostError(reason),), daemon=True)
+        sender.start()
+        sender.join(LAST_MESSAGE_S)  # a rank may not read any more
+        self._join_listeners(LAST_MESSAGE_S)
         self._on_lost(reason)
 
 
-ALONE = RankZero()
+SINGLE_RANK = RankZero()
 
 
 class MultihostExecutor:
-    """Process 0's executor, whose every call is made on all processes. Implements `engine.Executor`."""
+    """Rank 0's executor in a server with several ranks. Implements `Executor`."""
 
-    def __init__(self, executor: Executor, leader: RankZero) -> None:
+    def __init__(self, executor: Executor, rank0: RankZero) -> None:
         self._executor = executor
-        self._leader = leader
-        self._worker = _Worker(executor=executor)
-        self._jobs = itertools.count()
+        self._rank0 = rank0
+        self._operations = _Operations(executor=executor)
+        self._numbers = itertools.count()
+        self.sampler = cast(Sampler, _MultihostSampler(executor.sampler, self._call))
 
     @property
     def info(self) -> EngineInfo:
         return self._executor.info
 
-    @property
-    def num_slots(self) -> int:
-        return self._executor.num_slots
-
-    @property
-    def rows_decoding(self) -> int:
-        return self._executor.rows_decoding
-
-    @property
-    def unfinished_tokens(self) -> int:
-        return self._executor.unfinished_tokens
-
-    def running(self, ticket: int) -> Sequence[RunningRow]:
-        return self._executor.running(ticket)
-
     def stats(self) -> dict[str, object]:
         return self._executor.stats()
 
-    def admit(self, admits: Sequence[PrefillRequest]) -> Sequence[PrefillResult | None]:
-        return self._leader.together(_Admit(admits=admits), self._worker)  # type: ignore[return-value]
-
-    def decode(self) -> bool:
-        return self._leader.together(_Decode(), self._worker)  # type: ignore[return-value]
-
-    def collect(self, *, go_on: bool) -> Sequence[FinishedRow | FailedRow]:
-        return self._leader.together(_Collect(go_on=go_on), self._worker)  # type: ignore[return-value]
-
-    def pause(self, rows: Sequence[tuple[int, int]]) -> None:
-        self._leader.together(_Pause(rows=rows), self._worker)
-
-    def release(self, ticket: int) -> None:
-        with contextlib.suppress(HostLostError):  # nothing is held any more
-            self._leader.together(_Release(ticket=ticket), self._worker)
-
     def run(self, op: Op) -> Generator[None, None, OpResult]:
-        job = next(self._jobs)
-        result = self._leader.together(_Begin(job=job, op=op), self._worker)
+        number = next(self._numbers)
+        result = self._call(Call(method="run", args=(number, op)))
         while result is None:
             yield
-            result = self._leader.together(_Continue(job=job), self._worker)
-        return result  # type: ignore[return-value]
+            result = self._call(Call(method="advance", args=(number,)))
+        return result
+
+    def _call(self, call: Call) -> Any:
+        return self._rank0.call_on_all_ranks(call, self._operations.make)
 
 
-# --- the others -----------------------------------------------------------------------------------------------------
+class _MultihostSampler:
+    """Makes the calls of `ON_ALL_RANKS` on every rank and all other calls on this one. `_add_method` adds the methods of `Sampler`."""
+
+    def __init__(self, sampler: Sampler, call: Callable[[Call], Any]) -> None:
+        self.sampler = sampler
+        self.call = call
+
+    def release(self, request_id: int) -> None:
+        with contextlib.suppress(RankLostError):  # then there is nothing to release
+            self.call(Call(method="release", args=(request_id,)))
 
 
-class Follower:
-    """A process's connection to process 0."""
+def _add_method(name: str, *, is_property: bool) -> None:
+    def on_all_ranks(self: _MultihostSampler, *args: Any, **kwargs: Any) -> Any:
+        return self.call(Call(method=name, args=args, kwargs=kwargs))
+
+    def on_this_rank(self: _MultihostSampler, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.sampler, name)(*args, **kwargs)
+
+    if is_property:
+        setattr(_MultihostSampler, name, property(lambda self: getattr(self.sampler, name)))
+    else:
+        setattr(_MultihostSampler, name, on_all_ranks if name in ON_ALL_RANKS else on_this_rank)
+
+
+for _name, _member in vars(Sampler).items():
+    if not _name.startswith("_") and _name not in vars(_MultihostSampler):
+        _add_method(_name, is_property=isinstance(_member, property))
+
+
+# --- the other ranks ------------------------------------------------------------------------------------------------
+
+
+class WorkerRank:
+    """The connection of another rank to rank 0."""
 
     def __init__(self, connection: Channel, on_lost: Callable[[str], None] = logger.error) -> None:
-        """`on_lost` is told from a thread of its own, whatever this process computes, that process 0 has gone without a word."""
+        """`on_lost` is called from a thread of its own as soon as rank 0 is lost, whatever this rank computes."""
         self._connection = connection
         self._on_lost = on_lost
         self._messages: SimpleQueue[Any] = SimpleQueue()
-        self._over = threading.Event()  # nothing more comes
+        self._ended = threading.Event()  # no message follows
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def agreed[Found](self, find_out: Callable[[], Found]) -> Found:
+    def broadcast_from_rank0[Value](self, evaluate: Callable[[], Value]) -> Value:
         outcome = self._receive()
         if not isinstance(outcome, _Outcome):
-            raise HostLostError("process 0 has stopped")
-        return outcome.again()  # type: ignore[return-value]
+            raise RankLostError("process 0 has stopped")
+        return outcome.unwrap()
 
     def follow(self, start: Callable[[], Executor]) -> None:
-        """Do as process 0 does, from loading the model until it says that it is over. HostLostError when it goes without a word."""
+        """Make the calls of rank 0, from loading the model until rank 0 stops. Raises RankLostError if rank 0 is lost."""
         try:
-            worker = _Worker(executor=start())
+            operations = _Operations(executor=start())
             while (call := self._receive()) is not None:
-                outcome = _Outcome.of(lambda call=call: worker.make(call))
+                outcome = _Outcome.of(lambda call=call: operations.make(call))
                 summary = outcome.summary()
-                if summary.startswith(FATAL) or isinstance(outcome.error, HostLostError):
-                    outcome.again()
+                if summary.startswith(FATAL) or isinstance(outcome.error, RankLostError):
+                    outcome.unwrap()
                 self._connection.send_bytes(summary.encode())
         except Exception as error:
             with contextlib.suppress(OSError):
                 self._connection.send_bytes(f"{FATAL}{_one_line(error)}".encode())
             if not isinstance(error, ServerError):
-                self._over.wait(
-                    LAST_WORDS_S
-                )  # our call fails when process 0 dies, and that it died is the better news
+                self._ended.wait(LAST_MESSAGE_S)  # the call may have failed because rank 0 died: report that
             raise
 
     def _listen(self) -> None:
-        """jax aborts this process soon after process 0 has died, so that has to be known at once."""
+        """Receive messages in a thread, because jax aborts this process soon after rank 0 has died."""
         try:
-            while not self._over.is_set():
+            while not self._ended.is_set():
                 message = pickle.loads(self._connection.recv_bytes())
-                if message is None or isinstance(message, HostLostError):
-                    self._over.set()
+                if message is None or isinstance(message, RankLostError):
+                    self._ended.set()
                 self._messages.put(message)
         except (EOFError, OSError, TamperedError) as error:
-            lost = HostLostError(
-                f"process 0: {error}" if isinstance(error, TamperedError) else "process 0 has gone"
-            )
-            self._on_lost(str(lost))
-            self._messages.put(lost)
-            self._over.set()
+            reason = f"process 0: {error}" if isinstance(error, TamperedError) else "process 0 has gone"
+            self._on_lost(reason)
+            self._messages.put(RankLostError(reason))
+            self._ended.set()
 
     def _receive(self) -> Any:
-        """The next message. HostLostError: none will come any more."""
+        """Return the next message. Raises RankLostError if none will follow."""
         message = self._messages.get()
-        if isinstance(message, HostLostError):
+        if isinstance(message, RankLostError):
             raise message
         return message
 

@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+import chz
 import jax
 
-from skyrl_tx_server.config.server_config import CLUSTER_KEY, EngineSettings, HostsSettings
+from skyrl_tx_server.config.engine_options import EngineOptions
+from skyrl_tx_server.config.process_options import CLUSTER_KEY, ProcessOptions
+from skyrl_tx_server.config.tenant_options import TenantOptions
 from skyrl_tx_server.distributed.channel import Channel, TamperedError, WrongKeyError, accept, connect
-from skyrl_tx_server.distributed.multihost import Follower, RankZero
+from skyrl_tx_server.distributed.multihost import RankZero, WorkerRank
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.files.base_model import fingerprint
 
@@ -29,7 +32,7 @@ INTRODUCTION_S = 10
 """How long process 0 listens to somebody who says nothing."""
 RETRY_S = 0.2
 MAX_INTRODUCTION_BYTES = 1 << 20
-OWN_FIELDS = ("model_dir", "checkpoints_dir", "compilation_cache_dir", "tenant_quota")
+OWN_FIELDS = {"base_model", "checkpoints_dir", "compilation_cache_dir", *chz.chz_fields(TenantOptions)}
 """What may differ between hosts: where things lie, and quotas, which process 0 alone enforces."""
 
 
@@ -42,11 +45,11 @@ class _Introduction:
     settings: dict[str, str]  # everything that must be the same
 
 
-def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str], None]) -> RankZero:
+def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> RankZero:
     """Wait for the other processes, start jax with them. ConfigError when they do not come in time, or do not stay."""
     host, port = hosts.address
     mine, joined = _introduction(hosts, settings), dict[int, Channel]()
-    deadline = time.monotonic() + hosts.timeout_s
+    deadline = time.monotonic() + hosts.initialization_timeout_s
     try:
         server = socket.create_server((host, port), family=_family(host))
     except OSError as error:
@@ -64,7 +67,7 @@ def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
                     str(process) for process in range(1, hosts.num_processes) if process not in joined
                 )
                 raise ConfigError(
-                    f"num_processes={hosts.num_processes}: process {missing} did not come to {host}:{port} within {hosts.timeout_s:.0f} s; "
+                    f"num_processes={hosts.num_processes}: process {missing} did not come to {host}:{port} within {hosts.initialization_timeout_s:.0f} s; "
                     "start every process with the same options and its own process_id"
                 ) from None
             _admit(candidate, hosts, mine, joined)
@@ -85,17 +88,21 @@ def lead(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
     return leader
 
 
-def join(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str], None]) -> Follower:
+def join(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> WorkerRank:
     """Come to process 0 and start jax with it. ConfigError when it does not answer in time, or turns us away."""
     where = f"coordinator_address={hosts.coordinator_address}"
     with contextlib.ExitStack() as undo:
         reached = undo.enter_context(_reach(hosts))
         try:
-            channel = connect(reached, hosts.key, process=hosts.process_id, timeout_s=hosts.timeout_s)
+            channel = connect(
+                reached, hosts.cluster_key, process=hosts.process_id, timeout_s=hosts.initialization_timeout_s
+            )
             channel.send_bytes(json.dumps(asdict(_introduction(hosts, settings))).encode())
             # process 0 gives up first, and says why
             answer = json.loads(
-                channel.recv_bytes(at_most=MAX_INTRODUCTION_BYTES, timeout_s=hosts.timeout_s + INTRODUCTION_S)
+                channel.recv_bytes(
+                    at_most=MAX_INTRODUCTION_BYTES, timeout_s=hosts.initialization_timeout_s + INTRODUCTION_S
+                )
             )
         except WrongKeyError as error:
             raise ConfigError(f"{where}: {error}; give every process the same {CLUSTER_KEY}") from None
@@ -103,25 +110,25 @@ def join(hosts: HostsSettings, settings: EngineSettings, on_lost: Callable[[str]
             raise ConfigError(f"{where}: {error}") from None
         except TimeoutError:
             raise ConfigError(
-                f"{where}: who listens there said nothing for {hosts.timeout_s:.0f} s; it must be process 0's"
+                f"{where}: who listens there said nothing for {hosts.initialization_timeout_s:.0f} s; it must be process 0's"
             ) from None
         except (EOFError, OSError):
             raise ConfigError(f"{where}: process 0 went away before all processes had come") from None
         if "refused" in answer:
             raise ConfigError(answer["refused"])
         undo.pop_all()
-    follower = Follower(channel, on_lost)
+    follower = WorkerRank(channel, on_lost)
     _start_jax(hosts, answer["jax"])
     return follower
 
 
 def _admit(
-    candidate: socket.socket, hosts: HostsSettings, mine: _Introduction, joined: dict[int, Channel]
+    candidate: socket.socket, hosts: ProcessOptions, mine: _Introduction, joined: dict[int, Channel]
 ) -> None:
     """Add the candidate to `joined`, or tell it why not."""
     _notice_silence(candidate)
     try:
-        process, channel = accept(candidate, hosts.key, timeout_s=INTRODUCTION_S)
+        process, channel = accept(candidate, hosts.cluster_key, timeout_s=INTRODUCTION_S)
         theirs = _Introduction(
             **json.loads(channel.recv_bytes(at_most=MAX_INTRODUCTION_BYTES, timeout_s=INTRODUCTION_S))
         )
@@ -167,15 +174,17 @@ def _mistake(mine: _Introduction, theirs: _Introduction, joined: dict[int, Chann
     return None
 
 
-def _introduction(hosts: HostsSettings, settings: EngineSettings) -> _Introduction:
-    alike = {name: str(value) for name, value in asdict(settings).items() if name not in OWN_FIELDS}
+def _introduction(hosts: ProcessOptions, settings: EngineOptions) -> _Introduction:
+    alike = {
+        name: str(getattr(settings, name)) for name in chz.chz_fields(EngineOptions) if name not in OWN_FIELDS
+    }
     alike |= {"model files": fingerprint(settings.model_dir)[:12], "jax": jax.__version__}
     return _Introduction(process_id=hosts.process_id, num_processes=hosts.num_processes, settings=alike)
 
 
-def _reach(hosts: HostsSettings) -> socket.socket:
+def _reach(hosts: ProcessOptions) -> socket.socket:
     """A connection to process 0, which may not be there yet."""
-    deadline = time.monotonic() + hosts.timeout_s
+    deadline = time.monotonic() + hosts.initialization_timeout_s
     while True:
         try:
             reached = socket.create_connection(
@@ -187,7 +196,7 @@ def _reach(hosts: HostsSettings) -> socket.socket:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"coordinator_address={hosts.coordinator_address}: process 0 did not answer within {hosts.timeout_s:.0f} s: {error}"
+                    f"coordinator_address={hosts.coordinator_address}: process 0 did not answer within {hosts.initialization_timeout_s:.0f} s: {error}"
                 ) from None
         time.sleep(RETRY_S)  # another machine: there is no event to wait for
 
@@ -201,7 +210,7 @@ def _notice_silence(peer: socket.socket) -> None:
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
 
 
-def _start_jax(hosts: HostsSettings, address: str) -> None:
+def _start_jax(hosts: ProcessOptions, address: str) -> None:
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which is ours
     jax.distributed.initialize(
         address,

@@ -1,9 +1,11 @@
-"""The engine: one thread owns the devices, takes the scheduler's turns, and resolves a future per operation.
+"""The engine: one thread owns the devices, does the work that the scheduler chooses, and resolves one future
+per operation.
 
-HTTP code calls `submit` from any thread. A failing operation fails its own future alone: an error raised on purpose (a `ServerError`)
-reaches the caller as it is, anything else is logged with its traceback and reaches the caller as a `ServerError` with type and message.
-Only when the device state of all running samples is lost with it (the key-value cache was donated to the program that failed) do these
-samples fail together; the executor starts over with an empty cache and waiting requests go on.
+HTTP code calls `submit` from any thread. An operation that fails affects its own future only: a `ServerError`
+reaches the caller unchanged; any other exception is logged with its traceback and reaches the caller as a
+`ServerError` with its type and message. If a failed program had the KV cache donated to it, all running
+samples have lost their state and fail together. The executor then starts again with an empty cache, and
+waiting requests continue.
 """
 
 from __future__ import annotations
@@ -17,88 +19,41 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
+from skyrl_tx_server.engine.executor_protocol import (
+    EngineInfo,
+    Executor,
+    FailedSequence,
+    FinishedSequence,
+    PrefillResult,
+    SequencesLostError,
+)
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
-    CsrMatrix,
     ForwardBackward,
     Op,
     OpResult,
     Sample,
     SampledSequence,
     SampleResult,
-    TopkLogprobs,
 )
-from skyrl_tx_server.engine.scheduler import (
+from skyrl_tx_server.engine.scheduled_work import (
     Decode,
     Pause,
     Prefill,
     PrefillRequest,
     ScheduledWork,
-    Scheduler,
     Step,
 )
+from skyrl_tx_server.engine.scheduler import Scheduler
 from skyrl_tx_server.errors import CapacityError, ServerError
 
 logger = logging.getLogger(__name__)
 
 STOPPING = "the server is stopping; this request was not finished"
-OUT_OF_MEMORY_HINT = "the device is out of memory: ask for less, or start the server with smaller decode_slots or train_tokens_per_batch"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineInfo:
-    """What clients may ask of this engine."""
-
-    base_model: str
-    max_context_length: int  # prompt + completion
-    max_lora_rank: int
-    vocab_size: int
-    model_type: str = "qwen3"  # the family, as config.json names it
-    eos_token_ids: tuple[int, ...] = ()
-    devices: str = ""  # how many of which kind
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinishedRow:
-    """Sample `index` of request `ticket` is complete."""
-
-    ticket: int
-    index: int
-    sequence: SampledSequence
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FailedRow:
-    """A sample of request `ticket` went wrong, and with it the request; nobody else is concerned."""
-
-    ticket: int
-    error: Exception
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillResult:
-    """What prefilling a request brought at once."""
-
-    prompt_logprobs: np.ndarray | None  # [P] float32
-    prompt_cache_hit_tokens: int
-    finished: Sequence[FinishedRow | FailedRow]  # rows that were over after their first token
-    topk_prompt_logprobs: TopkLogprobs | None = None
-    target_prompt_logprobs: CsrMatrix | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunningRow:
-    """Sample `index` of a request, as far as it has come. The sequences grow; copy what is to be kept."""
-
-    index: int
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-
-
-class RowsLostError(ServerError):
-    """The device state of every running sample is gone; the executor has an empty cache again."""
+OUT_OF_MEMORY_HINT = (
+    "the device is out of memory: ask for less, or start the server with smaller max_num_seqs or "
+    "train_tokens_per_batch"
+)
 
 
 class WithdrawnError(ServerError):
@@ -106,7 +61,8 @@ class WithdrawnError(ServerError):
 
 
 class Watcher(Protocol):
-    """Follows one `Sample` while it runs. Called on the engine's thread, so it must return at once and raise nothing."""
+    """Follows one `Sample` while it runs. Called on the engine's thread, so it must return at once and raise
+    nothing."""
 
     @property
     def follows(self) -> bool:
@@ -114,7 +70,9 @@ class Watcher(Protocol):
         ...
 
     def tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """What sample `index` has gained since the last call. A row's last tokens come with the result only."""
+        """What sample `index` has gained since the last call. A row's last tokens come with the result
+        only.
+        """
         ...
 
     def wanted(self) -> bool:
@@ -135,85 +93,30 @@ class EngineSide(Protocol):
     def stats(self) -> dict[str, object]: ...
 
 
-class Executor(Protocol):
-    """Sole owner of the devices; called from the engine's thread only."""
-
-    @property
-    def info(self) -> EngineInfo: ...
-
-    @property
-    def num_slots(self) -> int: ...
-
-    @property
-    def rows_decoding(self) -> int: ...
-
-    @property
-    def unfinished_tokens(self) -> int:
-        """How many tokens of prompts that are computed in part the cache keeps without harm to others."""
-        ...
-
-    def run(self, op: Op) -> Generator[None, None, OpResult]:
-        """Execute anything but a `Sample`, yielding after each micro-batch; the generator's return value is the result."""
-        ...
-
-    def admit(self, admits: Sequence[PrefillRequest]) -> Sequence[PrefillResult | None]:
-        """Compute the first of these, or the first several together, and give their samples a slot each: an admission for each that was
-        taken. None: a piece of a long prompt has been computed and there is more; ask again.
-
-        CapacityError: no room for the first now. RowsLostError: see there. After any other error nothing has changed.
-        """
-        ...
-
-    def decode(self) -> bool:
-        """Compute one decode block over all occupied slots, if none is under way, and wait for it: whether it ended rows. `collect` must
-        follow. After any exception no slot is occupied."""
-        ...
-
-    def collect(self, *, go_on: bool) -> Sequence[FinishedRow | FailedRow]:
-        """What became of the block's rows. Where the caller would `go_on` with another block at once, that one is begun first."""
-        ...
-
-    def pause(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Free the slots of these rows, each (ticket, index), until they are admitted again. Only after a `collect` without `go_on`."""
-        ...
-
-    def running(self, ticket: int) -> Sequence[RunningRow]:
-        """The rows of a request that are not complete yet."""
-        ...
-
-    def release(self, ticket: int) -> None:
-        """Free the slots of a request that failed."""
-        ...
-
-    def stats(self) -> dict[str, object]: ...
-
-
 @dataclass(kw_only=True, slots=True)
 class _Sampling:
-    """A `Sample` on its way: rows arrive one by one, in any order."""
+    """A `Sample` that has started. Its sequences finish one by one, in any order."""
 
     op: Sample
-    watcher: Watcher | None = None  # None: the result is all that is asked for
-    reported: dict[int, int] = field(
-        default_factory=dict
-    )  # how many tokens of each sample the watcher has seen
+    watcher: Watcher | None = None
+    reported: dict[int, int] = field(default_factory=dict)  # index -> tokens that the watcher was given
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
-    admission: PrefillResult | None = None  # of its first rows
+    prefill: PrefillResult | None = None  # of its first sequences
 
 
 class Engine:
-    """Operations in, futures out. `start` it once, `stop` it once."""
+    """Executes operations and resolves their futures. Call `start` once and `stop` once."""
 
     def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self._scheduler = Scheduler(unfinished_tokens=executor.unfinished_tokens)
+        self._executor, self._sampler = executor, executor.sampler
+        self._scheduler = Scheduler(unfinished_tokens=self._sampler.max_unfinished_tokens)
         self._work = threading.Condition()  # guards every attribute below and the scheduler
         self._futures: dict[int, Future[OpResult]] = {}
-        self._watchers: dict[int, Watcher] = {}  # of samples that have not begun
+        self._watchers: dict[int, Watcher] = {}  # of samples that have not started
         self._last_ticket = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
-        # The engine's thread alone:
+        # Used by the engine's thread only:
         self._jobs: dict[int, Generator[None, None, OpResult]] = {}
         self._sampling: dict[int, _Sampling] = {}
         tokens = (
@@ -223,13 +126,8 @@ class Engine:
             "tokens_trained",
             "tokens_forward",
         )
-        self._counts = dict.fromkeys(("ops_finished", "ops_failed", *tokens, "decode_blocks"), 0)
-        self._seconds = {
-            "step": 0.0,
-            "prefill": 0.0,
-            "decode": 0.0,
-            "pause": 0.0,
-        }  # spent on turns of each kind
+        self._counts = dict.fromkeys(("ops_finished", "ops_failed", *tokens, "decode_dispatches"), 0)
+        self._seconds = dict.fromkeys(("step", "prefill", "decode", "pause"), 0.0)  # by kind of work
 
     @property
     def info(self) -> EngineInfo:
@@ -239,7 +137,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the turn under way, then fail what is pending. Safe to call twice, and without `start`."""
+        """Finish the current work, then fail pending operations. May be called twice, and without `start`."""
         with self._work:
             self._stopping = True
             self._work.notify_all()
@@ -248,20 +146,24 @@ class Engine:
         self.abandon(STOPPING)
 
     def abandon(self, reason: str) -> None:
-        """Stop without waiting for the turn under way, which may never end; what is pending fails with `reason`."""
+        """Stop without waiting for the current work, which may never end. Pending operations fail with
+        `reason`."""
         with self._work:
             self._stopping = True
             self._work.notify_all()
             pending, self._futures = self._futures, {}
         for future in pending.values():
-            with contextlib.suppress(InvalidStateError):  # answered or withdrawn already
+            with contextlib.suppress(InvalidStateError):  # resolved or cancelled already
                 future.set_exception(ServerError(reason))
 
     def submit(
         self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> Future[OpResult]:
-        """Queue `op` on behalf of `tenant`, with whom others share the devices equally (see `scheduler`). Cancelling the future before its
-        first turn withdraws the operation; a `Sample` may also be watched."""
+        """Queue `op` on behalf of `tenant`. Cancelling the future withdraws the operation if it has not
+        started.
+
+        A `watcher` follows a `Sample`.
+        """
         future: Future[OpResult] = Future()
         with self._work:
             if self._stopping:
@@ -276,143 +178,145 @@ class Engine:
         return future
 
     def stats(self) -> dict[str, object]:
-        """Counters and gauges for metrics and tests; the executor's own (slots, compilations by name) among them."""
+        """Return counters and gauges, including those of the executor."""
         with self._work:
             queues = {
                 "ops_pending": len(self._futures),
                 "samples_waiting": self._scheduler.num_waiting_samples,
                 "steps_waiting": self._scheduler.num_waiting_steps,
             }
-        return {**queues, **self._counts, "turn_seconds": dict(self._seconds), **self._executor.stats()}
+        return {**queues, **self._counts, "work_seconds": dict(self._seconds), **self._executor.stats()}
 
     def _loop(self) -> None:
         try:
-            while (turn := self._next_turn()) is not None:
-                began = time.perf_counter()
-                match turn:
+            while (work := self._next_work()) is not None:
+                started = time.perf_counter()
+                match work:
                     case Step():
                         kind = "step"
-                        self._step(turn)
+                        self._step(work)
                     case Prefill():
                         kind = "prefill"
-                        self._prefill(turn.admits)
+                        self._prefill(work.requests)
                     case Decode():
                         kind = "decode"
                         self._decode()
                     case Pause():
                         kind = "pause"
-                        self._executor.pause(turn.rows)
-                self._seconds[kind] += time.perf_counter() - began
-        except BaseException:  # only a bug of ours gets here; nobody may wait for ever because of it
+                        self._sampler.pause(work.sequences)
+                self._seconds[kind] += time.perf_counter() - started
+        except BaseException:  # a bug; without this, clients would wait forever
             logger.exception("the engine thread died")
             self.abandon(STOPPING)
             raise
 
-    def _next_turn(self) -> ScheduledWork | None:
-        """Wait for work; None when stopping."""
+    def _next_work(self) -> ScheduledWork | None:
+        """Wait for work. Return None when the engine stops."""
         with self._work:
             while not self._stopping:
-                decoding = self._executor.rows_decoding
-                turn = self._scheduler.next(
-                    free_slots=self._executor.num_slots - decoding, rows_decoding=decoding
-                )
-                if turn is not None:
-                    return turn
+                running = self._sampler.num_running
+                work = self._scheduler.next(free_slots=self._sampler.num_slots - running, num_running=running)
+                if work is not None:
+                    return work
                 self._work.wait()
             return None
 
     def _step(self, step: Step) -> None:
-        if step.ticket not in self._jobs and not self._begin(step.ticket):
+        if step.request_id not in self._jobs and not self._begin(step.request_id):
             self._finish(step)
             return
         try:
-            if step.ticket not in self._jobs:
-                self._jobs[step.ticket] = self._executor.run(step.op)
-            next(self._jobs[step.ticket])
+            if step.request_id not in self._jobs:
+                self._jobs[step.request_id] = self._executor.run(step.op)
+            next(self._jobs[step.request_id])
         except StopIteration as finished:
             self._finish(step)
             if isinstance(step.op, ForwardBackward):
                 num_tokens = sum(len(datum.tokens) for datum in step.op.data)
                 self._counts["tokens_forward" if step.op.forward_only else "tokens_trained"] += num_tokens
-            self._resolve(step.ticket, finished.value)
+            self._resolve(step.request_id, finished.value)
         except Exception as error:
             self._finish(step)
-            self._fail(step.ticket, error, what=type(step.op).__name__)
+            self._fail(step.request_id, error, what=type(step.op).__name__)
 
     def _finish(self, step: Step) -> None:
-        self._jobs.pop(step.ticket, None)
+        self._jobs.pop(step.request_id, None)
         with self._work:
             self._scheduler.finish(step)
 
     def _prefill(self, offered: Sequence[PrefillRequest]) -> None:
-        admits = [admit for admit in offered if self._still_wanted(admit.ticket)]
-        for ticket in {admit.ticket for admit in offered} - {admit.ticket for admit in admits}:
+        requests = [request for request in offered if self._is_wanted(request.request_id)]
+        for request_id in {request.request_id for request in offered} - {
+            request.request_id for request in requests
+        }:
             with self._work:
-                self._scheduler.drop_sample(ticket)
-        if not admits:
+                self._scheduler.drop_request(request_id)
+        if not requests:
             return
         try:
-            admissions = self._executor.admit(admits)
+            results = self._sampler.prefill(requests)
         except CapacityError as error:
-            if self._executor.rows_decoding:  # a row that finishes makes room
+            if self._sampler.num_running:  # a sequence that finishes frees KV pages
                 with self._work:
-                    self._scheduler.hold(admits)
+                    self._scheduler.defer(requests)
             else:
-                self._put_back(admits[1:])
-                self._fail_sample(admits[0].ticket, error)
-        except RowsLostError as error:
-            self._fail_all_samples(error, *(admit.ticket for admit in admits))
+                self._requeue(requests[1:])
+                self._fail_sample(requests[0].request_id, error)
+        except SequencesLostError as error:
+            self._fail_all_samples(error, *(request.request_id for request in requests))
         except Exception as error:
-            self._put_back(admits[1:])
-            if len(admits) > 1:  # who is at fault fails alone
-                self._prefill(admits[:1])
+            self._requeue(requests[1:])
+            if len(requests) > 1:  # run the first one alone, so that only the request at fault fails
+                self._prefill(requests[:1])
             else:
-                self._fail_sample(admits[0].ticket, error)
+                self._fail_sample(requests[0].request_id, error)
         else:
-            self._put_back(admits[len(admissions) :])
-            for admit, admission in zip(admits, admissions, strict=False):
-                self._admitted(admit, admission)
+            self._requeue(requests[len(results) :])
+            for request, result in zip(requests, results, strict=False):
+                self._prefilled(request, result)
 
-    def _still_wanted(self, ticket: int) -> bool:
+    def _is_wanted(self, request_id: int) -> bool:
+        """Whether the caller has not cancelled the future, or the request has started already."""
         with self._work:
-            future = self._futures.get(ticket)
+            future = self._futures.get(request_id)
             withdrawn = future is None or future.cancelled()
-        return not withdrawn or self._begin(ticket)
+        return not withdrawn or self._begin(request_id)
 
-    def _put_back(self, admits: Sequence[PrefillRequest]) -> None:
+    def _requeue(self, requests: Sequence[PrefillRequest]) -> None:
         with self._work:
-            self._scheduler.put_back(admits)
+            self._scheduler.requeue(requests)
 
-    def _admitted(self, admit: PrefillRequest, admission: PrefillResult | None) -> None:
-        if admit.ticket not in self._sampling:
-            if not self._begin(admit.ticket):
-                self._executor.release(admit.ticket)
+    def _prefilled(self, request: PrefillRequest, result: PrefillResult | None) -> None:
+        """Record the result of one prefill; None: a chunk of a prompt that needs more."""
+        request_id = request.request_id
+        if request_id not in self._sampling:
+            if not self._begin(request_id):
+                self._sampler.release(request_id)
                 with self._work:
-                    self._scheduler.drop_sample(admit.ticket)
+                    self._scheduler.drop_request(request_id)
                 return
-            self._sampling[admit.ticket] = _Sampling(
-                op=admit.op, watcher=self._watchers.pop(admit.ticket, None)
+            self._sampling[request_id] = _Sampling(
+                op=request.op, watcher=self._watchers.pop(request_id, None)
             )
-        if admission is None:
+        if result is None:
             with self._work:
-                self._scheduler.resume(admit)
+                self._scheduler.prefill_continues(request)
         else:
-            self._counts["tokens_prefilled"] += len(admit.op.prompt) - admission.prompt_cache_hit_tokens
-            self._counts["tokens_from_prefix_cache"] += admission.prompt_cache_hit_tokens
-            sampling = self._sampling[admit.ticket]
-            sampling.admission = sampling.admission or admission
+            num_computed = len(request.op.prompt) - result.prompt_cache_hit_tokens
+            self._counts["tokens_prefilled"] += num_computed
+            self._counts["tokens_from_prefix_cache"] += result.prompt_cache_hit_tokens
+            sampling = self._sampling[request_id]
+            sampling.prefill = sampling.prefill or result
             with self._work:
-                self._scheduler.admitted(
-                    admit.ticket, prompt_tokens=len(admit.op.prompt) - admission.prompt_cache_hit_tokens
-                )
-            self._collect(admission.finished)
-        self._report([admit.ticket])
+                self._scheduler.prefill_finished(request_id, prompt_tokens=num_computed)
+            self._collect(result.finished)
+        self._report([request_id])
 
     def _decode(self) -> None:
-        self._counts["decode_blocks"] += 1
+        self._counts["decode_dispatches"] += 1
         try:
-            ended = self._executor.decode()
-            finished = self._executor.collect(go_on=self._decodes_next(free_slots=1 if ended else 0))
+            any_ended = self._sampler.decode()
+            finished = self._sampler.poll(dispatch_next=self._decodes_next(free_slots=1 if any_ended else 0))
         except Exception as error:
             self._fail_all_samples(error)
         else:
@@ -420,80 +324,82 @@ class Engine:
             self._report(list(self._sampling))
 
     def _decodes_next(self, *, free_slots: int) -> bool:
-        """Whether nobody else wants the devices, where so many more slots are about to be free."""
+        """Whether another decode dispatch is the next work if `free_slots` more slots become free."""
         with self._work:
-            free_slots += self._executor.num_slots - self._executor.rows_decoding
+            free_slots += self._sampler.num_slots - self._sampler.num_running
             return not self._stopping and not self._scheduler.interrupts(free_slots=free_slots)
 
-    def _collect(self, rows: Sequence[FinishedRow | FailedRow]) -> None:
-        for row in rows:
-            sampling = self._sampling.get(row.ticket)
-            if sampling is None:  # another row of the request has failed
+    def _collect(self, ended: Sequence[FinishedSequence | FailedSequence]) -> None:
+        for row in ended:
+            sampling = self._sampling.get(row.request_id)
+            if sampling is None:  # another sequence of the request has failed
                 continue
-            if isinstance(row, FailedRow):
-                self._fail_sample(row.ticket, row.error)
+            if isinstance(row, FailedSequence):
+                self._fail_sample(row.request_id, row.error)
                 continue
             sampling.sequences[row.index] = row.sequence
             with self._work:
-                self._scheduler.row_finished(row.ticket, row.index)
+                self._scheduler.sequence_finished(row.request_id, row.index)
             self._counts["tokens_sampled"] += len(row.sequence.tokens)
             if len(sampling.sequences) == sampling.op.num_samples:
-                del self._sampling[row.ticket]
-                admission = sampling.admission
-                assert admission is not None, "rows finish after they are admitted"
+                del self._sampling[row.request_id]
+                prefill = sampling.prefill
+                assert prefill is not None, "a sequence finishes after its prefill"
                 result = SampleResult(
                     sequences=tuple(sampling.sequences[index] for index in range(sampling.op.num_samples)),
-                    prompt_logprobs=admission.prompt_logprobs,
-                    prompt_cache_hit_tokens=admission.prompt_cache_hit_tokens,
-                    topk_prompt_logprobs=admission.topk_prompt_logprobs,
-                    target_prompt_logprobs=admission.target_prompt_logprobs,
+                    prompt_logprobs=prefill.prompt_logprobs,
+                    prompt_cache_hit_tokens=prefill.prompt_cache_hit_tokens,
+                    topk_prompt_logprobs=prefill.topk_prompt_logprobs,
+                    target_prompt_logprobs=prefill.target_prompt_logprobs,
                 )
-                self._resolve(row.ticket, result)
+                self._resolve(row.request_id, result)
 
-    def _report(self, tickets: Sequence[int]) -> None:
-        """Tell the watchers what their samples have gained, and give up those nobody waits for."""
-        for ticket in tickets:
-            sampling = self._sampling.get(ticket)
+    def _report(self, request_ids: Sequence[int]) -> None:
+        """Give the watchers the new tokens of their samples, and fail the requests that nobody waits for."""
+        for request_id in request_ids:
+            sampling = self._sampling.get(request_id)
             if sampling is None or sampling.watcher is None:
                 continue
             if not sampling.watcher.wanted():
-                self._fail_sample(ticket, WithdrawnError("withdrawn: the client has gone"))
+                self._fail_sample(request_id, WithdrawnError("withdrawn: the client has gone"))
                 continue
-            for row in self._executor.running(ticket) if sampling.watcher.follows else ():
+            for row in self._sampler.running(request_id) if sampling.watcher.follows else ():
                 seen = sampling.reported.get(row.index, 0)
                 if len(row.tokens) > seen:
                     sampling.watcher.tokens(row.index, row.tokens[seen:], row.logprobs[seen:])
                     sampling.reported[row.index] = len(row.tokens)
 
-    def _fail_sample(self, ticket: int, error: Exception) -> None:
-        begun = self._sampling.pop(ticket, None) is not None or self._begin(ticket)
+    def _fail_sample(self, request_id: int, error: Exception) -> None:
+        started = self._sampling.pop(request_id, None) is not None or self._begin(request_id)
         with self._work:
-            self._scheduler.drop_sample(ticket)
-        if not begun:
+            self._scheduler.drop_request(request_id)
+        if not started:
             return
-        self._executor.release(ticket)
-        self._fail(ticket, error, what="Sample")
+        self._sampler.release(request_id)
+        self._fail(request_id, error, what="Sample")
 
-    def _fail_all_samples(self, error: Exception, *beginning: int) -> None:
-        """Every request that has begun, or was about to, shares the fate of the lost cache; those still waiting do not."""
-        for ticket in {**dict.fromkeys(self._sampling), **dict.fromkeys(beginning)}:
-            self._fail_sample(ticket, error)
+    def _fail_all_samples(self, error: Exception, *starting: int) -> None:
+        """Fail every request that has started or was about to, because the KV cache is lost. Waiting requests
+        continue."""
+        for request_id in {**dict.fromkeys(self._sampling), **dict.fromkeys(starting)}:
+            self._fail_sample(request_id, error)
 
-    def _begin(self, ticket: int) -> bool:
-        """False when the caller has withdrawn the operation, or all are abandoned."""
+    def _begin(self, request_id: int) -> bool:
+        """Mark the future as running. Return False if the caller has cancelled it, or if the engine is
+        abandoned."""
         with self._work:
-            future = self._futures.get(ticket)
+            future = self._futures.get(request_id)
             if future is not None and future.set_running_or_notify_cancel():
                 return True
-            self._futures.pop(ticket, None)
-            self._watchers.pop(ticket, None)
+            self._futures.pop(request_id, None)
+            self._watchers.pop(request_id, None)
             return False
 
-    def _resolve(self, ticket: int, result: OpResult) -> None:
+    def _resolve(self, request_id: int, result: OpResult) -> None:
         self._counts["ops_finished"] += 1
-        self._deliver(ticket, lambda future: future.set_result(result))
+        self._deliver(request_id, lambda future: future.set_result(result))
 
-    def _fail(self, ticket: int, error: Exception, *, what: str) -> None:
+    def _fail(self, request_id: int, error: Exception, *, what: str) -> None:
         self._counts["ops_failed"] += 1
         if not isinstance(error, ServerError):
             logger.error("%s failed: %s", what, error, exc_info=error)
@@ -503,11 +409,11 @@ class Engine:
                 f"{what} failed in the engine: {hint}{type(unexpected).__name__}: {unexpected}"
             )
             error.__cause__ = unexpected
-        self._deliver(ticket, lambda future: future.set_exception(error))
+        self._deliver(request_id, lambda future: future.set_exception(error))
 
-    def _deliver(self, ticket: int, put: Callable[[Future[OpResult]], None]) -> None:
+    def _deliver(self, request_id: int, resolve: Callable[[Future[OpResult]], None]) -> None:
         with self._work:
-            future = self._futures.pop(ticket, None)
-            self._watchers.pop(ticket, None)  # of a sample that failed before it began
-        if future is not None:  # None: stop() has answered already
-            put(future)
+            future = self._futures.pop(request_id, None)
+            self._watchers.pop(request_id, None)  # of a sample that failed before it started
+        if future is not None:  # None: `abandon` has resolved it already
+            resolve(future)

@@ -1,8 +1,9 @@
-"""request_id -> result: each submitted operation's future, found again by the id the client was given.
+"""The futures of submitted operations by request_id, which the client polls.
 
-A request that is sent twice (the reply to the first was lost) is recognised by its key and gets the first one's id, so nothing runs
-twice. Waiting is on an event, never by asking again. A finished future is kept until it has been delivered and a grace period is over
-(the delivery itself may get lost), within bounds on count and bytes; after that its id is answered like one this server never gave.
+A request that is sent twice (the reply to the first was lost) is recognised by its key and gets the id of the
+first, so nothing runs twice. A poll waits on an event. A finished future is kept until it was delivered and a
+grace period is over (the delivery may get lost), within limits of number and bytes. After that its id is
+unknown.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ FAILURE_SIZE = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestKey:
-    """What makes a re-sent request recognisable: a model, sampler or session, and the number the client gave the request in it."""
+    """Identifies a request that is sent again: a model, sampler or session, and the number that the client
+    gave the request in it.
+    """
 
     scope: str  # begins with the session's id
     seq_id: int
@@ -35,7 +38,7 @@ class RequestKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a request ended: a result or an error, never both."""
+    """The end of a request: either a result or an error."""
 
     kind: str  # the request's type, e.g. "optim_step"
     result: OpResult | None
@@ -45,7 +48,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """How long and how much to keep."""
+    """How long results are kept, and how many."""
 
     hold_s: float = 35.0  # a poll waits this long; the SDK gives up on the connection after 45 s
     grace_s: float = 120.0
@@ -59,9 +62,9 @@ class _Entry:
     extra: dict[str, str]
     session_id: str | None
     running: concurrent.futures.Future[OpResult]
-    withdraw: Callable[[], None]  # says that nobody waits, once it has begun
+    withdraw: Callable[[], None]  # withdraws an operation that has started
     key: RequestKey | None = None
-    abandoned: bool = False  # nobody will come for the result
+    abandoned: bool = False  # the result is not wanted
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     outcome: Outcome | None = None
     size: int = 0
@@ -69,7 +72,7 @@ class _Entry:
 
 
 class FutureStore:
-    """Lives on the event loop's thread; the engine's thread only ever reaches `_finish`, through the loop."""
+    """Used on the event loop's thread only. The engine's thread schedules `_finish` on the loop."""
 
     def __init__(self, retention: Retention, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._retention = retention
@@ -77,13 +80,13 @@ class FutureStore:
         self._entries: dict[str, _Entry] = {}
         self._keys: dict[str, OrderedDict[int, tuple[str, str]]] = {}  # scope -> seq_id -> (kind, request_id)
         self._delivered: OrderedDict[str, None] = OrderedDict()  # finished and delivered, oldest first
-        self._waiting: OrderedDict[str, None] = OrderedDict()  # finished, nobody has asked yet, oldest first
+        self._waiting: OrderedDict[str, None] = OrderedDict()  # finished and not delivered, oldest first
         self._bytes = 0
         self._evicted = 0
         self._closed = False
 
     def share(self, parts: int) -> FutureStore:
-        """An empty store that keeps one of so many parts of what this one keeps, for one tenant's requests."""
+        """Return an empty store for a tenant, with a fraction 1 / `parts` of the limits of this one."""
         max_finished, max_bytes = self._retention.max_finished // parts, self._retention.max_bytes // parts
         return FutureStore(
             replace(self._retention, max_finished=max_finished, max_bytes=max_bytes), clock=self._clock
@@ -100,8 +103,9 @@ class FutureStore:
         when_done: Callable[[Outcome], None] | None = None,
         withdraw: Callable[[], None] = lambda: None,
     ) -> str:
-        """Call `start` unless `key` was seen before; the request's id either way. What `start` raises leaves no trace. `withdraw` is called
-        when nobody will come for the result."""
+        """Call `start` unless `key` was seen before, and return the id of the request. If `start` raises,
+        nothing is recorded. `withdraw` is called when the result is not wanted any more.
+        """
         if key is not None and (known := self.find(key, kind=kind)) is not None:
             return known
         future = start()
@@ -119,20 +123,23 @@ class FutureStore:
         def hand_over(done: concurrent.futures.Future[OpResult]) -> None:
             try:
                 loop.call_soon_threadsafe(self._finish, request_id, done, when_done)
-            except RuntimeError:  # the loop has closed: the server is gone and so is everyone who could ask
+            except RuntimeError:  # the loop is closed: the server has stopped
                 logger.debug("%s finished after the server's loop", request_id)
 
         future.add_done_callback(hand_over)
         return request_id
 
     def find(self, key: RequestKey, *, kind: str) -> str | None:
-        """The id of an earlier request under this key. UserError when that was a request of another kind."""
+        """Return the id of an earlier request with this key. Raise UserError if that was a request of another
+        kind.
+        """
         known = self._keys.get(key.scope, {}).get(key.seq_id)
         if known is None:
             return None
         if known[0] != kind:
             raise UserError(
-                f"seq_id {key.seq_id} of {key.scope} was a {known[0]} request already; give each request its own seq_id"
+                f"seq_id {key.seq_id} of {key.scope} was a {known[0]} request already; give each request its "
+                f"own seq_id"
             )
         return known[1]
 
@@ -141,11 +148,14 @@ class FutureStore:
         return None if entry is None else entry.session_id
 
     async def wait(self, request_id: str) -> Outcome | None:
-        """The outcome, or None when it is still pending after the hold. FutureLostError when this server does not know the id."""
+        """Return the outcome, or None if it is still pending after the hold time. Raise FutureLostError for
+        an unknown id.
+        """
         entry = self._entries.get(request_id)
         if entry is None:
             raise FutureLostError(
-                f"no request {request_id}: the server was restarted since, or its result was delivered and dropped; send it again"
+                f"no request {request_id}: the server was restarted since, or its result was delivered and "
+                f"dropped; send it again"
             )
         if not entry.woken.is_set() and not self._closed:
             try:
@@ -158,7 +168,7 @@ class FutureStore:
         return entry.outcome
 
     def prune(self) -> None:
-        """Drop what was delivered longer ago than the grace period."""
+        """Remove results that were delivered longer ago than the grace period."""
         deadline = self._clock() - self._retention.grace_s
         while self._delivered:
             request_id = next(iter(self._delivered))
@@ -168,7 +178,7 @@ class FutureStore:
             self._drop(request_id)
 
     def abandon(self, session_id: str) -> None:
-        """A session is over: withdraw its requests, and keep no result longer than the grace period."""
+        """End a session: withdraw its requests, and keep its results for the grace period only."""
         for scope in [scope for scope in self._keys if scope.split(":")[0] == session_id]:
             del self._keys[scope]
         for request_id, entry in list(self._entries.items()):
@@ -176,7 +186,7 @@ class FutureStore:
                 self.cancel(request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Nobody will come for the result: withdraw the request. An unknown id is none that could be withdrawn."""
+        """Withdraw the request, because its result is not wanted. An unknown id is ignored."""
         entry = self._entries.get(request_id)
         if entry is None:
             return
@@ -187,7 +197,7 @@ class FutureStore:
             self._count_as_delivered(request_id, entry)
 
     def close(self) -> None:
-        """Let go of every waiting poll: the server is stopping."""
+        """End every waiting poll, because the server stops."""
         self._closed = True
         for entry in self._entries.values():
             entry.woken.set()
@@ -229,7 +239,7 @@ class FutureStore:
         if when_done is not None:
             try:
                 when_done(entry.outcome)
-            except Exception as failure:  # a full disk, say; whoever waits for the result must hear of it
+            except Exception as failure:  # for example a full disk; the client must get the error
                 expected = isinstance(failure, ServerError | OSError)
                 logger.error(
                     "%s is done, and could not be recorded: %s",
@@ -252,7 +262,9 @@ class FutureStore:
             self._delivered[request_id] = None
 
     def _make_room(self) -> None:
-        """Over the bounds, delivered results go first; a result nobody fetched goes last and is counted."""
+        """Above the limits, delivered results are removed first. A removed result that was not delivered is
+        counted.
+        """
         self.prune()
         while (
             len(self._delivered) + len(self._waiting) > self._retention.max_finished
@@ -260,7 +272,7 @@ class FutureStore:
         ):
             if self._delivered:
                 self._drop(next(iter(self._delivered)))
-            elif len(self._waiting) > 1:  # the newest stays, however large
+            elif len(self._waiting) > 1:  # the newest is kept, whatever its size
                 self._evicted += 1
                 self._drop(next(iter(self._waiting)))
             else:
@@ -271,7 +283,7 @@ class FutureStore:
         self._bytes -= entry.size
         if (
             entry.key is not None and entry.kind == "sample"
-        ):  # sent again it is sampled again; training must never run twice
+        ):  # a repeated sample is sampled again; training must never run twice
             scope = self._keys.get(entry.key.scope, OrderedDict())
             if scope.get(entry.key.seq_id) == (entry.kind, request_id):
                 del scope[entry.key.seq_id]
@@ -282,7 +294,7 @@ class FutureStore:
 
 
 def _result_size(result: OpResult) -> int:
-    """Roughly how many bytes a finished future keeps alive."""
+    """Return an estimate of the bytes that a finished future keeps in memory."""
     match result:
         case SampleResult():
             prompt = 0 if result.prompt_logprobs is None else result.prompt_logprobs.nbytes

@@ -1,7 +1,8 @@
-"""Who exists and who is alive: sessions with their models and samplers, under the ids that the SDK derives by itself.
+"""Sessions with their models and samplers, under the ids that the SDK derives itself.
 
-`<session>:train:<n>` is a model, `<session>:sample:<n>` a sampler. Pure bookkeeping on the event loop's thread: ending a session returns
-the operations that free what it held, and the caller submits them. What belongs to another tenant is answered like what never was.
+`<session>:train:<n>` is a model, `<session>:sample:<n>` a sampler. Used on the event loop's thread only.
+Ending a session returns the operations that free its memory, which the caller submits. An object of another
+tenant is reported as absent.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from skyrl_tx_server.config.tenant_options import TenantOptions
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT, DropSnapshot, LoraSpec, UnloadModel
-from skyrl_tx_server.engine.tenants import Quota, id_prefix, owner_of
+from skyrl_tx_server.engine.tenants import id_prefix, owner_of
 from skyrl_tx_server.errors import FutureLostError, NotFoundError, UserError
 
 MAX_ENDED_REMEMBERED = 10_000
@@ -23,7 +25,7 @@ MAX_ENDED_REMEMBERED = 10_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """A live adapter that a client trains."""
+    """A model in training, with its adapter in memory."""
 
     model_id: str
     session_id: str
@@ -33,12 +35,14 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampler:
-    """What a sampling client samples from: the base model, a sampler checkpoint, or a snapshot that lives in memory only."""
+    """The weights that a sampling client samples from: the base model, a sampler checkpoint, or a snapshot in
+    memory.
+    """
 
     sampler_id: str
     session_id: str
     model_path: str | None  # tinker:// path; None for the base model and for a snapshot in memory
-    weights: str | None  # what `ops.Sample.weights` takes; None is the base model
+    weights: str | None  # `operations.Sample.weights`; None is the base model
 
     @property
     def is_snapshot(self) -> bool:
@@ -49,7 +53,7 @@ class Sampler:
 class Session:
     session_id: str
     created_at: datetime
-    last_seen: float  # on the registry's clock
+    last_seen: float  # time of the registry's clock
     tags: list[str]
     user_metadata: dict[str, str]
     display_name: str | None
@@ -58,22 +62,22 @@ class Session:
 
 
 class Registry:
-    """All sessions, or, made by `of`, those of one tenant."""
+    """All sessions, or, in a view made by `of`, those of one tenant."""
 
     def __init__(self, *, session_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = session_timeout_s
-        self._clock = clock
+        self.clock = clock
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # session id -> why it ended
         self.last_request_at: dict[str, datetime] = {}  # of every live model
         self._snapshots: OrderedDict[str, None] = (
             OrderedDict()
         )  # samplers that are snapshots, least recently used first
-        self._tenant: str | None = None  # None: whoever owns it
-        self._quota: Quota | None = None
+        self._tenant: str | None = None  # None: all owners
+        self._quota: TenantOptions | None = None
 
-    def of(self, tenant: str, quota: Quota) -> Registry:
-        """The same registry as `tenant` sees it, who may have so much in it."""
+    def of(self, tenant: str, quota: TenantOptions) -> Registry:
+        """Return a view for `tenant`, which may have as much in it as `quota` allows."""
         view = copy.copy(self)
         view._tenant, view._quota = tenant, quota
         return view
@@ -82,7 +86,7 @@ class Registry:
         return self._tenant is None or owner_of(identifier) == self._tenant
 
     def _find(self, session_id: str) -> Session | None:
-        """The only way to a session by its id."""
+        """Return a session by its id. All other methods use this one."""
         return self._sessions.get(session_id) if self._owns(session_id) else None
 
     # --- sessions
@@ -90,14 +94,15 @@ class Registry:
     def open_session(
         self, *, tags: list[str], user_metadata: dict[str, str], display_name: str | None
     ) -> Session:
-        if self._quota is not None and len(self.sessions()) >= self._quota.max_sessions:
+        if self._quota is not None and len(self.sessions()) >= self._quota.tenant_max_sessions:
             raise UserError(
-                f"you have {self._quota.max_sessions} open sessions, which is the limit; close some, or wait until they expire"
+                f"you have {self._quota.tenant_max_sessions} open sessions, which is the limit "
+                f"(tenant_max_sessions); close some, or wait until they expire"
             )
         session = Session(
             session_id=f"{id_prefix(self._tenant or DEFAULT_TENANT)}session-{uuid.uuid4().hex[:16]}",
             created_at=datetime.now(UTC),
-            last_seen=self._clock(),
+            last_seen=self.clock(),
             tags=tags,
             user_metadata=user_metadata,
             display_name=display_name,
@@ -106,13 +111,13 @@ class Registry:
         return session
 
     def session(self, session_id: str) -> Session:
-        """A live session, which its own client asks for and which is thereby seen alive."""
+        """Return a session for its own client, and record that the client is alive."""
         session = self.look_up(session_id)
-        session.last_seen = self._clock()
+        session.last_seen = self.clock()
         return session
 
     def look_up(self, session_id: str) -> Session:
-        """A live session, for anyone who asks."""
+        """Return a session, without recording that its client is alive."""
         session = self._find(session_id)
         if session is None:
             raise NotFoundError(
@@ -121,7 +126,7 @@ class Registry:
         return session
 
     def sessions(self) -> list[Session]:
-        """Newest first."""
+        """Return the sessions, the newest first."""
         seen = (session for session in self._sessions.values() if self._owns(session.session_id))
         return sorted(seen, key=lambda session: session.created_at, reverse=True)
 
@@ -129,24 +134,26 @@ class Registry:
         return self._find(session_id) is not None
 
     def heartbeat(self, session_id: str) -> None:
-        """The SDK stops its heartbeats at a 410, so that is the answer for a session that will never be back."""
+        """Record that the client is alive. Raise FutureLostError (410) for a session that has ended: the SDK
+        then stops its heartbeats.
+        """
         try:
             self.session(session_id)
         except NotFoundError as error:
             raise FutureLostError(str(error)) from None
 
     def touch(self, session_id: str | None) -> None:
-        """A poll is a sign of life as good as a heartbeat."""
+        """Record that the client is alive; a poll counts as a heartbeat."""
         session = None if session_id is None else self._find(session_id)
         if session is not None:
-            session.last_seen = self._clock()
+            session.last_seen = self.clock()
 
     def expired(self) -> list[str]:
-        deadline = self._clock() - self._timeout_s
+        deadline = self.clock() - self._timeout_s
         return [session.session_id for session in self._sessions.values() if session.last_seen < deadline]
 
     def end_session(self, session_id: str, why: str) -> list[UnloadModel | DropSnapshot]:
-        """Forget the session; what has to run so that nothing of it stays on the device."""
+        """Remove the session and return the operations that free its memory on the device."""
         session = self._find(session_id)
         if session is None:
             return []
@@ -178,9 +185,10 @@ class Registry:
             raise UserError(
                 f"model {model_id} exists already; give each model of a session its own model_seq_id"
             )
-        if self._quota is not None and self.stats()["models"] >= self._quota.max_models:
+        if self._quota is not None and self.stats()["models"] >= self._quota.tenant_max_models:
             raise UserError(
-                f"you have {self._quota.max_models} models, which is the limit (tenant_max_models); unload one, or close its session"
+                f"you have {self._quota.tenant_max_models} models, which is the limit (tenant_max_models); "
+                f"unload one, or close its session"
             )
         model = Model(model_id=model_id, session_id=session_id, lora=lora, created_at=datetime.now(UTC))
         session.models[model_id] = model
@@ -188,7 +196,7 @@ class Registry:
         return model
 
     def model(self, model_id: str) -> Model:
-        """A live model, whose session is thereby seen alive."""
+        """Return a model, and record that the client of its session is alive."""
         session_id = model_id.split(":")[0]
         if self._find(session_id) is None:
             raise NotFoundError(
@@ -215,15 +223,16 @@ class Registry:
     def add_sampler(
         self, session_id: str, sampler_id: str, *, model_path: str | None, weights: str | None
     ) -> Sampler:
-        """Adding the same sampler again (its reply was lost) changes nothing."""
+        """Add a sampler. Adding the same sampler again (its reply was lost) changes nothing."""
         session = self.session(session_id)
         if (
             self._quota is not None
             and sampler_id not in session.samplers
-            and self.stats()["samplers"] >= self._quota.max_samplers
+            and self.stats()["samplers"] >= self._quota.tenant_max_samplers
         ):
             raise UserError(
-                f"you have {self._quota.max_samplers} samplers, which is the limit; close a session"
+                f"you have {self._quota.tenant_max_samplers} samplers, which is the limit "
+                f"(tenant_max_samplers); close a session"
             )
         sampler = Sampler(
             sampler_id=sampler_id, session_id=session_id, model_path=model_path, weights=weights
@@ -231,7 +240,8 @@ class Registry:
         known = session.samplers.setdefault(sampler_id, sampler)
         if known != sampler:
             raise UserError(
-                f"sampler {sampler_id} exists already with other weights; give each sampling session its own number"
+                f"sampler {sampler_id} exists already with other weights; give each sampling session its own "
+                f"number"
             )
         if sampler.is_snapshot:
             self._snapshots[sampler_id] = None
@@ -246,13 +256,14 @@ class Registry:
         sampler = self.session(session_id).samplers.get(sampler_id)
         if sampler is None:
             raise NotFoundError(
-                f"no sampler {sampler_id}: it was never made, saving its weights failed, or it was freed for newer ones"
+                f"no sampler {sampler_id}: it was never made, saving its weights failed, or it was freed for "
+                f"newer ones"
             )
         self._use(sampler_id)
         return sampler
 
     def find_sampler(self, sampler_id: str) -> Sampler | None:
-        """A sampler, for anyone who asks; its session is not thereby seen alive."""
+        """Return a sampler, without recording that the client of its session is alive."""
         session = self._find(sampler_id.split(":")[0])
         self._use(sampler_id)
         return None if session is None else session.samplers.get(sampler_id)
@@ -268,11 +279,13 @@ class Registry:
             self._snapshots.pop(sampler_id, None)
 
     def free_surplus_snapshots(self) -> list[DropSnapshot]:
-        """Forget the tenant's least recently used snapshots above its quota; what has to run so that they are freed."""
+        """Remove the tenant's least recently used snapshots above its quota, and return the operations that
+        free them.
+        """
         if self._quota is None:
             return []
         own = [sampler_id for sampler_id in self._snapshots if self._owns(sampler_id)]
-        surplus = own[: max(0, len(own) - self._quota.max_snapshots)]
+        surplus = own[: max(0, len(own) - self._quota.tenant_max_snapshots)]
         for sampler_id in surplus:
             self.forget_sampler(sampler_id)
         return [DropSnapshot(weights=sampler_id) for sampler_id in surplus]

@@ -1,9 +1,10 @@
-"""The meeting point of the HTTP side and the engine: frozen requests and results, arrays in numpy.
+"""The interface of the HTTP side and the engine: frozen requests and results, with arrays in numpy.
 
-HTTP code turns a body into one of these operations and submits it; the engine answers with the matching result.
-Neither side imports the other. What the model's sizes and a request's own fields forbid is refused before the operation is made (`wire`),
-so the engine asks only what it alone knows: which models and checkpoints there are, and what its programs have room for.
-Token ids are int32, log-probabilities and weights float32, all little-endian numpy arrays.
+HTTP code parses a body into one of these operations and submits it; the engine returns the matching result.
+Neither side imports the other. The request parsers (`http/wire`) reject what the model's sizes and the fields
+of a request forbid, so the engine checks only what it alone knows: which models and checkpoints exist, and
+what its programs have room for. Token ids are int32, log-probabilities and weights float32, all little-endian
+numpy arrays.
 """
 
 from __future__ import annotations
@@ -13,26 +14,18 @@ from enum import StrEnum
 
 import numpy as np
 
+from skyrl_tx_server.engine.loss_spec import LossFn, LossSettings
+
 DEFAULT_TENANT = "default"
-"""The tenant of every operation on a server that does not tell tenants apart."""
+"""The tenant of every operation on a server without tenants."""
 
 LORA_ALPHA = 32.0
-"""LoRA's alpha for every adapter; the delta is scaled by alpha / rank (Thinking Machines, "LoRA Without Regret")."""
+"""LoRA's alpha for every adapter; the delta is scaled by alpha / rank (Thinking Machines, "LoRA Without
+Regret")."""
 
 
 NO_LOGPROB = -99999.0
-"""What the contract writes, with token 0, at a position of a top-k that has none."""
-
-
-class LossFn(StrEnum):
-    """The losses this server computes; formulas in `steps/losses.py`."""
-
-    CROSS_ENTROPY = "cross_entropy"
-    IMPORTANCE_SAMPLING = "importance_sampling"
-    PPO = "ppo"
-    CISPO = "cispo"
-    DRO = "dro"
-    GSPO = "gspo"
+"""The log-probability, with token 0, at a position of a top-k that has none."""
 
 
 class StopReason(StrEnum):
@@ -42,7 +35,7 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSpec:
-    """What an adapter is made of; saved with every checkpoint."""
+    """The shape and seed of an adapter; saved with every checkpoint."""
 
     rank: int
     seed: int = 0
@@ -53,13 +46,17 @@ class LoraSpec:
 
 
 def expert_rank(rank: int, experts_per_token: int) -> int:
-    """The rank of each expert's factors: an adapter's rank, shared among the experts that see a token (as "LoRA Without Regret" does)."""
+    """Return the rank of the factors of each expert: the rank of the adapter, divided by the experts that
+    each token uses (as in "LoRA Without Regret").
+    """
     return max(1, rank // experts_per_token)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamSettings:
-    """One optimizer step's settings, exactly Tinker's AdamParams: decoupled weight decay, global-norm clipping (0 = off)."""
+    """The settings of one optimizer step, exactly Tinker's AdamParams: decoupled weight decay, global-norm
+    clipping (0 = off).
+    """
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -67,15 +64,6 @@ class AdamSettings:
     eps: float = 1e-12
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossSettings:
-    """A request's loss_fn_config; which loss reads which is in `wire.LOSS_CONFIG`, what for in `steps/losses.py`."""
-
-    clip_low_threshold: float = 0.8  # both bound the ratio itself
-    clip_high_threshold: float = 1.2
-    beta: float = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,12 +93,12 @@ class SamplingSettings:
     seed: int | None = None  # None: fresh randomness; sample i of a request uses fold_in(seed, i)
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    stop_at_eos: bool = True  # the client gave no `stop` at all
+    stop_at_eos: bool = True  # the client gave no `stop`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CsrMatrix:
-    """A matrix, dense or sparse (CSR): a reply keeps the layout of its request."""
+    """A matrix, dense or sparse (CSR). A reply keeps the layout of its request."""
 
     values: np.ndarray  # flat: every cell, row by row, or the listed ones
     shape: tuple[int, int]
@@ -120,13 +108,13 @@ class CsrMatrix:
     col_indices: np.ndarray | None = None  # int64, one per value; None: dense
 
     def rows(self) -> np.ndarray:
-        """The row of each value, ascending."""
+        """Return the row of each value, ascending."""
         if self.crow_indices is None:
             return np.repeat(np.arange(self.shape[0]), self.shape[1])
         return np.repeat(np.arange(self.shape[0]), np.diff(self.crow_indices))
 
     def dense(self) -> np.ndarray:
-        """The whole matrix; cells that are not listed are 0."""
+        """Return the whole matrix; cells that are not listed are 0."""
         if self.crow_indices is None:
             return self.values.reshape(self.shape)
         matrix = np.zeros(self.shape, self.values.dtype)
@@ -134,7 +122,7 @@ class CsrMatrix:
         return matrix
 
 
-# --- operations -------------------------------------------------------------------------------------------------
+# --- operations ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,9 +135,11 @@ class CreateModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadWeights:
-    """Replace a model's adapter (and optimizer state, when asked) by a training checkpoint's. Result: `WeightsLoaded`.
+    """Replace a model's adapter (and optimizer state, when asked) by a training checkpoint's. Result:
+    `WeightsLoaded`.
 
-    `create` makes the model first, with the checkpoint's own LoraSpec. Without `optimizer` the moments and step start at zero.
+    `create` makes the model first, with the checkpoint's own LoraSpec. Without `optimizer` the moments and
+    step start at zero.
     """
 
     model_id: str
@@ -160,7 +150,8 @@ class LoadWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackward:
-    """Add the gradient of the summed loss to the model's accumulator (not when `forward_only`). Result: `ForwardBackwardResult`."""
+    """Add the gradient of the summed loss to the model's accumulator (not when `forward_only`). Result:
+    `ForwardBackwardResult`."""
 
     model_id: str
     data: tuple[TrainDatum, ...]
@@ -179,7 +170,8 @@ class OptimStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveWeights:
-    """A training checkpoint (adapter and optimizer) at tinker://<model_id>/weights/<name>. Result: `WeightsSaved`."""
+    """A training checkpoint (adapter and optimizer) at tinker://<model_id>/weights/<name>. Result:
+    `WeightsSaved`."""
 
     model_id: str
     name: str
@@ -189,17 +181,21 @@ class SaveWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveSampler:
-    """An immutable sampler snapshot of the model's current adapter, sampleable under `weights`. Result: `WeightsSaved`."""
+    """An immutable sampler snapshot of the model's current adapter, sampleable under `weights`. Result:
+    `WeightsSaved`."""
 
     model_id: str
-    weights: str  # tinker://<model_id>/sampler_weights/<name> is written to disk; under any other name (a session's) it stays in memory
+    # tinker://<model_id>/sampler_weights/<name> is written to disk; under any other name (a session's) it
+    # stays in memory
+    weights: str
     user_metadata: dict[str, str] = field(default_factory=dict)
-    peft_directory: str | None = None  # where to write it in PEFT's layout as well
+    peft_directory: str | None = None  # also write it there in PEFT's layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveExternal:
-    """The model's current adapter, for use elsewhere, at tinker://<model_id>/external_weights/<name>. Result: `WeightsSaved`."""
+    """The model's current adapter, for use elsewhere, at tinker://<model_id>/external_weights/<name>. Result:
+    `WeightsSaved`."""
 
     model_id: str
     name: str
@@ -223,7 +219,8 @@ class DropSnapshot:
 class Sample:
     """`num_samples` completions of one prompt. Result: `SampleResult`.
 
-    `weights` names a snapshot (an ephemeral id, or a tinker:// sampler path, loaded from disk on first use); None is the base model.
+    `weights` names a snapshot (an ephemeral id, or a tinker:// sampler path, loaded from disk on first use);
+    None is the base model.
     """
 
     weights: str | None
@@ -258,7 +255,7 @@ Op = (
 """Everything the engine executes. Ops of one `model_id` run in submission order."""
 
 
-# --- results ----------------------------------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,7 +290,8 @@ class WeightsSaved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopkLogprobs:
-    """The k likeliest tokens at each of n positions, likeliest first. A position without a context is all token 0 at `NO_LOGPROB`."""
+    """The k likeliest tokens at each of n positions, likeliest first. A position without a context is all
+    token 0 at `NO_LOGPROB`."""
 
     token_ids: np.ndarray  # [n, k] int32
     logprobs: np.ndarray  # [n, k] float32

@@ -1,4 +1,4 @@
-"""Finds the token that completes a stop string, by decoding only the tokens that can be part of one."""
+"""Find the token that completes a stop string, decoding only the tokens that can be part of one."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from skyrl_tx_server.errors import ConfigError, UserError
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """The model's own tokenizer. UserError when the directory has none: then only stop token ids work."""
+    """Return the model's own tokenizer. Raise UserError if the directory has none; then only stop token ids
+    work.
+    """
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise UserError(
-            "stop strings need the model's tokenizer.json, which its directory lacks; pass stop token ids instead"
+            "stop strings need the model's tokenizer.json, which its directory lacks; pass stop token ids "
+            "instead"
         )
     return Tokenizer.from_file(str(path))
 
 
 def check_tokenizer(model_dir: Path) -> None:
-    """ConfigError where the directory has a tokenizer.json that is cut short; without one only text cannot be had."""
+    """Raise ConfigError if the tokenizer.json of the directory is incomplete. A model without one cannot
+    produce text, but can be trained and sampled.
+    """
     path = model_dir / "tokenizer.json"
     if path.is_file():
         try:
@@ -34,10 +39,11 @@ def check_tokenizer(model_dir: Path) -> None:
 def find_stop(
     tokenizer: Tokenizer, tokens: Sequence[int], stop_strings: Sequence[str], *, new: int
 ) -> int | None:
-    """The length to cut `tokens` to, just after the token that completes a stop string; None when none does.
+    """Return the length to cut `tokens` to, just after the token that completes a stop string, or None if
+    none does.
 
-    Only the last `new` tokens are new: earlier calls have looked at the others. A token is at least one byte of text, so a stop string
-    of n bytes lies within n tokens.
+    Only the last `new` tokens are new: earlier calls have searched the others. A token is at least one byte
+    of text, so a stop string of n bytes lies within n tokens.
 
     >>> find_stop(tokenizer, [72, 105, 10, 33], ["i\\n"], new=4)    # "H", "i", "\\n", "!"
     3

@@ -1,11 +1,12 @@
-"""Tenants: which key belongs to whom, who owns an object, and how much each tenant may hold.
+"""Tenants: the key file, and the owners of objects.
 
-The owner of a session is part of its id, `tenant-<name>.session-<hex>`, and models, samplers, training runs and checkpoint paths begin
-with the id of their session. Ownership therefore needs no other record and survives a restart. An id without this prefix belongs to
-`DEFAULT_TENANT`, which is the operator: the holder of `api_key`, or everyone where the server has no key.
+The owner of a session is part of its id, `tenant-<name>.session-<hex>`, and models, samplers, training runs
+and checkpoint paths begin with the id of their session. Ownership therefore needs no other record and
+survives a restart. An id without this prefix belongs to `DEFAULT_TENANT`, the operator: the holder of
+`api_key`, or every client where the server has no key.
 
-A key file holds one line for each key, `name:<SHA-256 of the key in hex>`. Keys are made at random with 256 bits
-(`python -m skyrl_tx_server.keys add`), so nobody can find one by trying, and a slow password hash would add nothing.
+A key file holds one line for each key, `name:<SHA-256 of the key in hex>`. Keys have 256 random bits (`python
+-m skyrl_tx_server.keys add`), so they cannot be guessed, and a slow password hash would add nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import logging
 import os
 import re
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT
@@ -29,28 +29,13 @@ _OWNED = re.compile(r"(?:tinker://)?tenant-([a-z0-9_-]{1,40})\..*", re.DOTALL)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Quota:
-    """How much one tenant may hold at the same time. It does not apply to the operator."""
-
-    max_sessions: int = 1000
-    max_models: int = 16
-    max_samplers: int = 10_000
-    max_snapshots: int = (
-        64  # sampler weights in memory; a further one replaces the tenant's least recently used
-    )
-    max_tokens: int = 1 << 24  # of samples and training data that wait or run
-    max_checkpoints: int = 1000
-    checkpoint_bytes: int | None = None  # None: only the server's own quota
-
-
 def id_prefix(tenant: str) -> str:
-    """What the ids of a tenant's sessions, and so of all its objects, begin with."""
+    """Return the prefix of the ids of a tenant's sessions, and so of all its objects."""
     return "" if tenant == DEFAULT_TENANT else f"tenant-{tenant}."
 
 
 def owner_of(identifier: str) -> str:
-    """The tenant that owns an id or a tinker:// path.
+    """Return the tenant that owns an id or a tinker:// path.
 
     >>> owner_of("tinker://tenant-alice.session-1:train:0/weights/last"), owner_of("session-1:train:0")
     ('alice', 'default')
@@ -60,20 +45,21 @@ def owner_of(identifier: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """ConfigError for what cannot be the name of a tenant."""
+    """Raise ConfigError for a name that a tenant cannot have."""
     if not NAME.fullmatch(name) or name == DEFAULT_TENANT:
         raise ConfigError(
-            f"tenant name {name!r} is not allowed; use lower-case letters, digits, '_' and '-', at most 40, and not {DEFAULT_TENANT!r}"
+            f"tenant name {name!r} is not allowed; use lower-case letters, digits, '_' and '-', at most 40, "
+            f"and not {DEFAULT_TENANT!r}"
         )
 
 
 def digest(key: str) -> str:
-    """The form in which a key file holds a key."""
+    """Return the digest of a key, which is what a key file holds."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def read_keys(file: Path) -> dict[str, str]:
-    """Digest -> tenant. ConfigError, one line, for a file that cannot be used."""
+    """Return the tenant of each digest. Raise ConfigError for a file that cannot be used."""
     try:
         status, text = file.stat(), file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -97,16 +83,17 @@ def read_keys(file: Path) -> dict[str, str]:
             raise ConfigError(f"api_keys_file={file}: line {number}: {error}") from None
         if keys.setdefault(key_digest, name) != name:
             raise ConfigError(
-                f"api_keys_file={file}: line {number} gives the key of tenant {keys[key_digest]} to {name} too"
+                f"api_keys_file={file}: line {number} gives the key of tenant {keys[key_digest]} to {name} "
+                f"too"
             )
     return keys
 
 
 class TenantKeys:
-    """The key file of a running server, which reads it again when it changes."""
+    """The key file of a running server, which is read again when it changes."""
 
     def __init__(self, file: Path) -> None:
-        """ConfigError when the file cannot be used."""
+        """Raise ConfigError if the file cannot be used."""
         self._file = file
         self._version = _version(file)
         self._keys = read_keys(file)
@@ -115,7 +102,7 @@ class TenantKeys:
         return len(set(self._keys.values()))
 
     def tenant_of(self, key: str) -> str | None:
-        """Whose key this is; None: nobody's. Takes the same time for every key."""
+        """Return the tenant of a key, or None. Takes the same time for every key."""
         given, found = digest(key), None
         for key_digest, tenant in self._keys.items():
             if hmac.compare_digest(given, key_digest):
@@ -123,7 +110,7 @@ class TenantKeys:
         return found
 
     def reload_if_changed(self) -> None:
-        """A file that has become unusable leaves the keys as they are."""
+        """Read the file again if it has changed. If it cannot be used, the keys stay as they are."""
         version = _version(self._file)
         if version == self._version:
             return

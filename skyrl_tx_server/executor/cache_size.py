@@ -3,50 +3,22 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor.resolved_model import ServedModel
-from skyrl_tx_server.model.kernels.paged_kernel import reads_as_they_lie
 from skyrl_tx_server.model.kv_cache import page_bytes
-from skyrl_tx_server.model.mesh import on_gpu
-from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.sampling.model_runner import CacheSize, decodes_in_place
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CacheSize:
-    """On each of the batch's devices."""
-
-    slots: int
-    pages: int
-    page_bytes: int
-    context_pages: int  # of the longest sequence
-    copied_pages: int  # of it that a decode block puts side by side
-
-    @property
-    def pages_bytes(self) -> int:
-        return self.pages * self.page_bytes
-
-    @property
-    def copy_bytes(self) -> int:
-        """What a decode block makes of its rows' pages, side by side, where every row is as long as can be."""
-        return self.slots * self.copied_pages * self.page_bytes
-
-
-def kernel_decodes(config: ModelConfig) -> bool:
-    """On a GPU a kernel reads the pages as they lie; elsewhere, and for heads it does not take, as a latent attention's wide ones, they are
-    copied side by side once per block."""
-    return on_gpu() and reads_as_they_lie(config.head_dim)
-
-
 def asked_cache(model: ServedModel) -> CacheSize:
-    """What the settings ask for: `cache_tokens`, or else a whole context for each of `decode_slots`."""
+    """What the settings ask for: `cache_tokens`, or else a whole context for each of `max_num_seqs`."""
     settings, config = model.settings, model.config
     groups, whole = settings.mesh.batch, -(-model.context // PAGE)
-    slots = settings.decode_slots // groups
+    slots = settings.max_num_seqs // groups
     pages = (
         slots * (whole + 1) if settings.cache_tokens is None else -(-settings.cache_tokens // PAGE // groups)
     )
@@ -55,7 +27,7 @@ def asked_cache(model: ServedModel) -> CacheSize:
         pages=1 + pages,
         page_bytes=page_bytes(config, model.dtype) // config.tensor_shards,
         context_pages=whole,
-        copied_pages=0 if kernel_decodes(config) else whole,
+        copied_pages=0 if decodes_in_place(config) else whole,
     )
 
 
@@ -88,8 +60,8 @@ def fitting_cache(model: ServedModel, budget_bytes: float) -> CacheSize:
         )
     if slots < asked.slots:
         logger.warning(
-            "decode_slots=%d: only %d sequences of %d tokens fit into %.1f GiB; a smaller max_context_length makes room for more",
-            settings.decode_slots,
+            "max_num_seqs=%d: only %d sequences of %d tokens fit into %.1f GiB; a smaller max_context_length makes room for more",
+            settings.max_num_seqs,
             slots * settings.mesh.batch,
             context,
             settings.mesh.batch * budget_bytes / 2**30,
@@ -98,6 +70,6 @@ def fitting_cache(model: ServedModel, budget_bytes: float) -> CacheSize:
         logger.info(
             "keys and values of %d tokens are kept, of up to %d sequences",
             (pages - 1) * PAGE * settings.mesh.batch,
-            settings.decode_slots,
+            settings.max_num_seqs,
         )
     return replace(asked, slots=slots, pages=pages)

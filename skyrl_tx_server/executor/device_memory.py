@@ -6,7 +6,7 @@ import os
 
 import jax
 
-from skyrl_tx_server.config.server_config import EngineSettings
+from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.executor.resolved_model import ServedModel
 from skyrl_tx_server.model.mesh import bytes_per_device, weight_stationary
 from skyrl_tx_server.model.transformer import Remat, cut_stack, reads_in_place
@@ -17,7 +17,7 @@ CACHE_SHARE_OF_FREE_DEVICE_MEMORY = 0.5
 ACTIVATIONS_SHARE_OF_MEMORY = 0.1
 
 
-def free_bytes(settings: EngineSettings) -> float:
+def free_bytes(settings: EngineOptions) -> float:
     """Free memory of one device; on a CPU its share of all the machine's, because what is free changes from second to second."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:

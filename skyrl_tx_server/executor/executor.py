@@ -21,9 +21,12 @@ import jax
 import numpy as np
 from jax.stages import Lowered
 
-from skyrl_tx_server.config.server_config import EngineSettings
-from skyrl_tx_server.distributed.multihost import ALONE, Hosts
-from skyrl_tx_server.engine.engine import EngineInfo, FailedRow, FinishedRow, PrefillResult, RunningRow
+from skyrl_tx_server.config.engine_options import EngineOptions
+from skyrl_tx_server.distributed.multihost import SINGLE_RANK, RankGroup
+from skyrl_tx_server.engine.executor_protocol import (
+    EngineInfo,
+)
+from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import (
     CreateModel,
     Done,
@@ -45,20 +48,19 @@ from skyrl_tx_server.engine.operations import (
     WeightsLoaded,
     WeightsSaved,
 )
-from skyrl_tx_server.engine.scheduler import PrefillRequest
 from skyrl_tx_server.errors import ConflictError, UserError
 from skyrl_tx_server.executor import compile_stats, device_memory
 from skyrl_tx_server.executor.cache_size import fitting_cache
 from skyrl_tx_server.executor.resolved_model import served_model, use_compilation_cache
 from skyrl_tx_server.files.base_model import fingerprint
-from skyrl_tx_server.files.checkpoints import (
+from skyrl_tx_server.files.checkpoint_record import (
     CheckpointInfo,
     CheckpointKind,
-    CheckpointStore,
     checkpoint_path,
     is_on_disk,
     parse_path,
 )
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import write_adapter
 from skyrl_tx_server.model.lora.adapter import (
     Adapter,
@@ -71,8 +73,8 @@ from skyrl_tx_server.model.mesh import on_gpu, to_host
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.batch_runner import BatchRunner
-from skyrl_tx_server.training.losses import LossSelection, select_loss, trained_positions
-from skyrl_tx_server.training.packing import PackedBatch, example, pack, unpack, with_sequence_ratios
+from skyrl_tx_server.training.losses import LossSelection, select_loss
+from skyrl_tx_server.training.packing import PackedBatch, dummy_batch, pack, unpack
 from skyrl_tx_server.training.train_step import (
     TokenOutputs,
     adam_from_arrays,
@@ -83,7 +85,6 @@ from skyrl_tx_server.training.train_step import (
     forward_backward,
     init_adam,
     place_adam,
-    train_batch,
 )
 from skyrl_tx_server.training.training_model_pool import (
     TrainingModel,
@@ -97,8 +98,8 @@ logger = logging.getLogger(__name__)
 class DeviceExecutor:
     """Implements `engine.Executor` on this process's devices, or on those of several processes that all make the same calls (`hosts`)."""
 
-    def __init__(self, settings: EngineSettings, hosts: Hosts = ALONE) -> None:
-        self._hosts = hosts
+    def __init__(self, settings: EngineOptions, ranks: RankGroup = SINGLE_RANK) -> None:
+        self._ranks = ranks
         use_compilation_cache(settings)
         compile_stats.watch()
         model = served_model(settings)
@@ -110,8 +111,8 @@ class DeviceExecutor:
         self._config = model.config
         self._params = load_params(settings.model_dir, self._config, dtype)
         self._store = CheckpointStore(
-            settings.checkpoints_dir,
-            settings.base_model,
+            settings.checkpoints_path,
+            settings.alias,
             fingerprint(settings.model_dir),
             quota_bytes=settings.checkpoint_quota_bytes,
             tenant_quota=settings.tenant_quota,
@@ -119,36 +120,36 @@ class DeviceExecutor:
         self._max_lora_rank = settings.max_lora_rank
         self._train_shapes = model.train_shapes
         self._remat = device_memory.fitting_remat(
-            model, hosts.agreed(lambda: device_memory.free_bytes(settings))
+            model, ranks.broadcast_from_rank0(lambda: device_memory.free_bytes(settings))
         )
-        self._models = TrainingModelPool(on_device=settings.max_models, hosts=hosts)
+        self._models = TrainingModelPool(on_device=settings.max_models, ranks=ranks)
         self._no_gradient = place_adapter(self._config, zero_adapter(self._config, settings.max_lora_rank))
-        self._snapshots = AdapterCache(
+        self.adapters = AdapterCache(
             self._config,
             max_lora_rank=settings.max_lora_rank,
-            slots=settings.max_snapshots,
+            slots=settings.max_loras,
             dtype=dtype,
             read=self._read,
-            free_host_bytes=lambda: hosts.agreed(available_host_bytes),
+            free_host_bytes=lambda: ranks.broadcast_from_rank0(available_host_bytes),
         )
         cache_budget = device_memory.cache_budget_bytes(
-            model, hosts.agreed(lambda: device_memory.free_bytes(settings))
+            model, ranks.broadcast_from_rank0(lambda: device_memory.free_bytes(settings))
         )
-        self._slots = BatchRunner(
+        self.sampler = BatchRunner(
             self._config,
             self._params,
-            self._snapshots,
+            self.adapters,
             size=fitting_cache(model, cache_budget),
-            groups=settings.mesh.batch,
+            dp_ranks=settings.mesh.batch,
             max_context_length=model.context,
-            block=settings.decode_block,
+            steps=settings.decode_steps_per_dispatch,
             dtype=dtype,
             model_dir=settings.model_dir,
-            tempered_logprobs=settings.tempered_logprobs,
-            hosts=hosts,
+            processed_logprobs=settings.logprobs_mode == "processed",
+            ranks=ranks,
         )
         self.info = EngineInfo(
-            base_model=settings.base_model,
+            base_model=settings.alias,
             max_context_length=model.context,
             max_lora_rank=settings.max_lora_rank,
             vocab_size=self._config.vocab_size,
@@ -157,11 +158,7 @@ class DeviceExecutor:
             devices=f"{settings.mesh.devices} {jax.local_devices()[0].device_kind}",
         )
 
-        ahead = (
-            on_gpu() and jax.process_count() == 1
-            if settings.compile_ahead is None
-            else settings.compile_ahead
-        )
+        ahead = on_gpu() and jax.process_count() == 1 if settings.warmup is None else settings.warmup
         if ahead:
             threading.Thread(target=self._compile_ahead, name="compile-ahead", daemon=False).start()
 
@@ -172,7 +169,7 @@ class DeviceExecutor:
         while it compiles."""
         began, count = time.monotonic(), 0
         try:
-            for name, program in itertools.chain(self._slots.programs(), self._training_programs()):
+            for name, program in self.programs():
                 if not threading.main_thread().is_alive():
                     return
                 program.compile()
@@ -186,12 +183,16 @@ class DeviceExecutor:
             return
         logger.info("%d programs ready after %.0f s", count, time.monotonic() - began)
 
+    def programs(self) -> Iterator[tuple[str, Lowered]]:
+        """Yield the name and the lowered form of every program that `_compile_ahead` compiles."""
+        return itertools.chain(self.sampler.programs(), self._training_programs())
+
     def _training_programs(self) -> Iterator[tuple[str, Lowered]]:
         loss = select_loss(LossFn.CROSS_ENTROPY)
         for shape in reversed(
             [shape for shape in self._train_shapes.shapes if shape.length <= self._train_shapes.budget.length]
         ):
-            batch = train_batch(example(shape))
+            batch = dummy_batch(shape)
             given = (self._no_gradient, self._no_gradient, self._params, batch, loss)
             yield (
                 f"forward_backward, {shape.length} tokens",
@@ -201,38 +202,6 @@ class DeviceExecutor:
                 f"forward, {shape.length} tokens",
                 forward.lower(self._no_gradient, self._params, batch, loss, config=self._config),
             )
-
-    # --- sampling -------------------------------------------------------------------------------------------------
-
-    @property
-    def num_slots(self) -> int:
-        return self._slots.num_slots
-
-    @property
-    def rows_decoding(self) -> int:
-        return self._slots.rows_decoding
-
-    @property
-    def unfinished_tokens(self) -> int:
-        return self._slots.unfinished_tokens
-
-    def admit(self, admits: Sequence[PrefillRequest]) -> Sequence[PrefillResult | None]:
-        return self._slots.admit(admits)
-
-    def decode(self) -> bool:
-        return self._slots.decode()
-
-    def collect(self, *, go_on: bool) -> Sequence[FinishedRow | FailedRow]:
-        return self._slots.collect(go_on=go_on)
-
-    def pause(self, rows: Sequence[tuple[int, int]]) -> None:
-        self._slots.pause(rows)
-
-    def running(self, ticket: int) -> Sequence[RunningRow]:
-        return self._slots.running(ticket)
-
-    def release(self, ticket: int) -> None:
-        self._slots.release(ticket)
 
     # --- everything else ------------------------------------------------------------------------------------------
 
@@ -256,33 +225,34 @@ class DeviceExecutor:
                 self._models.drop(op.model_id)
                 return Done()
             case DropSnapshot():
-                self._snapshots.drop(op.weights)
+                self.adapters.drop(op.weights)
                 return Done()
             case Sample():
-                raise AssertionError("a Sample is admitted, not run")
+                raise AssertionError("a Sample is prefilled by the sampler")
 
     def stats(self) -> dict[str, object]:
         return {
-            "slots": self.num_slots,
-            "slots_used": self.rows_decoding,
+            "slots": self.sampler.num_slots,
+            "slots_used": self.sampler.num_running,
             "programs": compile_stats.programs(),
             "program_seconds": compile_stats.seconds(),
             "programs_from_cache": compile_stats.cache_hits(),
-            **self._slots.stats(),
+            **self.sampler.stats(),
             **self._models.stats(),
-            **self._snapshots.stats(),
+            **self.adapters.stats(),
             **device_memory.stats(),
         }
 
     def _forward_backward(self, op: ForwardBackward) -> Generator[None, None, ForwardBackwardResult]:
         model = self._models.get(op.model_id)
-        loss = select_loss(op.loss_fn, op.settings)
-        trained = [trained_positions(datum, op.loss_fn) for datum in op.data]
+        loss, spec = select_loss(op.loss_fn, op.settings), LOSSES[op.loss_fn]
+        trained = [spec.has_gradient(datum) for datum in op.data]
         batches = pack(op.data, trained, self._train_shapes)
-        if op.loss_fn is LossFn.GSPO:
+        if spec.add_sequence_term is not None:
             logprobs, _ = yield from self._forward(op.model_id, batches, loss)
             yield
-            batches = pack(with_sequence_ratios(op.data, logprobs), trained, self._train_shapes)
+            data = [spec.add_sequence_term(*pair) for pair in zip(op.data, logprobs, strict=True)]
+            batches = pack(data, trained, self._train_shapes)
         if op.forward_only:
             logprobs, total = yield from self._forward(op.model_id, batches, loss)
             return ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": total})
@@ -296,7 +266,7 @@ class DeviceExecutor:
                 model.adapter,
                 gradient,
                 self._params,
-                train_batch(packed),
+                packed.arrays,
                 loss,
                 config=self._config,
                 remat=self._remat,
@@ -316,9 +286,7 @@ class DeviceExecutor:
             if outputs:
                 yield
             adapter = self._models.get(model_id).adapter
-            outputs.append(
-                to_host(forward(adapter, self._params, train_batch(packed), loss, config=self._config))
-            )
+            outputs.append(to_host(forward(adapter, self._params, packed.arrays, loss, config=self._config)))
         return _logprobs(batches, outputs), _loss(outputs)
 
     def _optim_step(self, op: OptimStep) -> OptimStepResult:
@@ -390,7 +358,7 @@ class DeviceExecutor:
         )
         if op.peft_directory is not None:
             directory = Path(op.peft_directory)
-            self._hosts.agreed(
+            self._ranks.broadcast_from_rank0(
                 lambda: write_adapter(directory, arrays, model.lora, self.info.base_model, "float32")
             )
         saved = (
@@ -398,7 +366,7 @@ class DeviceExecutor:
             if on_disk
             else WeightsSaved(path=None, size_bytes=0)
         )
-        self._snapshots.put(op.weights, model.adapter)
+        self.adapters.put(op.weights, model.adapter)
         return saved
 
     def _save_external(self, op: SaveExternal) -> WeightsSaved:
@@ -407,7 +375,7 @@ class DeviceExecutor:
         return self._write(checkpoint_path(op.model_id, CheckpointKind.EXTERNAL, op.name), model, arrays, {})
 
     def _read(self, path: str) -> tuple[CheckpointInfo, dict[str, np.ndarray]]:
-        return self._hosts.agreed(lambda: self._store.read(path))
+        return self._ranks.broadcast_from_rank0(lambda: self._store.read(path))
 
     def _write(
         self,
@@ -428,7 +396,7 @@ class DeviceExecutor:
             user_metadata=user_metadata,
             overwrite=overwrite,
         )
-        return WeightsSaved(path=path, size_bytes=self._hosts.agreed(write).size_bytes)
+        return WeightsSaved(path=path, size_bytes=self._ranks.broadcast_from_rank0(write).size_bytes)
 
     def _fresh(self, lora: LoraSpec, adapter: Adapter) -> TrainingModel:
         """A model on the device, with an optimizer that has taken no step."""

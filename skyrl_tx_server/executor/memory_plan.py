@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import jax
 
-from skyrl_tx_server.config.server_config import EngineSettings
+from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.engine.operations import LossFn
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor import device_memory
@@ -18,12 +18,12 @@ from skyrl_tx_server.executor.cache_size import CacheSize, asked_cache, fitting_
 from skyrl_tx_server.executor.resolved_model import ServedModel, served_model, use_compilation_cache
 from skyrl_tx_server.model.lora.adapter import adapter_size, place_adapter, zero_adapter
 from skyrl_tx_server.model.mesh import bytes_per_device
-from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.model.shapes import PAGE, BucketShape
 from skyrl_tx_server.model.transformer import Remat
 from skyrl_tx_server.model.weights import param_shapes
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import BucketShape, example
-from skyrl_tx_server.training.train_step import forward_backward, train_batch
+from skyrl_tx_server.training.packing import dummy_batch
+from skyrl_tx_server.training.train_step import forward_backward
 from skyrl_tx_server.training.training_model_pool import available_host_bytes
 
 COPIES_PER_MODEL = 5
@@ -67,7 +67,7 @@ class MemoryPlan:
         return "\n".join([*lines, f"  {_gib(self.total_bytes):>12}  together"])
 
 
-def plan_memory(settings: EngineSettings) -> MemoryPlan:
+def plan_memory(settings: EngineOptions) -> MemoryPlan:
     """What an executor with these settings would hold on each device, with as many models in training as it keeps there and every option as
     asked for. Loads nothing, but compiles the training program."""
     use_compilation_cache(settings)
@@ -84,7 +84,7 @@ def plan_memory(settings: EngineSettings) -> MemoryPlan:
         MemoryItem(
             name=f"what a decode block copies, with {cache.slots} sequences of {model.context} tokens",
             num_bytes=cache.copy_bytes + device_memory.copied_layers_bytes(model),
-            lower="decode_slots or max_context_length" if cache.copy_bytes else "",
+            lower="max_num_seqs or max_context_length" if cache.copy_bytes else "",
         ),
     )
     return MemoryPlan(
@@ -107,16 +107,16 @@ def plan_memory(settings: EngineSettings) -> MemoryPlan:
                 lower="max_models or max_lora_rank",
             ),
             MemoryItem(
-                name=f"{settings.max_snapshots} sampler snapshots and the base model's place",
-                num_bytes=(settings.max_snapshots + 1) * dtype.itemsize * adapter,
-                lower="max_snapshots",
+                name=f"{settings.max_loras} sampler snapshots and the base model's place",
+                num_bytes=(settings.max_loras + 1) * dtype.itemsize * adapter,
+                lower="max_loras",
             ),
             max(programs, key=lambda share: share.num_bytes),
         ),
     )
 
 
-def check_snapshots(settings: EngineSettings) -> None:
+def check_snapshots(settings: EngineOptions) -> None:
     """ConfigError when the places for sampler snapshots, which are allocated at the start, do not fit beside the base weights. Takes no
     compilation, so every start can ask."""
     model = served_model(settings)
@@ -125,11 +125,11 @@ def check_snapshots(settings: EngineSettings) -> None:
     available = device_memory.free_bytes(settings)
     if jax.default_backend() == "cpu":
         available = min(available, available_host_bytes())
-    if weights + (settings.max_snapshots + 1) * place > available:
+    if weights + (settings.max_loras + 1) * place > available:
         raise ConfigError(
-            f"max_snapshots={settings.max_snapshots}: as many of rank {settings.max_lora_rank} take "
-            f"{_gib((settings.max_snapshots + 1) * place)} beside {_gib(weights)} of base weights, and {_gib(int(available))} "
-            "are available; lower max_snapshots or max_lora_rank"
+            f"max_loras={settings.max_loras}: as many of rank {settings.max_lora_rank} take "
+            f"{_gib((settings.max_loras + 1) * place)} beside {_gib(weights)} of base weights, and {_gib(int(available))} "
+            "are available; lower max_loras or max_lora_rank"
         )
 
 
@@ -139,7 +139,7 @@ def _planned_cache(model: ServedModel, available_bytes: float) -> CacheSize:
     if settings.cache_tokens is not None or asked.copied_pages:
         return asked
     adapter = adapter_size(model.config, settings.max_lora_rank)
-    of_adapters = (4 + (settings.max_snapshots + 1) * model.dtype.itemsize) * adapter
+    of_adapters = (4 + (settings.max_loras + 1) * model.dtype.itemsize) * adapter
     held = bytes_per_device(param_shapes(model.config, model.dtype)) + of_adapters
     return fitting_cache(model, device_memory.cache_budget_bytes(model, available_bytes - held))
 
@@ -147,7 +147,7 @@ def _planned_cache(model: ServedModel, available_bytes: float) -> CacheSize:
 def _training_bytes(model: ServedModel, shape: BucketShape, remat: Remat) -> int:
     """What a training batch of that shape takes on each device beside the weights and the model: the batch itself, and whatever the
     program puts down on its way."""
-    batch, config = train_batch(example(shape)), model.config
+    batch, config = dummy_batch(shape), model.config
     adapter = place_adapter(config, zero_adapter(config, model.settings.max_lora_rank))
     loss = select_loss(LossFn.CROSS_ENTROPY)
     lowered = forward_backward.lower(
@@ -155,7 +155,7 @@ def _training_bytes(model: ServedModel, shape: BucketShape, remat: Remat) -> int
     )
     analysis = lowered.compile().memory_analysis()
     assert analysis is not None, "XLA knows what its programs take on every backend that runs them"
-    return analysis.temp_size_in_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(batch)) // shape.rows
+    return analysis.temp_size_in_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(batch)) // shape.streams
 
 
 def _gib(num_bytes: int) -> str:

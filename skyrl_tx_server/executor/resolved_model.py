@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.config.server_config import EngineSettings
+from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.mesh import check_device, make_mesh
 from skyrl_tx_server.model.model_config import ModelConfig, yarn_context
+from skyrl_tx_server.model.shapes import BucketShapes, train_shapes
 from skyrl_tx_server.model.weights import check_divisible
-from skyrl_tx_server.training.packing import BucketShapes, train_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -25,43 +26,43 @@ DEFAULT_MAX_CONTEXT_LENGTH = 32768
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    settings: EngineSettings
+    settings: EngineOptions
     config: ModelConfig  # on its mesh
     dtype: np.dtype  # of base weights and activations
     context: int  # prompt + completion
     train_shapes: BucketShapes
 
 
-def served_model(settings: EngineSettings) -> ServedModel:
+def served_model(settings: EngineOptions) -> ServedModel:
     """ConfigError in one line for what the model or the devices cannot do."""
     dtype, config = _dtype(settings), _on_mesh(settings, _model_config(settings))
     context = _context_length(settings, config)
     shapes = train_shapes(
         max_context_length=context,
         tokens_per_batch=settings.train_tokens_per_batch,
-        row_groups=settings.mesh.batch,
+        dp_ranks=settings.mesh.batch,
     )
     return ServedModel(settings=settings, config=config, dtype=dtype, context=context, train_shapes=shapes)
 
 
-def use_compilation_cache(settings: EngineSettings) -> None:
+def use_compilation_cache(settings: EngineOptions) -> None:
     """Keep every program, however small and quick to compile: a second start then compiles nothing."""
     if settings.compilation_cache_dir is None:
         return
-    jax.config.update("jax_compilation_cache_dir", str(settings.compilation_cache_dir.expanduser()))
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(settings.compilation_cache_dir))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _dtype(settings: EngineSettings) -> np.dtype:
+def _dtype(settings: EngineOptions) -> np.dtype:
     if settings.dtype == "auto":
         return np.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     return np.dtype(settings.dtype)
 
 
-def _model_config(settings: EngineSettings) -> ModelConfig:
+def _model_config(settings: EngineOptions) -> ModelConfig:
     config = load_model_config(settings.model_dir)
-    if not settings.stretch_context or settings.max_context_length is None:
+    if not settings.yarn or settings.max_context_length is None:
         return config
     stretched = yarn_context(config, settings.max_context_length)
     if stretched is not config:
@@ -71,18 +72,18 @@ def _model_config(settings: EngineSettings) -> ModelConfig:
     return stretched
 
 
-def _on_mesh(settings: EngineSettings, config: ModelConfig) -> ModelConfig:
+def _on_mesh(settings: EngineOptions, config: ModelConfig) -> ModelConfig:
     check_device()
-    check_divisible(config, settings.mesh, decode_slots=settings.decode_slots)
+    check_divisible(config, settings.mesh, max_num_seqs=settings.max_num_seqs)
     return replace(config, mesh=make_mesh(settings.mesh))
 
 
-def _context_length(settings: EngineSettings, config: ModelConfig) -> int:
+def _context_length(settings: EngineOptions, config: ModelConfig) -> int:
     if settings.max_context_length is None:
         return min(config.context_length, DEFAULT_MAX_CONTEXT_LENGTH)
     if not 1 <= settings.max_context_length <= config.context_length:
         raise ConfigError(
             f"max_context_length={settings.max_context_length} is outside 1..{config.context_length}, the model's own limit; "
-            "stretch_context=true reaches further"
+            "yarn=true reaches further"
         )
     return settings.max_context_length

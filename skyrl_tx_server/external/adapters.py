@@ -1,5 +1,6 @@
-"""Which sampler snapshots an external server has: written in PEFT's layout by the operation that saves them, loaded there at once, unloaded
-when they are dropped. What it lost, or what had to make room, is loaded again for the next sample.
+"""The sampler snapshots of an external server: written in PEFT's layout by the operation that saves them,
+loaded at once, and unloaded when they are dropped. An adapter that was evicted or lost is loaded again for
+the next sample.
 """
 
 from __future__ import annotations
@@ -15,30 +16,32 @@ from pathlib import Path
 
 from skyrl_tx_server.engine.operations import OpResult
 from skyrl_tx_server.errors import NotFoundError, ServerError
-from skyrl_tx_server.external.background_tasks import Errands
+from skyrl_tx_server.external.background_tasks import BackgroundTasks
 from skyrl_tx_server.external.server import ExternalServer
-from skyrl_tx_server.files.checkpoints import CheckpointStore, is_on_disk
+from skyrl_tx_server.files.checkpoint_record import is_on_disk
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import write_adapter
 
 PREFIX = "adapter-"
 
-type Agreed = Counter[bool]
-"""How many tokens of a snapshot were scored by both sides and found alike, apart for those drawn at a temperature that changes the
-distribution."""
+type AgreedTokens = Counter[bool]
+"""Tokens of a snapshot whose log-probabilities agree, separately for those sampled at a temperature that
+changes the distribution.
+"""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ExternalAdapter:
-    """A sampler snapshot, wherever it is."""
+    """A sampler snapshot."""
 
     weights: str
     directory: Path
     saved: (
         Future[OpResult] | None
     )  # the operation that writes the directory; None: to be written from a checkpoint
-    loaded: asyncio.Task[str] | None = None  # its name there; None: not there
+    loaded: asyncio.Task[str] | None = None  # its name on the server; None: not loaded
     users: set[Future[OpResult]] = field(default_factory=set)
-    agreed: Agreed = field(default_factory=Counter)
+    agreed: AgreedTokens = field(default_factory=Counter)
 
 
 class ExternalAdapters:
@@ -46,18 +49,18 @@ class ExternalAdapters:
         self,
         server: ExternalServer,
         checkpoints: CheckpointStore,
-        errands: Errands,
+        tasks: BackgroundTasks,
         *,
         root: Path,
         max_loaded: int,
     ) -> None:
-        """No other server may use `root`: what a killed one left there is deleted."""
+        """Files that a killed server left in `root` are deleted, so no other server may use it."""
         self._server = server
         self._checkpoints = checkpoints
-        self._errands = errands
+        self._tasks = tasks
         self._root = root
         self._max_loaded = max_loaded
-        self._adapters: dict[str, ExternalAdapter] = {}  # by their weights, unused for longest first
+        self._adapters: dict[str, ExternalAdapter] = {}  # by weights, the least recently used first
         for left in root.glob(f"{PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -69,13 +72,13 @@ class ExternalAdapters:
         return self._root / f"{PREFIX}{uuid.uuid4().hex}"
 
     def add(self, weights: str, directory: Path, saved: Future[OpResult]) -> None:
-        """A snapshot that `saved` writes to `directory`, in the place of any other under this name."""
+        """Add a snapshot that `saved` writes to `directory`. It replaces any other of this name."""
         self.drop(weights)
         self._adapters[weights] = ExternalAdapter(weights=weights, directory=directory, saved=saved)
         self.load(self._adapters[weights])
 
     def use(self, weights: str) -> ExternalAdapter:
-        """NotFoundError when there is none, as the engine would say."""
+        """Return a snapshot. Raise NotFoundError if there is none."""
         adapter = self._adapters.pop(weights, None)
         if adapter is None:
             if not is_on_disk(weights):
@@ -87,15 +90,15 @@ class ExternalAdapters:
         return adapter
 
     def drop(self, weights: str) -> asyncio.Task[None]:
-        """Forget a snapshot, if there is one under this name; over when nobody samples from it any more."""
-        return self._errands.run(self._retire(self._adapters.pop(weights, None)))
+        """Remove a snapshot. The task ends when no sample uses it."""
+        return self._tasks.run(self._retire(self._adapters.pop(weights, None)))
 
     def load(self, adapter: ExternalAdapter) -> asyncio.Task[str]:
-        """The loading of an adapter, begun unless it is done or under way; one that failed is begun anew."""
+        """Return the task that loads an adapter. A failed one is started again."""
         if adapter.loaded is None or (
             adapter.loaded.done() and (adapter.loaded.cancelled() or adapter.loaded.exception() is not None)
         ):
-            adapter.loaded = self._errands.run(self._loading(adapter))
+            adapter.loaded = self._tasks.run(self._loading(adapter))
         return adapter.loaded
 
     async def _loading(self, adapter: ExternalAdapter) -> str:
@@ -114,7 +117,9 @@ class ExternalAdapters:
         write_adapter(adapter.directory, arrays, info.lora, info.base_model, "float32")
 
     def _make_room(self) -> None:
-        """Unload what was unused for longest; a checkpoint's files can be written again, a snapshot's must stay."""
+        """Unload the least recently used adapters. The files of a checkpoint can be written again; those of a
+        snapshot are kept.
+        """
         unused = [
             adapter
             for adapter in self._adapters.values()
@@ -124,14 +129,14 @@ class ExternalAdapters:
             if is_on_disk(adapter.weights):
                 self.drop(adapter.weights)
             else:
-                self._errands.run(self._unload(adapter))
+                self._tasks.run(self._unload(adapter))
 
     async def _retire(self, adapter: ExternalAdapter | None) -> None:
         if adapter is not None:
             await asyncio.gather(
                 *(asyncio.wrap_future(future) for future in adapter.users), return_exceptions=True
             )
-            self._errands.run(self._forget(adapter))
+            self._tasks.run(self._forget(adapter))
 
     async def _forget(self, adapter: ExternalAdapter) -> None:
         await self._unload(adapter)
@@ -140,5 +145,5 @@ class ExternalAdapters:
     async def _unload(self, adapter: ExternalAdapter) -> None:
         loaded, adapter.loaded = adapter.loaded, None
         if loaded is not None:
-            with suppress(ServerError):  # it was not loaded, or the server that had it is gone
+            with suppress(ServerError):  # it was not loaded, or the server has stopped
                 await self._server.unload(await asyncio.shield(loaded))

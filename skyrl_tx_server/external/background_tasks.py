@@ -1,4 +1,4 @@
-"""Tasks that nobody awaits: kept until they are done, heard of when they fail, cancelled at the end."""
+"""Tasks that are not awaited: referenced until they end, logged when they fail, cancelled at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl_tx_server.errors import ServerError
 logger = logging.getLogger(__name__)
 
 
-class Errands:
+class BackgroundTasks:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task] = set()
 

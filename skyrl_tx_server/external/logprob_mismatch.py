@@ -1,4 +1,6 @@
-"""How well an external sampler's log-probabilities agree with ours, over the last samples that were compared."""
+"""The difference between the log-probabilities of an external sampler and of the engine, over the last
+compared samples.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,18 @@ logger = logging.getLogger(__name__)
 WINDOW = 64
 ENOUGH = 8
 GROSS = 10
-"""How many times the limit a sample must differ to be another model's."""
+"""A sample that differs by this many times the limit is of another model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobDiff:
-    """One sample, compared: sums over its tokens."""
+    """The comparison of one sample: sums over its tokens."""
 
     num_tokens: int
     absolute: float  # |ours - theirs|
-    kl: float  # of r - 1 - log r with r = ours / theirs: an unbiased, never negative estimate of KL(theirs || ours) (Schulman 2020)
+    # of r - 1 - log r with r = ours / theirs: an unbiased, never negative estimate of KL(theirs || ours)
+    # (Schulman 2020)
+    kl: float
     largest: float  # |ours - theirs|
 
     @property
@@ -30,10 +34,10 @@ class LogprobDiff:
         return self.absolute / self.num_tokens
 
 
-def gap(theirs: np.ndarray, ours: np.ndarray) -> LogprobDiff:
-    """Of two [n] arrays of log-probabilities, n >= 1.
+def logprob_diff(theirs: np.ndarray, ours: np.ndarray) -> LogprobDiff:
+    """Compare two [n] arrays of log-probabilities, n >= 1.
 
-    >>> gap(np.array([-1.0, -2.0]), np.array([-1.0, -1.5])).mean
+    >>> logprob_diff(np.array([-1.0, -2.0]), np.array([-1.0, -1.5])).mean
     0.25
     """
     difference = ours.astype(np.float64) - theirs
@@ -46,7 +50,7 @@ def gap(theirs: np.ndarray, ours: np.ndarray) -> LogprobDiff:
     )
 
 
-class Agreement:
+class LogprobMismatch:
     def __init__(self, *, limit: float) -> None:
         self._limit = limit
         self._recent: deque[LogprobDiff] = deque(maxlen=WINDOW)
@@ -57,7 +61,8 @@ class Agreement:
         return found.mean > GROSS * self._limit
 
     def add(self, found: LogprobDiff) -> None:
-        """Warns, once per window, when the mean difference over the window is above the limit."""
+        """Add a comparison. Warn once per window if the mean difference over the window is above the limit.
+        """
         self._recent.append(found)
         self._tokens += found.num_tokens
         self._since_warning += 1
@@ -68,9 +73,12 @@ class Agreement:
         ):
             self._since_warning = 0
             logger.warning(
-                "the external sampler's log-probabilities differ from ours by %.3f nats per token over the last %d compared samples, limit "
-                "%g: it may run another base model or revision, another dtype or quantised weights, leave an adapter out, or report them "
-                "after temperature (vLLM needs --logprobs-mode raw_logprobs, SGLang SGLANG_RETURN_ORIGINAL_LOGPROB=1)",
+                "the external sampler's log-probabilities differ from ours by %.3f nats per token over the "
+                "last %d compared samples, limit "
+                "%g: it may run another base model or revision, another dtype or quantised weights, leave an "
+                "adapter out, or report them "
+                "after temperature (vLLM needs --logprobs-mode raw_logprobs, SGLang "
+                "SGLANG_RETURN_ORIGINAL_LOGPROB=1)",
                 mean,
                 len(self._recent),
                 self._limit,

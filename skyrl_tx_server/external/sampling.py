@@ -1,6 +1,8 @@
-"""Rollouts by an external vLLM or SGLang: stands where the engine stands for the routes, and passes on what the engine does itself.
+"""Rollouts by an external vLLM or SGLang: a wrapper of the engine for the routes, which passes on all other
+operations.
 
-What the external server cannot give exactly (see `_is_plain`) the engine samples. Lives on the event loop's thread.
+The engine samples the requests that the external server cannot serve exactly (see `_is_plain`). Used on the
+event loop's thread only.
 """
 
 from __future__ import annotations
@@ -10,14 +12,16 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.engine.engine import STOPPING, EngineInfo, EngineSide, Watcher
+from skyrl_tx_server.config.sampler_options import SamplerOptions
+from skyrl_tx_server.engine.engine import STOPPING, EngineSide, Watcher
+from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
     DropSnapshot,
@@ -31,54 +35,52 @@ from skyrl_tx_server.engine.operations import (
 )
 from skyrl_tx_server.engine.stop_strings import load_tokenizer
 from skyrl_tx_server.errors import AdapterLostError, ConfigError, SamplerError, ServerError
-from skyrl_tx_server.external.adapters import Agreed, ExternalAdapter, ExternalAdapters
-from skyrl_tx_server.external.background_tasks import Errands
-from skyrl_tx_server.external.logprob_mismatch import Agreement, LogprobDiff, gap
+from skyrl_tx_server.external.adapters import AgreedTokens, ExternalAdapter, ExternalAdapters
+from skyrl_tx_server.external.background_tasks import BackgroundTasks
+from skyrl_tx_server.external.logprob_mismatch import LogprobDiff, LogprobMismatch, logprob_diff
 from skyrl_tx_server.external.server import ExternalServer
 from skyrl_tx_server.external.wire import Answer, SamplingRequest, ended
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 PROOF_TOKENS = 16
-"""So many tokens of a snapshot must have agreed before samples of it are passed on unseen."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExternalSettings:
-    """The view of the server's options that sampling elsewhere takes."""
-
-    adapters: Path  # absolute; where adapters are written
-    max_adapters: int  # loaded there at once
-    check: float  # share of samples that the engine scores again
-    check_limit: float  # nats per token
-    model_dir: Path
+"""Tokens of a snapshot that must agree before further samples are returned unchecked."""
 
 
 class ExternalSampling:
-    """Implements `engine.EngineSide`. Made in a running event loop; `close` it once."""
+    """Implements `engine.EngineSide`. Create it in a running event loop and `close` it once."""
 
     def __init__(
         self,
         engine: EngineSide,
         server: ExternalServer,
         checkpoints: CheckpointStore,
-        settings: ExternalSettings,
+        options: SamplerOptions,
+        *,
+        adapters: Path,
+        max_adapters: int,
+        model_dir: Path,
     ) -> None:
+        """Write adapters below `adapters`, an absolute path, and keep at most `max_adapters` of them loaded
+        in the sampler."""
         if server.max_model_len is not None and server.max_model_len < engine.info.max_context_length:
             raise ConfigError(
-                f"sampler_url={server.url}: its context is {server.max_model_len} tokens, this server's {engine.info.max_context_length}; "
-                f"start it with --max-model-len (SGLang: --context-length) {engine.info.max_context_length}, or this one with "
+                f"sampler_url={server.url}: its context is {server.max_model_len} tokens, this server's "
+                f"{engine.info.max_context_length}; "
+                f"start it with --max-model-len (SGLang: --context-length) {engine.info.max_context_length}, "
+                f"or this one with "
                 f"max_context_length={server.max_model_len}"
             )
         self._engine = engine
         self._server = server
-        self._settings = settings
+        self._options = options
+        self._model_dir = model_dir
         self._loop = asyncio.get_running_loop()
-        self._errands = Errands()
+        self._tasks = BackgroundTasks()
         self._adapters = ExternalAdapters(
-            server, checkpoints, self._errands, root=settings.adapters, max_loaded=settings.max_adapters
+            server, checkpoints, self._tasks, root=adapters, max_loaded=max_adapters
         )
-        self._agreement = Agreement(limit=settings.check_limit)
-        self._agreed: Agreed = Counter()  # of the base model
+        self._mismatch = LogprobMismatch(limit=options.sampler_check_limit)
+        self._agreed: AgreedTokens = Counter()  # of the base model
         self._proving = asyncio.Lock()
         self._stopping = False
         self._counts = dict.fromkeys(("sampler_ok", "sampler_failed", "tokens_sampled_elsewhere"), 0)
@@ -91,14 +93,16 @@ class ExternalSampling:
         return {
             **self._engine.stats(),
             **self._counts,
-            **self._agreement.stats(),
+            **self._mismatch.stats(),
             "sampler_adapters": self._adapters.num_loaded,
         }
 
     def submit(
         self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> Future[OpResult]:
-        """Called on the event loop. A sample made elsewhere is shown to no watcher before it is whole, and can be cancelled at any time."""
+        """Submit an operation, on the event loop. An external sample is not reported to a watcher before it
+        is complete, and can be cancelled at any time.
+        """
         match op:
             case Sample() if self._is_plain(op) and not self._stopping:
                 return self._submit_sample(op, tenant)
@@ -113,17 +117,19 @@ class ExternalSampling:
         return self._engine.submit(op, watcher, tenant=tenant)
 
     async def _drop(self, op: DropSnapshot, unused: asyncio.Task[None], tenant: str) -> OpResult:
-        """The engine must keep what samples made elsewhere may yet be compared with."""
+        """Drop a snapshot in the engine after the external samples that may still be compared with it."""
         await unused
         return await asyncio.wrap_future(self._engine.submit(op, tenant=tenant))
 
     async def close(self) -> None:
-        """Let go of every request that waits for the external server; later ones are the engine's, which is stopping."""
+        """Cancel every request to the external server. The engine, which is stopping, gets later ones."""
         self._stopping = True
-        await self._errands.cancel()
+        await self._tasks.cancel()
 
     def _is_plain(self, op: Sample) -> bool:
-        """Whether the external server can give all that is asked for: it has no log-probabilities of prompts and of other tokens for us."""
+        """Whether the external server can serve the request: it returns no log-probabilities of prompts and
+        of tokens that were not sampled.
+        """
         scores = (
             op.prompt_logprobs
             or op.topk_prompt_logprobs
@@ -132,7 +138,7 @@ class ExternalSampling:
         )
         return not scores and self._server.dialect.serves(op.settings, self.info.eos_token_ids)
 
-    # --- samples ----------------------------------------------------------------------------------------------------
+    # --- samples ---------------------------------------------------------------------------------
 
     def _submit_sample(self, op: Sample, tenant: str) -> Future[OpResult]:
         adapter = None if op.weights is None else self._adapters.use(op.weights)
@@ -145,7 +151,7 @@ class ExternalSampling:
         return future
 
     async def _sample(self, op: Sample, adapter: ExternalAdapter | None, tenant: str) -> SampleResult:
-        sampled = self._errands.run(self._sampled(op, adapter, tenant))
+        sampled = self._tasks.run(self._sampled(op, adapter, tenant))
         try:
             result = await sampled
         except asyncio.CancelledError:
@@ -189,7 +195,7 @@ class ExternalSampling:
         try:
             return await self._server.sample(ask, await asyncio.shield(loaded))
         except AdapterLostError:
-            for agreed in (self._agreed, adapter.agreed):  # it was restarted, and may run something else now
+            for agreed in (self._agreed, adapter.agreed):  # it was restarted, and may run another model
                 agreed.clear()
             if adapter.loaded is loaded:
                 adapter.loaded = None
@@ -197,16 +203,17 @@ class ExternalSampling:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self._settings.model_dir)
+        return load_tokenizer(self._model_dir)
 
-    # --- agreement --------------------------------------------------------------------------------------------------
+    # --- agreement -------------------------------------------------------------------------------
 
     async def _check(
-        self, op: Sample, sequences: Sequence[SampledSequence], agreed: Agreed, tenant: str
+        self, op: Sample, sequences: Sequence[SampledSequence], agreed: AgreedTokens, tenant: str
     ) -> None:
-        """Compare a share of the samples behind their results' back, and the first of a snapshot before anyone sees them.
+        """Compare a fraction of the samples after they are returned, and the first of a snapshot before.
 
-        Log-probabilities of a temperature that changes the distribution may be wrong where others are right: they are a first of their own.
+        Log-probabilities at a temperature that changes the distribution may be wrong where others are right,
+        so the first sample of each kind is compared.
         """
         tempered = op.settings.temperature not in (0, 1)
         if agreed[tempered] < PROOF_TOKENS:
@@ -216,24 +223,28 @@ class ExternalSampling:
                         op, max(sequences, key=lambda sequence: len(sequence.tokens)), tenant
                     )
         for sequence in sequences:
-            if random.random() < self._settings.check:
-                self._errands.run(self._compare(op, sequence, tenant))
+            if random.random() < self._options.sampler_check:
+                self._tasks.run(self._compare(op, sequence, tenant))
 
     async def _prove(self, op: Sample, sequence: SampledSequence, tenant: str) -> int:
-        """How many tokens agree. SamplerError where they do not."""
+        """Return the number of tokens that agree. Raise SamplerError if they do not."""
         found = await self._compare(op, sequence, tenant)
         if found is None:
             return 0
-        if self._agreement.is_gross(found):
+        if self._mismatch.is_gross(found):
             raise SamplerError(
-                f"the sampler at {self._server.url} is not used: its log-probabilities of {op.weights or 'the base model'} differ from "
-                f"ours by {found.mean:.2f} nats per token. It runs another base model, leaves the adapter out, or reports them after "
+                f"the sampler at {self._server.url} is not used: its log-probabilities of "
+                f"{op.weights or 'the base model'} differ from "
+                f"ours by {found.mean:.2f} nats per token. It runs another base model, leaves the adapter "
+                f"out, or reports them after "
                 "temperature; start it as docs/external-sampler.md says"
             )
         return found.num_tokens
 
     async def _compare(self, op: Sample, sequence: SampledSequence, tenant: str) -> LogprobDiff | None:
-        """Let the engine score a sample again. None: the text leaves no room in the context to score any of it."""
+        """Score a sample again with the engine. Return None if the context has no room to score any of its
+        tokens.
+        """
         text = np.concatenate([op.prompt, sequence.tokens])[: self.info.max_context_length - 1]
         scored = len(text) - len(op.prompt)
         if not scored:
@@ -248,6 +259,6 @@ class ExternalSampling:
         )
         result = await asyncio.wrap_future(self._engine.submit(score, tenant=tenant))
         assert isinstance(result, SampleResult) and result.prompt_logprobs is not None
-        found = gap(sequence.logprobs[:scored], result.prompt_logprobs[-scored:])
-        self._agreement.add(found)
+        found = logprob_diff(sequence.logprobs[:scored], result.prompt_logprobs[-scored:])
+        self._mismatch.add(found)
         return found

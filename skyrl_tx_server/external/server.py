@@ -1,4 +1,4 @@
-"""The connection to an external vLLM or SGLang: found out about once, then loaded with adapters and asked for samples."""
+"""The connection to an external vLLM or SGLang: identify it, load adapters, and request samples."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+from skyrl_tx_server.config.sampler_options import SamplerOptions
 from skyrl_tx_server.errors import AdapterLostError, ConfigError, SamplerError
 from skyrl_tx_server.external.wire import DIALECTS, Answer, Dialect, SamplingRequest, read_answer
 
@@ -19,29 +19,24 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
 KEEP_IDLE_S = (
-    2.0  # shorter than any server's keep-alive, so that no request meets a connection just being closed
+    2.0  # shorter than any server's keep-alive, so that no request meets a connection that is being closed
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerSettings:
-    url: str
-    timeout_s: float  # of one request, from its first byte to the last of the answer
-    api_key: str | None
-
-
 class ExternalServer:
-    """Made by `connect`."""
+    """An external server. `connect` creates it."""
 
     def __init__(self, line: _Line, dialect: Dialect, *, model: str, max_model_len: int | None) -> None:
         self.url = line.url
         self.dialect = dialect
-        self.max_model_len = max_model_len  # None: it does not say
+        self.max_model_len = max_model_len  # None: unknown
         self._model = model
         self._line = line
 
     async def sample(self, ask: SamplingRequest, adapter: str | None) -> Answer:
-        """SamplerError for anything but what was asked for; AdapterLostError when `adapter` is not there any more."""
+        """Request samples. Raise SamplerError for an invalid reply, and AdapterLostError if `adapter` is not
+        loaded.
+        """
         path, body = self.dialect.request(ask, adapter or self._model, adapter)
         response = await self._line.send("POST", path, body)
         if response.is_client_error and adapter is not None and adapter not in await self._line.served():
@@ -49,15 +44,17 @@ class ExternalServer:
         return await asyncio.to_thread(read_answer, self.dialect, self._line.checked(response).content, ask)
 
     async def load(self, directory: Path) -> str:
-        """Hot-load an adapter in PEFT's layout; the name it goes by from now on, which nothing has had before."""
+        """Load an adapter in PEFT's layout and return its name, which is new."""
         name = f"skyrl-{uuid.uuid4().hex[:16]}"
         response = await self._line.send(
             "POST", self.dialect.load_path, {"lora_name": name, "lora_path": str(directory)}
         )
         if response.is_error:
             raise SamplerError(
-                f"the sampler at {self.url} did not load the adapter in {directory} ({_message(response)}); it must be able to read that "
-                "directory, have a --max-lora-rank as large as the adapter's, and take adapters of every part that is trained"
+                f"the sampler at {self.url} did not load the adapter in {directory} ({_message(response)}); "
+                f"it must be able to read that "
+                "directory, have a --max-lora-rank as large as the adapter's, and take adapters of every "
+                "part that is trained"
             )
         return name
 
@@ -66,7 +63,7 @@ class ExternalServer:
 
 
 class _Line:
-    """Requests, and their failures in one line each."""
+    """Sends requests, and turns each failure into an error of one line."""
 
     def __init__(self, http: httpx.AsyncClient, timeout_s: float) -> None:
         self.url = str(http.base_url).rstrip("/")
@@ -74,7 +71,7 @@ class _Line:
         self._timeout_s = timeout_s
 
     async def served(self) -> dict[str, Mapping[str, object]]:
-        """Everything that can be asked for by name, base model and adapters."""
+        """Return the models that the server offers: the base model and adapters."""
         response = self.checked(await self.send("GET", "/v1/models"))
         try:
             return {str(card["id"]): card for card in response.json()["data"]}
@@ -91,7 +88,8 @@ class _Line:
             ) from None
         except httpx.HTTPError as error:
             raise SamplerError(
-                f"the sampler at {self.url} cannot be reached ({str(error) or type(error).__name__}); try again"
+                f"the sampler at {self.url} cannot be reached ({str(error) or type(error).__name__}); try "
+                f"again"
             ) from error
 
     def checked(self, response: httpx.Response) -> httpx.Response:
@@ -104,22 +102,25 @@ class _Line:
 
 @asynccontextmanager
 async def connect(
-    settings: ServerSettings, *, base_model: str, adapters: Path
+    options: SamplerOptions, *, base_model: str, adapters: Path
 ) -> AsyncIterator[ExternalServer]:
-    """ConfigError in one line when the server is not there, is of no known kind, or serves another model.
+    """Connect to the external server. Raise ConfigError if it does not answer, is of an unknown kind, or
+    serves another model.
 
-    What an earlier run of this server has loaded there from below `adapters` is unloaded.
+    Adapters below `adapters`, which an earlier run of this server has loaded, are unloaded.
     """
-    headers = {} if settings.api_key is None else {"Authorization": f"Bearer {settings.api_key}"}
+    assert options.sampler_url is not None, "there is no external sampler to connect to"
+    key = options.sampler_api_key
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_IDLE_S)
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
     async with httpx.AsyncClient(
-        base_url=settings.url, headers=headers, limits=limits, timeout=timeout, trust_env=False
+        base_url=options.sampler_url, headers=headers, limits=limits, timeout=timeout, trust_env=False
     ) as http:
         try:
-            server = await _discover(_Line(http, settings.timeout_s), base_model, adapters)
+            server = await _discover(_Line(http, options.sampler_timeout_s), base_model, adapters)
         except SamplerError as error:
-            raise ConfigError(f"sampler_url={settings.url}: {error}") from None
+            raise ConfigError(f"sampler_url={options.sampler_url}: {error}") from None
         yield server
 
 
@@ -130,7 +131,8 @@ async def _discover(line: _Line, base_model: str, adapters: Path) -> ExternalSer
         raise SamplerError(f"its /v1/models says owned_by={kind}; this server knows {' and '.join(DIALECTS)}")
     if base_model not in served or served[base_model].get("parent"):
         raise SamplerError(
-            f"it serves {', '.join(served)}; start it with --served-model-name {base_model}, on the weights this server has"
+            f"it serves {', '.join(served)}; start it with --served-model-name {base_model}, on the weights "
+            f"this server has"
         )
     length = served[base_model].get("max_model_len")
     server = ExternalServer(
@@ -143,7 +145,7 @@ async def _discover(line: _Line, base_model: str, adapters: Path) -> ExternalSer
     for name, card in served.items():
         if card.get("parent") and Path(str(card.get("root"))).is_relative_to(adapters):
             await server.unload(name)
-    logger.info("%s at %s samples for us, context %s", kind, line.url, server.max_model_len)
+    logger.info("%s at %s is the external sampler, context %s", kind, line.url, server.max_model_len)
     return server
 
 

@@ -1,7 +1,7 @@
-"""What vLLM and SGLang are asked for a sample, and how their answers are read. Facts from vLLM 0.33 and SGLang 0.5.23.
+"""The requests to vLLM and SGLang, and their replies, as in vLLM 0.33 and SGLang 0.5.23.
 
-Both are told everything that decides a sample, so that a generation_config.json of theirs changes nothing. What they answer is taken as
-it is or not at all: a missing token id or log-probability fails the request.
+A request contains every setting that affects a sample, so that a generation_config.json of the server has no
+effect. A reply without a token id or log-probability fails the request; nothing is filled in.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from skyrl_tx_server.engine.stop_strings import find_stop
 from skyrl_tx_server.errors import SamplerError
 
 NO_LOGPROB_BELOW = -9998.0
-"""vLLM writes -9999 for minus infinity; no token that was drawn has that."""
+"""vLLM writes -9999 for minus infinity, which no sampled token has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingRequest:
-    """One request for samples, with everything the engine would derive from its model spelled out."""
+    """A request for samples, with the settings that the engine would derive from its model."""
 
     prompt: list[int]
     num_samples: int
@@ -45,26 +45,26 @@ class SampledText:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     samples: list[SampledText]
-    cached_tokens: int  # of the prompt; 0 where the server does not say
+    cached_tokens: int  # of the prompt; 0 if unknown
 
 
 class Dialect(Protocol):
-    """How one kind of server is spoken to."""
+    """The API of one kind of server."""
 
     load_path: str
     unload_path: str
-    needs: str  # what it must be started with
+    needs: str  # options that it must be started with
 
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
-        """Whether it can keep every promise of such a request."""
+        """Whether the server can serve a request with these settings exactly."""
         ...
 
     def request(self, ask: SamplingRequest, model: str, adapter: str | None) -> tuple[str, dict[str, object]]:
-        """Path and body; `model` is the name to sample from, the adapter's where there is one."""
+        """Return path and body of the request; `model` is the name of the base model or of the adapter."""
         ...
 
     def read(self, body: object, ask: SamplingRequest) -> Answer:
-        """Raises KeyError, TypeError, ValueError or IndexError for what is not as it should be."""
+        """Read a reply. Raise KeyError, TypeError, ValueError or IndexError if it is invalid."""
         ...
 
 
@@ -89,7 +89,7 @@ class Vllm:
             if seed is None
             else seed % 2**62,  # sample i gets seed + i, which must stay below 2**63
             "stop_token_ids": list(ask.stop_tokens),
-            "ignore_eos": True,  # the tokens above are all that stop
+            "ignore_eos": True,  # only the tokens above stop
             "include_stop_str_in_output": True,
             "add_special_tokens": False,
             "logprobs": 0,
@@ -119,13 +119,15 @@ class Vllm:
 
 
 class Sglang:
-    """POST /generate, its own API: the OpenAI-shaped one returns no token ids."""
+    """POST /generate, its own API, because its OpenAI API returns no token ids."""
 
     load_path, unload_path = "/load_lora_adapter", "/unload_lora_adapter"
     needs = "SGLANG_RETURN_ORIGINAL_LOGPROB=1 and --enable-lora"
 
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
-        """It draws anew for the same seed unless started deterministic, and stop tokens bring the model's end tokens with them."""
+        """It samples differently for the same seed unless started deterministic, and stop tokens always
+        include the end tokens of the model.
+        """
         stops_at_others = (
             bool(settings.stop_token_ids)
             and not settings.stop_at_eos
@@ -175,7 +177,7 @@ DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
 
 
 def read_answer(dialect: Dialect, content: bytes, ask: SamplingRequest) -> Answer:
-    """SamplerError where the answer is not what was asked for; nothing in it is filled in or passed over."""
+    """Return the samples. Raise SamplerError if the reply is not complete."""
     try:
         answer = dialect.read(json.loads(content), ask)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -185,13 +187,16 @@ def read_answer(dialect: Dialect, content: bytes, ask: SamplingRequest) -> Answe
         ) from None
     if len(answer.samples) != ask.num_samples:
         raise SamplerError(
-            f"the sampler's answer cannot be used: {len(answer.samples)} samples, {ask.num_samples} were asked for"
+            f"the sampler's answer cannot be used: {len(answer.samples)} samples, {ask.num_samples} were "
+            f"asked for"
         )
     return answer
 
 
 def ended(drawn: SampledText, ask: SamplingRequest, tokenizer: Tokenizer | None) -> SampledSequence:
-    """The sample up to where the engine would have ended it. SamplerError when it ended elsewhere. `tokenizer`: for stop strings."""
+    """Return the sample up to where the engine would have ended it. Raise SamplerError if it ended elsewhere.
+    `tokenizer` is needed for stop strings.
+    """
     tokens = drawn.tokens.tolist()
     ends = [index + 1 for index, token in enumerate(tokens) if token in ask.stop_tokens][:1]
     if (
@@ -201,7 +206,8 @@ def ended(drawn: SampledText, ask: SamplingRequest, tokenizer: Tokenizer | None)
         ends.append(cut)
     if not ends and len(tokens) != ask.max_tokens:
         raise SamplerError(
-            f"the sampler ended a sample ({drawn.finish}) after {len(tokens)} of {ask.max_tokens} tokens, where nothing said that it should"
+            f"the sampler ended a sample ({drawn.finish}) after {len(tokens)} of {ask.max_tokens} tokens, "
+            f"where nothing said that it should"
         )
     length = min(ends, default=ask.max_tokens)
     return SampledSequence(

@@ -1,4 +1,4 @@
-"""A base model's directory as numpy sees it: its tensors by name, and a fingerprint by which checkpoints recognise it."""
+"""A base model's directory: its tensors as numpy arrays, and a fingerprint that checkpoints record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLES, SAMPLE_BYTES = 64, 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseTensors:
-    """Where each tensor lies: name -> file."""
+    """Return the file of each tensor."""
 
     directory: Path
     files: dict[str, Path]
@@ -38,7 +38,7 @@ class BaseTensors:
 
 
 def open_base_model(directory: Path) -> BaseTensors:
-    """ConfigError when the directory holds no readable safetensors model."""
+    """Raise ConfigError if the directory holds no readable safetensors model."""
     with _told(directory):
         files = {}
         for file in _weight_files(directory):
@@ -48,7 +48,9 @@ def open_base_model(directory: Path) -> BaseTensors:
 
 
 def fingerprint(directory: Path) -> str:
-    """SHA-256 over config.json, every weight file's tensor table, and 64 samples of its bytes: seconds, however large the model."""
+    """Return the SHA-256 of config.json, the tensor table of every weight file, and 64 samples of its bytes.
+    Takes seconds for any model.
+    """
     digest = hashlib.sha256()
     with _told(directory):
         config = read_json_object(directory / "config.json")

@@ -1,8 +1,9 @@
-"""Files that are made from a checkpoint's arrays when someone asks for them, such as a download's archive.
+"""Files that are derived from a checkpoint's arrays on request, such as the archive of a download.
 
-They lie in `<root>/.derived/<generation>/`, not beside the checkpoint. A generation is one state of a checkpoint's arrays, which never
-change once they are written, so files of one generation never change either, and a save under the same name gets new ones. A file is
-complete or absent, because it is built aside and renamed. What is no longer used is removed by age, and so is what a killed process left.
+They are in `<root>/.derived/<generation>/`. A generation is one state of a checkpoint's arrays, which never
+change, so files of one generation never change either, and a save under the same name gets new ones. A file
+is complete or absent, because it is written under another name and renamed. Unused files, and those that a
+killed process left, are removed by age.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class DerivedFiles:
         self._folder = root / FOLDER
 
     def find(self, generation: str, name: str) -> Path | None:
-        """A file or directory that exists. Its generation counts as used."""
+        """Return a file or directory if it exists, and mark its generation as used."""
         with contextlib.suppress(FileNotFoundError):
             os.utime(self._folder / generation)
             target = self._folder / generation / name
@@ -34,7 +35,7 @@ class DerivedFiles:
         return None
 
     def add(self, generation: str, name: str, make: Callable[[Path], None]) -> Path:
-        """Have `make` build the file or directory at the path it is given, then give it its name."""
+        """Let `make` create the file or directory at a temporary path, and rename it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         aside, target = self._folder / f".new-{uuid.uuid4().hex}", self._folder / generation / name
         try:
@@ -64,7 +65,7 @@ class DerivedFiles:
             self.discard(self._folder / generation)
 
     def discard(self, path: Path) -> bool:
-        """Remove a file or directory of the same file system at once: it vanishes whole. False: there is none."""
+        """Remove a file or directory of the same file system atomically. Return whether it existed."""
         self._folder.mkdir(parents=True, exist_ok=True)
         grave = self._folder / f".removed-{uuid.uuid4().hex}"
         try:
@@ -75,7 +76,7 @@ class DerivedFiles:
         return True
 
     def sweep(self, unused_for_s: float) -> None:
-        """Remove what nobody has used for so long."""
+        """Remove what was unused for this time."""
         oldest = time.time() - unused_for_s
         with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
             for entry in entries:

@@ -1,4 +1,4 @@
-"""Room on the disk and under the quota, asked for before anything is written."""
+"""Checks of free space and quotas, before anything is written."""
 
 from __future__ import annotations
 
@@ -11,29 +11,33 @@ SLACK_BYTES = 1 << 20  # records, tables, directories
 
 
 def check_room(directory: Path, num_bytes: int) -> None:
-    """ServerError when `directory`, which exists, has no room for `num_bytes` more."""
+    """Raise ServerError if the file system of `directory`, which exists, has no room for `num_bytes` more."""
     free = shutil.disk_usage(directory).free
     if num_bytes + SLACK_BYTES > free:
         raise ServerError(
-            f"{directory}: not enough disk space: {_mib(num_bytes)} to write, {_mib(free)} free; nothing was written and nothing saved "
+            f"{directory}: not enough disk space: {_mib(num_bytes)} to write, {_mib(free)} free; nothing was "
+            f"written and nothing saved "
             "before is lost. Free some space, or delete checkpoints you no longer need"
         )
 
 
 def check_quota(used_bytes: int, num_bytes: int, quota_bytes: int, *, option: str) -> None:
-    """UserError when `num_bytes` more would be above the quota, which is set by `option`."""
+    """Raise UserError if `num_bytes` more would exceed the quota, which `option` sets."""
     if used_bytes + num_bytes > quota_bytes:
         raise UserError(
-            f"over the checkpoint quota: {_mib(num_bytes)} to write, {_mib(used_bytes)} of {_mib(quota_bytes)} in use; nothing was "
-            f"written. Delete checkpoints you no longer need, save with a ttl, or start the server with a larger {option}"
+            f"over the checkpoint quota: {_mib(num_bytes)} to write, {_mib(used_bytes)} of "
+            f"{_mib(quota_bytes)} in use; nothing was "
+            f"written. Delete checkpoints you no longer need, save with a ttl, or start the server with a "
+            f"larger {option}"
         )
 
 
 def check_count(count: int, limit: int) -> None:
-    """UserError when there are `limit` checkpoints already."""
+    """Raise UserError if there are `limit` checkpoints already."""
     if count >= limit:
         raise UserError(
-            f"over the checkpoint quota: you have {count} checkpoints; nothing was written. Delete checkpoints you no longer need, save "
+            f"over the checkpoint quota: you have {count} checkpoints; nothing was written. Delete "
+            f"checkpoints you no longer need, save "
             "with a ttl, or ask the operator for a larger tenant_max_checkpoints"
         )
 

@@ -1,4 +1,4 @@
-"""Small JSON files that anyone may have written: read with a bound on their size and depth."""
+"""Read small JSON files of unknown origin, with limits of their size and depth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ MAX_DEPTH = 32
 def read_json_object(
     file: Path, *, max_bytes: int = MAX_BYTES, follow_links: bool = True
 ) -> dict[str, object]:
-    """The object in `file`. OSError when it cannot be read or is not a regular file, ValueError with the reason for anything else."""
+    """Return the object in `file`. Raise OSError if it cannot be read or is not a regular file, and
+    ValueError with the reason for any other content.
+    """
     descriptor = os.open(
         file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     )

@@ -1,4 +1,4 @@
-"""A base model and an adapter become one Hugging Face model, file by file, so that a model larger than memory is no obstacle."""
+"""Merge an adapter into a base model, file by file, so that the model may be larger than memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from skyrl_tx_server.files.base_model import BaseTensors
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROUTER_BIAS = ".e_score_correction_bias"
-"""It decides between scores far closer than a bfloat16 of its own size can tell apart, so it keeps its dtype."""
+"""The router decides between scores that bfloat16 cannot distinguish, so it keeps its dtype."""
 
 
 def write_merged(
     base: BaseTensors, deltas: Mapping[str, np.ndarray], output: Path, dtype: str | None
 ) -> None:
-    """Write `base` + `deltas` into the directory `output`. `dtype` None keeps each tensor's own; sums are made in float32.
+    """Write `base` + `deltas` into the directory `output`. Sums are computed in float32. `dtype=None` keeps
+    the dtype of each tensor.
 
-    A tied head that has a delta of its own is untied: config.json says so and `lm_head.weight` is written.
+    A tied head with its own delta is untied: config.json says so and `lm_head.weight` is written.
     """
     unties = HEAD in deltas and HEAD not in base.files
     unknown = sorted(name for name in deltas if name not in base.files and not (unties and name == HEAD))
@@ -51,7 +52,7 @@ def write_merged(
 
 
 def merged_bytes(base: BaseTensors) -> int:
-    """A safe estimate of what `write_merged` writes, an untied head in float32 included."""
+    """Return an upper bound of the bytes that `write_merged` writes, including an untied head in float32."""
     vocabulary, hidden = base.shape(EMBEDDING)
     return 2 * sum(file.stat().st_size for file in set(base.files.values())) + 4 * vocabulary * hidden
 
@@ -62,7 +63,8 @@ def _sum(name: str, tensor: np.ndarray, delta: np.ndarray | None, dtype: str | N
         return np.ascontiguousarray(tensor.astype(target))
     if delta.shape != tensor.shape:
         raise UserError(
-            f"{name} is {tensor.shape} in the base model and {delta.shape} in the adapter: it belongs to another model"
+            f"{name} is {tensor.shape} in the base model and {delta.shape} in the adapter: it belongs to "
+            f"another model"
         )
     return np.ascontiguousarray((tensor.astype(np.float32) + delta).astype(target))
 

@@ -1,6 +1,7 @@
 """Adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors, as `peft` loads them.
 
-Names are `base_model.model.<module>.lora_A.weight`, without `.base_layer.` or an adapter's name; all tensors have one dtype.
+Names are `base_model.model.<module>.lora_A.weight`, without `.base_layer.` or an adapter's name; all tensors
+have one dtype.
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ _UNSUPPORTED = (
 
 
 def adapter_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The adapter's own tensors among a checkpoint's, which may hold an optimizer's too."""
+    """Return the adapter's own tensors of a checkpoint, which may also hold those of an optimizer."""
     return {name: array for name, array in arrays.items() if _FACTOR.fullmatch(name)}
 
 
 def deltas(arrays: Mapping[str, np.ndarray], lora: LoraSpec) -> dict[str, np.ndarray]:
-    """What a merged weight gains: Hugging Face's tensor name -> alpha / rank * B @ A, [out, in] float32, with each factor's own rank."""
+    """Return what merged weights gain: Hugging Face's tensor name -> alpha / rank * B @ A, [out, in] float32,
+    with the rank of each factor.
+    """
     found = {}
     for name, a in adapter_tensors(arrays).items():
         if name.endswith(".lora_A.weight"):
@@ -63,7 +66,7 @@ def deltas(arrays: Mapping[str, np.ndarray], lora: LoraSpec) -> dict[str, np.nda
 def write_adapter(
     directory: Path, arrays: Mapping[str, np.ndarray], lora: LoraSpec, base_model: str, dtype: str
 ) -> None:
-    """Write both files of an adapter into `directory`, which is made where it is missing."""
+    """Write both files of an adapter into `directory`, which is created if necessary."""
     directory.mkdir(parents=True, exist_ok=True)
     widened = {name: _widened(name, array, lora) for name, array in adapter_tensors(arrays).items()}
     tensors = {name: np.ascontiguousarray(array.astype(np.dtype(dtype))) for name, array in widened.items()}
@@ -89,7 +92,9 @@ def write_adapter(
 
 
 def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str, np.ndarray]]:
-    """An adapter of `base` in float32, under a checkpoint's names. UserError for what this server cannot train as it is."""
+    """Read an adapter of `base` in float32, with the names of a checkpoint. Raise UserError if this server
+    cannot train it unchanged.
+    """
     try:
         config: dict[str, Any] = read_json_object(directory / CONFIG)
         tensors = load_file(directory / WEIGHTS)
@@ -106,7 +111,8 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
         )
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
         raise UserError(
-            f"{directory}: only LoRA without biases can be imported, this is {config.get('peft_type')}/{config.get('bias')}"
+            f"{directory}: only LoRA without biases can be imported, this is "
+            f"{config.get('peft_type')}/{config.get('bias')}"
         )
     for name in _UNSUPPORTED:
         if config.get(name):
@@ -133,7 +139,9 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
 
 
 def optimizer_at_rest(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The optimizer of an adapter that has taken no step, under a training checkpoint's names."""
+    """Return the optimizer state of an adapter before its first step, with the names of a training
+    checkpoint.
+    """
     moments = {
         f"optimizer.{moment}.{name}": np.zeros_like(array)
         for moment in ("first", "second")
@@ -143,7 +151,9 @@ def optimizer_at_rest(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 def _widened(name: str, array: np.ndarray, lora: LoraSpec) -> np.ndarray:
-    """An expert's factor at the adapter's rank, which is the only one PEFT knows: zeros added, and B scaled so that B @ A stays."""
+    """Return an expert's factor with the adapter's rank, the only one in PEFT's layout: zeros are appended,
+    and B is scaled so that B @ A is unchanged.
+    """
     side = 0 if ".lora_A." in name else 1
     rank = array.shape[side]
     if rank == lora.rank:
@@ -153,14 +163,15 @@ def _widened(name: str, array: np.ndarray, lora: LoraSpec) -> np.ndarray:
 
 
 def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, own: int) -> np.ndarray:
-    """The inverse of `_widened`. UserError where what it would cut off is not zero."""
+    """The inverse of `_widened`. Raise UserError if it would remove values that are not zero."""
     side = 0 if ".lora_A." in name else 1
     if array.shape[side] != rank:
         return array
     kept, rest = np.split(array, [own], axis=side)
     if np.any(rest):
         raise UserError(
-            f"{directory}: {name} has rank {rank}, this server's experts {own} (rank // num_experts_per_tok); merge it instead"
+            f"{directory}: {name} has rank {rank}, this server's experts {own} (rank // "
+            f"num_experts_per_tok); merge it instead"
         )
     return kept if side == 0 else kept / np.float32(rank / own)
 
@@ -168,10 +179,12 @@ def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, own: int
 def _spec(
     directory: Path, modules: set[str], base: BaseTensors, num_layers: int, rank: int, alpha: float
 ) -> LoraSpec:
-    """Which whole parts are trained; a part trained here and there has no counterpart."""
+    """Return which parts are trained. Raise an error if only some modules of a part are, which a LoraSpec
+    cannot express.
+    """
 
     def modules_like(pattern: re.Pattern[str]) -> set[str]:
-        """Not those of layers beyond the last, which DeepSeek's checkpoints have for predicting more tokens ahead."""
+        """Exclude the layers beyond the last, which DeepSeek's checkpoints have for multi-token prediction."""
         matches = (pattern.fullmatch(name) for name in base.files)
         return {found["module"] for found in matches if found and int(found["layer"]) < num_layers}
 
@@ -184,7 +197,8 @@ def _spec(
     rest = sorted(modules - {module for name, part in parts.items() if trained[name] for module in part})
     if rest or not modules:
         raise UserError(
-            f"{directory}: this server trains attention (every projection), MLP (gate, up, down) and head each as a whole and in all "
+            f"{directory}: this server trains attention (every projection), MLP (gate, up, down) and head "
+            f"each as a whole and in all "
             f"{num_layers} layers; the adapter has {rest[0] if rest else 'nothing'} without its fellows"
         )
     return LoraSpec(

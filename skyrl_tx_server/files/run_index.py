@@ -1,8 +1,10 @@
-"""What the HTTP side must remember across restarts and no checkpoint holds: training runs, when checkpoints expire, which are public.
+"""An index of the facts that the HTTP side must keep across restarts and no checkpoint holds: training runs,
+when checkpoints expire, and which are public.
 
-One line of JSON per fact in `<checkpoints_dir>/ledger.jsonl`; a later line about the same thing wins, and a line that cannot be read is
-skipped. New facts are appended. When most of the file is out of date it is written anew and renamed into place. The runs of one tenant
-take at most `MAX_RUN_BYTES` in all; beyond that the oldest run is forgotten, and its checkpoints stay.
+`<checkpoints_dir>/ledger.jsonl` has one line of JSON for each fact; a later line about the same object
+replaces an earlier one, and an unreadable line is skipped. New facts are appended. When most of the file is
+out of date it is written again and renamed into place. The runs of one tenant take at most `MAX_RUN_BYTES`;
+beyond that the oldest run is removed, and its checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ COMPACTION_SLACK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRun:
-    """A model that was trained here, alive or not. UserError where its metadata is larger than `MAX_METADATA_BYTES`."""
+    """A model that was trained here, alive or not. UserError where its metadata is larger than
+    `MAX_METADATA_BYTES`."""
 
     run_id: str
     base_model: str
@@ -58,8 +61,8 @@ class RunIndex:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._tenant: str | None = None  # None: the runs of all
-        self._runs: dict[str, OrderedDict[str, TrainingRun]] = {}  # by owner, in the order of their making
+        self._tenant: str | None = None  # None: the runs of all tenants
+        self._runs: dict[str, OrderedDict[str, TrainingRun]] = {}  # by owner, in the order of creation
         self._run_bytes: dict[str, int] = {}  # by owner
         self._lines: dict[
             tuple[str, str], int
@@ -80,7 +83,7 @@ class RunIndex:
         self._compact_if_due()
 
     def of(self, tenant: str) -> RunIndex:
-        """The same ledger, with the runs of one tenant."""
+        """Return a view with the runs of one tenant."""
         view = copy.copy(self)
         view._tenant = tenant
         return view
@@ -89,7 +92,7 @@ class RunIndex:
 
     @property
     def runs(self) -> dict[str, TrainingRun]:
-        """Training runs by id, in the order of their making."""
+        """Training runs by id, in the order of creation."""
         if self._tenant is not None:
             return dict(self._runs.get(self._tenant, {}))
         return {run_id: run for runs in self._runs.values() for run_id, run in runs.items()}
@@ -99,7 +102,7 @@ class RunIndex:
         return self._runs.get(owner, {}).get(run_id) if self._tenant in (None, owner) else None
 
     def expiry(self, path: str, generation: str) -> datetime | None:
-        """When this save of a checkpoint is to be deleted; None: never."""
+        """Return when this save of a checkpoint is deleted; None: never."""
         return self.expiries.get(path) if self._expiring.get(path, generation) == generation else None
 
     def expired(self) -> list[str]:
@@ -107,19 +110,19 @@ class RunIndex:
         return [path for path, expires_at in self.expiries.items() if expires_at <= now]
 
     def expiring_generation(self, path: str) -> str | None:
-        """Which save of the checkpoint expires; None: whichever there is."""
+        """Return the generation of the save that expires; None: any."""
         return self._expiring.get(path)
 
     # --- what is entered
 
     def record_run(self, run: TrainingRun) -> None:
-        """OSError when it cannot be written; then nothing has changed."""
+        """Add a run. Raise OSError, and change nothing, if it cannot be written."""
         num_bytes = self._append(_run_to_json(run))
         self._remember_run(run, num_bytes)
         self._compact_if_due()
 
     def set_expiry(self, path: str, expires_at: datetime | None, generation: str | None = None) -> None:
-        """None: keep it for ever. The expiry is that of one `generation`, where it is given."""
+        """Set when a checkpoint expires; None: never. With `generation`, only this save expires."""
         if expires_at is None and path not in self.expiries:
             return
         num_bytes = self._append(_expiry_to_json(path, expires_at, generation))
@@ -134,7 +137,8 @@ class RunIndex:
         self._compact_if_due()
 
     def forget(self, path: str, generation: str | None = None) -> None:
-        """The checkpoint is gone; one that takes its name begins anew. The expiry of another `generation` stays."""
+        """The checkpoint is gone; one that takes its name begins anew. The expiry of another `generation`
+        stays."""
         if generation is None or self._expiring.get(path, generation) == generation:
             self.set_expiry(path, None)
         self.set_public(path, False)
@@ -196,7 +200,7 @@ class RunIndex:
         self._count("public", path, num_bytes if public else 0)
 
     def _count(self, what: str, name: str, num_bytes: int) -> None:
-        """The newest line about this has so many bytes; 0: it need not be kept."""
+        """Count the bytes of the newest line about an object; 0: the line is not needed."""
         self._sizes.live += num_bytes - self._lines.pop((what, name), 0)
         if num_bytes:
             self._lines[what, name] = num_bytes
@@ -204,8 +208,8 @@ class RunIndex:
     # --- on the disk
 
     def _append(self, fact: dict[str, object]) -> int:
-        """Bytes of the new line. After an OSError the file is as it was."""
-        # The leading newline ends a line that a crash left torn, so that it costs one fact and not two.
+        """Append a line and return its bytes. After an OSError the file is unchanged."""
+        # The leading newline ends a line that a crash left incomplete, so that only that fact is lost.
         line = ("\n" + json.dumps(fact)).encode()
         descriptor = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
@@ -234,9 +238,9 @@ class RunIndex:
                 os.fsync(stream.fileno())
             os.replace(aside, self._file)
         except OSError as error:  # it only stays long
-            logger.warning("%s cannot be written anew: %s", self._file, error)
+            logger.warning("%s cannot be compacted: %s", self._file, error)
             aside.unlink(missing_ok=True)
-            self._sizes.file = self._sizes.live  # try again when as much has been added
+            self._sizes.file = self._sizes.live  # try again when the file has grown
         else:
             self._sizes.file = self._file.stat().st_size
 

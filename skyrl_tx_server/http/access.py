@@ -1,8 +1,9 @@
-"""Which host names and web pages may use the server.
+"""Check which host names and web pages may send requests.
 
-A web page that a user of this machine visits can send requests to loopback addresses. The browser marks them: with an `Origin`, with
-`Sec-Fetch-Site`, or, where the page's own name was made to resolve to this machine (DNS rebinding), with that name as `Host`. The Tinker
-SDK, OpenAI's clients and curl send neither of the first two.
+A web page that a user of this machine visits can send requests to loopback addresses. The browser marks them
+with an `Origin` or a `Sec-Fetch-Site` header. If the page's own name resolves to this machine (DNS
+rebinding), the name is in the `Host` header. The Tinker SDK, OpenAI's clients and curl send neither of the
+first two headers.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _MARKS = frozenset({b"host", b"origin", b"sec-fetch-site"})
 
 
 class HostNames(Enum):
-    """Which `Host` headers are accepted beside the listed names."""
+    """Which `Host` headers are accepted besides the listed names."""
 
-    ANY = "any"  # an API key protects the server, or whoever made the policy checks nothing
-    ADDRESSES = "addresses"  # a rebound name is never an IP address
+    ANY = "any"  # an API key protects the server, or nothing is checked
+    ADDRESSES = "addresses"  # DNS rebinding needs a name, so an IP address is safe
     LOOPBACK = "loopback"
 
 
@@ -39,8 +40,9 @@ class AccessPolicy:
 def access_policy(
     *, host: str, has_key: bool, allowed_hosts: str | None, allowed_origins: str | None
 ) -> AccessPolicy:
-    """The policy of a server that listens on `host`. With a key host names are free: no web page knows it, and a reverse proxy passes on
-    whatever name it serves."""
+    """Return the policy of a server that listens on `host`. With a key any host name is accepted: no web page
+    knows the key, and a reverse proxy passes on the name that it serves.
+    """
     own = host.lower().removesuffix(".")
     names = HostNames.LOOPBACK if _is_loopback(own) else HostNames.ADDRESSES
     machine = [] if names is HostNames.LOOPBACK else [socket.gethostname().lower()]
@@ -56,14 +58,17 @@ def _split(names: str | None) -> list[str]:
 
 
 def check_access(policy: AccessPolicy, request: Request) -> None:
-    """ForbiddenError for a request that a web page made, or that was sent to a name which is not the server's."""
+    """Raise ForbiddenError for a request that comes from a web page, or that was sent to a name which is not
+    the server's.
+    """
     marks = [mark for mark in request.scope["headers"] if mark[0] in _MARKS]
     hosts = [value for name, value in marks if name == b"host"]
     if len(hosts) < len(marks):
         _check_page(policy, dict(marks))
     if policy.host_names is not HostNames.ANY and (len(hosts) != 1 or not _is_served(policy, hosts[0])):
         raise ForbiddenError(
-            f"this server does not serve the host name {_quoted(b', '.join(hosts))}; start it with allowed_hosts=NAME, or with an API key"
+            f"this server does not serve the host name {_quoted(b', '.join(hosts))}; start it with "
+            f"allowed_hosts=NAME, or with an API key"
         )
 
 
@@ -72,7 +77,8 @@ def _check_page(policy: AccessPolicy, marks: Mapping[bytes, bytes]) -> None:
     if origin is not None:
         if origin.decode("latin-1").lower() not in policy.allowed_origins:
             raise ForbiddenError(
-                f"requests of web pages are refused (Origin {_quoted(origin)}); start the server with allowed_origins=ORIGIN to accept them"
+                f"requests of web pages are refused (Origin {_quoted(origin)}); start the server with "
+                f"allowed_origins=ORIGIN to accept them"
             )
     elif fetch_site not in (None, b"none", b"same-origin"):
         raise ForbiddenError(
@@ -81,7 +87,7 @@ def _check_page(policy: AccessPolicy, marks: Mapping[bytes, bytes]) -> None:
 
 
 def host_name(host: str) -> str:
-    """The name or address in a Host header, in lower case, without port, brackets and trailing dot.
+    """Return the name or address in a Host header, in lower case, without port, brackets and trailing dot.
 
     >>> host_name("LocalHost.:8000"), host_name("[::1]:8000"), host_name("127.0.0.1")
     ('localhost', '::1', '127.0.0.1')

@@ -1,4 +1,4 @@
-"""The ASGI application: every route behind the border, and the housekeeping that runs beside them."""
+"""The ASGI application: all routes, and the housekeeping task."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from skyrl_tx_server.http.routes import (
 
 logger = logging.getLogger(__name__)
 
-# Looked through in this order for every request, so those that clients send all the time come first. `downloads` before `weights`: its
-# longer paths end in a word that `{checkpoint_id:path}` would swallow.
+# Searched in this order for every request, so the most frequent routes come first.
+# `downloads` before `weights`: its longer paths end in a word that `{checkpoint_id:path}` would match.
 ENDPOINTS: tuple[Endpoint, ...] = (
     *futures.ENDPOINTS,
     *training.ENDPOINTS,
@@ -46,12 +46,12 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 )
 
 
-def build_app(lobby: StartupState, *, housekeeping_period_s: float = 5.0) -> Starlette:
-    """Serves 503 until someone puts a `AppState` in the lobby."""
+def build_app(startup: StartupState, *, housekeeping_period_s: float = 5.0) -> Starlette:
+    """Return the application. It answers 503 until `startup` holds an `AppState`."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        housekeeper = asyncio.create_task(_housekeeping(lobby, housekeeping_period_s))
+        housekeeper = asyncio.create_task(_housekeeping(startup, housekeeping_period_s))
         yield
         housekeeper.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -59,16 +59,17 @@ def build_app(lobby: StartupState, *, housekeeping_period_s: float = 5.0) -> Sta
 
     return Starlette(
         routes=[
-            Route(endpoint.path, _bind(endpoint, lobby), methods=[endpoint.method]) for endpoint in ENDPOINTS
+            Route(endpoint.path, _bind(endpoint, startup), methods=[endpoint.method])
+            for endpoint in ENDPOINTS
         ],
         lifespan=lifespan,
         exception_handlers={404: _no_route, 405: _no_route},
     )
 
 
-def _bind(endpoint: Endpoint, lobby: StartupState) -> Callable[[Request], Awaitable[Response]]:
+def _bind(endpoint: Endpoint, startup: StartupState) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
-        return await serve(endpoint, lobby, request)
+        return await serve(endpoint, startup, request)
 
     return handle
 
@@ -80,13 +81,13 @@ async def _no_route(request: Request, error: Exception) -> JSONResponse:
     return refusal(path, NoRouteError(f"this server has no {request.method} {path}; it speaks {known}"))
 
 
-async def _housekeeping(lobby: StartupState, period_s: float) -> None:
-    """Time passing is the event here: sessions fall silent, checkpoints expire, delivered results age."""
+async def _housekeeping(startup: StartupState, period_s: float) -> None:
+    """Run `housekeep` periodically, for sessions, checkpoints and results that expire."""
     while True:
         await asyncio.sleep(period_s)
-        if lobby.context is not None:
+        if startup.context is not None:
             try:
-                await housekeep(lobby.context)
+                await housekeep(startup.context)
             except Exception:
                 logger.exception("housekeeping failed; trying again in %g s", period_s)
 
@@ -97,19 +98,17 @@ async def housekeep(context: AppState) -> None:
     for each in (context, *context.tenants.values()):
         each.futures.prune()
     for session_id in context.registry.expired():
-        sessions.end_session(context, session_id, "no sign of life from its client")
-    for path in context.ledger.expired():
-        generation = context.ledger.expiring_generation(path)
+        sessions.end_session(context, session_id, "its client sent no heartbeat")
+    for path in context.run_index.expired():
+        generation = context.run_index.expiring_generation(path)
         try:
             generation = await asyncio.to_thread(context.checkpoints.delete, path, only=generation)
             if generation is None:
-                continue  # it was saved anew; whether that one expires is about to be entered
-            logger.info("deleted %s: its time to live is over", path)
+                continue  # it was saved again, and the expiry of the new save is about to be recorded
+            logger.info("deleted %s: it has expired", path)
         except NotFoundError:
-            logger.debug("%s was deleted by hand", path)
+            logger.debug("%s was deleted already", path)
         except (ServerError, OSError) as error:
-            logger.warning(
-                "the time to live of %s is over, but it cannot be deleted; delete it by hand: %s", path, error
-            )
-        context.ledger.forget(path, generation)
+            logger.warning("%s has expired and cannot be deleted; delete it by hand: %s", path, error)
+        context.run_index.forget(path, generation)
     await asyncio.to_thread(context.checkpoints.sweep_derived, downloads.KEEP_UNUSED_FOR.total_seconds())

@@ -1,4 +1,6 @@
-"""What every route may use: the engine, the books, the checkpoints, and the limits requests are checked against, for each tenant."""
+"""The state that every route uses: the engine, the registry, the checkpoints and the limits of requests, for
+each tenant.
+"""
 
 from __future__ import annotations
 
@@ -6,62 +8,59 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from skyrl_tx_server.config.tenant_options import TenantOptions
 from skyrl_tx_server.engine.engine import EngineSide
 from skyrl_tx_server.engine.futures import FutureStore
 from skyrl_tx_server.engine.model_registry import Registry
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT
-from skyrl_tx_server.engine.tenants import Quota, TenantKeys
+from skyrl_tx_server.engine.tenants import TenantKeys
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.run_index import RunIndex
 from skyrl_tx_server.http.access import AccessPolicy
 from skyrl_tx_server.http.bodies import BodyBudget
 from skyrl_tx_server.http.shares import EngineShare
-from skyrl_tx_server.http.wire.requests import Limits
+from skyrl_tx_server.http.wire.limits import Limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpSettings:
-    """The HTTP side's view of the server's options."""
+    """The options of the HTTP side, with the values that are derived from them."""
 
-    model_dir: (
-        Path | None
-    )  # offered as tokenizer to clients on this machine; None: they go by the model's name
+    model_dir: Path | None  # the tokenizer for clients on this machine; None: they use the model's name
     max_request_bytes: int = 64 << 20
-    stalled_s: float = 120.0  # how long a body may pause before its client counts as gone
+    stalled_s: float = 120.0  # how long a body may pause before its request is rejected
     sample_max_concurrent_requests: int = 256
-    api_key: str | None = (
-        None  # the operator's; None, and no tenant_keys: whoever reaches the port is the operator
-    )
-    access: AccessPolicy = field(default_factory=AccessPolicy)  # which names and web pages may
+    api_key: str | None = None  # the operator's; None, and no tenant_keys: every client is the operator
+    access: AccessPolicy = field(default_factory=AccessPolicy)  # host names and web pages that are accepted
     tenant_keys: TenantKeys | None = None
-    tenant_quota: Quota = field(default_factory=Quota)
+    tenant_quota: TenantOptions = field(default_factory=TenantOptions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AppState:
-    """The operator's context, which reaches everything, or, made by `of`, a tenant's.
+    """The state of the operator, who can access everything, or, in a view made by `of`, of a tenant.
 
-    A tenant's context holds views of the registry, the checkpoints and the ledger in which nothing of another tenant exists, futures of
-    its own, and an engine that counts what it has under way. A handler gets the context of whoever sent the request, so it needs no check
-    of its own.
+    The state of a tenant holds views of the registry, the checkpoints and the run index in which nothing of
+    another tenant exists, its own futures, and an engine that counts its tokens in flight. A handler gets the
+    state of the tenant who sent the request, so it needs no check of its own.
     """
 
     engine: EngineSide
     registry: Registry
     futures: FutureStore
     checkpoints: CheckpointStore
-    ledger: RunIndex
+    run_index: RunIndex
     settings: HttpSettings
     requests: Counter[tuple[str, str, int]] = field(
         default_factory=Counter
-    )  # answered, by method, route and status
+    )  # number of replies, by method, route and status
     bodies: BodyBudget = field(default_factory=BodyBudget)
     tenant: str = DEFAULT_TENANT
-    tenants: dict[str, AppState] = field(default_factory=dict)  # the contexts made so far, by tenant
+    tenants: dict[str, AppState] = field(default_factory=dict)  # the states made so far, by tenant
 
     def of(self, tenant: str) -> AppState:
-        """The context of a tenant; only the operator's makes those of others."""
+        """Return the state of a tenant. Only the operator's state makes those of others."""
         if tenant == self.tenant:
             return self
         assert self.is_operator, f"{self.tenant} asked for the context of {tenant}"
@@ -69,11 +68,11 @@ class AppState:
             keys, quota = self.settings.tenant_keys, self.settings.tenant_quota
             self.tenants[tenant] = replace(
                 self,
-                engine=EngineShare(self.engine, tenant, quota.max_tokens),
+                engine=EngineShare(self.engine, tenant, quota.tenant_max_tokens),
                 registry=self.registry.of(tenant, quota),
                 futures=self.futures.share(max(1, 1 if keys is None else len(keys))),
-                checkpoints=self.checkpoints.of(tenant, self.ledger.public.__contains__),
-                ledger=self.ledger.of(tenant),
+                checkpoints=self.checkpoints.of(tenant, self.run_index.public.__contains__),
+                run_index=self.run_index.of(tenant),
                 tenant=tenant,
             )
         return self.tenants[tenant]
@@ -83,7 +82,7 @@ class AppState:
         return self.tenant == DEFAULT_TENANT
 
     def close(self) -> None:
-        """Let go of every waiting poll: the server is stopping."""
+        """End every waiting poll, because the server stops."""
         for context in (self, *self.tenants.values()):
             context.futures.close()
 

@@ -1,4 +1,6 @@
-"""Request bodies: how large each may be, how long it may take, and how many bytes of them the server holds at once."""
+"""Receive request bodies: limits of their size, of the time they take, and of the bytes that the server holds
+at once.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,14 @@ JSON_MEDIA_TYPE = "application/json"
 PROTOBUF_MEDIA_TYPE = "application/x-protobuf"
 
 SMALL_BYTES = 64 << 10
-"""Bodies up to this size are parsed on the event loop and do not count as bytes in flight; the number of connections bounds them."""
+"""Bodies up to this size are parsed on the event loop and do not count as bytes in flight; the number of
+connections bounds them.
+"""
 DISCARD_AT_MOST = 1 << 30
 MIN_BYTES_PER_S = 64 << 10
-"""A body that comes more slowly than this on average is given up, however regularly its bytes come."""
+"""A body that arrives more slowly than this on average is rejected."""
 MAX_COMPRESSION_RATIO = 200
-ALWAYS_DECOMPRESSED_BYTES = 1 << 20  # whatever the ratio
+ALWAYS_DECOMPRESSED_BYTES = 1 << 20  # accepted with any ratio
 MAX_ZSTD_WINDOW_BYTES = 8 << 20
 BODIES_IN_FLIGHT = 4  # of the largest size
 _DECOMPRESS_STEP_BYTES = 1 << 20
@@ -35,7 +39,7 @@ _PARSERS = ThreadPoolExecutor(2, thread_name_prefix="parse-body")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BodyLimits:
-    """What a route accepts as body; `max_request_mb` limits it further."""
+    """The limits of the body of a route; `max_request_mb` limits it further."""
 
     max_bytes: int = 1 << 20  # after decompression
     json: JsonBounds = CONTROL_BOUNDS
@@ -58,7 +62,9 @@ CHAT_BODY = BodyLimits(
 
 
 class BodyBudget:
-    """Bytes of bodies that are being received and parsed. Who asks first is served first."""
+    """Counts the bytes of bodies that are being received and parsed. Requests are admitted in the order they
+    came.
+    """
 
     def __init__(self) -> None:
         self._used = 0
@@ -66,7 +72,9 @@ class BodyBudget:
 
     @asynccontextmanager
     async def reserve(self, num_bytes: int, *, capacity: int, timeout_s: float) -> AsyncIterator[None]:
-        """CapacityError when there is no room within `timeout_s`. A body above the capacity takes all of it."""
+        """Wait for room. Raise CapacityError if there is none within `timeout_s`. A body above the capacity
+        takes all of it.
+        """
         num_bytes = min(num_bytes, capacity)
         if self._waiting or self._used + num_bytes > capacity:
             await self._wait(num_bytes, capacity, timeout_s)
@@ -117,7 +125,9 @@ async def read_parsed[T](
     max_bytes: int,
     stalled_s: float,
 ) -> T:
-    """`parse` of the decompressed body. Large and compressed bodies are decompressed and parsed in a thread."""
+    """Return `parse` of the decompressed body. Large and compressed bodies are decompressed and parsed in a
+    thread.
+    """
     limit = min(limits.max_bytes, max_bytes)
     headers: dict[bytes, bytes] = dict(request.scope["headers"])
     encoding = headers.get(b"content-encoding", b"").decode("latin-1").lower()
@@ -142,7 +152,9 @@ async def read_parsed[T](
 
 
 def _reserved_bytes(headers: Mapping[bytes, bytes], limit: int, *, compressed: bool) -> int:
-    """As much as the body may take: a body without a length, or with one that says little, may take the route's limit."""
+    """Return the most bytes that the body may take. Without a content-length, or with a small one for a
+    compressed body, this is the limit of the route.
+    """
     length = headers.get(b"content-length", b"")
     if compressed or (not length and b"transfer-encoding" in headers):
         return max(limit, SMALL_BYTES + 1)
@@ -150,7 +162,9 @@ def _reserved_bytes(headers: Mapping[bytes, bytes], limit: int, *, compressed: b
 
 
 async def _receive(request: Request, limit: int, stalled_s: float) -> bytes:
-    """The body as sent. One over the limit is read to its end all the same: a client cut off while sending would only retry."""
+    """Return the body as sent. A body over the limit is read to its end, because a client whose connection is
+    closed while it sends would retry.
+    """
     chunks: list[bytes] = []
     size = 0
     loop = asyncio.get_running_loop()
@@ -166,9 +180,10 @@ async def _receive(request: Request, limit: int, stalled_s: float) -> bytes:
                     chunks.clear()
                     if size > DISCARD_AT_MOST:
                         break
-    except TimeoutError:  # the client's machine died, or the client sends slowly on purpose
+    except TimeoutError:  # the client's machine is down, or the client sends slowly on purpose
         raise UserError(
-            f"the body stalled: no byte for {stalled_s:g} s, or less than {MIN_BYTES_PER_S >> 10} KiB/s on average; send it again"
+            f"the body stalled: no byte for {stalled_s:g} s, or less than {MIN_BYTES_PER_S >> 10} KiB/s on "
+            f"average; send it again"
         ) from None
     if size > limit:
         raise _too_large(limit)
@@ -176,19 +191,24 @@ async def _receive(request: Request, limit: int, stalled_s: float) -> bytes:
 
 
 def _check_media_type(headers: Mapping[bytes, bytes], limits: BodyLimits, body: bytes) -> None:
-    """A web page may send text/plain or a form to any address without being asked, but not these types."""
+    """Raise an error for a content-type that a web page may send to any address without a CORS preflight:
+    text/plain or a form.
+    """
     if not body:
         return
     sent = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
     if sent not in limits.media_types:
         accepted = " or ".join(limits.media_types)
         raise UnsupportedMediaTypeError(
-            f"content-type {sent[:80]!r} is not accepted here; send {accepted} (curl: -H 'Content-Type: {limits.media_types[0]}')"
+            f"content-type {sent[:80]!r} is not accepted here; send {accepted} (curl: -H 'Content-Type: "
+            f"{limits.media_types[0]}')"
         )
 
 
 def decompress(body: bytes, limit: int) -> bytes:
-    """UserError for a body that is not zstd, is larger than `limit`, or has a higher ratio than training data ever has."""
+    """Raise UserError for a body that is not zstd, is larger than `limit`, or has a higher compression ratio
+    than training data.
+    """
     largest = min(limit, max(ALWAYS_DECOMPRESSED_BYTES, MAX_COMPRESSION_RATIO * len(body)))
     parts: list[bytes] = []
     size = 0
@@ -204,7 +224,8 @@ def decompress(body: bytes, limit: int) -> bytes:
         raise _too_large(limit)
     if size > largest:
         raise UserError(
-            f"the body is compressed more than {MAX_COMPRESSION_RATIO} times; send it without content-encoding"
+            f"the body is compressed more than {MAX_COMPRESSION_RATIO} times; send it without "
+            f"content-encoding"
         )
     return b"".join(parts)
 
@@ -212,5 +233,6 @@ def decompress(body: bytes, limit: int) -> bytes:
 def _too_large(limit: int) -> UserError:
     size = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit} bytes"
     return UserError(
-        f"the request is larger than this route's limit of {size}; send less at once. max_request_mb of the server limits training requests"
+        f"the request is larger than this route's limit of {size}; send less at once. max_request_mb of the "
+        f"server limits training requests"
     )

@@ -1,7 +1,8 @@
-"""The HTTP border: every route runs inside `serve`, which refuses browsers, logs one line and turns errors into statuses.
+"""Run every route: check access and key, log one line, and turn errors into statuses.
 
-Statuses follow what the SDK does with them. It retries 409 and 5xx for minutes, so a fault that will not go away (a name taken, a bug
-of ours) is a 400; 429 and 503 are for what does go away; a retrieve_future failure is a 200 with an `error` field, in `futures.py`.
+The SDK retries 409 and 5xx for minutes, so a permanent error (a name that is taken, a bug of the server) is a
+400; 429 and 503 are for temporary ones. A failure that retrieve_future reports is a 200 with an `error` field
+(`routes/futures.py`).
 """
 
 from __future__ import annotations
@@ -30,41 +31,41 @@ Reply = Mapping[str, object] | Response | None
 Handler = Callable[[AppState, Request], Awaitable[Reply]]
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status logged for a client that left before its answer; nobody receives it."""
-NOT_YET = (408, 503)  # a result still pending, a model still loading: not worth a warning
+"""The status that is logged for a client that disconnected before its reply. It is not sent."""
+NOT_YET = (408, 503)  # a pending result or a model that is loading is no warning
 MAX_DETAIL_LENGTH = 2000
-"""Characters of an error message; what a client sent may be quoted in it."""
+"""Characters of an error message, which may quote the request."""
 _LIMITS = "skyrl_tx_server.body_limits"  # of the endpoint, in the request's scope
 _OPENAI_PREFIX = "/v1/"
 
 
 @dataclass(kw_only=True, slots=True)
 class StartupState:
-    """Where requests wait until the engine can work: the port is open before the model is loaded."""
+    """Holds the state of the application once the engine has started. The port is open before."""
 
     context: AppState | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """One route of the contract. The handler's dict becomes JSON, None a 204."""
+    """One route. The handler's dict becomes JSON, None a 204."""
 
     method: str
     path: str
     handler: Handler
-    needs_key: bool = True  # where the server has one
-    for_operator: bool = False  # where the server has tenants
+    needs_key: bool = True  # if the server has one
+    for_operator: bool = False  # if the server has tenants
     log_level: int = field(default=logging.INFO)
     body: BodyLimits = CONTROL_BODY
 
 
-async def serve(endpoint: Endpoint, lobby: StartupState, request: Request) -> Response:
-    """Run one request, whatever happens."""
+async def serve(endpoint: Endpoint, startup: StartupState, request: Request) -> Response:
+    """Run one request and return a reply in every case."""
     began = time.perf_counter()
     request.scope[_LIMITS] = endpoint.body
-    response = await _answer(endpoint, lobby, request)
-    if lobby.context is not None:
-        lobby.context.requests[endpoint.method, endpoint.path, response.status_code] += 1
+    response = await _answer(endpoint, startup, request)
+    if startup.context is not None:
+        startup.context.requests[endpoint.method, endpoint.path, response.status_code] += 1
     logger.log(
         endpoint.log_level
         if response.status_code < 400 or response.status_code in NOT_YET
@@ -79,18 +80,20 @@ async def serve(endpoint: Endpoint, lobby: StartupState, request: Request) -> Re
     return response
 
 
-async def _answer(endpoint: Endpoint, lobby: StartupState, request: Request) -> Response:
-    if lobby.context is None:
+async def _answer(endpoint: Endpoint, startup: StartupState, request: Request) -> Response:
+    if startup.context is None:
         return refusal(
             endpoint.path, LoadingError("the server is still loading its model; try again in a moment")
         )
     try:
-        context = lobby.context
+        context = startup.context
         check_access(context.settings.access, request)
         if endpoint.needs_key:
             context = context.of(_check_key(context.settings, request))
         if endpoint.for_operator and not context.is_operator:
-            raise ForbiddenError(f"{endpoint.path} is for the operator of this server, who has its api_key")
+            raise ForbiddenError(
+                f"{endpoint.path} is for the operator of this server, the holder of its api_key"
+            )
         return _respond(await endpoint.handler(context, request))
     except ConflictError as error:
         return refusal(endpoint.path, error, status=400)
@@ -108,7 +111,9 @@ async def _answer(endpoint: Endpoint, lobby: StartupState, request: Request) -> 
 
 
 def _check_key(settings: HttpSettings, request: Request) -> str:
-    """The tenant who sent the request. The Tinker SDK sends X-API-Key, OpenAI's clients and Prometheus a bearer token."""
+    """Return the tenant who sent the request. The Tinker SDK sends X-API-Key, OpenAI's clients and Prometheus
+    a bearer token.
+    """
     api_key, tenant_keys = settings.api_key, settings.tenant_keys
     if api_key is None and tenant_keys is None:
         return DEFAULT_TENANT
@@ -134,7 +139,7 @@ def _respond(reply: Reply) -> Response:
 
 
 def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSONResponse:
-    """An error in the shape that the clients of `path` read: OpenAI's below /v1, Tinker's elsewhere."""
+    """Return an error as the clients of `path` expect it: OpenAI's shape below /v1, Tinker's elsewhere."""
     status = error.status if status is None else status
     detail = str(error)
     if len(detail) > MAX_DETAIL_LENGTH:
@@ -147,7 +152,7 @@ def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSON
 async def read_parsed[T](
     context: AppState, request: Request, parse: Callable[[bytes], T], limits: BodyLimits | None = None
 ) -> T:
-    """`parse` of the body within the limits of the request's endpoint, or within tighter ones."""
+    """Return `parse` of the body, within the limits of the request's endpoint or within `limits`."""
     return await bodies.read_parsed(
         request,
         parse,

@@ -1,8 +1,9 @@
-"""Accepting connections: how many may be open, how long each may take over its request's head, and how the server survives a shortage of
-file descriptors.
+"""Accept connections: limits on their number and on the time for a request's head, and a server that survives
+a shortage of descriptors.
 
-uvicorn parses and answers; this module decides which connections it gets. uvloop's own server closes the listening socket at the first
-`accept` that fails for want of a descriptor, so connections are accepted here.
+uvicorn parses requests and sends answers; this module decides which connections it gets. uvloop's own server
+closes the listening socket at the first `accept` that fails for lack of a file descriptor, so connections are
+accepted here.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import resource
 import socket
 import ssl
 from collections import OrderedDict
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -53,7 +56,8 @@ def connection_limit(wanted: int, max_files: int) -> int:
     limit = min(wanted, max_files - RESERVED_FILES)
     if limit < MIN_CONNECTIONS:
         raise ConfigError(
-            f"the limit of {max_files} open files leaves no room for connections; raise it to 1024 or more (ulimit -n)"
+            f"the limit of {max_files} open files leaves no room for connections; raise it to 1024 or more "
+            f"(ulimit -n)"
         )
     return limit
 
@@ -93,7 +97,8 @@ class Connections:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with deadlines for a request's head and for a client that does not read, and limits on the head's size."""
+    """uvicorn's protocol with deadlines for a request's head and for a client that does not read, and limits
+    on the head's size."""
 
     def __init__(
         self,
@@ -131,7 +136,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._is_idle and self._head_deadline is None and not self.transport.is_closing():
-            self._start_head_deadline()  # the next request's head has begun, or an answered request's body goes on
+            # the next request's head has begun, or an answered request's body goes on
+            self._start_head_deadline()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -181,7 +187,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class Acceptor:
-    """Accepts connections on one socket for as long as it lives. uvicorn closes it as it closes an asyncio server."""
+    """Accepts connections on one socket for as long as it lives. uvicorn closes it as it closes an asyncio
+    server."""
 
     def __init__(
         self,
@@ -265,7 +272,24 @@ class BoundedServer(uvicorn.Server):
         def make() -> BoundedProtocol:
             return BoundedProtocol(self.config, self, self.connections, head_timeout_s=self._head_timeout_s)
 
-        self.servers = [
+        # uvicorn only calls `close` and `wait_closed` of what it declares as a list of asyncio servers.
+        self.servers: list[Acceptor] = [  # pyright: ignore[reportIncompatibleVariableOverride]
             Acceptor(listener, self.connections, make, self.config.ssl) for listener in sockets or []
-        ]  # type: ignore[assignment]
+        ]
         self.started = True
+
+
+class StoppableServer(BoundedServer):
+    """A server that sets an event at SIGTERM or SIGINT and leaves the rest to the caller; a second signal
+    exits the process at once."""
+
+    def __init__(self, config: uvicorn.Config, max_connections: int, stop: asyncio.Event) -> None:
+        super().__init__(config, max_connections)
+        self._stop = stop
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(128 + sig)
+        self.should_exit = True
+        self._loop.call_soon_threadsafe(self._stop.set)

@@ -1,16 +1,17 @@
-"""The engine as one tenant's requests reach it: with the tenant's name, and within its quota of tokens under way."""
+"""The engine as one tenant uses it: with the name of the tenant, within its quota of tokens in flight."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
 
-from skyrl_tx_server.engine.engine import EngineInfo, EngineSide, Watcher
+from skyrl_tx_server.engine.engine import EngineSide, Watcher
+from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT, ForwardBackward, Op, OpResult, Sample
 from skyrl_tx_server.errors import CapacityError, UserError
 
 LEAST_TOKENS = 256
-"""What an operation counts at least, so that the quota bounds the number of operations too."""
+"""The least that an operation counts, so that the quota also bounds the number of operations."""
 
 
 class EngineShare:
@@ -20,7 +21,7 @@ class EngineShare:
         self._engine = engine
         self._tenant = tenant
         self._max_tokens = max_tokens
-        self._lock = threading.Lock()  # futures end on the engine's thread
+        self._lock = threading.Lock()  # futures are resolved on the engine's thread
         self._tokens = 0
 
     @property
@@ -34,16 +35,20 @@ class EngineShare:
     def submit(
         self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> Future[OpResult]:
-        """Whatever `tenant` says, it is this one's. CapacityError while too much is under way, UserError for what never fits."""
+        """Submit `op` for this tenant, whatever `tenant` is. Raise CapacityError while too many tokens are in
+        flight, and UserError for an operation that never fits.
+        """
         num_tokens = _num_tokens(op, self.info.max_context_length)
         if num_tokens > self._max_tokens:
             raise UserError(
-                f"the request is of {num_tokens} tokens, and tenant_max_tokens={self._max_tokens} may be in flight; send it in parts"
+                f"the request has {num_tokens} tokens, and tenant_max_tokens={self._max_tokens} may be in "
+                f"flight; send it in parts"
             )
         with self._lock:
             if self._tokens + num_tokens > self._max_tokens:
                 raise CapacityError(
-                    f"you have {self._tokens} tokens in flight, the request adds {num_tokens}, and tenant_max_tokens={self._max_tokens}; "
+                    f"you have {self._tokens} tokens in flight, the request adds {num_tokens}, and "
+                    f"tenant_max_tokens={self._max_tokens}; "
                     "wait for earlier requests to finish"
                 )
             self._tokens += num_tokens
@@ -61,7 +66,9 @@ class EngineShare:
 
 
 def _num_tokens(op: Op, max_context_length: int) -> int:
-    """Prompt and longest completion of every sample, or the tokens of every datum. What frees memory counts nothing."""
+    """Return the tokens of the prompt and the longest completions of a sample, or of all data of a training
+    operation. Operations that free memory count nothing.
+    """
     match op:
         case Sample():
             longest = (

@@ -1,4 +1,6 @@
-"""Samples followed from the event loop: token by token, or to the end unless the client goes away first."""
+"""Follow samples from the event loop, either token by token or to their end, and withdraw them if the client
+disconnects.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from skyrl_tx_server.http.wire.openai_replies import TokenDelta
 
 
 class StreamWatcher:
-    """Hands what the engine's thread reports to the event loop. Implements `engine.Watcher`."""
+    """Passes the reports of the engine's thread to the event loop. Implements `engine.Watcher`."""
 
     def __init__(self, *, follows: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self.follows = follows
-        self.news: asyncio.Queue[TokenDelta | None] = asyncio.Queue()  # None: the request is over
+        self.news: asyncio.Queue[TokenDelta | None] = asyncio.Queue()  # None: the request has ended
         self.gone = False
 
     def tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -31,21 +33,21 @@ class StreamWatcher:
         return not self.gone
 
     def leave(self) -> None:
-        """Nobody waits any more: what has begun is given up after its decode block."""
+        """Withdraw the request. One that has started ends after the current decode dispatch."""
         self.gone = True
 
     def over(self, future: concurrent.futures.Future[OpResult]) -> None:
         self._put(None)
 
     def _put(self, news: TokenDelta | None) -> None:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the loop has closed: the server is gone and so is everyone who could ask
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
             self._loop.call_soon_threadsafe(self.news.put_nowait, news)
 
 
 async def follow(context: AppState, op: Sample, results: list[SampleResult]) -> AsyncGenerator[TokenDelta]:
-    """Every token of `op` as it comes; the result goes to `results`. Leaving early withdraws the request."""
+    """Yield the tokens of `op` as they are sampled, and append the result to `results`. Leaving early
+    withdraws the request.
+    """
     listener = StreamWatcher(follows=True)
     future = context.engine.submit(op, listener)
     future.add_done_callback(listener.over)
@@ -70,7 +72,7 @@ async def follow(context: AppState, op: Sample, results: list[SampleResult]) -> 
 
 
 async def results_of(context: AppState, request: Request, ops: Sequence[Sample]) -> list[SampleResult] | None:
-    """The results of `ops`; None when the client went away first, which withdraws them."""
+    """Return the results of `ops`, or None if the client disconnects first, which withdraws them."""
     listener = StreamWatcher(follows=False)
     futures = [context.engine.submit(op, listener) for op in ops]
     leaving = asyncio.create_task(_disconnected(request))

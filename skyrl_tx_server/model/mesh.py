@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from skyrl_tx_server.config.server_config import MeshShape
+from skyrl_tx_server.config.engine_options import MeshShape
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.model_config import ModelConfig
 

@@ -1,6 +1,4 @@
-"""The shapes in which sampling meets the device. Every distinct shape is a program to compile, so they come from here and nowhere else;
-those of training are in `packing`. Host numpy only, no jax.
-"""
+"""The shapes of arrays on the device. Every distinct shape is a compiled program, so all shapes are defined here. Numpy only."""
 
 from __future__ import annotations
 
@@ -12,8 +10,9 @@ import numpy as np
 PAGE = 64
 """Positions of a page of the key-value cache."""
 MIN_SEGMENT = 512
-SCORED_BLOCK = 128
-"""Tokens of a scored text that attend together; it is padded to whole blocks."""
+ATTENTION_TILE = 128
+"""Tokens of a training stream or a scored text that attend together. Both are padded to whole tiles."""
+SMALLER_SHAPES = 2
 BLOCK = 64
 """Tokens of a prompt that are computed as one; a prompt is cut into such blocks from where the cache leaves it."""
 
@@ -45,6 +44,55 @@ GPU_PREFILL = PrefillShapes(short=4, long=16, long_from=13, turn=16)
 """A pass reads all weights, which takes an H200 as long as it computes 200 tokens (989 TFLOP/s, 4.8 TB/s, bfloat16); not measured."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketShape:
+    """The shape of a packed batch: streams of `length` tokens, each with `loss_positions` loss positions."""
+
+    streams: int
+    length: int
+
+    @property
+    def loss_positions(self) -> int:
+        return self.length + self.length // 4
+
+    @property
+    def tokens(self) -> int:
+        return self.streams * self.length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketShapes:
+    """All training shapes, shortest streams first. `budget` is the largest unless a sequence is longer."""
+
+    shapes: tuple[BucketShape, ...]
+    budget: BucketShape
+
+    def largest(self, longest_sequence: int) -> BucketShape:
+        """The largest shape to use for a batch with that longest sequence."""
+        length = max(longest_sequence, self.budget.length)
+        return next(shape for shape in self.shapes if shape.length >= length)
+
+
+def train_shapes(*, max_context_length: int, tokens_per_batch: int, dp_ranks: int = 1) -> BucketShapes:
+    """Return the budget, a quarter and a sixteenth of it, and its doubles up to the context, with one stream per data-parallel rank.
+
+    >>> [shape.length for shape in train_shapes(max_context_length=20_000, tokens_per_batch=8192).shapes]
+    [512, 2048, 8192, 16384, 20096]
+    """
+    longest, budget = _whole_tiles(max_context_length), _whole_tiles(tokens_per_batch // dp_ranks)
+    lengths = [budget]
+    while len(lengths) <= SMALLER_SHAPES and lengths[0] > ATTENTION_TILE:
+        lengths.insert(0, _whole_tiles(lengths[0] // 4))
+    while lengths[-1] < longest:
+        lengths.append(min(2 * lengths[-1], longest))
+    shapes = tuple(BucketShape(streams=dp_ranks, length=length) for length in lengths)
+    return BucketShapes(shapes=shapes, budget=BucketShape(streams=dp_ranks, length=budget))
+
+
+def _whole_tiles(tokens: int) -> int:
+    return max(1, -(-tokens // ATTENTION_TILE)) * ATTENTION_TILE
+
+
 def blocks_of(length: int) -> int:
     """Blocks that hold `length` tokens."""
     return -(-length // BLOCK)
@@ -56,7 +104,7 @@ def score_lengths(max_context_length: int) -> tuple[int, ...]:
     >>> score_lengths(2000), score_lengths(100)
     ((128, 256, 512, 1024, 2048), (128,))
     """
-    return _doubling(SCORED_BLOCK, -(-max_context_length // SCORED_BLOCK) * SCORED_BLOCK)
+    return _doubling(ATTENTION_TILE, -(-max_context_length // ATTENTION_TILE) * ATTENTION_TILE)
 
 
 def segment_ends(max_context_length: int) -> tuple[int, ...]:
@@ -85,3 +133,10 @@ def pad_tokens(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
 def bucket(length: int, lengths: Sequence[int]) -> int:
     """The smallest of `lengths` that is at least `length`."""
     return next(candidate for candidate in lengths if candidate >= length)
+
+
+def common_length(left: np.ndarray, right: np.ndarray) -> int:
+    """Return how many leading tokens two token arrays share."""
+    shorter = min(len(left), len(right))
+    different = np.flatnonzero(left[:shorter] != right[:shorter])
+    return int(different[0]) if len(different) else shorter

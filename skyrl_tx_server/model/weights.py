@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from skyrl_tx_server.config.server_config import MeshShape
+from skyrl_tx_server.config.engine_options import MeshShape
 from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import ConfigError, UserError
 from skyrl_tx_server.files.json_file import read_json_object
@@ -104,7 +104,7 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
         )
 
 
-def check_divisible(config: ModelConfig, shape: MeshShape, *, decode_slots: int) -> None:
+def check_divisible(config: ModelConfig, shape: MeshShape, *, max_num_seqs: int) -> None:
     """ConfigError in one line where an axis does not divide what it should."""
     divided = [
         ("tensor", shape.tensor, config.num_kv_heads, "key-value heads"),
@@ -117,7 +117,7 @@ def check_divisible(config: ModelConfig, shape: MeshShape, *, decode_slots: int)
             config.hidden_size if config.latent is None else config.num_heads,
             "heads of a latent attention",
         ),
-        ("data and fsdp", shape.batch, decode_slots, "decode_slots"),
+        ("data and fsdp", shape.batch, max_num_seqs, "max_num_seqs"),
         ("expert", shape.expert, 0 if config.experts is None else config.experts.count, "experts"),
     ]
     sizes = asdict(shape)

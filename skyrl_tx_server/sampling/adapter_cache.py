@@ -1,9 +1,9 @@
-"""The sampler's adapters: a device bank of immutable copies, with host memory and disk behind it.
+"""The sampler's adapters: LoRA slots on the device, backed by host memory and disk.
 
-Slot 0 is the base model. A snapshot is a copy made when it is saved, so training never touches it. A slot in use by a running row is
-pinned; otherwise the least recently used one makes room, and its snapshot comes back from host memory (an ephemeral one) or from disk
-(a tinker:// path). A trainer makes an ephemeral one every step and cannot drop it before its session ends: where host memory has no room
-for another, those unused for longest are forgotten.
+Slot 0 is the base model. A sampler snapshot is a copy that is made when it is saved, so training never changes it. A snapshot that a
+sequence in a decode slot uses is pinned to its LoRA slot. When a slot is needed, the least recently used snapshot without a pin is evicted.
+It is loaded again from host memory (ephemeral snapshots) or from disk (tinker:// paths). A trainer saves an ephemeral snapshot every step
+and cannot drop it before its session ends, so the least recently used ones are dropped when host memory runs out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx_server.errors import CapacityError, ConflictError, NotFoundError, UserError
-from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, is_on_disk, parse_path
+from skyrl_tx_server.files.checkpoint_record import CheckpointInfo, CheckpointKind, is_on_disk, parse_path
 from skyrl_tx_server.model.lora.adapter import Adapter, keep_adapter, place_adapter, zero_adapter
 from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.model_config import ModelConfig
@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 
 BASE_SLOT = 0
 HOST_RESERVE_BYTES = 1 << 30
-"""Of host memory that snapshots leave to everything else."""
+"""Host memory that snapshots leave free."""
 
 type SnapshotKey = tuple[str | None, int]
-"""A name and how often it has been saved: equal keys mean equal weights."""
+"""A name and how often it has been saved. Equal keys mean equal weights."""
 type ReadCheckpoint = Callable[[str], tuple[CheckpointInfo, dict[str, np.ndarray]]]
 
 
 class AdapterCache:
-    """Which snapshot lies in which slot, and the arrays themselves (`arrays`: every leaf [slots + 1, ...])."""
+    """Assigns LoRA slots to snapshots and holds their arrays (`arrays`: every leaf is [slots + 1, ...])."""
 
     def __init__(
         self,
@@ -52,29 +52,41 @@ class AdapterCache:
         self._free_host_bytes = free_host_bytes
         self._max_lora_rank = max_lora_rank
         self._read = read
-        self._in_memory: dict[
-            str, Adapter
-        ] = {}  # host copies of ephemeral snapshots, least recently used first
-        self._slots: dict[str, int] = {}  # least recently used first
-        self._free = list(range(slots, BASE_SLOT, -1))
+        self._in_host_memory: dict[str, Adapter] = {}  # ephemeral snapshots, least recently used first
+        self._slots: dict[str, int] = {}  # by snapshot, least recently used first
+        self._free_slots = list(range(slots, BASE_SLOT, -1))
         self._pins: Counter[str] = Counter()
-        self._kept: Counter[str] = (
-            Counter()
-        )  # by paused rows: what they go on with must stay as it is, on the device or not
+        self._retained: Counter[str] = Counter()  # by paused sequences, which need the weights but no slot
         self._saves: Counter[str] = Counter()
-        self._dropped: set[str] = set()  # to be forgotten once unpinned
+        self._dropped: set[str] = set()  # to be deleted when they are no longer used
         empty = zero_adapter(config, max_lora_rank)
         self.arrays: Adapter = place_adapter(
             config,
-            jax.tree.map(lambda leaf: np.zeros((slots + 1, *leaf.shape), _bank_dtype(leaf, dtype)), empty),
+            jax.tree.map(lambda leaf: np.zeros((slots + 1, *leaf.shape), _slot_dtype(leaf, dtype)), empty),
         )
 
     @property
-    def num_entries(self) -> int:
+    def num_slots(self) -> int:
+        """The number of LoRA slots, including the base model's."""
         return jax.tree.leaves(self.arrays)[0].shape[0]
 
+    @property
+    def on_device(self) -> list[str]:
+        """The snapshots in LoRA slots, least recently used first."""
+        return list(self._slots)
+
+    @property
+    def in_host_memory(self) -> list[str]:
+        """The snapshots with a copy in host memory, least recently used first."""
+        return list(self._in_host_memory)
+
+    @property
+    def in_use(self) -> list[str]:
+        """The snapshots that sequences use."""
+        return [weights for weights in {**self._pins, **self._retained} if self._is_used(weights)]
+
     def put(self, weights: str, adapter: Adapter) -> None:
-        """Copy a training adapter; it is sampleable under `weights` from now on."""
+        """Copy a training adapter and make it available for sampling as `weights`. Raises ConflictError if sequences use that name."""
         if self._is_used(weights):
             raise ConflictError(
                 f"sampler weights {weights} are being sampled from and cannot be replaced; save under another name"
@@ -82,29 +94,32 @@ class AdapterCache:
         if weights in self._slots:
             self._evict(weights)
         if not is_on_disk(weights):
-            self._keep(weights, to_host(adapter))
+            self._store_in_host_memory(weights, to_host(adapter))
         self._saves[weights] += 1
-        slot = self._make_room()
-        if slot is not None:  # else every slot is in use: it is loaded when a row needs it
+        slot = self._free_slot()
+        if slot is not None:  # if all slots are pinned, `pin` loads it later
             self._load(weights, adapter, slot)
 
     def key(self, weights: str | None) -> SnapshotKey:
         return weights, 0 if weights is None else self._saves[weights]
 
     def pin(self, weights: str | None) -> int:
-        """The bank slot of `weights`, kept there until `unpin`. CapacityError: every slot is in use. NotFoundError: it was never saved."""
+        """Return the LoRA slot of `weights`, which keeps it until `unpin`. None: the base model.
+
+        Raises CapacityError if all slots are pinned and NotFoundError if the snapshot was never saved.
+        """
         if weights is None:
             return BASE_SLOT
-        if weights in self._in_memory:
-            self._in_memory[weights] = self._in_memory.pop(weights)
+        if weights in self._in_host_memory:
+            self._in_host_memory[weights] = self._in_host_memory.pop(weights)
         if weights in self._slots:
             self._slots[weights] = self._slots.pop(weights)
         else:
             adapter = self._fetch(weights)
-            slot = self._make_room()
+            slot = self._free_slot()
             if slot is None:
                 raise CapacityError(
-                    f"{len(self._slots)} sampler snapshots are in use at once, no room for another; raise max_snapshots"
+                    f"{len(self._slots)} sampler snapshots are in use at once, no room for another; raise max_loras"
                 )
             self._load(weights, adapter, slot)
         self._pins[weights] += 1
@@ -116,58 +131,61 @@ class AdapterCache:
         self._pins[weights] -= 1
         self._drop_if_unused(weights)
 
-    def keep(self, weights: str | None) -> None:
-        """A row that has pinned `weights` is paused: the bank slot may go to others, the weights stay."""
+    def retain(self, weights: str | None) -> None:
+        """Replace a pin by a weaker reference, for a paused sequence: the LoRA slot can be evicted, but the weights must not change."""
         if weights is not None:
-            self._kept[weights] += 1
+            self._retained[weights] += 1
             self._pins[weights] -= 1
 
-    def leave(self, weights: str | None) -> None:
-        """A paused row goes on, with a pin of its own, or is over."""
+    def release(self, weights: str | None) -> None:
+        """Remove a reference of `retain`, after the sequence was pinned again or has ended."""
         if weights is not None:
-            self._kept[weights] -= 1
+            self._retained[weights] -= 1
             self._drop_if_unused(weights)
 
     def _is_used(self, weights: str) -> bool:
-        return bool(self._pins[weights] or self._kept[weights])
+        return bool(self._pins[weights] or self._retained[weights])
 
     def _drop_if_unused(self, weights: str) -> None:
         if not self._is_used(weights):
-            del self._pins[weights], self._kept[weights]
+            del self._pins[weights], self._retained[weights]
             if weights in self._dropped:
                 self.drop(weights)
 
     def drop(self, weights: str) -> None:
-        """Forget an in-memory snapshot, as soon as no row uses it. NotFoundError when there is none."""
-        if weights not in self._in_memory and weights not in self._slots:
+        """Delete an in-memory snapshot as soon as no sequence uses it. Raises NotFoundError if there is none."""
+        if weights not in self._in_host_memory and weights not in self._slots:
             raise NotFoundError(f"no sampler snapshot {weights}")
         if self._is_used(weights):
             self._dropped.add(weights)
             return
         self._dropped.discard(weights)
-        self._in_memory.pop(weights, None)
+        self._in_host_memory.pop(weights, None)
         if weights in self._slots:
             self._evict(weights)
 
     def stats(self) -> dict[str, object]:
-        return {"snapshots_on_device": len(self._slots), "snapshots_in_host_memory": len(self._in_memory)}
+        return {
+            "snapshots_on_device": len(self._slots),
+            "snapshots_in_host_memory": len(self._in_host_memory),
+        }
 
-    def _keep(self, weights: str, copy: Adapter) -> None:
+    def _store_in_host_memory(self, weights: str, copy: Adapter) -> None:
         needed = HOST_RESERVE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves(copy))
-        self._in_memory.pop(weights, None)
-        for unused in [other for other in self._in_memory if not self._is_used(other)]:
+        self._in_host_memory.pop(weights, None)
+        for unused in [other for other in self._in_host_memory if not self._is_used(other)]:
             if self._free_host_bytes() >= needed:
                 break
-            logger.warning("forgot the sampler snapshot %s: host memory has no room for another", unused)
-            del self._in_memory[unused]
-        self._in_memory[weights] = copy
+            logger.warning("dropped the sampler snapshot %s: host memory has no room for another", unused)
+            del self._in_host_memory[unused]
+        self._in_host_memory[weights] = copy
 
     def _fetch(self, weights: str) -> Adapter:
-        if weights in self._in_memory:
-            return self._in_memory[weights]
+        if weights in self._in_host_memory:
+            return self._in_host_memory[weights]
         if not is_on_disk(weights):
             raise NotFoundError(
-                f"no sampler weights {weights}: they were never saved, freed with their session, or forgotten for want of host memory"
+                f"no sampler weights {weights}: they were never saved, freed with their session, or dropped because host memory was full"
             )
         _, kind, _ = parse_path(weights)
         if kind is not CheckpointKind.SAMPLER:
@@ -177,34 +195,37 @@ class AdapterCache:
         info, arrays = self._read(weights)
         return adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)
 
-    def _make_room(self) -> int | None:
-        if not self._free:
+    def _free_slot(self) -> int | None:
+        """Return a free LoRA slot, evicting a snapshot if necessary. None: all slots are pinned."""
+        if not self._free_slots:
             unused = next((weights for weights in self._slots if not self._pins[weights]), None)
             if unused is None:
                 return None
             self._evict(unused)
-        return self._free[-1]
+        return self._free_slots[-1]
 
     def _load(self, weights: str, adapter: Adapter, slot: int) -> None:
         self.arrays = _write_slot(
             self.arrays, place_adapter(self._config, adapter), np.int32(slot), config=self._config
         )
-        self._free.remove(slot)
+        self._free_slots.remove(slot)
         self._slots[weights] = slot
 
     def _evict(self, weights: str) -> None:
-        self._free.append(self._slots.pop(weights))
+        self._free_slots.append(self._slots.pop(weights))
 
 
 @partial(jax.jit, static_argnames=("config",))
-def _write_slot(bank: Adapter, adapter: Adapter, slot: np.ndarray, *, config: ModelConfig) -> Adapter:
-    """Not donated: a failed copy must not take the snapshots of running samples with it."""
+def _write_slot(lora_slots: Adapter, adapter: Adapter, slot: np.ndarray, *, config: ModelConfig) -> Adapter:
+    """Copy `adapter` into a slot. Nothing is donated, because a failed copy must not destroy the snapshots of running sequences."""
     return keep_adapter(
         config,
-        jax.tree.map(lambda leaf, new: leaf.at[slot].set(jnp.asarray(new).astype(leaf.dtype)), bank, adapter),
+        jax.tree.map(
+            lambda leaf, new: leaf.at[slot].set(jnp.asarray(new).astype(leaf.dtype)), lora_slots, adapter
+        ),
     )
 
 
-def _bank_dtype(leaf: np.ndarray, dtype: np.dtype) -> np.dtype:
-    """Matrices in the model's dtype, scales in float32."""
+def _slot_dtype(leaf: np.ndarray, dtype: np.dtype) -> np.dtype:
+    """Matrices have the model's dtype, scales are float32."""
     return np.dtype(dtype) if leaf.ndim >= 2 else leaf.dtype

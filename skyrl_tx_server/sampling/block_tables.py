@@ -1,4 +1,4 @@
-"""The pages of rows that begin with the same text, on whichever devices their slots lie: bookkeeping on the host, no devices."""
+"""Block tables of sequences with a common prompt, in whichever data-parallel ranks they decode. Host bookkeeping without devices."""
 
 from __future__ import annotations
 
@@ -11,61 +11,66 @@ from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.model.shapes import PAGE
 from skyrl_tx_server.sampling.prefix_cache import Prefix, PrefixCache
 
+type PageCopy = tuple[int, int]
+"""(source page, destination page)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockTables:
-    """Pages that have been taken for rows. The first row's are computed, the others continue from them."""
+    """Allocated pages, one table per sequence. Only the first sequence is computed; the others share or copy its pages."""
 
-    of_rows: Sequence[Sequence[int]]
-    before: Sequence[
-        tuple[int, int]
-    ]  # pages to copy into others before the first is computed: of what was found
-    after: Sequence[tuple[int, int]]  # and after it: of the first
+    tables: Sequence[Sequence[int]]
+    copies_before: Sequence[PageCopy]  # made before the first sequence is computed: from the cached prefix
+    copies_after: Sequence[PageCopy]  # made after it: from the first sequence's pages to the others'
 
 
-def take_tables(
-    places: Sequence[PrefixCache],
-    length: int,
+def allocate_block_tables(
+    caches: Sequence[PrefixCache],
+    num_tokens: int,
     *,
-    found: Prefix,
-    home: PrefixCache,
-    spare: Mapping[PrefixCache, int],
+    prefix: Prefix,
+    prefix_cache: PrefixCache,
+    spare_pages: Mapping[PrefixCache, int],
     text_length: int,
 ) -> BlockTables:
-    """Pages for `length` tokens of each row, where `places` says for each among whose pages; what was `found` lies in those of `home`.
+    """Allocate pages for `num_tokens` tokens of each sequence. `caches` has the cache of each sequence's data-parallel rank.
 
-    Rows in one place share the pages that are full. In each place as many as `spare` says must be free besides. CapacityError, which names
-    the length of the whole text, where there are too few; nothing is taken then.
+    The pages of `prefix` belong to `prefix_cache` and are shared by the sequences of that rank. Full pages are shared within a rank, so
+    only a partly filled last page is allocated per sequence. `spare_pages` must remain available in each rank.
+
+    Raises CapacityError, which names the length of the whole text, if there are too few pages. Nothing is allocated then.
     """
-    full, total = length // PAGE, -(-length // PAGE)
+    num_full, num_pages = num_tokens // PAGE, -(-num_tokens // PAGE)
     shared = {
-        home: found.pages[: found.length // PAGE]
-    }  # what the next row of a place has in common with others there
-    home.share(found.pages)  # or they might be given up for what comes now
-    taken: dict[PrefixCache, Sequence[int]] = {}
-    for place, num_rows in Counter(places).items():
-        wanted = total - len(shared.get(place, ())) + (num_rows - 1) * (total - full)
-        pages = place.take(wanted + spare.get(place, 0))
+        prefix_cache: prefix.pages[: prefix.length // PAGE]
+    }  # by rank: what the next sequence there can share
+    prefix_cache.incref(prefix.pages)  # protects them from eviction by the allocations below
+    allocated: dict[PrefixCache, Sequence[int]] = {}
+    for cache, num_sequences in Counter(caches).items():
+        needed = num_pages - len(shared.get(cache, ())) + (num_sequences - 1) * (num_pages - num_full)
+        pages = cache.allocate(needed + spare_pages.get(cache, 0))
         if pages is None:
-            home.give_back(found.pages)
-            for other, others_pages in taken.items():
-                other.give_back(others_pages)
+            prefix_cache.free(prefix.pages)
+            for other, other_pages in allocated.items():
+                other.free(other_pages)
             raise CapacityError(
-                f"no room for the keys and values of {text_length} tokens, {place.num_free * PAGE} are free; raise cache_tokens"
+                f"no room for the keys and values of {text_length} tokens, {cache.num_free * PAGE} are free; raise cache_tokens"
             )
-        taken[place] = pages[:wanted]
-        place.give_back(pages[wanted:])
+        allocated[cache] = pages[:needed]
+        cache.free(pages[needed:])
     tables: list[Sequence[int]] = []
-    copies: list[list[tuple[int, int]]] = []
-    source, own = found.pages, {place: iter(pages) for place, pages in taken.items()}
-    for place in places:
-        beginning = shared.get(place, ())
-        place.share(beginning)
-        rest = list(islice(own[place], total - len(beginning)))
+    copies: list[list[PageCopy]] = []
+    source, unused = prefix.pages, {cache: iter(pages) for cache, pages in allocated.items()}
+    for cache in caches:
+        beginning = shared.get(cache, ())
+        cache.incref(beginning)
+        rest = list(islice(unused[cache], num_pages - len(beginning)))
         tables.append([*beginning, *rest])
         copies.append(
             list(zip(source[len(beginning) :], rest, strict=False))
-        )  # what was found may end before
-        shared[place], source = tables[-1][:full], tables[0]
-    home.give_back(found.pages)
-    return BlockTables(of_rows=tables, before=copies[0], after=list(chain.from_iterable(copies[1:])))
+        )  # the prefix may have fewer pages
+        shared[cache], source = tables[-1][:num_full], tables[0]
+    prefix_cache.free(prefix.pages)
+    return BlockTables(
+        tables=tables, copies_before=copies[0], copies_after=list(chain.from_iterable(copies[1:]))
+    )

@@ -1,4 +1,4 @@
-"""Rows laid out for the device: the decode slots as one block of steps sees them. Host numpy."""
+"""The decode batch: the sequences in decode slots as host arrays for one dispatch."""
 
 from __future__ import annotations
 
@@ -10,67 +10,66 @@ import numpy as np
 from skyrl_tx_server.model.attention.kv_splits import stretches_of
 from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.shapes import bucket
-from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, DecodeBatch, RowSettings
-from skyrl_tx_server.sampling.sequences import SequenceState, row_settings
+from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch
+from skyrl_tx_server.sampling.sequences import SequenceState, batch_settings
+from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS, BatchSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
-    """A decode block as it goes to the device."""
+class DecodeDispatch:
+    """The arguments of one call of `decode_steps`."""
 
-    live: Sequence[tuple[int, SequenceState]]  # with their slots
-    rows: DecodeBatch
-    settings: RowSettings
-    ends: tuple[int, ...] | None
+    sequences: Sequence[tuple[int, SequenceState]]  # with their slots
+    batch: DecodeBatch
+    settings: BatchSettings
+    ends: tuple[int, ...] | None  # static argument of the program
 
-    def same_program(self, other: Block) -> bool:
-        return self.ends == other.ends and self.rows.adapters.most == other.rows.adapters.most
+    def same_program(self, other: DecodeDispatch) -> bool:
+        return self.ends == other.ends and self.batch.adapters.most == other.batch.adapters.most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeLayout:
-    """The sizes of a block's arrays."""
+    """The sizes of a dispatch's arrays."""
 
-    empty_tables: np.ndarray  # [slots, W] int32, in each slot's the page of its device that is nobody's
-    nothing_before: Carry  # on the device, for a block that follows none
-    ends: (
-        tuple[int, ...] | None
-    )  # of the segments that rows are read in; None: a kernel reads their pages as they lie
-    heads_together: int  # query heads that share a key-value head
-    devices: int  # over which the slots are divided
+    empty_tables: np.ndarray  # [slots, W] int32, in each row the null page of the slot's data-parallel rank
+    empty_carry: Carry  # on the device, for a dispatch without a predecessor
+    segment_ends: tuple[int, ...] | None  # all possible ends; None: a kernel reads the pages in place
+    queries_per_kv_head: int
+    dp_ranks: int
     vocab_size: int
-    bank: int | None  # entries of adapters, where programs are compiled for them (`low_rank`)
+    num_lora_slots: int | None  # None: programs do not depend on the number of adapters (see `lora_math`)
 
-    def block(self, live: Sequence[tuple[int, SequenceState]]) -> Block:
-        """The next block of these rows, with their slots."""
-        slots = len(self.empty_tables)
+    def dispatch(self, sequences: Sequence[tuple[int, SequenceState]]) -> DecodeDispatch:
+        """Return the next dispatch of these sequences, given with their slots."""
+        num_slots = len(self.empty_tables)
         tables = self.empty_tables.copy()
-        tokens, positions, remaining = np.zeros((3, slots), np.int32)
-        adapters = np.full(slots, live[0][1].adapter_slot if live else 0, np.int32)
-        stop_tokens = np.full((slots, MAX_STOP_TOKENS), -1, np.int32)
-        sitting: list[SequenceState | None] = [None] * slots
-        for slot, row in live:
-            sitting[slot] = row
-            tables[slot, : len(row.pages)] = row.pages
-            tokens[slot] = -1 if row.coming else row.tokens[-1]
-            positions[slot], remaining[slot] = row.position, row.remaining
-            adapters[slot] = row.adapter_slot
-            stop_tokens[slot, : len(row.stop_tokens)] = row.stop_tokens
-        ends = self.ends
-        return Block(
-            live=live,
-            rows=DecodeBatch(
+        tokens, positions, remaining = np.zeros((3, num_slots), np.int32)
+        adapters = np.full(num_slots, sequences[0][1].adapter_slot if sequences else 0, np.int32)
+        stop_tokens = np.full((num_slots, MAX_STOP_TOKENS), -1, np.int32)
+        by_slot: list[SequenceState | None] = [None] * num_slots
+        for slot, sequence in sequences:
+            by_slot[slot] = sequence
+            tables[slot, : len(sequence.block_table)] = sequence.block_table
+            tokens[slot] = -1 if sequence.pending_tokens else sequence.tokens[-1]
+            positions[slot], remaining[slot] = sequence.position, sequence.remaining
+            adapters[slot] = sequence.adapter_slot
+            stop_tokens[slot, : len(sequence.stop_tokens)] = sequence.stop_tokens
+        ends, splits = self.segment_ends, None
+        if ends is None:
+            splits = stretches_of(tables, positions, group=self.queries_per_kv_head, devices=self.dp_ranks)
+        return DecodeDispatch(
+            sequences=sequences,
+            batch=DecodeBatch(
                 tokens=tokens,
-                before=self.nothing_before,
+                before=self.empty_carry,
                 positions=positions,
                 remaining=remaining,
                 tables=tables,
-                stretches=stretches_of(tables, positions, group=self.heads_together, devices=self.devices)
-                if ends is None
-                else None,
-                adapters=lora_indices(adapters, bank=self.bank),
+                splits=splits,
+                adapters=lora_indices(adapters, bank=self.num_lora_slots),
                 stop_tokens=stop_tokens,
             ),
-            settings=row_settings(sitting, self.vocab_size),
+            settings=batch_settings(by_slot, self.vocab_size),
             ends=ends and ends[: 1 + ends.index(bucket(int(positions.max()), ends))],
         )

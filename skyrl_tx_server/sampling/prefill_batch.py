@@ -1,4 +1,4 @@
-"""Prompts laid out for the device: pieces of them, cut into blocks, in passes that compute the blocks of several together. Host numpy."""
+"""Prefill batches: chunks of prompts, cut into tiles of `BLOCK` tokens, as host arrays. A batch holds tiles of several chunks."""
 
 from __future__ import annotations
 
@@ -10,81 +10,95 @@ import numpy as np
 from skyrl_tx_server.model.attention.prefill_attention import Blocks
 from skyrl_tx_server.model.lora.lora_math import adapter_count_buckets, lora_indices
 from skyrl_tx_server.model.shapes import BLOCK, PrefillShapes
-from skyrl_tx_server.sampling.sample_step import PassOutputs, PrefillBatch, RowSettings
-from skyrl_tx_server.sampling.sequences import SequenceState, row_settings
+from skyrl_tx_server.sampling.block_tables import PageCopy
+from skyrl_tx_server.sampling.prefill_step import PrefillBatch, PrefillOutputs
+from skyrl_tx_server.sampling.sequences import SequenceState, batch_settings
+from skyrl_tx_server.sampling.token_sampling import BatchSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PrefillChunk:
-    """The next piece of a text: its tokens `cached` to `length`, where they go, and who begins after its last."""
+    """The tokens `cached .. length - 1` of a text, their pages, and the sequences that begin after the last token of the text."""
 
-    tokens: np.ndarray  # [P] int32, all of the text
+    tokens: np.ndarray  # [P] int32, the whole text
     cached: int
     length: int
     weights: str | None
     adapter_slot: int
     wants_logprobs: bool
     slots: Sequence[int]
-    tables: Sequence[Sequence[int]]  # the pages of each slot's row; the first is computed
-    before: Sequence[tuple[int, int]]  # pages to copy into others: of the prefix
-    after: Sequence[tuple[int, int]]  # and of what was computed
-    rows: Sequence[SequenceState]  # one for each slot where the text ends with this piece, else none
+    tables: Sequence[Sequence[int]]  # the block table of each slot's sequence; only the first is computed
+    copies_before: Sequence[PageCopy]
+    copies_after: Sequence[PageCopy]
+    sequences: Sequence[SequenceState]  # one per slot if the chunk ends the text, else empty
 
     @property
-    def blocks(self) -> list[tuple[int, int]]:
-        """Which tokens are in each."""
+    def is_last(self) -> bool:
+        return bool(self.sequences)
+
+    @property
+    def tiles(self) -> list[tuple[int, int]]:
+        """(first token, end) of each tile."""
         return [(first, min(first + BLOCK, self.length)) for first in range(self.cached, self.length, BLOCK)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillOutputs:
-    """What the passes over a piece brought."""
+class ChunkOutputs:
+    """The results of one chunk."""
 
-    logprobs: np.ndarray  # [length - cached] float32, of each token's next; zeros where they are not wanted
-    first_tokens: Sequence[int]  # by row
+    logprobs: np.ndarray  # [length - cached] float32 of each token's successor; zeros if not wanted
+    first_tokens: Sequence[int]  # by sequence
     first_logprobs: Sequence[float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillLayout:
-    """The sizes of a pass's arrays."""
+    """The sizes of a prefill batch's arrays."""
 
     shapes: PrefillShapes
     num_slots: int
     table_width: int
     max_copies: int
     vocab_size: int
-    bank: int | None = None  # entries of adapters, where programs are compiled for them (`low_rank`)
+    num_lora_slots: int | None = (
+        None  # None: programs do not depend on the number of adapters (see `lora_math`)
+    )
 
-    def passes(self, pieces: Sequence[PrefillChunk]) -> list[tuple[PrefillBatch, RowSettings]]:
-        blocks = [(piece, first, end) for piece in pieces for first, end in piece.blocks]
-        passes, taken = [], 0
-        for size in self.shapes.passes(len(blocks)):
-            passes.append(self._pass(blocks[taken : taken + size], size))
-            taken += size
-        return passes
+    def batches(self, chunks: Sequence[PrefillChunk]) -> list[tuple[PrefillBatch, BatchSettings]]:
+        """Return the batches that compute these chunks, in the order in which they must run."""
+        tiles = [(chunk, first, end) for chunk in chunks for first, end in chunk.tiles]
+        batches, done = [], 0
+        for size in self.shapes.passes(len(tiles)):
+            batches.append(self._batch(tiles[done : done + size], size))
+            done += size
+        return batches
 
-    def outputs(self, pieces: Sequence[PrefillChunk], passes: Sequence[PassOutputs]) -> list[PrefillOutputs]:
-        """What belongs to each of the pieces, from the results of their passes."""
-        logprobs = np.concatenate([each.logprobs for each in passes])
-        pass_of = np.repeat(np.arange(len(passes)), [len(each.logprobs) for each in passes])  # by block
-        found, taken = [], 0
-        for piece in pieces:
-            own = logprobs[taken : taken + len(piece.blocks)].reshape(-1)[: piece.length - piece.cached]
-            taken += len(piece.blocks)
-            last, begin = passes[pass_of[taken - 1]], list(piece.slots[: len(piece.rows)])
-            first_tokens, first_logprobs = (
-                last.first_tokens[begin].tolist(),
-                last.first_logprobs[begin].tolist(),
+    def outputs(
+        self, chunks: Sequence[PrefillChunk], batch_outputs: Sequence[PrefillOutputs]
+    ) -> list[ChunkOutputs]:
+        """Return the results of each chunk, given those of their batches in host memory."""
+        logprobs = np.concatenate([outputs.logprobs for outputs in batch_outputs])
+        batch_of_tile = np.repeat(
+            np.arange(len(batch_outputs)), [len(outputs.logprobs) for outputs in batch_outputs]
+        )
+        by_chunk, done = [], 0
+        for chunk in chunks:
+            num_tiles = len(chunk.tiles)
+            chunk_logprobs = logprobs[done : done + num_tiles].reshape(-1)[: chunk.length - chunk.cached]
+            done += num_tiles
+            last, slots = batch_outputs[batch_of_tile[done - 1]], list(chunk.slots[: len(chunk.sequences)])
+            by_chunk.append(
+                ChunkOutputs(
+                    logprobs=chunk_logprobs,
+                    first_tokens=last.first_tokens[slots].tolist(),
+                    first_logprobs=last.first_logprobs[slots].tolist(),
+                )
             )
-            found.append(
-                PrefillOutputs(logprobs=own, first_tokens=first_tokens, first_logprobs=first_logprobs)
-            )
-        return found
+        return by_chunk
 
-    def examples(self) -> list[tuple[PrefillBatch, RowSettings]]:
-        """A pass of each shape and number of adapters, over nothing."""
-        nothing = PrefillChunk(
+    def dummy_batches(self) -> list[tuple[PrefillBatch, BatchSettings]]:
+        """Return a batch for each compiled shape and number of adapters."""
+        chunk = PrefillChunk(
             tokens=np.zeros(1, np.int32),
             cached=0,
             length=1,
@@ -93,66 +107,68 @@ class PrefillLayout:
             wants_logprobs=False,
             slots=(0,),
             tables=((0,),),
-            before=(),
-            after=(),
-            rows=(),
+            copies_before=(),
+            copies_after=(),
+            sequences=(),
         )
-        found = []
+        batches = []
         for size in (self.shapes.short, self.shapes.long):
-            run, settings = self._pass([(nothing, 0, 1)], size)
-            for most in adapter_count_buckets(self.bank, rows=size):
-                users, of_rows = replace(run.adapters, most=most), replace(run.row_adapters, most=most)
-                found.append((replace(run, adapters=users, row_adapters=of_rows), settings))
-        return found
+            batch, settings = self._batch([(chunk, 0, 1)], size)
+            for most in adapter_count_buckets(self.num_lora_slots, rows=size):
+                adapters = replace(batch.adapters, most=most)
+                sequence_adapters = replace(batch.sequence_adapters, most=most)
+                batches.append(
+                    (replace(batch, adapters=adapters, sequence_adapters=sequence_adapters), settings)
+                )
+        return batches
 
-    def _pass(
-        self, blocks: Sequence[tuple[PrefillChunk, int, int]], size: int
-    ) -> tuple[PrefillBatch, RowSettings]:
-        pieces = [piece for piece, _, _ in blocks]
-        padded = [*pieces, *[pieces[0]] * (size - len(pieces))]
+    def _batch(
+        self, tiles: Sequence[tuple[PrefillChunk, int, int]], size: int
+    ) -> tuple[PrefillBatch, BatchSettings]:
+        chunks = [chunk for chunk, _, _ in tiles]
+        padded = [*chunks, *[chunks[0]] * (size - len(chunks))]
         tokens, targets = np.zeros((2, size, BLOCK), np.int32)
         starts, lengths = np.zeros((2, size), np.int32)
         lasts = np.zeros(self.num_slots, np.int32)
-        adapters = np.full(self.num_slots, pieces[0].adapter_slot, np.int32)
-        beginning: list[SequenceState | None] = [None] * self.num_slots
-        for at, (piece, first, end) in enumerate(blocks):
-            following = piece.tokens[first + 1 : end + 1]
-            tokens[at, : end - first], targets[at, : len(following)] = piece.tokens[first:end], following
-            starts[at], lengths[at] = first, end - first
-            if end == piece.length:
-                for slot, row in zip(piece.slots, piece.rows, strict=False):
-                    beginning[slot], lasts[slot], adapters[slot] = (
-                        row,
-                        at * BLOCK + end - first - 1,
-                        piece.adapter_slot,
-                    )
-        users = lora_indices(np.array([piece.adapter_slot for piece in padded]), bank=self.bank)
-        run = PrefillBatch(
+        adapter_slots = np.full(self.num_slots, chunks[0].adapter_slot, np.int32)
+        by_slot: list[SequenceState | None] = [None] * self.num_slots
+        for index, (chunk, first, end) in enumerate(tiles):
+            successors = chunk.tokens[first + 1 : end + 1]
+            tokens[index, : end - first] = chunk.tokens[first:end]
+            targets[index, : len(successors)] = successors
+            starts[index], lengths[index] = first, end - first
+            if end == chunk.length:
+                for slot, sequence in zip(chunk.slots, chunk.sequences, strict=False):
+                    by_slot[slot], adapter_slots[slot] = sequence, chunk.adapter_slot
+                    lasts[slot] = index * BLOCK + end - first - 1
+        adapters = lora_indices(np.array([chunk.adapter_slot for chunk in padded]), bank=self.num_lora_slots)
+        batch = PrefillBatch(
             tokens=tokens,
             targets=targets,
             blocks=Blocks(
-                starts=starts, lengths=lengths, tables=np.stack([self._table(piece) for piece in padded])
+                starts=starts, lengths=lengths, tables=np.stack([self._table(chunk) for chunk in padded])
             ),
-            adapters=users,
+            adapters=adapters,
             before=self._copies(
-                [pair for piece, first, _ in blocks if first == piece.cached for pair in piece.before]
+                [copy for chunk, first, _ in tiles if first == chunk.cached for copy in chunk.copies_before]
             ),
             after=self._copies(
-                [pair for piece, _, end in blocks if end == piece.length for pair in piece.after]
+                [copy for chunk, _, end in tiles if end == chunk.length for copy in chunk.copies_after]
             ),
-            want_logprobs=np.array(any(piece.wants_logprobs for piece in pieces)),
+            want_logprobs=np.array(any(chunk.wants_logprobs for chunk in chunks)),
             lasts=lasts,
-            begins=np.array([row is not None for row in beginning]),
-            row_adapters=replace(lora_indices(adapters), most=users.most),  # who begins has a block
+            begins=np.array([sequence is not None for sequence in by_slot]),
+            # every sequence that begins has a tile in the batch, so the batch's number of adapters is enough
+            sequence_adapters=replace(lora_indices(adapter_slots), most=adapters.most),
         )
-        return run, row_settings(beginning, self.vocab_size)
+        return batch, batch_settings(by_slot, self.vocab_size)
 
-    def _table(self, piece: PrefillChunk) -> np.ndarray:
-        table = np.zeros(self.table_width, np.int32)  # nobody reads or writes beyond the piece's pages
-        table[: len(piece.tables[0])] = piece.tables[0]
+    def _table(self, chunk: PrefillChunk) -> np.ndarray:
+        table = np.zeros(self.table_width, np.int32)  # entries after the chunk's pages are never used
+        table[: len(chunk.tables[0])] = chunk.tables[0]
         return table
 
-    def _copies(self, pairs: Sequence[tuple[int, int]]) -> np.ndarray:
+    def _copies(self, pairs: Sequence[PageCopy]) -> np.ndarray:
         padded = np.full((self.max_copies, 2), -1, np.int32)
         padded[: len(pairs)] = np.reshape(pairs, (-1, 2))
         return padded

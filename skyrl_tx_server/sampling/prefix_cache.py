@@ -1,8 +1,8 @@
-"""Who has which pages of the key-value cache, and what may be continued: bookkeeping on the host, no devices.
+"""KV pages of one data-parallel rank: which are allocated, and which prompts can reuse them. Host bookkeeping without devices.
 
-Rows own pages; beside them a tree remembers what was computed. A node is one page and the tokens in it, its children go on from there, so
-a prompt that begins like anything under the same weights finds those pages in as many steps as it has pages. What only the tree remembers
-is given up, longest unused first, when a row needs a page.
+Pages are reference counted. Sequences hold references, and so does a tree of computed tokens: a node is one page with its tokens, and its
+children continue from there. A prompt with the same beginning and the same weights finds the pages of that beginning in one step per page.
+When `allocate` needs a page, the tree evicts the least recently used page that no sequence holds.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.model.shapes import PAGE, common_length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefix:
-    """The first `length` tokens of a prompt lie in `pages`, the last of which they may not fill."""
+    """The first `length` tokens of a prompt, whose keys and values are in `pages`. The last page may be partly filled."""
 
     pages: Sequence[int] = ()
     length: int = 0
@@ -33,83 +33,89 @@ class _Node:
 
 
 class PrefixCache:
-    """The pages `first .. first + count - 1`, the first of which is nobody's."""
+    """The pages `first .. first + count - 1`. The first one is the null page, which is never allocated."""
 
     def __init__(self, *, first: int, count: int) -> None:
-        self.nowhere = first
+        self.null_page = first
         self._free = list(range(first + count - 1, first, -1))
-        self._users: Counter[int] = Counter()  # rows that have a page, and the tree
+        self._references: Counter[int] = Counter()  # by page: sequences that hold it, and the tree
         self._roots: dict[Hashable, _Node] = {}
         self._by_use: OrderedDict[_Node, None] = (
             OrderedDict()
-        )  # every node, longest unused first and children before their parents
+        )  # least recently used first, children before parents
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     @property
-    def num_remembered(self) -> int:
+    def num_cached(self) -> int:
         return len(self._by_use)
 
-    def take(self, count: int) -> list[int] | None:
-        """So many pages for a row; None when rows have nearly all."""
-        while len(self._free) < count and self._forget():
+    @property
+    def references(self) -> dict[int, int]:
+        """By allocated page, the number of sequences that hold it, plus one if it is cached."""
+        return dict(self._references)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Return `count` pages with one reference each, evicting cached pages if necessary. None: sequences hold too many."""
+        while len(self._free) < count and self._evict():
             pass
         if len(self._free) < count:
             return None
         pages = [self._free.pop() for _ in range(count)]
-        self.share(pages)
+        self.incref(pages)
         return pages
 
-    def share(self, pages: Sequence[int]) -> None:
-        """Another row has them too."""
-        self._users.update(pages)
+    def incref(self, pages: Sequence[int]) -> None:
+        """Add a reference to each page, for another sequence that reads it."""
+        self._references.update(pages)
 
-    def give_back(self, pages: Sequence[int]) -> None:
-        """A row has no use for its pages any more."""
+    def free(self, pages: Sequence[int]) -> None:
+        """Remove a reference from each page. A page without references can be allocated again."""
         for page in pages:
-            self._users[page] -= 1
-            if not self._users[page]:
-                del self._users[page]
+            self._references[page] -= 1
+            if not self._references[page]:
+                del self._references[page]
                 self._free.append(page)
 
     def find(self, weights: Hashable, tokens: np.ndarray) -> Prefix:
-        """The most of `tokens` that lies in pages computed with `weights`."""
+        """Return the longest cached prefix of `tokens` [N] int32 that was computed with `weights`."""
         path = self._path(weights, tokens)
         pages = [node.page for node in path]
         rest = tokens[len(path) * PAGE :]
         parent = path[-1] if path else self._roots.get(weights)
-        common, best = max(
-            (
-                (common_length(node.tokens, rest), node)
-                for node in (parent.children.values() if parent else ())
-            ),
-            key=lambda each: each[0],
-            default=(0, None),
-        )
+        candidates = [
+            (common_length(node.tokens, rest), node) for node in (parent.children.values() if parent else ())
+        ]
+        common, best = max(candidates, key=lambda candidate: candidate[0], default=(0, None))
         if best is not None and common:
             pages.append(best.page)
             path.append(best)
         self._touch(path)
         return Prefix(pages=pages, length=len(tokens) - len(rest) + common)
 
-    def remember(self, weights: Hashable, tokens: np.ndarray, pages: Sequence[int]) -> None:
-        """`tokens` lie in `pages`, and stay until the room is needed."""
+    def insert(self, weights: Hashable, tokens: np.ndarray, pages: Sequence[int]) -> None:
+        """Record that the keys and values of `tokens` [N] int32 are in `pages`. They stay cached until they are evicted."""
         node = self._roots.setdefault(weights, _Node(page=-1, tokens=tokens[:0], parent=None))
         path = self._path(weights, tokens)
         if path:
             node = path[-1]
         for index in range(len(path), -(-len(tokens) // PAGE)):
-            chunk = tokens[index * PAGE : (index + 1) * PAGE]
-            if any(common_length(child.tokens, chunk) == len(chunk) for child in node.children.values()):
-                break  # part of what is remembered already
-            node = self._extended(node, pages[index], chunk) or self._added(node, pages[index], chunk)
+            page_tokens = tokens[index * PAGE : (index + 1) * PAGE]
+            if any(
+                common_length(child.tokens, page_tokens) == len(page_tokens)
+                for child in node.children.values()
+            ):
+                break  # another page already holds these tokens
+            node = self._extend_leaf(node, pages[index], page_tokens) or self._add_node(
+                node, pages[index], page_tokens
+            )
             path.append(node)
         self._touch(path)
 
     def _path(self, weights: Hashable, tokens: np.ndarray) -> list[_Node]:
-        """The nodes of the whole pages of `tokens`, as far as they are there."""
+        """Return the nodes of the full pages of `tokens`, up to the first page that is not cached."""
         path: list[_Node] = []
         node = self._roots.get(weights)
         for index in range(len(tokens) // PAGE):
@@ -119,20 +125,20 @@ class PrefixCache:
             path.append(node)
         return path
 
-    def _extended(self, parent: _Node, page: int, chunk: np.ndarray) -> _Node | None:
-        """The leaf of the same page with fewer of the same tokens, which now holds them all."""
+    def _extend_leaf(self, parent: _Node, page: int, page_tokens: np.ndarray) -> _Node | None:
+        """Return the child that caches fewer tokens of the same page, after giving it all of `page_tokens`."""
         for key, child in parent.children.items():
             if child.page == page:
                 del parent.children[key]
-                child.tokens = chunk
-                parent.children[chunk.tobytes()] = child
+                child.tokens = page_tokens
+                parent.children[page_tokens.tobytes()] = child
                 return child
         return None
 
-    def _added(self, parent: _Node, page: int, chunk: np.ndarray) -> _Node:
-        self._users[page] += 1
-        node = _Node(page=page, tokens=chunk, parent=parent)
-        parent.children[chunk.tobytes()] = node
+    def _add_node(self, parent: _Node, page: int, page_tokens: np.ndarray) -> _Node:
+        self.incref([page])
+        node = _Node(page=page, tokens=page_tokens, parent=parent)
+        parent.children[page_tokens.tobytes()] = node
         self._by_use[node] = None
         return node
 
@@ -140,10 +146,10 @@ class PrefixCache:
         for node in reversed(path):
             self._by_use.move_to_end(node)
 
-    def _forget(self) -> bool:
-        """Give up the leaf that nobody has used for longest, of those no row has; False when there is none."""
+    def _evict(self) -> bool:
+        """Evict the least recently used leaf whose page no sequence holds. False: there is none."""
         for node in self._by_use:
-            if not node.children and self._users[node.page] == 1:
+            if not node.children and self._references[node.page] == 1:
                 break
         else:
             return False
@@ -152,12 +158,5 @@ class PrefixCache:
         del node.parent.children[node.tokens.tobytes()]
         if node.parent.parent is None and not node.parent.children:
             self._roots = {weights: root for weights, root in self._roots.items() if root is not node.parent}
-        self.give_back([node.page])
+        self.free([node.page])
         return True
-
-
-def common_length(left: np.ndarray, right: np.ndarray) -> int:
-    """How many leading tokens the two share."""
-    shorter = min(len(left), len(right))
-    different = np.flatnonzero(left[:shorter] != right[:shorter])
-    return int(different[0]) if len(different) else shorter

@@ -1,7 +1,7 @@
-"""The scoring program: the likeliest tokens, and chosen ones, at every position of a finished text.
+"""The scoring program: the likeliest tokens, and the logprobs of given tokens, at every position of a complete text.
 
-Few requests ask for these, so they are a pass of their own over the text rather than a part of prefill and decoding, whose programs stay
-as they are. It compiles once per padded length and number of tokens asked for, rounded up to a power of two.
+Few requests need these values, so a separate program computes them from the text, and prefill and decode stay simple. It is compiled once
+per padded length and number of tokens, rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -20,24 +20,22 @@ from skyrl_tx_server.model.lora.adapter import Adapter
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.mesh import to_host, weight_stationary
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.shapes import SCORED_BLOCK, pad_tokens
+from skyrl_tx_server.model.shapes import ATTENTION_TILE, pad_tokens
 from skyrl_tx_server.model.transformer import COMPILER_OPTIONS, Params, Remat, head_logits, hidden_states
 
 MAX_SCORE_LOGITS = 1 << 24
-"""Logits held at once, 64 MiB in float32."""
+"""Logits in memory at once: 64 MiB in float32."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Text:
-    """What is scored: row t of every output is about the token that follows tokens[: t + 1]."""
+class ScoreInputs:
+    """The text to score. Index t of every output is about the token that follows tokens[: t + 1]."""
 
-    tokens: ArrayLike  # [T] int32, right-padded to whole blocks
+    tokens: ArrayLike  # [T] int32, right-padded to whole attention tiles
     length: ArrayLike  # [] int32
-    adapter_index: ArrayLike  # [] int32, slot of the bank
-    temperature: (
-        ArrayLike  # [] float32, above 0; log-probabilities are those of softmax(logits / temperature)
-    )
+    adapter_index: ArrayLike  # [] int32, LoRA slot
+    temperature: ArrayLike  # [] float32, above 0; logprobs are those of softmax(logits / temperature)
     targets: ArrayLike  # [T, K] int32; K may be 0
 
 
@@ -50,14 +48,17 @@ class Scores:
 
 
 @partial(jax.jit, static_argnames=("config", "top"), compiler_options=COMPILER_OPTIONS)
-def score(params: Params, bank: Adapter, text: Text, *, config: ModelConfig, top: int) -> Scores:
-    """The `top` likeliest tokens and the log-probabilities of the targets at every position."""
-    config, adapter = weight_stationary(config), jax.tree.map(lambda leaf: leaf[text.adapter_index], bank)
-    length = text.tokens.shape[0]
+def score(
+    params: Params, lora_slots: Adapter, inputs: ScoreInputs, *, config: ModelConfig, top: int
+) -> Scores:
+    """Return the `top` likeliest tokens and the logprobs of the targets at every position."""
+    config = weight_stationary(config)
+    adapter = jax.tree.map(lambda leaf: leaf[inputs.adapter_index], lora_slots)
+    length = inputs.tokens.shape[0]
     positions = jnp.arange(length)
-    attend = partial(tree_attention, config, _one_sequence(text))
+    attend = partial(tree_attention, config, _single_sequence(inputs))
     (hidden,) = hidden_states(
-        config, params, adapter, text.tokens[None], positions[None], attend, remat=Remat.NOTHING
+        config, params, adapter, inputs.tokens[None], positions[None], attend, remat=Remat.NOTHING
     )
     chunk = min(length, max(1, MAX_SCORE_LOGITS // config.vocab_size))
     count = -(-length // chunk)
@@ -66,28 +67,28 @@ def score(params: Params, bank: Adapter, text: Text, *, config: ModelConfig, top
         padded = jnp.pad(array, ((0, count * chunk - length), (0, 0)))
         return padded.reshape(count, chunk, array.shape[1])
 
-    def of(part: tuple[jax.Array, jax.Array]) -> Scores:
-        logits = head_logits(config, params, adapter, part[0][None])[0] / text.temperature
+    def score_chunk(part: tuple[jax.Array, jax.Array]) -> Scores:
+        logits = head_logits(config, params, adapter, part[0][None])[0] / inputs.temperature
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         highest, tokens = jax.lax.top_k(logits, top)
         chosen = jnp.take_along_axis(logits, part[1], axis=-1)
         return Scores(top_tokens=tokens, top_logprobs=highest - total, target_logprobs=chosen - total)
 
-    scores = jax.lax.map(of, (split(hidden), split(text.targets)))
+    scores = jax.lax.map(score_chunk, (split(hidden), split(inputs.targets)))
     return jax.tree.map(lambda leaf: leaf.reshape(count * chunk, -1)[:length], scores)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scorer:
-    """`score` for host data: pads, rounds up and cuts back."""
+    """Runs `score` on host data: pads the inputs and cuts the outputs to size."""
 
     config: ModelConfig
     params: Params
-    lengths: tuple[int, ...]  # every padded length
+    lengths: tuple[int, ...]  # all padded lengths
 
     def run(
         self,
-        bank: Adapter,
+        lora_slots: Adapter,
         adapter_index: int,
         tokens: np.ndarray,
         *,
@@ -95,10 +96,10 @@ class Scorer:
         targets: CsrMatrix | None = None,
         temperature: float = 1.0,
     ) -> tuple[TopkLogprobs, CsrMatrix | None]:
-        """Of [N] tokens: the top-k after each, [N, top], and the log-probabilities of `targets`, whose row t follows tokens[: t + 1]."""
+        """Return the `top` likeliest tokens after each of the [N] tokens, and the logprobs of `targets`, whose row t follows token t."""
         padded = pad_tokens(tokens, self.lengths)
-        matrix, columns = _side_by_side(targets, len(padded))
-        text = Text(
+        matrix, columns = _dense_targets(targets, len(padded))
+        inputs = ScoreInputs(
             tokens=padded,
             length=np.array(len(tokens), np.int32),
             adapter_index=np.array(adapter_index, np.int32),
@@ -106,15 +107,16 @@ class Scorer:
             targets=matrix,
         )
         rounded = min(_power_of_two(top), self.config.vocab_size) if top else 0
-        host = to_host(score(self.params, bank, text, config=self.config, top=rounded))
+        scores = to_host(score(self.params, lora_slots, inputs, config=self.config, top=rounded))
         topk = TopkLogprobs(
-            token_ids=host.top_tokens[: len(tokens), :top], logprobs=host.top_logprobs[: len(tokens), :top]
+            token_ids=scores.top_tokens[: len(tokens), :top],
+            logprobs=scores.top_logprobs[: len(tokens), :top],
         )
         if targets is None:
             return topk, None
-        wanted = targets.values >= 0
+        is_target = targets.values >= 0
         values = np.zeros(len(targets.values), np.float32)
-        values[wanted] = host.target_logprobs[targets.rows()[wanted], columns]
+        values[is_target] = scores.target_logprobs[targets.rows()[is_target], columns]
         return topk, CsrMatrix(
             values=values,
             shape=targets.shape,
@@ -123,35 +125,35 @@ class Scorer:
         )
 
 
-def _one_sequence(text: Text) -> TreeLayout:
-    """A stream of nothing but the text: every block looks at those up to itself, one of padding at none."""
-    length = text.tokens.shape[0]
-    blocks = np.arange(length // SCORED_BLOCK, dtype=np.int32)
+def _single_sequence(inputs: ScoreInputs) -> TreeLayout:
+    """Return the layout of a stream with one sequence: each tile attends to all tiles up to itself, a tile of padding to none."""
+    length = inputs.tokens.shape[0]
+    tiles = np.arange(length // ATTENTION_TILE, dtype=np.int32)
     return TreeLayout(
-        ends=np.full((1, length), length, np.int32),
-        key_blocks=np.broadcast_to(blocks, (1, len(blocks), len(blocks))),
-        num_key_blocks=jnp.where(blocks * SCORED_BLOCK < text.length, blocks + 1, 0)[None],
+        subtree_end=np.full((1, length), length, np.int32),
+        key_blocks=np.broadcast_to(tiles, (1, len(tiles), len(tiles))),
+        num_key_blocks=jnp.where(tiles * ATTENTION_TILE < inputs.length, tiles + 1, 0)[None],
     )
 
 
 def at_prompt_positions(topk: TopkLogprobs) -> TopkLogprobs:
-    """Moved from the token before to the token itself: the first of a prompt has no context, what follows the last is not asked for."""
+    """Shift `topk` by one, from the token before to the token itself. The first token has no context; the successor of the last is dropped."""
     token_ids, logprobs = np.zeros_like(topk.token_ids), np.full_like(topk.logprobs, NO_LOGPROB)
     token_ids[1:], logprobs[1:] = topk.token_ids[:-1], topk.logprobs[:-1]
     return TopkLogprobs(token_ids=token_ids, logprobs=logprobs)
 
 
-def _side_by_side(targets: CsrMatrix | None, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """([length, K] int32 of each row's wanted tokens from the left, the column in it of each wanted cell)."""
+def _dense_targets(targets: CsrMatrix | None, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (the targets of each row from the left [length, K] int32, the column of each target in it)."""
     if targets is None:
         return np.zeros((length, 0), np.int32), np.zeros(0, np.int64)
-    wanted = targets.values >= 0
-    rows = targets.rows()[wanted]
+    is_target = targets.values >= 0
+    rows = targets.rows()[is_target]
     columns = np.arange(len(rows)) - np.searchsorted(rows, rows)
     matrix = np.zeros((length, _power_of_two(int(columns.max()) + 1)), np.int32)
-    matrix[rows, columns] = targets.values[wanted]
+    matrix[rows, columns] = targets.values[is_target]
     return matrix, columns
 
 
-def _power_of_two(at_least: int) -> int:
-    return 1 << (at_least - 1).bit_length()
+def _power_of_two(minimum: int) -> int:
+    return 1 << (minimum - 1).bit_length()

@@ -1,4 +1,4 @@
-"""A running sample: what was asked for, what it has so far, and whether it is complete."""
+"""One sample of a request while it is generated: its settings, its tokens and its KV pages."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from skyrl_tx_server.engine.operations import DEFAULT_TENANT, SamplingSettings, 
 from skyrl_tx_server.engine.stop_strings import find_stop
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, RowSettings
+from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS, BatchSettings
 
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1024
-"""All are looked for after every decode block, by the thread that keeps the devices busy."""
+"""The engine's thread looks for all stop strings after every dispatch, so their number and length are limited."""
+
+type SequenceKey = tuple[int, int]
+"""(request_id, index of the sample in its request); smaller keys are older."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class SequenceState:
-    """One of the samples of a request, alive or set aside."""
+    """A sequence in a decode slot, preempted or paused."""
 
-    ticket: int
+    request_id: int
     index: int  # which sample of its request
     tenant: str = DEFAULT_TENANT
     weights: str | None
@@ -32,12 +35,16 @@ class SequenceState:
     stop_tokens: tuple[int, ...]
     prompt: np.ndarray  # [P] int32
     max_tokens: int
-    topk: int  # likeliest tokens to report at each of its tokens
+    topk: int  # how many of the likeliest tokens to report at each sampled position
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)  # of its keys and values; none while it is set aside
-    blocks_aside: int = 0  # that were decoded while it was set aside
-    coming: int = 0  # tokens that the block under way brings, unless the row ends in it
+    block_table: list[int] = field(default_factory=list)  # empty while it is preempted
+    dispatches_preempted: int = 0  # decode dispatches since it was preempted
+    pending_tokens: int = 0  # tokens that the dispatch in flight adds, unless the sequence ends in it
+
+    @property
+    def key(self) -> SequenceKey:
+        return self.request_id, self.index
 
     @property
     def length(self) -> int:
@@ -45,28 +52,31 @@ class SequenceState:
 
     @property
     def position(self) -> int:
-        """Of its last token, after the block under way."""
-        return self.length + self.coming - 1
+        """The position of its last token after the dispatch in flight."""
+        return self.length + self.pending_tokens - 1
 
     @property
     def remaining(self) -> int:
-        """Tokens it may still sample, after the block under way; less than one where it ends in it."""
-        return self.max_tokens - len(self.tokens) - self.coming
+        """How many tokens may follow the dispatch in flight; less than one if the sequence ends in it."""
+        return self.max_tokens - len(self.tokens) - self.pending_tokens
 
     @property
     def text(self) -> np.ndarray:
-        """[P + n] int32"""
+        """[P + n] int32, prompt and sampled tokens."""
         return np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
 
     @property
     def cached_tokens(self) -> np.ndarray:
-        """All but the last, which the next step computes."""
+        """The tokens whose keys and values are in its pages: all but the last, which the next decode step computes."""
         return self.text[:-1]
 
     def extend(
         self, tokens: Sequence[int], logprobs: Sequence[float], tokenizer: Tokenizer | None
     ) -> tuple[int, StopReason] | None:
-        """Append what was sampled; (how many of its tokens count, why) once the row is complete. UserError where weights have diverged."""
+        """Append sampled tokens. Return (number of tokens in the result, reason) if the sequence is complete.
+
+        Raises UserError if a logprob is NaN, which means that the weights have diverged.
+        """
         if np.isnan(logprobs).any():
             raise UserError(
                 f"sampling from {self.weights or 'the base model'}: its probabilities are not numbers, so its weights have diverged; "
@@ -85,27 +95,28 @@ class SequenceState:
         return (length, StopReason.LENGTH) if length >= self.max_tokens else None
 
 
-def row_settings(rows: Sequence[SequenceState | None], vocabulary: int) -> RowSettings:
-    """Free slots are greedy and unfiltered, which costs nothing."""
-    settings = RowSettings(
-        seeds=np.zeros((len(rows), 2), np.uint32),
-        sample_indices=np.zeros(len(rows), np.int32),
-        temperatures=np.zeros(len(rows), np.float32),
-        top_k=np.full(len(rows), vocabulary, np.int32),
-        top_p=np.ones(len(rows), np.float32),
+def batch_settings(sequences: Sequence[SequenceState | None], vocab_size: int) -> BatchSettings:
+    """Return the sampling settings of each slot as arrays. Free slots are greedy and unfiltered, which costs nothing."""
+    settings = BatchSettings(
+        seeds=np.zeros((len(sequences), 2), np.uint32),
+        sample_indices=np.zeros(len(sequences), np.int32),
+        temperatures=np.zeros(len(sequences), np.float32),
+        top_k=np.full(len(sequences), vocab_size, np.int32),
+        top_p=np.ones(len(sequences), np.float32),
     )
-    for at, row in enumerate(rows):
-        if row is not None:
-            settings.seeds[at] = row.seed >> 32, row.seed & 0xFFFFFFFF
-            settings.sample_indices[at] = row.index
-            settings.temperatures[at] = row.settings.temperature
-            settings.top_k[at] = min(row.settings.top_k, vocabulary) if row.settings.top_k > 0 else vocabulary
-            settings.top_p[at] = row.settings.top_p
+    for slot, sequence in enumerate(sequences):
+        if sequence is not None:
+            top_k = sequence.settings.top_k
+            settings.seeds[slot] = sequence.seed >> 32, sequence.seed & 0xFFFFFFFF
+            settings.sample_indices[slot] = sequence.index
+            settings.temperatures[slot] = sequence.settings.temperature
+            settings.top_k[slot] = min(top_k, vocab_size) if top_k > 0 else vocab_size
+            settings.top_p[slot] = sequence.settings.top_p
     return settings
 
 
 def stop_tokens_of(settings: SamplingSettings, config: ModelConfig) -> tuple[int, ...]:
-    """Those that end a row. UserError for more of what ends one than the programs, or the host between them, can look for."""
+    """Return the tokens that end a sequence. Raises UserError if there are too many stop tokens or stop strings."""
     tokens = {*settings.stop_token_ids, *(config.eos_token_ids if settings.stop_at_eos else ())}
     if len(tokens) > MAX_STOP_TOKENS:
         raise UserError(f"{len(tokens)} stop tokens; at most {MAX_STOP_TOKENS} are supported")

@@ -1,4 +1,4 @@
-"""Tinker's losses, one token at a time. The loss of a request is the plain sum over its tokens and sequences, never a mean.
+"""The formulas of the losses, per token. The loss of a request is the sum over its tokens and sequences, never a mean.
 
 With lp = log p(target), q the sampler's logprob, A the advantage, w the weight and r = exp(lp - q):
 
@@ -9,96 +9,132 @@ With lp = log p(target), q the sampler's logprob, A the advantage, w the weight 
     dro                   -(lp * A - beta / 2 * (lp - q)^2)
     gspo                  -min(r' * A, clip(r', low, high) * A)   with   r' = exp(s + lp - stop_gradient(lp))
 
-gspo's s is one number per sequence, the mean of stop_gradient(lp) - q over its mask (Zheng et al., arXiv:2507.18071, in the token form).
-It needs every logprob of the sequence before the first loss, so a forward pass computes it and the caller passes it in place of q.
+The s of gspo is one number per sequence, the mean of stop_gradient(lp) - q over its mask (Zheng et al.,
+arXiv:2507.18071, in the token form). It needs every logprob of the sequence before the first loss, so the executor runs
+a forward pass first and passes s in place of q (`LossSpec.add_sequence_term`).
 
-`low` and `high` are absolute bounds on the ratio, 0.8 and 1.2 unless given. Which loss it is and its settings are traced values:
-a new loss runs in a program that is already compiled.
+`low` and `high` are absolute bounds on the ratio. The index of the loss and its options are traced values, so a request
+with another loss runs in a program that is already compiled. `engine.loss_spec` describes the inputs and options.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.engine.operations import LossFn, LossSettings, TrainDatum
+from skyrl_tx_server.engine.loss_spec import LossFn, LossSettings
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 
-DEFAULTS = LossSettings()
-MAX_LOG_RATIO = 80.0  # exp of more overflows float32, and an infinite ratio times a zero advantage (or a zero gradient) is not a number
+MAX_LOG_RATIO = 80.0
+"""Log-ratios are limited to this: exp of more overflows float32, and an infinite ratio times a zero advantage is NaN."""
+
+jax.tree_util.register_dataclass(
+    LossSettings, data_fields=[field.name for field in fields(LossSettings)], meta_fields=[]
+)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSelection:
-    """Which loss, and the settings of all of them; scalars."""
+    """The loss of a request and the options of all losses, as arguments of the training programs."""
 
-    index: ArrayLike  # int32
-    clip_low: ArrayLike  # float32
-    clip_high: ArrayLike  # float32
-    beta: ArrayLike  # float32
+    index: ArrayLike  # [] int32, the position of the loss in LOSS_FUNCTIONS
+    settings: LossSettings  # every field [] float32
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """What the formulas read besides the model's logprobs; float32, broadcast against these.
-
-    `counts` says how many tokens a loss stands for, with the same inputs and logprob; 0 for padding.
-    """
+    """What the formulas read besides the model's logprobs; float32, broadcast against these."""
 
     weights: ArrayLike
-    sampler_logprobs: ArrayLike  # gspo: s, the sequence's mean log-ratio, at each of its tokens
+    sampler_logprobs: ArrayLike  # for gspo the sequence term s, at each token of the sequence
     advantages: ArrayLike
-    counts: jax.Array
+    counts: ArrayLike  # how many tokens share this loss, with equal inputs and logprob; 0 for padding
 
 
-def select_loss(loss_fn: LossFn, settings: LossSettings = DEFAULTS) -> LossSelection:
-    """A request's loss, as the programs take it."""
-    return LossSelection(
-        index=np.asarray(list(LossFn).index(loss_fn), np.int32),
-        clip_low=np.asarray(settings.clip_low_threshold, np.float32),
-        clip_high=np.asarray(settings.clip_high_threshold, np.float32),
-        beta=np.asarray(settings.beta, np.float32),
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossTerms:
+    """What a loss function reads; float32 arrays of one shape, or that broadcast to it."""
+
+    logprobs: jax.Array  # log p(target)
+    log_ratio: jax.Array  # logprobs - sampler_logprobs
+    ratio: jax.Array  # exp(log_ratio), kept finite
+    clipped_ratio: jax.Array  # ratio between the clip thresholds
+    inputs: LossInputs
+    settings: LossSettings  # the request's, every field [] float32
+
+
+def cross_entropy(terms: LossTerms) -> jax.Array:
+    return jnp.negative(terms.inputs.weights) * terms.logprobs
+
+
+def importance_sampling(terms: LossTerms) -> jax.Array:
+    return -terms.ratio * terms.inputs.advantages
+
+
+def ppo(terms: LossTerms) -> jax.Array:
+    advantages = terms.inputs.advantages
+    return -jnp.minimum(terms.ratio * advantages, terms.clipped_ratio * advantages)
+
+
+def cispo(terms: LossTerms) -> jax.Array:
+    return -jax.lax.stop_gradient(terms.clipped_ratio) * terms.logprobs * terms.inputs.advantages
+
+
+def dro(terms: LossTerms) -> jax.Array:
+    penalty = 0.5 * terms.settings.beta * terms.log_ratio * terms.log_ratio
+    return -(terms.logprobs * terms.inputs.advantages - penalty)
+
+
+def gspo(terms: LossTerms) -> jax.Array:
+    advantages, settings, sequence_log_ratio = (
+        terms.inputs.advantages,
+        terms.settings,
+        terms.inputs.sampler_logprobs,
     )
+    ratio = jnp.exp(
+        jnp.minimum(sequence_log_ratio, MAX_LOG_RATIO)
+        + (terms.logprobs - jax.lax.stop_gradient(terms.logprobs))
+    )
+    clipped = jnp.clip(ratio, settings.clip_low_threshold, settings.clip_high_threshold)
+    return -jnp.minimum(ratio * advantages, clipped * advantages)
 
 
-def trained_positions(datum: TrainDatum, loss_fn: LossFn) -> np.ndarray:
-    """[N] bool, where this datum's loss has a gradient at all."""
-    match loss_fn:
-        case LossFn.CROSS_ENTROPY if datum.weights is not None:
-            return (datum.weights.reshape(len(datum.tokens), -1) != 0).any(axis=1)
-        case LossFn.CROSS_ENTROPY | LossFn.DRO:  # dro pulls towards the sampler whatever the advantage
-            return np.ones(len(datum.tokens), bool)
-        case _:
-            assert datum.advantages is not None, "checked before"
-            return datum.advantages != 0
+LOSS_FUNCTIONS: dict[LossFn, Callable[[LossTerms], jax.Array]] = {
+    LossFn.CROSS_ENTROPY: cross_entropy,
+    LossFn.IMPORTANCE_SAMPLING: importance_sampling,
+    LossFn.PPO: ppo,
+    LossFn.CISPO: cispo,
+    LossFn.DRO: dro,
+    LossFn.GSPO: gspo,
+}
+
+
+def select_loss(loss_fn: LossFn, settings: LossSettings | None = None) -> LossSelection:
+    """Return a request's loss and its options as arguments of the training programs."""
+    return LossSelection(
+        index=np.asarray(list(LOSS_FUNCTIONS).index(loss_fn), np.int32),
+        settings=jax.tree.map(np.float32, settings or LossSettings()),
+    )
 
 
 def token_losses(selection: LossSelection, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
-    """Each token's loss, float32, of the shape of `logprobs`."""
-    delta = logprobs - inputs.sampler_logprobs
-    ratio = jnp.exp(jnp.minimum(delta, MAX_LOG_RATIO))
-    clipped = jnp.clip(ratio, selection.clip_low, selection.clip_high)
-    advantages = inputs.advantages
-
-    def gspo() -> jax.Array:
-        ratio = jnp.exp(
-            jnp.minimum(inputs.sampler_logprobs, MAX_LOG_RATIO) + (logprobs - jax.lax.stop_gradient(logprobs))
-        )
-        return -jnp.minimum(
-            ratio * advantages, jnp.clip(ratio, selection.clip_low, selection.clip_high) * advantages
-        )
-
-    branches = (  # in the order of LossFn
-        lambda: -inputs.weights * logprobs,
-        lambda: -ratio * advantages,
-        lambda: -jnp.minimum(ratio * advantages, clipped * advantages),
-        lambda: -jax.lax.stop_gradient(clipped) * logprobs * advantages,
-        lambda: -(logprobs * advantages - 0.5 * selection.beta * delta * delta),
-        gspo,
+    """Return the loss of each token, float32, in the shape of `logprobs`."""
+    log_ratio = logprobs - inputs.sampler_logprobs
+    ratio = jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
+    settings = selection.settings
+    terms = LossTerms(
+        logprobs=logprobs,
+        log_ratio=log_ratio,
+        ratio=ratio,
+        clipped_ratio=jnp.clip(ratio, settings.clip_low_threshold, settings.clip_high_threshold),
+        inputs=inputs,
+        settings=settings,
     )
+    branches = [lambda loss=loss: loss(terms) for loss in LOSS_FUNCTIONS.values()]
     return jnp.where(inputs.counts > 0, inputs.counts * jax.lax.switch(selection.index, branches), 0.0)

@@ -16,7 +16,6 @@ import numpy as np
 
 from skyrl_tx_server.engine.operations import AdamSettings, LoraSpec
 from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
-from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.lora.adapter import (
     Adapter,
     LayerAdapter,
@@ -37,33 +36,13 @@ from skyrl_tx_server.model.transformer import (
 )
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays
 from skyrl_tx_server.training.losses import LossInputs, LossSelection, token_losses
-from skyrl_tx_server.training.packing import PackedBatch
+from skyrl_tx_server.training.train_batch import TrainBatch
 
 CHUNKS = 16
 MIN_CHUNK_ENTRIES = 64
 MAX_CHUNK_LOGITS = 1 << 26
 """The head takes a batch's entries in chunks, so that their logits [E, V] never lie in memory whole: a sixteenth of them at a time, and
 at most this many numbers (256 MiB in float32)."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainBatch:
-    """A `PackedBatch` as the device sees it: streams [R, T] and entries [R, E]. With K targets per position, which is a program of its
-    own, targets and weights are [R, E, K] and the other two loss inputs [R, E, 1]."""
-
-    tokens: ArrayLike  # int32
-    positions: ArrayLike  # int32
-    ends: ArrayLike  # int32
-    key_blocks: ArrayLike  # [R, N, N] int32
-    num_key_blocks: ArrayLike  # [R, N] int32
-    sources: ArrayLike  # int32
-    targets: ArrayLike  # int32
-    weights: ArrayLike  # float32
-    sampler_logprobs: ArrayLike  # float32
-    advantages: ArrayLike  # float32
-    counts: ArrayLike  # float32
-    num_trained: ArrayLike  # [R] int32
 
 
 @jax.tree_util.register_dataclass
@@ -85,10 +64,6 @@ class AdamState:
     step: ArrayLike  # [] int32
     first: Adapter
     second: Adapter
-
-
-def train_batch(packed: PackedBatch) -> TrainBatch:
-    return TrainBatch(**{name: getattr(packed, name) for name in TrainBatch.__dataclass_fields__})
 
 
 def adam_scalars(settings: AdamSettings) -> np.ndarray:
@@ -227,17 +202,16 @@ def _entry_states(
     config: ModelConfig, params: Params, adapter: Adapter, batch: TrainBatch, remat: Remat
 ) -> jax.Array:
     """[R, E, D], the final hidden state that each entry needs."""
-    layout = TreeLayout(ends=batch.ends, key_blocks=batch.key_blocks, num_key_blocks=batch.num_key_blocks)
     hidden = hidden_states(
         config,
         params,
         adapter,
         batch.tokens,
         batch.positions,
-        partial(tree_attention, config, layout),
+        partial(tree_attention, config, batch.layout),
         remat=remat,
     )
-    return jnp.take_along_axis(hidden, batch.sources[..., None], axis=1)
+    return jnp.take_along_axis(hidden, batch.token_index[..., None], axis=1)
 
 
 @jax.tree_util.register_dataclass
@@ -326,7 +300,7 @@ def chunk_entries(entries: int, *, rows: int, vocab_size: int) -> int:
 
 def _chunks(config: ModelConfig, hidden: jax.Array, batch: TrainBatch) -> _Chunk:
     """The batch's entries stacked as [chunks, R, n, ...], the last chunk filled up with padding."""
-    rows, entries = batch.sources.shape
+    rows, entries = batch.token_index.shape
     size = chunk_entries(entries, rows=rows, vocab_size=config.vocab_size)
     count = -(-entries // size)
 
@@ -334,12 +308,8 @@ def _chunks(config: ModelConfig, hidden: jax.Array, batch: TrainBatch) -> _Chunk
         padded = jnp.pad(array, ((0, 0), (0, count * size - entries)) + ((0, 0),) * (array.ndim - 2))
         return padded.reshape(rows, count, size, *array.shape[2:]).swapaxes(0, 1)
 
-    inputs = LossInputs(
-        weights=batch.weights,
-        sampler_logprobs=batch.sampler_logprobs,
-        advantages=batch.advantages,
-        counts=jnp.reshape(batch.counts, batch.advantages.shape),
-    )
+    counts = jnp.reshape(batch.loss_inputs.counts, batch.loss_inputs.advantages.shape)
+    inputs = replace(batch.loss_inputs, counts=counts)
     stacked = jax.tree.map(split, inputs)
     return _Chunk(
         hidden=split(hidden),
@@ -352,5 +322,5 @@ def _chunks(config: ModelConfig, hidden: jax.Array, batch: TrainBatch) -> _Chunk
 
 def _whole(stacked: jax.Array, batch: TrainBatch) -> jax.Array:
     """[chunks, R, n, ...] back to [R, E, ...]."""
-    rows, entries = batch.sources.shape
+    rows, entries = batch.token_index.shape
     return stacked.swapaxes(0, 1).reshape(rows, -1, *stacked.shape[3:])[:, :entries]

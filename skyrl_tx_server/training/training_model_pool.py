@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax
 
-from skyrl_tx_server.distributed.multihost import ALONE, Hosts
+from skyrl_tx_server.distributed.multihost import SINGLE_RANK, RankGroup
 from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import CapacityError, NotFoundError
 from skyrl_tx_server.model.lora.adapter import Adapter
@@ -40,9 +40,9 @@ class TrainingModel:
 class TrainingModelPool:
     """Models by id, at most `on_device` of them on the device."""
 
-    def __init__(self, *, on_device: int, hosts: Hosts = ALONE) -> None:
+    def __init__(self, *, on_device: int, ranks: RankGroup = SINGLE_RANK) -> None:
         self._limit = on_device
-        self._hosts = hosts
+        self._ranks = ranks
         self._device: dict[str, TrainingModel] = {}  # least recently used first
         self._parked: dict[
             str, tuple[TrainingModel, object]
@@ -85,7 +85,7 @@ class TrainingModelPool:
         while len(self._device) >= self._limit:
             longest_unused = next(iter(self._device))
             model = self._device[longest_unused]
-            if model.num_bytes > (free := self._hosts.agreed(available_host_bytes)):
+            if model.num_bytes > (free := self._ranks.broadcast_from_rank0(available_host_bytes)):
                 raise CapacityError(
                     f"{self._limit} models are on the device (max_models) and host memory has {free >> 20} MiB left, "
                     f"not the {model.num_bytes >> 20} MiB that moving the one unused for longest there takes; unload a model"

@@ -14,14 +14,13 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from src.evaluate.evaluation import Evaluation
-from src.learning.metrics import SOLVED
-from src.records.metric_names import ALL_TASKS
+from src.evaluate.evaluation import MAX_DOMAINS, Evaluation
+from src.learning.played_groups import SOLVED
+from src.records.metrics_table import ALL_TASKS
 from src.rollouts.group_rollout import TimedGroup
 
 logger = logging.getLogger(__name__)
 
-MAX_DOMAINS = 5  # that have a line each at a run's end
 MIN_SIGNAL = (
     0.25  # the share of steps with differing rewards below which, by seed 004, tasks and model do not fit
 )
@@ -101,7 +100,7 @@ class Display:
             )
             table.add_row(*row, _cell(group.rewards))
         self._show(table)
-        floor = evaluation.whole.floor
+        floor = evaluation.whole.noop_success
         beside = "" if floor is None else f"; doing nothing: {floor.value:.1%}"
         partial = any(group.task.grading for group in evaluation.groups)
         rewards = [reward for group in evaluation.groups for reward in group.rewards]

@@ -1,4 +1,4 @@
-"""The one seam between training and environments: a task source hands out single-use trials."""
+"""The interface between training and environments: a task source creates single-use trials."""
 
 from __future__ import annotations
 
@@ -11,48 +11,59 @@ from src.policy.sampling_policy import Policy
 
 
 class Trial(Protocol):
-    """One attempt at one task, used once."""
+    """One attempt at one task. A trial is run once."""
 
     async def run(self, policy: Policy) -> Trajectory | TrialFailure:
-        """Play the task with `policy` and grade it. Never raises but for cancellation; cancelling frees the sandbox."""
+        """Play the task with `policy` and grade the result.
+
+        Raises nothing except CancelledError. Cancellation frees the trial's environment.
+        """
         ...
 
 
 @runtime_checkable
-class Expiring(Protocol):
-    """A trial that can tell whose fault it is that it ran past its deadline."""
+class DeadlineAware(Protocol):
+    """A trial that can tell whether its agent caused it to exceed the deadline of the whole trial."""
 
-    def expired(self) -> Trajectory | None:
-        """After a cancelled `run`: what the agent did, with the reward 0, where it used up most of the time itself; else None."""
+    def timeout_result(self) -> Trajectory | None:
+        """Return the graded-zero trajectory of a `run` that was cancelled at its deadline.
+
+        Returns None if the agent did not use most of the time, which makes the timeout an infrastructure
+        failure.
+        """
         ...
 
 
 @runtime_checkable
 class TaskSource(Protocol):
-    """The tasks of a run, split into training and held-out ones."""
+    """The tasks of a run, split into training tasks and held-out tasks."""
 
     train: Sequence[Task]
     eval: Sequence[Task]
 
     def trial(self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0) -> Trial:
-        """A fresh trial of `task` whose files go below `directory`; `seed` makes its sampling reproducible.
+        """Create a trial of `task` that writes its files below `directory`.
 
-        `member` is its number in its group: what an environment draws by it and by the task is the same in every step.
+        `seed` makes the sampling reproducible. `member` is the index of the trial in its group; whatever an
+        environment randomizes depends on the task and on `member` only, and is therefore equal in every step.
         """
         ...
 
-    async def floor(self, task: Task) -> float | None:
-        """What an agent that does nothing earns at `task`; None where nobody can say. May fail as a trial fails, by raising."""
+    async def noop_baseline(self, task: Task) -> float | None:
+        """Return the reward of an agent that does nothing, or None if the environment cannot measure it.
+
+        Raises what an attempt at the task can raise.
+        """
         ...
 
     def batch_ended(self, directory: Path) -> None:
-        """Every trial below `directory` has ended; time to sum them up for a reader. Blocking."""
+        """Summarize the trials below `directory`, all of which have ended. This call blocks."""
         ...
 
     async def close(self) -> None:
-        """The run is over; what its trials shared can go."""
+        """Free the resources that the trials of the run share."""
         ...
 
     def text(self, token_ids: Sequence[int], clean: bool) -> str:
-        """What the model's tokens say, for dumps; `clean` leaves special tokens out."""
+        """Decode tokens for dumps. `clean` omits special tokens."""
         ...

@@ -1,9 +1,9 @@
-"""Message environments as a task source: every trial is one `run_episode`, so whatever a run does with trials works for them.
+"""The task source of message environments: each of its trials is one call of `run_episode`.
 
-An environment of one's own is a function that `env=my_package.countdown:open_countdown` names:
+A factory that `env=my_package.countdown:open_countdown` selects:
 
     def open_countdown(config: TrainerConfig, chat: Chat) -> TaskSource:
-        return episodes(config, chat, Domain(tasks=[...], make=lambda task, seed: CountdownEnv(task.row)))
+        return episodes(config, chat, EnvSpec(tasks=[...], make=lambda task, seed: CountdownEnv(task.row)))
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvSpec:
-    """A kind of problem: its tasks, and the environment of one attempt at one of them."""
+    """The declaration of a kind of message environment: its tasks, and how to make the environment of one
+    attempt.
+    """
 
     tasks: Sequence[Task]
-    make: Callable[
-        [Task, int], MessageEnv
-    ]  # the int is a seed, the same for each step's nth attempt at a task: a customer stays who it is
-    held_out: Sequence[
-        Task
-    ] = ()  # the test split that the problem comes with; without one, eval_split and eval_tasks choose among `tasks`
-    do_nothing: Callable[[MessageEnv], Awaitable[float]] | None = (
-        None  # plays it as an agent that does nothing, for its reward
-    )
-    close: Callable[[], Awaitable[None]] | None = (
-        None  # what its environments share is freed by it; None: they share nothing
-    )
+    # Makes the environment of one attempt from the task and a seed. The nth trial of a task has the same seed
+    # in every step, so a user simulator that is drawn from it stays the same person.
+    make: Callable[[Task, int], MessageEnv]
+    # The test split of the benchmark. If it is empty, eval_split and eval_tasks choose held-out tasks among
+    # `tasks`.
+    held_out: Sequence[Task] = ()
+    # Plays an environment as an agent that does nothing and returns the reward. None: it cannot be measured.
+    noop_baseline: Callable[[MessageEnv], Awaitable[float]] | None = None
+    # Frees what the environments share. None: they share nothing.
+    close: Callable[[], Awaitable[None]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeTrial:
-    """One episode, used once."""
+    """A trial that plays one episode. Implements `Trial`."""
 
     task: Task
     env: Callable[[], MessageEnv]
@@ -61,8 +61,8 @@ class EpisodeTrial:
         name = f"{re.sub(r'[^A-Za-z0-9._-]', '_', self.task.id)}__{self.settings.seed:08x}"
         try:
             env = self.env()
-        except (Exception, SystemExit) as error:  # the border of a trial: as if its `start` had failed
-            logger.warning("%s: no environment could be made", self.task.id, exc_info=True)
+        except (Exception, SystemExit) as error:  # A trial reports every error as a TrialFailure.
+            logger.warning("%s: the environment could not be made", self.task.id, exc_info=True)
             message = f"{type(error).__name__}: {error}"
             return TrialFailure(
                 task_id=self.task.id, kind=FailureKind.ENV_INIT_FAILED, message=message, trial_name=name
@@ -73,43 +73,41 @@ class EpisodeTrial:
 
 
 class EpisodeTasks:
-    """The tasks of a domain, split and ready to be tried. Implements `TaskSource`."""
+    """The tasks of an `EnvSpec`, after the split. Implements `TaskSource`."""
 
-    def __init__(self, domain: EnvSpec, chat: Chat, limits: LengthLimits, settings: EpisodeSettings) -> None:
-        """`settings` but for temperature and seed, which are each trial's own."""
-        self.train = domain.tasks
-        self.eval = domain.held_out
-        self._domain = domain
+    def __init__(self, spec: EnvSpec, chat: Chat, limits: LengthLimits, settings: EpisodeSettings) -> None:
+        """`settings.seed` is the seed of the run; each trial replaces the seed and the temperature."""
+        self.train = spec.tasks
+        self.eval = spec.held_out
+        self._spec = spec
         self._chat = chat
         self._limits = limits
         self._settings = settings
 
     def trial(self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0) -> Trial:
-        """An episode leaves no files in `directory`."""
-        settings = replace(self._settings, seed=seed, temperature=temperature)
+        """Create a trial. It writes no files below `directory`."""
         env_seed = environment_seed(self._settings.seed, task.id, member)
         return EpisodeTrial(
             task=task,
-            env=lambda: self._domain.make(task, env_seed),
+            env=lambda: self._spec.make(task, env_seed),
             chat=self._chat,
             limits=self._limits,
-            settings=settings,
+            settings=replace(self._settings, seed=seed, temperature=temperature),
         )
 
-    async def floor(self, task: Task) -> float | None:
-        """As the first member of a group would meet it."""
-        if self._domain.do_nothing is None:
+    async def noop_baseline(self, task: Task) -> float | None:
+        """Measure the reward of doing nothing in the environment of the group's first trial."""
+        if self._spec.noop_baseline is None:
             return None
-        return await self._domain.do_nothing(
-            self._domain.make(task, environment_seed(self._settings.seed, task.id, 0))
-        )
+        env = self._spec.make(task, environment_seed(self._settings.seed, task.id, 0))
+        return await self._spec.noop_baseline(env)
 
     async def close(self) -> None:
-        if self._domain.close is not None:
-            await self._domain.close()
+        if self._spec.close is not None:
+            await self._spec.close()
 
     def batch_ended(self, directory: Path) -> None:
-        """There is nothing to sum up beside rollouts/."""
+        """Do nothing: rollouts/ already has everything about these trials."""
 
     def text(self, token_ids: Sequence[int], clean: bool) -> str:
         return self._chat.tokenizer.decode(
@@ -117,11 +115,14 @@ class EpisodeTasks:
         )
 
 
-def episodes(config: TrainerConfig, chat: Chat, domain: EnvSpec) -> EpisodeTasks:
-    """A domain as a run's options want it. ConfigError where two tasks share an id, or for held-out tasks that are none."""
-    require_unique_ids([*domain.tasks, *domain.held_out])
+def episodes(config: TrainerConfig, chat: Chat, spec: EnvSpec) -> EpisodeTasks:
+    """Return the task source of `spec` with the options of the run.
+
+    Raises ConfigError if two tasks share an id or if eval_tasks selects no valid held-out tasks.
+    """
+    require_unique_ids([*spec.tasks, *spec.held_out])
     train, held_out = split(
-        domain, patterns=config.eval_tasks or (), fraction=config.eval_split, seed=config.seed
+        spec, patterns=config.eval_tasks or (), fraction=config.eval_split, seed=config.seed
     )
     settings = EpisodeSettings(
         temperature=config.temperature,
@@ -130,31 +131,31 @@ def episodes(config: TrainerConfig, chat: Chat, domain: EnvSpec) -> EpisodeTasks
         use_native_tool_calling=config.use_native_tool_calling,
         step_wise=config.step_wise_trajectories,
     )
-    return EpisodeTasks(replace(domain, tasks=train, held_out=held_out), chat, config.length_limits, settings)
+    return EpisodeTasks(replace(spec, tasks=train, held_out=held_out), chat, config.length_limits, settings)
 
 
 def environment_seed(run_seed: int, task_id: str, member: int) -> int:
-    """A 31-bit seed that a task's nth attempt has in every step and every evaluation."""
-    return (
-        int.from_bytes(
-            hashlib.sha256(f"{run_seed}/environment/{task_id}/{member}".encode()).digest()[:4], "big"
-        )
-        >> 1
-    )
+    """Return a 31-bit seed that the nth trial of a task has in every step and every evaluation."""
+    digest = hashlib.sha256(f"{run_seed}/environment/{task_id}/{member}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
 
 
 def split(
-    domain: EnvSpec, *, patterns: Sequence[str], fraction: float, seed: int
+    spec: EnvSpec, *, patterns: Sequence[str], fraction: float, seed: int
 ) -> tuple[Sequence[Task], Sequence[Task]]:
-    """(training, held out). Of a test split that the domain comes with, `patterns` choose, and no training task is ever held out."""
-    if not domain.held_out:
-        return hold_out(domain.tasks, patterns=patterns, fraction=fraction, seed=seed)
+    """Return (training tasks, held-out tasks).
+
+    If `spec` has a test split, `patterns` select among it and its training tasks all stay training tasks.
+    """
+    if not spec.held_out:
+        return hold_out(spec.tasks, patterns=patterns, fraction=fraction, seed=seed)
     if not patterns:
-        return domain.tasks, domain.held_out
-    _, chosen = hold_out([*domain.tasks, *domain.held_out], patterns=patterns, fraction=0.0, seed=seed)
-    trained = {task.id for task in domain.tasks}
-    if wrong := [task.id for task in chosen if task.id in trained]:
+        return spec.tasks, spec.held_out
+    _, selected = hold_out([*spec.tasks, *spec.held_out], patterns=patterns, fraction=0.0, seed=seed)
+    train_ids = {task.id for task in spec.tasks}
+    if in_training := [task.id for task in selected if task.id in train_ids]:
         raise ConfigError(
-            f"eval_tasks: {wrong[0]} is a training task of this environment; name tasks of its test split"
+            f"eval_tasks: {in_training[0]} is a training task of this environment; "
+            "name tasks of its test split"
         )
-    return domain.tasks, chosen
+    return spec.tasks, selected

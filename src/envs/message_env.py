@@ -1,12 +1,14 @@
-"""run_episode: a policy and a message environment talk until one of them ends it, token in and token out.
+"""Message environments, and `run_episode`, which plays one with a policy. Tokens are never encoded twice.
 
 The rules are those of SkyRL's skyrl_gym_generator in its multi-turn mode:
 
-- the context is measured before each answer; one of exactly `max_input_length` tokens is still answered
-- an answer cut at `max_generate_length` is an answer like any other; only the last one's ending is the episode's
-- an episode that outgrows its context is not graded: it has the rewards given so far
-- what comes after the last answer is not part of the trajectory
-- an empty answer is shown to the environment and trains nothing
+- The context is measured before each answer. A context of exactly `max_input_length` tokens is still
+  answered.
+- An answer that is cut at `max_generate_length` tokens is an answer like any other. Only the stop reason of
+  the last answer becomes that of the episode.
+- An episode whose context exceeds the limit is not graded. It keeps the rewards that it has received.
+- Messages after the last answer are not part of the trajectory.
+- An empty answer is passed to the environment, but it adds no turn to the trajectory.
 
     prompt -> answer -> observation -> prompt + answer + observation -> answer -> ...
 """
@@ -33,62 +35,66 @@ logger = logging.getLogger(__name__)
 SEED_STRIDE = 1_000_003
 MAX_SEED = 2**31 - 1
 CLOSE_TIMEOUT_S = 30.0
-TOOLS_IN_WORDS = 'You can call a function by answering with {"name": ..., "arguments": {...}} and nothing else. The functions:'
+TOOLS_INTRODUCTION = (
+    'You can call a function by answering with {"name": ..., "arguments": {...}} and nothing else. '
+    "The functions:"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResetResult:
-    """What the agent sees first."""
+    """The first messages that the agent sees, and the tools that it can call."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, object]] = ()  # OpenAI schemas
-    use_native_tool_calling: bool = (
-        False  # whether the chat template may show them, where the run wants that too
-    )
+    # Permits the chat template to render the tools. The option of the same name must also be set.
+    use_native_tool_calling: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The environment's side of one exchange. Without messages the agent simply goes on."""
+    """The reaction of an environment to one answer. Without messages, the agent answers again."""
 
     messages: Sequence[Message] = ()
     reward: float = 0.0
     is_done: bool = False
-    stop_reason: StopReason | None = None  # where it is done, why; None: as the last answer ended
+    stop_reason: StopReason | None = None  # if `is_done`; None: the stop reason of the last answer
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class MessageEnv(Protocol):
-    """One attempt at one task, played in messages and used once."""
+    """One attempt at one task, played in messages. An object is used for one episode."""
 
     async def start(self) -> ResetResult:
-        """Whatever it raises becomes a `TrialFailure`: the attempt never was."""
+        """Return the first messages. Every exception becomes a `TrialFailure` of kind `env_init_failed`."""
         ...
 
     async def step(self, answer: str) -> StepResult:
-        """React to an answer, which may be empty or cut off. A bad answer is worth an observation.
+        """React to an answer, which may be empty or cut off. Return an observation for an invalid answer too.
 
-        ConnectionError, TimeoutError and the errors of `src.core.errors` say that something fails which no answer can cause: the trial is a
-        failure. Whatever else is raised counts as the answer's doing: the trial has the reward 0, with the reason `env_error`.
+        ConnectionError, TimeoutError and the errors of `src.core.errors` declare a failure that no answer can
+        cause; the trial becomes a failure. Any other exception is attributed to the answer; the trial has the
+        reward 0 with the reason `env_error`.
         """
         ...
 
     async def close(self) -> None:
-        """Free what the attempt holds; called exactly once, however it ended."""
+        """Free the resources of the attempt. This method is called exactly once in every case."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeSettings:
-    """How one episode is played. With the same seed the same policy gives the same answers."""
+    """How one episode is played. The same seed and the same policy give the same answers."""
 
     temperature: float
     seed: int
     max_turns: int | None = None
-    use_native_tool_calling: bool = (
-        False  # let the chat template show the environment's tools, where that agrees
-    )
-    step_wise: bool = False  # render the whole history for each answer, as the template shows it by then, instead of extending the tokens
+    # Let the chat template render the tools of an environment that permits it.
+    use_native_tool_calling: bool = False
+    # Render the whole history for each answer, as the template shows it then, instead of extending the
+    # tokens.
+    step_wise: bool = False
 
 
 async def run_episode(
@@ -101,7 +107,7 @@ async def run_episode(
     task_id: str,
     trial_name: str = "",
 ) -> Trajectory | TrialFailure:
-    """Play one episode to its end. Never raises but for cancellation; `env` is closed either way."""
+    """Play one episode to its end and close `env`. Raises nothing except CancelledError."""
     episode = _Episode(env, policy, chat, limits, settings)
     started = time.monotonic()
     failure: tuple[FailureKind, str] | None = None
@@ -110,15 +116,14 @@ async def run_episode(
             await episode.play()
         except AgentFault as fault:
             logger.warning("%s: reward 0 (%s): %s", task_id, fault.reason, fault, exc_info=True)
-            episode.ended_by(fault)
-        json.dumps(episode.conversation)  # they are written down as they are
+            episode.set_zero_reward(fault.reason)
+        json.dumps(episode.conversation)  # The run folder stores the messages as JSON.
     except BackendError as error:
         failure = (FailureKind.BACKEND, str(error))
-    except (Exception, SystemExit) as error:  # no event loop survives a SystemExit
-        logger.warning(
-            "%s: the environment broke", task_id, exc_info=True
-        )  # the author's only sight of the line
-        failure = (episode.blame, f"{type(error).__name__}: {error}")
+    except (Exception, SystemExit) as error:  # A SystemExit would end the event loop of all trials.
+        # The traceback is the only place where the author of the environment sees the failing line.
+        logger.warning("%s: the environment failed", task_id, exc_info=True)
+        failure = (episode.failure_kind, f"{type(error).__name__}: {error}")
     finally:
         await _close(env)
     if failure is not None:
@@ -127,76 +132,60 @@ async def run_episode(
 
 
 class _Episode:
-    """The state of one episode; `blame` is who is at work, for when that fails."""
+    """The state of one episode."""
 
     def __init__(
         self, env: MessageEnv, policy: Policy, chat: Chat, limits: LengthLimits, settings: EpisodeSettings
     ) -> None:
-        self.blame = FailureKind.ENV_INIT_FAILED
+        self.failure_kind = FailureKind.ENV_INIT_FAILED  # of an exception that the environment raises next
         self.stop_reason = StopReason.STOP
+        self.conversation: list[Message] = []
         self._env, self._policy, self._chat = env, policy, chat
         self._limits, self._settings = limits, settings
         self._turns: list[Turn] = []
-        self._rewards: list[float] = []  # one per turn
+        self._turn_rewards: list[float] = []  # one per turn
         self._reward = 0.0
         self._num_answers = 0
         self._num_empty = 0
         self._num_cut = 0
         self._metrics: dict[str, float] = {}
         self._zero_reason: ZeroReason | None = None
-        self.conversation: list[Message] = []
 
     async def play(self) -> None:
-        opening = await self._env.start()
-        self.blame = FailureKind.ENV_ERROR
-        history = self.conversation
-        messages, tools = shown(opening, self._settings)
-        history += messages
-        prompt_ids: Sequence[int] = self._chat.render(history, tools=tools)
+        reset_result = await self._env.start()
+        self.failure_kind = FailureKind.ENV_ERROR
+        messages, tools = native_or_described_tools(reset_result, self._settings)
+        self.conversation += messages
+        prompt_ids: Sequence[int] = self._chat.render(self.conversation, tools=tools)
         while True:
-            max_new_tokens = self._limits.max_new_tokens(len(prompt_ids))
-            if max_new_tokens == 0:
+            max_tokens = self._limits.max_new_tokens(len(prompt_ids))
+            if max_tokens == 0:
                 self.stop_reason = StopReason.CONTEXT_LENGTH
                 return
             if self._num_answers == self._settings.max_turns:
                 self.stop_reason = StopReason.MAX_TURNS
                 return
-            turn = await self._answer(prompt_ids, max_tokens=max_new_tokens)
-            text = self._chat.decode(turn.completion_ids)
-            observation = await self._observation(turn, text)
-            self._record(turn, observation)
-            history += [{"role": "assistant", "content": text}, *observation.messages]
-            if observation.is_done:
-                self.stop_reason = observation.stop_reason or self.stop_reason
+            turn = await self._sample(prompt_ids, max_tokens=max_tokens)
+            answer = self._chat.decode(turn.completion_ids)
+            step_result = await self._step(turn, answer)
+            self._record(turn, step_result)
+            self.conversation += [{"role": "assistant", "content": answer}, *step_result.messages]
+            if step_result.is_done:
+                self.stop_reason = step_result.stop_reason or self.stop_reason
                 return
             if self._settings.step_wise:
-                prompt_ids = self._chat.render(history, tools=tools)
+                prompt_ids = self._chat.render(self.conversation, tools=tools)
             else:
-                prompt_ids = self._chat.extend(turn.prompt_ids, turn.completion_ids, observation.messages)
+                prompt_ids = self._chat.extend(turn.prompt_ids, turn.completion_ids, step_result.messages)
 
-    def ended_by(self, fault: AgentFault) -> None:
-        """The whole episode is worth 0, whatever it has earned so far."""
-        self._zero_reason = fault.reason
+    def set_zero_reward(self, reason: ZeroReason) -> None:
+        """Replace the rewards of the whole episode by 0."""
+        self._zero_reason = reason
         self._reward = 0.0
-        self._rewards = [0.0] * len(self._turns)
-
-    async def _observation(self, turn: Turn, text: str) -> StepResult:
-        """The environment's answer. AgentFault where the agent's made it raise."""
-        try:
-            return await self._env.step(text)
-        except (TrainerError, ConnectionError, TimeoutError) as error:
-            if not isinstance(error, AgentFault):
-                raise
-            fault = error
-        except (Exception, SystemExit) as error:  # no event loop survives a SystemExit
-            fault = AgentFault(ZeroReason.ENV_ERROR, f"{type(error).__name__}: {error}")
-            fault.__cause__ = error
-        self._take(turn, 0.0)
-        self.conversation.append({"role": "assistant", "content": text})
-        raise fault
+        self._turn_rewards = [0.0] * len(self._turns)
 
     def trajectory(self, task_id: str, trial_name: str, *, duration_s: float) -> Trajectory:
-        own = {
+        episode_metrics = {
             "duration_s": duration_s,
             "empty_completions": float(self._num_empty),
             "cut_answers": float(self._num_cut),
@@ -208,13 +197,13 @@ class _Episode:
             reward=self._reward,
             stop_reason=self.stop_reason,
             trial_name=trial_name,
-            metrics=self._metrics | own,
-            turn_rewards=self._rewards,
+            metrics=self._metrics | episode_metrics,
+            turn_rewards=self._turn_rewards,
             conversation=self.conversation,
             zero_reason=self._zero_reason,
         )
 
-    async def _answer(self, prompt_ids: Sequence[int], *, max_tokens: int) -> Turn:
+    async def _sample(self, prompt_ids: Sequence[int], *, max_tokens: int) -> Turn:
         settings, self._num_answers = self._settings, self._num_answers + 1
         with boundary(BackendError, "sampling"):
             turn = await self._policy.sample(
@@ -230,49 +219,68 @@ class _Episode:
         self._num_cut += turn.stop_reason == StopReason.LENGTH
         return turn
 
-    def _record(self, turn: Turn, observation: StepResult) -> None:
-        """Rewards stay with the turn that earned them; an empty answer's go to the turn before."""
-        reward = float(observation.reward)  # environments reckon in numpy, records are JSON
+    async def _step(self, turn: Turn, answer: str) -> StepResult:
+        """Return the environment's reaction to `answer`. Raises AgentFault if the answer made it raise."""
+        try:
+            return await self._env.step(answer)
+        except (TrainerError, ConnectionError, TimeoutError) as error:
+            if not isinstance(error, AgentFault):
+                raise
+            fault = error
+        except (Exception, SystemExit) as error:  # A SystemExit would end the event loop of all trials.
+            fault = AgentFault(ZeroReason.ENV_ERROR, f"{type(error).__name__}: {error}")
+            fault.__cause__ = error
+        self._append(turn, 0.0)
+        self.conversation.append({"role": "assistant", "content": answer})
+        raise fault
+
+    def _record(self, turn: Turn, step_result: StepResult) -> None:
+        reward = float(step_result.reward)  # NumPy scalars cannot be stored as JSON.
         if not math.isfinite(reward):
-            self._take(turn, 0.0)
+            self._append(turn, 0.0)
             raise AgentFault(
-                ZeroReason.UNREADABLE_REWARD, f"the environment gave a reward that is no number: {reward}"
+                ZeroReason.UNREADABLE_REWARD,
+                f"the environment returned a reward that is not finite: {reward}",
             )
         self._reward += reward
-        self._metrics |= {name: float(value) for name, value in observation.metrics.items()}
-        self._take(turn, reward)
+        self._metrics |= {name: float(value) for name, value in step_result.metrics.items()}
+        self._append(turn, reward)
 
-    def _take(self, turn: Turn, reward: float) -> None:
+    def _append(self, turn: Turn, reward: float) -> None:
+        """Append a turn with its reward. The reward of an empty answer is added to the preceding turn."""
         if turn.completion_ids:
             self._turns.append(turn)
-            self._rewards.append(reward)
+            self._turn_rewards.append(reward)
         else:
             self._num_empty += 1
-            if self._rewards:
-                self._rewards[-1] += reward
+            if self._turn_rewards:
+                self._turn_rewards[-1] += reward
 
 
-def shown(
-    opening: ResetResult, settings: EpisodeSettings
+def native_or_described_tools(
+    reset_result: ResetResult, settings: EpisodeSettings
 ) -> tuple[Sequence[Message], Sequence[Mapping[str, object]]]:
-    """The first messages, and the tools that the template shows: in native mode, which environment and run must both want.
+    """Return the first messages, and the tools that the chat template renders.
 
-    In text mode the tools are described in the system message instead.
+    The template renders the tools if both the environment and the run enable native tool calling. Otherwise
+    no tools are returned, and the system message describes them in text.
     """
-    if not opening.tools or (opening.use_native_tool_calling and settings.use_native_tool_calling):
-        return opening.messages, opening.tools
-    described = TOOLS_IN_WORDS + "".join(f"\n- {in_words(tool)}" for tool in opening.tools)
-    first = opening.messages[0] if opening.messages else {}
+    messages, tools = reset_result.messages, reset_result.tools
+    if not tools or (reset_result.use_native_tool_calling and settings.use_native_tool_calling):
+        return messages, tools
+    description = TOOLS_INTRODUCTION + "".join(f"\n- {describe_tool(tool)}" for tool in tools)
+    first = messages[0] if messages else {}
     if first.get("role") != "system":
-        return [{"role": "system", "content": described}, *opening.messages], ()
-    return [{**first, "content": f"{first['content']}\n\n{described}"}, *opening.messages[1:]], ()
+        return [{"role": "system", "content": description}, *messages], ()
+    return [{**first, "content": f"{first['content']}\n\n{description}"}, *messages[1:]], ()
 
 
-def in_words(tool: Mapping[str, object]) -> str:
-    """A tool's signature and what it is for.
+def describe_tool(tool: Mapping[str, object]) -> str:
+    """Return the signature and the description of a tool.
 
-    >>> in_words({"function": {"name": "f", "description": "Does it.", "parameters": {"properties": {"n": {"type": "integer"}}}}})
-    'f(n: integer): Does it.'
+    >>> parameters = {"properties": {"n": {"type": "integer"}}}
+    >>> describe_tool({"function": {"name": "f", "description": "Does something.", "parameters": parameters}})
+    'f(n: integer): Does something.'
     """
     function: Any = tool["function"]
     properties = function.get("parameters", {}).get("properties", {})
@@ -281,14 +289,14 @@ def in_words(tool: Mapping[str, object]) -> str:
 
 
 def turn_seed(seed: int, number: int) -> int:
-    """The seed of an episode's nth sampling call."""
+    """Return the seed of the sampling call with this number (from 1) in an episode."""
     return (seed * SEED_STRIDE + number) % MAX_SEED
 
 
 async def _close(env: MessageEnv) -> None:
-    """A failing or hanging `close` must not hide how the episode went."""
+    """Close `env`. An exception or a timeout of `close` does not change the result of the episode."""
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await env.close()
     except (Exception, SystemExit):
-        logger.warning("an environment did not close", exc_info=True)
+        logger.warning("an environment could not be closed", exc_info=True)

@@ -1,9 +1,11 @@
-"""env=openenv: environments behind an OpenEnv server (PyPI `openenv`), played in messages through the package's own client.
+"""env=openenv: environments behind an OpenEnv server, played in messages through the client of the package
+`openenv`.
 
     environment_kwargs=url=http://localhost:8000,tasks=64,action=message,observation=echoed_message
 
-A task is a seed that the server is reset with. An answer is the action's one field, an observation's one field is what the agent reads;
-an environment with richer actions is an `OpenEnv` with functions of its own (docs/environments.md).
+A task is a seed with which the server is reset. An answer becomes one field of the action, and the agent
+reads one field of the observation. For an environment with other actions, write a factory that makes
+`OpenEnv` with its own functions (docs/environments.md).
 """
 
 from __future__ import annotations
@@ -27,67 +29,68 @@ from src.policy.chat import Chat, Message
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TASKS = 64
-IS_FULL = "CAPACITY_REACHED"  # the code of a server that plays as many sessions as it may
-PLACE_WAIT_S = 1.0  # no event says that a place is free: others may hold them too
-PLACE_TIMEOUT_S = 1800.0
+DEFAULT_NUM_TASKS = 64
+CAPACITY_ERROR_CODE = "CAPACITY_REACHED"  # in the error of a server that has its maximum number of sessions
+CAPACITY_RETRY_S = 1.0  # The server sends no event when a session ends, so the client polls.
+CAPACITY_TIMEOUT_S = 1800.0
 
 
-class Result(Protocol):
-    """OpenEnv's StepResult."""
+class OpenEnvResult(Protocol):
+    """The result type of the package `openenv`."""
 
     observation: object
     reward: float | None
     done: bool
 
 
-class Client(Protocol):
-    """What is needed of OpenEnv's EnvClient, whose methods are awaitable where an event loop runs."""
+class OpenEnvClient(Protocol):
+    """The methods that are used of the package's EnvClient. They are awaitable while an event loop runs."""
 
-    def reset(self, **options: object) -> Awaitable[Result]: ...
+    def reset(self, **options: object) -> Awaitable[OpenEnvResult]: ...
 
-    def step(self, action: object) -> Awaitable[Result]: ...
+    def step(self, action: object) -> Awaitable[OpenEnvResult]: ...
 
     def close(self) -> Awaitable[None]: ...
 
 
 class OpenEnv:
-    """One session with an OpenEnv server. Implements `MessageEnv`."""
+    """One session of an OpenEnv server. Implements `MessageEnv`."""
 
     def __init__(
         self,
-        connect: Callable[[], Awaitable[Client]],
+        connect: Callable[[], Awaitable[OpenEnvClient]],
         *,
         to_action: Callable[[str], object],
         to_text: Callable[[object], str],
         reset_options: Mapping[str, object],
     ) -> None:
-        """`to_action` makes the server's action of an answer, `to_text` what the agent reads of its observation."""
+        """`to_action` converts an answer to an action, `to_text` an observation to the text of a message."""
         self._connect = connect
         self._to_action = to_action
         self._to_text = to_text
         self._reset_options = reset_options
-        self._client: Client | None = None
+        self._client: OpenEnvClient | None = None
 
     async def start(self) -> ResetResult:
-        """Waits while the server has no place for another session; RuntimeError when none becomes free."""
-        deadline = time.monotonic() + PLACE_TIMEOUT_S
+        """Open a session. Waits while the server has its maximum number of sessions, then raises
+        RuntimeError.
+        """
+        deadline = time.monotonic() + CAPACITY_TIMEOUT_S
         while True:
             self._client = await self._connect()
             try:
                 result = await self._client.reset(**self._reset_options)
-            except RuntimeError as error:  # what the client makes of a server's refusal
-                if IS_FULL not in str(error) or time.monotonic() > deadline:
+            except RuntimeError as error:  # The client raises it for every error that the server reports.
+                if CAPACITY_ERROR_CODE not in str(error) or time.monotonic() > deadline:
                     raise
                 logger.info(
-                    "%s; set n_parallel_envs to the max_concurrent_envs that the server is started with",
-                    error,
+                    "%s; set n_parallel_envs to the server's max_concurrent_envs to avoid this wait", error
                 )
             else:
                 return ResetResult(messages=[self._message(result)])
             client, self._client = self._client, None
             await client.close()
-            await asyncio.sleep(PLACE_WAIT_S)
+            await asyncio.sleep(CAPACITY_RETRY_S)
 
     async def step(self, answer: str) -> StepResult:
         assert self._client is not None
@@ -95,7 +98,9 @@ class OpenEnv:
         try:
             result = await self._client.step(action)
         except Exception as error:
-            if type(error).__module__.startswith("websockets"):  # its errors are no ConnectionErrors
+            if type(error).__module__.startswith(
+                "websockets"
+            ):  # These errors do not inherit ConnectionError.
                 raise ConnectionError(f"the OpenEnv server: {error}") from error
             raise
         return StepResult(
@@ -106,35 +111,37 @@ class OpenEnv:
         if self._client is not None:
             await self._client.close()
 
-    def _message(self, result: Result) -> Message:
+    def _message(self, result: OpenEnvResult) -> Message:
         return {"role": "user", "content": self._to_text(result.observation)}
 
 
-def field_of(observation: object, *, field: str) -> str:
-    """One field of an observation, or all of it as JSON where no field is named."""
+def observation_text(observation: object, *, field: str) -> str:
+    """Return one field of an observation, or the whole observation as JSON if `field` is empty."""
     if not field:
         return json.dumps(observation)
     if not isinstance(observation, Mapping) or field not in observation:
-        has = ", ".join(observation) if isinstance(observation, Mapping) else type(observation).__name__
-        raise KeyError(f"the observation has no field {field}; it has {has}")
+        fields = ", ".join(observation) if isinstance(observation, Mapping) else type(observation).__name__
+        raise KeyError(f"the observation has no field {field}; it has {fields}")
     return str(observation[field])
 
 
 def open_openenv(config: TrainerConfig, chat: Chat) -> TaskSource:
-    """ConfigError where the package or an option is missing."""
+    """Return the task source of env=openenv. Raises ConfigError if the package is missing or an option is
+    invalid.
+    """
     options = pairs(config.environment_kwargs, option="environment_kwargs")
-    url, action, field = (
-        options.pop("url", ""),
-        options.pop("action", "message"),
-        options.pop("observation", ""),
-    )
-    number = options.pop("tasks", str(DEFAULT_TASKS))
+    url = options.pop("url", "")
+    action_field = options.pop("action", "message")
+    observation_field = options.pop("observation", "")
+    num_tasks = options.pop("tasks", str(DEFAULT_NUM_TASKS))
     if not url.startswith(("http://", "https://")):
         raise ConfigError("env=openenv needs environment_kwargs=url=http://host:port of an OpenEnv server")
-    if not number.isdigit() or int(number) < 1:
-        raise ConfigError(f"environment_kwargs tasks={number} is no number of tasks")
+    if not num_tasks.isdigit() or int(num_tasks) < 1:
+        raise ConfigError(f"environment_kwargs tasks={num_tasks} is not a positive number of tasks")
     if options:
-        raise ConfigError(f"environment_kwargs: env=openenv has no option {next(iter(options))}; drop it")
+        raise ConfigError(
+            f"environment_kwargs: env=openenv has no option {next(iter(options))}; remove the option"
+        )
     try:
         from openenv.core.generic_client import GenericEnvClient  # pyright: ignore[reportMissingImports] an optional package
     except ImportError as error:
@@ -142,20 +149,19 @@ def open_openenv(config: TrainerConfig, chat: Chat) -> TaskSource:
             f"env=openenv needs the openenv package ({error}); run scripts/setup.sh openenv"
         ) from error
 
-    async def connect() -> Client:
+    async def connect() -> OpenEnvClient:
         return await GenericEnvClient(base_url=url).connect()
 
     def make(task: Task, seed: int) -> OpenEnv:
-        to_text = partial(field_of, field=field)
         return OpenEnv(
             connect,
-            to_action=lambda answer: {action: answer},
-            to_text=to_text,
+            to_action=lambda answer: {action_field: answer},
+            to_text=partial(observation_text, field=observation_field),
             reset_options={"seed": task.row["seed"]},
         )
 
     tasks = [
         Task(id=f"openenv-{seed:04d}", path=Path(url), instruction=url, row={"seed": seed})
-        for seed in range(int(number))
+        for seed in range(int(num_tasks))
     ]
     return episodes(config, chat, EnvSpec(tasks=tasks, make=make))

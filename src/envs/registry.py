@@ -1,7 +1,9 @@
-"""Environments by name: `env=harbor`, `env=tau_bench`, one that an installed package registers, or your own as `module:factory`.
+"""The table of environments: `env=NAME` selects a built-in environment, one that an installed package
+registers as an entry point of the group `agent_trainer.environments`, or a function of the user's own as
+`module:factory`.
 
-A factory takes the run's options and its chat format and returns a task source (docs/environments.md has a worked example). Packages
-register theirs as an entry point of the group `agent_trainer.environments`.
+A factory takes the options of the run and the chat format, and returns a task source. docs/environments.md
+explains how to add one.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from src.policy.chat import Chat
 Factory = Callable[[TrainerConfig, Chat], TaskSource]
 
 ENTRY_POINTS = "agent_trainer.environments"
-BUILT_IN = {  # imported when asked for: Harbor takes seconds
+BUILT_IN = {  # A module is imported when its environment is used, because importing Harbor takes seconds.
     "harbor": "src.envs.harbor.environment:open_harbor",
     "tau_bench": "src.envs.service.tau_bench:open_tau_bench",
     "openenv": "src.envs.openenv_client:open_openenv",
@@ -27,30 +29,36 @@ BUILT_IN = {  # imported when asked for: Harbor takes seconds
 
 
 def open_task_source(config: TrainerConfig, chat: Chat) -> TaskSource:
-    """The tasks of the run's environment. ConfigError for an unknown one, or for options it does not take."""
-    factory = find(config.env)
+    """Return the tasks of `config.env`.
+
+    Raises ConfigError if the environment is unknown or rejects one of its options.
+    """
+    factory = find_factory(config.env)
     with boundary(ConfigError, f"env={config.env}"):
         source = factory(config, chat)
     if not isinstance(source, TaskSource):
         raise ConfigError(
-            f"env={config.env} returned {type(source).__name__}, which is no task source; return episodes(...)"
+            f"env={config.env} returned {type(source).__name__}, which is not a task source; "
+            "return episodes(...)"
         )
     return source
 
 
-def known() -> dict[str, str]:
-    """Name -> module:factory. No package can take the place of a built-in one."""
+def known_environments() -> dict[str, str]:
+    """Map each environment's name to `module:factory`. A package cannot replace a built-in environment."""
     return {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)} | BUILT_IN
 
 
-def find(name: str) -> Factory:
-    """ConfigError that lists what there is."""
-    names = known()
-    place = names.get(name, name)
-    module_name, colon, factory_name = place.partition(":")
+def find_factory(name: str) -> Factory:
+    """Return the factory of an environment. Raises ConfigError if there is none; the message lists the known
+    names.
+    """
+    environments = known_environments()
+    module_name, colon, factory_name = environments.get(name, name).partition(":")
     if not (colon and module_name and factory_name) or module_name.startswith("."):
         raise ConfigError(
-            f"env={name} is none of {', '.join(sorted(names))}; choose one, or give your own as env=module:factory"
+            f"env={name} is none of {', '.join(sorted(environments))}; "
+            "choose one, or give your own as env=module:factory"
         )
     try:
         module = importlib.import_module(module_name)
@@ -58,15 +66,16 @@ def find(name: str) -> Factory:
         raise ConfigError(
             f"env={name}: cannot import {module_name} ({error}); is it installed, or on PYTHONPATH?"
         ) from error
-    except Exception as error:  # whatever a module of the user's own does when it is imported
+    except Exception as error:  # The user's module can raise anything while it is imported.
         raise ConfigError(
-            f"env={name}: cannot import {module_name} ({type(error).__name__}: {error}); mend it"
+            f"env={name}: cannot import {module_name} ({type(error).__name__}: {error}); fix the module"
         ) from error
     factory: Factory | None = vars(module).get(factory_name)
     if factory is None:
         raise ConfigError(f"env={name}: {module_name} has no function {factory_name}")
     if not callable(factory) or iscoroutinefunction(factory):
         raise ConfigError(
-            f"env={name}: {factory_name} of {module_name} is no plain function; write def {factory_name}(config, chat)"
+            f"env={name}: {factory_name} of {module_name} is not a plain function; "
+            f"write def {factory_name}(config, chat)"
         )
     return factory

@@ -1,4 +1,4 @@
-"""Which tasks are trained on and which are held out, for every kind of environment."""
+"""The split of tasks into training tasks and held-out tasks, for every kind of environment."""
 
 from __future__ import annotations
 
@@ -13,34 +13,42 @@ from src.core.trajectory import Task
 def hold_out(
     tasks: Sequence[Task], *, patterns: Sequence[str], fraction: float, seed: int
 ) -> tuple[list[Task], list[Task]]:
-    """(training, held out). With `patterns` (ids or globs) those are held out, else `fraction` of the tasks, drawn by `seed`.
+    """Return (training tasks, held-out tasks).
 
-    ConfigError for a pattern that matches nothing or a split that leaves nothing to train on.
+    Tasks whose ids match one of `patterns` (ids or globs) are held out. Without patterns, a random `fraction`
+    of the tasks is held out, at least one if there are several tasks and `fraction` is positive.
+
+    Raises ConfigError if a pattern matches no task or if no training task is left.
     """
     if patterns:
         for pattern in patterns:
             if not any(fnmatchcase(task.id, pattern) for task in tasks):
                 raise ConfigError(f"eval_tasks: {pattern!r} is neither a folder nor the name of a task")
-        chosen = {task.id for task in tasks if any(fnmatchcase(task.id, pattern) for pattern in patterns)}
+        held_out_ids = {
+            task.id for task in tasks if any(fnmatchcase(task.id, pattern) for pattern in patterns)
+        }
     else:
         count = round(fraction * len(tasks))
         if fraction > 0 and count == 0 and len(tasks) > 1:
             count = 1
-        chosen = {task.id for task in random.Random(seed).sample(list(tasks), count)}
-    train = [task for task in tasks if task.id not in chosen]
+        held_out_ids = {task.id for task in random.Random(seed).sample(list(tasks), count)}
+    train = [task for task in tasks if task.id not in held_out_ids]
     if not train:
         raise ConfigError(
-            f"all {len(tasks)} tasks are held out; nothing is left to train on: lower eval_split or name fewer eval_tasks"
+            f"all {len(tasks)} tasks are held out and none is left to train on; "
+            "lower eval_split or name fewer eval_tasks"
         )
-    return train, [task for task in tasks if task.id in chosen]
+    return train, [task for task in tasks if task.id in held_out_ids]
 
 
 def require_unique_ids(tasks: Sequence[Task]) -> None:
-    """ConfigError where two tasks share an id, which is what groups, journal and metrics know a task by."""
+    """Raise ConfigError if two tasks share an id, because groups, journal and metrics identify a task by its
+    id.
+    """
     seen: dict[str, Task] = {}
     for task in tasks:
         if task.id in seen:
             raise ConfigError(
-                f"two tasks are called {task.id}: {seen[task.id].path} and {task.path}; rename one"
+                f"two tasks have the id {task.id}: {seen[task.id].path} and {task.path}; rename one of them"
             )
         seen[task.id] = task

@@ -1,4 +1,4 @@
-"""Command line of evaluation: `python -m src.evaluate key=value ...`. The base model, a checkpoint or an endpoint on a set of tasks."""
+"""Command line of evaluation: `python -m src.evaluate key=value ...`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from src.core.process import exit_on_signal, exit_process, run_until_signal
 from src.evaluate.config import EvaluateConfig
 from src.train import load_environment, quieten, with_server_from_environment
 
-TITLE = ["python -m src.evaluate key=value ...", "", "Plays tasks with a model, and says how well it did."]
+TITLE = [
+    "python -m src.evaluate key=value ...",
+    "",
+    "Evaluates a model, a checkpoint or an endpoint on a set of tasks.",
+]
 SECTIONS = {
-    "model_name": "What is evaluated",
+    "model_name": "Policy and tasks",
     "n_samples": "Sampling",
     "backend": "Back end and folder",
     "max_turns": "Agent",
@@ -24,7 +28,7 @@ SECTIONS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluates and says what went wrong in one line. TRAINER_DEBUG=1 shows tracebacks."""
+    """Run an evaluation and return the exit status. Errors are one line; TRAINER_DEBUG=1 shows tracebacks."""
     if any(argument in ("--help", "-h", "help") for argument in argv):
         print_help(help_for(EvaluateConfig, title=TITLE, sections=SECTIONS))
         return 0
@@ -33,9 +37,7 @@ def main(argv: Sequence[str]) -> int:
         with exit_on_signal():
             config = parse_as(EvaluateConfig, with_server_from_environment(argv))
             from src.cli.console import Display, terminal
-            from src.evaluate.run import (
-                run,
-            )  # seconds of imports that --help and a typing mistake do not need
+            from src.evaluate.run import run  # takes seconds, which --help does not need
 
             quieten()
             display = Display(terminal())

@@ -1,4 +1,4 @@
-"""The options of `python -m src.evaluate`. Those of a trial are the trainer's own, with its defaults and its rules."""
+"""Options of `python -m src.evaluate`. Options of trials have the trainer's defaults and validation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEFAULTS = inspect.signature(TrainerConfig).parameters
 
 
 def _trainers(name: str, *, doc: str = "") -> Any:
-    """The trainer's option of that name, its default and, unless `doc` says otherwise, its meaning included."""
+    """Declare an option with the trainer's default and, unless `doc` is given, the trainer's help text."""
     return chz.field(default=_DEFAULTS[name].default, doc=doc or chz.chz_fields(TrainerConfig)[name]._doc)
 
 
@@ -26,7 +26,7 @@ class EvaluateConfig:
     )
     env: str = _trainers("env")
     tasks_dir: str | None = _trainers(
-        "tasks_dir", doc="Folder of Harbor task folders to evaluate on; not needed with results="
+        "tasks_dir", doc="Folder of Harbor task folders; not needed with results="
     )
     test_data: list[str] | None = _trainers(
         "test_data", doc="Tasks to evaluate on (env=tau_bench): files of rows, DOMAIN:SPLIT, or NAME=..."
@@ -36,22 +36,22 @@ class EvaluateConfig:
     )
     train_data: str | None = chz.field(
         default=None,
-        doc="Run folder or folder of tasks that no evaluated task may share its content with; None: the run folder given as checkpoint",
+        doc="Run folder or folder of tasks that must not be evaluated; None: the run folder in checkpoint",
     )
     checkpoint: str | None = chz.field(
         default=None,
-        doc="tinker:// path of a sampler checkpoint, or a run folder (its last checkpoint); None: the base model",
+        doc="tinker:// path of a sampler checkpoint, or a run folder (its last checkpoint); None: base model",
     )
     base_url: str | None = chz.field(
         default=None,
-        doc="An OpenAI-compatible endpoint to evaluate instead, e.g. http://127.0.0.1:8000/v1; its key is OPENAI_API_KEY's",
+        doc="OpenAI-compatible endpoint to evaluate, e.g. http://127.0.0.1:8000/v1; key: OPENAI_API_KEY",
     )
     compare_with: str | None = chz.field(
         default=None,
-        doc="Compare task by task with: another evaluation's folder, a checkpoint (as above), or base",
+        doc="Compare task by task with the folder of another evaluation, a checkpoint (as above), or base",
     )
     results: str | None = chz.field(
-        default=None, doc="Folder of an evaluation that was played already, to be compared; nothing is played"
+        default=None, doc="Folder of a finished evaluation to compare; no trials are played"
     )
 
     n_samples: int = chz.field(default=4, doc="Trials per task")
@@ -87,23 +87,21 @@ class EvaluateConfig:
     trial_attempts: int = _trainers("trial_attempts")
     retry_wait_sec: float = _trainers("retry_wait_sec")
     server_timeout_sec: float = _trainers("server_timeout_sec")
-    answer_timeout_sec: float = _trainers(
-        "answer_timeout_sec", doc="Longest wait for one answer of the server: opened or sampled"
-    )
+    answer_timeout_sec: float = _trainers("answer_timeout_sec", doc="Timeout of one request to the server")
     max_failure_rate: float = chz.field(
-        default=0.5, doc="Fail, results written, when more than this share of the trials had no grade"
+        default=0.5, doc="Fail after writing the results if more than this share of the trials is ungraded"
     )
 
     @property
     def trials(self) -> TrainerConfig:
-        """The trainer's view of these trials. ValueError where the trainer would refuse them."""
+        """The trainer's configuration of these trials. Raises ValueError if the trainer would reject it."""
         assert self.model_name is not None
         shared = {
             name: getattr(self, name)
             for name in chz.chz_fields(EvaluateConfig)
             if name in _DEFAULTS and name not in ("log_path", "train_data")
         }
-        if self.base_url is not None:  # a server of one's own, whose context nobody knows
+        if self.base_url is not None:  # the context limit of such a server is unknown
             shared |= {"backend": "skyrl-tx", "skyrl_tx_url": self.base_url}
         return TrainerConfig(**shared, eval_split=0.0)
 
@@ -112,20 +110,23 @@ class EvaluateConfig:
         if self.results is not None:
             if self.compare_with is None:
                 raise ValueError(
-                    "results= is an evaluation that was played already; add compare_with=<another evaluation's folder>"
+                    "results= names a finished evaluation; add compare_with=<folder of another evaluation>"
                 )
             return
         if self.model_name is None:
             raise ValueError("missing: model_name; e.g. model_name=..., or --help")
         if self.base_url is not None and self.checkpoint is not None:
             raise ValueError(
-                "base_url and checkpoint exclude each other; for a checkpoint of our own server use skyrl_tx_url"
+                "base_url and checkpoint exclude each other; for a checkpoint of our server use skyrl_tx_url"
             )
         if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url={self.base_url} is no address; write base_url=http://host:port/v1")
+            raise ValueError(
+                f"base_url={self.base_url} is not an HTTP address; write base_url=http://host:port/v1"
+            )
         if self.base_url is not None and self.use_native_tool_calling:
             raise ValueError(
-                "use_native_tool_calling needs the model's own chat template, which base_url hides; drop one of them"
+                "use_native_tool_calling needs the model's chat template, which base_url does not give; "
+                "remove one of them"
             )
         if self.n_samples < 1:
             raise ValueError(f"n_samples must be at least 1, not {self.n_samples}")

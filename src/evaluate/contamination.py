@@ -1,4 +1,4 @@
-"""Whether held-out tasks are held out: by what is in them, not by what they are called."""
+"""Check that held-out tasks were not trained on. Tasks are identified by content, not by name."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from pydantic import TypeAdapter
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.records.atomic_io import replace_text
-from src.records.reading import Hashes, read_document, same
+from src.records.reading import Hashes, read_document, unchanged
 
 HASHES_FILE = "train_tasks.json"  # of a run: task id -> content hash
-NAMED = 5  # tasks that a message proposes
-CONTENT = (
-    "environment",
-    "tests",
-)  # beside the instruction, what makes a task the problem it is; a renamed copy has the same
+NUM_PROPOSED = 5  # tasks that an error message proposes
+CONTENT_FOLDERS = ("environment", "tests")  # these and the instruction define a task
 
 
 def content_hash(task: Task) -> str:
-    """Of the instruction but for its white space, and of every file of the environment and the verifier, with their paths.
+    """Return the SHA-256 of the instruction, without white space differences, and of the task's files.
 
-    A task without a folder is told from others by its id.
+    Files are those of the environment and the verifier, with their paths. A task without a folder is
+    identified by its id.
     """
     digest = hashlib.sha256(" ".join(task.instruction.split()).encode())
     if not task.path.is_dir():
         digest.update(f"\nid {task.id}".encode())
-    for folder in CONTENT:
+    for folder in CONTENT_FOLDERS:
         for path in sorted((task.path / folder).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
                 content = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -39,23 +37,25 @@ def content_hash(task: Task) -> str:
 
 
 def require_held_out(held_out: Sequence[Task], trained: Mapping[str, str], *, chosen_by: str | None) -> None:
-    """ConfigError when the content of a held-out task is among `trained`: id -> content hash. `chosen_by` is the option that chooses by id;
-    None: a folder does."""
+    """Raise ConfigError if the content of a held-out task is among `trained` (task id -> content hash).
+
+    `chosen_by` is the option that selects held-out tasks by id; None if a folder selects them.
+    """
     ids = {content: task_id for task_id, content in trained.items()}
-    same = [(task.id, ids[content]) for task in held_out if (content := content_hash(task)) in ids]
-    if same:
-        first = f"{same[0][0]} is training task {same[0][1]}" + (
-            " under another name" if same[0][0] != same[0][1] else ""
+    overlap = [(task.id, ids[content]) for task in held_out if (content := content_hash(task)) in ids]
+    if overlap:
+        first = f"{overlap[0][0]} is training task {overlap[0][1]}" + (
+            " under another name" if overlap[0][0] != overlap[0][1] else ""
         )
-        more = f" (and {len(same) - 1} more)" if len(same) > 1 else ""
-        held = [task.id for task in held_out if task.id not in dict(same)]
-        unseen = (
-            f"; {chosen_by} chooses others, e.g. {chosen_by}={','.join(held[:NAMED])}"
-            if held and chosen_by
+        more = f" (and {len(overlap) - 1} more)" if len(overlap) > 1 else ""
+        unseen_ids = [task.id for task in held_out if task.id not in dict(overlap)]
+        advice = (
+            f"; {chosen_by} chooses others, e.g. {chosen_by}={','.join(unseen_ids[:NUM_PROPOSED])}"
+            if unseen_ids and chosen_by
             else ""
         )
         raise ConfigError(
-            f"held-out tasks were trained on: {first}{more}; leave them out of one of the two sets{unseen}"
+            f"held-out tasks were trained on: {first}{more}; leave them out of one of the two sets{advice}"
         )
 
 
@@ -68,9 +68,12 @@ def write_hashes(log_path: Path, trained: Mapping[str, str]) -> None:
 
 
 def read_hashes(log_path: Path) -> dict[str, str]:
-    """What the run in `log_path` trained on. ConfigError where it does not say."""
+    """Read the content hashes of the tasks that the run in `log_path` trains on.
+
+    Raises ConfigError without them.
+    """
     if not (log_path / HASHES_FILE).is_file():
         raise ConfigError(
-            f"{log_path} holds no {HASHES_FILE}; give train_data=RUN_FOLDER of a run, or a folder of tasks"
+            f"{log_path} has no {HASHES_FILE}; give train_data=RUN_FOLDER of a run, or a folder of tasks"
         )
-    return read_document(log_path / HASHES_FILE, TypeAdapter(Hashes), same)
+    return read_document(log_path / HASHES_FILE, TypeAdapter(Hashes), unchanged)

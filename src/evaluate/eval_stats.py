@@ -1,7 +1,7 @@
-"""What graded trials say of a policy: pass@k, pass^k, intervals that cover, and the paired comparison of two policies. Pure functions.
+"""Statistics of graded trials: pass@k, pass^k, confidence intervals and paired comparisons.
 
-The unit is the task. Its trials are alike, so an interval that took them one by one would be too narrow; what is averaged, and what
-varies, is one number per task.
+The statistical unit is the task. Trials of one task are correlated, so intervals that treat them as
+independent would be too narrow. All means and variances are therefore over one number per task.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import NormalDist, fmean, stdev, variance
 import numpy as np
 
 LEVEL = 0.95
-MAX_SUMS = 2**20  # of the sign-flip test, on either side of 0
+MAX_SUMS = 2**20  # largest number of distinct sums on either side of 0 in the sign-flip test
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A mean over tasks with its 95 % interval."""
+    """A mean over tasks with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -39,18 +39,18 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """How much more the second policy solves than the first, on the tasks that both have graded trials of."""
+    """The success rates of two policies on the tasks graded under both, and their difference."""
 
     first: float
     second: float
     difference: Estimate
-    p_value: float  # two-sided, of the exact sign-flip test
+    p_value: float  # two-sided, from the exact sign-flip test
     num_better: int
     num_worse: int
 
 
 def pass_at_k(tally: Tally, k: int) -> float:
-    """The chance that at least one of `k` trials solves the task, unbiased (arXiv 2107.03374).
+    """Return the unbiased estimate that at least one of `k` trials solves the task (arXiv 2107.03374).
 
     >>> pass_at_k(Tally(solved=1, graded=4), 2)
     0.5
@@ -60,7 +60,7 @@ def pass_at_k(tally: Tally, k: int) -> float:
 
 
 def pass_hat_k(tally: Tally, k: int) -> float:
-    """pass^k: the chance that all of `k` trials solve the task, unbiased (arXiv 2406.12045).
+    """Return pass^k, the unbiased estimate that all of `k` trials solve the task (arXiv 2406.12045).
 
     >>> pass_hat_k(Tally(solved=3, graded=4), 2)
     0.5
@@ -70,40 +70,43 @@ def pass_hat_k(tally: Tally, k: int) -> float:
 
 
 def pass_rates(tallies: Sequence[Tally], *, group_size: int) -> dict[str, Estimate]:
-    """`pass_at_<k>` and `pass_hat_<k>` for 1 to 4, every power of two up to `group_size`, and itself.
+    """Return `pass_at_<k>` and `pass_hat_<k>`, with k from 1 to 4, powers of two, and `group_size`.
 
-    A task with fewer than k graded trials says nothing about k of them: it is left out, and `num_tasks` shows it.
+    Tasks with fewer than k graded trials are left out; `num_tasks` is the number of tasks that remain.
     """
     powers = {2**power for power in range(group_size.bit_length())}
     sizes = sorted(k for k in {1, 2, 3, 4, group_size} | powers if k <= group_size)
-    wanted = [
+    estimators = [
         (f"{name}_{k}", rate, k)
         for k in sizes
         for name, rate in (("pass_at", pass_at_k), ("pass_hat", pass_hat_k))
     ]
-    found: dict[str, Estimate] = {}
-    for name, rate, k in wanted:
+    rates: dict[str, Estimate] = {}
+    for name, rate, k in estimators:
         values = [rate(tally, k) for tally in tallies if tally.graded >= k]
         if values:
-            found[name] = mean_rate(
+            rates[name] = mean_rate(
                 values, num_trials=sum(tally.graded for tally in tallies if tally.graded >= k)
             )
-    return found
+    return rates
 
 
 def mean_rate(rates_P: Sequence[float], *, num_trials: int) -> Estimate:
-    """The mean of one rate per task, with Wilson's interval at the effective number of trials (Korn and Graubard; Dean and Pagano 2015).
+    """Return the mean of one rate per task with Wilson's interval at the effective number of trials.
 
-    The effective number is that of independent trials whose mean would vary as much as this one does from task to task, never more than
-    there were. Where nothing varies it is the number of tasks. `scripts/bench/interval_coverage.py` measures what it covers, beside the
-    bootstrap over tasks, which falls short of 95 % where tasks are few or rates near 0 or 1.
+    The effective number (Korn and Graubard 1998; Dean and Pagano 2015) is the number of independent trials
+    whose mean would vary as much as this mean does between tasks. It is at most `num_trials`, and equals the
+    number of tasks if the rates are equal. `scripts/bench/interval_coverage.py` measures the coverage and
+    compares it with the bootstrap over tasks, which covers less than 95 % if tasks are few or rates are close
+    to 0 or 1.
     """
     num_tasks, mean = len(rates_P), fmean(rates_P)
-    if num_tasks == 1:  # one task says nothing about others
+    if num_tasks == 1:  # one task gives no information about others
         return Estimate(value=mean, low=0.0, high=1.0, num_tasks=1)
-    between = variance(rates_P) / num_tasks
-    spread = mean * (1 - mean)
-    size = min(num_trials, max(num_tasks - 1, spread / between)) if between > 0 else num_tasks
+    spread, variance_of_mean = mean * (1 - mean), variance(rates_P) / num_tasks
+    size = num_tasks
+    if variance_of_mean > 0:
+        size = min(num_trials, max(num_tasks - 1, spread / variance_of_mean))
     quantile = NormalDist().inv_cdf((1 + LEVEL) / 2)
     ratio = quantile**2 / size
     centre = (mean + ratio / 2) / (1 + ratio)
@@ -113,19 +116,22 @@ def mean_rate(rates_P: Sequence[float], *, num_trials: int) -> Estimate:
     )
 
 
-def compared(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Comparison:
-    """The same tasks under two policies, in the same order: the mean difference of their success rates with Student's interval over tasks,
-    and the exact sign-flip test of no difference."""
+def compare_paired(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Comparison:
+    """Compare two policies on the same tasks, given in the same order.
+
+    The difference of the success rates has Student's interval over tasks. The p-value is that of the exact
+    sign-flip test of no difference.
+    """
+    from scipy.stats import t  # takes a second to import, which training runs do not need
+
     pairs = [(a, b) for a, b in zip(first_P, second_P, strict=True) if a.graded and b.graded]
     assert pairs, "no task was graded under both policies"
     exact = [Fraction(b.solved, b.graded) - Fraction(a.solved, a.graded) for a, b in pairs]
     values = [float(difference) for difference in exact]
     mean, num_tasks = fmean(values), len(pairs)
-    half = (
-        1.0
-        if num_tasks == 1
-        else student_quantile((1 + LEVEL) / 2, num_tasks - 1) * stdev(values) / math.sqrt(num_tasks)
-    )
+    half = 1.0
+    if num_tasks > 1:
+        half = float(t.ppf((1 + LEVEL) / 2, num_tasks - 1)) * stdev(values) / math.sqrt(num_tasks)
     return Comparison(
         first=fmean(a.solved / a.graded for a, _ in pairs),
         second=fmean(b.solved / b.graded for _, b in pairs),
@@ -139,10 +145,12 @@ def compared(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Comparison:
 
 
 def sign_flip_p_value(differences_P: Sequence[Fraction]) -> float:
-    """How often a sum as far from 0 comes of flipping each task's sign at random: exact, over all 2^P flips.
+    """Return the two-sided p-value of the sign-flip (permutation) test, over all 2^P sign patterns.
 
-    Where numbers of trials differ so much that their common denominator has more than `MAX_SUMS` sums, differences are rounded to a grid of
-    that many, and what rounding leaves open counts as being as far: the value is an upper bound then, by a hair.
+    The distribution of the sum is computed by convolution, which stays exact for any number of tasks, while
+    `scipy.stats.permutation_test` draws samples from about 17 tasks on. If the common denominator of the
+    differences gives more than `MAX_SUMS` sums, the differences are rounded to a grid of that size, and sums
+    within the rounding error count as equally far from 0. The result is then a tight upper bound.
 
     >>> sign_flip_p_value([Fraction(1), Fraction(1), Fraction(1)])
     0.25
@@ -155,31 +163,11 @@ def sign_flip_p_value(differences_P: Sequence[Fraction]) -> float:
     steps = [round(abs(difference) * scale) for difference in differences_P]
     slack = 0 if is_exact else len(steps) / 2
     total = sum(steps)
-    chances = np.zeros(2 * total + 1)  # of each sum, from -total on
-    chances[total] = 1.0
+    probabilities = np.zeros(2 * total + 1)  # of each sum from -total to total
+    probabilities[total] = 1.0
     for step in steps:
         if step:
-            chances = (np.roll(chances, step) + np.roll(chances, -step)) / 2
-    seen = float(abs(sum(differences_P)) * scale) - slack
+            probabilities = (np.roll(probabilities, step) + np.roll(probabilities, -step)) / 2
+    observed = float(abs(sum(differences_P)) * scale) - slack
     sums = np.abs(np.arange(-total, total + 1))
-    return min(1.0, float(chances[sums >= seen].sum()))
-
-
-def student_quantile(probability: float, degrees: int) -> float:
-    """Student's t: in closed form for 1 and 2 degrees of freedom, then by its expansion around the normal quantile, within 1 % at 3 and
-    0.3 % from 4 on.
-
-    >>> [round(student_quantile(0.975, degrees), 2) for degrees in (1, 2, 4, 30)]
-    [12.71, 4.3, 2.77, 2.04]
-    """
-    if degrees == 1:
-        return math.tan(math.pi * (probability - 0.5))
-    if degrees == 2:
-        return (2 * probability - 1) * math.sqrt(1 / (2 * probability * (1 - probability)))
-    z = NormalDist().inv_cdf(probability)
-    return (
-        z
-        + (z**3 + z) / (4 * degrees)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * degrees**3)
-    )
+    return min(1.0, float(probabilities[sums >= observed].sum()))

@@ -1,4 +1,4 @@
-"""Held-out tasks through the same rollouts as training; nothing of them is ever trained on."""
+"""Evaluation of a policy on held-out tasks, with the same rollouts as training."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from pathlib import Path
 from src.core.trajectory import Task, TrajectoryGroup
 from src.evaluate.eval_stats import Estimate, Tally, mean_rate, pass_rates
 from src.evaluate.failure_patterns import pattern_counts
-from src.learning.metrics import SOLVED, by_environment, held_out_metrics
+from src.learning.metrics import held_out_metrics
+from src.learning.played_groups import SOLVED, by_environment
 from src.policy.sampling_policy import Policy
 from src.rollouts.group_rollout import RolloutPlan, Rollouts, TimedGroup, require_some_graded
+
+MAX_DOMAINS = 5  # reports show each domain if there are at most this many
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,27 +24,27 @@ class EvaluationSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
-    """What was found out about some of the tasks: all of them, or those of a domain."""
+class EvalSection:
+    """The results of all evaluated tasks, or of those of one domain."""
 
     rates: dict[
         str, Estimate
-    ]  # pass_at_<k>, pass_hat_<k>, after the part of the grading that counts where only a part does
-    floor: Estimate | None  # what doing nothing solves; None where nobody can say
-    patterns: dict[str, int]  # how many failed trials show which
+    ]  # pass_at_<k>, pass_hat_<k>; prefixed with the part if only a part of the grading counts
+    noop_success: Estimate | None  # what an agent that does nothing solves; None if it is unknown
+    patterns: dict[str, int]  # number of failed trials that show each failure pattern
     num_failed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """One pass over the held-out tasks with the weights after `step` steps."""
+    """The evaluation of the weights after `step` training steps."""
 
     step: int
     groups: list[TrajectoryGroup]
     metrics: dict[str, float]
-    whole: Block
-    domains: dict[str, Block]  # empty where tasks name no domain and form no families
-    floors: dict[str, float]  # by task
+    whole: EvalSection
+    domains: dict[str, EvalSection]  # empty if tasks name no domain and form no families
+    noop_rewards: dict[str, float]  # by task
 
     @property
     def num_solved(self) -> int:
@@ -56,7 +59,7 @@ class Evaluation:
         return self.num_solved / self.num_graded
 
     def without_tokens(self) -> Evaluation:
-        """For those who compare rewards later: the tokens of its trials are as many as a batch's."""
+        """Return a copy without turns and conversations, to keep for later comparisons of rewards."""
         return replace(self, groups=[_without_tokens(group) for group in self.groups])
 
 
@@ -70,7 +73,7 @@ async def evaluate(
     directory: Path,
     on_group: Callable[[TimedGroup], None],
 ) -> Evaluation:
-    """RubbleError when not one trial could be graded."""
+    """Play all tasks and return the results. Raises TooManyFailuresError if no trial could be graded."""
     plan = RolloutPlan(
         step=step,
         purpose="eval",
@@ -80,56 +83,62 @@ async def evaluate(
     )
     groups = await rollouts.play(tasks, policy, plan, on_group)
     require_some_graded(groups, plan)
-    floors = await rollouts.floors(tasks)
-    whole = block_of(groups, floors, group_size=settings.group_size)
+    noop_rewards = await rollouts.floors(tasks)
+    whole = section_of(groups, noop_rewards, group_size=settings.group_size)
     domains = {
-        name: block_of(own, floors, group_size=settings.group_size)
-        for name, own in by_environment(groups).items()
+        name: section_of(members, noop_rewards, group_size=settings.group_size)
+        for name, members in by_environment(groups).items()
     }
-    metrics = held_out_metrics(groups, group_size=settings.group_size) | block_metrics("test", whole)
-    for name, block in domains.items():
-        metrics |= block_metrics(f"test/env/{name}", block)
-    return Evaluation(step=step, groups=groups, metrics=metrics, whole=whole, domains=domains, floors=floors)
-
-
-def _without_tokens(group: TrajectoryGroup) -> TrajectoryGroup:
-    return replace(
-        group,
-        trajectories=[replace(trajectory, turns=[], conversation=[]) for trajectory in group.trajectories],
+    metrics = held_out_metrics(groups, group_size=settings.group_size) | section_metrics("test", whole)
+    for name, section in domains.items():
+        metrics |= section_metrics(f"test/env/{name}", section)
+    return Evaluation(
+        step=step, groups=groups, metrics=metrics, whole=whole, domains=domains, noop_rewards=noop_rewards
     )
 
 
-def block_of(groups: Sequence[TrajectoryGroup], floors: Mapping[str, float], *, group_size: int) -> Block:
-    """A partial grading gives its name to the rates: nobody shall take them for the benchmark's."""
+def section_of(
+    groups: Sequence[TrajectoryGroup], noop_rewards: Mapping[str, float], *, group_size: int
+) -> EvalSection:
+    """Summarize groups.
+
+    If only a part of the grading counts, the rates are prefixed with the name of the part.
+    """
     rates = pass_rates([tally(group) for group in groups], group_size=group_size)
-    partial = "".join(f"{name}_" for name in sorted({group.task.grading for group in groups} - {""}))
-    solved = [float(floors[group.task.id] >= SOLVED) for group in groups if group.task.id in floors]
+    part = "".join(f"{name}_" for name in sorted({group.task.grading for group in groups} - {""}))
+    rewards = [noop_rewards[group.task.id] for group in groups if group.task.id in noop_rewards]
+    solved = [float(reward >= SOLVED) for reward in rewards]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    return Block(
-        rates={partial + name: rate for name, rate in rates.items()},
-        floor=mean_rate(solved, num_trials=len(solved)) if solved else None,
+    return EvalSection(
+        rates={part + name: rate for name, rate in rates.items()},
+        noop_success=mean_rate(solved, num_trials=len(solved)) if solved else None,
         patterns=pattern_counts(trajectories),
         num_failed=sum(trajectory.reward < SOLVED for trajectory in trajectories),
     )
 
 
 def tally(group: TrajectoryGroup) -> Tally:
-    """What could not be graded is in neither number."""
+    """Count a group's solved and graded trials. Ungraded trials count in neither number."""
     return Tally(solved=sum(reward >= SOLVED for reward in group.rewards), graded=len(group.rewards))
 
 
-def block_metrics(prefix: str, block: Block) -> dict[str, float]:
-    """`<prefix>/pass_at_4` and the ends of its interval, `<prefix>/floor`, and `<prefix>/failures/<pattern>` as shares of failed trials."""
+def section_metrics(prefix: str, section: EvalSection) -> dict[str, float]:
+    """Return the rates with their intervals, the no-op success and the shares of the failure patterns."""
     values: dict[str, float] = {}
-    for name, rate in block.rates.items():
+    for name, rate in section.rates.items():
         values |= {
             f"{prefix}/{name}": rate.value,
             f"{prefix}/{name}_low": rate.low,
             f"{prefix}/{name}_high": rate.high,
         }
-    if block.floor is not None:
-        values[f"{prefix}/floor"] = block.floor.value
+    if section.noop_success is not None:
+        values[f"{prefix}/noop_success"] = section.noop_success.value
     return values | {
-        f"{prefix}/failures/{name}": count / max(1, block.num_failed)
-        for name, count in block.patterns.items()
+        f"{prefix}/failures/{name}": count / max(1, section.num_failed)
+        for name, count in section.patterns.items()
     }
+
+
+def _without_tokens(group: TrajectoryGroup) -> TrajectoryGroup:
+    trajectories = [replace(trajectory, turns=[], conversation=[]) for trajectory in group.trajectories]
+    return replace(group, trajectories=trajectories)

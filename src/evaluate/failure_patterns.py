@@ -1,6 +1,7 @@
-"""Why trials fail, told from what was said: the patterns of seed 004, and what was the customer's fault rather than the agent's.
+"""Failure patterns of service trials, recognized in the conversation, and faults of the user simulator.
 
-A failed trial shows each pattern once or not at all, and may show several. Tools say in words what they refuse, so these are words too.
+A failed trial can show several patterns, each at most once. Tools report errors as text, so patterns are
+matched against words.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ from itertools import pairwise
 from src.core.trajectory import StopReason, Trajectory
 from src.envs.service.user_simulator import OUT_OF_SCOPE
 from src.learning.filters import OVERLONG
-from src.learning.metrics import SOLVED
+from src.learning.played_groups import SOLVED
 
-NUM_REPEATS = 3  # of the same answer in a row, from which on a customer is stuck
-LONG_ANSWER = 40  # characters, from which on an answer is no mere consent
+NUM_REPEATS = 3  # a user simulator that gives the same answer this often in a row is stuck
+LONG_ANSWER = 40  # characters; shorter answers, such as a consent, may be repeated
 
 
 class Pattern(StrEnum):
-    ARGUMENTS = "argument_error"  # a call with arguments that the tool does not take
-    AUTHORISATION = "authorisation"  # something that the rules, or the state of things, do not allow
-    NOT_FOUND = "not_found"  # a call about what there is not, an unknown tool for one
+    ARGUMENTS = "argument_error"  # a call with invalid arguments
+    AUTHORISATION = "authorisation"  # an action that the rules or the state of the database forbid
+    NOT_FOUND = "not_found"  # a call about an object that does not exist, or of an unknown tool
     OTHER_ERROR = "other_tool_error"
     UNREADABLE = "unreadable_answer"  # a call that could not be parsed, or an empty answer
     CONTEXT_OVERFLOW = "context_overflow"
-    LIMIT = "other_limit"  # turns, time, too many errors
-    NOTHING_DONE = "nothing_done"  # it came to its end without a single call
-    FALSE_COMPLETION = "false_completion"  # it came to its end as if all were well
-    CUSTOMER = "customer_fault"  # the customer left its scenario, its role or its senses
+    LIMIT = "other_limit"  # a limit of turns, time or errors
+    NOTHING_DONE = "nothing_done"  # the trial ended without a tool call
+    FALSE_COMPLETION = "false_completion"  # the agent ended the trial as if the task were solved
+    CUSTOMER = "customer_fault"  # the user simulator left its scenario or its role, or repeated itself
 
 
-# What an error says, the first that fits.
+# The first pattern that matches the text of an error.
 ERRORS = (
     (Pattern.UNREADABLE, r"could not be read|answer was empty"),
     (
@@ -43,41 +44,44 @@ ERRORS = (
     (Pattern.NOT_FOUND, r"not found|not exist|there is no|no such|unknown"),
     (
         Pattern.ARGUMENTS,
-        r"argument|parameter|validation|invalid|missing|required|takes|expected|must|should|valid (string|number|integer)",
+        r"argument|parameter|validation|invalid|missing|required|takes|expected|must|should"
+        r"|valid (string|number|integer)",
     ),
 )
 
 
 def patterns(trajectory: Trajectory) -> frozenset[Pattern]:
-    """Those of a failed trial; none of one that was solved."""
+    """Return the patterns of a failed trial; none for a solved trial."""
     if trajectory.reward >= SOLVED:
         return frozenset()
-    found = {pattern_of(text) for text in errors(trajectory.conversation)}
+    shown = {pattern_of(text) for text in errors(trajectory.conversation)}
     metrics = trajectory.metrics
     if metrics.get("unusable_answers") or metrics.get("parse_failures"):
-        found.add(Pattern.UNREADABLE)
+        shown.add(Pattern.UNREADABLE)
     if customer_faults(trajectory):
-        found.add(Pattern.CUSTOMER)
+        shown.add(Pattern.CUSTOMER)
     if trajectory.stop_reason is StopReason.CONTEXT_LENGTH:
-        found.add(Pattern.CONTEXT_OVERFLOW)
+        shown.add(Pattern.CONTEXT_OVERFLOW)
     elif trajectory.stop_reason in OVERLONG or metrics.get("too_many_errors"):
-        found.add(Pattern.LIMIT)
+        shown.add(Pattern.LIMIT)
     elif metrics.get("tool_calls") == 0:
-        found.add(Pattern.NOTHING_DONE)
-    elif Pattern.CUSTOMER not in found:
-        found.add(Pattern.FALSE_COMPLETION)
-    return frozenset(found)
+        shown.add(Pattern.NOTHING_DONE)
+    elif Pattern.CUSTOMER not in shown:
+        shown.add(Pattern.FALSE_COMPLETION)
+    return frozenset(shown)
 
 
 def errors(conversation: Sequence[Mapping[str, object]]) -> list[str]:
-    """What tools answered to calls that failed."""
-    told = [str(message.get("content") or "") for message in conversation if message.get("role") == "tool"]
-    return [text for text in told if text.startswith("Error")]
+    """Return the texts of the tool results that are errors."""
+    results = [str(message.get("content") or "") for message in conversation if message.get("role") == "tool"]
+    return [text for text in results if text.startswith("Error")]
 
 
 def pattern_of(error: str) -> Pattern:
-    """
-    >>> [str(pattern_of(text)) for text in ("Error: Order not found", "Error: Non-pending order cannot be cancelled", "Error: 7")]
+    """Return the pattern of one error.
+
+    >>> texts = ("Error: Order not found", "Error: Non-pending order cannot be cancelled", "Error: 7")
+    >>> [str(pattern_of(text)) for text in texts]
     ['not_found', 'authorisation', 'other_tool_error']
     """
     return next(
@@ -86,29 +90,27 @@ def pattern_of(error: str) -> Pattern:
 
 
 def customer_faults(trajectory: Trajectory) -> list[str]:
-    """What a failed conversation's customer did that a customer does not do."""
+    """Return the faults of the user simulator in a failed trial, in words."""
     said = [
         str(message.get("content") or "")
         for message in trajectory.conversation[1:]
         if message.get("role") == "user"
     ]
-    said = [
-        text for text in said if not text.startswith("Error")
-    ]  # the environment's, about an answer that nobody could hear
-    found: list[str] = []
+    said = [text for text in said if not text.startswith("Error")]  # errors come from the environment
+    faults: list[str] = []
     if any(OUT_OF_SCOPE in text for text in said):
-        found.append("left its scenario")
+        faults.append("left its scenario")
     if any("<tool_call>" in text or "<think>" in text for text in said):
-        found.append("left its role")
+        faults.append("left its role")
     if is_stuck(trajectory.conversation):
-        found.append("repeated itself")
+        faults.append("repeated itself")
     if trajectory.metrics.get("user_tool_errors"):
-        found.append("could not use its own tools")
-    return found
+        faults.append("could not use its own tools")
+    return faults
 
 
 def is_stuck(conversation: Sequence[Mapping[str, object]]) -> bool:
-    """Whether a customer gave one long answer to several different questions in a row; `Yes.` may well answer them all."""
+    """Return whether the user simulator gave the same long answer to several different questions in a row."""
     spoken = [
         message
         for message in conversation
@@ -123,12 +125,12 @@ def is_stuck(conversation: Sequence[Mapping[str, object]]) -> bool:
     return any(
         len({answer for _, answer in window}) == 1
         and len(window[0][1]) >= LONG_ANSWER
-        and len({asked for asked, _ in window}) == NUM_REPEATS
+        and len({question for question, _ in window}) == NUM_REPEATS
         for window in windows
     )
 
 
 def pattern_counts(trajectories: Sequence[Trajectory]) -> dict[str, int]:
-    """How many of the failed trials show each pattern; every pattern has its number."""
+    """Return the number of failed trials that show each pattern, zeros included."""
     counts = Counter(pattern for trajectory in trajectories for pattern in patterns(trajectory))
     return {str(pattern): counts[pattern] for pattern in Pattern}

@@ -1,4 +1,4 @@
-"""What an evaluation leaves: results.json, the lines a person reads, and the comparison of two of them."""
+"""results.json of an evaluation, the report that is printed, and the comparison of two evaluations."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from pydantic import TypeAdapter
 
-from src.cli.console import MAX_DOMAINS, Display
 from src.core.errors import ConfigError, TooManyFailuresError
 from src.core.trajectory import TrajectoryGroup
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import content_hash
-from src.evaluate.eval_stats import Comparison, Estimate, Tally, compared
-from src.evaluate.evaluation import Evaluation, tally
+from src.evaluate.eval_stats import Comparison, Estimate, Tally, compare_paired
+from src.evaluate.evaluation import MAX_DOMAINS, Evaluation, tally
 from src.records.atomic_io import replace_text
-from src.records.reading import Count, read_document, same
+from src.records.reading import Count, read_document, unchanged
 
 RESULTS_FILE = "results.json"
-SPLIT = {"success_write": "take a writing action", "success_nowrite": "take none"}
+SUCCESS_SPLIT = {"success_write": "take a writing action", "success_nowrite": "take none"}
+
+
+class Printer(Protocol):
+    """Where a report is printed."""
+
+    def say(self, text: str) -> None: ...
 
 
 class TaskResult(TypedDict):
-    """What a comparison needs of a task."""
+    """The fields of a task in results.json that a comparison reads."""
 
     content: str
     solved: Count
@@ -34,101 +39,106 @@ class TaskResult(TypedDict):
 
 
 class Results(TypedDict):
-    """What a comparison needs of results.json."""
+    """The fields of results.json that a comparison reads."""
 
     evaluated: str
     tasks: list[TaskResult]
 
 
 def results_of(name: str, config: EvaluateConfig, result: Evaluation) -> dict[str, Any]:
+    """Return the content of results.json."""
     return {
         "evaluated": name,
         "tasks_dir": config.tasks_dir,
         "settings": {"n_samples": config.n_samples, "temperature": config.temperature, "seed": config.seed},
         **asdict(result.whole),
-        "domains": {name: asdict(block) for name, block in result.domains.items()},
-        "tasks": [task_record(group) | floor_record(group, result.floors) for group in result.groups],
+        "domains": {name: asdict(section) for name, section in result.domains.items()},
+        "tasks": [task_record(group, result.noop_rewards) for group in result.groups],
         "metrics": result.metrics,
     }
 
 
-def task_record(group: TrajectoryGroup) -> dict[str, Any]:
-    failures = Counter(str(failure.kind) for failure in group.failures)
-    return {
-        "id": group.task.id,
+def task_record(group: TrajectoryGroup, noop_rewards: Mapping[str, float]) -> dict[str, Any]:
+    task_id = group.task.id
+    record = {
+        "id": task_id,
         "content": content_hash(group.task),
         **asdict(tally(group)),
         "rewards": group.rewards,
-        "failures": dict(failures),
+        "failures": dict(Counter(str(failure.kind) for failure in group.failures)),
     }
+    return record | ({"noop_reward": noop_rewards[task_id]} if task_id in noop_rewards else {})
 
 
-def floor_record(group: TrajectoryGroup, floors: Mapping[str, float]) -> dict[str, float]:
-    return {"floor": floors[group.task.id]} if group.task.id in floors else {}
-
-
-def report(results: Mapping[str, Any], display: Display) -> None:
-    """What was found, the trials without a grade in a line of their own."""
+def report(results: Mapping[str, Any], printer: Printer) -> None:
+    """Print the results: all tasks, each domain if there are few, trial statistics and ungraded trials."""
     metrics = results["metrics"]
-    report_block(results, "test/env/all", metrics, display)
-    for name, block in results["domains"].items() if 1 < len(results["domains"]) <= MAX_DOMAINS else ():
-        display.say(f"{name}:")
-        report_block(block, f"test/env/{name}", metrics, display, indent="  ")
-    stops = {
-        name.rpartition("/")[2]: value
-        for name, value in metrics.items()
-        if name.startswith("test/env/all/stop_reason/")
-    }
+    report_section(results, "test/env/all", metrics, printer)
+    for name, section in results["domains"].items() if 1 < len(results["domains"]) <= MAX_DOMAINS else ():
+        printer.say(f"{name}:")
+        report_section(section, f"test/env/{name}", metrics, printer, indent="  ")
+    prefix = "test/env/all/stop_reason/"
+    stops = {name.removeprefix(prefix): share for name, share in metrics.items() if name.startswith(prefix)}
     calls = metrics.get("test/env/all/tool_calls")
-    display.say(
+    printer.say(
         f"per trial: {metrics['test/env/all/turns']:.1f} turns"
         + ("" if calls is None else f", {calls:.1f} tool calls")
-        + "; ended by "
+        + "; stop reasons: "
         + ", ".join(f"{name} {share:.0%}" for name, share in stops.items())
     )
     failed = sum((Counter(task["failures"]) for task in results["tasks"]), Counter())
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failed.items()))
     graded = sum(task["graded"] for task in results["tasks"])
-    display.say(
+    printer.say(
         f"trials: {graded} graded"
-        + (f", {failed.total()} without a grade, in no rate above: {kinds}" if failed else "")
+        + (f", {failed.total()} ungraded and not in the rates above: {kinds}" if failed else "")
     )
 
 
-def report_block(
-    block: Mapping[str, Any], prefix: str, metrics: Mapping[str, float], display: Display, *, indent: str = ""
+def report_section(
+    section: Mapping[str, Any],
+    prefix: str,
+    metrics: Mapping[str, float],
+    printer: Printer,
+    *,
+    indent: str = "",
 ) -> None:
-    """Rates, what doing nothing solves, success by what the tasks take, and how the failed trials failed."""
-    for name, rate in block["rates"].items():
-        display.say(f"{indent}{name.replace('_hat_', '^').replace('_at_', '@')}: {shown(Estimate(**rate))}")
-    if block["floor"] is not None:
-        display.say(f"{indent}doing nothing: {shown(Estimate(**block['floor']))}")
-    split = {text: metrics.get(f"{prefix}/{name}") for name, text in SPLIT.items()}
+    """Print rates, no-op success, success with and without writing actions, and failure patterns."""
+    for name, rate in section["rates"].items():
+        printer.say(f"{indent}{name.replace('_hat_', '^').replace('_at_', '@')}: {shown(Estimate(**rate))}")
+    if section["noop_success"] is not None:
+        printer.say(f"{indent}doing nothing: {shown(Estimate(**section['noop_success']))}")
+    split = {text: metrics.get(f"{prefix}/{name}") for name, text in SUCCESS_SPLIT.items()}
     parts = [
         f"{value:.1%} of trials at tasks that {text}" for text, value in split.items() if value is not None
     ]
     if parts:
-        display.say(f"{indent}solved: {', '.join(parts)}")
-    shares = sorted(((count, name) for name, count in block["patterns"].items() if count), reverse=True)
-    if shares:
-        counted = ", ".join(f"{name.replace('_', ' ')} {count}" for count, name in shares)
-        display.say(f"{indent}of {block['num_failed']} failed trials: {counted}")
+        printer.say(f"{indent}solved: {', '.join(parts)}")
+    counts = sorted(((count, name) for name, count in section["patterns"].items() if count), reverse=True)
+    if counts:
+        listed = ", ".join(f"{name.replace('_', ' ')} {count}" for count, name in counts)
+        printer.say(f"{indent}of {section['num_failed']} failed trials: {listed}")
 
 
 def require_enough(results: Mapping[str, Any], config: EvaluateConfig, directory: Path) -> None:
-    lost = sum(sum(task["failures"].values()) for task in results["tasks"])
-    total = lost + sum(task["graded"] for task in results["tasks"])
-    if lost > config.max_failure_rate * total:
+    """Raise TooManyFailuresError if more trials are ungraded than `max_failure_rate` allows."""
+    num_ungraded = sum(sum(task["failures"].values()) for task in results["tasks"])
+    total = num_ungraded + sum(task["graded"] for task in results["tasks"])
+    if num_ungraded > config.max_failure_rate * total:
         raise TooManyFailuresError(
-            f"{lost} of {total} trials had no grade, more than max_failure_rate={config.max_failure_rate:g}; the rest is no fair sample: "
-            f"mend the cause and repeat with the same log_path={directory}"
+            f"{num_ungraded} of {total} trials are ungraded, more than "
+            f"max_failure_rate={config.max_failure_rate:g}; the others are no fair sample: fix the cause and "
+            f"repeat with the same log_path={directory}"
         )
 
 
 def compare(
-    first: Mapping[str, Any], second: Mapping[str, Any], display: Display, *, write_to: Path | None = None
+    first: Mapping[str, Any], second: Mapping[str, Any], printer: Printer, *, write_to: Path | None = None
 ) -> Comparison:
-    """Task by task, those of equal content: what the second solves that the first does not. ConfigError where they share no task."""
+    """Compare two evaluations task by task; tasks match by content.
+
+    Raises ConfigError if they share no graded task.
+    """
     before, after = (
         {task["content"]: task for task in results["tasks"] if task["graded"]} for results in (first, second)
     )
@@ -138,23 +148,23 @@ def compare(
             "the two evaluations share no graded task, by content; compare evaluations of the same tasks"
         )
     pairs = [
-        [Tally(solved=side[content]["solved"], graded=side[content]["graded"]) for content in common]
-        for side in (before, after)
+        [Tally(solved=tasks[content]["solved"], graded=tasks[content]["graded"]) for content in common]
+        for tasks in (before, after)
     ]
-    comparison = compared(*pairs)
+    comparison = compare_paired(*pairs)
     if write_to is not None:
-        write_json(
-            write_to,
-            {"first_name": first["evaluated"], "second_name": second["evaluated"], **asdict(comparison)},
-        )
-    display.say(f"{first['evaluated']} -> {second['evaluated']}, paired over {len(common)} tasks")
+        names = {"first_name": first["evaluated"], "second_name": second["evaluated"]}
+        write_json(write_to, names | asdict(comparison))
+    printer.say(f"{first['evaluated']} -> {second['evaluated']}, paired over {len(common)} tasks")
     left_out = len(before) + len(after) - 2 * len(common)
     if left_out:
-        display.say(f"left out: {left_out} tasks that only one of them has graded")
+        printer.say(f"left out: {left_out} tasks that only one evaluation has graded")
     difference = comparison.difference
-    display.say(
-        f"success {comparison.first:.1%} -> {comparison.second:.1%}, difference {100 * difference.value:+.1f} points "
-        f"[{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]; {comparison.num_better} tasks better, {comparison.num_worse} worse; "
+    printer.say(
+        f"success {comparison.first:.1%} -> {comparison.second:.1%}, "
+        f"difference {100 * difference.value:+.1f} points "
+        f"[{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]; "
+        f"{comparison.num_better} tasks better, {comparison.num_worse} worse; "
         f"p = {comparison.p_value:.3g} (exact sign-flip test)"
     )
     return comparison
@@ -165,11 +175,12 @@ def shown(estimate: Estimate) -> str:
 
 
 def read_results(path: Path) -> Mapping[str, Any]:
+    """Read the results of an evaluation from its folder or from results.json itself."""
     path = path.expanduser()
     file = path / RESULTS_FILE if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"{path} holds no {RESULTS_FILE} of an evaluation; give the folder of one")
-    return read_document(file, TypeAdapter(Results), same)
+        raise ConfigError(f"{path} has no {RESULTS_FILE}; give the folder of an evaluation")
+    return read_document(file, TypeAdapter(Results), unchanged)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""An evaluation from its options to its folder: opens what is to be evaluated, plays it by the training runner, and compares.
+"""Run an evaluation: connect, play the tasks with the rollouts of training, write the results and compare.
 
-The folder holds results.json, rollouts/, and jobs/ for `harbor view`; one that was interrupted is taken up again.
+The folder has results.json, rollouts/, and jobs/ for `harbor view`. An interrupted evaluation is resumed.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import chz
 from pydantic import TypeAdapter
 
-from src.cli.console import Display
 from src.config import subconfig, tasks_name
 from src.core.errors import BackendError, ConfigError
 from src.core.process import deadline
 from src.core.trajectory import Task
 from src.envs.base import TaskSource
-from src.envs.registry import find, open_task_source
+from src.envs.registry import find_factory, open_task_source
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import HASHES_FILE, content_hashes, read_hashes, require_held_out
 from src.evaluate.evaluation import EvaluationSettings, evaluate
 from src.evaluate.results import (
     RESULTS_FILE,
+    Printer,
     compare,
     read_results,
     report,
@@ -37,29 +37,38 @@ from src.evaluate.results import (
     results_of,
     write_json,
 )
-from src.loop.run import closed, logging_to_file
 from src.policy.backend import BackendSettings, connect
 from src.policy.chat import load_chat
 from src.policy.openai_client import EndpointPolicy, connect_endpoint, endpoint_chat
 from src.policy.sampling_policy import Policy
 from src.records import checkpoints
 from src.records.journal import Journal
+from src.records.log_file import logging_to_file
 from src.records.private_folder import make_private, resolved
-from src.records.reading import read_document, same
+from src.records.reading import read_document, unchanged
 from src.records.rollout_log import record_groups
 from src.records.rollout_store import FinishedRollouts
-from src.records.run_folder import held
-from src.rollouts.group_rollout import Rollouts, RolloutSettings
+from src.records.run_folder import lock_run_dir
+from src.rollouts.closing import closed
+from src.rollouts.group_rollout import Rollouts, RolloutSettings, TimedGroup
 from src.rollouts.watchdog import Watchdog, WatchdogSettings, WatchedPolicy, watching
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
-    """What plays: a policy, and the tasks it plays."""
+    """A policy and the tasks to evaluate it on."""
 
     policy: Policy
     source: TaskSource
-    watchdog: Watchdog | None = None  # that ends the evaluation when the endpoint is lost; None: none does
+    watchdog: Watchdog | None = None  # ends the evaluation when the endpoint is lost; None: nothing does
+
+
+class EvaluationDisplay(Printer, Protocol):
+    """Where the progress of an evaluation is shown."""
+
+    def begin(self, what: str, *, num_groups: int, group_size: int) -> None: ...
+
+    def group(self, finished: TimedGroup) -> None: ...
 
 
 Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evaluated]]
@@ -67,10 +76,10 @@ Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evalua
 
 @asynccontextmanager
 async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> AsyncIterator[Evaluated]:
-    """The real ones: an endpoint, Tinker's or OpenAI's, and the tasks of an environment."""
+    """Connect to the Tinker or OpenAI-compatible endpoint and load the tasks of the environment."""
     trials = config.trials
     limits = subconfig(trials, WatchdogSettings)
-    await asyncio.to_thread(find, trials.env)
+    await asyncio.to_thread(find_factory, trials.env)
     if config.base_url is not None:
         limit_s = config.server_timeout_sec
         async with AsyncExitStack() as stack:
@@ -99,8 +108,10 @@ async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> Asyn
         )
 
 
-async def run(config: EvaluateConfig, display: Display, *, open_evaluated: Open = open_evaluated) -> None:
-    """The whole of it: what is asked for is played and written down, and compared where there is something to compare with."""
+async def run(
+    config: EvaluateConfig, display: EvaluationDisplay, *, open_evaluated: Open = open_evaluated
+) -> None:
+    """Run the evaluation that `config` describes, and the comparison if one is configured."""
     if config.results is not None:
         assert config.compare_with is not None
         compare(read_results(Path(config.results)), read_results(Path(config.compare_with)), display)
@@ -119,9 +130,14 @@ async def run(config: EvaluateConfig, display: Display, *, open_evaluated: Open 
 
 
 async def play(
-    config: EvaluateConfig, checkpoint: str | None, directory: Path, display: Display, *, open_evaluated: Open
+    config: EvaluateConfig,
+    checkpoint: str | None,
+    directory: Path,
+    display: EvaluationDisplay,
+    *,
+    open_evaluated: Open,
 ) -> Mapping[str, Any]:
-    """One evaluation, into its folder. What the folder holds of it already is not played again."""
+    """Play one evaluation into its folder. Trials that the folder already has are not played again."""
     name = checkpoint or (
         f"{config.model_name} at {config.base_url}" if config.base_url else str(config.model_name)
     )
@@ -130,7 +146,7 @@ async def play(
         tasks = chosen([*evaluated.source.train, *evaluated.source.eval], config.tasks)
         if (trained := training_hashes(config)) is not None:
             await asyncio.to_thread(require_held_out, tasks, trained, chosen_by="tasks")
-        source_open.enter_context(held(directory))
+        source_open.enter_context(lock_run_dir(directory))
         prepare_folder(directory, name, config)
         display.say(f"evaluating {name}, files: {directory}")
         with logging_to_file(directory / "logs.log"):
@@ -155,10 +171,11 @@ async def play(
 
 
 async def _unprobed() -> None:
-    """OpenAI's API has no cheap route to probe: the deadline of each answer holds alone."""
+    """Do nothing: OpenAI's API has no cheap route to probe, so only the timeout of each request applies."""
 
 
 def chosen(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
+    """Return the tasks whose ids match a pattern. Raises ConfigError for a pattern without a match."""
     for pattern in patterns or ():
         if not any(fnmatchcase(task.id, pattern) for task in tasks):
             raise ConfigError(f"tasks: {pattern!r} matches no task")
@@ -170,29 +187,28 @@ def chosen(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
 
 
 def sampler_path(checkpoint: str | None) -> str | None:
-    """The tinker:// path to sample from; a run folder stands for its last checkpoint."""
+    """Return the tinker:// path to sample from. A run folder stands for its last checkpoint."""
     if checkpoint is None or checkpoint.startswith("tinker://"):
         if checkpoint is not None and "/weights/" in checkpoint:
-            raise ConfigError(
-                f"{checkpoint} is a training state; evaluate its sampler: {checkpoint.replace('/weights/', '/sampler_weights/')}"
-            )
+            sampler = checkpoint.replace("/weights/", "/sampler_weights/")
+            raise ConfigError(f"{checkpoint} is a training state; evaluate its sampler: {sampler}")
         return checkpoint
     last = checkpoints.last(Path(checkpoint).expanduser())
     if last is None:
         raise ConfigError(
-            f"{checkpoint} is no tinker:// path and no run folder with a checkpoint; give one of them"
+            f"{checkpoint} is neither a tinker:// path nor a run folder with a checkpoint; give one of them"
         )
     return last.sampler_path
 
 
 def compared_with(text: str) -> str | Mapping[str, Any]:
-    """The results of another evaluation, or what is still to be played."""
+    """Return the results of another evaluation, or the text itself if it names a policy to evaluate."""
     path = Path(text).expanduser()
     return read_results(path) if (path / RESULTS_FILE).is_file() or path.is_file() else text
 
 
 def training_hashes(config: EvaluateConfig) -> Mapping[str, str] | None:
-    """What no evaluated task may be; None where nobody said."""
+    """Return the content hashes of training tasks, which must not be evaluated; None if unknown."""
     if config.train_data is None:
         folder = Path(config.checkpoint).expanduser() if config.checkpoint else Path("tinker:")
         return read_hashes(folder) if (folder / HASHES_FILE).is_file() else None
@@ -205,6 +221,7 @@ def training_hashes(config: EvaluateConfig) -> Mapping[str, str] | None:
 
 
 def evaluation_folder(config: EvaluateConfig) -> Path:
+    """Return `log_path`, or a new folder in `logs_dir`."""
     if config.log_path:
         return resolved(Path(config.log_path))
     model = str(config.checkpoint or config.model_name).replace("tinker://", "").replace("/", "-").strip("-")
@@ -213,11 +230,11 @@ def evaluation_folder(config: EvaluateConfig) -> Path:
 
 
 def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
-    """A folder of its own, or that of the same evaluation, interrupted. ConfigError for any other."""
+    """Create the folder, or accept that of the same evaluation. Raises ConfigError for any other folder."""
     identity = {"evaluated": name, **chz.asdict(config)}
     path = directory / "config.json"
-    before = read_document(path, TypeAdapter(dict[str, Any]), same) if path.is_file() else None
-    for free in (
+    before = read_document(path, TypeAdapter(dict[str, Any]), unchanged) if path.is_file() else None
+    for option in (  # may differ when an evaluation is resumed
         "log_path",
         "logs_dir",
         "compare_with",
@@ -226,16 +243,16 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
         "checkpoint",
         "skyrl_tx_url",
     ):
-        identity.pop(free)
+        identity.pop(option)
         if before is not None:
-            before.pop(free, None)
+            before.pop(option, None)
     if before is not None and before != json.loads(json.dumps(identity)):
-        raise ConfigError(f"log_path {directory} holds another evaluation; give another log_path")
+        raise ConfigError(f"log_path {directory} belongs to another evaluation; give another log_path")
     if (
         before is None
         and directory.is_dir()
         and any(not child.name.startswith(".") for child in directory.iterdir())
     ):
-        raise ConfigError(f"log_path {directory} is not empty and holds no evaluation; give another log_path")
+        raise ConfigError(f"log_path {directory} is not empty and has no evaluation; give another log_path")
     make_private(directory)
     write_json(path, identity)

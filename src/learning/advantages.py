@@ -1,58 +1,106 @@
-"""Advantages within a group or a batch, and the per-token weight that turns Tinker's plain sum into the mean asked for.
+"""Advantage estimators, and the weight per token that turns Tinker's sum over tokens into the configured
+mean.
 
-The estimators are SkyRL's, for one reward per trajectory; `gae` needs a critic, which the Tinker API has no place for.
+The estimators are SkyRL's, for one reward per trajectory. `gae` is missing because the Tinker API has no
+critic.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce++"]
 
-EPSILON = 1e-6  # SkyRL's: beside the divisors, and below which rewards count as equal
-WHITENING_EPSILON = 1e-8  # SkyRL's, beside the variance
+EPSILON = 1e-6  # SkyRL's: added to divisors; rewards that differ by no more count as equal
+WHITENING_EPSILON = 1e-8  # SkyRL's: added to the variance
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageEstimator:
+    """How the rewards of a group become advantages."""
+
+    formula: str  # of a reward r, for help texts
+    source: str
+    scale: Callable[[Sequence[float]], float] | None  # of r - mean; None: the advantage is r itself
+    raw_singleton: Callable[[float], float] = lambda reward: 0.0  # with singleton_advantage=raw
+    is_whitened: bool = False  # whether `whiten` is applied to the advantages of the batch
+    options: tuple[str, ...] = ()  # options of the trainer that change it
+
+
+# To add an estimator, add its name to `Estimator` and an entry here. The option's help and docs/advantages.md
+# are made from the table.
+ADVANTAGE_ESTIMATORS: dict[Estimator, AdvantageEstimator] = {
+    "grpo": AdvantageEstimator(
+        formula="(r - mean) / std of the group",
+        source="GRPO, arXiv 2402.03300; the sample deviation plus 1e-6, as in SkyRL",
+        scale=lambda rewards: 1 / (statistics.stdev(rewards) + EPSILON),
+        raw_singleton=lambda reward: reward / (1 + EPSILON),
+        options=("normalize_advantages_by_std", "singleton_advantage"),
+    ),
+    "dr_grpo": AdvantageEstimator(
+        formula="r - mean",
+        source="Dr. GRPO, arXiv 2503.20783",
+        scale=lambda rewards: 1.0,
+        raw_singleton=lambda reward: reward,
+        options=("singleton_advantage",),
+    ),
+    "rloo": AdvantageEstimator(
+        formula="r - mean of the others",
+        source="RLOO, arXiv 2402.14740",
+        scale=lambda rewards: len(rewards) / (len(rewards) - 1),
+    ),
+    "maxrl": AdvantageEstimator(
+        formula="(r - mean) / mean",
+        source="MaxRL as in SkyRL, with 1e-6 added to the mean",
+        scale=lambda rewards: 1 / (statistics.fmean(rewards) + EPSILON),
+    ),
+    "reinforce++": AdvantageEstimator(
+        formula="whitened over the batch's tokens",
+        source="REINFORCE++, arXiv 2501.03262, over the sampled tokens",
+        scale=None,
+        is_whitened=True,
+    ),
+}
+
+
+def describe_estimators() -> str:
+    """Return the help text of the option `advantage_estimator`."""
+    return "; ".join(f"{name}: {estimator.formula}" for name, estimator in ADVANTAGE_ESTIMATORS.items())
 
 
 def group_advantages(rewards_G: Sequence[float], *, estimator: Estimator, singleton: str) -> list[float]:
-    """One advantage per member of a group, compared with the others.
+    """Return one advantage per member of a group, before `whiten`.
 
-    - `grpo`: `(r - mean) / (std + 1e-6)` with the sample deviation; `dr_grpo`: `r - mean` (arXiv 2503.20783)
-    - `rloo`: `r` minus the mean of the others; `maxrl`: `(r - mean) / (mean + 1e-6)`
-    - `reinforce++`: `r` itself; its baseline is the batch's, see `whitened`
-
-    A group's only member has nothing to be compared with: `singleton="zero"` says so, `"raw"` gives what SkyRL gives: `r / (1 + 1e-6)` for
-    grpo, `r` for dr_grpo; rloo and maxrl have no raw form and stay zero.
+    A group with equal rewards has zero advantages. So has a group of one with `singleton="zero"`;
+    `singleton="raw"` gives it SkyRL's advantage instead, for estimators that define one.
 
     >>> group_advantages([1, 0], estimator="dr_grpo", singleton="zero")
     [0.5, -0.5]
     """
     rewards = [float(reward) for reward in rewards_G]
-    if estimator == "reinforce++":
+    chosen = ADVANTAGE_ESTIMATORS[estimator]
+    if chosen.scale is None:
         return rewards
     if len(rewards) == 1:
-        raw = {"grpo": rewards[0] / (1 + EPSILON), "dr_grpo": rewards[0]}
-        return [raw.get(estimator, 0.0) if singleton == "raw" else 0.0]
-    if max(rewards) - min(rewards) <= EPSILON:  # equal but for rounding
+        return [chosen.raw_singleton(rewards[0]) if singleton == "raw" else 0.0]
+    if max(rewards) - min(rewards) <= EPSILON:
         return [0.0] * len(rewards)
-    mean = statistics.fmean(rewards)
-    scale = {
-        "grpo": 1 / (statistics.stdev(rewards) + EPSILON),
-        "dr_grpo": 1.0,
-        "rloo": len(rewards) / (len(rewards) - 1),
-        "maxrl": 1 / (mean + EPSILON),
-    }[estimator]
+    mean, scale = statistics.fmean(rewards), chosen.scale(rewards)
     return [(reward - mean) * scale for reward in rewards]
 
 
-def whitened(returns_S: Sequence[float], num_tokens_S: Sequence[int]) -> list[float]:
-    """REINFORCE++ over a batch of sequences: returns centred and divided by their deviation, each counted once per trained token.
+def whiten(returns_S: Sequence[float], num_tokens_S: Sequence[int]) -> list[float]:
+    """Center the returns of the sequences of a batch and divide them by their standard deviation
+    (REINFORCE++).
 
-    With one reward at the end and no discount, every token of a sequence has the same return. Fewer than two tokens are no sample: zeros.
+    Each return counts once per trained token, since with one final reward and no discount all tokens of a
+    sequence have the same return. Fewer than two tokens give zeros.
 
-    >>> [round(value, 4) for value in whitened([1, 0], [3, 3])]
+    >>> [round(value, 4) for value in whiten([1, 0], [3, 3])]
     [0.9129, -0.9129]
     """
     num_tokens = sum(num_tokens_S)
@@ -66,15 +114,16 @@ def whitened(returns_S: Sequence[float], num_tokens_S: Sequence[int]) -> list[fl
 def token_weights(
     num_tokens_S: Sequence[int], *, prompts_S: Sequence[str], reduction: str, max_sequence_length: int
 ) -> list[float]:
-    """For each sequence of one optimizer step, the weight of each of its trained tokens.
+    """Return, for each sequence of one optimizer step, the weight of each of its trained tokens.
 
-    `num_tokens_S` counts trained tokens; a fully masked sequence counts 0 and still is one of the `S` sequences. `prompts_S` names the
-    prompt of each, for `prompt_mean`: the token mean of each prompt, averaged over prompts.
+    `num_tokens_S` are the numbers of trained tokens. A masked sequence has 0 and still counts as one of the S
+    sequences. `prompts_S` names the prompt of each sequence, for `prompt_mean`, which averages the token
+    means of the prompts.
 
     >>> token_weights([2, 6], prompts_S=["a", "a"], reduction="token_mean", max_sequence_length=10)
     [0.125, 0.125]
-    >>> token_weights([2, 6], prompts_S=["a", "b"], reduction="seq_mean_token_sum_norm", max_sequence_length=10)
-    [0.05, 0.05]
+    >>> token_weights([2, 6], prompts_S=["a", "b"], reduction="sequence_mean", max_sequence_length=10)
+    [0.25, 0.08333333333333333]
     >>> token_weights([1, 1, 4], prompts_S=["a", "a", "b"], reduction="prompt_mean", max_sequence_length=10)
     [0.25, 0.25, 0.125]
     """

@@ -1,4 +1,7 @@
-"""A trajectory and its advantage -> tinker.Datum. Turns that extend one another become one datum; a rewritten history starts a new one."""
+"""Conversion of trajectories to tinker.Datum. Turns that extend each other become one datum.
+
+A turn whose history was rewritten starts a new datum.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from src.core.trajectory import Turn
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSequence:
-    """One stretch of context with what was sampled in it; every array has one entry per token."""
+    """A token sequence with the sampled tokens marked. Every array has one entry per token."""
 
     tokens: np.ndarray  # [T] int64
     sampled: np.ndarray  # [T] bool
-    logprobs: np.ndarray  # [T] float32, the sampler's; 0 where not sampled
-    advantages: np.ndarray  # [T] float32; 0 where not sampled
-    versions: np.ndarray  # [T] int64, the policy version that sampled the token; 0 where not sampled
+    logprobs: np.ndarray  # [T] float32, of the sampler; 0 for other tokens
+    advantages: np.ndarray  # [T] float32; 0 for tokens that were not sampled
+    versions: np.ndarray  # [T] int64, the policy version that sampled the token; 0 for other tokens
 
     @property
     def num_sampled(self) -> int:
@@ -28,9 +31,10 @@ class TokenSequence:
 
 
 def merge_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Runs of turns in which each prompt begins with the run's previous prompt and completion.
+    """Divide turns into runs in which each prompt starts with the previous prompt and completion.
 
-    A run may be taken up again after others: a summary's side conversation does not break the main one.
+    A run can continue after turns of other runs, so a side conversation that writes a summary does not
+    interrupt the main conversation.
     """
     runs: list[list[Turn]] = []
     for turn in turns:
@@ -43,21 +47,24 @@ def merge_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def extends(turn: Turn, previous: Turn) -> bool:
-    """Whether its prompt begins with the other's prompt and completion. The completion is looked at first: it is short, and where a history
-    was rewritten it stands elsewhere, so that the long prompts are seldom compared in vain."""
+    """Return whether the prompt of `turn` starts with the prompt and completion of `previous`.
+
+    The completion is compared first: it is short, and it differs in most rewritten histories, so the long
+    prompts are rarely compared without need.
+    """
     start = len(previous.prompt_ids)
-    said = turn.prompt_ids[start : start + len(previous.completion_ids)]
-    return said == previous.completion_ids and starts_with(turn.prompt_ids, previous.prompt_ids)
+    continuation = turn.prompt_ids[start : start + len(previous.completion_ids)]
+    return continuation == previous.completion_ids and starts_with(turn.prompt_ids, previous.prompt_ids)
 
 
 def sequences_of(turns: Sequence[Turn], *, advantage: float) -> list[TokenSequence]:
-    """The trainable sequences of one trajectory; runs without a sampled token are left out."""
+    """Return the sequences of one trajectory, without those that have no sampled token."""
     sequences = (_sequence(run, advantage) for run in merge_turns(turns))
     return [sequence for sequence in sequences if sequence.num_sampled]
 
 
 def step_sequences_of(turns: Sequence[Turn], *, advantage: float) -> list[TokenSequence]:
-    """One sequence per turn, however the turns extend one another."""
+    """Return one sequence per turn, whether or not the turns extend each other."""
     return [_sequence([turn], advantage) for turn in turns if turn.completion_ids]
 
 
@@ -65,14 +72,15 @@ def with_advantage(sequence: TokenSequence, advantage: float) -> TokenSequence:
     return replace(sequence, advantages=np.where(sequence.sampled, np.float32(advantage), np.float32(0.0)))
 
 
-def scaled(sequence: TokenSequence, weight: float) -> TokenSequence:
+def scale_advantages(sequence: TokenSequence, weight: float) -> TokenSequence:
     return replace(sequence, advantages=sequence.advantages * np.float32(weight))
 
 
 def to_datum(sequence: TokenSequence) -> tinker.Datum:
-    """Position t of the input predicts token t + 1, so targets and everything about them shift by one.
+    """Convert a sequence. Position t of the input predicts token t + 1, so targets are shifted by one.
 
-    tokens [p, a, b], a and b sampled: model_input [p, a], target_tokens [a, b], logprobs and advantages those of a and b.
+    Tokens [p, a, b] with a and b sampled give model_input [p, a] and target_tokens [a, b], with the logprobs
+    and advantages of a and b.
     """
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(sequence.tokens[:-1].tolist()),
@@ -85,7 +93,7 @@ def to_datum(sequence: TokenSequence) -> tinker.Datum:
 
 
 def to_datums(sequences: Iterable[TokenSequence]) -> list[tinker.Datum]:
-    """Sequences whose advantages are all zero have no gradient and are not sent."""
+    """Convert the sequences that have a nonzero advantage. Others have no gradient."""
     return [to_datum(sequence) for sequence in sequences if has_gradient(sequence)]
 
 
@@ -94,17 +102,15 @@ def has_gradient(sequence: TokenSequence) -> bool:
 
 
 def _sequence(run: Sequence[Turn], advantage: float) -> TokenSequence:
-    """The last turn's prompt and completion hold every other's."""
+    """Build the sequence of a run, whose last prompt and completion contain all others."""
     tokens = np.array([*run[-1].prompt_ids, *run[-1].completion_ids], dtype=np.int64)
-    sampled, logprobs, versions = (
-        np.zeros(len(tokens), dtype=bool),
-        np.zeros(len(tokens), dtype=np.float32),
-        np.zeros_like(tokens),
-    )
+    sampled = np.zeros(len(tokens), dtype=bool)
+    logprobs = np.zeros(len(tokens), dtype=np.float32)
+    versions = np.zeros_like(tokens)
     for turn in run:
         start = len(turn.prompt_ids)
-        said = slice(start, start + len(turn.completion_ids))
-        sampled[said], logprobs[said], versions[said] = True, turn.logprobs, turn.policy_version
+        span = slice(start, start + len(turn.completion_ids))
+        sampled[span], logprobs[span], versions[span] = True, turn.logprobs, turn.policy_version
     advantages = np.where(sampled, np.float32(advantage), np.float32(0.0))
     return TokenSequence(
         tokens=tokens, sampled=sampled, logprobs=logprobs, advantages=advantages, versions=versions

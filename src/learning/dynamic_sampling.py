@@ -1,7 +1,8 @@
-"""DAPO's dynamic sampling: a step goes on sampling until enough of its groups have differing rewards. SkyRL's rules, without its loop.
+"""Dynamic sampling (DAPO): sample further batches until a step has enough good groups, by SkyRL's rules.
 
-filter   keep good groups over as many sampled batches as it takes, then cut to the number asked for
-replace  one batch: good groups stand in for bad ones, provided that more than `min_replace_ratio` of it is good; else sample another
+A group is good if its rewards differ. `filter` collects good groups over several batches and keeps the number
+that the step needs. `replace` replaces bad groups by good groups of the same batch if more than
+`min_replace_ratio` of it is good, and samples another batch otherwise.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from src.core.errors import TrainerError
 from src.core.trajectory import Task, TrajectoryGroup
 from src.learning.filters import FilterSettings, apply_reward_rules, is_constant
 
-Play = Callable[
-    [Sequence[Task], int], Awaitable[list[TrajectoryGroup]]
-]  # plays the step's tasks, or its nth refill
+# Plays tasks; the number counts the batches of the step, 0 for its own tasks.
+Play = Callable[[Sequence[Task], int], Awaitable[list[TrajectoryGroup]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,27 +28,28 @@ class DynamicSamplingSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sampled:
-    """What a step has sampled so far. `kept` is complete once it holds what the step learns from."""
+class SamplingState:
+    """What a step has sampled so far."""
 
-    played: list[TrajectoryGroup]  # every group, with its raw rewards
-    kept: list[TrajectoryGroup]
+    played: list[TrajectoryGroup]  # all groups, with their original rewards
+    kept: list[TrajectoryGroup]  # the groups to train on, after the reward rules
     is_complete: bool
     num_batches: int = 0
-    num_bad: int = 0  # groups of equal rewards, over all batches
-    num_copies: int = 0  # good groups that stand in for bad ones
-    num_surplus: int = 0  # good groups beyond what was asked for
+    num_bad: int = 0  # groups with equal rewards, over all batches
+    num_copies: int = 0  # good groups that replace bad ones
+    num_surplus: int = 0  # good groups beyond the number that the step needs
 
 
-Refill = Callable[
-    [Sampled, int], Sequence[Task]
-]  # the tasks to go on with, where the step wants so many groups
+# Returns the tasks of the next batch, given the state and the number of groups that the step needs.
+Refill = Callable[[SamplingState, int], Sequence[Task]]
 
-NOTHING = Sampled(played=[], kept=[], is_complete=False)
+EMPTY = SamplingState(played=[], kept=[], is_complete=False)
 
 
 def is_good(group: TrajectoryGroup) -> bool:
-    """Rewards differ, or there is but one to compare (SkyRL). A group without a graded trial is not good."""
+    """Return whether rewards differ or there is only one (SkyRL). A group without a graded trial is not
+    good.
+    """
     return bool(group.rewards) and (len(group.rewards) == 1 or not is_constant(group.rewards))
 
 
@@ -60,29 +61,33 @@ async def sample_groups(
     filters: FilterSettings,
     *,
     step: int,
-) -> Sampled:
-    """Plays `tasks`, and where dynamic sampling asks for more, batches of `refills`, until the step has what it learns from."""
-    state = NOTHING
+) -> SamplingState:
+    """Play `tasks`, and batches of `refills` if dynamic sampling needs them, until the step has its
+    groups.
+    """
+    state = EMPTY
     while not state.is_complete:
         attempt = state.num_batches
-        chosen = refills(state, len(tasks)) if attempt else tasks
-        groups = await play(chosen, attempt)
-        state = sampled(state, apply_reward_rules(groups, filters), settings, step=step, wanted=len(tasks))
+        batch = refills(state, len(tasks)) if attempt else tasks
+        groups = await play(batch, attempt)
+        state = add_batch(
+            state, apply_reward_rules(groups, filters), settings, step=step, num_groups=len(tasks)
+        )
         state = replace(state, played=[*state.played, *groups])
     return state
 
 
-def sampled(
-    before: Sampled,
+def add_batch(
+    before: SamplingState,
     groups: Sequence[TrajectoryGroup],
     settings: DynamicSamplingSettings,
     *,
     step: int,
-    wanted: int,
-) -> Sampled:
-    """The state after one more batch; `wanted` groups are to be learned from.
+    num_groups: int,
+) -> SamplingState:
+    """Return the state after one more batch. The step needs `num_groups` groups.
 
-    Raises TrainerError when `dynamic_sampling_max_batches` are not enough.
+    Raises TrainerError if `dynamic_sampling_max_batches` are not enough.
     """
     if settings.dynamic_sampling == "off":
         return replace(before, kept=list(groups), is_complete=True, num_batches=1)
@@ -93,32 +98,37 @@ def sampled(
     if settings.dynamic_sampling == "filter":
         kept = [*before.kept, *good]
         after = replace(
-            after, kept=kept[:wanted], is_complete=len(kept) >= wanted, num_surplus=max(0, len(kept) - wanted)
+            after,
+            kept=kept[:num_groups],
+            is_complete=len(kept) >= num_groups,
+            num_surplus=max(0, len(kept) - num_groups),
         )
     elif len(good) > len(groups) * settings.dynamic_sampling_min_replace_ratio:
         rng = random.Random(f"{settings.seed}/replace/{step}/{after.num_batches}")
         after = replace(
-            after, kept=with_bad_replaced(groups, rng), is_complete=True, num_copies=len(groups) - len(good)
+            after, kept=replace_bad_groups(groups, rng), is_complete=True, num_copies=len(groups) - len(good)
         )
     limit = settings.dynamic_sampling_max_batches
     if not after.is_complete and limit and after.num_batches >= limit:
         raise TrainerError(
-            f"step {step}: {after.num_bad} groups of {after.num_batches} batches had equal rewards, so dynamic_sampling="
-            f"{settings.dynamic_sampling} found too few to learn from; use easier tasks or a larger group_size, or raise "
-            "dynamic_sampling_max_batches"
+            f"step {step}: {after.num_bad} groups of {after.num_batches} batches had equal rewards, so "
+            f"dynamic_sampling={settings.dynamic_sampling} found too few to train on; use easier tasks, a "
+            "larger group_size or a larger dynamic_sampling_max_batches"
         )
     return after
 
 
-def with_bad_replaced(groups: Sequence[TrajectoryGroup], rng: random.Random) -> list[TrajectoryGroup]:
-    """Each bad group's place taken by a good one: all different while there are enough good ones, drawn freely otherwise."""
+def replace_bad_groups(groups: Sequence[TrajectoryGroup], rng: random.Random) -> list[TrajectoryGroup]:
+    """Replace each bad group by a good one: by different ones if there are enough, otherwise with
+    repetition.
+    """
     good = [group for group in groups if is_good(group)]
     num_bad = len(groups) - len(good)
     drawn = iter(rng.sample(good, num_bad) if len(good) >= num_bad else rng.choices(good, k=num_bad))
     return [group if is_good(group) else next(drawn) for group in groups]
 
 
-def sampling_metrics(state: Sampled, settings: DynamicSamplingSettings) -> dict[str, float]:
+def sampling_metrics(state: SamplingState, settings: DynamicSamplingSettings) -> dict[str, float]:
     if settings.dynamic_sampling == "off":
         return {}
     return {
@@ -130,7 +140,9 @@ def sampling_metrics(state: Sampled, settings: DynamicSamplingSettings) -> dict[
 
 
 def refill[T](tasks: Sequence[T], count: int, *, seed: int, step: int, attempt: int) -> list[T]:
-    """The tasks of a step's further batch: a shuffle of its own, so that the order of later steps stays what it was."""
+    """Return the tasks of a further batch of a step, by a shuffle that does not change the order of later
+    steps.
+    """
     order = list(tasks)
     random.Random(f"{seed}/refill/{step}/{attempt}").shuffle(order)
     return order[:count]

@@ -1,4 +1,6 @@
-"""Groups -> training examples -> the datums of each optimizer step."""
+"""Training examples: the sequences of a trajectory with their advantages, and the shares of each optimizer
+step.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,20 @@ from itertools import pairwise
 
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import Trajectory, TrajectoryGroup
-from src.learning.advantages import Estimator, group_advantages, token_weights, whitened
-from src.learning.datums import TokenSequence, scaled, sequences_of, step_sequences_of, with_advantage
+from src.learning.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    Estimator,
+    group_advantages,
+    token_weights,
+    whiten,
+)
+from src.learning.datums import (
+    TokenSequence,
+    scale_advantages,
+    sequences_of,
+    step_sequences_of,
+    with_advantage,
+)
 from src.learning.filters import FilterSettings, is_trainable
 
 
@@ -25,12 +39,15 @@ class AdvantageSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """One trajectory with its advantage, or one of its steps. Without sequences it trains nothing, and still counts as one of its batch."""
+    """One trajectory with its advantage, or one turn of it if `step_wise_trajectories` is set.
+
+    An example without sequences trains no token and still counts in its batch.
+    """
 
     trajectory: Trajectory
     advantage: float
     sequences: list[TokenSequence]
-    num_too_long: int = 0  # sequences over max_sequence_length, left out
+    num_too_long: int = 0  # sequences longer than max_sequence_length, which are left out
 
     @property
     def num_tokens(self) -> int:
@@ -40,17 +57,21 @@ class Example:
 def examples_of_batch(
     groups: Sequence[TrajectoryGroup], settings: AdvantageSettings, filters: FilterSettings
 ) -> list[list[Example]]:
-    """The examples of each group. Only reinforce++ compares groups with one another."""
+    """Return the examples of each group.
+
+    Whitening estimators compare the groups of the batch with each other.
+    """
     examples_P_G = [examples_of(group, settings, filters) for group in groups]
-    return whitened_examples(examples_P_G) if settings.estimator == "reinforce++" else examples_P_G
+    is_whitened = ADVANTAGE_ESTIMATORS[settings.estimator].is_whitened
+    return whiten_examples(examples_P_G) if is_whitened else examples_P_G
 
 
 def examples_of(
     group: TrajectoryGroup, settings: AdvantageSettings, filters: FilterSettings
 ) -> list[Example]:
-    """The group's examples, compared with one another: one per trajectory, or one per turn where trajectories are trained step by step.
+    """Return the examples of a group: one per trajectory, or one per turn with `step_wise_trajectories`.
 
-    A group's advantages are those of whole trajectories either way, so each step has its trajectory's.
+    Advantages are those of whole trajectories; each turn has the advantage of its trajectory.
     """
     advantages_G = group_advantages(
         group.rewards, estimator=settings.estimator, singleton=settings.singleton_advantage
@@ -82,10 +103,10 @@ def _examples(
     ]
 
 
-def whitened_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Example]]:
-    """The examples with reinforce++'s advantages, for which every example's advantage so far is its return."""
+def whiten_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Example]]:
+    """Replace the advantages, which are returns so far, by whitened ones."""
     flat = [example for group in examples_P_G for example in group]
-    values = whitened([example.advantage for example in flat], [example.num_tokens for example in flat])
+    values = whiten([example.advantage for example in flat], [example.num_tokens for example in flat])
     changed = iter(
         replace(
             example,
@@ -98,7 +119,9 @@ def whitened_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Ex
 
 
 def substeps(examples_P_G: Sequence[Sequence[Example]], num_substeps: int) -> list[list[Example]]:
-    """Shares of near-equal size, one per optimizer step: of whole groups, or of trajectories where there are fewer groups than steps.
+    """Divide a batch into shares of almost equal size, one per optimizer step.
+
+    A share has whole groups, or trajectories if there are fewer groups than steps.
 
     >>> [len(share) for share in substeps([["a", "b"], ["c", "d"], ["e", "f"]], 2)]
     [4, 2]
@@ -110,8 +133,8 @@ def substeps(examples_P_G: Sequence[Sequence[Example]], num_substeps: int) -> li
     return [[example for unit in units[start:end] for example in unit] for start, end in pairwise(bounds)]
 
 
-def weighted(share: Sequence[Example], settings: AdvantageSettings) -> list[Example]:
-    """The share with its loss reduction worked into the advantages, since the server sums."""
+def apply_loss_reduction(share: Sequence[Example], settings: AdvantageSettings) -> list[Example]:
+    """Multiply the advantages by the weights of the loss reduction, since the server sums over tokens."""
     weights = token_weights(
         [example.num_tokens for example in share],
         prompts_S=[example.trajectory.task_id for example in share],
@@ -119,6 +142,6 @@ def weighted(share: Sequence[Example], settings: AdvantageSettings) -> list[Exam
         max_sequence_length=settings.length_limits.max_sequence_length,
     )
     return [
-        replace(example, sequences=[scaled(sequence, weight) for sequence in example.sequences])
+        replace(example, sequences=[scale_advantages(sequence, weight) for sequence in example.sequences])
         for example, weight in zip(share, weights, strict=True)
     ]

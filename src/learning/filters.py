@@ -1,4 +1,4 @@
-"""Which trajectories a batch learns from, and with which rewards; every drop is counted by its reason."""
+"""Reward rules, group filters and trajectory masks. Dropped groups are counted by reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from src.learning.advantages import EPSILON
 
 logger = logging.getLogger(__name__)
 
-# Endings that a limit forced, what SkyRL calls non-stop; closing the terminal is the agent's own act.
+# Trajectories that a limit ended, which SkyRL calls non-stop. Closing the terminal is an action of the agent.
 OVERLONG = frozenset(
     {
         StopReason.LENGTH,
@@ -27,6 +27,8 @@ OVERLONG = frozenset(
 
 
 class DropReason(StrEnum):
+    """Why a group is not trained."""
+
     UNGRADED = "ungraded"  # no trial of the group could be graded
     TOO_SMALL = "too_small"  # fewer graded trials than min_group_size
     CONSTANT_REWARD = "constant_reward"
@@ -46,10 +48,13 @@ class FilterSettings:
 def keep_groups(
     groups: Sequence[TrajectoryGroup], settings: FilterSettings
 ) -> tuple[list[TrajectoryGroup], Counter[DropReason]]:
-    """The groups to learn from, with the rewards to learn from."""
+    """Return the groups to train on, and the number of dropped groups by reason.
+
+    The reward rules have been applied to `groups` already.
+    """
     kept: list[TrajectoryGroup] = []
     dropped: Counter[DropReason] = Counter()
-    for group in apply_reward_rules(groups, settings):
+    for group in groups:
         reason = drop_reason(group, settings)
         if reason is None:
             kept.append(group)
@@ -59,8 +64,13 @@ def keep_groups(
 
 
 def apply_reward_rules(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> list[TrajectoryGroup]:
-    """The groups with a judge's bonus in their rewards, and, where the settings ask for it, with failures rewarded and over-long
-    trajectories' rewards zeroed; masks stay."""
+    """Return the groups with the rewards to train on.
+
+    Masks are not changed, and the rules are applied once per group.
+
+    The rules are, in this order: add the judge's bonus, give failures a reward (`failed_trial_reward`), and
+    set the rewards of trajectories to 0 that a limit ended or that have a long answer.
+    """
     groups = [
         with_bonus_in_reward(group) if any(member.bonus for member in group.trajectories) else group
         for group in groups
@@ -86,27 +96,25 @@ def apply_reward_rules(groups: Sequence[TrajectoryGroup], settings: FilterSettin
 
 
 def zeroed_metrics(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> dict[str, float]:
-    """How many rewards above 0 the two rules take away."""
-    apply_reward_rules = [member for group in groups for member in group.trajectories if member.reward > 0]
+    """Count the rewards above 0 that the two rules set to 0. `groups` have their original rewards."""
+    rewarded = [member for group in groups for member in group.trajectories if member.reward > 0]
     non_stop = [
-        member
-        for member in apply_reward_rules
-        if settings.zero_reward_on_non_stop and member.stop_reason in OVERLONG
+        member for member in rewarded if settings.zero_reward_on_non_stop and member.stop_reason in OVERLONG
     ]
     limit = settings.max_assistant_response_tokens
     too_long = [
         member
-        for member in apply_reward_rules
+        for member in rewarded
         if settings.zero_reward_on_length_threshold and _has_long_answer(member, limit)
     ]
     return {
-        "rewards/zeroed_by_non_stop": float(len(non_stop)),
-        "rewards/zeroed_by_length": float(len(too_long)),
+        "reward/zeroed_by_non_stop": float(len(non_stop)),
+        "reward/zeroed_by_length": float(len(too_long)),
     }
 
 
 def drop_reason(group: TrajectoryGroup, settings: FilterSettings) -> DropReason | None:
-    """None: the group stays. A group of one has no variance to be without, and stays (SkyRL)."""
+    """Return why a group is dropped; None if it is kept. A group of one is never constant, as in SkyRL."""
     if not group.trajectories:
         return DropReason.UNGRADED
     if len(group.trajectories) < settings.min_group_size:
@@ -117,7 +125,7 @@ def drop_reason(group: TrajectoryGroup, settings: FilterSettings) -> DropReason 
 
 
 def is_constant(rewards: Sequence[float]) -> bool:
-    """Equal but for rounding.
+    """Return whether rewards are equal up to rounding.
 
     >>> is_constant([0.6667, 0.66670001])
     True
@@ -133,8 +141,8 @@ def with_bonus_in_reward(group: TrajectoryGroup) -> TrajectoryGroup:
 
 
 def with_failures_rewarded(group: TrajectoryGroup, reward: float) -> TrajectoryGroup:
-    """Failures become trajectories without turns, which move the group's baseline and train no token."""
-    stand_ins = [
+    """Turn failures into trajectories without turns, which change the group's baseline and train no token."""
+    trajectories = [
         Trajectory(
             task_id=failure.task_id,
             turns=[],
@@ -144,22 +152,25 @@ def with_failures_rewarded(group: TrajectoryGroup, reward: float) -> TrajectoryG
         )
         for failure in group.failures
     ]
-    return replace(group, trajectories=[*group.trajectories, *stand_ins], failures=[])
+    return replace(group, trajectories=[*group.trajectories, *trajectories], failures=[])
 
 
 def is_trainable(trajectory: Trajectory, settings: FilterSettings) -> bool:
-    """Whether its tokens are trained. A masked trajectory still counts in its group's mean and in every metric."""
+    """Return whether the tokens are trained.
+
+    A masked trajectory still counts in its group's mean and in metrics.
+    """
     match settings.apply_overlong_filtering:
         case "stop_reason":
             return trajectory.stop_reason not in OVERLONG
-        case "eos":  # a sampled answer stops at nothing but the model's own end of turn
+        case "eos":  # a sampled answer stops only at the model's end-of-turn token
             return bool(trajectory.turns) and trajectory.turns[-1].stop_reason == StopReason.STOP
         case _:
             return True
 
 
 def _has_long_answer(trajectory: Trajectory, limit: int) -> bool:
-    """Counts what was sampled, without the token that ended the answer."""
+    """Return whether an answer has more than `limit` sampled tokens, without the token that ended it."""
     longest = max(
         (len(turn.completion_ids) - (turn.stop_reason == StopReason.STOP) for turn in trajectory.turns),
         default=0,

@@ -1,9 +1,10 @@
-"""Truncated importance sampling: what the sampler's logprobs and the trainer's own disagree on is weighed, capped or left out.
+"""Truncated importance sampling (TIS) for differences between the logprobs of the sampler and of the trainer.
 
-    ratio = exp(clip(logp_old - logp_sampled, -20, 20)), capped        logp_old: the trainer's, before the batch's first update
+    ratio = exp(clip(logp_old - logp_sampled, -20, 20)), capped
 
-The capped ratio multiplies the advantage, a positive factor that commutes with the clipped losses, and logp_old takes the place of the
-sampled logprobs in the datum. SkyRL's off-policy corrections, with its bounds.
+logp_old is the trainer's logprob before the first optimizer step of the batch. The capped ratio multiplies
+the advantage, a positive factor that commutes with the clipped losses, and logp_old replaces the sampled
+logprob in the datum. The corrections and their default bounds are those of SkyRL.
 """
 
 from __future__ import annotations
@@ -40,19 +41,21 @@ class ImportanceSettings:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Correction:
-    """For the N sampled tokens of one trajectory: the factor of each token's advantage, 0 where masked."""
+class TisResult:
+    """The factors of the advantages of the N sampled tokens of one trajectory."""
 
-    factors: np.ndarray  # [N]
+    factors: np.ndarray  # [N], 0 for masked tokens
     num_capped: int  # tokens, or 1 for the sequence
     is_masked: bool  # the whole trajectory
     num_masked_tokens: int
 
 
-def correction(old: np.ndarray, sampled: np.ndarray, settings: ImportanceSettings) -> Correction:
-    """`old` and `sampled` are the trainer's and the sampler's logprobs of the same N tokens.
+def token_factors(old: np.ndarray, sampled: np.ndarray, settings: ImportanceSettings) -> TisResult:
+    """Return the factors for N tokens.
 
-    Bounds are inclusive: a ratio is out of bounds when strictly above the upper or below the lower one.
+    `old` and `sampled` are the logprobs of the trainer and of the sampler.
+
+    Bounds are inclusive: a ratio equal to a bound is within it.
     """
     log_ratios = old - sampled
     ratios = _exp(log_ratios)
@@ -70,7 +73,7 @@ def correction(old: np.ndarray, sampled: np.ndarray, settings: ImportanceSetting
     high = np.inf if settings.tis_token_mask_high is None else settings.tis_token_mask_high
     inside = (ratios >= low) & (ratios <= high)
     kept = inside & (not is_masked)
-    return Correction(
+    return TisResult(
         factors=np.where(kept, factors, 0.0),
         num_capped=num_capped,
         is_masked=is_masked,
@@ -79,7 +82,7 @@ def correction(old: np.ndarray, sampled: np.ndarray, settings: ImportanceSetting
 
 
 def out_of_bounds(log_ratios: np.ndarray, settings: ImportanceSettings) -> bool:
-    """Whether the trajectory as a whole is left out."""
+    """Return whether the whole trajectory is masked."""
     kind = settings.tis_sequence_mask
     if kind == "off" or not log_ratios.size:
         return False
@@ -97,12 +100,13 @@ def out_of_bounds(log_ratios: np.ndarray, settings: ImportanceSettings) -> bool:
 def apply_tis(
     shares: Sequence[Sequence[Example]], old_logprobs_D: Sequence[np.ndarray], settings: ImportanceSettings
 ) -> tuple[list[list[Example]], dict[str, float]]:
-    """The examples, and how much was corrected. `old_logprobs_D`: the trainer's logprobs of each sequence with a gradient, [T], in order.
+    """Return the corrected examples and the metrics of the correction.
 
-    Sequences without a gradient are left out. Weights of the loss reduction stay as they are: a masked token is one that counts, and
+    `old_logprobs_D` has the trainer's logprobs [T] of each sequence with a gradient, in order. Sequences
+    without a gradient are removed. The weights of the loss reduction are kept, so a masked token counts and
     contributes nothing.
     """
-    corrections: list[Correction] = []
+    corrections: list[TisResult] = []
     remaining = iter(old_logprobs_D)
 
     def correct(example: Example) -> Example:
@@ -114,11 +118,11 @@ def apply_tis(
         after = np.concatenate(
             [values[sequence.sampled] for sequence, values in zip(sequences, old, strict=True)]
         )
-        result = correction(after, before, settings)
+        result = token_factors(after, before, settings)
         corrections.append(result)
         parts = np.split(result.factors, np.cumsum([sequence.num_sampled for sequence in sequences])[:-1])
         return replace(
-            example, sequences=[_corrected(*each) for each in zip(sequences, parts, old, strict=True)]
+            example, sequences=[_corrected(*values) for values in zip(sequences, parts, old, strict=True)]
         )
 
     changed = [[correct(example) for example in share] for share in shares]

@@ -1,4 +1,7 @@
-"""KL penalty towards a reference policy, inside the advantages, since the server's losses have no term for it."""
+"""KL penalty towards a reference policy.
+
+It is part of the advantages because the server's losses have no KL term.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ class KlResult:
     mean_kl: float
 
 
-async def penalised(examples: Sequence[Example], reference: ReferenceModel, settings: KlSettings) -> KlResult:
-    """Each sampled token's advantage plus `kl_penalty_coef * (mean penalty - its penalty)`.
+async def apply_kl_penalty(examples: Sequence[Example], reference: ReferenceModel, settings: KlSettings) -> KlResult:
+    """Add `kl_penalty_coef * (mean penalty - penalty)` to the advantage of each sampled token.
 
-    Subtracting from the mean over all sampled tokens leaves the batch's sum of advantages unchanged.
+    The mean is over all sampled tokens, so the sum of the advantages of the batch does not change.
     """
     sequences = [sequence for example in examples for sequence in example.sequences]
     scores = await asyncio.gather(*(reference.logprobs(sequence.tokens.tolist()) for sequence in sequences))
@@ -58,7 +61,8 @@ async def penalised(examples: Sequence[Example], reference: ReferenceModel, sett
 
 
 def kl_estimates(differences: np.ndarray, *, estimator: str) -> np.ndarray:
-    """Schulman's estimators per token, from `logp - logp_reference` (http://joschu.net/blog/kl-approx.html). All are 0 at 0.
+    """Return Schulman's estimate per token, from `logp - logp_reference` (http://joschu.net/blog/kl-
+    approx.html).
 
     >>> [round(float(kl_estimates(np.array(0.5), estimator=name)), 7) for name in ("k1", "k2", "k3")]
     [0.5, 0.125, 0.1065307]
@@ -75,6 +79,9 @@ def kl_estimates(differences: np.ndarray, *, estimator: str) -> np.ndarray:
 
 
 def difference(sequence: TokenSequence, reference_logprobs: Sequence[float]) -> np.ndarray:
-    """[T] float32: sampled minus reference logprob, 0 where not sampled. `reference_logprobs` starts at the second token."""
+    """Return the sampler's minus the reference logprobs, [T] float32; 0 for tokens that were not sampled.
+
+    `reference_logprobs` starts at the second token.
+    """
     reference = np.concatenate([[0.0], reference_logprobs]).astype(np.float32)
     return np.where(sequence.sampled, sequence.logprobs - reference, np.float32(0.0))

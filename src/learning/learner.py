@@ -1,4 +1,7 @@
-"""Learner: forward_backward + optim_step per substep, the next queued before the last is awaited."""
+"""Optimizer updates through the Tinker API: one forward_backward and one optim_step per substep.
+
+All requests of an update are sent before the first result is awaited.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,7 @@ import tinker
 from src.core.errors import TrainerError
 from src.policy.sampling_policy import sdk_boundary
 
-DEFAULT_CLIP = {
-    "clip_low_threshold": 0.8,
-    "clip_high_threshold": 1.2,
-}  # Tinker's, as absolute bounds of the ratio
+DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker's bounds of the ratio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,14 +35,16 @@ class LearnerSettings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedTokens:
-    """The trained tokens of one substep: what the sampler said of them, and what the trainer said before the update."""
+    """Logprobs of the trained tokens of one substep, from the sampler and from the trainer before the
+    update.
+    """
 
     sampled_logprobs: np.ndarray  # [N] float32
     trained_logprobs: np.ndarray  # [N] float32
 
 
 class Learner:
-    """One training client and how to step it."""
+    """Sends datums and optimizer steps to one training client."""
 
     def __init__(self, client: tinker.TrainingClient, settings: LearnerSettings) -> None:
         self._client = client
@@ -50,7 +52,9 @@ class Learner:
         self._added: list[tuple[list[tinker.Datum], Awaitable[tinker.ForwardBackwardOutput]]] = []
 
     async def logprobs(self, datums: Sequence[tinker.Datum]) -> list[np.ndarray]:
-        """What the trainer says of each datum's tokens now, [T] with 0 for the first, which nothing predicts. One `forward` call."""
+        """Return the trainer's current logprobs of each datum, [T] with 0 for the first token, by one
+        `forward` call.
+        """
         if not datums:
             return []
         with sdk_boundary("computing the trainer's logprobs"):
@@ -63,7 +67,7 @@ class Learner:
         ]
 
     def add(self, datums: Sequence[tinker.Datum]) -> None:
-        """Sets out on the gradient of datums that belong to the first share of the next update."""
+        """Start the gradient computation of datums that belong to the first substep of the next update."""
         if datums:
             with sdk_boundary("training"):
                 self._added.append((list(datums), self._gradient(datums)))
@@ -71,9 +75,10 @@ class Learner:
     async def update(
         self, datums_per_substep: Sequence[Sequence[tinker.Datum]] = (), *, step: int = 1
     ) -> dict[str, float]:
-        """One optimizer step per non-empty share. The server sums gradients over a share; nothing is left over between them.
+        """Take one optimizer step per non-empty share and return the metrics of the update.
 
-        `step`, from 1, is the batch's place in the learning-rate schedule.
+        `step`, from 1, is the number of the batch in the learning-rate schedule. Raises TrainerError if the
+        logprobs are not finite.
         """
         settings = self._settings
         rate = learning_rate(settings, step=step)
@@ -99,14 +104,12 @@ class Learner:
         if not steps:
             return metrics
         tokens = [trained_tokens(share, output) for share, output in outputs]
-        if not all(np.isfinite(own.trained_logprobs).all() for own in tokens):
+        if not all(np.isfinite(substep.trained_logprobs).all() for substep in tokens):
             raise TrainerError(
-                f"step {step}: the weights have diverged, their logprobs are no numbers; resume from the last checkpoint with a lower "
-                "learning_rate"
+                f"step {step}: the weights have diverged, their logprobs are not finite; resume from the "
+                "last checkpoint with a lower learning_rate"
             )
-        metrics["optim/loss"] = float(
-            sum(output.metrics["loss:sum"] for _, output in outputs if "loss:sum" in output.metrics)
-        )
+        metrics["optim/loss"] = float(sum(output.metrics.get("loss:sum", 0.0) for _, output in outputs))
         for name in sorted({name for answer in answers for name in answer.metrics or {}}):
             values = [answer.metrics[name] for answer in answers if answer.metrics and name in answer.metrics]
             metrics[f"optim/{name.partition(':')[0]}"] = float(np.mean(values))
@@ -119,9 +122,11 @@ class Learner:
 
 
 def learning_rate(settings: LearnerSettings, *, step: int) -> float:
-    """The rate of one step: a straight rise to the full rate at step `lr_warmup_steps`, then the schedule, which ends one step short of 0.
+    """Return the rate of one step: a linear warm-up to the full rate at step `lr_warmup_steps`, then the
+    schedule.
 
-    With 4 steps after no warm-up, linear gives 1, 3/4, 1/2, 1/4 of the rate. A batch's substeps share its rate.
+    The schedule would reach 0 one step after the last: 4 steps of `linear` without warm-up have 1, 3/4, 1/2
+    and 1/4 of the rate. All substeps of a batch have the same rate.
     """
     warmup = settings.lr_warmup_steps
     if step <= warmup:
@@ -134,7 +139,7 @@ def learning_rate(settings: LearnerSettings, *, step: int) -> float:
 
 
 def trained_tokens(datums: Sequence[tinker.Datum], output: tinker.ForwardBackwardOutput) -> TrainedTokens:
-    """Picks the positions with an advantage. The server answers in the order of the datums."""
+    """Return the logprobs at positions with a nonzero advantage. Results are in the order of the datums."""
     sampled, trained = [], []
     for datum, answer in zip(datums, output.loss_fn_outputs, strict=True):
         mask = datum.loss_fn_inputs["advantages"].to_numpy() != 0
@@ -144,9 +149,10 @@ def trained_tokens(datums: Sequence[tinker.Datum], output: tinker.ForwardBackwar
 
 
 def sampler_trainer_kl(substeps: Sequence[TrainedTokens]) -> dict[str, float]:
-    """How far sampler and trainer disagree on the same tokens: Schulman's k1 and k2 estimates, under the cookbook's names.
+    """Return metrics of the logprob difference between sampler and trainer, with tinker-cookbook's names.
 
-    The difference of the first substep is pure disagreement; later ones also hold the updates in between.
+    The differences of the first substep come from numerics alone; those of later substeps include the updates
+    in between. `kl_sample_train_v1` and `_v2` are Schulman's k1 and k2 estimates.
     """
     first = substeps[0].sampled_logprobs - substeps[0].trained_logprobs
     sampled = np.concatenate([tokens.sampled_logprobs for tokens in substeps])
@@ -161,7 +167,9 @@ def sampler_trainer_kl(substeps: Sequence[TrainedTokens]) -> dict[str, float]:
 
 
 def clipping(substeps: Sequence[TrainedTokens], settings: LearnerSettings) -> dict[str, float]:
-    """The share of tokens whose ratio lies outside the clip bounds, for losses that clip."""
+    """Return the share of tokens with a ratio outside the clip bounds; nothing for losses that do not
+    clip.
+    """
     if settings.loss_fn not in ("ppo", "cispo"):
         return {}
     bounds = DEFAULT_CLIP | dict(settings.loss_fn_config)

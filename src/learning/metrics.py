@@ -1,315 +1,337 @@
-"""Groups, batch and update -> dict[str, float], under the names of tinker-cookbook (progress, env, optim) and SkyRL (reward, generate)."""
+"""Metrics of played groups and of the training batch. A table entry declares a metric and computes its value.
+
+To add a metric, add an entry. Names follow tinker-cookbook (`progress`, `env`, `optim`) and SkyRL (`reward`,
+`generate`). `src/records/metrics_table.py` joins these tables with the metrics of other modules, and
+docs/metrics.md is generated from the result.
+"""
 
 from __future__ import annotations
 
 import logging
-import re
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, TrajectoryGroup, ZeroReason
-from src.learning.datums import merge_turns
+from src.core.metric import Metric, Reduction, Unit, measure
+from src.core.trajectory import FailureKind, StopReason, TrajectoryGroup, ZeroReason
+from src.learning.datums import TokenSequence
 from src.learning.examples import Example
 from src.learning.filters import DropReason
+from src.learning.played_groups import (
+    PlayedGroups,
+    aggregate,
+    by_environment,
+    measured,
+    num_response_tokens,
+    parse_metrics,
+    signal_metrics,
+    success_rate,
+)
 
 TIMEOUTS = frozenset({StopReason.TIMEOUT, StopReason.AGENT_TIMEOUT})
-SOLVED = 1.0  # the reward from which on a trial counts as a success
+COUNT, SHARE, REWARD, TOKENS, OWN = Unit.COUNT, Unit.SHARE, Unit.REWARD, Unit.TOKENS, Unit.OWN
+MEAN, SUM, MIN, MAX = Reduction.MEAN, Reduction.SUM, Reduction.MIN, Reduction.MAX
+STATISTICS = {
+    "avg": (MEAN, np.mean),
+    "mean": (MEAN, np.mean),
+    "std": (Reduction.STD, np.std),
+    "min": (MIN, np.min),
+    "max": (MAX, np.max),
+}
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResponseLengths:
+    """Tokens after the first prompt of each trajectory, sampled or observed, and the trajectory's reward."""
+
+    num_tokens: Sequence[int]
+    rewards: Sequence[float]
+
+    @property
+    def pairs(self) -> list[tuple[int, float]]:
+        return list(zip(self.num_tokens, self.rewards, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingBatch:
+    """The examples of one update, and the groups that a filter removed."""
+
+    examples: Sequence[Example]
+    dropped: Counter[DropReason]
+
+    @property
+    def advantages(self) -> list[float]:
+        return [example.advantage for example in self.examples] or [0.0]
+
+    @property
+    def sequences(self) -> list[TokenSequence]:
+        return [sequence for example in self.examples for sequence in example.sequences]
+
+
 def group_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
-    """Rewards, failures and lengths of one batch as it was played, before any filter."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    failures = Counter(failure.kind for group in groups for failure in group.failures)
-    metrics = {f"trials/failed/{kind}": float(failures[kind]) for kind in FailureKind}
-    zeros = Counter(trajectory.zero_reason for trajectory in trajectories)
-    metrics |= {f"trials/graded_zero/{reason}": float(zeros[reason]) for reason in ZeroReason}
-    metrics["trials/ungraded"] = float(failures.total())
-    metrics |= {
-        "trials/total": float(len(trajectories) + failures.total()),
-        "trials/graded": float(len(trajectories)),
-    }
-    metrics |= {
-        f"rollouts/{name}": metrics[f"trials/{key}"]
-        for name, key in (("total", "total"), ("valid", "graded"), ("invalid", "ungraded"))
-    }
-    metrics["generate/env_init_failures"] = float(failures[FailureKind.ENV_INIT_FAILED])
-    metrics["generate/trajectory_timeouts"] = float(
-        failures[FailureKind.TIMEOUT] + sum(trajectory.stop_reason in TIMEOUTS for trajectory in trajectories)
-    )
-    if not trajectories:
-        return metrics
-    metrics |= {f"env/all/{name}": value for name, value in success_split(groups).items()}
+    """Return counts, rewards and lengths of one batch as it was played. Ungraded trials have counts only."""
+    played = PlayedGroups(groups, group_size=group_size)
+    counts = measure(TRIAL_METRICS, played)
+    if not played.trajectories:
+        return counts
+    lengths = [num_response_tokens(trajectory) for trajectory in played.trajectories]
     return (
-        metrics
-        | reward_metrics(groups, group_size=group_size)
-        | by_group(groups)
-        | length_metrics(trajectories)
+        counts
+        | measure(REWARD_METRICS, played)
+        | token_metrics(lengths, played.rewards)
+        | measure(LENGTH_METRICS, played)
     )
-
-
-def reward_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
-    """SkyRL's reward metrics in fleet's definitions, for all groups and, where tasks form families, for each family.
-
-    Upstream's mean of `max(r, 0)` over all trials has a name of its own, since fleet's `mean_positive_reward` is over positive rewards.
-    """
-    graded = [group.rewards for group in groups if group.trajectories]
-    rewards = [reward for group in graded for reward in group]
-    metrics = {
-        "env/all/reward/total": float(np.mean(rewards)),
-        "env/all/success": float(np.mean([reward >= SOLVED for reward in rewards])),
-        "reward/avg_raw_reward": float(np.mean(rewards)),
-        "reward/positive_rate": float(np.mean([reward > 0 for reward in rewards])),
-        "train/min_reward": float(min(rewards)),
-        "train/max_reward": float(max(rewards)),
-        "reward/zero_reward_rate": float(np.mean([reward == 0 for reward in rewards])),
-        "reward/mean_clipped_at_zero": float(np.mean([max(reward, 0.0) for reward in rewards])),
-    }
-    for name, value in signal_metrics(graded, group_size=group_size).items():
-        metrics[f"reward/avg_{name}" if name.startswith("pass_at_") else f"reward/{name}"] = value
-    for family_name, own in by_environment(groups).items():
-        signals = signal_metrics([group.rewards for group in own], group_size=group_size)
-        metrics |= {f"reward/{family_name}/{name}": value for name, value in signals.items()}
-    return metrics
-
-
-def by_environment(groups: Sequence[TrajectoryGroup]) -> dict[str, list[TrajectoryGroup]]:
-    """The graded groups, by domain or family. Nothing where tasks name no domain and each is a family of its own."""
-    graded = [group for group in groups if group.trajectories]
-    found: defaultdict[str, list[TrajectoryGroup]] = defaultdict(list)
-    for group in graded:
-        found[environment(group.task)].append(group)
-    is_split = len(found) < len(graded) or any(group.task.domain for group in graded)
-    return dict(sorted(found.items())) if is_split else {}
-
-
-def signal_metrics(rewards_P_G: Sequence[Sequence[float]], *, group_size: int) -> dict[str, float]:
-    """What groups offer to learn from: pass is any reward above 0, variances are population variances of groups of 2 or more.
-
-    One success among four gives a variance of 0.1875, two give the largest, 0.25.
-
-    >>> signal_metrics([[1, 0, 0, 0], [1, 1, 1, 1]], group_size=4)["variance_per_prompt"]
-    0.09375
-    """
-    variances = [float(np.var(group)) for group in rewards_P_G if len(group) > 1]
-    positive = [reward for group in rewards_P_G for reward in group if reward > 0]
-    return {
-        f"pass_at_{group_size}": float(np.mean([max(group) > 0 for group in rewards_P_G])),
-        "variance_per_prompt": float(np.mean(variances)) if variances else 0.0,
-        "signal_ratio": float(np.mean([variance > 0 for variance in variances])) if variances else 0.0,
-        "mean_positive_reward": float(np.mean(positive)) if positive else 0.0,
-    }
-
-
-def success_split(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Success apart for tasks that take a writing action and for those that an agent who does nothing may solve."""
-    found: dict[str, float] = {}
-    for name, writes in (("success_write", True), ("success_nowrite", False)):
-        rewards = [reward for group in groups if group.task.has_writes is writes for reward in group.rewards]
-        found |= {name: float(np.mean([reward >= SOLVED for reward in rewards]))} if rewards else {}
-    return found
-
-
-def by_group(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """The shares of groups whose rewards differ, are all good (>= 0.5), or are all bad."""
-    graded = [group.rewards for group in groups if group.trajectories]
-    mixed = sum(len(set(rewards)) > 1 for rewards in graded)
-    good = sum(len(set(rewards)) == 1 and rewards[0] >= 0.5 for rewards in graded)
-    shares = {"frac_mixed": mixed, "frac_all_good": good, "frac_all_bad": len(graded) - mixed - good}
-    return {f"env/all/by_group/{name}": count / len(graded) for name, count in shares.items()}
-
-
-def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Turns, sampled tokens, endings, and the mean of whatever the environment measured."""
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    sampled = [sum(len(turn.completion_ids) for turn in trajectory.turns) for trajectory in trajectories]
-    versions = [turn.policy_version for turn in turns] or [0]
-    metrics = {
-        "env/all/turns": len(turns) / len(trajectories),
-        "tokens/sampled": float(sum(sampled)),
-        "tokens/context_max": float(
-            max((len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns), default=0)
-        ),
-        "generate/batch_num_seq": float(len(trajectories)),
-        "sampling_client/step_min": float(min(versions)),
-        "sampling_client/step_mean": float(np.mean(versions)),
-        "sampling_client/step_max": float(max(versions)),
-    }
-    rewards = [trajectory.reward for trajectory in trajectories]
-    metrics |= token_metrics([num_response_tokens(trajectory) for trajectory in trajectories], rewards)
-    metrics |= _statistics("generate/{}_assistant_tokens", sampled, ("avg", "min", "max", "std"))
-    metrics |= _statistics(
-        "generate/tokens_per_turn_{}", [len(turn.completion_ids) for turn in turns], ("mean", "std", "max")
-    )
-    times = [
-        trajectory.metrics["duration_s"] for trajectory in trajectories if "duration_s" in trajectory.metrics
-    ]
-    metrics |= (
-        _statistics("generate/trajectory_time_{}", times, ("mean", "std", "min", "max")) if times else {}
-    )
-    endings = Counter(trajectory.stop_reason for trajectory in trajectories)
-    metrics |= {
-        f"env/all/stop_reason/{reason}": count / len(trajectories)
-        for reason, count in sorted(endings.items())
-    }
-    return metrics | parse_metrics(trajectories) | judge_metrics(trajectories) | measured(trajectories)
-
-
-def parse_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The share of attempted tool calls that could not be read. Where an environment does not count attempts, every turn is one."""
-    counted = [trajectory for trajectory in trajectories if "parse_failures" in trajectory.metrics]
-    if not counted:
-        return {}
-    failures = sum(trajectory.metrics["parse_failures"] for trajectory in counted)
-    attempts = sum(trajectory.metrics.get("parse_attempts", len(trajectory.turns)) for trajectory in counted)
-    recovered = sum(trajectory.metrics.get("parse_recovered", 0.0) for trajectory in counted)
-    return {"reward/parse_failure_rate": failures / max(1, attempts), "parse/recovered": float(recovered)}
-
-
-def judge_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What a judge added to the rewards and how often it failed to; all other metrics know the rewards without it."""
-    judged = [trajectory for trajectory in trajectories if "judge_bonus" in trajectory.metrics]
-    if not judged:
-        return {}
-    return {
-        "reward/avg_shaped_reward": float(
-            np.mean([trajectory.reward + trajectory.bonus for trajectory in trajectories])
-        ),
-        "reward/judge_bonus_mean": float(np.mean([trajectory.bonus for trajectory in judged])),
-        **{
-            f"judge/{name}": sum(trajectory.metrics[f"judge_{name}"] for trajectory in judged)
-            for name in ("calls", "errors", "cost_usd")
-        },
-    }
-
-
-def measured(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What environments measured: `environment/<name>` as SkyRL sums it up, `env/all/<name>` the mean per trial that has it."""
-    values_of: defaultdict[str, list[float]] = defaultdict(list)
-    for trajectory in trajectories:
-        for name, value in trajectory.metrics.items():
-            values_of[name].append(value)
-    found = {f"environment/{name}": aggregate(name, values) for name, values in sorted(values_of.items())}
-    return found | {f"env/all/{name}": float(np.mean(values)) for name, values in sorted(values_of.items())}
-
-
-def aggregate(name: str, values: Sequence[float]) -> float:
-    """SkyRL's rule: a name says by its ending how it is summed up.
-
-    >>> [summed_up(name, [1, 3]) for name in ("score_mean", "length_avg", "length_min", "length_max", "tool_calls")]
-    [2.0, 2.0, 1.0, 3.0, 4.0]
-    """
-    if name.endswith(("avg", "mean")):
-        return float(np.mean(values))
-    if name.endswith("min"):
-        return float(min(values))
-    return float(max(values) if name.endswith("max") else sum(values))
 
 
 def token_metrics(num_tokens: Sequence[int], rewards: Sequence[float]) -> dict[str, float]:
-    """SkyRL's response lengths: everything after a trajectory's first prompt. `non_zero` is any reward above 0, `zero` exactly 0.
-
-    An empty batch is six zeros and a warning.
-    """
+    """Return the response lengths as SkyRL defines them. An empty batch gives six zeros and a warning."""
     if not num_tokens:
         logger.warning("no trajectory to measure: the generate/ metrics are 0")
-    with_reward = [count for count, reward in zip(num_tokens, rewards, strict=True) if reward > 0]
-    without = [count for count, reward in zip(num_tokens, rewards, strict=True) if reward == 0]
-    return _statistics("generate/{}_num_tokens", num_tokens, ("min", "max", "avg", "std")) | {
-        "generate/avg_tokens_non_zero_rewards": float(np.mean(with_reward)) if with_reward else 0.0,
-        "generate/avg_tokens_zero_rewards": float(np.mean(without)) if without else 0.0,
-    }
-
-
-def num_response_tokens(trajectory: Trajectory) -> int:
-    """Tokens after the first prompt, sampled or observed; a rewritten history begins again behind its own first prompt."""
-    runs = merge_turns(trajectory.turns)
-    return sum(len(run[-1].prompt_ids) + len(run[-1].completion_ids) - len(run[0].prompt_ids) for run in runs)
-
-
-def _statistics(pattern: str, values: Sequence[float], names: Sequence[str]) -> dict[str, float]:
-    array = np.array(values or [0.0], dtype=float)
-    known = {
-        "avg": array.mean(),
-        "mean": array.mean(),
-        "std": array.std(),
-        "min": array.min(),
-        "max": array.max(),
-    }
-    return {pattern.format(name): float(known[name]) for name in names}
+    return measure(RESPONSE_METRICS, ResponseLengths(num_tokens=num_tokens, rewards=rewards))
 
 
 def batch_metrics(shares: Sequence[Sequence[Example]], dropped: Counter[DropReason]) -> dict[str, float]:
-    """What the update is made of."""
+    """Return what an update trains on. `shares` are the examples of each optimizer step."""
     examples = [example for share in shares for example in share]
-    advantages = [example.advantage for example in examples]
-    sequences = [sequence for example in examples for sequence in example.sequences]
-    return {
-        **{f"groups/dropped/{reason}": float(dropped[reason]) for reason in DropReason},
-        "advantage/mean": float(np.mean(advantages)) if advantages else 0.0,
-        "advantage/std": float(np.std(advantages)) if advantages else 0.0,
-        "loss/avg_raw_advantages": float(np.mean(advantages)) if advantages else 0.0,
-        "loss/avg_raw_advantages_abs": float(np.mean(np.abs(advantages))) if advantages else 0.0,
-        "loss/avg_final_rewards": float(np.mean([example.trajectory.reward for example in examples]))
-        if examples
-        else 0.0,
-        "rollouts/truncated_overlong": float(sum(example.num_too_long > 0 for example in examples)),
-        "tokens/trained": float(sum(example.num_tokens for example in examples)),
-        "tokens/in_batch": float(sum(len(sequence.tokens) for sequence in sequences)),
-        "tokens/sequences": float(len(sequences)),
-        "tokens/masked_trajectories": float(sum(not example.sequences for example in examples)),
-    }
+    return measure(BATCH_METRICS, TrainingBatch(examples=examples, dropped=dropped))
 
 
 def held_out_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
-    """A held-out set's rewards and failures under `test/`, and a block of its own for each domain, or family where tasks form families."""
+    """Return the metrics of an evaluation: those of all groups under `test/`, and those of each domain."""
     metrics = {f"test/{name}": value for name, value in group_metrics(groups, group_size=group_size).items()}
-    for name, own in by_environment(groups).items():
-        metrics |= {
-            f"test/env/{name}/{key}": value
-            for key, value in domain_metrics(own, group_size=group_size).items()
-        }
+    for domain, members in by_environment(groups).items():
+        values = measure(DOMAIN_METRICS, PlayedGroups(members, group_size=group_size))
+        metrics |= {name.replace("<domain>", domain): value for name, value in values.items()}
     return metrics
 
 
-def domain_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
-    """What one domain's held-out trials come to."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    rewards = [trajectory.reward for trajectory in trajectories]
-    shown = {
-        name.removeprefix("env/all/"): value
-        for name, value in measured(trajectories).items()
-        if name.startswith("env/all/")
-    }
-    signals = signal_metrics([group.rewards for group in groups], group_size=group_size)
-    return (
-        shown
-        | {f"reward/{name}": value for name, value in signals.items()}
-        | success_split(groups)
-        | {
-            "trials": float(len(rewards)),
-            "reward/total": float(np.mean(rewards)),
-            "reward/min": float(min(rewards)),
-            "reward/max": float(max(rewards)),
-            "success": float(np.mean([reward >= SOLVED for reward in rewards])),
-            "positive_rate": float(np.mean([reward > 0 for reward in rewards])),
-            "turns": float(np.mean([len(trajectory.turns) for trajectory in trajectories])),
-        }
+def _success_where(played: PlayedGroups, writes: bool) -> float | None:
+    return success_rate(
+        [r for group in played.groups if group.task.has_writes is writes for r in group.rewards]
     )
 
 
-def environment(task: Task) -> str:
-    """The key of a task's metrics: its domain, else its family, with no slash in it."""
-    return (task.domain or family(task.id)).replace("/", "_") or "unknown"
+def _share_of_groups(played: PlayedGroups, condition: Callable[[set[float]], bool]) -> float:
+    return float(np.mean([condition(set(rewards)) for rewards in played.rewards_P_G]))
 
 
-def family(task_id: str) -> str:
-    """A task's id without its number.
+def _signals(played: PlayedGroups) -> dict[str, float]:
+    return signal_metrics(played.rewards_P_G, group_size=played.group_size)
 
-    >>> family("quickstart/count-lines-03")
-    'count-lines'
-    """
-    return re.sub(r"[-_]?\d+$", "", task_id.rpartition("/")[2]) or task_id
+
+def _signals_by_environment(played: PlayedGroups) -> dict[str, float]:
+    return {
+        f"reward/{name}/{signal}": value
+        for name, groups in by_environment(played.groups).items()
+        for signal, value in _signals(PlayedGroups(groups, group_size=played.group_size)).items()
+    }
+
+
+def _stop_reasons(played: PlayedGroups) -> dict[str, float]:
+    total = len(played.trajectories)
+    return {
+        f"env/all/stop_reason/{name}": count / total for name, count in sorted(played.stop_reasons.items())
+    }
+
+
+def _sampled_tokens(played: PlayedGroups) -> list[int]:
+    return [sum(len(turn.completion_ids) for turn in trajectory.turns) for trajectory in played.trajectories]
+
+
+def _durations(played: PlayedGroups) -> list[float] | None:
+    known = (trajectory.metrics.get("duration_s") for trajectory in played.trajectories)
+    return [seconds for seconds in known if seconds is not None] or None
+
+
+def _judge_sum(played: PlayedGroups, name: str) -> float | None:
+    return sum(trajectory.metrics[name] for trajectory in played.judged) if played.judged else None
+
+
+def _statistics[Source](
+    pattern: str,
+    statistics: Sequence[str],
+    unit: Unit,
+    meaning: str,
+    values: Callable[[Source], Sequence[float] | None],
+) -> tuple[Metric[Source], ...]:
+    """Declare one metric per statistic of the same values: absent if these are None, 0 if they are empty."""
+
+    def statistic(name: str) -> Metric[Source]:
+        reduction, function = STATISTICS[name]
+
+        def compute(source: Source) -> float | None:
+            numbers = values(source)
+            return None if numbers is None else float(function(np.array(numbers or [0.0], dtype=float)))
+
+        return Metric(pattern.format(name), unit, reduction, meaning, compute)
+
+    return tuple(statistic(name) for name in statistics)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0
+
+
+# One entry takes two or three lines; the formatter would take seven.
+# fmt: off
+TRIAL_METRICS: tuple[Metric[PlayedGroups], ...] = (
+    Metric("trials/total", COUNT, SUM, "Trials that were played, graded or not.",
+        lambda played: len(played.trajectories) + played.failures.total()),
+    Metric("trials/graded", COUNT, SUM, "Trials with a reward.", lambda played: len(played.trajectories)),
+    Metric("trials/ungraded", COUNT, SUM, "Trials without a reward.", lambda played: played.failures.total()),
+    Metric("trials/failed/<kind>", COUNT, SUM,
+        "Trials without a reward, by the kind of the infrastructure failure.",
+        lambda played: {f"trials/failed/{kind}": played.failures[kind] for kind in FailureKind}),
+    Metric("trials/graded_zero/<reason>", COUNT, SUM,
+        "Trials with reward 0 whose agent prevented its own grading.",
+        lambda played: {f"trials/graded_zero/{name}": played.zero_reasons[name] for name in ZeroReason}),
+    Metric("generate/trajectory_timeouts", COUNT, SUM, "Trials that reached a deadline, graded or not.",
+        lambda played: played.failures[FailureKind.TIMEOUT] + sum(played.stop_reasons[r] for r in TIMEOUTS)),
+)
+
+REWARD_METRICS: tuple[Metric[PlayedGroups], ...] = (
+    Metric("env/all/reward/total", REWARD, MEAN, "Reward per graded trial.",
+        lambda played: _mean(played.rewards)),
+    Metric("env/all/reward/min", REWARD, MIN, "Smallest reward of a trial.",
+        lambda played: min(played.rewards)),
+    Metric("env/all/reward/max", REWARD, MAX, "Largest reward of a trial.",
+        lambda played: max(played.rewards)),
+    Metric("env/all/success", SHARE, MEAN, "Graded trials with a reward of at least 1.",
+        lambda played: success_rate(played.rewards)),
+    Metric("env/all/success_write", SHARE, MEAN, "Success at tasks whose solution takes a writing action.",
+        lambda played: _success_where(played, writes=True)),
+    Metric("env/all/success_nowrite", SHARE, MEAN, "Success at tasks whose solution takes no writing action.",
+        lambda played: _success_where(played, writes=False)),
+    Metric("reward/positive_rate", SHARE, MEAN, "Graded trials with a reward above 0.",
+        lambda played: _mean([reward > 0 for reward in played.rewards])),
+    Metric("reward/zero_reward_rate", SHARE, MEAN, "Graded trials with the reward 0.",
+        lambda played: _mean([reward == 0 for reward in played.rewards])),
+    Metric("reward/mean_clipped_at_zero", REWARD, MEAN,
+        "`max(reward, 0)` per trial, which upstream SkyRL calls `mean_positive_reward`.",
+        lambda played: _mean([max(reward, 0.0) for reward in played.rewards])),
+    Metric("reward/avg_pass_at_<k>", SHARE, MEAN, "Groups with a reward above 0. k is the group size.",
+        lambda played: {f"reward/avg_{n}": v for n, v in _signals(played).items() if "pass_at" in n}),
+    Metric("reward/variance_per_prompt", REWARD, MEAN,
+        "Population variance of the rewards of a group of two or more.",
+        lambda played: _signals(played)["variance_per_prompt"]),
+    Metric("reward/signal_ratio", SHARE, MEAN, "Groups of two or more whose rewards differ.",
+        lambda played: _signals(played)["signal_ratio"]),
+    Metric("reward/mean_positive_reward", REWARD, MEAN, "Mean of the rewards above 0; 0 if there are none.",
+        lambda played: _signals(played)["mean_positive_reward"]),
+    Metric("reward/<domain>/<signal>", OWN, MEAN,
+        "`pass_at_<k>` and the three metrics above, for one domain or task family.",
+        _signals_by_environment),
+    Metric("env/all/by_group/frac_mixed", SHARE, MEAN, "Groups whose rewards differ.",
+        lambda played: _share_of_groups(played, lambda rewards: len(rewards) > 1)),
+    Metric("env/all/by_group/frac_all_good", SHARE, MEAN, "Groups whose rewards are equal and at least 0.5.",
+        lambda played: _share_of_groups(played, lambda rewards: len(rewards) == 1 and min(rewards) >= 0.5)),
+    Metric("env/all/by_group/frac_all_bad", SHARE, MEAN, "Groups whose rewards are equal and below 0.5.",
+        lambda played: _share_of_groups(played, lambda rewards: len(rewards) == 1 and min(rewards) < 0.5)),
+    Metric("reward/avg_shaped_reward", REWARD, MEAN, "Reward plus the judge's bonus, if a judge takes part.",
+        lambda played: _mean([t.reward + t.bonus for t in played.trajectories]) if played.judged else None),
+    Metric("reward/judge_bonus_mean", REWARD, MEAN, "Bonus of a judged trial.",
+        lambda played: _mean([trajectory.bonus for trajectory in played.judged]) if played.judged else None),
+    Metric("judge/calls", COUNT, SUM, "Calls of the judge.",
+        lambda played: _judge_sum(played, "judge_calls")),
+    Metric("judge/errors", COUNT, SUM, "Judged trials without a usable verdict, which earn no bonus.",
+        lambda played: _judge_sum(played, "judge_errors")),
+    Metric("judge/cost_usd", Unit.USD, SUM, "Price of the judge's tokens.",
+        lambda played: _judge_sum(played, "judge_cost_usd")),
+    Metric("reward/parse_failure_rate", SHARE, MEAN, "Attempted tool calls that could not be parsed.",
+        lambda played: parse_metrics(played.trajectories).get("reward/parse_failure_rate")),
+    Metric("parse/recovered", COUNT, SUM, "Tool calls whose missing closing brackets were added.",
+        lambda played: parse_metrics(played.trajectories).get("parse/recovered")),
+)
+
+RESPONSE_METRICS: tuple[Metric[ResponseLengths], ...] = (
+    *_statistics("generate/{}_num_tokens", ("min", "max", "avg", "std"), TOKENS,
+        "Tokens after the first prompt of a trajectory, sampled or observed.",
+        lambda lengths: lengths.num_tokens),
+    Metric("generate/avg_tokens_non_zero_rewards", TOKENS, MEAN,
+        "The same, of trajectories with a reward above 0.",
+        lambda lengths: _mean([n for n, reward in lengths.pairs if reward > 0])),
+    Metric("generate/avg_tokens_zero_rewards", TOKENS, MEAN, "The same, of trajectories with the reward 0.",
+        lambda lengths: _mean([n for n, reward in lengths.pairs if reward == 0])),
+)
+
+LENGTH_METRICS: tuple[Metric[PlayedGroups], ...] = (
+    Metric("env/all/turns", COUNT, MEAN, "Turns per trial.",
+        lambda played: len(played.turns) / len(played.trajectories)),
+    Metric("tokens/sampled", TOKENS, SUM, "Tokens that the sampler generated.",
+        lambda played: sum(_sampled_tokens(played))),
+    Metric("tokens/context_max", TOKENS, MAX, "Longest prompt plus completion of a turn.",
+        lambda played: max((len(t.prompt_ids) + len(t.completion_ids) for t in played.turns), default=0)),
+    Metric("generate/batch_num_seq", COUNT, SUM, "Trajectories, as SkyRL counts them.",
+        lambda played: len(played.trajectories)),
+    *_statistics("sampling_client/step_{}", ("min", "mean", "max"), Unit.UPDATES,
+        "Policy version that sampled a turn.",        lambda played: played.versions),
+    *_statistics("generate/{}_assistant_tokens", ("avg", "min", "max", "std"), TOKENS,
+        "Sampled tokens of a trajectory.", _sampled_tokens),
+    *_statistics("generate/tokens_per_turn_{}", ("mean", "std", "max"), TOKENS, "Sampled tokens of a turn.",
+        lambda played: [len(turn.completion_ids) for turn in played.turns]),
+    *_statistics("generate/trajectory_time_{}", ("mean", "std", "min", "max"), Unit.SECONDS,
+        "Duration of a trial.", _durations),
+    Metric("env/all/stop_reason/<reason>", SHARE, MEAN, "Trials that ended for this reason (`StopReason`).",
+        _stop_reasons),
+    Metric("environment/<name>", OWN, SUM,
+        "A metric of the environment. Names that end in avg, mean, min or max select that reduction instead.",
+        lambda played: {f"environment/{n}": aggregate(n, v) for n, v in measured(played).items()}),
+    Metric("env/all/<name>", OWN, MEAN, "A metric of the environment, over the trials that have it.",
+        lambda played: {f"env/all/{n}": _mean(v) for n, v in measured(played).items()}),
+)
+
+BATCH_METRICS: tuple[Metric[TrainingBatch], ...] = (
+    Metric("groups/dropped/<reason>", COUNT, SUM, "Groups that a filter removed from the batch.",
+        lambda batch: {f"groups/dropped/{reason}": batch.dropped[reason] for reason in DropReason}),
+    Metric("advantage/mean", Unit.ADVANTAGE, MEAN, "Advantage of an example.",
+        lambda batch: _mean(batch.advantages)),
+    Metric("advantage/std", Unit.ADVANTAGE, Reduction.STD, "Advantage of an example.",
+        lambda batch: float(np.std(batch.advantages))),
+    Metric("advantage/abs_mean", Unit.ADVANTAGE, MEAN, "Absolute advantage of an example.",
+        lambda batch: _mean([abs(value) for value in batch.advantages])),
+    Metric("loss/avg_final_rewards", REWARD, MEAN, "Reward of an example after all reward rules.",
+        lambda batch: _mean([example.trajectory.reward for example in batch.examples])),
+    Metric("batch/truncated_overlong", COUNT, SUM,
+        "Examples with a sequence longer than `max_sequence_length`.",
+        lambda batch: sum(example.num_too_long > 0 for example in batch.examples)),
+    Metric("batch/masked_trajectories", COUNT, SUM, "Examples that train no token.",
+        lambda batch: sum(not example.sequences for example in batch.examples)),
+    Metric("batch/sequences", COUNT, SUM, "Training sequences.", lambda batch: len(batch.sequences)),
+    Metric("tokens/trained", TOKENS, SUM, "Sampled tokens in the training sequences.",
+        lambda batch: sum(example.num_tokens for example in batch.examples)),
+    Metric("tokens/in_batch", TOKENS, SUM, "Tokens of the training sequences, observed ones included.",
+        lambda batch: sum(len(sequence.tokens) for sequence in batch.sequences)),
+)
+
+DOMAIN_METRICS: tuple[Metric[PlayedGroups], ...] = (
+    Metric("test/env/<domain>/<name>", OWN, MEAN,
+        "A metric of the environment, over the trials that have it.",
+        lambda played: {f"test/env/<domain>/{n}": _mean(v) for n, v in measured(played).items()}),
+    Metric("test/env/<domain>/reward/<signal>", OWN, MEAN,
+        "The four signals, as in `reward/<domain>/<signal>`.",
+        lambda played: {f"test/env/<domain>/reward/{n}": v for n, v in _signals(played).items()}),
+    Metric("test/env/<domain>/success_write", SHARE, MEAN,
+        "Success at tasks whose solution takes a writing action.",
+        lambda played: _success_where(played, writes=True)),
+    Metric("test/env/<domain>/success_nowrite", SHARE, MEAN,
+        "Success at tasks whose solution takes no writing action.",
+        lambda played: _success_where(played, writes=False)),
+    Metric("test/env/<domain>/trials", COUNT, SUM, "Graded trials.", lambda played: len(played.rewards)),
+    Metric("test/env/<domain>/reward/total", REWARD, MEAN, "Reward per graded trial.",
+        lambda played: _mean(played.rewards)),
+    Metric("test/env/<domain>/reward/min", REWARD, MIN, "Smallest reward of a trial.",
+        lambda played: min(played.rewards)),
+    Metric("test/env/<domain>/reward/max", REWARD, MAX, "Largest reward of a trial.",
+        lambda played: max(played.rewards)),
+    Metric("test/env/<domain>/success", SHARE, MEAN, "Graded trials with a reward of at least 1.",
+        lambda played: success_rate(played.rewards)),
+    Metric("test/env/<domain>/positive_rate", SHARE, MEAN, "Graded trials with a reward above 0.",
+        lambda played: _mean([reward > 0 for reward in played.rewards])),
+    Metric("test/env/<domain>/turns", COUNT, MEAN, "Turns per trial.",
+        lambda played: len(played.turns) / len(played.trajectories)),
+)
+# fmt: on

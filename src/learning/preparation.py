@@ -1,4 +1,4 @@
-"""Examples -> the datums of each optimizer step: shares, KL penalty, loss reduction and importance correction, in this order."""
+"""Preparation of a batch: substeps, KL penalty, loss reduction, importance correction and staleness mask."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 
 import tinker
 
-from src.learning.datums import TokenSequence, scaled, to_datums
-from src.learning.examples import AdvantageSettings, Example, substeps, weighted
+from src.learning.datums import TokenSequence, scale_advantages, to_datums
+from src.learning.examples import AdvantageSettings, Example, apply_loss_reduction, substeps
 from src.learning.filters import DropReason
 from src.learning.importance import ImportanceSettings, apply_tis
-from src.learning.kl_penalty import KlSettings, penalised
+from src.learning.kl_penalty import KlSettings, apply_kl_penalty
 from src.learning.learner import Learner
 from src.learning.metrics import batch_metrics
-from src.learning.staleness import within_bound
+from src.learning.staleness import mask_stale
 from src.policy.sampling_policy import ReferenceModel
 
 
@@ -30,7 +30,7 @@ class PreparationSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """The datums of each optimizer step, and what is to be said of them."""
+    """The datums of each optimizer step, and metrics of the batch."""
 
     datums_per_substep: list[list[tinker.Datum]]
     metrics: dict[str, float]
@@ -45,19 +45,20 @@ async def prepare(
     settings: PreparationSettings,
     version: int = 0,
 ) -> Prepared:
-    """Asks `reference` for its logprobs where there is a KL penalty, and `learner` for its own where importance is corrected.
+    """Convert the examples of a batch to the datums of each optimizer step.
 
-    `version` is that of the weights the batch is to train; what is older than `max_staleness` allows is masked last of all.
+    `reference` gives the logprobs for the KL penalty, and `learner` those for importance correction.
+    `version` is that of the weights to be trained; tokens older than `max_staleness` are masked last.
     """
     shares = substeps(examples_P_G, settings.advantages.num_substeps)
     metrics = batch_metrics(shares, dropped)
     if reference is not None:
-        penalties = [await penalised(share, reference, settings.kl) for share in shares]
+        penalties = [await apply_kl_penalty(share, reference, settings.kl) for share in shares]
         shares = [penalty.examples for penalty in penalties]
         metrics["optim/kl_policy_base"] = (
             statistics.fmean(penalty.mean_kl for penalty in penalties) if penalties else 0.0
         )
-    shares = [weighted(share, settings.advantages) for share in shares]
+    shares = [apply_loss_reduction(share, settings.advantages) for share in shares]
     if settings.importance.is_on:
         before_the_update = await learner.logprobs(
             to_datums(sequence for share in shares for sequence in _sequences(share))
@@ -65,32 +66,34 @@ async def prepare(
         shares, corrections = apply_tis(shares, before_the_update, settings.importance)
         metrics |= corrections
     if settings.max_staleness:
-        shares, ages = within_bound(shares, version=version, max_staleness=settings.max_staleness)
+        shares, ages = mask_stale(shares, version=version, max_staleness=settings.max_staleness)
         metrics |= ages
     return Prepared(datums_per_substep=[to_datums(_sequences(share)) for share in shares], metrics=metrics)
 
 
-def streamed(
+def stream_datums(
     examples: Sequence[Example], settings: PreparationSettings, *, version: int, num_groups: int
 ) -> list[tinker.Datum]:
-    """The datums of one group out of a batch of `num_groups`. Each group weighs the same, whatever becomes of the others."""
+    """Return the datums of one of the `num_groups` groups of a batch. All groups have the same weight."""
     share = [
-        replace(example, sequences=[scaled(sequence, 1 / num_groups) for sequence in example.sequences])
-        for example in weighted(examples, settings.advantages)
+        replace(
+            example, sequences=[scale_advantages(sequence, 1 / num_groups) for sequence in example.sequences]
+        )
+        for example in apply_loss_reduction(examples, settings.advantages)
     ]
-    (bounded,), _ = within_bound([share], version=version, max_staleness=settings.max_staleness)
+    (bounded,), _ = mask_stale([share], version=version, max_staleness=settings.max_staleness)
     return to_datums(_sequences(bounded))
 
 
-def streamed_metrics(
+def stream_metrics(
     examples_P_G: Sequence[Sequence[Example]],
     dropped: Counter[DropReason],
     settings: PreparationSettings,
     *,
     version: int,
 ) -> dict[str, float]:
-    """What `prepare` would say of a batch whose groups have been streamed."""
-    _, ages = within_bound(examples_P_G, version=version, max_staleness=settings.max_staleness)
+    """Return the metrics of a batch whose groups were streamed, as `prepare` returns them."""
+    _, ages = mask_stale(examples_P_G, version=version, max_staleness=settings.max_staleness)
     return batch_metrics(examples_P_G, dropped) | ages
 
 

@@ -1,4 +1,7 @@
-"""How old the tokens of a batch are, counted in updates, and the bound beyond which a token is not trained. See docs/staleness.md."""
+"""The age of sampled tokens in updates, and the mask for tokens beyond `max_staleness`.
+
+See docs/staleness.md.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,14 @@ from src.learning.datums import TokenSequence
 from src.learning.examples import Example
 
 
-def within_bound(
+def mask_stale(
     shares: Sequence[Sequence[Example]], *, version: int, max_staleness: int
 ) -> tuple[list[list[Example]], dict[str, float]]:
-    """The examples with a zero advantage for every token that was sampled more than `max_staleness` updates before `version`.
+    """Set the advantage of every token to 0 that is more than `max_staleness` updates older than `version`.
 
-    `version` is that of the weights about to be trained. A masked token still counts in the loss reduction and contributes nothing,
-    as one that importance correction masks. Ages are those of the batch's sampled tokens, the masked ones among them.
+    `version` is that of the weights to be trained. A masked token counts in the loss reduction and
+    contributes nothing, as in importance correction. Also returns metrics of the ages of all sampled tokens,
+    masked ones included.
     """
     oldest = version - max_staleness
     bounded = [

@@ -25,7 +25,7 @@ from src.config import TrainerConfig, loss_settings, run_name, subconfig, tasks_
 from src.core.errors import BackendError, ConfigError, ServerLost, StorageError, TooManyFailuresError
 from src.core.process import in_thread
 from src.envs.base import TaskSource
-from src.envs.registry import find, open_task_source
+from src.envs.registry import find_factory, open_task_source
 from src.evaluate.contamination import content_hashes, require_held_out, write_hashes
 from src.evaluate.evaluation import EvaluationSettings
 from src.learning.curriculum import CurriculumSettings
@@ -41,10 +41,12 @@ from src.policy.backend import Backend, BackendSettings, base_url, connect
 from src.policy.chat import load_chat
 from src.policy.openai_client import open_endpoint
 from src.records.journal import Journal, RunState
+from src.records.log_file import logging_to_file
 from src.records.rollout_store import FinishedRollouts
-from src.records.run_folder import RunFolder, find_run_folder, held, run_path
+from src.records.run_folder import RunFolder, find_run_folder, lock_run_dir, run_path
 from src.records.tracking import RunLog, TrackingSettings, open_run_log, recorded, recorded_variances
 from src.rollouts.batch_collector import GroupSettings
+from src.rollouts.closing import closed
 from src.rollouts.group_rollout import Rollouts, RolloutSettings
 from src.rollouts.judge import Judge, JudgeSettings
 from src.rollouts.pipeline import PipelineSettings, ScheduleSettings, schedule
@@ -55,7 +57,6 @@ from src.terminus2_trainer import LoopSettings, Terminus2RLTrainer
 logger = logging.getLogger(__name__)
 
 RECONNECT_PERIOD_S = 2.0
-CLOSE_TIMEOUT_S = 60.0  # of what the trials shared
 SMALLEST_LORA_RATE = (
     1e-6  # what the seeds' presets of full fine-tuning have, and less; an adapter hardly moves at it
 )
@@ -79,7 +80,7 @@ async def open_parts(
     config: TrainerConfig, settings: BackendSettings, display: Display, source: TaskSource | None = None
 ) -> AsyncIterator[Dependencies]:
     """The real ones: a Tinker endpoint and the tasks of an environment, or the `source` of an earlier connection."""
-    await asyncio.to_thread(find, config.env)  # a name that is wrong needs no server to be found out
+    await asyncio.to_thread(find_factory, config.env)  # a name that is wrong needs no server to be found out
     display.say(f"server: {base_url(settings)}")
     async with connect(settings) as endpoint:
         if source is None:
@@ -104,7 +105,7 @@ async def run(config: TrainerConfig, display: Display, *, open_parts: Open = ope
         capabilities.require(capabilities.read(config.capabilities), config)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
     async with AsyncExitStack() as source_open, AsyncExitStack() as stack:
-        source_open.enter_context(held(run_path(config, name=name)))
+        source_open.enter_context(lock_run_dir(run_path(config, name=name)))
         folder = await in_thread(lambda: find_run_folder(config, name=name))  # it may ask at the terminal
         parts = await stack.enter_async_context(
             open_parts(config, backend_settings(config, folder), display, None)
@@ -146,17 +147,11 @@ def holds_out_folders(config: TrainerConfig) -> bool:
     return any(Path(name).expanduser().is_dir() for name in config.eval_tasks or ())
 
 
-async def closed(source: TaskSource) -> None:
-    """A `close` of the user's own that fails or hangs must not hide how the run went."""
-    try:
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await source.close()
-    except Exception as error:
-        logger.warning("the environment did not close: %s: %s", type(error).__name__, error)
-
-
 def success_of(metrics_file: Path) -> Success:
-    rates, floors = recorded(metrics_file, "test/env/all/success"), recorded(metrics_file, "test/floor")
+    rates, floors = (
+        recorded(metrics_file, "test/env/all/success"),
+        recorded(metrics_file, "test/noop_success"),
+    )
     last = rates[max(rates)] if rates else None
     is_partial = not recorded(metrics_file, "test/pass_at_1")  # its rates carry the part's name
     earned = recorded(metrics_file, "test/env/all/reward/total")
@@ -307,7 +302,7 @@ def end_state(error: BaseException) -> RunState:
         case StorageError():
             return RunState.STORAGE
         case TooManyFailuresError():
-            return RunState.RUBBLE
+            return RunState.TOO_MANY_FAILURES
         case _:
             return RunState.FAILED
 
@@ -346,25 +341,3 @@ def loop_settings(config: TrainerConfig, log_path: Path) -> LoopSettings:
             max_staleness=config.max_staleness,
         ),
     )
-
-
-class LogFile(logging.FileHandler):
-    def handleError(self, record: logging.LogRecord) -> None:
-        """A disk that is full ends the run with a line of its own; a traceback for each line of the log adds nothing."""
-
-    def close(self) -> None:
-        with suppress(OSError):
-            super().close()
-
-
-@contextmanager
-def logging_to_file(path: Path) -> Iterator[None]:
-    """Everything at INFO goes to logs.log; the terminal belongs to the display."""
-    handler = LogFile(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.getLogger().removeHandler(handler)
-        handler.close()

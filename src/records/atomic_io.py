@@ -1,4 +1,7 @@
-"""Files that outlive a crash: whole lines or none, the new file or the old one. A full disk is a StorageError that names the file."""
+"""File writes that survive crashes: whole lines or none, the new file or the old one.
+
+Errors of the file system become a StorageError that names the file.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,15 @@ from pathlib import Path
 
 from src.core.errors import StorageError
 
-BLOCK = 2**16  # bytes; of a file that may be large, its end is read in blocks of so many
+CHUNK_BYTES = 2**16  # large files are searched from their end in chunks of this size
 
 
 def append_record(path: Path, record: Mapping[str, object], *, sync: bool = True) -> None:
-    """One JSON line at the end of the file; a line that does not fit on the disk is taken back. `sync` waits for the disk itself, which
-    only a power cut calls for: what was written survives the process in any case."""
+    """Append one JSON line. A line that does not fit on the disk is removed again.
+
+    `sync` waits until the disk has the line, for the case of a power failure. Lines survive the process in
+    any case.
+    """
     line = (json.dumps(record) + "\n").encode()
     with storage_boundary(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,14 +42,14 @@ def append_record(path: Path, record: Mapping[str, object], *, sync: bool = True
             os.close(descriptor)
 
 
-def mend(path: Path) -> None:
-    """Cuts off what follows the last whole line, so that the next one starts on its own."""
+def truncate_torn_line(path: Path) -> None:
+    """Remove an incomplete last line, so that the next line starts at the beginning of a line."""
     if not path.exists():
         return
     with storage_boundary(path), path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         while end:
-            start = max(0, end - BLOCK)
+            start = max(0, end - CHUNK_BYTES)
             file.seek(start)
             if (newline := file.read(end - start).rfind(b"\n")) >= 0:
                 file.truncate(start + newline + 1)
@@ -53,33 +59,35 @@ def mend(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """The file holds `text`, or what it held before, whenever the process dies."""
+    """Replace the content of a file. After a crash the file has either the old or the new content."""
     with storage_boundary(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.new")
+        new = path.with_name(f".{path.name}.new")
         try:
-            with beside.open("w") as file:
+            with new.open("w") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(path)
+            new.replace(path)
         except OSError:
-            beside.unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
             raise
 
 
 @contextmanager
 def storage_boundary(path: Path) -> Iterator[None]:
-    """Attributes what the file system raises to the file."""
+    """Convert OSError to a StorageError that names the file."""
     try:
         yield
     except OSError as error:
+        reason = error.strerror or error
         raise StorageError(
-            f"cannot write {path}: {error.strerror or error}; make room or mend it, then resume the run"
+            f"cannot write {path}: {reason}; free space or fix the cause, then resume the run"
         ) from error
 
 
 def remove(path: Path) -> None:
+    """Remove a folder or a file."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

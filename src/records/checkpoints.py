@@ -1,4 +1,4 @@
-"""checkpoints.jsonl: where a run can be taken up again. A checkpoint after step `batch` resumes at the step after it."""
+"""checkpoints.jsonl: the saved checkpoints of a run. A run resumes after the step of its last checkpoint."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from src.records.atomic_io import append_record, mend
-from src.records.reading import Count, read_lines, same
+from src.records.atomic_io import append_record, truncate_torn_line
+from src.records.reading import Count, read_lines, unchanged
 
 JOURNAL = "checkpoints.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """One line of the journal. Task order, seeds and step count follow from `batch` and the config, so nothing else is run state."""
+    """One line of checkpoints.jsonl. Task order and seeds follow from `batch` and the config."""
 
     name: str
     batch: Count  # steps done
@@ -26,12 +26,12 @@ class Checkpoint:
 
 
 def append(log_path: Path, checkpoint: Checkpoint) -> None:
-    """On disk before the call returns: the journal is written after the server has confirmed the checkpoint."""
-    mend(log_path / JOURNAL)
+    """Append a checkpoint that the server has confirmed. It is on disk when the call returns."""
+    truncate_torn_line(log_path / JOURNAL)
     append_record(log_path / JOURNAL, asdict(checkpoint))
 
 
 def last(log_path: Path) -> Checkpoint | None:
-    """The newest entry; None for a run that has saved nothing yet. ConfigError for a line that is damaged."""
-    found = [*read_lines(log_path / JOURNAL, TypeAdapter(Checkpoint), same)]
-    return found[-1] if found else None
+    """Return the newest checkpoint; None if there is none. Raises ConfigError for a damaged line."""
+    checkpoints = [*read_lines(log_path / JOURNAL, TypeAdapter(Checkpoint), unchanged)]
+    return checkpoints[-1] if checkpoints else None

@@ -1,10 +1,11 @@
-"""Dumps for people and for the seeds' tools: what was said in evaluations and in some training steps, one JSON line per trajectory.
+"""Dumps of conversations from evaluations and from some training steps, one JSON line per trajectory.
 
-    dumped_evals/global_step_<N>_evals/<data source>.jsonl    every held-out trajectory, and aggregated_results.jsonl
-    training_examples/step_<N>_examples.jsonl                 of steps 1, 11, 21, ...: one trajectory of each of the first ten tasks
+    dumped_evals/global_step_<N>_evals/<data source>.jsonl  all trajectories, and aggregated_results.jsonl
+    training_examples/step_<N>_examples.jsonl               steps 1, 11, 21, ...: one trajectory of ten tasks
 
-`conversation` is clean messages. Two legacy fields stay beside it: `output_response` keeps the special tokens in evaluations, whose tools
-count them, and is clean in training examples. A dump that fails is a warning: it never costs a step.
+The fields are those of the seeds' tools. `conversation` has messages without special tokens.
+`output_response` has special tokens in evaluations, where tools count them, and none in training examples. A
+failed dump is a warning and does not fail the step.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from src.core.trajectory import Task, Trajectory, TrajectoryGroup
-from src.learning.metrics import environment
+from src.learning.played_groups import environment
 from src.records.atomic_io import replace_text
 
 logger = logging.getLogger(__name__)
 
-Decode = Callable[[Sequence[int], bool], str]  # token ids, and whether special tokens are left out
+Decode = Callable[[Sequence[int], bool], str]  # of token ids; True leaves special tokens out
 EXAMPLES_EVERY = 10
 NUM_EXAMPLES = 10
 SHOWN_CHARACTERS = 200
@@ -33,7 +34,7 @@ SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 def dump_evaluation(
     path: Path, step: int, groups: Sequence[TrajectoryGroup], metrics: Mapping[str, float], decode: Decode
 ) -> None:
-    """One file per family of tasks."""
+    """Write one file per domain or family of tasks."""
     with _never_fatal():
         folder = path / "dumped_evals" / f"global_step_{step}_evals"
         by_source: dict[str, list[str]] = {}
@@ -46,24 +47,24 @@ def dump_evaluation(
 
 
 def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], decode: Decode) -> None:
-    """Nothing but for steps 1, 11, 21, ... A task without a graded trial gives no example."""
+    """Write the examples of steps 1, 11, 21, ... Tasks without a graded trial are left out."""
     if step % EXAMPLES_EVERY != 1:
         return
     with _never_fatal():
         chosen = [(group.task, group.trajectories[0]) for group in groups if group.trajectories][
             :NUM_EXAMPLES
         ]
-        found = [example_record(step, task, trajectory, decode) for task, trajectory in chosen]
-        for record in found:
+        examples = [example_record(step, task, trajectory, decode) for task, trajectory in chosen]
+        for record in examples:
             logger.info(
                 "example of step %d, %s: %s",
                 step,
                 record["uid"],
                 str(record["output_response"])[:SHOWN_CHARACTERS],
             )
-        if found:
+        if examples:
             replace_text(
-                path / "training_examples" / f"step_{step}_examples.jsonl", "".join(map(_line, found))
+                path / "training_examples" / f"step_{step}_examples.jsonl", "".join(map(_line, examples))
             )
 
 
@@ -98,7 +99,7 @@ def example_record(step: int, task: Task, trajectory: Trajectory, decode: Decode
 
 
 def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, object]]:
-    """The environment's own messages where it kept them, else the first prompt and what followed, as text."""
+    """Return the environment's messages if it kept them; otherwise the first prompt and the rest as text."""
     if trajectory.conversation and all(
         isinstance(message, Mapping) and "role" in message for message in trajectory.conversation
     ):
@@ -111,7 +112,7 @@ def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, objec
 
 
 def without_special_tokens(message: Mapping[str, object]) -> dict[str, object]:
-    """A model may well sample one in the middle of what it says."""
+    """Remove special tokens that the model sampled as text."""
     content = message.get("content")
     return (
         {**message, "content": SPECIAL_TOKEN.sub("", content)} if isinstance(content, str) else dict(message)
@@ -123,7 +124,10 @@ def prompt_ids(trajectory: Trajectory) -> list[int]:
 
 
 def response_ids(trajectory: Trajectory) -> list[int]:
-    """Everything behind the first prompt, up to the last answer. A rewritten history has its last answers only."""
+    """Return the tokens after the first prompt.
+
+    After a rewritten history, only the last completion is returned.
+    """
     if not trajectory.turns:
         return []
     first, last = trajectory.turns[0], trajectory.turns[-1]
@@ -144,4 +148,4 @@ def _never_fatal() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.warning("nothing was dumped: %s: %s", type(error).__name__, error)
+        logger.warning("the dump failed: %s: %s", type(error).__name__, error)

@@ -1,7 +1,7 @@
-"""The one reader of run files: every line is checked against a schema before anything is done with it.
+"""Reading of run files. Every line is checked against a schema.
 
-A last line without its end is what a crash cut short, and is passed over. Any other line that is not what was written there makes a
-ConfigError of one line, which names the file, the line and what is wrong with it.
+A last line without a line end is the result of a crash and is skipped. Any other line that does not match the
+schema raises a ConfigError that names the file, the line and the problem.
 """
 
 from __future__ import annotations
@@ -16,19 +16,13 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from src.core.errors import ConfigError
 
-REMEDY = "restore the file from a copy, or begin anew with another log_path"
-DAMAGED = (
-    ArithmeticError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-    zlib.error,
-)  # what the conversion of a line may raise
+REMEDY = "restore the file from a copy, or start again with another log_path"
+# What the conversion of a damaged line may raise.
+DAMAGED = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, zlib.error)
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Finite = Annotated[float, Field(allow_inf_nan=False, gt=-1e300, lt=1e300)]  # sums of them are finite too
+Finite = Annotated[float, Field(allow_inf_nan=False, gt=-1e300, lt=1e300)]  # so that sums are finite too
 Numbers = dict[str, Whole | Finite | None]
 
 
@@ -44,8 +38,8 @@ Hashes = dict[str, str]
 Group = tuple[Count, str]
 
 
-class PlaceFields(TypedDict):
-    purpose: Annotated[str, Field(max_length=100)]  # step, eval, or that of a refill
+class RolloutFields(TypedDict):
+    purpose: Annotated[str, Field(max_length=100)]  # step, eval or refill-<n>
     step: Count
     task: str
     member: Count
@@ -56,17 +50,17 @@ class Started(TypedDict):
     resumed_from: Count
 
 
-class Begun(TypedDict):
-    event: Literal["begun"]
+class BatchFixed(TypedDict):
+    event: Literal["batch_fixed", "begun"]  # begun: earlier releases
     step: Count
     groups: list[Group]
 
 
-class Admitted(PlaceFields):
-    event: Literal["admitted"]
+class RolloutStarted(RolloutFields):
+    event: Literal["rollout_started", "admitted"]  # admitted: earlier releases
 
 
-class Finished(PlaceFields):
+class Finished(RolloutFields):
     event: Literal["finished"]
     outcome: str
 
@@ -103,18 +97,19 @@ class Evaluated(TypedDict):
 
 
 class Note(TypedDict):
-    """What nobody reads again."""
+    """An event that is not read again."""
 
     event: Literal["checkpointed", "quarantined", "ended"]
 
 
 JournalLine = Annotated[
-    Started | Begun | Admitted | Finished | Trained | Evaluated | Note, Field(discriminator="event")
+    Started | BatchFixed | RolloutStarted | Finished | Trained | Evaluated | Note,
+    Field(discriminator="event"),
 ]
 
 
 def read_lines[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any], T]) -> Iterator[T]:
-    """Each line, checked and converted; nothing for a file that is not there."""
+    """Yield each line, checked and converted. A missing file has no lines."""
     with _reading(path):
         if not path.exists():
             return
@@ -122,27 +117,28 @@ def read_lines[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any],
     with file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
-                return  # a crash cut it short
+                return  # incomplete because of a crash
             yield _checked(line, schema, convert, f"{path}, line {number}")
 
 
 def read_document[T](path: Path, schema: TypeAdapter[Any], convert: Callable[[Any], T]) -> T:
-    """A file that is one JSON value."""
+    """Read a file that contains one JSON value."""
     with _reading(path):
         content = path.read_bytes()
     return _checked(content, schema, convert, str(path))
 
 
 def read_word(path: Path) -> str:
-    """A file that is one line of text, such as an id."""
+    """Read a file that contains one line of text, such as an id."""
     with _reading(path):
         content = path.read_bytes()
     if re.fullmatch(rb"[\x21-\x7e][\x20-\x7e]{0,999}\n?", content) is None:
-        raise ConfigError(f"{path}: is not one line of text; {REMEDY}")
+        raise ConfigError(f"{path}: not one line of text; {REMEDY}")
     return content.decode().strip()
 
 
-def same(value: Any) -> Any:
+def unchanged(value: Any) -> Any:
+    """Convert nothing."""
     return value
 
 
@@ -164,7 +160,7 @@ def _shown(text: str) -> str:
 
 
 class _reading:
-    """Attributes what the file system raises to the file."""
+    """Converts OSError to a ConfigError that names the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

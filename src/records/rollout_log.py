@@ -1,4 +1,4 @@
-"""Compact records of what was played: one JSON line per trial in rollouts/<purpose>_<step>.jsonl."""
+"""Compact records of trials: one JSON line per trial in rollouts/<purpose>_<step>.jsonl."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from src.records.tracking import finite
 def record_groups(
     path: Path, groups: Sequence[TrajectoryGroup], advantages: Mapping[tuple[str, str], float]
 ) -> None:
-    """`advantages` is keyed by (task id, trial name); a trial that did not train has none."""
+    """Write the records.
+
+    `advantages` is keyed by (task id, trial name); trials that did not train have none.
+    """
     lines = [
         json.dumps(trajectory_record(trajectory, advantages.get((trajectory.task_id, trajectory.trial_name))))
         for group in groups

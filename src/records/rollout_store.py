@@ -1,10 +1,12 @@
-"""Finished rollouts on disk, with the exact tokens and log-probabilities: finished/<purpose>_<step>.jsonl, one line per rollout.
+"""Finished rollouts with their exact tokens and logprobs, one line each in finished/<purpose>_<step>.jsonl.
 
-A prompt is written as what it adds to the turn it continues, so that a rollout of n tokens takes n numbers, or, where a history was
-rewritten, to what it shares with the prompt before it. Numbers are packed:
+A prompt that continues an earlier turn is stored as the tokens it adds to that turn, so that a rollout of n
+tokens takes n numbers. A prompt with a rewritten history is stored as the tokens after the prefix that it
+shares with the prompt before it. Numbers are packed:
 
-    prompt [1, 2], completion [3]; prompt [1, 2, 3, 4], completion [5]  ->  {"prompt_ids": [1, 2]}, {"after": 0, "prompt_ids": [4]}
-    prompt [1, 2, 3, 4], then a history rewritten to [1, 2, 8]         ->  ..., {"shared": 2, "prompt_ids": [8]}
+    prompt [1, 2], completion [3]      ->  {"prompt_ids": [1, 2]}
+    prompt [1, 2, 3, 4] after it       ->  {"after": 0, "prompt_ids": [4]}
+    prompt rewritten to [1, 2, 8]      ->  {"shared": 2, "prompt_ids": [8]}
     [1, 2]  ->  "<i4:" and the base64 of the compressed array
 """
 
@@ -23,12 +25,12 @@ from pydantic import TypeAdapter
 from src.core.token_ids import TokenIds
 from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn, ZeroReason
 from src.learning.datums import extends
-from src.records.atomic_io import append_record, mend, remove
+from src.records.atomic_io import append_record, remove, truncate_torn_line
 from src.records.journal import Journal, RolloutKey
-from src.records.reading import Count, Finite, Whole, read_lines, same
+from src.records.reading import Count, Finite, Whole, read_lines, unchanged
 
 PACKED = ("prompt_ids", "completion_ids", "logprobs")  # of a turn
-LARGEST = 2**30  # bytes of a packed array; more is no rollout
+MAX_BYTES = 2**30  # of an unpacked array
 PACKINGS = ("<i4", "<i8", "<f4", "<f8")
 
 
@@ -45,7 +47,7 @@ class TurnFields(TypedDict):
 
 
 class TrajectoryFields(TypedDict):
-    """A trajectory on disk. Metrics may hold what is no number."""
+    """A trajectory on disk. Metrics may be NaN or infinite."""
 
     task_id: str
     turns: list[TurnFields]
@@ -68,7 +70,7 @@ class FailureFields(TypedDict):
 
 
 class FinishedLine(TypedDict):
-    """One rollout."""
+    """One rollout on disk."""
 
     task: str
     member: Count
@@ -82,7 +84,7 @@ LINE: TypeAdapter[Any] = TypeAdapter(FinishedLine)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedRollout:
-    """The last result of a rollout, and what it took."""
+    """The last result of a rollout, its seed and the number of attempts."""
 
     result: Trajectory | TrialFailure
     seed: int
@@ -90,51 +92,58 @@ class FinishedRollout:
 
 
 class FinishedRollouts:
-    """The rollouts of one run that need not be played again."""
+    """The rollouts of one run that are not played again."""
 
     def __init__(self, log_path: Path, journal: Journal) -> None:
         self.journal = journal
         self._log_path = log_path
         self._directory = log_path / "finished"
         for path in self._directory.glob("*.jsonl"):
-            mend(path)
+            truncate_torn_line(path)
 
     def load(self, purpose: str, step: int) -> dict[RolloutKey, FinishedRollout]:
-        """What is on disk of a step or evaluation. A failure stands only where it was already reckoned with."""
-        found: dict[RolloutKey, FinishedRollout] = {}
+        """Return the rollouts of a step or evaluation.
+
+        A failure counts only if its step has used it already.
+        """
+        rollouts: dict[RolloutKey, FinishedRollout] = {}
 
         def rollout_of(record: dict[str, Any]) -> tuple[RolloutKey, FinishedRollout]:
-            place = RolloutKey(purpose=purpose, step=step, task=record["task"], member=record["member"])
-            return place, FinishedRollout(
+            key = RolloutKey(purpose=purpose, step=step, task=record["task"], member=record["member"])
+            return key, FinishedRollout(
                 result=decoded(record["result"]), seed=record["seed"], attempts=record["attempts"]
             )
 
-        found.update(read_lines(self._path(purpose, step), LINE, rollout_of))
+        rollouts.update(read_lines(self._path(purpose, step), LINE, rollout_of))
         return {
-            place: rollout
-            for place, rollout in found.items()
-            if isinstance(rollout.result, Trajectory) or self.journal.is_settled(place)
+            key: rollout
+            for key, rollout in rollouts.items()
+            if isinstance(rollout.result, Trajectory) or self.journal.is_settled(key)
         }
 
-    def add(self, place: RolloutKey, rollout: FinishedRollout) -> None:
-        """On disk before the journal says so."""
+    def add(self, key: RolloutKey, rollout: FinishedRollout) -> None:
+        """Write a rollout, and then the event in the journal."""
         record = {
-            "task": place.task,
-            "member": place.member,
+            "task": key.task,
+            "member": key.member,
             "seed": rollout.seed,
             "attempts": rollout.attempts,
         }
-        append_record(self._path(place.purpose, place.step), record | {"result": encoded(rollout.result)})
+        append_record(self._path(key.purpose, key.step), record | {"result": encoded(rollout.result)})
         self.journal.finished(
-            place, "graded" if isinstance(rollout.result, Trajectory) else rollout.result.kind
+            key, "graded" if isinstance(rollout.result, Trajectory) else rollout.result.kind
         )
 
     def job_directory(self, purpose: str, step: int) -> Path:
-        """For the trials of a step or evaluation, less what an earlier process left half done in it. Who writes there makes it."""
+        """Return the folder for the trials of a step or evaluation, without unfinished trials of earlier
+        processes.
+
+        The folder is created by whoever writes to it.
+        """
         directory = self._log_path / "jobs" / f"{purpose}_{step:06d}"
-        if left := [*directory.glob("*")]:
+        if paths := [*directory.glob("*")]:
             finished = {rollout.result.trial_name for rollout in self.load(purpose, step).values()}
-            for path in left:
+            for path in paths:
                 if path.name not in finished:
                     remove(path)
         return directory
@@ -144,11 +153,11 @@ class FinishedRollouts:
 
 
 def any_graded(log_path: Path) -> bool:
-    """Whether anything would be lost with the folder."""
+    """Return whether the run has a graded rollout."""
     return any(
         "turns" in record["result"]
         for path in (log_path / "finished").glob("*.jsonl")
-        for record in read_lines(path, LINE, same)
+        for record in read_lines(path, LINE, unchanged)
     )
 
 
@@ -170,7 +179,7 @@ def decoded(values: Mapping[str, Any]) -> Trajectory | TrialFailure:
 
 
 def packed(numbers: Sequence[float]) -> str:
-    """In as few bytes as lose nothing: log-probabilities in single precision where that is what they are.
+    """Compress numbers without loss, in single precision if that is exact.
 
     >>> unpacked(packed([1, 2])), unpacked(packed([-0.5])), unpacked(packed([0.1]))
     ([1, 2], [-0.5], [0.1])
@@ -188,9 +197,9 @@ def packed(numbers: Sequence[float]) -> str:
 def unpacked(text: str) -> list[Any]:
     kind, _, content = text.partition(":")
     inflater = zlib.decompressobj()
-    raw = inflater.decompress(base64.b64decode(content), LARGEST)
+    raw = inflater.decompress(base64.b64decode(content), MAX_BYTES)
     if kind not in PACKINGS or not inflater.eof:
-        raise ValueError("is no packed array")
+        raise ValueError("not a packed array")
     return np.frombuffer(raw, dtype=kind).tolist()
 
 
@@ -214,7 +223,7 @@ def _encoded_turns(turns: Sequence[Turn]) -> list[dict[str, object]]:
 
 
 def num_shared(ids: Sequence[int], others: Sequence[int]) -> int:
-    """With how many tokens both begin.
+    """Return the length of the common prefix.
 
     >>> num_shared([1, 2, 3], [1, 2, 4, 5])
     2
@@ -225,7 +234,7 @@ def num_shared(ids: Sequence[int], others: Sequence[int]) -> int:
 
 
 def _decoded_turns(values: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """ValueError, and others that `reading` attributes to the line, for what `_encoded_turns` has not written."""
+    """Invert `_encoded_turns`. Raises one of `reading.DAMAGED` for values that it does not write."""
     turns: list[Turn] = []
     for value in values:
         changed = {
@@ -235,7 +244,7 @@ def _decoded_turns(values: Sequence[Mapping[str, Any]]) -> list[Turn]:
         }
         if "after" in value:
             if value["after"] >= len(turns):
-                raise ValueError("a turn continues one that does not stand before it")
+                raise ValueError("a turn continues a turn that is not before it")
             earlier = turns[value["after"]]
             changed["prompt_ids"] = TokenIds.wrap(earlier.prompt_ids).extended(
                 [*earlier.completion_ids, *changed["prompt_ids"]]
@@ -246,6 +255,6 @@ def _decoded_turns(values: Sequence[Mapping[str, Any]]) -> list[Turn]:
         if len(changed["logprobs"]) != len(changed["completion_ids"]) or not all(
             isinstance(t, int) for t in changed["completion_ids"]
         ):
-            raise ValueError("a turn has other than one log-probability for each token")
+            raise ValueError("a turn does not have one logprob per token")
         turns.append(Turn(**{**changed, "stop_reason": StopReason(value["stop_reason"])}))
     return turns

@@ -1,4 +1,7 @@
-"""A run's folder: whether it may be used, and from which checkpoint. Nothing is written before everything else has been checked."""
+"""The folder of a run: whether it can be used, and from which checkpoint.
+
+All checks precede the first write.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ from src.records.atomic_io import remove, replace_text, storage_boundary
 from src.records.checkpoints import Checkpoint
 from src.records.journal import JOURNAL
 from src.records.private_folder import make_parents, make_private, resolved
-from src.records.reading import read_document, same
+from src.records.reading import read_document, unchanged
 from src.records.rollout_store import any_graded
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
-# A run that continues under another value of these would not be the same run.
+# A resumed run must have the same values of these options.
 IDENTITY = (
     "model_name",
     "lora_rank",
@@ -49,26 +52,26 @@ IDENTITY = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
     path: Path
-    checkpoint: Checkpoint | None  # where the run continues; None: at its beginning
+    checkpoint: Checkpoint | None  # from which the run continues; None: from the beginning
     delete_first: bool
-    resumed: bool = False  # what earlier processes left is taken up
+    resumed: bool = False  # the files of earlier processes are used
 
     def at_last_checkpoint(self) -> RunFolder:
-        """The same run, to be taken up again."""
+        """Return the same run, resumed from its last checkpoint."""
         return RunFolder(
             path=self.path, checkpoint=checkpoints.last(self.path), delete_first=False, resumed=True
         )
 
     def create(self, config: TrainerConfig) -> None:
-        """The folder with its config.json, emptied if that was asked for."""
+        """Create the folder and config.json. An old run is deleted first if that was requested."""
         if self.delete_first:
-            aside = self.path.with_name(f".{self.path.name}.deleted")
-            shutil.rmtree(aside, ignore_errors=True)
-            self.path.rename(aside)  # a crash while deleting leaves no half of a run under the run's name
-            shutil.rmtree(aside)
+            deleted = self.path.with_name(f".{self.path.name}.deleted")
+            shutil.rmtree(deleted, ignore_errors=True)
+            self.path.rename(deleted)  # so that a crash leaves no half-deleted run under this name
+            shutil.rmtree(deleted)
         elif not self.resumed:
-            for left in (JOURNAL, "finished"):  # of a run that stopped before its first result
-                remove(self.path / left)
+            for name in (JOURNAL, "finished"):  # of a run that stopped before its first result
+                remove(self.path / name)
         with storage_boundary(self.path):
             make_private(self.path)
         replace_text(self.path / CONFIG_FILE, json.dumps(chz.asdict(config), indent=2) + "\n")
@@ -79,11 +82,11 @@ def run_path(config: TrainerConfig, *, name: str) -> Path:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Nobody else trains or evaluates into the folder while the block runs; ConfigError where somebody does.
+def lock_run_dir(path: Path) -> Iterator[None]:
+    """Lock the folder while the block runs. Raises ConfigError if another process uses it.
 
-    The lock lies beside the folder, which may be deleted, or in it where nothing can be written beside it. The kernel drops it with the
-    process. A file system without locks has none.
+    The lock file is next to the folder, which may be deleted, or inside it if the parent is not writable. The
+    kernel releases the lock with the process. On a file system without locks, a warning is logged.
     """
     try:
         make_parents(path)
@@ -98,11 +101,13 @@ def held(path: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"log_path {path} is in use by a run that lives; stop it first, or give another log_path"
+                f"log_path {path} is in use by a running process; stop it first, or give another log_path"
             ) from error
         except OSError as error:
             logger.warning(
-                "%s: no lock can be taken there (%s); start no second trainer on this run", path, error
+                "%s: the file system does not support locks (%s); do not start a second trainer on this run",
+                path,
+                error,
             )
         yield
     finally:
@@ -110,12 +115,15 @@ def held(path: Path) -> Iterator[None]:
 
 
 def find_run_folder(config: TrainerConfig, *, name: str) -> RunFolder:
-    """ConfigError when the folder holds a run and the options do not say what to do with it."""
+    """Return the folder to use.
+
+    Raises ConfigError if it has a run and the options do not say what to do with it.
+    """
     path = run_path(config, name=name)
     if not path.exists() or (path.is_dir() and all(child.name.startswith(".") for child in path.iterdir())):
         return RunFolder(path=path, checkpoint=None, delete_first=False)
     if not (path / CONFIG_FILE).is_file():
-        raise ConfigError(f"log_path {path} is not empty and holds no run; give another log_path")
+        raise ConfigError(f"log_path {path} is not empty and has no run; give another log_path")
     if not (path / METRICS_FILE).is_file() and not any_graded(path):  # it stopped before its first result
         return RunFolder(path=path, checkpoint=None, delete_first=False)
     behavior = config.behavior_if_log_dir_exists
@@ -127,31 +135,32 @@ def find_run_folder(config: TrainerConfig, *, name: str) -> RunFolder:
         _check_same_run(path, config)
         return RunFolder(path=path, checkpoint=None, delete_first=False).at_last_checkpoint()
     raise ConfigError(
-        f"log_path {path} holds a run; add behavior_if_log_dir_exists=resume or =delete, or give another log_path"
+        f"log_path {path} has a run; add behavior_if_log_dir_exists=resume or =delete, "
+        "or give another log_path"
     )
 
 
 def _ask(path: Path) -> str:
-    """Without a terminal there is nobody to ask."""
+    """Ask at the terminal what to do; without a terminal, raise."""
     if not sys.stdin.isatty():
         return "raise"
-    answer = input(f"{path} holds a run. [r]esume it, [d]elete it, or stop? ").strip().lower()
+    answer = input(f"{path} has a run. [r]esume it, [d]elete it, or stop? ").strip().lower()
     return {"r": "resume", "resume": "resume", "d": "delete", "delete": "delete"}.get(answer, "raise")
 
 
 def _check_same_run(path: Path, config: TrainerConfig) -> None:
-    before = read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), same)
+    before = read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged)
     now = json.loads(json.dumps(chz.asdict(config)))
     for name in IDENTITY:
         if name in before and before[name] != now[name]:
             raise ConfigError(
-                f"the run in {path} has {name}={before[name]}, not {now[name]}; resume it with its own value, or give another log_path"
+                f"the run in {path} has {name}={before[name]}, not {now[name]}; resume it with that value, "
+                "or give another log_path"
             )
-    if _is_ahead(before) and not _is_ahead(
-        now
-    ):  # its steps have learned from groups of later ones, and left some of their own
+    if _is_ahead(before) and not _is_ahead(now):  # its steps have used groups of later steps
         raise ConfigError(
-            f"the run in {path} takes groups as they end; resume it with max_staleness=1 or stream_groups=true, or give another log_path"
+            f"the run in {path} takes groups in the order in which they end; resume it with max_staleness=1 "
+            "or stream_groups=true, or give another log_path"
         )
 
 

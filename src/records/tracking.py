@@ -1,4 +1,7 @@
-"""RunLog: one metrics object per step, to metrics.jsonl always, to wandb and trackio when asked. The only importer of both."""
+"""The metrics of a run: one object per step in metrics.jsonl and, if configured, in wandb and trackio.
+
+This is the only module that imports wandb and trackio.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import math
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +22,8 @@ from pydantic import TypeAdapter
 
 from src.core.errors import ConfigError
 from src.records.atomic_io import append_record, replace_text
-from src.records.metric_names import ALL_TASKS, with_aliases
-from src.records.reading import MetricsLine, read_lines, read_word, same
+from src.records.metrics_table import ALL_TASKS, RENAMED, RENAMED_NOTICE, aliases_of, with_aliases
+from src.records.reading import MetricsLine, read_lines, read_word, unchanged
 
 if TYPE_CHECKING:
     import wandb
@@ -35,7 +38,7 @@ JUDGE_SUFFIX = "_with_taxonomy_feedback"
 
 
 class TrackioRun(Protocol):
-    """What we use of a trackio run; the package is optional."""
+    """The part of a trackio run that is used here. The package is optional."""
 
     def log(self, metrics: dict[str, float], step: int | None = None) -> None: ...
 
@@ -50,7 +53,7 @@ class TrackingSettings:
 
 
 class RunLog:
-    """Appends to `metrics.jsonl`, one object with `step` per call."""
+    """Writes one line per step to `metrics.jsonl` and sends it to wandb and trackio."""
 
     def __init__(
         self, path: Path, wandb_run: wandb.Run | None = None, trackio_run: TrackioRun | None = None
@@ -58,55 +61,63 @@ class RunLog:
         self._path = path
         self._wandb_run = wandb_run
         self._trackio_run = trackio_run
+        self._is_notice_due = True
 
     def log(self, step: int, metrics: Mapping[str, float], *, is_whole: bool = True) -> None:
-        """A line that is not whole will be amended: wandb and trackio, which take a step once, have it then."""
-        metrics = with_aliases(metrics)
+        """Append the line of a step.
+
+        If `is_whole` is false, `amend` will complete the line, and wandb and trackio receive it then: they
+        accept a step only once.
+        """
+        metrics = self._with_aliases(metrics)
         append_record(self._path, {"step": step, **finite(metrics)})
         if is_whole:
             self._send(step, metrics)
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds what the line of a step still lacked, perhaps nothing. Whenever the process dies, the file has the old line or the new
-        one."""
-        is_sent_perhaps = not metrics
-        before = next((record for record in records(self._path) if record["step"] == step), {})
-        metrics = with_aliases(
-            {name: value for name, value in before.items() if name != "step"} | dict(metrics)
-        )
-        kept = [record for record in records(self._path) if record["step"] < step]
-        replace_text(
-            self._path,
-            "".join(json.dumps(record) + "\n" for record in [*kept, {"step": step, **finite(metrics)}]),
-        )
-        self._send(step, metrics, is_sent_perhaps=is_sent_perhaps)
+        """Add metrics, possibly none, to the line of a step, and send the line.
 
-    def _send(self, step: int, metrics: Mapping[str, float], *, is_sent_perhaps: bool = False) -> None:
-        """wandb ignores a step that it has; trackio would have it twice."""
-        if self._wandb_run is not None:
-            self._wandb_run.log(
-                {name: value for name, value in metrics.items() if value is not None}, step=step, commit=True
-            )
-        if self._trackio_run is not None and not is_sent_perhaps:
-            self._trackio_run.log(
-                {name: value for name, value in finite(metrics).items() if value is not None}, step=step
-            )
+        The file is replaced as a whole: after a crash it has either the old line or the new one.
+        """
+        lines = records(self._path)
+        before = next((record for record in lines if record["step"] == step), {})
+        values = {name: value for name, value in before.items() if name != "step"} | dict(metrics)
+        values = self._with_aliases(values)
+        self._rewrite([*(line for line in lines if line["step"] < step), {"step": step, **finite(values)}])
+        self._send(step, values, may_be_sent=not metrics)
 
     def forget_from(self, step: int) -> None:
-        """Steps from this one on are about to be repeated and leave metrics.jsonl, with a last line that a crash cut. wandb keeps the
-        first value it was given."""
+        """Remove the lines of the steps from `step` on, which are repeated. wandb keeps its first values."""
         if self._path.exists():
-            replace_text(
-                self._path,
-                "".join(json.dumps(record) + "\n" for record in records(self._path) if record["step"] < step),
-            )
+            self._rewrite([record for record in records(self._path) if record["step"] < step])
+
+    def _rewrite(self, lines: Sequence[Mapping[str, object]]) -> None:
+        replace_text(self._path, "".join(json.dumps(line) + "\n" for line in lines))
+
+    def _with_aliases(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        values = with_aliases(metrics)
+        if self._is_notice_due and any(alias.metric in values for alias in RENAMED):
+            self._is_notice_due = False
+            logger.info("%s", RENAMED_NOTICE)
+        return values
+
+    def _send(self, step: int, metrics: Mapping[str, float], *, may_be_sent: bool = False) -> None:
+        """Send a line. wandb ignores a step that it has; trackio would store it twice, so it gets no
+        repetition.
+        """
+        if self._wandb_run is not None:
+            values = {name: value for name, value in metrics.items() if value is not None}
+            self._wandb_run.log(values, step=step, commit=True)
+        if self._trackio_run is not None and not may_be_sent:
+            numbers = {name: value for name, value in finite(metrics).items() if value is not None}
+            self._trackio_run.log(numbers, step=step)
 
 
 @contextmanager
 def open_run_log(
     log_path: Path, settings: TrackingSettings, *, name: str, config: Mapping[str, object]
 ) -> Iterator[RunLog]:
-    """The log of the run in `log_path`, new or continued. What it opens it finishes, once."""
+    """Open the log of the run in `log_path`. On exit, finish its wandb and trackio runs."""
     with ExitStack() as stack:
         wandb_run = trackio_run = None
         if settings.wandb_project is not None:
@@ -116,15 +127,15 @@ def open_run_log(
                 name=name,
                 config=config,
             )
-            stack.callback(finish, wandb_run, "wandb", "`wandb sync` sends the rest")
+            stack.callback(finish, wandb_run, "wandb", "run `wandb sync` to send the rest")
         if settings.trackio_project is not None:
             trackio_run = _trackio_run(log_path, project=settings.trackio_project, name=name, config=config)
-            stack.callback(finish, trackio_run, "trackio", "`trackio show` has what was written")
+            stack.callback(finish, trackio_run, "trackio", "run `trackio show` to see what was written")
         yield RunLog(log_path / "metrics.jsonl", wandb_run, trackio_run)
 
 
 def finish(run: wandb.Run | TrackioRun, program: str, advice: str) -> None:
-    """Uploads what is left. A network that is gone must not hold the process; the files stay."""
+    """Upload what is left, for at most `FINISH_S`. The files stay, whether or not the upload completes."""
     uploading = threading.Thread(target=run.finish, daemon=True)
     uploading.start()
     uploading.join(FINISH_S)
@@ -133,46 +144,52 @@ def finish(run: wandb.Run | TrackioRun, program: str, advice: str) -> None:
 
 
 def project_name(project: str, *, is_judged: bool) -> str:
-    """Runs whose reward a judge has a part in stay apart from the others.
+    """Return the wandb project. Runs with a judge's bonus in the reward have a project of their own.
 
-    >>> project_name("tau" + JUDGE_SUFFIX, is_judged=True)  # never twice
+    >>> project_name("tau" + JUDGE_SUFFIX, is_judged=True)  # the suffix is added only once
     'tau_with_taxonomy_feedback'
     """
     return project + JUDGE_SUFFIX if is_judged and not project.endswith(JUDGE_SUFFIX) else project
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON has no NaN."""
+    """Return the metrics with None for every NaN and infinity, which JSON does not have."""
     return {
         name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()
     }
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl. ConfigError for one that is damaged."""
-    return list(read_lines(path, LINE, same))
+    """Return the lines of metrics.jsonl. Raises ConfigError for a damaged line."""
+    return list(read_lines(path, LINE, unchanged))
 
 
 def recorded(path: Path, name: str) -> dict[int, float]:
-    """The values of one metric by step."""
-    return {record["step"]: record[name] for record in records(path) if record.get(name) is not None}
+    """Return the values of a metric by step, also from lines that have only an alias of it."""
+    names = (name, *aliases_of(name))
+    values = {
+        record["step"]: next((record[key] for key in names if record.get(key) is not None), None)
+        for record in records(path)
+    }
+    return {step: value for step, value in values.items() if value is not None}
 
 
 def recorded_variances(path: Path) -> dict[str, list[float]]:
-    """`variance_per_prompt` of every step that was trained: of all tasks, and of each domain or family that has its own."""
-    found: dict[str, list[float]] = {}
+    """Return `variance_per_prompt` of every training step, for all tasks and for each domain or family."""
+    variances: dict[str, list[float]] = {}
     for record in records(path):
         for name, value in record.items():
             area, _, last = name.rpartition("/")
             if last == "variance_per_prompt" and area.partition("/")[0] == "reward" and value is not None:
-                found.setdefault(area.partition("/")[2] or ALL_TASKS, []).append(value)
-    return dict(sorted(found.items()))
+                variances.setdefault(area.partition("/")[2] or ALL_TASKS, []).append(value)
+    return dict(sorted(variances.items()))
 
 
 def is_wall_clock(name: str) -> bool:
-    """Whether a metric measures time. All others are the same in an unbroken run and in one that was killed and resumed.
+    """Return whether a metric measures time. All others are equal in an unbroken run and in a resumed one.
 
-    >>> [is_wall_clock(name) for name in ("test/environment/agent_s", "test/env/retail/duration_s", "environment/prefix_breaks")]
+    >>> names = ("test/environment/agent_s", "test/env/retail/duration_s", "environment/prefix_breaks")
+    >>> [is_wall_clock(name) for name in names]
     [True, True, False]
     """
     name = name.removeprefix("test/")
@@ -184,14 +201,12 @@ def is_wall_clock(name: str) -> bool:
 
 
 def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> wandb.Run:
-    """A new run, or the one this folder already belongs to."""
-    os.environ.setdefault("WANDB_SILENT", "true")  # read at import; the run's own output names the folder
+    """Start a wandb run, or continue the one that belongs to this folder."""
+    os.environ.setdefault("WANDB_SILENT", "true")  # read at import; the trainer prints the folder itself
     import wandb  # slow to import
 
     id_file = log_path / WANDB_ID_FILE
-    if (
-        not id_file.exists()
-    ):  # named before it begins, so that a run killed at any moment goes on under the same id
+    if not id_file.exists():  # written first, so that a run that is killed at any moment keeps its id
         replace_text(id_file, secrets.token_hex(4) + "\n")
     try:
         return wandb.init(
@@ -211,17 +226,19 @@ def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, 
 
 
 def _trackio_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> TrackioRun:
-    """A new run, or the one this folder already belongs to; trackio knows a run by its name, and keeps it on this machine."""
+    """Start a trackio run, or continue the one that belongs to this folder. trackio identifies a run by its
+    name.
+    """
     try:
         import trackio  # pyright: ignore[reportMissingImports]  # optional
     except ImportError as error:
         raise ConfigError(
-            "trackio_project needs the package trackio: run scripts/setup.sh trackio, or drop trackio_project"
+            "trackio_project needs the package trackio: run scripts/setup.sh trackio, or remove it"
         ) from error
     name_file = log_path / TRACKIO_NAME_FILE
     if not name_file.exists():
         replace_text(name_file, name + "\n")
-    with redirect_stdout(io.StringIO()):  # it greets at length
+    with redirect_stdout(io.StringIO()):  # `init` prints several lines
         return trackio.init(
             project=project, name=read_word(name_file), config=dict(config), resume="allow", embed=False
         )

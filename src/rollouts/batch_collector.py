@@ -16,12 +16,12 @@ from src.learning import curriculum
 from src.learning.curriculum import CurriculumSettings, curriculum_metrics
 from src.learning.dynamic_sampling import (
     DynamicSamplingSettings,
-    Sampled,
+    SamplingState,
     refill,
     sample_groups,
     sampling_metrics,
 )
-from src.learning.filters import FilterSettings
+from src.learning.filters import FilterSettings, apply_reward_rules
 from src.policy.sampling_policy import NewestPolicy, Policy
 from src.records.journal import GroupKey, RolloutKey
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
@@ -131,7 +131,7 @@ class StepGroups:
         scheduled = self._chosen(batch)
         tasks = [task for task in scheduled if task.id not in self._faults.quarantined]
         num_retries: list[int] = []
-        self._journal.begun(batch.step, [(batch.step, task.id) for task in scheduled])
+        self._journal.batch_fixed(batch.step, [(batch.step, task.id) for task in scheduled])
         play = partial(self._play, batch, num_retries)
         refills = partial(self._refills, batch)
         state = await sample_groups(
@@ -151,11 +151,14 @@ class StepGroups:
         self._display.begin(title, num_groups=len(batch.tasks), group_size=settings.group_size)
         metrics = self._pipeline.metrics()
         taken: list[TimedGroup] = []
+        to_learn: list[TrajectoryGroup] = []
 
         def take(finished: TimedGroup) -> None:
             taken.append(finished)
             self._display.group(finished)
-            on_group(finished.group)
+            [group] = apply_reward_rules([finished.group], settings.filters)
+            to_learn.append(group)
+            on_group(group)
 
         before = self._journal.groups_of(batch.step)
         if before is not None:
@@ -172,14 +175,14 @@ class StepGroups:
         groups = [finished.group for finished in taken]
         for step in sorted({group.step for group in groups}):
             await asyncio.to_thread(self._source.batch_ended, self._ahead[step][0].directory)
-        self._journal.begun(batch.step, [(group.step, group.task.id) for group in groups])
+        self._journal.batch_fixed(batch.step, [(group.step, group.task.id) for group in groups])
         self._reckon(groups, self._plan_ahead(batch.step)[0])
         num_retries = sum(finished.num_retries for finished in taken)
         metrics |= {
             "trials/retries": float(num_retries),
             "groups/quarantined": float(len(batch.tasks) - len(groups)),
         }
-        return StepBatch(played=groups, to_learn=groups, metrics=metrics)
+        return StepBatch(played=groups, to_learn=to_learn, metrics=metrics)
 
     def _scheduled(self, groups: Sequence[GroupKey]) -> list[Scheduled]:
         tasks = {task.id: task for task in self._source.train}
@@ -222,7 +225,7 @@ class StepGroups:
             self._playable(), len(batch.tasks), settings, step=batch.step, attempt=0
         )
 
-    def _refills(self, batch: Batch, state: Sampled, num_wanted: int) -> Sequence[Task]:
+    def _refills(self, batch: Batch, state: SamplingState, num_wanted: int) -> Sequence[Task]:
         """Uniform refills are as large as the batch (SkyRL). Chosen ones are likely to be good: as many as are missing, of other tasks."""
         settings, tasks = self._settings.curriculum, self._playable()
         place = {"step": batch.step, "attempt": state.num_batches}

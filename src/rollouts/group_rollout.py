@@ -13,7 +13,7 @@ from pathlib import Path
 
 from src.core.errors import BackendError, TooManyFailuresError
 from src.core.trajectory import FailureKind, Task, Trajectory, TrajectoryGroup, TrialFailure
-from src.envs.base import Expiring, TaskSource
+from src.envs.base import DeadlineAware, TaskSource
 from src.policy.sampling_policy import Policy
 from src.records.journal import RolloutKey
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
@@ -104,7 +104,7 @@ class Rollouts:
         async with self._slots:
             try:
                 async with asyncio.timeout(self._settings.trial_timeout_sec or DEFAULT_DEADLINE_S):
-                    self._floors[task.id] = await self._source.floor(task)
+                    self._floors[task.id] = await self._source.noop_baseline(task)
             except Exception as error:  # the border of a trial
                 logger.warning(
                     "%s: what doing nothing earns could not be measured: %s: %s",
@@ -156,7 +156,7 @@ class Rollouts:
             attempts += 1
             async with self._slots:
                 started.append(time.monotonic())
-                self._finished.journal.admitted(place, policy_version=policy.version, seed=seed)
+                self._finished.journal.rollout_started(place, policy_version=policy.version, seed=seed)
                 result = await self._trial(task, policy, plan, seed, member)
             if (
                 isinstance(result, Trajectory)
@@ -193,7 +193,7 @@ class Rollouts:
             await asyncio.wait({playing}, timeout=deadline_s)
             if not playing.done():
                 message = f"not finished after {deadline_s:g} s"
-                slow = trial.expired() if isinstance(trial, Expiring) else None
+                slow = trial.timeout_result() if isinstance(trial, DeadlineAware) else None
                 if slow is None:
                     return TrialFailure(task_id=task.id, kind=FailureKind.TIMEOUT, message=message)
                 logger.warning(

@@ -1,9 +1,10 @@
-"""A language model's opinion of a finished conversation, as a bonus on the reward of training episodes.
+"""A judge model that reviews finished conversations, and the bonus on the reward of training episodes.
 
-It answers fourteen yes-or-no questions, one for each failure mode of MAST (Cemri et al. 2025, arXiv 2503.13657; the words are ours), as a
-JSON object of fourteen booleans. Anything else is an error of the judge and worth nothing: an answer that cannot be read must never pay.
+The judge answers one yes-or-no question for each of the fourteen failure modes of MAST (Cemri et al. 2025,
+arXiv 2503.13657; the descriptions are our own) with a JSON object of booleans. Any other answer is an error
+of the judge and gives no bonus.
 
-    {"task_rules_broken": false, ..., "wrong_check": true}   13 x false, 1 x true, alpha 1   ->   bonus 1 / (1 + 1)
+    {"task_rules_broken": false, ..., "wrong_check": true}  one true, alpha 1  ->  bonus 1 / (1 + 1)
 """
 
 from __future__ import annotations
@@ -25,14 +26,21 @@ logger = logging.getLogger(__name__)
 
 MODES = {  # in MAST's order, 1.1 to 3.3
     "task_rules_broken": "The agent acted against a rule or limit that it was given for the task.",
-    "role_left": "The agent did what is not its part, for instance spoke for the customer or decided in the customer's place.",
+    "role_left": (
+        "The agent did what is not its part, for instance spoke for the customer or decided in the "
+        "customer's place."
+    ),
     "steps_repeated": "The agent did again, for no reason, what it had done already.",
     "history_lost": "The agent forgot or undid something from earlier in the conversation.",
     "end_not_seen": "The agent did not see that its work was over and went on.",
-    "conversation_restarted": "The agent began the conversation anew without cause, as if nothing had been said.",
+    "conversation_restarted": (
+        "The agent began the conversation anew without cause, as if nothing had been said."
+    ),
     "question_not_asked": "Something was unclear or missing, and the agent guessed instead of asking.",
     "off_course": "The agent drifted away from what was to be done.",
-    "information_kept_back": "The agent knew something that the customer or a colleague needed and did not say it.",
+    "information_kept_back": (
+        "The agent knew something that the customer or a colleague needed and did not say it."
+    ),
     "input_ignored": "The agent passed over what the customer, a colleague or a tool told it.",
     "words_and_deeds_differ": "What the agent did is not what it had reasoned or announced.",
     "ended_too_early": "The conversation ended before everything was done that had to be.",
@@ -41,16 +49,17 @@ MODES = {  # in MAST's order, 1.1 to 3.3
 }
 
 INSTRUCTIONS = (
-    "You review conversations of a service agent with a customer, tools included, for failures of the agent.\n"
-    "Answer with one JSON object and nothing else. It has exactly these keys, each true where the failure occurred and false where not:\n"
-    + "\n".join(f'  "{name}": {meaning}' for name, meaning in MODES.items())
+    "You review conversations of a service agent with a customer, tools included, for failures of the "
+    "agent.\n"
+    "Answer with one JSON object and nothing else. It has exactly these keys, each true where the failure "
+    "occurred and false where not:\n" + "\n".join(f'  "{name}": {meaning}' for name, meaning in MODES.items())
 )
 TEMPERATURE = 0.0
 
 Formula = Literal["one_plus_failures", "inverse_failures"]
 
 
-class Asks(Protocol):
+class JudgeEndpoint(Protocol):
     """The part of `ChatEndpoint` that a judge needs."""
 
     model: str
@@ -70,32 +79,33 @@ class JudgeSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    failures: frozenset[str] | None  # of MODES; None: the answer was none
+    failures: frozenset[str] | None  # keys of MODES; None: the answer was not usable
     cost_usd: float = 0.0
 
 
 class Judge:
-    """Asks about each conversation once: the same content has the same verdict, whoever else is waiting for it."""
+    """Judges each conversation once. Equal conversations share one request and one verdict."""
 
-    def __init__(self, endpoint: Asks, settings: JudgeSettings) -> None:
+    def __init__(self, endpoint: JudgeEndpoint, settings: JudgeSettings) -> None:
         self._endpoint = endpoint
         self._settings = settings
         self._verdicts: dict[str, asyncio.Future[Verdict]] = {}
 
     async def judged(self, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with its bonus, its reward as it was. Never raises but for cancellation."""
+        """Return the trajectory with its bonus; the reward is unchanged.
+
+        Raises nothing except cancellation.
+        """
         key = hashlib.sha256(
             f"{self._endpoint.model}\n{transcript(trajectory.conversation)}".encode()
         ).hexdigest()
-        asked = self._verdicts.get(key)
-        if asked is None or asked.cancelled():
-            asked = self._verdicts[key] = asyncio.ensure_future(self._verdict(trajectory.conversation))
-            is_new = True
-        else:
-            is_new = False
-        verdict = await asyncio.shield(asked)
+        pending = self._verdicts.get(key)
+        is_new = pending is None or pending.cancelled()
+        if pending is None or pending.cancelled():
+            pending = self._verdicts[key] = asyncio.ensure_future(self._verdict(trajectory.conversation))
+        verdict = await asyncio.shield(pending)
         if verdict.failures is None:
-            self._verdicts.pop(key, None)  # an error is no answer to keep
+            self._verdicts.pop(key, None)  # so that an equal conversation is judged again
         bonus = 0.0 if verdict.failures is None else bonus_of(len(verdict.failures), self._settings)
         metrics = {
             "judge_bonus": bonus,
@@ -123,12 +133,14 @@ class Judge:
         )
         failures = failures_in(reply.text)
         if failures is None:
-            logger.warning("the judge's answer is not %d booleans: %.200r", len(MODES), reply.text)
+            logger.warning(
+                "the judge's answer is not an object of %d booleans: %.200r", len(MODES), reply.text
+            )
         return Verdict(failures=failures, cost_usd=sum(prices) / 1e6)
 
 
 def failures_in(answer: str) -> frozenset[str] | None:
-    """The failures that an answer names; None unless it is a JSON object of exactly the fourteen booleans.
+    """Return the failures that an answer names; None unless it is a JSON object of exactly fourteen booleans.
 
     >>> sorted(failures_in(json.dumps({name: name == "wrong_check" for name in MODES})))
     ['wrong_check']
@@ -136,20 +148,20 @@ def failures_in(answer: str) -> frozenset[str] | None:
     (True, True)
     """
     try:
-        found = json.loads(answer, object_pairs_hook=_no_key_twice)
+        values = json.loads(answer, object_pairs_hook=_no_key_twice)
     except (ValueError, RecursionError):
         return None
     if (
-        not isinstance(found, dict)
-        or found.keys() != MODES.keys()
-        or not all(type(value) is bool for value in found.values())
+        not isinstance(values, dict)
+        or values.keys() != MODES.keys()
+        or not all(type(value) is bool for value in values.values())
     ):
         return None
-    return frozenset(name for name, value in found.items() if value)
+    return frozenset(name for name, value in values.items() if value)
 
 
 def bonus_of(num_failures: int, settings: JudgeSettings) -> float:
-    """The seeds' own formula, `inverse_failures`, pays as much for one failure as for none."""
+    """Return the bonus. With `inverse_failures`, one failure gives as much as none."""
     match settings.taxonomy_formula:
         case "one_plus_failures":
             return settings.taxonomy_alpha / (1 + num_failures)
@@ -158,7 +170,7 @@ def bonus_of(num_failures: int, settings: JudgeSettings) -> float:
 
 
 def transcript(conversation: Sequence[Message]) -> str:
-    """The conversation in JSON lines, calls and tool results included. What the agent may write cannot look like another speaker."""
+    """Return the conversation as JSON lines, so that no text of the agent can look like another speaker."""
     return "\n".join(
         json.dumps(message, ensure_ascii=False, sort_keys=True, default=str) for message in conversation
     )
@@ -166,5 +178,5 @@ def transcript(conversation: Sequence[Message]) -> str:
 
 def _no_key_twice(pairs: Sequence[tuple[str, object]]) -> Mapping[str, object]:
     if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("duplicate key")
     return dict(pairs)

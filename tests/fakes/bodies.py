@@ -1,6 +1,8 @@
-"""Request bodies that nobody means: valid ones with a few places changed, and what every parser must do with them.
+"""Request bodies that nobody means: valid ones with a few places changed, and what every parser must do with
+them.
 
-Imports no test framework but hypothesis and nothing of jax, so that `tests.stress.fuzz` can drive the same checks from atheris.
+Imports no test framework but hypothesis and nothing of jax, so that `tests.stress.fuzz` can drive the same
+checks from atheris.
 """
 
 from __future__ import annotations
@@ -14,15 +16,15 @@ from hypothesis import strategies as st
 from skyrl_tx_server.engine.operations import ForwardBackward
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_reader import JsonReader
+from skyrl_tx_server.http.wire.limits import Limits
 from skyrl_tx_server.http.wire.openai_requests import parse_chat, parse_completion
 from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
 from skyrl_tx_server.http.wire.protobuf import parse_training_proto
-from skyrl_tx_server.http.wire.requests import (
-    Limits,
+from skyrl_tx_server.http.wire.sampling_requests import parse_sample
+from skyrl_tx_server.http.wire.training_requests import (
     TrainRequest,
     parse_adam,
     parse_lora,
-    parse_sample,
     parse_training_json,
 )
 

@@ -1,4 +1,5 @@
-"""A bandit server whose checkpoints live on disk, and which remembers in them every datum its weights have seen."""
+"""A bandit server whose checkpoints live on disk, and which remembers in them every datum its weights have
+seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A stand-in for the engine: tiny deterministic answers, real checkpoints, and a gate to hold operations back."""
+"""A stand-in for the engine: tiny deterministic answers, real checkpoints, and a gate to hold operations
+back."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skyrl_tx_server.engine.engine import EngineInfo, Watcher
+from skyrl_tx_server.engine.engine import Watcher
+from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
     CreateModel,
@@ -35,7 +37,8 @@ from skyrl_tx_server.engine.operations import (
     WeightsSaved,
 )
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.files.checkpoints import CheckpointStore, is_on_disk
+from skyrl_tx_server.files.checkpoint_record import is_on_disk
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 UNLUCKY_TOKEN = 13
 """A prompt or datum that begins with this token fails in the engine."""
@@ -57,8 +60,9 @@ class FakeModel:
 class FakeEngine:
     """Executes operations in submission order on one thread, as the real engine does for each model.
 
-    A model is its number of optimizer steps. Sampling continues the prompt by counting up, shifted by the sampler's steps, so that a
-    test sees which weights were used; every token has log-probability -0.5. Training returns -target/10 per position.
+    A model is its number of optimizer steps. Sampling continues the prompt by counting up, shifted by the
+    sampler's steps, so that a test sees which weights were used; every token has log-probability -0.5.
+    Training returns -target/10 per position.
     """
 
     def __init__(self, checkpoints: CheckpointStore, *, base_model: str = "local/fake") -> None:

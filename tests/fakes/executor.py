@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyrl_tx_server.engine.engine import EngineInfo, FinishedRow, PrefillResult, RunningRow
+from skyrl_tx_server.engine.executor_protocol import (
+    EngineInfo,
+    FinishedSequence,
+    PrefillResult,
+    RunningSequence,
+)
 from skyrl_tx_server.engine.operations import (
     CreateModel,
     Done,
@@ -31,9 +36,9 @@ from skyrl_tx_server.engine.operations import (
     WeightsLoaded,
     WeightsSaved,
 )
-from skyrl_tx_server.engine.scheduler import PrefillRequest
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.files.checkpoints import is_on_disk
+from skyrl_tx_server.files.checkpoint_record import is_on_disk
 
 
 @dataclass(kw_only=True)
@@ -61,10 +66,14 @@ class FakeExecutor:
     _rows: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
 
     _paused: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
-    unfinished_tokens: int = 0
+    max_unfinished_tokens: int = 0
 
     @property
-    def rows_decoding(self) -> int:
+    def sampler(self) -> FakeExecutor:
+        return self
+
+    @property
+    def num_running(self) -> int:
         return len(self._rows)
 
     def run(self, op: Op) -> Generator[None, None, OpResult]:
@@ -108,23 +117,23 @@ class FakeExecutor:
             case Sample():
                 raise AssertionError("a Sample is admitted, not run")
 
-    def admit(self, admits: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
-        admit = admits[0]
-        if not admit.paused:
-            return [self.admit_one(admit.ticket, admit.op, first=admit.first, count=admit.count)]
-        self._enter(f"admit {admit.op.weights} {admit.first} again")
-        self._rows[admit.ticket, admit.first] = self._paused.pop((admit.ticket, admit.first))
+    def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
+        request = requests[0]
+        if not request.paused:
+            return [self.admit_one(request.request_id, request.op, first=request.first, count=request.count)]
+        self._enter(f"admit {request.op.weights} {request.first} again")
+        self._rows[request.request_id, request.first] = self._paused.pop((request.request_id, request.first))
         return [
-            PrefillResult(prompt_logprobs=None, prompt_cache_hit_tokens=len(admit.op.prompt), finished=())
+            PrefillResult(prompt_logprobs=None, prompt_cache_hit_tokens=len(request.op.prompt), finished=())
         ]
 
-    def admit_one(self, ticket: int, op: Sample, *, first: int, count: int) -> PrefillResult:
+    def admit_one(self, request_id: int, op: Sample, *, first: int, count: int) -> PrefillResult:
         self._enter(f"admit {op.weights} {first}+{count}")
         if len(op.prompt) + (op.settings.max_tokens or 0) > self.info.max_context_length:
             raise UserError("Prompt length plus max_tokens exceeds the model's context window")
-        assert self.rows_decoding + count <= self.num_slots
+        assert self.num_running + count <= self.num_slots
         for index in range(first, first + count):
-            self._rows[ticket, index] = (op, 0)
+            self._rows[request_id, index] = (op, 0)
         logprobs = None
         if op.prompt_logprobs and first == 0:
             logprobs = np.full(len(op.prompt), -1.0, np.float32)
@@ -143,22 +152,22 @@ class FakeExecutor:
             sampled + self.block >= (op.settings.max_tokens or 4) for op, sampled in self._rows.values()
         )
 
-    def collect(self, *, go_on: bool) -> Sequence[FinishedRow]:
-        self.went_on.append(go_on)
+    def poll(self, *, dispatch_next: bool) -> Sequence[FinishedSequence]:
+        self.went_on.append(dispatch_next)
         finished = []
-        for (ticket, index), (op, sampled) in list(self._rows.items()):
+        for (request_id, index), (op, sampled) in list(self._rows.items()):
             length = op.settings.max_tokens or 4
             if sampled + self.block < length:
-                self._rows[ticket, index] = (op, sampled + self.block)
+                self._rows[request_id, index] = (op, sampled + self.block)
                 continue
-            del self._rows[ticket, index]
+            del self._rows[request_id, index]
             tokens = (int(op.prompt[-1]) + 1 + np.arange(length)) % self.info.vocab_size
             sequence = SampledSequence(
                 tokens=tokens.astype(np.int32),
                 logprobs=np.full(length, -1.0, np.float32),
                 stop_reason=StopReason.LENGTH,
             )
-            finished.append(FinishedRow(ticket=ticket, index=index, sequence=sequence))
+            finished.append(FinishedSequence(request_id=request_id, index=index, sequence=sequence))
         return finished
 
     def pause(self, rows: Sequence[tuple[int, int]]) -> None:
@@ -167,23 +176,23 @@ class FakeExecutor:
             self._enter(f"pause {self._rows[key][0].weights} {key[1]}")
             self._paused[key] = self._rows.pop(key)
 
-    def running(self, ticket: int) -> Sequence[RunningRow]:
+    def running(self, request_id: int) -> Sequence[RunningSequence]:
         return [
-            RunningRow(
+            RunningSequence(
                 index=index,
                 tokens=[int(op.prompt[-1]) + 1 + at for at in range(sampled)],
                 logprobs=[-1.0] * sampled,
             )
             for (of, index), (op, sampled) in {**self._rows, **self._paused}.items()
-            if of == ticket
+            if of == request_id
         ]
 
-    def release(self, ticket: int) -> None:
-        self._rows = {key: row for key, row in self._rows.items() if key[0] != ticket}
-        self._paused = {key: row for key, row in self._paused.items() if key[0] != ticket}
+    def release(self, request_id: int) -> None:
+        self._rows = {key: row for key, row in self._rows.items() if key[0] != request_id}
+        self._paused = {key: row for key, row in self._paused.items() if key[0] != request_id}
 
     def stats(self) -> dict[str, object]:
-        return {"slots": self.num_slots, "slots_used": self.rows_decoding, "compilations": {}}
+        return {"slots": self.num_slots, "slots_used": self.num_running, "compilations": {}}
 
     def _enter(self, entry: str) -> None:
         if self.gate is not None:

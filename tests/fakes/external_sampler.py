@@ -1,4 +1,5 @@
-"""A small vLLM, or SGLang: their HTTP as far as the server uses it, over a Qwen3 in numpy read from Hugging Face's and PEFT's files."""
+"""A small vLLM, or SGLang: their HTTP as far as the server uses it, over a Qwen3 in numpy read from Hugging
+Face's and PEFT's files."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ class Draw:
 
 
 class ExternalSampler:
-    """Both dialects' routes; `kind` says as which of them it introduces itself. Every request is kept in `seen`."""
+    """Both dialects' routes; `kind` says as which of them it introduces itself. Every request is kept in
+    `seen`."""
 
     def __init__(
         self,
@@ -297,7 +299,8 @@ class ExternalSampler:
 
 @contextlib.contextmanager
 def sampling(sampler: ExternalSampler, *, port: int = 0) -> Iterator[str]:
-    """The sampler on a loopback port, which it leaves with everything that was loaded into it; yields its URL."""
+    """The sampler on a loopback port, which it leaves with everything that was loaded into it; yields its
+    URL."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))

@@ -180,7 +180,7 @@ def admitted_since(path: Path, num_records: int) -> set[tuple[str, str, int]]:
     return {
         (f"{record['purpose']}_{record['step']:06d}.jsonl", str(record["task"]), int(record["member"]))
         for record in records(path / "run" / "journal.jsonl")[num_records:]
-        if record["event"] == "admitted"
+        if record["event"] == "rollout_started"
     }
 
 

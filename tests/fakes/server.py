@@ -34,7 +34,7 @@ def fake_context(
         registry=Registry(session_timeout_s=session_timeout_s),
         futures=FutureStore(retention or Retention()),
         checkpoints=store,
-        ledger=RunIndex(root / "ledger.jsonl"),
+        run_index=RunIndex(root / "ledger.jsonl"),
         settings=settings or HttpSettings(model_dir=None),
     )
 
@@ -69,7 +69,8 @@ class LoopbackServer(uvicorn.Server):
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port that nobody else is given meanwhile: who sets SO_REUSEADDR may listen there, and nobody listens until then."""
+    """A port that nobody else is given meanwhile: who sets SO_REUSEADDR may listen there, and nobody listens
+    until then."""
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
@@ -77,16 +78,16 @@ def reserved_port() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def serving(lobby: StartupState, *, port: int = 0, housekeeping_period_s: float = 5.0) -> Iterator[str]:
+def serving(startup: StartupState, *, port: int = 0, housekeeping_period_s: float = 5.0) -> Iterator[str]:
     """The application under uvicorn in a thread; yields its URL. `port` 0 takes a free one."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
-        app = build_app(lobby, housekeeping_period_s=housekeeping_period_s)
+        app = build_app(startup, housekeeping_period_s=housekeeping_period_s)
         server = LoopbackServer(
             uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none")
         )
         with server.in_thread(listener):
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    if lobby.context is not None and isinstance(lobby.context.engine, FakeEngine):
-        lobby.context.engine.stop()
+    if startup.context is not None and isinstance(startup.context.engine, FakeEngine):
+        startup.context.engine.stop()

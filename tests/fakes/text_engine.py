@@ -1,4 +1,5 @@
-"""An engine that writes given texts, a few tokens at a time, for the tests of the OpenAI doors; and a tokenizer that knows chats."""
+"""An engine that writes given texts, a few tokens at a time, for the tests of the OpenAI doors; and a
+tokenizer that knows chats."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from skyrl_tx_server.engine.engine import EngineInfo, Watcher, WithdrawnError
+from skyrl_tx_server.engine.engine import Watcher, WithdrawnError
+from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
     Op,
@@ -51,7 +53,8 @@ def save_tokenizer(directory: Path) -> Path:
 
 
 class TextEngine:
-    """Sample i of a request writes `texts[i]`, a block of tokens at a time, and ends there, at a stop string or at max_tokens.
+    """Sample i of a request writes `texts[i]`, a block of tokens at a time, and ends there, at a stop string
+    or at max_tokens.
 
     Every token has log-probability -0.5. `gate` holds the engine back before each block but the first.
     """

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from skyrl_tx_server.config.server_config import EngineSettings
+from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
@@ -49,19 +49,19 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def make_settings(model_dir: Path, checkpoints_dir: Path, **changes: object) -> EngineSettings:
+def make_settings(model_dir: Path, checkpoints_dir: Path, **changes: object) -> EngineOptions:
     settings: dict[str, object] = {
-        "model_dir": model_dir,
-        "base_model": "local/tiny",
-        "checkpoints_dir": checkpoints_dir,
+        "base_model": str(model_dir),
+        "model_alias": "local/tiny",
+        "checkpoints_dir": str(checkpoints_dir),
         "compilation_cache_dir": None,
         "dtype": "float32",
         "max_lora_rank": 8,
         "max_context_length": None,
-        "decode_slots": 6,
-        "decode_block": 8,
+        "max_num_seqs": 6,
+        "decode_steps_per_dispatch": 8,
         "train_tokens_per_batch": 512,
         "max_models": 3,
-        "max_snapshots": 2,
+        "max_loras": 2,
     }
-    return EngineSettings(**(settings | changes))  # type: ignore[arg-type]
+    return EngineOptions(**(settings | changes))  # type: ignore[arg-type]

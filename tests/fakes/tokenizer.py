@@ -1,4 +1,5 @@
-"""A byte-level tokenizer with a ChatML template, built in memory: every character is one token, ids are easy to check by hand."""
+"""A byte-level tokenizer with a ChatML template, built in memory: every character is one token, ids are easy
+to check by hand."""
 
 from __future__ import annotations
 
@@ -12,14 +13,16 @@ from src.policy.chat import Chat, Message
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 
-# Qwen3's habits in little: earlier thinking is stripped, and `enable_thinking=False` puts an empty block in the generation prompt.
+# Qwen3's habits in little: earlier thinking is stripped, and `enable_thinking=False` puts an empty block in
+# the generation prompt.
 TEMPLATE = (
     "{% for m in messages %}"
     "{% set content = m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content %}"
     "{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
-    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif "
+    "%}"
     "{% endif %}"
 )
 
@@ -42,7 +45,8 @@ def byte_chat() -> Chat:
 
 
 class ToyTokenizer:
-    """ChatML in single ids: 1 opens a message, 2 ends it, 3 is the newline, everything else is its code point; a role is its first letter.
+    """ChatML in single ids: 1 opens a message, 2 ends it, 3 is the newline, everything else is its code
+    point; a role is its first letter.
 
     >>> ToyTokenizer().encode("\x01u\nob\x02\n", add_special_tokens=False)
     [1, 117, 3, 111, 98, 2, 3]

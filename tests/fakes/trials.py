@@ -82,7 +82,7 @@ class FakeTasks:
     eval: Sequence[Task] = ()
     play: Play = say_a_token
     made: list[FakeTrial] = field(default_factory=list)
-    floors: dict[str, float] = field(default_factory=dict)  # by task
+    noop_baselines: dict[str, float] = field(default_factory=dict)  # by task
     num_closed: int = 0
     ended: list[str] = field(default_factory=list)  # names of the folders of batches that ended
 
@@ -98,8 +98,8 @@ class FakeTasks:
     async def close(self) -> None:
         self.num_closed += 1
 
-    async def floor(self, task: Task) -> float | None:
-        return self.floors.get(task.id)
+    async def noop_baseline(self, task: Task) -> float | None:
+        return self.noop_baselines.get(task.id)
 
     def batch_ended(self, directory: Path) -> None:
         self.ended.append(directory.name)

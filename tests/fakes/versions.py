@@ -1,4 +1,6 @@
-"""Checkpoints that say in every file which save they are: the rank and every number of version k are its own."""
+"""Checkpoints that say in every file which save they are: the rank and every number of version k are its
+own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import numpy as np
 import safetensors.numpy
 
 from skyrl_tx_server.engine.operations import LoraSpec
-from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointStore
+from skyrl_tx_server.files.checkpoint_record import CheckpointInfo
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NAME = "base_model.model.lm_head.lora_{}.weight"

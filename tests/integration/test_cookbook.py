@@ -1,4 +1,5 @@
-"""What `python -m scripts.cookbook` judges by; the recipes themselves take minutes and an environment with torch."""
+"""What `python -m scripts.cookbook` judges by; the recipes themselves take minutes and an environment with
+torch."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def test_a_resumed_run_starts_once_and_misses_no_step(steps: list[int], right: b
     assert every_step([{"step": step, NLL: 1.0} for step in steps])[1] is right
 
 
-def test_a_run_is_killed_once_it_has_saved_and_not_when_it_ends_before(tmp_path: Path) -> None:
+def test_a_run_is_killed_only_after_it_has_saved(tmp_path: Path) -> None:
     saving = f"open({str(tmp_path / 'checkpoints.jsonl')!r}, 'w').write('{{}}\\n{{')"
     assert not kill_once_saved(subprocess.Popen([sys.executable, "-c", "pass"], text=True), tmp_path)
     assert kill_once_saved(

@@ -1,4 +1,5 @@
-"""The server as its users start it with sampler_url=, the unmodified SDK before it, and behind it a sampler that computes in numpy."""
+"""The server as its users start it with sampler_url=, the unmodified SDK before it, and behind it a sampler
+that computes in numpy."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def start_server(tmp_path: Path, sampler_url: str) -> subprocess.Popen[str]:
         "model_alias": "local/tiny",
         "port": 0,
         "max_lora_rank": 8,
-        "decode_slots": 4,
+        "max_num_seqs": 4,
     }
     options |= {"train_tokens_per_batch": 256, "checkpoints_dir": tmp_path / "checkpoints"}
     options |= {"sampler_url": sampler_url, "sampler_check": 1.0}
@@ -83,7 +84,9 @@ def draw(client: tinker.SamplingClient, num_samples: int = 2) -> list[types.Samp
 
 
 def far(training: tinker.TrainingClient, sequence: types.SampledSequence) -> float:
-    """The largest difference between a sample's log-probabilities and those of the weights as they are now."""
+    """The largest difference between a sample's log-probabilities and those of the weights as they are
+    now.
+    """
     assert sequence.logprobs is not None
     output = training.forward([text(PROMPT + list(sequence.tokens))], "cross_entropy").result()
     ours = np.array(output.loss_fn_outputs[0]["logprobs"].tolist())[len(PROMPT) - 1 : -1]
@@ -96,7 +99,7 @@ def client(url: str) -> Iterator[tinker.ServiceClient]:
         yield client
 
 
-def test_rollouts_come_from_the_external_sampler_with_the_weights_of_their_step(
+def test_external_rollouts_have_the_weights_of_their_step(
     url: str, client: tinker.ServiceClient, sampler: ExternalSampler
 ) -> None:
     training = client.create_lora_training_client("local/tiny", rank=4, seed=1).result()

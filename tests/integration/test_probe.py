@@ -59,25 +59,29 @@ class Defective:
         self.after: Callable = lambda executor, op, result: result
         self.sampled: Callable = lambda sequence: sequence
 
+    @property
+    def sampler(self) -> Defective:
+        return self
+
     def __getattr__(self, name: str) -> object:
-        return getattr(self.real, name)
+        return getattr(self.real if hasattr(self.real, name) else self.real.sampler, name)
 
     def run(self, op):
         op = self.before(self.real, op)
         result = yield from self.real.run(op)
         return self.after(self.real, op, result)
 
-    def admit(self, admits):
-        admissions = self.real.admit(
-            [replace(admit, op=self.before(self.real, admit.op)) for admit in admits]
+    def prefill(self, requests):
+        admissions = self.real.sampler.prefill(
+            [replace(request, op=self.before(self.real, request.op)) for request in requests]
         )
         return [
             admission and replace(admission, finished=self._rows(admission.finished))
             for admission in admissions
         ]
 
-    def collect(self, *, go_on):
-        return self._rows(self.real.collect(go_on=go_on))
+    def poll(self, *, dispatch_next):
+        return self._rows(self.real.sampler.poll(dispatch_next=dispatch_next))
 
     def _rows(self, rows):
         return [
@@ -89,9 +93,7 @@ class Defective:
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Defective]]:
     folder = tmp_path_factory.mktemp("probe")
-    settings = make_settings(
-        make_model(folder / "model"), folder / "checkpoints", max_models=6, max_snapshots=4
-    )
+    settings = make_settings(make_model(folder / "model"), folder / "checkpoints", max_models=6, max_loras=4)
     defective = Defective(DeviceExecutor(settings))
     engine = Engine(defective)
     context = AppState(
@@ -99,7 +101,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, De
         registry=Registry(session_timeout_s=300.0),
         futures=FutureStore(Retention()),
         checkpoints=CheckpointStore(folder / "checkpoints", MODEL),
-        ledger=RunIndex(folder / "ledger.jsonl"),
+        run_index=RunIndex(folder / "ledger.jsonl"),
         settings=HttpSettings(model_dir=folder / "model"),
     )
     engine.start()
@@ -175,7 +177,7 @@ class Stale:
     def after(self, executor, op, result):
         if isinstance(op, SaveSampler):
             adapter = self.first.setdefault(op.model_id, executor._models.get(op.model_id).adapter)
-            executor._snapshots.put(op.weights, adapter)
+            executor.adapters.put(op.weights, adapter)
         return result
 
 

@@ -1,4 +1,5 @@
-"""Five generations of the unmodified SDK, each in an environment of its own, through a whole round against the real server."""
+"""Five generations of the unmodified SDK, each in an environment of its own, through a whole round against
+the real server."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,14 +9,16 @@ import pytest
 from scripts import sdk_matrix
 
 VERSIONS = ("0.6.0", "0.16.1", "0.25.0", "0.32.0", "0.38.0")
-"""The oldest and the newest, and between them one on each side of the changes in saving, protobuf and futures."""
+"""The oldest and the newest, and between them one on each side of the changes in saving, protobuf and
+futures."""
 
 
 def test_old_and_new_sdks_pass_the_round(tmp_path: Path) -> None:
     unreachable = sdk_matrix.package_index_problem()
     if unreachable is not None:
         pytest.skip(
-            f"package index unreachable, so no environments for the SDK versions {', '.join(VERSIONS)}: {unreachable}"
+            f"package index unreachable, so no environments for the SDK versions {', '.join(VERSIONS)}: "
+            f"{unreachable}"
         )
     with sdk_matrix.serving(tmp_path) as url, ThreadPoolExecutor(2) as pool:
         passed = dict(

@@ -1,4 +1,5 @@
-"""The server as its users start it: `python -m skyrl_tx_server` with a real engine, and every SDK call made against it."""
+"""The server as its users start it: `python -m skyrl_tx_server` with a real engine, and every SDK call made
+against it."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def server(model_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[s
         "model_alias": "local/tiny",
         "port": 0,
         "max_lora_rank": 8,
-        "decode_slots": 4,
+        "max_num_seqs": 4,
     }
     options |= {"train_tokens_per_batch": 512, "checkpoints_dir": tmp_path / "checkpoints"}
     options |= {"compilation_cache_dir": tmp_path.parent / "xla"}  # one for the whole session
@@ -95,7 +96,7 @@ def server(model_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[s
         process.stdout.close()
 
 
-def test_the_openai_client_reads_what_the_model_writes_streamed_or_not(
+def test_the_openai_client_reads_streamed_and_whole_replies(
     server: tuple[subprocess.Popen[str], str],
 ) -> None:
     _, url = server
@@ -120,7 +121,8 @@ def test_the_openai_client_reads_what_the_model_writes_streamed_or_not(
 def test_the_tinker_command_line_lists_and_downloads(
     server: tuple[subprocess.Popen[str], str], model_dir: Path, tmp_path: Path
 ) -> None:
-    """As its users run it, in processes of its own; what it downloads fits the base model and is what was saved."""
+    """As its users run it, in processes of its own; what it downloads fits the base model and is what was
+    saved."""
     _, url = server
     environment = os.environ | {
         "TINKER_BASE_URL": url,
@@ -172,7 +174,8 @@ def test_the_tinker_command_line_lists_and_downloads(
 async def test_sigterm_under_load_answers_every_future(
     server: tuple[subprocess.Popen[str], str], tmp_path: Path
 ) -> None:
-    """Training, saves and more samples than fit at once: each poll that waits gets a result or an error, and no save is half there."""
+    """Training, saves and more samples than fit at once: each poll that waits gets a result or an error, and
+    no save is half there."""
     process, url = server
     async with httpx.AsyncClient(base_url=f"{url}/api/v1/", timeout=60) as http:
 
@@ -220,9 +223,7 @@ async def test_sigterm_under_load_answers_every_future(
     assert saved and saved <= {info.path for info in store.list() if store.read(info.path)}
 
 
-def test_a_killed_server_loses_no_checkpoint_and_its_client_ends_where_an_undisturbed_one_does(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_killed_server_loses_no_checkpoint(model_dir: Path, tmp_path: Path) -> None:
     """Resuming is exact: losses, adapter, moments and step are those of a run that nobody killed."""
     options = (f"model={model_dir}", f"folder={tmp_path}", "points=1")
     command = [sys.executable, "-m", "tests.stress.server_kill_points", *options]
@@ -231,7 +232,7 @@ def test_a_killed_server_loses_no_checkpoint_and_its_client_ends_where_an_undist
     assert "0 lost, 0 torn" in run.stdout and "final state equal to the bit" in run.stdout
 
 
-def test_every_sdk_call_ends_as_the_contract_says_and_sigterm_ends_the_server(
+def test_every_sdk_call_follows_the_contract(
     server: tuple[subprocess.Popen[str], str],
 ) -> None:
     process, url = server

@@ -49,7 +49,7 @@ def start_server(
         "model_alias": "local/tiny",
         "port": port,
         "max_lora_rank": 8,
-        "decode_slots": 8,
+        "max_num_seqs": 8,
     }
     options |= {"checkpoints_dir": checkpoints_dir, "train_tokens_per_batch": 2048}
     command = [

@@ -94,7 +94,7 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     model = make_model(tmp_path_factory.mktemp("models") / "tiny", replace(CONFIG, num_layers=1))
     sizes = {
         "max_lora_rank": 4,
-        "decode_slots": 2,
+        "max_num_seqs": 2,
         "train_tokens_per_batch": 128,
         "max_context_length": 128,
         "max_models": 1,
@@ -104,7 +104,7 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
         "model_alias": "local/tiny",
         "port": 0,
         "compilation_cache_dir": "none",
-        "max_snapshots": 1,
+        "max_loras": 1,
         **sizes,
     }
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import httpx
 
+from skyrl_tx_server.config.tenant_options import TenantOptions
 from skyrl_tx_server.engine.futures import Retention
-from skyrl_tx_server.engine.tenants import Quota, TenantKeys
+from skyrl_tx_server.engine.tenants import TenantKeys
 from skyrl_tx_server.http.app import build_app
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
@@ -35,14 +36,14 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def two_tenants(root: Path, quota: Quota | None = None) -> AsyncIterator[Site]:
+async def two_tenants(root: Path, quota: TenantOptions | None = None) -> AsyncIterator[Site]:
     file = root / "keys"
     alice, bob = (add(file, name) for name in ("alice", "bob"))
     settings = HttpSettings(
         model_dir=save_tokenizer(root / "model"),
         api_key=OPERATOR_KEY,
         tenant_keys=TenantKeys(file),
-        tenant_quota=quota or Quota(),
+        tenant_quota=quota or TenantOptions(),
     )
     context = fake_context(root / "checkpoints", retention=Retention(hold_s=5), settings=settings)
     engine = fake_engine(context)

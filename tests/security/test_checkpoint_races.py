@@ -1,4 +1,6 @@
-"""Archives, saves, deletions and expiry of one checkpoint at the same time: nothing is lost, stale or mixed."""
+"""Archives, saves, deletions and expiry of one checkpoint at the same time: nothing is lost, stale or
+mixed.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ async def archived(http: httpx.AsyncClient) -> int | None:
     return None
 
 
-async def test_an_archive_is_of_the_last_save_and_does_not_hinder_the_next(
+async def test_an_archive_is_of_the_last_save_and_blocks_no_save(
     http: httpx.AsyncClient, context: AppState
 ) -> None:
     for version in (1, 2, 3):
@@ -61,7 +63,7 @@ async def test_an_archive_is_of_the_last_save_and_does_not_hinder_the_next(
         assert [await archived(http), await archived(http)] == [version, version]
 
 
-async def test_an_address_from_before_a_save_opens_nothing_of_the_new_one(
+async def test_a_download_address_is_invalid_after_the_next_save(
     http: httpx.AsyncClient, context: AppState
 ) -> None:
     """Both files are fetched one after the other, and must be of one save."""
@@ -78,7 +80,8 @@ async def test_an_address_from_before_a_save_opens_nothing_of_the_new_one(
 
 
 def test_a_download_under_way_ends_as_it_began(tmp_path: Path) -> None:
-    """The kernel cannot hold the whole file between the two, so most of it is read after the overwrite and the deletion."""
+    """The kernel cannot hold the whole file between the two, so most of it is read after the overwrite and
+    the deletion."""
     context = fake_context(tmp_path)
     with serving(StartupState(context=context)) as url, httpx.Client(base_url=url, timeout=60) as http:
         for act in (
@@ -96,7 +99,7 @@ def test_a_download_under_way_ends_as_it_began(tmp_path: Path) -> None:
             assert http.get(location).status_code == 404
 
 
-async def test_saves_archives_and_deletions_at_once_neither_mix_nor_lose_nor_serve_what_is_old(
+async def test_concurrent_saves_archives_and_deletions_are_consistent(
     http: httpx.AsyncClient, context: AppState
 ) -> None:
     acknowledged, writing = 0, True
@@ -163,7 +166,7 @@ def test_two_saves_of_one_name_leave_a_whole_checkpoint(tmp_path: Path) -> None:
     assert len(list((tmp_path / "run" / "external_weights" / "last").iterdir())) == 2
 
 
-async def test_the_expiry_of_an_earlier_save_does_not_delete_a_later_one(
+async def test_the_expiry_of_a_save_does_not_delete_a_later_one(
     http: httpx.AsyncClient, context: AppState
 ) -> None:
     """The engine has written the new checkpoint, and the event loop has not heard of it yet."""
@@ -172,27 +175,27 @@ async def test_the_expiry_of_an_earlier_save_does_not_delete_a_later_one(
     (listed,) = (await http.get("/api/v1/checkpoints")).json()["checkpoints"]
     assert listed["expires_at"] is not None
     generation = context.checkpoints.info(PATH).generation
-    context.ledger.set_expiry(PATH, datetime.now(UTC) - timedelta(seconds=1), generation)
+    context.run_index.set_expiry(PATH, datetime.now(UTC) - timedelta(seconds=1), generation)
     save_version(context.checkpoints, PATH, 2)
     await housekeep(context)
     assert version_on_disk(context.checkpoints, PATH) == 2
     (listed,) = (await http.get("/api/v1/checkpoints")).json()["checkpoints"]
     assert listed["expires_at"] is None
-    context.ledger.forget(PATH, generation)
-    assert context.ledger.expiries == {}
+    context.run_index.forget(PATH, generation)
+    assert context.run_index.expiries == {}
 
 
-async def test_forgetting_a_deleted_checkpoint_keeps_the_expiry_of_its_successor(context: AppState) -> None:
+async def test_deleting_a_checkpoint_keeps_the_expiry_of_a_later_save(context: AppState) -> None:
     old = save_version(context.checkpoints, PATH, 1).generation
     new = save_version(context.checkpoints, PATH, 2).generation
     soon = datetime.now(UTC) + timedelta(hours=1)
-    context.ledger.set_expiry(PATH, soon, new)
-    context.ledger.forget(PATH, old)
-    assert context.ledger.expiry(PATH, new) == soon
+    context.run_index.set_expiry(PATH, soon, new)
+    context.run_index.forget(PATH, old)
+    assert context.run_index.expiry(PATH, new) == soon
     fake_engine(context).stop()
 
 
-async def test_files_made_for_downloads_go_with_their_checkpoint_or_when_unused(
+async def test_derived_files_go_with_their_checkpoint_or_when_unused(
     http: httpx.AsyncClient, context: AppState, tmp_path: Path
 ):
     derived = tmp_path / ".derived"
@@ -212,7 +215,7 @@ async def test_files_made_for_downloads_go_with_their_checkpoint_or_when_unused(
     assert list(derived.iterdir()) == []
 
 
-async def test_a_folder_that_an_older_server_has_left_beside_the_arrays_does_not_hinder_a_save(
+async def test_a_folder_left_by_an_older_server_does_not_hinder_a_save(
     http: httpx.AsyncClient, context: AppState, tmp_path: Path
 ) -> None:
     save_version(context.checkpoints, PATH, 1)

@@ -1,4 +1,5 @@
-"""Files below checkpoints_dir that nobody should have put there: each is refused by name, and hides and stops nothing else."""
+"""Files below checkpoints_dir that nobody should have put there: each is refused by name, and hides and stops
+nothing else."""
 
 from __future__ import annotations
 
@@ -101,9 +102,7 @@ def test_one_bad_record_is_refused_by_name_and_hides_no_other(
 
 
 @pytest.mark.parametrize("level", ["run", "run/weights", "run/weights/bad"])
-def test_a_directory_that_leads_outside_is_neither_read_nor_listed_nor_written(
-    tmp_path: Path, level: str
-) -> None:
+def test_a_symbolic_link_to_another_directory_is_not_used(tmp_path: Path, level: str) -> None:
     root = tmp_path / "root"
     store = CheckpointStore(root, "m")
     save_version(store, BAD, 2)
@@ -130,7 +129,7 @@ def test_a_root_that_is_itself_a_link_is_fine(tmp_path: Path) -> None:
     assert version_on_disk(store, GOOD) == 1 and len(store.list()) == 1
 
 
-def test_arrays_that_are_no_safetensors_are_damaged_whatever_their_hash(tmp_path: Path) -> None:
+def test_arrays_that_are_no_safetensors_are_reported_as_damaged(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, "m")
     save_version(store, BAD, 2)
     directory = tmp_path / "run" / "weights" / "bad"
@@ -177,7 +176,7 @@ def run_line(number: int, num_bytes: int, owner: str = "") -> str:
     return json.dumps(run | {"user_metadata": metadata(num_bytes)})
 
 
-def test_a_ledger_of_huge_metadata_becomes_small_and_keeps_its_runs(tmp_path: Path) -> None:
+def test_a_run_index_of_huge_metadata_shrinks_and_keeps_its_runs(tmp_path: Path) -> None:
     """As an earlier server has written it: eight models with 20 MiB of metadata each, here 2 MiB."""
     file = tmp_path / "ledger.jsonl"
     file.write_text("\n".join(run_line(number, 2 << 20) for number in range(8)))
@@ -186,30 +185,28 @@ def test_a_ledger_of_huge_metadata_becomes_small_and_keeps_its_runs(tmp_path: Pa
     assert list(RunIndex(file).runs) == [f"s:train:{number}" for number in range(8)]
 
 
-def test_dead_lines_do_not_pile_up_and_compaction_changes_nothing_that_is_said(tmp_path: Path) -> None:
+def test_compaction_removes_dead_lines_and_changes_no_fact(tmp_path: Path) -> None:
     file = tmp_path / "ledger.jsonl"
     file.write_text("\n".join(run_line(number, 1000) for number in range(3)))
-    ledger, when = RunIndex(file), datetime.now(UTC) + timedelta(days=1)
-    ledger.set_public("tinker://a/weights/1", True)
+    run_index, when = RunIndex(file), datetime.now(UTC) + timedelta(days=1)
+    run_index.set_public("tinker://a/weights/1", True)
     largest = 0
     for _ in range(6000):
         for path in ("tinker://a/weights/1", "tinker://b/weights/2"):
-            ledger.set_expiry(path, when, "0" * 32)
-        ledger.set_expiry("tinker://b/weights/2", None)
+            run_index.set_expiry(path, when, "0" * 32)
+        run_index.set_expiry("tinker://b/weights/2", None)
         largest = max(largest, file.stat().st_size)
     assert largest < 1.2 * (1 << 20)
     again = RunIndex(file)
     assert (again.runs, again.expiries, again.public) == (
-        ledger.runs,
+        run_index.runs,
         {"tinker://a/weights/1": when},
         {"tinker://a/weights/1"},
     )
     assert again.expiring_generation("tinker://a/weights/1") == "0" * 32
 
 
-def test_the_runs_of_one_tenant_are_bounded_and_push_out_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_runs_of_one_tenant_evict_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyrl_tx_server.files.run_index.MAX_RUN_BYTES", 20_000)
     file = tmp_path / "ledger.jsonl"
     lines = [
@@ -217,12 +214,12 @@ def test_the_runs_of_one_tenant_are_bounded_and_push_out_no_others(
         *(run_line(number, 4000, "tenant-bob.") for number in range(50)),
     ]
     file.write_text("\n".join(lines))
-    ledger = RunIndex(file)
-    assert list(ledger.of("alice").runs) == ["tenant-alice.s:train:0"]
-    assert list(ledger.of("bob").runs) == [f"tenant-bob.s:train:{number}" for number in range(46, 50)]
+    run_index = RunIndex(file)
+    assert list(run_index.of("alice").runs) == ["tenant-alice.s:train:0"]
+    assert list(run_index.of("bob").runs) == [f"tenant-bob.s:train:{number}" for number in range(46, 50)]
     assert (
-        ledger.of("alice").run("tenant-bob.s:train:49") is None
-        and ledger.run("tenant-bob.s:train:49") is not None
+        run_index.of("alice").run("tenant-bob.s:train:49") is None
+        and run_index.run("tenant-bob.s:train:49") is not None
     )
 
 
@@ -243,16 +240,18 @@ def test_the_runs_of_one_tenant_are_bounded_and_push_out_no_others(
 def test_one_bad_line_costs_no_other_fact(tmp_path: Path, line: bytes) -> None:
     file = tmp_path / "ledger.jsonl"
     file.write_bytes(run_line(1, 10).encode() + b"\n" + line + b"\n" + run_line(2, 10).encode())
-    ledger = RunIndex(file)
+    run_index = RunIndex(file)
     assert (
-        list(ledger.runs) == ["s:train:1", "s:train:2"] and ledger.expired() == [] and ledger.public == set()
+        list(run_index.runs) == ["s:train:1", "s:train:2"]
+        and run_index.expired() == []
+        and run_index.public == set()
     )
 
 
 # --- a full disk
 
 
-async def test_a_full_disk_after_create_model_is_one_error_and_leaves_nothing_half_made(
+async def test_a_full_disk_after_create_model_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = fake_context(tmp_path)

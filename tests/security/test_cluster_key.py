@@ -9,14 +9,15 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from queue import SimpleQueue
 
+import chz
 import pytest
 
-from skyrl_tx_server.config.server_config import HostsSettings
+from skyrl_tx_server.config.process_options import ProcessOptions
 from skyrl_tx_server.distributed.channel import (
     CODE_BYTES,
     LENGTH,
@@ -29,7 +30,7 @@ from skyrl_tx_server.distributed.channel import (
     accept,
     connect,
 )
-from skyrl_tx_server.distributed.multihost import Follower, HostLostError, RankZero
+from skyrl_tx_server.distributed.multihost import RankLostError, RankZero, WorkerRank
 from skyrl_tx_server.distributed.rendezvous import join, lead
 from skyrl_tx_server.errors import ConfigError
 from tests.fakes.channel import KEY
@@ -52,18 +53,30 @@ class CreatesFile:
 
 
 @pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostsSettings]:
+def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ProcessOptions]:
     monkeypatch.setattr("skyrl_tx_server.distributed.rendezvous._start_jax", lambda hosts, address: None)
     with reserved_port() as port:
         address = f"127.0.0.1:{port}"
-        yield HostsSettings(coordinator_address=address, num_processes=2, process_id=1, timeout_s=30, key=KEY)
+        yield ProcessOptions(
+            coordinator_address=address,
+            num_processes=2,
+            process_id=1,
+            initialization_timeout_s=30,
+            cluster_key_file=key_file(tmp_path, KEY),
+        )
+
+
+def key_file(folder: Path, key: bytes) -> str:
+    path = folder / f"key-{key[:8].decode()}"
+    path.write_bytes(key)
+    return str(path)
 
 
 @pytest.mark.parametrize(
     "impostor", ["plain pickle", "multiprocessing without a key", "this protocol without the key"]
 )
 def test_an_impostor_at_the_coordinator_address_gets_nothing_unpickled(
-    hosts: HostsSettings, tmp_path: Path, impostor: str
+    hosts: ProcessOptions, tmp_path: Path, impostor: str
 ) -> None:
     created = tmp_path / "created"
     payload = pickle.dumps(CreatesFile(created))
@@ -92,7 +105,7 @@ def test_an_impostor_at_the_coordinator_address_gets_nothing_unpickled(
     with socket.create_server(hosts.address) as server, ThreadPoolExecutor(1) as threads:
         listening = threads.submit(listen, server)
         with pytest.raises(ConfigError, match=r"^coordinator_address=127.0.0.1:\d+: ") as error:
-            join(replace(hosts, timeout_s=2), SETTINGS, print)
+            join(chz.replace(hosts, initialization_timeout_s=2), SETTINGS, print)
         listening.result(30)
     assert "\n" not in str(error.value)
     assert not created.exists()
@@ -104,15 +117,15 @@ def test_the_payload_would_create_its_file_where_it_is_unpickled(tmp_path: Path)
 
 
 def test_an_impostor_follower_is_refused_and_the_real_one_still_comes(
-    hosts: HostsSettings, caplog: pytest.LogCaptureFixture
+    hosts: ProcessOptions, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    leading = threading.Thread(target=lambda: lead(replace(hosts, process_id=0), SETTINGS, print).stop())
+    leading = threading.Thread(target=lambda: lead(chz.replace(hosts, process_id=0), SETTINGS, print).stop())
     leading.start()
     with pytest.raises(
         ConfigError,
         match=r"does not know the cluster key; give every process the same cluster_key_file \(or SKYRL_TX_C",
     ):
-        join(replace(hosts, key=b"x" * 32), SETTINGS, print)
+        join(chz.replace(hosts, cluster_key_file=key_file(tmp_path, b"x" * 32)), SETTINGS, print)
     with socket.create_connection(
         hosts.address, timeout=30
     ) as impostor:  # it does not check process 0's proof
@@ -254,11 +267,11 @@ def test_a_forged_call_ends_the_follower_with_one_error_and_is_not_unpickled(
     relay: Relay, tmp_path: Path
 ) -> None:
     lost = SimpleQueue[str]()
-    follower = Follower(relay.theirs, lost.put)
+    follower = WorkerRank(relay.theirs, lost.put)
     created = tmp_path / "created"
     payload = pickle.dumps(CreatesFile(created))
     relay.deliver(LENGTH.pack(len(payload)) + bytes(CODE_BYTES) + payload + bytes(CODE_BYTES))
-    with pytest.raises(HostLostError, match="process 0: a message between the processes was changed"):
+    with pytest.raises(RankLostError, match="process 0: a message between the processes was changed"):
         follower.follow(FakeExecutor)
     assert "was changed, repeated or lost on its way" in lost.get(timeout=60)
     assert not created.exists() and lost.empty()

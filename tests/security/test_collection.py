@@ -1,4 +1,6 @@
-"""What an agent leaves in its machine is collected within bounds, off the event loop, and never changes its grade."""
+"""What an agent leaves in its machine is collected within bounds, off the event loop, and never changes its
+grade.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from harbor.models.trial.paths import TrialPaths
 from src.config import TrainerConfig
 from src.core.event_loop import LagMeter
 from src.core.trajectory import Trajectory
-from src.envs.harbor.environment import HarborTasks, load_harbor, open_harbor
-from src.envs.harbor.trial_folder import JobsQuota, bound
+from src.envs.harbor.environment import HarborTasks, import_harbor, open_harbor
+from src.envs.harbor.trial_folder import JobsQuota, apply_limits
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.environment import SandboxEnvironment
 from src.envs.sandbox.file_copy import (
@@ -298,7 +300,7 @@ def test_a_folder_is_bounded_without_following_a_link(tmp_path: Path) -> None:
     (folder / "result.json").write_text("{}")
     with (folder / "agent" / "sparse").open("wb") as file:
         file.truncate(2**33)
-    assert not bound(folder, files=20, size=2**20).is_whole
+    assert not apply_limits(folder, max_files=20, max_bytes=2**20).is_complete
     left = everything_below(folder)
     assert len(left) <= 21 and (folder / "result.json").is_file()
     assert (
@@ -314,7 +316,7 @@ def test_a_quota_counts_what_an_earlier_process_left(tmp_path: Path) -> None:
         (folder / "agent").mkdir(parents=True)
         (folder / "agent" / "log").write_bytes(b"x" * 600)
         (folder / "result.json").write_text("{}")
-    kept = JobsQuota(limit=1000).settle(new)
+    kept = JobsQuota(limit=1000).enforce(new)
     assert kept.is_essential_only and not (new / "agent").exists() and (new / "result.json").is_file()
     assert (old / "agent" / "log").is_file()
 
@@ -332,7 +334,7 @@ def test_a_quota_counts_what_an_earlier_process_left(tmp_path: Path) -> None:
     ],
 )
 def test_long_output_is_cut_exactly_as_harbor_cuts_it(output: str) -> None:
-    load_harbor()  # quietly, before anything imports it
+    import_harbor()  # quietly, before anything imports it
     from harbor.agents.terminus_2.terminus_2 import Terminus2
 
     from src.envs.harbor.agent import TrainingTerminus2

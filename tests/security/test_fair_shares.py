@@ -1,4 +1,5 @@
-"""A large request of one tenant does not keep others waiting: the real engine on a CPU. Waits are counted in decode blocks, not seconds."""
+"""A large request of one tenant does not keep others waiting: the real engine on a CPU. Waits are counted in
+decode blocks, not seconds."""
 
 from __future__ import annotations
 
@@ -32,10 +33,12 @@ MODEL = replace(
     head_dim=64,
     max_position_embeddings=2048,
 )
-"""Rows of matrices are summed alike whatever their number from this width on, so equal means equal to the bit."""
+"""Rows of matrices are summed alike whatever their number from this width on, so equal means equal to the
+bit."""
 SLOTS, BLOCK, CONTEXT, TIMEOUT_S = 4, 8, 2048, 240
 FEW_BLOCKS = 6
-"""One that is under way, those that a row runs before it is paused, one of the sample itself, and one to spare."""
+"""One that is under way, those that a row runs before it is paused, one of the sample itself, and one to
+spare."""
 
 
 def request(
@@ -52,7 +55,8 @@ SMALL = request(2, prompt_tokens=20, max_tokens=4)
 
 @dataclass
 class Neighbours:
-    """A watcher that submits small requests from the engine's thread, one after the other, at moments that are the same in every run."""
+    """A watcher that submits small requests from the engine's thread, one after the other, at moments that
+    are the same in every run."""
 
     engine: Engine
     tenant: str
@@ -84,13 +88,18 @@ class Neighbours:
 
     @property
     def _blocks(self) -> int:
-        blocks = self.engine.stats()["decode_blocks"]
+        blocks = self.engine.stats()["decode_dispatches"]
         assert isinstance(blocks, int)
         return blocks
 
 
 def engine_of(folder: Path, **settings: object) -> Engine:
-    given = {"decode_slots": SLOTS, "decode_block": BLOCK, "max_context_length": CONTEXT, **settings}
+    given = {
+        "max_num_seqs": SLOTS,
+        "decode_steps_per_dispatch": BLOCK,
+        "max_context_length": CONTEXT,
+        **settings,
+    }
     engine = Engine(DeviceExecutor(make_settings(make_model(folder / "model", MODEL), folder, **given)))
     engine.start()
     return engine
@@ -126,7 +135,7 @@ def assert_same(found: SampleResult, expected: SampleResult, *, atol: float = 0.
 
 
 @pytest.mark.parametrize("tenant", ["neighbour", "hostile"])
-def test_a_small_sample_beside_a_large_request_waits_a_few_blocks_and_nobody_samples_anything_else(
+def test_a_small_sample_waits_briefly_and_changes_no_other(
     engine: Engine, large_alone: SampleResult, small_alone: SampleResult, tenant: str
 ) -> None:
     """Of another tenant or of the same."""
@@ -138,13 +147,11 @@ def test_a_small_sample_beside_a_large_request_waits_a_few_blocks_and_nobody_sam
         assert_same(result(small), small_alone)
     after = engine.stats()
     assert len(neighbours.waits) == 8 and max(neighbours.waits) <= FEW_BLOCKS
-    assert after["pauses"] != before["pauses"] and after["rows_paused"] == 0
+    assert after["num_pauses"] != before["num_pauses"] and after["sequences_paused"] == 0
     assert after["programs"] == before["programs"], "no program is compiled for a pause"
 
 
-def test_small_samples_beside_more_tenants_than_slots_wait_a_few_blocks(
-    engine: Engine, small_alone: SampleResult
-) -> None:
+def test_small_samples_wait_briefly_beside_many_tenants(engine: Engine, small_alone: SampleResult) -> None:
     requests = [request(100 + number, num_samples=4, max_tokens=120) for number in range(3 * SLOTS)]
     alone = [result(engine.submit(each)) for each in requests]
     neighbours = Neighbours(engine, "neighbour", 12, after_reports=30)
@@ -159,19 +166,18 @@ def test_small_samples_beside_more_tenants_than_slots_wait_a_few_blocks(
     assert neighbours.waits and max(neighbours.waits) <= FEW_BLOCKS
 
 
-def test_one_request_alone_is_never_paused_and_its_blocks_follow_at_once(engine: Engine) -> None:
+def test_a_single_request_is_never_paused(engine: Engine) -> None:
     before = engine.stats()
     result(engine.submit(request(3, num_samples=SLOTS, max_tokens=160)))
     after = engine.stats()
-    blocks = after["decode_blocks"] - before["decode_blocks"]  # type: ignore[operator]
-    assert after["pauses"] == before["pauses"]
-    assert after["decode_blocks_ahead"] - before["decode_blocks_ahead"] >= blocks - 3  # type: ignore[operator]
+    blocks = after["decode_dispatches"] - before["decode_dispatches"]  # type: ignore[operator]
+    assert after["num_pauses"] == before["num_pauses"]
+    assert after["decode_dispatches_ahead"] - before["decode_dispatches_ahead"] >= blocks - 3  # type: ignore[operator]
 
 
-def test_rows_that_are_paused_give_up_their_pages_where_others_need_them(
-    tmp_path: Path, engine: Engine
-) -> None:
-    """A cache with room for two contexts of the large requests and many tenants: all get what they get where there is room for all."""
+def test_paused_sequences_free_their_pages_when_others_need_them(tmp_path: Path, engine: Engine) -> None:
+    """A cache with room for two contexts of the large requests and many tenants: all get what they get where
+    there is room for all."""
     requests = [request(200 + number, num_samples=3, max_tokens=220) for number in range(6)]
     alone = [result(engine.submit(each)) for each in requests]
     small_alone = result(engine.submit(SMALL))
@@ -191,15 +197,15 @@ def test_rows_that_are_paused_give_up_their_pages_where_others_need_them(
         small.stop()
     assert neighbours.waits and max(neighbours.waits) <= 3 * FEW_BLOCKS
     assert (
-        stats["pauses"]
-        and stats["preemptions"]
-        and (stats["rows_paused"], stats["rows_set_aside"], stats["slots_used"]) == (0, 0, 0)
+        stats["num_pauses"]
+        and stats["num_preemptions"]
+        and (stats["sequences_paused"], stats["sequences_preempted"], stats["slots_used"]) == (0, 0, 0)
     )
-    assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"]  # type: ignore[operator]
+    assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"]  # type: ignore[operator]
 
 
-def test_tenants_with_more_snapshots_than_fit_on_the_device_all_get_their_turn(tmp_path: Path) -> None:
-    small = engine_of(tmp_path, max_snapshots=2)
+def test_tenants_with_more_snapshots_than_slots_are_all_served(tmp_path: Path) -> None:
+    small = engine_of(tmp_path, max_loras=2)
     try:
         for number in range(5):
             small.submit(CreateModel(model_id=f"m{number}", lora=LoraSpec(rank=4, seed=number)))
@@ -211,12 +217,12 @@ def test_tenants_with_more_snapshots_than_fit_on_the_device_all_get_their_turn(t
         futures = [small.submit(each, tenant=f"{number}") for number, each in enumerate(requests)]
         for future, expected in zip(futures, alone, strict=True):
             assert_same(result(future), expected)
-        assert small.stats()["pauses"]
+        assert small.stats()["num_pauses"]
     finally:
         small.stop()
 
 
-def test_long_prompts_of_one_tenant_delay_a_short_one_by_two_pieces_at_most(engine: Engine) -> None:
+def test_long_prompts_delay_a_short_one_by_two_chunks_at_most(engine: Engine) -> None:
     prompts = [request(400 + number, prompt_tokens=1100, max_tokens=20) for number in range(12)]
     alone = [result(engine.submit(each)) for each in prompts]
     neighbours = Neighbours(engine, "neighbour", 4, after_reports=1)
@@ -231,7 +237,7 @@ def test_long_prompts_of_one_tenant_delay_a_short_one_by_two_pieces_at_most(engi
         assert_same(result(engine.submit(each)), expected)
 
 
-def test_a_withdrawn_request_with_paused_rows_leaves_nothing_behind(engine: Engine) -> None:
+def test_a_withdrawn_request_with_paused_sequences_is_removed(engine: Engine) -> None:
     class Leaves(Neighbours):
         def wanted(self) -> bool:
             return len(self.waits) < 2
@@ -242,5 +248,5 @@ def test_a_withdrawn_request_with_paused_rows_leaves_nothing_behind(engine: Engi
     for each in leaving.results:
         result(each)
     stats = engine.stats()
-    assert (stats["rows_paused"], stats["slots_used"], stats["samples_waiting"]) == (0, 0, 0)
-    assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"]  # type: ignore[operator]
+    assert (stats["sequences_paused"], stats["slots_used"], stats["samples_waiting"]) == (0, 0, 0)
+    assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"]  # type: ignore[operator]

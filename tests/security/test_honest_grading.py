@@ -12,7 +12,7 @@ import pytest
 
 from src.config import TrainerConfig
 from src.core.trajectory import Trajectory, TrialFailure, ZeroReason
-from src.envs.base import Expiring
+from src.envs.base import DeadlineAware
 from src.envs.harbor import carried_files
 from src.envs.harbor.environment import open_harbor
 from src.envs.harbor.sandbox_files import SandboxFiles
@@ -375,13 +375,13 @@ async def test_an_agent_that_uses_up_the_time_of_its_trial_is_graded_0(tmp_path:
         byte_chat(), {"": [answer("sleep 1000", duration=0.1)] + [answer("", duration=60)] * 9}
     )
     trial = tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0)
-    assert isinstance(trial, Expiring)
+    assert isinstance(trial, DeadlineAware)
     playing = asyncio.ensure_future(trial.run(policy))
     outcome = None
     async with asyncio.timeout(60):
         while outcome is None:  # the start of the sandbox may take longer than the agent has worked
             await asyncio.wait({playing}, timeout=0.5)
-            outcome = trial.expired()
+            outcome = trial.timeout_result()
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing

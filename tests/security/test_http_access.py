@@ -1,4 +1,5 @@
-"""A web page that the user of this machine visits cannot use the server: neither by DNS rebinding nor by requests across sites."""
+"""A web page that the user of this machine visits cannot use the server: neither by DNS rebinding nor by
+requests across sites."""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ async def test_a_preflight_is_answered_without_permission(http: httpx.AsyncClien
         "application/x-protobuf",
     ],
 )
-async def test_a_body_needs_a_type_that_a_web_page_may_not_send_unasked(
+async def test_a_body_needs_a_type_that_requires_a_cors_preflight(
     sent: str | None, http: httpx.AsyncClient
 ) -> None:
     headers = {} if sent is None else {"content-type": sent}
@@ -145,7 +146,7 @@ async def test_listed_names_and_pages_are_served(tmp_path: Path) -> None:
     fake_engine(context).stop()
 
 
-async def test_with_a_key_host_names_are_free_and_pages_are_still_refused(tmp_path: Path) -> None:
+async def test_with_a_key_any_host_is_served_and_web_pages_are_refused(tmp_path: Path) -> None:
     context = policy_context(tmp_path, host="0.0.0.0", key="tml-k")
     async with client(context) as http:
         proxied = {"host": "tinker.example", "x-api-key": "tml-k"}
@@ -156,7 +157,7 @@ async def test_with_a_key_host_names_are_free_and_pages_are_still_refused(tmp_pa
     fake_engine(context).stop()
 
 
-async def test_beyond_this_machine_without_a_key_addresses_are_served_and_unknown_names_are_not(
+async def test_without_a_key_only_addresses_and_known_names_are_served(
     tmp_path: Path,
 ) -> None:
     context = policy_context(tmp_path, host="0.0.0.0")
@@ -166,7 +167,7 @@ async def test_beyond_this_machine_without_a_key_addresses_are_served_and_unknow
     fake_engine(context).stop()
 
 
-def test_a_host_header_is_read_without_port_brackets_case_and_dot() -> None:
+def test_a_host_header_ignores_port_brackets_case_and_dot() -> None:
     assert [host_name(text) for text in ("A.Example.:1", "[::1]:8", "[::1]", "1.2.3.4")] == [
         "a.example",
         "::1",

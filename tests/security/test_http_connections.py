@@ -93,7 +93,7 @@ async def test_a_head_that_never_ends_is_closed(tmp_path: Path) -> None:
         assert await ended(after_an_answer) == b""
 
 
-async def test_a_request_in_progress_is_not_cut_off_by_the_deadline_of_its_head(tmp_path: Path) -> None:
+async def test_the_deadline_of_a_head_does_not_end_a_request(tmp_path: Path) -> None:
     async with serving(tmp_path, head_timeout_s=0.1) as address:
         headers = (
             b"host: a\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: 2\r\n\r\n"
@@ -140,7 +140,7 @@ async def test_no_descriptor_for_a_connection_is_survived(
         assert not failures
 
 
-def test_the_limit_on_open_files_is_raised_and_some_are_kept_back() -> None:
+def test_the_limit_of_open_files_is_raised_with_a_reserve() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))

@@ -1,4 +1,5 @@
-"""One bad file, one odd URL or a full disk is one clear error for whoever asks for it, and changes nothing for anyone else."""
+"""One bad file, one odd URL or a full disk is one clear error for whoever asks for it, and changes nothing
+for anyone else."""
 
 from __future__ import annotations
 
@@ -78,9 +79,7 @@ def damaged(record: dict[str, Any]) -> dict[str, str]:
     }
 
 
-async def test_one_bad_record_breaks_no_listing_and_no_other_checkpoint(
-    http: httpx.AsyncClient, tmp_path: Path
-) -> None:
+async def test_a_bad_record_affects_no_other_checkpoint(http: httpx.AsyncClient, tmp_path: Path) -> None:
     model_id = (await make_model(http))["model_id"]
     good, bad = [
         (await call(http, "save_weights", model_id=model_id, path=name))["path"] for name in ("good", "bad")
@@ -157,7 +156,7 @@ def percent(text: str) -> str:
     return "".join(f"%{byte:02X}" for byte in text.encode("utf-8", "surrogatepass"))
 
 
-async def test_a_disk_that_is_full_when_a_model_is_recorded_costs_that_model_and_no_other(
+async def test_a_full_disk_when_a_model_is_recorded_affects_it_only(
     http: httpx.AsyncClient,
     context: AppState,
     monkeypatch: pytest.MonkeyPatch,
@@ -169,7 +168,7 @@ async def test_a_disk_that_is_full_when_a_model_is_recorded_costs_that_model_and
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
-        patch.setattr(context.ledger, "record_run", full)
+        patch.setattr(context.run_index, "record_run", full)
         answer = await make_model(http, 1)
     assert "No space left on device" in answer["error"] and "Traceback" not in caplog.text
     (refused,) = [op.model_id for op in fake_engine(context).of_type(CreateModel) if op.model_id != before]

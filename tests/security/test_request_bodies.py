@@ -1,4 +1,5 @@
-"""No request body costs the server more than its route may cost: one line of refusal, no bug in the log, no gap of the event loop."""
+"""No request body costs the server more than its route may cost: one line of refusal, no bug in the log, no
+gap of the event loop."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.bodies import CONTROL_BODY, BodyBudget, decompress
 from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.wire.json_body import DATA_BOUNDS, JsonBounds, parse_json
+from skyrl_tx_server.http.wire.limits import Limits
 from skyrl_tx_server.http.wire.openai_requests import parse_chat, parse_completion
 from skyrl_tx_server.http.wire.protobuf import parse_training_proto
-from skyrl_tx_server.http.wire.requests import Limits, parse_sample, parse_training_json
+from skyrl_tx_server.http.wire.sampling_requests import parse_sample
+from skyrl_tx_server.http.wire.training_requests import parse_training_json
 from tests.fakes.server import fake_context, fake_engine
 
 JSON, PROTO = {"content-type": "application/json"}, {"content-type": "application/x-protobuf"}
@@ -115,7 +118,7 @@ class Ticker:
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_a_hostile_body_is_refused_by_every_route_without_holding_the_loop(
+async def test_a_hostile_body_is_refused_without_blocking_the_loop(
     name: str, http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     ticker = Ticker()
@@ -132,7 +135,7 @@ async def test_a_hostile_body_is_refused_by_every_route_without_holding_the_loop
 
 
 @pytest.mark.parametrize("inner", [b"[],", b'"",', b"{},", b'{"a":1},', b"1,"])
-async def test_a_small_compressed_body_neither_holds_the_loop_nor_fills_the_memory(
+async def test_a_compressed_body_blocks_no_loop_and_fills_no_memory(
     inner: bytes, http: httpx.AsyncClient
 ) -> None:
     """Six kilobytes took 3.4 GiB and ten seconds."""
@@ -157,7 +160,7 @@ async def test_a_small_compressed_body_neither_holds_the_loop_nor_fills_the_memo
     assert ticker.longest_s < LONGEST_GAP_S
 
 
-async def test_large_bodies_are_parsed_while_other_requests_are_answered(http: httpx.AsyncClient) -> None:
+async def test_large_bodies_do_not_delay_other_requests(http: httpx.AsyncClient) -> None:
     tokens = b"1," * 2_000_000 + b"1"
     body = (
         b'{"base_model":"local/fake","sampling_params":{},"prompt":{"chunks":[{"tokens":[' + tokens + b"]}]}}"
@@ -190,7 +193,7 @@ def hostile_protobufs() -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("body", list(hostile_protobufs()), ids=range(8))
-async def test_a_protobuf_of_many_small_fields_is_refused_before_it_is_parsed(
+async def test_a_protobuf_of_many_small_fields_is_refused_unparsed(
     body: bytes, http: httpx.AsyncClient
 ) -> None:
     ticker = Ticker()
@@ -216,7 +219,7 @@ def test_a_parser_refuses_with_nothing_but_a_user_error(route: str, name: str) -
         PARSERS[route](BODIES[name])
 
 
-def test_one_long_string_among_numbers_does_not_widen_the_whole_list() -> None:
+def test_a_long_string_among_numbers_does_not_widen_the_array() -> None:
     """numpy would give every element the width of the longest string."""
     body = json.dumps(
         {"prompt": {"chunks": [{"tokens": [1] * 20_000 + ["x" * 500_000]}]}, "sampling_params": {}}
@@ -251,14 +254,14 @@ def test_bounds_count_what_is_built_and_not_what_strings_hold(body: bytes, excee
             parse_json(body, bounds)
 
 
-def test_training_data_compresses_within_the_ratio_and_a_bomb_does_not() -> None:
+def test_a_compression_bomb_is_refused_and_training_data_is_not() -> None:
     data = bytes(range(256)) * 4096
     assert decompress(packed(data[: 1 << 19]), 1 << 20) == data[: 1 << 19]
     with pytest.raises(UserError, match="compressed more than 200 times"):
         decompress(packed(bytes(50 << 20)), 64 << 20)
 
 
-def test_control_routes_take_a_mebibyte_and_only_data_routes_more() -> None:
+def test_control_routes_accept_a_mebibyte_at_most() -> None:
     larger = {endpoint.path for endpoint in ENDPOINTS if endpoint.body.max_bytes > CONTROL_BODY.max_bytes}
     assert CONTROL_BODY.max_bytes == 1 << 20
     assert larger == {

@@ -13,7 +13,7 @@ from src.cli.command_line import parse
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.records.private_folder import make_parents, make_private, resolved, write_private
-from src.records.run_folder import RunFolder, find_run_folder, held, run_path
+from src.records.run_folder import RunFolder, find_run_folder, lock_run_dir, run_path
 
 ROOT = Path(__file__).resolve().parents[2]
 PINNED = ("requirements.txt", "scripts/uv.txt")
@@ -102,7 +102,7 @@ def open_to_all(tmp_path: Path) -> Path:
 def test_the_default_parent_of_runs_is_made_for_this_user_alone(open_to_all: Path) -> None:
     options = config(Path("unused"), log_path=None, logs_dir=open_to_all / "runs")
     path = run_path(options, name="a")
-    with held(path):
+    with lock_run_dir(path):
         find_run_folder(options, name="a").create(options)
     assert (mode(path.parent), mode(path)) == (0o700, 0o700)
 
@@ -111,7 +111,7 @@ def test_a_name_that_somebody_else_took_is_refused(open_to_all: Path, tmp_path: 
     (tmp_path / "mine").mkdir()
     (open_to_all / "linked").symlink_to(tmp_path / "mine")
     (open_to_all / "file").touch()
-    for name, reason in (("linked", "is a symbolic link"), ("file", "is no folder")):
+    for name, reason in (("linked", "is a symbolic link"), ("file", "is not a folder")):
         for path in (open_to_all / name, open_to_all / name / "run"):
             with pytest.raises(ConfigError, match=f"{reason}.*give another log_path or logs_dir"):
                 run_path(config(path), name="a")

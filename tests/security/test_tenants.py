@@ -17,7 +17,9 @@ import pytest
 
 from skyrl_tx_server import keys
 from skyrl_tx_server.config.server_config import ServerConfig
-from skyrl_tx_server.engine.engine import EngineInfo, Watcher
+from skyrl_tx_server.config.tenant_options import TenantOptions
+from skyrl_tx_server.engine.engine import Watcher
+from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.model_registry import Registry
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
@@ -30,7 +32,7 @@ from skyrl_tx_server.engine.operations import (
     SamplingSettings,
     UnloadModel,
 )
-from skyrl_tx_server.engine.tenants import Quota, TenantKeys, owner_of, read_keys
+from skyrl_tx_server.engine.tenants import TenantKeys, owner_of, read_keys
 from skyrl_tx_server.errors import CapacityError, ConfigError, UserError
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.http.app import build_app, housekeep
@@ -52,7 +54,7 @@ from tests.security.tenants import (
 # --- keys
 
 
-def test_a_key_file_holds_no_key_and_its_keys_open_the_server_to_their_tenants(
+def test_a_key_file_holds_digests_that_authenticate_its_tenants(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "keys"
@@ -115,7 +117,7 @@ def test_the_keys_command_refuses_in_one_line(
     assert not (tmp_path / "x").exists()
 
 
-async def test_a_changed_key_file_counts_without_a_restart_and_a_broken_one_changes_nothing(
+async def test_a_changed_key_file_is_read_and_a_broken_one_is_ignored(
     tmp_path: Path,
 ) -> None:
     async with two_tenants(tmp_path) as site:
@@ -129,7 +131,7 @@ async def test_a_changed_key_file_counts_without_a_restart_and_a_broken_one_chan
         assert (await site.alice.get("/api/v1/sessions")).status_code == 200
 
 
-async def test_no_route_but_health_and_signed_downloads_opens_without_a_key(tmp_path: Path) -> None:
+async def test_only_health_and_signed_downloads_need_no_key(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         for name, key in (
             ("accept", b"*/*"),
@@ -146,9 +148,8 @@ def test_the_options_of_tenants_are_checked() -> None:
     config = ServerConfig(
         base_model="x", host="0.0.0.0", api_keys_file="keys", tenant_checkpoint_quota_gb=0.5
     )
-    assert config.tenant_quota().checkpoint_bytes == 1 << 29
-    assert config.engine_settings(Path("x")).tenant_quota == config.tenant_quota()
-    assert ServerConfig(base_model="x").engine_settings(Path("x")).tenant_quota is None
+    assert config.tenant_quota is config and config.tenant_checkpoint_quota_bytes == 1 << 29
+    assert ServerConfig(base_model="x").tenant_quota is None
     for wrong in (
         {"tenant_max_models": 0},
         {"tenant_checkpoint_quota_gb": float("nan")},
@@ -195,10 +196,11 @@ async def test_two_tenants_may_use_the_same_names(tmp_path: Path) -> None:
         ).status_code == 200
 
 
-async def test_owners_survive_a_restart_and_unowned_checkpoints_are_the_operators(tmp_path: Path) -> None:
+async def test_owners_survive_a_restart(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
-        old = "tinker://session-0123456789abcdef:train:0/weights/old"  # as a server without tenants has written it
+        # as a server without tenants has written it
+        old = "tinker://session-0123456789abcdef:train:0/weights/old"
         site.context.checkpoints.write(
             old, {"steps": np.zeros(1)}, lora=LoraSpec(rank=4), step=0, user_metadata={}
         )
@@ -256,7 +258,7 @@ async def test_a_single_key_reaches_everything_whoever_made_it(tmp_path: Path) -
 # --- sharing
 
 
-async def test_a_published_checkpoint_is_read_by_others_and_changed_by_its_owner_only(tmp_path: Path) -> None:
+async def test_a_published_checkpoint_is_changed_by_its_owner_only(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
         sampler_url = f"/api/v1/training_runs/{objects.model}/checkpoints/sampler_weights/s"
@@ -315,7 +317,7 @@ async def test_a_published_checkpoint_is_read_by_others_and_changed_by_its_owner
             assert (await site.bob.post(route, json=body)).status_code == 404  # made while it was public
 
 
-async def test_a_checkpoint_that_takes_the_name_of_a_published_one_is_private(tmp_path: Path) -> None:
+async def test_a_checkpoint_that_replaces_a_published_one_is_private(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
         await site.alice.post(f"{objects.checkpoint}/publish")
@@ -329,7 +331,7 @@ async def test_a_checkpoint_that_takes_the_name_of_a_published_one_is_private(tm
 # --- signed addresses
 
 
-async def test_a_download_address_cannot_be_made_up_or_used_for_another_file(tmp_path: Path) -> None:
+async def test_a_download_address_cannot_be_forged_or_reused(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         alice, bob = await make_objects(site.alice), await make_objects(site.bob)
         urls = (
@@ -359,7 +361,7 @@ async def test_a_download_address_cannot_be_made_up_or_used_for_another_file(tmp
 
 
 async def test_the_models_of_a_tenant_are_counted_apart(tmp_path: Path) -> None:
-    async with two_tenants(tmp_path, Quota(max_models=2)) as site:
+    async with two_tenants(tmp_path, TenantOptions(tenant_max_models=2)) as site:
         session = await open_session(site.alice)
         models = [await make_model(site.alice, session, number) for number in range(2)]
         body = {"session_id": session, "model_seq_id": 2, "base_model": MODEL, "lora_config": {"rank": 4}}
@@ -371,7 +373,7 @@ async def test_the_models_of_a_tenant_are_counted_apart(tmp_path: Path) -> None:
 
 
 async def test_the_checkpoints_of_a_tenant_are_counted_apart(tmp_path: Path) -> None:
-    async with two_tenants(tmp_path, Quota(max_checkpoints=1)) as site:
+    async with two_tenants(tmp_path, TenantOptions(tenant_max_checkpoints=1)) as site:
         for http in (site.alice, site.bob):
             model = await make_model(http, await open_session(http))
             for overwrite in (False, True):
@@ -391,7 +393,9 @@ def test_the_bytes_of_a_tenants_checkpoints_are_counted_apart(tmp_path: Path) ->
         ).size_bytes
 
     size = write(CheckpointStore(tmp_path / "other", "m"), "tinker://a/weights/1")
-    store = CheckpointStore(tmp_path / "root", "m", tenant_quota=Quota(checkpoint_bytes=2 * size))
+    store = CheckpointStore(
+        tmp_path / "root", "m", tenant_quota=TenantOptions(tenant_checkpoint_quota_gb=2 * size / 2**30)
+    )
     for number in range(3):
         write(store, f"tinker://operator/weights/{number}")
     for run in ("tenant-a.r", "tenant-b.r"):
@@ -432,7 +436,7 @@ def sample(*, prompt: int, max_tokens: int | None, num_samples: int = 1) -> Samp
     )
 
 
-def test_tokens_in_flight_are_bounded_and_come_back_however_a_request_ends() -> None:
+def test_tokens_in_flight_are_bounded_and_always_released() -> None:
     engine = HeldEngine()
     share = EngineShare(engine, "alice", 4000)
     share.submit(sample(prompt=100, max_tokens=900, num_samples=2))  # 1,900
@@ -454,8 +458,8 @@ def test_tokens_in_flight_are_bounded_and_come_back_however_a_request_ends() -> 
     assert LEAST_TOKENS == 256
 
 
-async def test_too_many_tokens_in_flight_are_a_429_for_that_tenant_alone(tmp_path: Path) -> None:
-    async with two_tenants(tmp_path, Quota(max_tokens=600)) as site:
+async def test_too_many_tokens_in_flight_are_a_429_for_that_tenant(tmp_path: Path) -> None:
+    async with two_tenants(tmp_path, TenantOptions(tenant_max_tokens=600)) as site:
         body = {
             "base_model": MODEL,
             "prompt": {"chunks": [{"tokens": [1]}]},
@@ -471,9 +475,11 @@ async def test_too_many_tokens_in_flight_are_a_429_for_that_tenant_alone(tmp_pat
         fake_engine(site.context).gate.set()
 
 
-def test_a_tenants_snapshots_make_room_for_its_own_only_least_recently_used_first() -> None:
+def test_a_tenant_evicts_its_own_least_recently_used_snapshots() -> None:
     registry = Registry(session_timeout_s=10)
-    views = {tenant: registry.of(tenant, Quota(max_snapshots=2)) for tenant in ("alice", "bob")}
+    views = {
+        tenant: registry.of(tenant, TenantOptions(tenant_max_snapshots=2)) for tenant in ("alice", "bob")
+    }
     sessions = {
         tenant: view.open_session(tags=[], user_metadata={}, display_name=None).session_id
         for tenant, view in views.items()
@@ -492,7 +498,7 @@ def test_a_tenants_snapshots_make_room_for_its_own_only_least_recently_used_firs
 
 def test_sessions_and_samplers_of_a_tenant_are_bounded() -> None:
     registry = Registry(session_timeout_s=10)
-    view = registry.of("alice", Quota(max_sessions=1, max_samplers=1))
+    view = registry.of("alice", TenantOptions(tenant_max_sessions=1, tenant_max_samplers=1))
     session = view.open_session(tags=[], user_metadata={}, display_name=None).session_id
     with pytest.raises(UserError, match="open sessions"):
         view.open_session(tags=[], user_metadata={}, display_name=None)
@@ -545,7 +551,9 @@ async def test_a_tenants_checkpoint_expires(tmp_path: Path) -> None:
             await site.alice.put(f"{objects.checkpoint}/ttl", json={"ttl_seconds": 5000})
         ).status_code == 204
         generation = site.context.checkpoints.info(objects.weights).generation
-        site.context.ledger.set_expiry(objects.weights, datetime.now(UTC) - timedelta(seconds=1), generation)
+        site.context.run_index.set_expiry(
+            objects.weights, datetime.now(UTC) - timedelta(seconds=1), generation
+        )
         await housekeep(site.context)
         assert (
             await site.alice.post("/api/v1/weights_info", json={"tinker_path": objects.weights})

@@ -1,4 +1,5 @@
-"""Every route of the application, called by one tenant on what belongs to another: the answer is that for what does not exist.
+"""Every route of the application, called by one tenant on what belongs to another: the answer is that for
+what does not exist.
 
 A route that is not classified here fails `test_every_route_is_classified`.
 """
@@ -235,7 +236,7 @@ async def what_alice_sees(site: Site) -> list[str]:
 
 
 @pytest.mark.parametrize(("route", "call"), VARIANTS)
-async def test_another_tenants_object_is_answered_like_one_that_does_not_exist(
+async def test_an_object_of_another_tenant_does_not_exist(
     tmp_path: Path, route: str, call: Callable[[Objects], Call]
 ) -> None:
     method = route.partition(" ")[0]
@@ -255,9 +256,7 @@ async def test_another_tenants_object_is_answered_like_one_that_does_not_exist(
 
 
 @pytest.mark.parametrize("route", SILENT)
-async def test_a_route_that_always_succeeds_does_nothing_to_another_tenants_object(
-    tmp_path: Path, route: str
-) -> None:
+async def test_a_route_that_always_succeeds_leaves_other_tenants_alone(tmp_path: Path, route: str) -> None:
     method = route.partition(" ")[0]
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
@@ -290,7 +289,7 @@ async def test_a_listing_names_only_the_tenants_own(tmp_path: Path, route: str) 
 
 
 @pytest.mark.parametrize("route", sorted(NO_OBJECTS | REFUSED | FOR_OPERATOR))
-async def test_a_route_without_objects_says_nothing_about_other_tenants(tmp_path: Path, route: str) -> None:
+async def test_a_route_without_objects_hides_other_tenants(tmp_path: Path, route: str) -> None:
     method, _, path = route.partition(" ")
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
@@ -313,7 +312,7 @@ async def test_a_tenant_reads_only_its_own_statistics(tmp_path: Path) -> None:
         assert (await site.operator.get("/metrics")).status_code == 200
 
 
-async def test_a_checkpoint_of_another_tenant_can_neither_be_trained_from_nor_sampled_from(
+async def test_a_checkpoint_of_another_tenant_cannot_be_used(
     tmp_path: Path,
 ) -> None:
     """Routes that take a path beside an object of the caller's own."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.config.server_config import MeshShape
+from skyrl_tx_server.config.engine_options import MeshShape
 from skyrl_tx_server.engine.operations import LoraSpec, LossFn, TrainDatum
 from skyrl_tx_server.model import weights
 from skyrl_tx_server.model.attention.decode_attention import attend_over_pages
@@ -35,14 +35,15 @@ from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, place_adap
 from skyrl_tx_server.model.lora.lora_math import lora_indices
 from skyrl_tx_server.model.mesh import bytes_per_device, make_mesh, place
 from skyrl_tx_server.model.model_config import Experts, ModelConfig
-from skyrl_tx_server.model.shapes import BLOCK, PAGE
+from skyrl_tx_server.model.shapes import BLOCK, PAGE, train_shapes
 from skyrl_tx_server.model.transformer import Remat, init_params
 from skyrl_tx_server.model.weights import load_params, param_shapes, save_model
-from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, DecodeBatch, decode_block
-from skyrl_tx_server.sampling.sequences import row_settings
+from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
+from skyrl_tx_server.sampling.sequences import batch_settings
+from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import pack, train_shapes
-from skyrl_tx_server.training.train_step import forward_backward, train_batch
+from skyrl_tx_server.training.packing import pack
+from skyrl_tx_server.training.train_step import forward_backward
 
 DENSE = ModelConfig(
     model_type="qwen2",
@@ -93,7 +94,7 @@ def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str,
     data = tuple(TrainDatum(tokens=row[:-1], target_tokens=row[1:]) for row in tokens)
     trained = [np.ones(len(datum.tokens), bool) for datum in data]
     (packed,) = pack(
-        data, trained, train_shapes(max_context_length=128, tokens_per_batch=512, row_groups=shape.batch)
+        data, trained, train_shapes(max_context_length=128, tokens_per_batch=512, dp_ranks=shape.batch)
     )
 
     def step(config: ModelConfig) -> tuple[Adapter, np.ndarray, float]:
@@ -101,7 +102,7 @@ def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str,
             place_adapter(config, adapter),
             place_adapter(config, zero_adapter(config, RANK)),
             load_params(model_dir, config, "float32"),
-            train_batch(packed),
+            packed.arrays,
             select_loss(LossFn.CROSS_ENTROPY),
             config=config,
             remat=Remat.NOTHING,
@@ -209,20 +210,20 @@ def most_sent(config: ModelConfig, shape: MeshShape) -> float:
     bank = jax.tree.map(lambda leaf: np.stack([leaf]), zero_adapter(config, RANK))
     row = DecodeBatch(
         tokens=np.zeros(rows, np.int32),
-        before=Carry.of_none(rows),
+        before=Carry.empty(rows),
         positions=np.zeros(rows, np.int32),
         remaining=np.zeros(rows, np.int32),
         tables=np.zeros((rows, 1), np.int32),
-        stretches=None,
+        splits=None,
         adapters=lora_indices(np.zeros(rows, np.int32)),
         stop_tokens=np.full((rows, MAX_STOP_TOKENS), -1, np.int32),
     )
     cache, settings = (
         empty_cache(config=config, pages=8, dtype=np.dtype("float32")),
-        row_settings([None] * rows, config.vocab_size),
+        batch_settings([None] * rows, config.vocab_size),
     )
     params = param_shapes(config, np.dtype("float32"))
-    block = decode_block.lower(
+    block = decode_steps.lower(
         cache,
         params,
         place_adapter(config, bank),
@@ -275,9 +276,9 @@ def decoded(config: ModelConfig) -> float:
     visible = jnp.ones((1, 1, 1, 4), bool)
 
     def attended(config: ModelConfig, devices: int) -> np.ndarray:
-        stretches = stretches_of(tables, lengths, group=heads // kv_heads, devices=devices)
+        splits = stretches_of(tables, lengths, group=heads // kv_heads, devices=devices)
         attend = jax.jit(partial(attend_over_pages, config, interpret=True), static_argnums=1)
-        return np.asarray(attend(cache, 1, q, jnp.asarray(tables), stretches, recent, visible))
+        return np.asarray(attend(cache, 1, q, jnp.asarray(tables), splits, recent, visible))
 
     return float(np.abs(attended(replace(config, mesh=None), 1) - attended(config, 2)).max())
 

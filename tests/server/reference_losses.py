@@ -1,57 +1,94 @@
-"""Tinker's losses written a second time, in float64 numpy and straight from the contract's table, to test the server's against."""
+"""The losses a second time, in float64 numpy and from the contract's table, as a reference for the server's.
+
+Each function takes one sequence: `lp` are the logprobs, `frozen` the logprobs under a stop-gradient.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
 import numpy as np
+
+from skyrl_tx_server.engine.loss_spec import LossFn, LossSettings
+from skyrl_tx_server.model.lora.lora_math import ArrayLike
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """Float64 arrays of one sequence, and the options of the request."""
+
+    lp: np.ndarray
+    frozen: np.ndarray
+    weights: np.ndarray
+    q: np.ndarray  # the sampler's logprobs
+    advantages: np.ndarray
+    mask: np.ndarray  # sequence_ratio_mask
+    low: float
+    high: float
+    beta: float
+
+
+def clipped(terms: Terms, ratio: np.ndarray) -> np.ndarray:
+    product = np.clip(ratio, terms.low, terms.high) * terms.advantages
+    return -np.minimum(ratio * terms.advantages, product)
+
+
+def cispo(terms: Terms) -> np.ndarray:
+    return -np.clip(np.exp(terms.frozen - terms.q), terms.low, terms.high) * terms.lp * terms.advantages
+
+
+def dro(terms: Terms) -> np.ndarray:
+    return -(terms.lp * terms.advantages - 0.5 * terms.beta * (terms.lp - terms.q) ** 2)
+
+
+def gspo(terms: Terms) -> np.ndarray:
+    log_ratio = sequence_log_ratio(terms.frozen, terms.q, terms.mask)
+    return clipped(terms, np.exp(log_ratio + terms.lp - terms.frozen))
+
+
+REFERENCES: dict[LossFn, Callable[[Terms], np.ndarray]] = {
+    LossFn.CROSS_ENTROPY: lambda terms: -terms.weights * terms.lp,
+    LossFn.IMPORTANCE_SAMPLING: lambda terms: -np.exp(terms.lp - terms.q) * terms.advantages,
+    LossFn.PPO: lambda terms: clipped(terms, np.exp(terms.lp - terms.q)),
+    LossFn.CISPO: cispo,
+    LossFn.DRO: dro,
+    LossFn.GSPO: gspo,
+}
 
 
 def total(
-    loss_fn: str,
+    loss_fn: LossFn,
     logprobs: np.ndarray,
     *,
-    weights: np.ndarray | None = None,
-    sampler_logprobs: np.ndarray | None = None,
-    advantages: np.ndarray | None = None,
+    weights: ArrayLike | None = None,
+    sampler_logprobs: ArrayLike | None = None,
+    advantages: ArrayLike | None = None,
     sequence_ratio_mask: np.ndarray | None = None,
-    low: float = 0.8,
-    high: float = 1.2,
-    beta: float = 0.05,
     frozen_logprobs: np.ndarray | None = None,
+    options: dict[str, float] | None = None,
 ) -> float:
-    """The summed loss; for gspo the arrays are those of one sequence.
+    """Return the summed loss of one sequence. `frozen_logprobs` default to `logprobs`, `options` to the server's defaults."""
 
-    `frozen_logprobs` are those under a stop-gradient (cispo's ratio, gspo's sequence ratio); by default `logprobs` themselves.
-    """
-    lp = np.asarray(logprobs, np.float64)
-    if loss_fn == "cross_entropy":
-        return float(-np.sum(np.asarray(weights, np.float64) * lp))
-    q, advantage = np.asarray(sampler_logprobs, np.float64), np.asarray(advantages, np.float64)
-    ratio = np.exp(lp - q)
-    if loss_fn == "importance_sampling":
-        return float(-np.sum(ratio * advantage))
-    if loss_fn == "ppo":
-        return float(-np.sum(np.minimum(ratio * advantage, np.clip(ratio, low, high) * advantage)))
-    if loss_fn == "cispo":
-        frozen = lp if frozen_logprobs is None else np.asarray(frozen_logprobs, np.float64)
-        return float(-np.sum(np.clip(np.exp(frozen - q), low, high) * lp * advantage))
-    if loss_fn == "dro":
-        return float(-np.sum(lp * advantage - 0.5 * beta * (lp - q) ** 2))
-    if loss_fn == "gspo":
-        frozen = lp if frozen_logprobs is None else np.asarray(frozen_logprobs, np.float64)
-        sequence_ratio = np.exp(sequence_log_ratio(frozen, q, sequence_ratio_mask) + lp - frozen)
-        return float(
-            -np.sum(np.minimum(sequence_ratio * advantage, np.clip(sequence_ratio, low, high) * advantage))
-        )
-    raise ValueError(loss_fn)
+    def wide(array: ArrayLike | None) -> np.ndarray:
+        return np.zeros(len(logprobs)) if array is None else np.asarray(array, np.float64)
 
-
-def sequence_log_ratio(logprobs: np.ndarray, sampler_logprobs: np.ndarray, mask: np.ndarray | None) -> float:
-    """gspo's s: the mean log-ratio of a sequence over the tokens its mask counts."""
-    assert mask is not None
-    return float(
-        np.mean(
-            (np.asarray(logprobs, np.float64) - np.asarray(sampler_logprobs, np.float64))[
-                np.asarray(mask) != 0
-            ]
-        )
+    settings = {**asdict(LossSettings()), **(options or {})}
+    terms = Terms(
+        lp=wide(logprobs),
+        frozen=wide(logprobs if frozen_logprobs is None else frozen_logprobs),
+        weights=wide(weights),
+        q=wide(sampler_logprobs),
+        advantages=wide(advantages),
+        mask=wide(sequence_ratio_mask),
+        low=settings["clip_low_threshold"],
+        high=settings["clip_high_threshold"],
+        beta=settings["beta"],
     )
+    return float(np.sum(REFERENCES[loss_fn](terms)))
+
+
+def sequence_log_ratio(logprobs: np.ndarray, sampler_logprobs: ArrayLike, mask: np.ndarray) -> float:
+    """Return gspo's s: the mean log-ratio of a sequence over the tokens that its mask counts."""
+    difference = np.asarray(logprobs, np.float64) - np.asarray(sampler_logprobs, np.float64)
+    return float(np.mean(difference[np.asarray(mask) != 0]))

@@ -1,4 +1,5 @@
-"""Routes and their border without a socket: statuses, refusals, sessions' ends, and what the real SDK never sends."""
+"""Routes and their border without a socket: statuses, refusals, sessions' ends, and what the real SDK never
+sends."""
 
 from __future__ import annotations
 
@@ -106,13 +107,13 @@ def training_bytes(model_id: str, seq_id: int = 1) -> bytes:
 
 
 async def test_nothing_is_served_before_the_engine_can_work(context: AppState) -> None:
-    lobby = StartupState()
-    transport = httpx.ASGITransport(build_app(lobby))
+    startup = StartupState()
+    transport = httpx.ASGITransport(build_app(startup))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         for method, route in (("GET", "healthz"), ("POST", "create_session")):
             response = await http.request(method, route)
             assert (response.status_code, "still loading" in response.text) == (503, True)
-        lobby.context = context
+        startup.context = context
         response = await http.get("healthz")
         assert (response.status_code, response.json()) == (200, {"status": "ok"})
     fake_engine(context).stop()
@@ -124,7 +125,7 @@ async def test_the_client_is_told_to_send_chunks_in_order(http: httpx.AsyncClien
     assert (await post(http, "client/dynamic_config", sdk_version="0.38.0"))["sample_cancel_enabled"] is True
 
 
-async def test_over_https_the_client_keeps_to_the_transport_that_takes_self_signed_certificates(
+async def test_over_https_the_sdk_accepts_self_signed_certificates(
     context: AppState,
 ) -> None:
     transport = httpx.ASGITransport(build_app(StartupState(context=context)))
@@ -243,7 +244,7 @@ async def test_a_body_that_never_ends_is_given_up(tmp_path: Path) -> None:
     fake_engine(context).stop()
 
 
-async def test_failures_of_the_engine_come_through_the_future_with_a_category(
+async def test_engine_failures_are_results_with_a_category(
     http: httpx.AsyncClient,
 ) -> None:
     session_id = await open_session(http)
@@ -315,7 +316,7 @@ async def test_a_model_that_could_not_be_made_does_not_exist(
     session_id = await open_session(http)
     model_id = await make_model(http, session_id)
     saved = await result(http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="0001"))
-    arrays = next(Path(context.ledger._file).parent.rglob("*.safetensors"))
+    arrays = next(context.checkpoints.root.rglob("*.safetensors"))
     arrays.write_bytes(b"torn")
     reply = await post(
         http, "load_weights", session_id=session_id, model_seq_id=7, path=saved["path"], optimizer=True
@@ -436,7 +437,7 @@ async def test_a_model_takes_only_checkpoints_of_its_own_shape(http: httpx.Async
     assert (response.status_code, "create_training_client_from_state" in response.text) == (400, True)
 
 
-async def test_the_tokenizer_is_offered_to_clients_on_this_machine_only(
+async def test_the_tokenizer_is_offered_to_local_clients_only(
     http: httpx.AsyncClient, context: AppState
 ) -> None:
     model_id = await make_model(http, await open_session(http))
@@ -517,7 +518,7 @@ async def test_a_session_that_ends_takes_its_running_samples_with_it(tmp_path: P
         gate.set()
         await asyncio.to_thread(wait_until, lambda: not engine.stats()["ops_pending"])
     engine.stop()
-    assert executor.log.count("decode") <= blocks + 2 and not executor.rows_decoding
+    assert executor.log.count("decode") <= blocks + 2 and not executor.num_running
 
 
 async def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(
@@ -538,15 +539,15 @@ async def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(
             ),
         )
         paths.append(str(saved["path"]))
-        context.ledger.set_expiry(paths[-1], datetime.now(UTC) - timedelta(seconds=2 - number))
+        context.run_index.set_expiry(paths[-1], datetime.now(UTC) - timedelta(seconds=2 - number))
     damaged, _ = sorted(records(tmp_path))
     damaged.write_text("{")
     await housekeep(context)
-    assert context.ledger.expired() == []
+    assert context.run_index.expired() == []
     assert records(tmp_path) == [damaged]
 
 
-async def test_a_checkpoint_past_its_time_is_deleted_and_the_rest_survives_a_restart(
+async def test_an_expired_checkpoint_is_deleted_and_others_survive(
     http: httpx.AsyncClient, context: AppState, tmp_path: Path
 ) -> None:
     model_id = await make_model(http, await open_session(http))
@@ -556,10 +557,10 @@ async def test_a_checkpoint_past_its_time_is_deleted_and_the_rest_survives_a_res
     old = await result(
         http, await post(http, "save_weights", model_id=model_id, seq_id=2, path="old", ttl_seconds=3600)
     )
-    context.ledger.set_expiry(str(old["path"]), datetime.now(UTC) - timedelta(seconds=1))
+    context.run_index.set_expiry(str(old["path"]), datetime.now(UTC) - timedelta(seconds=1))
     await housekeep(context)
-    with (tmp_path / "ledger.jsonl").open("a") as ledger:
-        ledger.write('\n{"run_id": "torn')
+    with (tmp_path / "ledger.jsonl").open("a") as run_index:
+        run_index.write('\n{"run_id": "torn')
 
     restarted = fake_context(tmp_path)
     transport = httpx.ASGITransport(build_app(StartupState(context=restarted)))
@@ -595,7 +596,7 @@ async def test_stats_count_what_is_alive(http: httpx.AsyncClient) -> None:
     assert stats["futures"]["finished"] == 1 and stats["engine"] == {"ops_finished": 1}
 
 
-async def test_one_line_per_request_with_polls_and_heartbeats_left_to_debug(
+async def test_a_request_is_one_log_line_and_polls_are_debug(
     http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="skyrl_tx_server.http")
@@ -666,7 +667,7 @@ async def test_sampling_by_name_or_path_without_a_session(
     assert [op.weights for op in engine.of_type(Sample)] == [saved["path"], None]
 
 
-async def test_a_reply_that_cannot_be_written_is_no_retried_status_either(
+async def test_an_unserializable_reply_has_a_status_without_retries(
     http: httpx.AsyncClient, context: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A 5xx of retrieve_future would be asked again at once, for ever."""
@@ -679,7 +680,7 @@ async def test_waiting_is_a_sign_of_life_when_it_begins_only(
     http: httpx.AsyncClient, context: AppState, engine: FakeEngine
 ) -> None:
     now = [0.0]
-    context.registry._clock = lambda: now[0]
+    context.registry.clock = lambda: now[0]
     session_id = await open_session(http)
     model_id = await make_model(http, session_id)
     engine.gate.clear()
@@ -729,7 +730,7 @@ async def test_a_signed_download_opens_without_the_api_key(tmp_path: Path) -> No
     fake_engine(context).stop()
 
 
-async def test_an_archive_of_any_checkpoint_is_one_tar_behind_a_redirect(http: httpx.AsyncClient) -> None:
+async def test_an_archive_of_a_checkpoint_is_a_tar_behind_a_redirect(http: httpx.AsyncClient) -> None:
     """What SDKs up to 0.35 ask for; real ones of them do in scripts/sdk_smoke.py."""
     model_id = await make_model(http, await open_session(http))
     await result(http, await post(http, "save_weights", model_id=model_id, path="w1"))

@@ -11,8 +11,9 @@ import pytest
 
 from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import ConflictError, NotFoundError, ServerError, UserError
-from skyrl_tx_server.files import disk
-from skyrl_tx_server.files.checkpoints import CheckpointKind, CheckpointStore, parse_path
+from skyrl_tx_server.files import checkpoints, disk
+from skyrl_tx_server.files.checkpoint_record import RECORD_NAME, CheckpointKind, parse_path, read_record
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 RUN = "session-1:train:0"
 ARRAYS = {"adapter/a": np.arange(6, dtype=np.float32).reshape(2, 3), "scale": np.array(0.5, np.float32)}
@@ -79,10 +80,10 @@ def test_a_taken_name_is_a_conflict_unless_overwritten(store: CheckpointStore):
     np.testing.assert_array_equal(store.read(path)[1]["scale"], np.float32(0.5))
     write(store, scale=2.0, overwrite=True)
     np.testing.assert_array_equal(store.read(path)[1]["scale"], np.float32(1.0))
-    assert len(list((Path(store._root) / RUN / "weights" / "one").iterdir())) == 2
+    assert len(list((Path(store.root) / RUN / "weights" / "one").iterdir())) == 2
 
 
-def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_debris(
+def test_a_failed_write_leaves_the_old_checkpoint_only(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ):
     path = write(store).path
@@ -95,10 +96,10 @@ def test_a_write_that_fails_leaves_the_old_checkpoint_and_no_debris(
         with pytest.raises(ServerError, match=r"cannot write checkpoint .*No space left"):
             write(store, scale=2.0, overwrite=True)
     np.testing.assert_array_equal(store.read(path)[1]["scale"], np.float32(0.5))
-    assert len(list((Path(store._root) / RUN / "weights" / "one").iterdir())) == 2
+    assert len(list((Path(store.root) / RUN / "weights" / "one").iterdir())) == 2
 
 
-def test_a_disk_that_fills_up_while_writing_costs_nothing_saved_before(store: CheckpointStore):
+def test_a_full_disk_while_writing_loses_no_earlier_save(store: CheckpointStore):
     """The real thing: the kernel refuses the bytes half-way through the arrays."""
     path = write(store).path
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -111,7 +112,7 @@ def test_a_disk_that_fills_up_while_writing_costs_nothing_saved_before(store: Ch
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     np.testing.assert_array_equal(store.read(path)[1]["scale"], np.float32(0.5))
     assert [info.name for info in store.list()] == ["one"]
-    assert len(list((Path(store._root) / RUN / "weights" / "one").iterdir())) == 2
+    assert len(list((Path(store.root) / RUN / "weights" / "one").iterdir())) == 2
 
 
 def test_all_is_on_the_disk_before_it_has_its_name(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
@@ -137,10 +138,10 @@ def test_nothing_is_written_where_there_is_no_room(store: CheckpointStore, monke
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda directory: SimpleNamespace(free=disk.SLACK_BYTES))
     with pytest.raises(ServerError, match="not enough disk space"):
         write(store)
-    assert list(Path(store._root).iterdir()) == []
+    assert list(Path(store.root).iterdir()) == []
 
 
-def test_the_quota_counts_every_checkpoint_and_an_overwritten_one_once(tmp_path: Path):
+def test_the_quota_counts_an_overwritten_checkpoint_once(tmp_path: Path):
     size = write(CheckpointStore(tmp_path / "other", "org/model")).size_bytes
     store = CheckpointStore(tmp_path / "checkpoints", "org/model", quota_bytes=2 * size)
     path = write(store).path
@@ -154,7 +155,7 @@ def test_the_quota_counts_every_checkpoint_and_an_overwritten_one_once(tmp_path:
 
 
 def test_a_write_killed_before_its_rename_is_no_checkpoint(store: CheckpointStore):
-    directory = Path(store._root) / RUN / "weights" / "one"
+    directory = Path(store.root) / RUN / "weights" / "one"
     directory.mkdir(parents=True)
     (directory / "arrays-dead.safetensors").write_bytes(b"half")
     assert not store.exists(f"tinker://{RUN}/weights/one") and store.list() == []
@@ -176,12 +177,12 @@ def test_a_write_killed_before_its_rename_is_no_checkpoint(store: CheckpointStor
             "not written by this server",
         ),
         (lambda directory: change_record(directory, version=9), "format version 9"),
-        (lambda directory: change_record(directory, lora={"rank": 4, "colour": "red"}), "lacks or garbles"),
+        (lambda directory: change_record(directory, lora={"rank": 4, "colour": "red"}), "has no valid"),
     ],
 )
 def test_torn_and_foreign_checkpoints_are_refused_by_name(store: CheckpointStore, damage, message: str):
     path = write(store).path
-    damage(Path(store._root) / RUN / "weights" / "one")
+    damage(Path(store.root) / RUN / "weights" / "one")
     with pytest.raises(UserError, match=message) as caught:
         store.read(path)
     assert path in str(caught.value)
@@ -200,7 +201,7 @@ def change_record(directory: Path, **changes: object) -> None:
 
 def test_another_base_models_checkpoint_is_refused(store: CheckpointStore):
     path = write(store).path
-    other = CheckpointStore(store._root, "org/other")
+    other = CheckpointStore(store.root, "org/other")
     assert other.info(path).base_model == "org/model"
     with pytest.raises(UserError, match="made from base model org/model, this server runs org/other"):
         other.read(path)
@@ -218,7 +219,8 @@ def test_delete_removes_it(store: CheckpointStore):
 def test_a_delete_during_a_save_loses_no_accepted_checkpoint(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, moment: str
 ):
-    """Either the save fails, or it came first and was deleted: never accepted and then lost, never half there."""
+    """Either the save fails, or it came first and was deleted: never accepted and then lost, never half
+    there."""
     path = write(store).path
     real = os.replace
 
@@ -242,9 +244,9 @@ def test_a_delete_during_a_save_loses_no_accepted_checkpoint(
 
 def test_a_delete_or_read_that_comes_second_says_so(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
     path = write(store).path
-    record = store._record(path)
+    record = read_record(path, store.root / RUN / "weights" / "one" / RECORD_NAME)
     store.delete(path)
-    monkeypatch.setattr(store, "_record", lambda path: record)  # seen just before the first delete
+    monkeypatch.setattr(checkpoints, "read_record", lambda *_: record)  # as if read before the first delete
     with pytest.raises(NotFoundError, match="no checkpoint"):
         store.delete(path)
     with pytest.raises(UserError, match="is missing"):

@@ -18,8 +18,10 @@ import pytest
 
 from skyrl_tx_server import export
 from skyrl_tx_server.__main__ import main
+from skyrl_tx_server.config.bounds import BOUNDS
 from skyrl_tx_server.config.command_line import help_text, parse
-from skyrl_tx_server.config.server_config import BOUNDS, ServerConfig
+from skyrl_tx_server.config.renamed import RENAMED_OPTIONS
+from skyrl_tx_server.config.server_config import ServerConfig
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor.cache_size import fitting_cache
 from skyrl_tx_server.executor.memory_plan import plan_memory
@@ -53,15 +55,15 @@ TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel
         (["base_model=x", "dtype=int8"], "dtype=int8: expected"),
         (["base_model=x", "tensor_parallel=0"], "tensor_parallel=0: must be above 0"),
         (
-            ["base_model=x", "max_snapshots=1000000"],
-            "max_snapshots=1000000: must be above 0 and at most 10000",
+            ["base_model=x", "max_loras=1000000"],
+            "max_loras=1000000: must be above 0 and at most 10000",
         ),
         (["base_model=x", "checkpoint_quota_gb=nan"], "checkpoint_quota_gb=nan: must be above 0"),
         (["base_model=x", "session_timeout_s=nan"], "session_timeout_s=nan: must be above 0"),
         (["base_model=x", "api_key=tml-with space"], "without spaces"),
         (
-            [f"base_model={FIXTURES / 'tied'}", "max_snapshots=10000", "max_lora_rank=4096", "port=0"],
-            "lower max_snapshots or max_lora_rank",
+            [f"base_model={FIXTURES / 'tied'}", "max_loras=10000", "max_lora_rank=4096", "port=0"],
+            "lower max_loras or max_lora_rank",
         ),
         (["base_model=x", "max_lora_rank=0"], "max_lora_rank=0: must be above 0"),
         (["base_model=x", "model_alias=/models/tiny"], "must be org/name"),
@@ -76,8 +78,8 @@ TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel
         ),
         (["base_model=x", "coordinator_address=a:1"], "coordinator_address and num_processes"),
         (
-            ["base_model=x", *TWO, "compile_ahead=true"],
-            "compile_ahead=true: several processes must compile together",
+            ["base_model=x", *TWO, "warmup=true"],
+            "warmup=true: several processes must compile together",
         ),
         (
             ["base_model=x", *TWO, "process_id=2"],
@@ -90,13 +92,16 @@ TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel
         (["base_model=x", *TWO, "coordinator_address=localhost"], "must be host:port, as in 10.0.0.1:7000"),
         (
             ["base_model=x", *TWO],
-            "several processes need a secret of their own, the same for all: cluster_key_file=FILE, or",
+            "several processes need a common secret: cluster_key_file=FILE, or",
         ),
         (
             ["base_model=x", *TWO, "cluster_key_file=no-such-file"],
             "cluster_key_file=no-such-file: cannot be read: No such file",
         ),
-        (["base_model=x", *TWO, "cluster_key_file=/dev/null"], "has 0 characters; at least 32 are needed"),
+        (
+            ["base_model=x", *TWO, "cluster_key_file=/dev/null"],
+            "has 0 characters; at least 32 random characters are needed",
+        ),
         (["base_model=x", "ssl_certfile=cert.pem"], "https needs both"),
         (
             ["base_model=x", "ssl_certfile=no-such.pem", "ssl_keyfile=no-such.pem"],
@@ -124,7 +129,7 @@ def test_every_numeric_option_declares_its_bounds() -> None:
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_no_numeric_option_takes_what_is_not_finite_or_out_of_its_bounds(name: str) -> None:
+def test_a_numeric_option_must_be_finite_and_within_its_bounds(name: str) -> None:
     is_float = float in {NUMBERS[name].final_type, *get_args(NUMBERS[name].final_type)}
     for value in ("nan", "inf", "-inf", "1e300") if is_float else ("9" * 30, "-1"):
         given = {} if name == "port" else {"port": "0"}
@@ -170,9 +175,7 @@ def test_help_that_nobody_reads_to_its_end_is_no_traceback(
         (["--help"], "--help"),
     ],
 )
-def test_the_start_script_takes_its_words_in_the_order_of_its_usage(
-    words: list[str], says: str, tmp_path: Path
-) -> None:
+def test_the_start_script_takes_arguments_in_order(words: list[str], says: str, tmp_path: Path) -> None:
     for name, text in (("setup.sh", ""), ("gpu_flags.sh", ""), ("python", 'echo "${@:3}"')):
         path = tmp_path / (".venv/bin" if name == "python" else "scripts") / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,17 +186,12 @@ def test_the_start_script_takes_its_words_in_the_order_of_its_usage(
     assert subprocess.run([copied, *words], capture_output=True, text=True, check=True).stdout == says + "\n"
 
 
-def test_none_is_none_in_any_case() -> None:
-    assert parse(["base_model=x", "compilation_cache_dir=none"]).compilation_cache_dir is None
-
-
 def test_the_alias_follows_the_model(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
-    assert ServerConfig(base_model=str(tmp_path / "tiny")).alias() == "local/tiny"
-    assert ServerConfig(base_model="Qwen/Qwen3-4B").alias() == "Qwen/Qwen3-4B"
+    assert ServerConfig(base_model=str(tmp_path / "tiny")).alias == "local/tiny"
+    assert ServerConfig(base_model="Qwen/Qwen3-4B").alias == "Qwen/Qwen3-4B"
     assert (
-        ServerConfig(base_model=str(tmp_path / "tiny"), model_alias="Qwen/Qwen3-8B").alias()
-        == "Qwen/Qwen3-8B"
+        ServerConfig(base_model=str(tmp_path / "tiny"), model_alias="Qwen/Qwen3-8B").alias == "Qwen/Qwen3-8B"
     )
 
 
@@ -208,7 +206,7 @@ def test_a_dry_run_prints_the_memory_plan_and_touches_nothing(
         "dtype=float32",
         "max_lora_rank=4",
     ]
-    assert main([*options, "decode_slots=2", "compilation_cache_dir=none"]) == 0
+    assert main([*options, "max_num_seqs=2", "compilation_cache_dir=none"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("memory plan for ") and printed.endswith("it fits\n")
     assert "pages for keys and values of 640 tokens" in printed
@@ -225,18 +223,18 @@ def test_virtual_devices_have_threads_to_wait_for_each_other_in(monkeypatch: pyt
     assert int(os.environ["NPROC"]) >= 4 * 32
 
 
-def test_a_plan_that_does_not_fit_is_refused_and_names_what_to_lower(
+def test_a_plan_that_does_not_fit_names_the_options_to_lower(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = [f"base_model={FIXTURES / 'tied'}", "dry_run=true", "compilation_cache_dir=none"]
-    assert main([*options, "decode_slots=1000000"]) == 2
+    assert main([*options, "max_num_seqs=1000000"]) == 2
     printed = capsys.readouterr()
     assert "together" in printed.out and printed.err.count("\n") == 1
     assert "this does not fit; lower cache_tokens (" in printed.err
 
 
 def test_the_plan_counts_the_weights_and_the_cache_to_the_byte() -> None:
-    settings = make_settings(FIXTURES / "tied", Path("unused"), decode_slots=3)
+    settings = make_settings(FIXTURES / "tied", Path("unused"), max_num_seqs=3)
     plan = plan_memory(settings)
     config = load_model_config(FIXTURES / "tied")
     weights = load_params(FIXTURES / "tied", config, "float32")
@@ -248,3 +246,34 @@ def test_the_plan_counts_the_weights_and_the_cache_to_the_byte() -> None:
     )
     adapter = sum(leaf.nbytes for leaf in jax.tree.leaves(zero_adapter(config, settings.max_lora_rank)))
     assert plan.shares[2].num_bytes == (settings.max_models * 5 + 5) * adapter
+
+
+@pytest.mark.parametrize(
+    ("former", "present"),
+    [
+        ("decode_slots=3", "max_num_seqs=3"),
+        ("decode_block=8", "decode_steps_per_dispatch=8"),
+        ("max_snapshots=2", "max_loras=2"),
+        ("stretch_context=true", "yarn=true"),
+        ("sampled_logprobs=tempered", "logprobs_mode=processed"),
+        ("sampled_logprobs=model", "logprobs_mode=raw"),
+        ("compile_ahead=false", "warmup=false"),
+    ],
+)
+def test_a_former_option_name_is_accepted_with_one_notice(
+    former: str, present: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse(["base_model=x", former]) == parse(["base_model=x", present])
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and former in printed and present in printed
+
+
+def test_every_former_name_stands_for_an_option() -> None:
+    options = chz.chz_fields(ServerConfig)
+    assert all(new in options and old not in options for old, new in RENAMED_OPTIONS.items())
+
+
+@pytest.mark.parametrize("value", ["", "none", "None", "null", "NULL"])
+def test_an_empty_value_none_and_null_mean_none(value: str) -> None:
+    assert parse(["base_model=x", f"max_context_length={value}"]).max_context_length is None
+    assert parse(["base_model=x", f"compilation_cache_dir={value}"]).compilation_cache_dir is None

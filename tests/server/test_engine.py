@@ -7,7 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from skyrl_tx_server.engine.engine import Engine, FailedRow, RowsLostError, WithdrawnError
+from skyrl_tx_server.engine.engine import Engine, WithdrawnError
+from skyrl_tx_server.engine.executor_protocol import FailedSequence, SequencesLostError
 from skyrl_tx_server.engine.operations import (
     AdamSettings,
     CreateModel,
@@ -62,7 +63,7 @@ def optim(model_id: str) -> OptimStep:
     return OptimStep(model_id=model_id, adam=AdamSettings())
 
 
-def test_results_come_back_through_futures_and_one_thread_does_the_work():
+def test_one_thread_does_the_work_and_resolves_the_futures():
     executor = FakeExecutor()
     with running(executor) as engine:
         futures = [engine.submit(create("a")), engine.submit(train("a", 2)), engine.submit(optim("a"))]
@@ -83,7 +84,7 @@ def test_results_come_back_through_futures_and_one_thread_does_the_work():
     assert len(executor.threads) == 1 and threading.get_ident() not in executor.threads
 
 
-def test_samples_of_one_request_return_in_order_even_when_slots_are_few():
+def test_samples_of_a_request_return_in_order_with_few_slots():
     with running(FakeExecutor(num_slots=2)) as engine:
         result = engine.submit(replace(sample(10, num_samples=5), prompt_logprobs=True)).result(TIMEOUT_S)
     assert isinstance(result, SampleResult)
@@ -115,7 +116,7 @@ def test_training_runs_between_the_blocks_of_a_long_generation():
     )
 
 
-def test_a_block_follows_at_once_unless_a_sample_that_waits_gets_a_slot():
+def test_a_dispatch_follows_unless_a_waiting_sample_gets_a_slot():
     executor = FakeExecutor(num_slots=1, block=2, gate=threading.Event())
     with running(executor) as engine:
         futures = [engine.submit(sample(max_tokens=6)) for _ in range(2)]
@@ -125,7 +126,7 @@ def test_a_block_follows_at_once_unless_a_sample_that_waits_gets_a_slot():
     assert executor.went_on == [True, True, False, True, True, True], "the third block ended the first sample"
 
 
-def test_an_expected_error_reaches_its_caller_unchanged_and_alone():
+def test_an_expected_error_reaches_only_its_caller_unchanged():
     error = NotFoundError("no model a")
     with running(FakeExecutor(errors={"optim a": error})) as engine:
         failing, good = engine.submit(optim("a")), engine.submit(optim("b"))
@@ -133,7 +134,7 @@ def test_an_expected_error_reaches_its_caller_unchanged_and_alone():
         assert good.result(TIMEOUT_S).metrics == {"grad_norm": 1.0}
 
 
-def test_an_unexpected_error_becomes_a_server_error_with_its_type_and_message(
+def test_an_unexpected_error_becomes_a_server_error(
     caplog: pytest.LogCaptureFixture,
 ):
     with running(FakeExecutor(errors={"forward_backward a 1": RuntimeError("out of memory")})) as engine:
@@ -152,7 +153,7 @@ def test_out_of_memory_says_what_to_lower(caplog: pytest.LogCaptureFixture):
     exhausted = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
     with running(FakeExecutor(errors={"forward_backward a 1": exhausted})) as engine:
         error = engine.submit(train("a", 3)).exception(TIMEOUT_S)
-    assert "start the server with smaller decode_slots" in str(error) and "allocating 9 bytes" in str(error)
+    assert "start the server with smaller max_num_seqs" in str(error) and "allocating 9 bytes" in str(error)
 
 
 def test_a_sample_that_cannot_be_honoured_fails_alone():
@@ -162,7 +163,7 @@ def test_a_sample_that_cannot_be_honoured_fails_alone():
         assert len(good.result(TIMEOUT_S).sequences[0].tokens) == 20
 
 
-def test_a_failed_part_of_a_request_takes_its_other_rows_along_but_no_other_request():
+def test_a_failed_sequence_fails_its_request_only():
     executor = FakeExecutor(num_slots=2, errors={"admit s 2+1": RuntimeError("boom")})
     with running(executor) as engine:
         bad, good = engine.submit(sample(num_samples=3, weights="s")), engine.submit(sample(5))
@@ -172,9 +173,9 @@ def test_a_failed_part_of_a_request_takes_its_other_rows_along_but_no_other_requ
 
 
 @pytest.mark.parametrize(
-    "entry, error", [("decode", RuntimeError("lost")), ("admit other 0+1", RowsLostError("lost"))]
+    "entry, error", [("decode", RuntimeError("lost")), ("admit other 0+1", SequencesLostError("lost"))]
 )
-def test_a_lost_cache_fails_the_running_samples_and_later_ones_run(entry: str, error: Exception):
+def test_a_lost_cache_fails_running_samples_only(entry: str, error: Exception):
     executor = FakeExecutor(num_slots=2, errors={entry: error}, gate=threading.Event())
     with running(executor) as engine:
         first = engine.submit(sample(max_tokens=20))
@@ -187,10 +188,10 @@ def test_a_lost_cache_fails_the_running_samples_and_later_ones_run(entry: str, e
 
 def test_a_sample_without_room_waits_for_a_row_to_finish():
     class OneAtATime(FakeExecutor):
-        def admit(self, admits):
-            if self.rows_decoding:
+        def prefill(self, requests):
+            if self.num_running:
                 raise CapacityError("bank is full")
-            return super().admit(admits)
+            return super().prefill(requests)
 
     with running(OneAtATime()) as engine:
         futures = [engine.submit(sample(last)) for last in (1, 2, 3)]
@@ -199,10 +200,10 @@ def test_a_sample_without_room_waits_for_a_row_to_finish():
 
 def test_a_sample_without_room_gets_that_of_one_that_fails():
     class OneAtATime(FakeExecutor):
-        def admit(self, admits):
-            if self.rows_decoding:
+        def prefill(self, requests):
+            if self.num_running:
                 raise CapacityError("bank is full")
-            return super().admit(admits)
+            return super().prefill(requests)
 
     with running(OneAtATime(block=2)) as engine:
         forsaken = engine.submit(sample(1, max_tokens=50), Notes(patience=2))
@@ -213,25 +214,25 @@ def test_a_sample_without_room_gets_that_of_one_that_fails():
 
 
 class Together(FakeExecutor):
-    """Computes two prompts at once. One of the weights "poison" spoils its company, for one of "huge" there is never room; `withdraw`
-    goes while it is computed."""
+    """Computes two prompts at once. One of the weights "poison" spoils its company, for one of "huge" there
+    is never room; `withdraw` goes while it is computed."""
 
     def __init__(self, **options) -> None:
         super().__init__(num_slots=8, gate=threading.Event(), **options)
         self.offered: list[list[int]] = []
         self.withdraw: Callable[[], object] = lambda: None
 
-    def admit(self, admits):
+    def prefill(self, requests):
         self.gate.wait()
-        self.offered.append([int(admit.op.prompt[-1]) for admit in admits])
-        if admits[0].op.weights == "huge":
+        self.offered.append([int(request.op.prompt[-1]) for request in requests])
+        if requests[0].op.weights == "huge":
             self.withdraw()
             raise CapacityError("no room")
-        if any(admit.op.weights == "poison" for admit in admits):
+        if any(request.op.weights == "poison" for request in requests):
             raise RuntimeError("boom")
         admissions = [
-            self.admit_one(admit.ticket, admit.op, first=admit.first, count=admit.count)
-            for admit in admits[:2]
+            self.admit_one(request.request_id, request.op, first=request.first, count=request.count)
+            for request in requests[:2]
         ]
         self.withdraw()
         return admissions
@@ -269,7 +270,7 @@ def test_a_sample_for_which_there_is_never_room_fails_alone(withdrawn: bool):
     assert executor.offered == [[1, 2, 3], [2, 3]]
 
 
-def test_a_sample_withdrawn_while_it_waits_or_is_computed_leaves_nothing_behind():
+def test_a_withdrawn_sample_leaves_nothing_behind():
     executor = Together()
     with running(executor) as engine:
         held = engine.submit(create("holds the thread until all have been submitted"))
@@ -288,15 +289,15 @@ def test_a_sample_withdrawn_while_it_waits_or_is_computed_leaves_nothing_behind(
 class Pieces(FakeExecutor):
     """Computes a long prompt in three pieces."""
 
-    def admit(self, admits):
-        (admit,) = admits
-        if admit.op.weights == "long" and self.log.count("piece") < 2:
+    def prefill(self, requests):
+        (request,) = requests
+        if request.op.weights == "long" and self.log.count("piece") < 2:
             self.log.append("piece")
             return [None]
-        return super().admit(admits)
+        return super().prefill(requests)
 
 
-def test_running_samples_have_a_block_between_two_pieces_of_a_prompt():
+def test_the_engine_decodes_between_two_prefill_chunks():
     executor = Pieces(num_slots=2, gate=threading.Event())
     with running(executor) as engine:
         futures = [engine.submit(sample(max_tokens=20, weights=weights)) for weights in ("short", "long")]
@@ -308,35 +309,40 @@ def test_running_samples_have_a_block_between_two_pieces_of_a_prompt():
 
 
 class Doctored(FakeExecutor):
-    """Rows end last sample first, whose logprobs are their indices. The second of the weights "broken" fails in the end, one of "short" is
-    over with its first token."""
+    """Rows end last sample first, whose logprobs are their indices. The second of the weights "broken" fails
+    in the end, one of "short" is over with its first token."""
 
-    def admit_one(self, ticket, op, *, first, count):
-        admission = super().admit_one(ticket, op, first=first, count=count)
-        return replace(admission, finished=self.collect(go_on=False)) if op.weights == "short" else admission
+    def admit_one(self, request_id, op, *, first, count):
+        admission = super().admit_one(request_id, op, first=first, count=count)
+        return (
+            replace(admission, finished=self.poll(dispatch_next=False))
+            if op.weights == "short"
+            else admission
+        )
 
-    def collect(self, *, go_on):
-        broken = {ticket for (ticket, _), (op, _) in self._rows.items() if op.weights == "broken"}
+    def poll(self, *, dispatch_next):
+        broken = {request_id for (request_id, _), (op, _) in self._rows.items() if op.weights == "broken"}
         return [
-            FailedRow(ticket=row.ticket, error=RuntimeError("boom"))
-            if row.ticket in broken and row.index == 1
+            FailedSequence(request_id=row.request_id, error=RuntimeError("boom"))
+            if row.request_id in broken and row.index == 1
             else replace(
                 row,
                 sequence=replace(
                     row.sequence, logprobs=np.full(len(row.sequence.tokens), row.index, np.float32)
                 ),
             )
-            for row in reversed(super().collect(go_on=go_on))
+            for row in reversed(super().poll(dispatch_next=dispatch_next))
         ]
 
 
-def test_rows_that_end_in_any_order_are_their_requests_and_in_its_order():
-    with running(Doctored(gate=threading.Event())) as engine:
+def test_results_keep_the_order_of_samples_that_end_in_any_order():
+    executor = Doctored(gate=threading.Event())
+    with running(executor) as engine:
         good, bad = (
             engine.submit(sample(num_samples=2)),
             engine.submit(sample(num_samples=2, weights="broken")),
         )
-        engine._executor.gate.set()
+        executor.gate.set()
         assert [sequence.logprobs[0] for sequence in good.result(TIMEOUT_S).sequences] == [0, 1]
         assert "boom" in str(bad.exception(TIMEOUT_S))
         short = engine.submit(sample(num_samples=2, max_tokens=1, weights="short")).result(TIMEOUT_S)
@@ -430,7 +436,7 @@ class Notes:
         return len(self.told) < self._patience
 
 
-def test_a_watcher_hears_of_every_token_once_except_the_last_ones():
+def test_a_watcher_gets_every_token_once_except_the_last_ones():
     with running(FakeExecutor(block=2)) as engine:
         notes = Notes()
         result = engine.submit(sample(10, num_samples=2, max_tokens=5), notes).result(TIMEOUT_S)
@@ -448,11 +454,11 @@ def test_a_sample_nobody_waits_for_any_more_gives_its_slots_back(patience: int, 
     with running(executor) as engine:
         with pytest.raises(WithdrawnError):
             engine.submit(sample(10, max_tokens=50), Notes(patience)).result(TIMEOUT_S)
-        assert executor.rows_decoding == 0 and executor.log.count("decode") == blocks
+        assert executor.num_running == 0 and executor.log.count("decode") == blocks
         engine.submit(sample(10)).result(TIMEOUT_S)
 
 
-def test_a_sample_refused_before_it_begins_leaves_no_watcher_behind():
+def test_a_sample_refused_before_it_starts_leaves_no_watcher():
     with running(FakeExecutor()) as engine:
         with pytest.raises(UserError):
             engine.submit(sample(10, max_tokens=1000), Notes()).result(TIMEOUT_S)

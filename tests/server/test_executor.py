@@ -40,7 +40,7 @@ from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.model.kv_cache import KVCache, page_bytes
 from skyrl_tx_server.model.shapes import PAGE
-from skyrl_tx_server.sampling import batch_runner as slots_module
+from skyrl_tx_server.sampling import model_runner
 from skyrl_tx_server.sampling import score_step as score_module
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 from tests.server import reference_losses
@@ -116,7 +116,7 @@ def assert_identical(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) 
         np.testing.assert_array_equal(left[name], right[name], err_msg=name)
 
 
-def test_a_checkpoint_is_loaded_into_a_model_made_with_another_seed(engine: Engine, checkpoints_dir: Path):
+def test_a_checkpoint_loads_into_a_model_with_another_seed(engine: Engine, checkpoints_dir: Path):
     """SDKs up to 0.36 restore in two requests: a model from nothing but the rank, then the checkpoint into it."""
     create(engine, "m")
     train(engine, "m")
@@ -152,12 +152,12 @@ def test_gspo_takes_its_ratios_from_the_model_as_it_is(engine: Engine, forward_o
     result = run(engine, op)
     expected = sum(
         reference_losses.total(
-            "gspo",
+            LossFn.GSPO,
             own,
             sampler_logprobs=datum.logprobs,
             advantages=datum.advantages,
             sequence_ratio_mask=datum.sequence_ratio_mask,
-            high=1.1,
+            options={"clip_high_threshold": 1.1},
         )
         for datum, own in zip(batch, result.logprobs, strict=True)
     )
@@ -188,7 +188,7 @@ def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, ch
         model_dir,
         checkpoints_dir,
         max_lora_rank=5,
-        decode_slots=5,
+        max_num_seqs=5,
         max_context_length=250,
         train_tokens_per_batch=128,
     ) as engine:
@@ -222,16 +222,16 @@ def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, ch
         for name, count in (Counter(compile_stats.programs()) - before).items()
     }
     assert used == dict.fromkeys(
-        ("empty_cache", "_write_slot", "prefill", "decode_block", "forward_backward", "forward", "adam_step"),
+        ("empty_cache", "_write_slot", "prefill", "decode_steps", "forward_backward", "forward", "adam_step"),
         1,
     )
 
 
 def test_programs_compiled_ahead_are_those_that_are_used(model_dir: Path, checkpoints_dir: Path):
     """Both prefill passes, decoding, and a training stream forward and backward: no more when they are asked for."""
-    sizes = {"max_lora_rank": 6, "decode_slots": 3, "max_context_length": 250, "train_tokens_per_batch": 128}
+    sizes = {"max_lora_rank": 6, "max_num_seqs": 3, "max_context_length": 250, "train_tokens_per_batch": 128}
     before = Counter(compile_stats.programs())
-    with running(model_dir, checkpoints_dir, compile_ahead=True, **sizes) as engine:
+    with running(model_dir, checkpoints_dir, warmup=True, **sizes) as engine:
         (thread,) = (thread for thread in threading.enumerate() if thread.name == "compile-ahead")
         thread.join(TIMEOUT_S)
         ahead = Counter(compile_stats.programs()) - before
@@ -254,7 +254,7 @@ def test_programs_compiled_ahead_are_those_that_are_used(model_dir: Path, checkp
                 ),
             )
     after = Counter(compile_stats.programs()) - before
-    for name, count in {"prefill": 2, "decode_block": 1, "forward_backward": 1, "forward": 1}.items():
+    for name, count in {"prefill": 2, "decode_steps": 1, "forward_backward": 1, "forward": 1}.items():
         assert (ahead[f"jit({name})"], after[f"jit({name})"]) == (count, count), name
 
 
@@ -384,7 +384,7 @@ def test_a_snapshot_never_changes_and_comes_back_after_eviction(engine: Engine):
     assert engine.stats()["snapshots_on_device"] == 2
 
 
-def test_more_snapshots_at_once_than_the_bank_holds_take_turns(engine: Engine):
+def test_more_snapshots_than_lora_slots_take_turns(engine: Engine):
     create(engine, "a")
     drawn = {}
     for weights in ("s0", "s1", "s2", "s3"):
@@ -396,7 +396,7 @@ def test_more_snapshots_at_once_than_the_bank_holds_take_turns(engine: Engine):
         assert future.result(TIMEOUT_S).sequences[0].tokens.tolist() == drawn[weights][0]
 
 
-def test_snapshots_unused_for_longest_are_forgotten_where_host_memory_is_full(
+def test_full_host_memory_drops_the_oldest_snapshots(
     model_dir: Path, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(executor_module, "available_host_bytes", lambda: 1 << 10)
@@ -495,14 +495,14 @@ def test_a_failed_optimizer_step_leaves_the_model_as_it_was(
     assert_identical(state(engine, "a", checkpoints_dir), state(engine, "b", checkpoints_dir))
 
 
-@pytest.mark.parametrize("program", ["decode_block", "prefill"])
-def test_a_program_that_takes_the_cache_with_it_costs_only_the_running_samples(
+@pytest.mark.parametrize("program", ["decode_steps", "prefill"])
+def test_a_lost_kv_cache_fails_only_the_running_samples(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, program: str
 ):
     create(engine, "a")
     snapshot(engine, "a", "s")
     expected = draw(engine, "s")
-    real, calls = getattr(slots_module, program), []
+    real, calls = getattr(model_runner, program), []
 
     def failing(cache, *args, **options):
         calls.append(1)
@@ -513,7 +513,7 @@ def test_a_program_that_takes_the_cache_with_it_costs_only_the_running_samples(
         return real(cache, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(slots_module, program, failing)
+        patch.setattr(model_runner, program, failing)
         futures = [engine.submit(ask("s", max_tokens=60)) for _ in range(2)]
         assert all("out of memory" in str(future.exception(TIMEOUT_S)) for future in futures)
     assert draw(engine, "s") == expected
@@ -521,12 +521,12 @@ def test_a_program_that_takes_the_cache_with_it_costs_only_the_running_samples(
     run(engine, DropSnapshot(weights="s"))  # nothing is left pinned
 
 
-def test_a_prefill_that_fails_after_it_has_returned_costs_only_the_running_samples(
+def test_a_prefill_that_fails_late_fails_only_running_samples(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     """As a GPU's does where memory for its temporaries runs out: the cache it returns never comes to be. The next is made where it lay."""
     expected = draw(engine, None)
-    real_prefill, real_cache = slots_module.prefill, slots_module.empty_cache
+    real_prefill, real_cache = model_runner.prefill, model_runner.empty_cache
     lost: list[KVCache] = []
 
     def check(_: np.ndarray) -> np.ndarray:
@@ -559,8 +559,8 @@ def test_a_prefill_that_fails_after_it_has_returned_costs_only_the_running_sampl
 
     broken = threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(slots_module, "prefill", failing)
-        patch.setattr(slots_module, "empty_cache", alone)
+        patch.setattr(model_runner, "prefill", failing)
+        patch.setattr(model_runner, "empty_cache", alone)
         assert draw(engine, None) == expected
         broken.set()
         with pytest.raises(ServerError, match="out of memory"):
@@ -568,21 +568,19 @@ def test_a_prefill_that_fails_after_it_has_returned_costs_only_the_running_sampl
     assert draw(engine, None) == expected
 
 
-def test_a_failed_prefill_that_spares_the_cache_costs_one_request(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_failed_prefill_fails_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     """Also where it was to be computed together with others, before and after it."""
     expected = run(engine, ask(None, max_tokens=60)).sequences[0].tokens.tolist()
-    real = slots_module.prefill
+    real = model_runner.prefill
 
-    def failing(cache, params, bank, run, *args, **options):
-        if (run.tokens == 7).sum() >= 20:
+    def failing(cache, params, lora_slots, batch, *args, **options):
+        if (batch.tokens == 7).sum() >= 20:
             raise DeviceError("could not compile")
-        return real(cache, params, bank, run, *args, **options)
+        return real(cache, params, lora_slots, batch, *args, **options)
 
     poison = replace(ask(None), prompt=np.full(20, 7, np.int32))
     with monkeypatch.context() as patch:
-        patch.setattr(slots_module, "prefill", failing)
+        patch.setattr(model_runner, "prefill", failing)
         futures = [engine.submit(op) for op in (ask(None, max_tokens=60), poison, ask(None, max_tokens=60))]
         assert "could not compile" in str(futures[1].exception(TIMEOUT_S))
         for future in (futures[0], futures[2]):
@@ -622,7 +620,7 @@ def test_a_step_that_is_not_finite_is_not_taken(engine: Engine, checkpoints_dir:
     assert_identical(state(engine, "a", checkpoints_dir), state(engine, "b", checkpoints_dir))
 
 
-def test_a_model_that_has_diverged_fails_its_own_samples_and_spoils_no_others(engine: Engine):
+def test_a_diverged_model_fails_only_its_own_samples(engine: Engine):
     """What its rows leave in the slots is not a number; the rows that sit there next must not see it."""
     expected = run(engine, ask(None, max_tokens=60)).sequences[0].tokens.tolist()
     create(engine, "diverged")
@@ -649,8 +647,8 @@ def test_the_number_of_slots_shrinks_to_what_fits(
         device_memory, "cache_budget_bytes", lambda *_: 7.5 * each
     )  # a context in pages, and as it is read
     with caplog.at_level(logging.WARNING):
-        assert DeviceExecutor(make_settings(model_dir, checkpoints_dir)).num_slots == 3
-    assert "decode_slots=6: only 3 sequences of 600 tokens fit" in caplog.text
+        assert DeviceExecutor(make_settings(model_dir, checkpoints_dir)).sampler.num_slots == 3
+    assert "max_num_seqs=6: only 3 sequences of 600 tokens fit" in caplog.text
     monkeypatch.setattr(device_memory, "cache_budget_bytes", lambda *_: 0.5 * each)
     with pytest.raises(ConfigError, match="set a smaller max_context_length"):
         DeviceExecutor(make_settings(model_dir, checkpoints_dir))

@@ -1,4 +1,5 @@
-"""Rollouts by an external vLLM or SGLang: a stand-in that computes in numpy, real HTTP, and the real engine on the other side."""
+"""Rollouts by an external vLLM or SGLang: a stand-in that computes in numpy, real HTTP, and the real engine
+on the other side."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from skyrl_tx_server.config.sampler_options import SamplerOptions
 from skyrl_tx_server.engine.engine import STOPPING, Engine
 from skyrl_tx_server.engine.operations import (
     CreateModel,
@@ -28,8 +30,8 @@ from skyrl_tx_server.engine.operations import (
 )
 from skyrl_tx_server.errors import ConfigError, NotFoundError, SamplerError, ServerError
 from skyrl_tx_server.executor.executor import DeviceExecutor
-from skyrl_tx_server.external.sampling import ExternalSampling, ExternalSettings
-from skyrl_tx_server.external.server import ServerSettings, connect
+from skyrl_tx_server.external.sampling import ExternalSampling
+from skyrl_tx_server.external.server import connect
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import optimizer_at_rest
 from skyrl_tx_server.model.lora.adapter import init_adapter
@@ -63,7 +65,8 @@ def engine(model_dir: Path, root: Path) -> Iterator[Engine]:
 
 
 def update(engine: Engine, root: Path, size: float, *, seed: int = 0) -> None:
-    """Give "m" a new random adapter, far from the base model; no training, whose programs would take longer to compile than all else."""
+    """Give "m" a new random adapter, far from the base model; no training, whose programs would take longer
+    to compile than all else."""
     random, name = np.random.default_rng(seed), uuid.uuid4().hex
     arrays = adapter_to_arrays(init_adapter(CONFIG, SPEC, 8), CONFIG, SPEC)
     arrays = {name: random.normal(0, size, array.shape).astype(np.float32) for name, array in arrays.items()}
@@ -89,12 +92,12 @@ async def connected(
     url: str, engine: Engine, root: Path, model_dir: Path, *, check: float = 0.0, max_adapters: int = 8
 ) -> AsyncIterator[ExternalSampling]:
     adapters = root / "sampler_adapters"
-    settings = ExternalSettings(
-        adapters=adapters, max_adapters=max_adapters, check=check, check_limit=0.05, model_dir=model_dir
-    )
-    where = ServerSettings(url=url, timeout_s=60.0, api_key=None)
-    async with connect(where, base_model="local/tiny", adapters=adapters) as server:
-        elsewhere = ExternalSampling(engine, server, CheckpointStore(root, "local/tiny"), settings)
+    options = SamplerOptions(sampler_url=url, sampler_timeout_s=60.0, sampler_check=check)
+    async with connect(options, base_model="local/tiny", adapters=adapters) as server:
+        store = CheckpointStore(root, "local/tiny")
+        elsewhere = ExternalSampling(
+            engine, server, store, options, adapters=adapters, max_adapters=max_adapters, model_dir=model_dir
+        )
         try:
             yield elsewhere
         finally:
@@ -132,7 +135,7 @@ def scored(engine: Engine, weights: str | None, tokens: np.ndarray) -> np.ndarra
 
 
 @pytest.mark.parametrize("sampler", ["vllm", "sglang"], indirect=True)
-async def test_samples_come_from_the_adapter_that_was_saved_with_its_own_logprobs(
+async def test_samples_come_from_the_saved_adapter(
     elsewhere: ExternalSampling, sampler: ExternalSampler, engine: Engine, root: Path
 ) -> None:
     update(engine, root, 0.05, seed=1)
@@ -155,7 +158,7 @@ async def test_samples_come_from_the_adapter_that_was_saved_with_its_own_logprob
     assert before.prompt_cache_hit_tokens == (3 if sampler.kind == "sglang" else 0)
 
 
-async def test_a_dropped_snapshot_is_unloaded_once_its_samples_are_done(
+async def test_a_dropped_snapshot_is_unloaded_after_its_samples(
     elsewhere: ExternalSampling, sampler: ExternalSampler, root: Path
 ) -> None:
     saved = elsewhere.submit(SaveSampler(model_id="m", weights="short"))
@@ -168,7 +171,7 @@ async def test_a_dropped_snapshot_is_unloaded_once_its_samples_are_done(
         elsewhere.submit(sample("short"))
 
 
-async def test_adapters_make_room_for_each_other_and_checkpoints_are_found_on_disk(
+async def test_adapters_are_evicted_and_reloaded_from_checkpoints(
     url: str, sampler: ExternalSampler, engine: Engine, root: Path, model_dir: Path
 ) -> None:
     path = "tinker://m/sampler_weights/named"
@@ -215,7 +218,7 @@ async def test_a_sampler_that_comes_back_empty_gets_its_adapters_again(
         await connection.__aexit__(None, None, None)
 
 
-async def test_another_model_is_found_out_before_anyone_sees_its_samples(
+async def test_another_model_is_detected_before_its_samples_are_used(
     engine: Engine, root: Path, model_dir: Path, sampler: ExternalSampler
 ) -> None:
     sampler.model.base = sampler.model.base | {
@@ -227,7 +230,8 @@ async def test_another_model_is_found_out_before_anyone_sees_its_samples(
             for _ in range(2):
                 with pytest.raises(
                     SamplerError,
-                    match=r"base model differ from ours by \d+\.\d+ nats per token\. It runs another base model",
+                    match=r"base model differ from ours by \d+\.\d+ nats per token\. It runs another base "
+                    r"model",
                 ):
                     await done(elsewhere, sample())
 

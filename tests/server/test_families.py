@@ -130,7 +130,7 @@ def test_saving_writes_what_was_read(tmp_path: Path, name: str) -> None:
 @pytest.fixture
 def mixture(tmp_path: Path) -> Iterator[Engine]:
     settings = make_settings(
-        FAMILIES / "qwen3_moe", tmp_path, max_context_length=64, train_tokens_per_batch=128, decode_slots=4
+        FAMILIES / "qwen3_moe", tmp_path, max_context_length=64, train_tokens_per_batch=128, max_num_seqs=4
     )
     engine = Engine(DeviceExecutor(settings))
     engine.start()
@@ -203,7 +203,7 @@ def test_latent_attention_samples_what_its_forward_pass_computes(tmp_path: Path)
         )
         adapters[info.path] = adapter_from_arrays(arrays, config, spec, spec.rank)
     engine = Engine(
-        DeviceExecutor(make_settings(directory, tmp_path, max_context_length=256, decode_slots=3))
+        DeviceExecutor(make_settings(directory, tmp_path, max_context_length=256, max_num_seqs=3))
     )
     engine.start()
 

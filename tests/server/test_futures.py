@@ -48,7 +48,7 @@ async def test_a_poll_wakes_when_the_result_arrives() -> None:
     assert outcome is not None and outcome.result == Done()
 
 
-async def test_a_poll_that_outlasts_the_hold_is_pending_and_can_be_asked_again() -> None:
+async def test_a_poll_that_times_out_is_pending_and_can_be_repeated() -> None:
     store, work = FutureStore(Retention(hold_s=0.01)), Work()
     request_id = submit(store, work)
     assert await store.wait(request_id) is None
@@ -56,7 +56,7 @@ async def test_a_poll_that_outlasts_the_hold_is_pending_and_can_be_asked_again()
     assert await _eventually(store, request_id) is not None
 
 
-async def test_a_request_sent_again_runs_once_and_keeps_its_id_even_when_finished() -> None:
+async def test_a_repeated_request_runs_once_and_keeps_its_id() -> None:
     store, work = FutureStore(Retention()), Work()
     first = submit(store, work, seq_id=1)
     assert submit(store, work, seq_id=1) == first
@@ -87,7 +87,7 @@ async def test_a_submission_that_fails_leaves_no_trace() -> None:
     assert len(work.futures) == 1
 
 
-async def test_an_error_of_the_engine_is_the_outcome_and_an_unexpected_one_is_named() -> None:
+async def test_an_engine_error_is_the_outcome_of_its_future() -> None:
     store, work = FutureStore(Retention()), Work()
     first, second = submit(store, work), submit(store, work)
     work.futures[0].set_exception(UserError("too odd"))
@@ -108,7 +108,7 @@ async def test_when_done_runs_before_any_client_can_see_the_result() -> None:
     assert seen == [outcome]
 
 
-async def test_books_that_cannot_be_kept_are_an_error_and_no_endless_wait(
+async def test_a_run_index_that_cannot_be_written_is_an_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def full_disk(outcome: Outcome) -> None:
@@ -127,7 +127,7 @@ async def test_an_unknown_id_is_lost() -> None:
         await FutureStore(Retention()).wait("optim_step-of-another-life")
 
 
-async def test_a_delivered_result_stays_for_the_grace_period_and_then_goes() -> None:
+async def test_a_delivered_result_is_kept_for_the_grace_period() -> None:
     now = [0.0]
     store, work = FutureStore(Retention(grace_s=10), clock=lambda: now[0]), Work()
     request_id = submit(store, work, seq_id=1)
@@ -144,7 +144,7 @@ async def test_a_delivered_result_stays_for_the_grace_period_and_then_goes() -> 
     assert store.stats() == {"pending": 0, "finished": 0, "finished_bytes": 0, "evicted_undelivered": 0}
 
 
-async def test_the_bound_on_bytes_drops_delivered_results_before_unread_ones() -> None:
+async def test_the_limit_of_bytes_drops_delivered_results_first() -> None:
     store, work = FutureStore(Retention(max_bytes=9_000)), Work()
     ids = [submit(store, work) for _ in range(3)]
     result = ForwardBackwardResult(
@@ -187,7 +187,7 @@ async def test_the_bound_on_count_counts_the_results_nobody_fetched() -> None:
         await store.wait(ids[0])
 
 
-async def test_the_end_of_a_session_withdraws_what_waits_and_ages_what_is_done() -> None:
+async def test_the_end_of_a_session_withdraws_its_waiting_operations() -> None:
     now = [0.0]
     store, work = FutureStore(Retention(grace_s=10, hold_s=30), clock=lambda: now[0]), Work()
     ids = [store.submit(work, kind="sample", key=None, session_id="s") for _ in range(3)]
@@ -208,7 +208,7 @@ async def test_the_end_of_a_session_withdraws_what_waits_and_ages_what_is_done()
     assert await store.wait(other) is not None
 
 
-async def test_what_ends_after_its_session_stays_for_the_grace_period_only() -> None:
+async def test_a_result_after_its_session_is_kept_for_the_grace_period() -> None:
     now = [0.0]
     store, work = FutureStore(Retention(grace_s=10), clock=lambda: now[0]), Work()
     store.submit(work, kind="sample", key=None, session_id="s")
@@ -254,7 +254,7 @@ async def test_who_gives_up_withdraws_what_has_begun() -> None:
     assert withdrawn == ["one"]
 
 
-async def test_a_samples_key_goes_with_its_result_and_that_of_a_training_step_stays() -> None:
+async def test_the_key_of_a_sample_goes_and_that_of_a_step_stays() -> None:
     store, work = FutureStore(Retention(max_finished=0)), Work()
     for kind in ("sample", "optim_step"):
         for seq_id in range(3):

@@ -1,4 +1,5 @@
-"""Bodies that nobody means: every parser accepts or refuses them in one line, and no route calls them an internal error.
+"""Bodies that nobody means: every parser accepts or refuses them in one line, and no route calls them an
+internal error.
 
 The same checks run for hours under coverage guidance with `python -m tests.stress.fuzz`.
 """

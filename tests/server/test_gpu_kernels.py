@@ -23,7 +23,6 @@ from skyrl_tx_server.engine.operations import (
     SamplingSettings,
     TrainDatum,
 )
-from skyrl_tx_server.executor import cache_size
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model import experts
 from skyrl_tx_server.model.attention import decode_attention, prefill_attention, prefix_tree_attention
@@ -37,14 +36,16 @@ from skyrl_tx_server.model.kv_cache import KVCache, Segment, empty_cache, read_r
 from skyrl_tx_server.model.lora.adapter import zero_adapter
 from skyrl_tx_server.model.lora.lora_math import LoraWeights, lora_indices
 from skyrl_tx_server.model.model_config import Experts
-from skyrl_tx_server.model.shapes import BLOCK, PAGE
+from skyrl_tx_server.model.shapes import BLOCK, PAGE, BucketShape, BucketShapes
 from skyrl_tx_server.model.transformer import Remat, init_params
-from skyrl_tx_server.sampling import batch_runner, decode_batch
-from skyrl_tx_server.sampling.sample_step import MAX_STOP_TOKENS, Carry, DecodeBatch, decode_block
-from skyrl_tx_server.sampling.sequences import row_settings
+from skyrl_tx_server.sampling import decode_batch, model_runner
+from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, decode_steps
+from skyrl_tx_server.sampling.sequences import batch_settings
+from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import BucketShape, BucketShapes, PackedBatch, pack
-from skyrl_tx_server.training.train_step import forward_backward, train_batch
+from skyrl_tx_server.training.packing import pack
+from skyrl_tx_server.training.train_batch import TrainBatch
+from skyrl_tx_server.training.train_step import forward_backward
 from tests.fakes.tiny_model import CONFIG as TINY
 from tests.fakes.tiny_model import make_model, make_settings
 from tests.server import tiny_qwen3
@@ -54,7 +55,7 @@ INTERPRETED = jax.jit(partial(paged_attention, interpret=True))
 TRITON_IS_LEAVING = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 
 
-def forest(*, seed: int, rows: int) -> PackedBatch:
+def forest(*, seed: int, rows: int) -> TrainBatch:
     """Streams of 512 tokens in which some sequences begin alike, the last block padding."""
     random = np.random.default_rng(seed)
     sequences: list[np.ndarray] = []
@@ -64,21 +65,19 @@ def forest(*, seed: int, rows: int) -> PackedBatch:
             own = np.concatenate([sequences[-1][: random.integers(16, 60)], own])
         sequences.append(own.astype(np.int32))
     data = tuple(TrainDatum(tokens=tokens, target_tokens=tokens) for tokens in sequences)
-    shape = BucketShape(rows=rows, length=512)
+    shape = BucketShape(streams=rows, length=512)
     (batch,) = pack(
         data,
         [np.ones(len(datum.tokens), bool) for datum in data],
         BucketShapes(shapes=(shape,), budget=shape),
     )
-    assert (batch.num_key_blocks[:, -1] == 0).any() and (batch.num_key_blocks > 1).any()
-    return batch
+    arrays = batch.arrays
+    assert (arrays.layout.num_key_blocks[:, -1] == 0).any() and (arrays.layout.num_key_blocks > 1).any()
+    return arrays
 
 
-def layout_of(batch: PackedBatch) -> TreeLayout:
-    return jax.tree.map(
-        jnp.asarray,
-        TreeLayout(ends=batch.ends, key_blocks=batch.key_blocks, num_key_blocks=batch.num_key_blocks),
-    )
+def layout_of(batch: TrainBatch) -> TreeLayout:
+    return jax.tree.map(jnp.asarray, batch.layout)
 
 
 def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
@@ -122,12 +121,12 @@ def test_a_row_attends_to_its_pages_alone() -> None:
     expected = reference(*(np.asarray(array, np.float64) for array in (q, keys, values)), tables, lengths)
     values = values.at[5].set(jnp.nan).at[4, :, 1:].set(jnp.nan)
     keys = keys.at[5].set(jnp.nan).at[4, :, :, 1:].set(jnp.nan)
-    stretches = stretches_of(tables, lengths, group=heads // kv_heads, page=page)
-    exact = INTERPRETED(q, keys, values, tables, stretches)
+    splits = stretches_of(tables, lengths, group=heads // kv_heads, page=page)
+    exact = INTERPRETED(q, keys, values, tables, splits)
     for found, wanted in zip(exact, expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-5)
     halves = [array.astype(jnp.bfloat16) for array in (q, keys, values)]
-    rounded = INTERPRETED(*halves, tables, stretches)
+    rounded = INTERPRETED(*halves, tables, splits)
     np.testing.assert_allclose(
         *(np.asarray(out) / np.maximum(total, 1e-9)[..., None] for out, _, total in (rounded, expected)),
         atol=0.03,
@@ -273,13 +272,13 @@ def test_a_decode_step_attends_over_pages_as_over_what_is_read_from_them() -> No
     cache = KVCache(keys=normal(0, 2, 7, 2, 16, PAGE), values=normal(1, 2, 7, 2, PAGE, 16))
     q, recent = normal(2, 3, 1, 4, 16), Segment(keys=normal(3, 3, 2, 16, 8), values=normal(4, 3, 2, 8, 16))
     tables, lengths = np.array([[1, 2], [3, 4], [5, 0]]), np.array([100, 64, 0])
-    stretches = stretches_of(tables, lengths, group=2)
+    splits = stretches_of(tables, lengths, group=2)
     visible = (jnp.arange(8) <= 3)[None, None, None]
     past = read_rows(config, cache, tables, (2 * PAGE,))[1]
     masks = [(jnp.arange(2 * PAGE) < lengths[:, None])[:, None, None], visible]
     expected = attend_over_segments(q, [*past, recent], masks)
     found = attend_over_pages(
-        config, cache, 1, q, jnp.asarray(tables), stretches, recent, visible, interpret=True
+        config, cache, 1, q, jnp.asarray(tables), splits, recent, visible, interpret=True
     )
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -314,12 +313,11 @@ def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(
     rows_read_for: set[int] = set()
 
     def noted(*args: Any, **options: Any) -> KVSplits:
-        stretches = stretches_of(*args, **options)
-        rows_read_for.update((stretches.rows[: stretches.counts[0]] >= 0).sum(axis=1).tolist())
-        return stretches
+        splits = stretches_of(*args, **options)
+        rows_read_for.update((splits.rows[: splits.counts[0]] >= 0).sum(axis=1).tolist())
+        return splits
 
-    monkeypatch.setattr(cache_size, "on_gpu", lambda: True)
-    monkeypatch.setattr(batch_runner, "on_gpu", lambda: True)
+    monkeypatch.setattr(model_runner, "on_gpu", lambda: True)
     monkeypatch.setattr(decode_batch, "stretches_of", noted)
     monkeypatch.setattr(decode_attention, "paged_attention", lambda *args, interpret: INTERPRETED(*args))
     monkeypatch.setattr(prefill_attention, "_by_loop", partial(prefill_attention.by_kernel, interpret=True))
@@ -343,22 +341,22 @@ def test_a_decode_block_lowers_for_a_gpu_and_reads_pages_in_the_kernel_alone() -
     cache = jax.eval_shape(partial(empty_cache, config=config, pages=40, dtype=np.dtype(jnp.bfloat16)))
     rows = DecodeBatch(
         tokens=np.zeros(4, np.int32),
-        before=Carry.of_none(4),
+        before=Carry.empty(4),
         positions=np.zeros(4, np.int32),
         remaining=np.ones(4, np.int32),
         tables=np.zeros((4, 9), np.int32),
-        stretches=stretches_of(np.zeros((4, 9), np.int32), np.zeros(4, np.int32), group=2),
+        splits=stretches_of(np.zeros((4, 9), np.int32), np.zeros(4, np.int32), group=2),
         adapters=lora_indices(np.zeros(4, np.int32)),
         stop_tokens=np.zeros((4, MAX_STOP_TOKENS), np.int32),
     )
-    arguments = (cache, params, bank, rows, row_settings([None] * 4, config.vocab_size))
-    text = lowered(decode_block, *arguments, config=config, steps=8, ends=None, tempered=False)
+    arguments = (cache, params, bank, rows, batch_settings([None] * 4, config.vocab_size))
+    text = lowered(decode_steps, *arguments, config=config, steps=8, ends=None, tempered=False)
     assert text.count('name = "paged_attention"') == config.num_layers
 
 
 @pytest.mark.filterwarnings(TRITON_IS_LEAVING)
 def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
-    batch = train_batch(forest(seed=0, rows=1))
+    batch = forest(seed=0, rows=1)
     config = replace(tiny_qwen3.CONFIG, head_dim=64)
     params = jax.eval_shape(partial(init_params, config, dtype=jnp.bfloat16), jax.random.key(0))
     adapter = zero_adapter(config, tiny_qwen3.MAX_RANK)

@@ -1,24 +1,37 @@
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx_server.engine.operations import LossFn, LossSettings
-from skyrl_tx_server.training.losses import LossInputs, select_loss, token_losses, trained_positions
+from skyrl_tx_server.engine.loss_spec import LOSSES, LossFn, LossSettings, mean_log_ratio
+from skyrl_tx_server.training.losses import (
+    LOSS_FUNCTIONS,
+    LossInputs,
+    LossSelection,
+    select_loss,
+    token_losses,
+)
 from tests.server import reference_losses, tiny_qwen3
 
+
+def defaults(loss_fn: LossFn) -> dict[str, float]:
+    """The options of a loss with their default values."""
+    return {name: asdict(LossSettings())[name] for name in LOSSES[loss_fn].options}
+
+
 CLIPS = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.5}
-CASES = [
-    (LossFn.CROSS_ENTROPY, {}),
-    (LossFn.IMPORTANCE_SAMPLING, {}),
-    (LossFn.PPO, {}),
-    (LossFn.PPO, CLIPS),
-    (LossFn.CISPO, {}),
-    (LossFn.CISPO, CLIPS),
-    (LossFn.DRO, {}),
-    (LossFn.DRO, {"beta": 0.3}),
+TOKEN_LOSSES = [loss_fn for loss_fn, spec in LOSSES.items() if spec.add_sequence_term is None]
+CASES: list[tuple[LossFn, dict[str, float]]] = [
+    *((loss_fn, {}) for loss_fn in TOKEN_LOSSES),
+    *(
+        (loss_fn, {name: 1.5 * default})
+        for loss_fn in TOKEN_LOSSES
+        for name, default in defaults(loss_fn).items()
+    ),
+    *((loss_fn, CLIPS) for loss_fn in TOKEN_LOSSES if CLIPS.keys() <= LOSSES[loss_fn].options.keys()),
 ]
 GSPO_CASES = [
     ({}, 0.0),
@@ -43,18 +56,20 @@ def tokens(count: int = 200) -> tuple[np.ndarray, LossInputs]:
 
 
 def reference(
-    loss_fn: LossFn, config: dict[str, float], logprobs: np.ndarray, inputs: LossInputs, **frozen: np.ndarray
+    loss_fn: LossFn,
+    config: dict[str, float],
+    logprobs: np.ndarray,
+    inputs: LossInputs,
+    frozen_logprobs: np.ndarray | None = None,
 ) -> float:
-    names = {"clip_low_threshold": "low", "clip_high_threshold": "high", "beta": "beta"}
-    settings = {names[name]: value for name, value in config.items()}
     return reference_losses.total(
         loss_fn,
         logprobs,
         weights=inputs.weights,
         sampler_logprobs=inputs.sampler_logprobs,
         advantages=inputs.advantages,
-        **settings,
-        **frozen,
+        options=config,
+        frozen_logprobs=frozen_logprobs,
     )
 
 
@@ -91,19 +106,16 @@ def test_gspo_weighs_a_whole_sequence_by_one_ratio(config: dict[str, float], off
         logprobs,
         replace(inputs, sampler_logprobs=np.full(200, ratio, np.float32)),
     )
-    settings = {
-        name.removeprefix("clip_").removesuffix("_threshold"): value for name, value in config.items()
-    }
 
     def exact(values: np.ndarray) -> float:
         return reference_losses.total(
-            "gspo",
+            LossFn.GSPO,
             values,
             sampler_logprobs=inputs.sampler_logprobs,
             advantages=inputs.advantages,
             sequence_ratio_mask=mask,
             frozen_logprobs=logprobs,
-            **settings,
+            options=config,
         )
 
     assert float(loss) == pytest.approx(exact(logprobs), rel=1e-5)
@@ -113,6 +125,23 @@ def test_gspo_weighs_a_whole_sequence_by_one_ratio(config: dict[str, float], off
         assert float(slope[index]) == pytest.approx(
             (exact(logprobs + nudge) - exact(logprobs - nudge)) / 2e-6, abs=1e-4
         )
+
+
+def test_gspos_sequence_term_is_the_mean_over_its_mask() -> None:
+    (datum,) = tiny_qwen3.data((3,), advantages=True)
+    sampler, logprobs = np.array([-1, -2, -3], np.float32), np.array([9, -1, -1], np.float32)
+    for mask, mean in (([0, 1, 1], 1.5), ([0, 0, 0], 0)):
+        masked = replace(datum, logprobs=sampler, sequence_ratio_mask=np.array(mask, np.float32))
+        term = mean_log_ratio(masked, logprobs).logprobs
+        assert term is not None and term.tolist() == [mean] * 3
+
+
+def test_every_loss_has_a_spec_a_function_and_a_reference() -> None:
+    assert set(LOSSES) == set(LOSS_FUNCTIONS) == set(reference_losses.REFERENCES) == set(LossFn)
+
+
+def test_the_options_of_every_loss_are_fields_of_its_settings() -> None:
+    assert {name for spec in LOSSES.values() for name in spec.options} == set(asdict(LossSettings()))
 
 
 def test_several_targets_per_position_are_that_many_tokens() -> None:
@@ -132,11 +161,17 @@ def test_several_targets_per_position_are_that_many_tokens() -> None:
 
 
 def test_every_loss_runs_in_one_program() -> None:
-    run = jax.jit(lambda selection, logprobs, inputs: token_losses(selection, logprobs, inputs))
+    traces: list[LossSelection] = []
+
+    @jax.jit
+    def run(selection: LossSelection, logprobs: jax.Array, inputs: LossInputs) -> jax.Array:
+        traces.append(selection)
+        return token_losses(selection, logprobs, inputs)
+
     logprobs, inputs = tokens()
     for loss_fn, config in [*CASES, (LossFn.GSPO, {})]:
         run(select_loss(loss_fn, LossSettings(**config)), logprobs, inputs)
-    assert run._cache_size() == 1
+    assert len(traces) == 1
 
 
 @pytest.mark.parametrize("loss_fn", list(LossFn))
@@ -155,10 +190,10 @@ def test_padding_and_overflowing_ratios_stay_finite(loss_fn: LossFn) -> None:
     assert slope[3] == 0
 
 
-def test_default_settings_are_the_documented_ones() -> None:
-    selection = select_loss(LossFn.PPO)
-    assert (float(selection.clip_low), float(selection.clip_high)) == pytest.approx((0.8, 1.2))
-    assert float(select_loss(LossFn.DRO).beta) == pytest.approx(0.05)
+def test_defaults_are_the_documented_ones() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "server-contract.md").read_text()
+    for name, default in asdict(LossSettings()).items():
+        assert f"`{name}` ({default})" in page
 
 
 @pytest.mark.parametrize("loss_fn", list(LossFn))
@@ -169,11 +204,11 @@ def test_what_trains_is_what_has_a_gradient(loss_fn: LossFn) -> None:
         np.array([0, 1, -1, 0], np.float32),
     )
     if loss_fn is LossFn.CROSS_ENTROPY:
-        assert trained_positions(datum, loss_fn).all()
+        assert LOSSES[loss_fn].has_gradient(datum).all()
         datum = replace(datum, target_tokens=np.zeros((4, 2), np.int32), weights=weights)
     else:
         datum = replace(datum, logprobs=np.zeros(4, np.float32), advantages=advantages)
-    assert trained_positions(datum, loss_fn).tolist() == [
+    assert LOSSES[loss_fn].has_gradient(datum).tolist() == [
         loss_fn is LossFn.DRO,
         True,
         True,

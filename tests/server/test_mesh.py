@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from skyrl_tx_server.config.server_config import MeshShape
+from skyrl_tx_server.config.engine_options import MeshShape
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.families.layer_spec import ShardAxis, Weight
@@ -78,7 +78,7 @@ def test_rows_of_several_devices_decode_by_a_gpus_kernel_as_on_one(found: dict) 
         ),
         (replace(DENSE, intermediate_size=25), MeshShape(tensor=2), "25 columns of a perceptron"),
         (DENSE, MeshShape(fsdp=5), "32 hidden dimensions do not divide over 5 devices"),
-        (DENSE, MeshShape(data=4, fsdp=2), "12 decode_slots do not divide over 8 devices"),
+        (DENSE, MeshShape(data=4, fsdp=2), "12 max_num_seqs do not divide over 8 devices"),
         (DENSE, MeshShape(expert=2), "expert_parallel=2: 0 experts do not divide"),
         (SPARSE, MeshShape(expert=8), "4 experts do not divide over 8 devices"),
         (LATENT, MeshShape(tensor=2), "tensor_parallel=2: 1 key-value heads do not divide over 2 devices"),
@@ -87,9 +87,9 @@ def test_rows_of_several_devices_decode_by_a_gpus_kernel_as_on_one(found: dict) 
 )
 def test_what_does_not_divide_is_one_clear_line(config, shape: MeshShape, message: str | None) -> None:
     if message is None:
-        return check_divisible(config, shape, decode_slots=12)
+        return check_divisible(config, shape, max_num_seqs=12)
     with pytest.raises(ConfigError, match=message) as error:
-        check_divisible(config, shape, decode_slots=12)
+        check_divisible(config, shape, max_num_seqs=12)
     assert "\n" not in str(error.value)
 
 

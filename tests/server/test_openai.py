@@ -70,7 +70,7 @@ def streamed(client: openai.OpenAI, **options: object) -> tuple[str, str, list[d
     return content, reasoning, [calls[index] for index in sorted(calls)], reason
 
 
-def test_the_first_requests_share_one_tokenizer_even_when_they_come_at_once(tmp_path: Path) -> None:
+def test_simultaneous_first_requests_share_one_tokenizer(tmp_path: Path) -> None:
     fresh = save_tokenizer(tmp_path / "model")
     with ThreadPoolExecutor(8) as pool:
         loaded = list(pool.map(load_tokenizer, [fresh] * 8))
@@ -144,9 +144,7 @@ def test_stream_and_whole_say_the_same(
     assert streamed(client, tools=[LS]) == (content, reasoning, whole_calls, reason)
 
 
-def test_tools_reach_the_prompt_and_past_calls_go_back_as_objects(
-    client: openai.OpenAI, engine: TextEngine
-) -> None:
+def test_tools_and_past_calls_reach_the_chat_template(client: openai.OpenAI, engine: TextEngine) -> None:
     past = {"id": "call_1", "type": "function", "function": {"name": "ls", "arguments": '{"path": "/"}'}}
     messages = [
         *HELLO,
@@ -260,7 +258,7 @@ def test_a_client_that_gives_up_waiting_frees_the_engine(client: openai.OpenAI, 
     assert engine.withdrawn.wait(60)
 
 
-def test_models_are_the_base_live_samplers_and_saved_sampler_checkpoints(
+def test_models_are_the_base_samplers_and_sampler_checkpoints(
     client: openai.OpenAI, context: AppState, engine: TextEngine
 ) -> None:
     for kind in ("weights", "sampler_weights"):
@@ -349,7 +347,7 @@ def test_harmless_parameters_are_taken(client: openai.OpenAI) -> None:
     )
 
 
-def test_tools_are_refused_where_the_template_has_no_place_for_them(
+def test_tools_are_refused_if_the_template_has_no_tools(
     tmp_path: Path, context: AppState, engine: TextEngine, model_dir: Path
 ) -> None:
     directory = save_tokenizer(tmp_path / "plain")
@@ -428,7 +426,7 @@ def test_what_clients_send_back_and_no_model_reads_is_taken(
         ({"unheard_of": 1}, "unknown field unheard_of"),
     ],
 )
-def test_what_would_change_the_prompt_is_refused_in_an_assistant_message(
+def test_unsupported_fields_of_an_assistant_message_are_refused(
     client: openai.OpenAI, fields: dict[str, object], says: str
 ) -> None:
     messages: Any = [*HELLO, {"role": "assistant", "content": "Yes.", **fields}]
@@ -436,7 +434,7 @@ def test_what_would_change_the_prompt_is_refused_in_an_assistant_message(
         client.chat.completions.create(model=MODEL, messages=messages)
 
 
-def test_an_unknown_route_and_a_refusal_of_the_border_have_openais_shape(client: openai.OpenAI) -> None:
+def test_errors_outside_of_routes_have_openais_shape(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="this server has no POST /v1/embeddings"):
         client.embeddings.create(model=MODEL, input="text")
     with pytest.raises(openai.NotFoundError):

@@ -71,7 +71,7 @@ async def test_metrics_are_prometheus_text_with_tokens_by_kind(
         await http.get("/metrics", headers={"authorization": f"Bearer {KEY}"})
         reply = await http.get("/metrics", headers={"authorization": f"Bearer {KEY}"})
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
-    lines = reply.text.splitlines()
+    lines = [line.removesuffix(".0") for line in reply.text.splitlines()]
     assert all(line.startswith("# ") or SAMPLE.fullmatch(line.replace('\\"', "")) for line in lines), (
         reply.text
     )
@@ -93,10 +93,31 @@ async def test_metrics_are_prometheus_text_with_tokens_by_kind(
         assert expected in lines, reply.text
     assert any(line.startswith("skyrl_tx_resident_memory_bytes ") for line in lines)
     spent = {
-        turn: [line for line in lines if line.startswith(f'skyrl_tx_turn_seconds_total{{turn="{turn}"}}')]
+        turn: [line for line in lines if line.startswith(f'skyrl_tx_work_seconds_total{{work="{turn}"}}')]
         for turn in TURNS
     }
     assert all(float(line.split()[1]) > 0 for (line,) in spent.values())
+
+
+async def test_renamed_metrics_keep_their_former_names(
+    context: AppState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"decode_dispatches": 3, "cache_pages_cached": 2, "work_seconds": {"step": 1.5}}
+    monkeypatch.setattr(context.engine, "stats", lambda: values)
+    async with http_of(context) as http:
+        http.headers["x-api-key"] = KEY
+        lines = (await http.get("/metrics")).text.splitlines()
+        statistics = (await http.get("/api/v1/stats")).json()["engine"]
+    for line in (
+        "skyrl_tx_decode_dispatches_total 3.0",
+        "skyrl_tx_decode_blocks_total 3.0",
+        'skyrl_tx_cache_pages{kind="cached"} 2.0',
+        'skyrl_tx_cache_pages{kind="remembered"} 2.0',
+        'skyrl_tx_work_seconds_total{work="step"} 1.5',
+        'skyrl_tx_turn_seconds_total{turn="step"} 1.5',
+    ):
+        assert line in lines
+    assert statistics["decode_blocks"] == statistics["decode_dispatches"] == 3
 
 
 async def test_every_route_but_health_wants_the_key(context: AppState) -> None:

@@ -1,19 +1,11 @@
-from dataclasses import replace
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_tx_server.engine.operations import TrainDatum
-from skyrl_tx_server.training.packing import (
-    BLOCK,
-    DatumSpan,
-    PackedBatch,
-    pack,
-    train_shapes,
-    unpack,
-    with_sequence_ratios,
-)
+from skyrl_tx_server.model.shapes import ATTENTION_TILE, train_shapes
+from skyrl_tx_server.training.packing import DatumSpan, PackedBatch, pack, unpack
+from skyrl_tx_server.training.train_batch import TrainBatch
 from tests.server import tiny_qwen3
 
 SHAPES = train_shapes(max_context_length=512, tokens_per_batch=512)
@@ -23,7 +15,7 @@ def packed(data: tuple[TrainDatum, ...], shapes=SHAPES) -> list[PackedBatch]:
     return pack(data, [np.ones(len(datum.tokens), bool) for datum in data], shapes)
 
 
-def test_shapes_are_parts_of_the_budget_and_its_doubles_up_to_the_context() -> None:
+def test_bucket_shapes_are_fractions_and_doubles_of_the_budget() -> None:
     def lengths(**options: int) -> list[int]:
         return [shape.length for shape in train_shapes(**options).shapes]
 
@@ -31,11 +23,11 @@ def test_shapes_are_parts_of_the_budget_and_its_doubles_up_to_the_context() -> N
     assert lengths(max_context_length=300, tokens_per_batch=512) == [128, 512]
     assert lengths(max_context_length=40, tokens_per_batch=8192) == [512, 2048, 8192]
     assert lengths(max_context_length=20_000, tokens_per_batch=8192) == [512, 2048, 8192, 16384, 20096]
-    assert lengths(max_context_length=4096, tokens_per_batch=8192, row_groups=4) == [128, 512, 2048, 4096]
-    assert train_shapes(max_context_length=4096, tokens_per_batch=8192, row_groups=4).budget.rows == 4
+    assert lengths(max_context_length=4096, tokens_per_batch=8192, dp_ranks=4) == [128, 512, 2048, 4096]
+    assert train_shapes(max_context_length=4096, tokens_per_batch=8192, dp_ranks=4).budget.streams == 4
 
 
-def test_what_two_sequences_share_lies_in_the_stream_once() -> None:
+def test_shared_tokens_are_in_the_stream_once() -> None:
     common = np.arange(20)
     first, second, other = np.r_[common, 30, 31], np.r_[common, 40, 41, 42], np.array([50, 51])
     data = tuple(
@@ -43,23 +35,25 @@ def test_what_two_sequences_share_lies_in_the_stream_once() -> None:
         for tokens in (second, other, first)
     )
     (batch,) = packed(data)
-    assert batch.tokens.shape == (1, 128)
-    assert batch.tokens[0, :27].tolist() == [*common, 30, 31, 40, 41, 42, 50, 51]
-    assert batch.positions[0, :27].tolist() == [*range(22), 20, 21, 22, 0, 1]
-    assert batch.ends[0, :28].tolist() == [25] * 20 + [22] * 2 + [25] * 3 + [27] * 2 + [28]
-    assert batch.counts[0, :28].tolist() == [2] * 20 + [1] * 7 + [
+    assert batch.arrays.tokens.shape == (1, 128)
+    assert batch.arrays.tokens[0, :27].tolist() == [*common, 30, 31, 40, 41, 42, 50, 51]
+    assert batch.arrays.positions[0, :27].tolist() == [*range(22), 20, 21, 22, 0, 1]
+    assert batch.arrays.layout.subtree_end[0, :28].tolist() == [25] * 20 + [22] * 2 + [25] * 3 + [27] * 2 + [
+        28
+    ]
+    assert batch.arrays.loss_inputs.counts[0, :28].tolist() == [2] * 20 + [1] * 7 + [
         0
     ]  # the common beginning has the same targets and weights in both
 
 
-def test_shared_tokens_keep_entries_of_their_own_where_the_losses_differ() -> None:
+def test_loss_positions_are_separate_where_losses_differ() -> None:
     tokens = np.arange(20, dtype=np.int32)
     weights = [np.ones(20, np.float32), np.r_[np.ones(15), np.zeros(5)].astype(np.float32)]
     data = tuple(TrainDatum(tokens=tokens, target_tokens=tokens, weights=one) for one in weights)
     (batch,) = pack(data, [one != 0 for one in weights], SHAPES)
-    assert batch.num_trained[0] == 20
-    assert batch.counts[0, :26].tolist() == [2] * 15 + [1] * 10 + [0]
-    trained, rest = batch.weights[0, :20], batch.weights[0, 20:25]
+    assert batch.arrays.num_trained[0] == 20
+    assert batch.arrays.loss_inputs.counts[0, :26].tolist() == [2] * 15 + [1] * 10 + [0]
+    trained, rest = batch.arrays.loss_inputs.weights[0, :20], batch.arrays.loss_inputs.weights[0, 20:25]
     assert trained.all() and not rest.any()
 
 
@@ -87,43 +81,55 @@ def forests(draw) -> tuple[TrainDatum, ...]:
 
 @given(data=forests(), rows=st.sampled_from([1, 2]))
 @settings(deadline=None, max_examples=40)
-def test_every_token_sees_its_own_sequence_and_nothing_else(data: tuple[TrainDatum, ...], rows: int) -> None:
-    shapes = train_shapes(max_context_length=700, tokens_per_batch=512, row_groups=rows)
+def test_every_token_sees_only_its_own_sequence(data: tuple[TrainDatum, ...], rows: int) -> None:
+    shapes = train_shapes(max_context_length=700, tokens_per_batch=512, dp_ranks=rows)
     batches = pack(data, [datum.advantages != 0 for datum in data], shapes)
-    assert sorted(place.datum for batch in batches for place in batch.placements) == list(range(len(data)))
+    assert sorted(span.datum for batch in batches for span in batch.spans) == list(range(len(data)))
     for batch in batches:
-        assert batch.tokens.shape[0] == rows and batch.tokens.shape[1] in [
+        assert batch.arrays.tokens.shape[0] == rows and batch.arrays.tokens.shape[1] in [
             shape.length for shape in shapes.shapes
         ]
-        for place in batch.placements:
-            check_placement(batch, place, data[place.datum])
+        for span in batch.spans:
+            check_span(batch.arrays, span, data[span.datum])
         for row in range(rows):
-            is_trained = batch.advantages[row, batch.counts[row] > 0] != 0
-            assert is_trained.sum() == batch.num_trained[row] == is_trained[: batch.num_trained[row]].sum()
-    assert sum(batch.counts.sum() for batch in batches) == sum(len(datum.tokens) for datum in data)
-    for field, attribute in (
-        ("targets", "target_tokens"),
-        ("sampler_logprobs", "logprobs"),
-        ("advantages", "advantages"),
+            is_trained = (
+                batch.arrays.loss_inputs.advantages[row, batch.arrays.loss_inputs.counts[row] > 0] != 0
+            )
+            assert (
+                is_trained.sum()
+                == batch.arrays.num_trained[row]
+                == is_trained[: batch.arrays.num_trained[row]].sum()
+            )
+    assert sum(batch.arrays.loss_inputs.counts.sum() for batch in batches) == sum(
+        len(datum.tokens) for datum in data
+    )
+    for read, attribute in (
+        (lambda arrays: arrays.targets, "target_tokens"),
+        (lambda arrays: arrays.loss_inputs.sampler_logprobs, "logprobs"),
+        (lambda arrays: arrays.loss_inputs.advantages, "advantages"),
     ):
         for datum, values in zip(
-            data, unpack(batches, [getattr(batch, field) for batch in batches]), strict=True
+            data, unpack(batches, [read(batch.arrays) for batch in batches]), strict=True
         ):
             np.testing.assert_array_equal(values, getattr(datum, attribute))
 
 
-def check_placement(batch: PackedBatch, place: DatumSpan, datum: TrainDatum) -> None:
-    path = batch.sources[place.row, place.entries]
-    ends = batch.ends[place.row]
-    np.testing.assert_array_equal(batch.tokens[place.row, path], datum.tokens)
-    np.testing.assert_array_equal(batch.positions[place.row, path], np.arange(len(path)))
+def check_span(batch: TrainBatch, span: DatumSpan, datum: TrainDatum) -> None:
+    path = batch.token_index[span.stream, span.loss_positions]
+    ends = batch.layout.subtree_end[span.stream]
+    np.testing.assert_array_equal(batch.tokens[span.stream, path], datum.tokens)
+    np.testing.assert_array_equal(batch.positions[span.stream, path], np.arange(len(path)))
     last = path[-1]
     (seen,) = np.nonzero((np.arange(len(ends)) <= last) & (last < ends))
     np.testing.assert_array_equal(
         seen, path
     )  # and so every token before it sees its own beginning of the path
-    blocks = batch.key_blocks[place.row, last // BLOCK, : batch.num_key_blocks[place.row, last // BLOCK]]
-    assert set(path // BLOCK) <= set(blocks.tolist())
+    blocks = batch.layout.key_blocks[
+        span.stream,
+        last // ATTENTION_TILE,
+        : batch.layout.num_key_blocks[span.stream, last // ATTENTION_TILE],
+    ]
+    assert set(path // ATTENTION_TILE) <= set(blocks.tolist())
 
 
 def test_a_group_costs_its_prompt_once() -> None:
@@ -131,9 +137,9 @@ def test_a_group_costs_its_prompt_once() -> None:
     prompt = random.integers(0, 50, 256)
     tokens = [np.concatenate([prompt, random.integers(0, 50, 32)]).astype(np.int32) for _ in range(8)]
     (batch,) = packed(tuple(TrainDatum(tokens=one, target_tokens=one) for one in tokens))
-    assert batch.tokens.shape == (1, 512)
-    assert batch.ends[0, 511] == 512  # 256 + 8 * 32: full to the last token
-    assert batch.num_key_blocks[0].tolist() == [
+    assert batch.arrays.tokens.shape == (1, 512)
+    assert batch.arrays.layout.subtree_end[0, 511] == 512  # 256 + 8 * 32: full to the last token
+    assert batch.arrays.layout.num_key_blocks[0].tolist() == [
         1,
         2,
         3,
@@ -141,30 +147,30 @@ def test_a_group_costs_its_prompt_once() -> None:
     ]  # the last four responses see none of the first four
 
 
-def test_no_micro_batch_is_larger_than_the_budget_where_no_sequence_is() -> None:
+def test_no_batch_exceeds_the_budget_unless_a_sequence_does() -> None:
     """256 tokens in common and 8 times 64: in one stream of 1,024, or twice the beginning in two of 512."""
     random = np.random.default_rng(0)
     prompt = random.integers(0, 50, 256)
     tokens = [np.concatenate([prompt, random.integers(0, 50, 64)]).astype(np.int32) for _ in range(8)]
     data = tuple(TrainDatum(tokens=one, target_tokens=one) for one in tokens)
     assert [
-        batch.tokens.shape
+        batch.arrays.tokens.shape
         for batch in packed(data, train_shapes(max_context_length=1024, tokens_per_batch=512))
     ] == [(1, 512)] * 2
 
 
-def test_the_largest_are_laid_out_first_and_may_fill_a_stream_to_its_last_token() -> None:
-    assert [batch.tokens.shape for batch in packed(tiny_qwen3.data((512,)))] == [(1, 512)]
+def test_the_largest_trees_may_fill_a_stream_completely() -> None:
+    assert [batch.arrays.tokens.shape for batch in packed(tiny_qwen3.data((512,)))] == [(1, 512)]
     data = [np.full(length, token, np.int32) for token, length in enumerate((212, 212, 300, 300))]
     assert len(packed(tuple(TrainDatum(tokens=tokens, target_tokens=tokens) for tokens in data))) == 2
 
 
 def test_many_short_sequences_fill_the_budget() -> None:
-    assert [batch.tokens.shape for batch in packed(tiny_qwen3.data((60,) * 8))] == [(1, 512)]
+    assert [batch.arrays.tokens.shape for batch in packed(tiny_qwen3.data((60,) * 8))] == [(1, 512)]
 
 
-def test_a_stream_has_room_for_the_entries_of_those_that_share_its_tokens() -> None:
-    """The same 100 tokens with 8 different advantages: 100 tokens and 800 entries, of which a stream of 512 has 640."""
+def test_loss_positions_limit_a_stream_too() -> None:
+    """The same 100 tokens with 8 different advantages: 100 tokens and 800 loss positions, of which a stream of 512 has 640."""
     tokens = np.arange(100, dtype=np.int32) % 50
     for count in (4, 8):
         data = tuple(
@@ -172,12 +178,14 @@ def test_a_stream_has_room_for_the_entries_of_those_that_share_its_tokens() -> N
             for number in range(1, 1 + count)
         )
         batches = packed(data)
-        assert sum(batch.counts.sum() for batch in batches) == count * 100
-        for datum, values in zip(data, unpack(batches, [batch.advantages for batch in batches]), strict=True):
+        assert sum(batch.arrays.loss_inputs.counts.sum() for batch in batches) == count * 100
+        for datum, values in zip(
+            data, unpack(batches, [batch.arrays.loss_inputs.advantages for batch in batches]), strict=True
+        ):
             np.testing.assert_array_equal(values, datum.advantages)
 
 
-def test_groups_that_would_leave_a_long_stream_half_empty_are_cut_for_shorter_ones() -> None:
+def test_groups_are_split_if_shorter_streams_have_less_padding() -> None:
     """Two groups of 1,216 tokens: together in 4,096, or 3 members of each in 1,024 and the others of both in another."""
     random = np.random.default_rng(0)
     prompts = random.integers(0, 50, (2, 256))
@@ -186,8 +194,8 @@ def test_groups_that_would_leave_a_long_stream_half_empty_are_cut_for_shorter_on
     ]
     data = tuple(TrainDatum(tokens=tokens, target_tokens=tokens) for tokens in sequences)
     batches = packed(data, train_shapes(max_context_length=1024, tokens_per_batch=4096))
-    assert [batch.tokens.shape for batch in batches] == [(1, 1024)] * 3
-    assert sorted(place.datum for batch in batches for place in batch.placements) == list(range(8))
+    assert [batch.arrays.tokens.shape for batch in batches] == [(1, 1024)] * 3
+    assert sorted(span.datum for batch in batches for span in batch.spans) == list(range(8))
 
 
 def test_ragged_sequences_fill_their_streams() -> None:
@@ -196,30 +204,20 @@ def test_ragged_sequences_fill_their_streams() -> None:
     )
     shapes = train_shapes(max_context_length=2048, tokens_per_batch=2048)
     batches = packed(tiny_qwen3.data(lengths), shapes)
-    assert sum(lengths) / sum(batch.tokens.size for batch in batches) >= 0.85
+    assert sum(lengths) / sum(batch.arrays.tokens.size for batch in batches) >= 0.85
 
 
 def test_missing_weights_mean_one_on_every_real_token() -> None:
     (batch,) = packed(tiny_qwen3.data((20,)))
-    assert batch.weights.sum() == 20
-    assert not np.any(batch.advantages)
+    assert batch.arrays.loss_inputs.weights.sum() == 20
+    assert not np.any(batch.arrays.loss_inputs.advantages)
 
 
-def test_a_sequences_ratio_is_the_mean_over_its_mask() -> None:
-    sampler, own = np.array([-1, -2, -3], np.float32), np.array([9, -1, -1], np.float32)
-    masks = [np.array(mask, np.float32) for mask in ([0, 1, 1], [0, 0, 0])]
-    data = tuple(
-        replace(datum([1, 2, 3], [2, 3, 4]), logprobs=sampler, sequence_ratio_mask=mask) for mask in masks
-    )
-    assert [found.logprobs.tolist() for found in with_sequence_ratios(data, [own, own])] == [
-        [1.5] * 3,
-        [0] * 3,
-    ]
-
-
-def test_blocks_of_padding_look_at_nothing() -> None:
-    (batch,) = packed(tiny_qwen3.data((2 * BLOCK + 1,)))
-    assert batch.tokens.shape == (1, 4 * BLOCK) and batch.num_key_blocks[0].tolist() == [1, 2, 3, 0]
+def test_padding_tiles_attend_to_nothing() -> None:
+    (batch,) = packed(tiny_qwen3.data((2 * ATTENTION_TILE + 1,)))
+    assert batch.arrays.tokens.shape == (1, 4 * ATTENTION_TILE) and batch.arrays.layout.num_key_blocks[
+        0
+    ].tolist() == [1, 2, 3, 0]
 
 
 def datum(tokens: list[int], targets: list[int]) -> TrainDatum:

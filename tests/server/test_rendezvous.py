@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import chz
 import pytest
 
-from skyrl_tx_server.config.server_config import HostsSettings
+from skyrl_tx_server.config.process_options import ProcessOptions
 from skyrl_tx_server.distributed.rendezvous import _forget_gone, _Introduction, _mistake, join, lead
 from skyrl_tx_server.errors import ConfigError
 from tests.fakes.channel import channels
@@ -23,47 +24,53 @@ SETTINGS = make_settings(FIXTURES / "tied", Path("unused"))
 
 
 @pytest.fixture
-def hosts() -> Iterator[HostsSettings]:
+def hosts(tmp_path: Path) -> Iterator[ProcessOptions]:
+    key = tmp_path / "key"
+    key.write_text("k" * 32)
     with reserved_port() as port:
         address = f"127.0.0.1:{port}"
-        yield HostsSettings(
-            coordinator_address=address, num_processes=2, process_id=0, timeout_s=60, key=b"k" * 32
+        yield ProcessOptions(
+            coordinator_address=address,
+            num_processes=2,
+            process_id=0,
+            initialization_timeout_s=60,
+            cluster_key_file=str(key),
         )
 
 
 @pytest.fixture
-def leading(hosts: HostsSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def leading(hosts: ProcessOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Process 0 waits for one that may go on with it, which comes in the end."""
     monkeypatch.setattr("skyrl_tx_server.distributed.rendezvous._start_jax", lambda hosts, address: None)
     thread = threading.Thread(target=lambda: lead(hosts, SETTINGS, print).stop())
     thread.start()
     yield
-    join(replace(hosts, process_id=1), SETTINGS, print).follow(FakeExecutor)
+    join(chz.replace(hosts, process_id=1), SETTINGS, print).follow(FakeExecutor)
     thread.join()
 
 
-def test_process_0_waits_for_the_others_so_long_and_no_longer(hosts: HostsSettings) -> None:
+def test_process_0_waits_for_the_others_so_long_and_no_longer(hosts: ProcessOptions) -> None:
     with pytest.raises(
         ConfigError,
         match=f"^num_processes=2: process 1 did not come to {hosts.coordinator_address} within 1 s; start",
     ):
-        lead(replace(hosts, timeout_s=1), SETTINGS, print)
+        lead(chz.replace(hosts, initialization_timeout_s=1), SETTINGS, print)
 
 
-def test_a_process_that_finds_nobody_gives_up(hosts: HostsSettings) -> None:
+def test_a_process_that_finds_nobody_gives_up(hosts: ProcessOptions) -> None:
     with pytest.raises(
         ConfigError,
         match=r"coordinator_address=127.0.0.1:\d+: process 0 did not answer within 1 s: .*refused",
     ):
-        join(replace(hosts, process_id=1, timeout_s=1), SETTINGS, print)
+        join(chz.replace(hosts, process_id=1, initialization_timeout_s=1), SETTINGS, print)
 
 
-def test_somebody_else_who_listens_at_the_address_and_says_nothing_is_given_up(hosts: HostsSettings) -> None:
+def test_somebody_else_who_listens_at_the_address_and_says_nothing_is_given_up(hosts: ProcessOptions) -> None:
     with (
         socket.create_server(hosts.address),
         pytest.raises(ConfigError, match="who listens there said nothing for 1 s"),
     ):
-        join(replace(hosts, process_id=1, timeout_s=1), SETTINGS, print)
+        join(chz.replace(hosts, process_id=1, initialization_timeout_s=1), SETTINGS, print)
 
 
 def test_a_process_that_has_gone_again_before_all_had_come_is_not_waited_for_and_frees_its_place() -> None:
@@ -76,16 +83,16 @@ def test_a_process_that_has_gone_again_before_all_had_come_is_not_waited_for_and
     assert set(joined) == {2}
 
 
-def test_an_address_of_another_host_is_one_line(hosts: HostsSettings) -> None:
+def test_an_address_of_another_host_is_one_line(hosts: ProcessOptions) -> None:
     with pytest.raises(
         ConfigError,
         match=r"192.0.2.1:7000: Cannot assign requested address; it must be a free address of process 0's host",
     ):
-        lead(replace(hosts, coordinator_address="192.0.2.1:7000"), SETTINGS, print)
+        lead(chz.replace(hosts, coordinator_address="192.0.2.1:7000"), SETTINGS, print)
     with pytest.raises(
         ConfigError, match=r"no.such.host.invalid:7000: .*; it must be a free address"
     ) as error:
-        lead(replace(hosts, coordinator_address="no.such.host.invalid:7000"), SETTINGS, print)
+        lead(chz.replace(hosts, coordinator_address="no.such.host.invalid:7000"), SETTINGS, print)
     assert "\n" not in str(error.value)
 
 
@@ -94,7 +101,7 @@ def test_an_address_of_another_host_is_one_line(hosts: HostsSettings) -> None:
     ("others", "settings", "message"),
     [
         (
-            {"key": b"other" * 8},
+            {"cluster_key_file": str(FIXTURES / "tied" / "config.json")},
             {},
             r"does not know the cluster key; give every process the same cluster_key_file \(or",
         ),
@@ -103,15 +110,15 @@ def test_an_address_of_another_host_is_one_line(hosts: HostsSettings) -> None:
             {},
             "process 1 was started with num_processes=3, process 0 with num_processes=2",
         ),
-        ({}, {"decode_slots": 4}, "process 1 has decode_slots=4, process 0 decode_slots=6: start them alike"),
-        ({}, {"model_dir": FIXTURES / "untied"}, "process 1 has model files=.*: start them alike"),
+        ({}, {"max_num_seqs": 4}, "process 1 has max_num_seqs=4, process 0 max_num_seqs=6: start them alike"),
+        ({}, {"base_model": str(FIXTURES / "untied")}, "process 1 has model files=.*: start them alike"),
     ],
 )
 def test_who_is_not_alike_is_turned_away(
-    hosts: HostsSettings, others: dict, settings: dict, message: str
+    hosts: ProcessOptions, others: dict, settings: dict, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        join(replace(hosts, **{"process_id": 1, **others}), replace(SETTINGS, **settings), print)
+        join(chz.replace(hosts, **{"process_id": 1, **others}), chz.replace(SETTINGS, **settings), print)
 
 
 def test_where_things_lie_may_differ_and_a_process_id_may_not_be_taken_twice() -> None:

@@ -26,12 +26,12 @@ from skyrl_tx_server.engine.operations import (
     StopReason,
     TrainDatum,
 )
-from skyrl_tx_server.engine.scheduler import PrefillRequest
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.engine.stop_strings import find_stop
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model.shapes import CPU_PREFILL
-from skyrl_tx_server.sampling.sample_step import RowSettings, choose
+from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
 from tests.fakes.tiny_model import CONFIG, byte_tokenizer, make_model, make_settings
 
 TIMEOUT_S = 120
@@ -40,10 +40,15 @@ CONTEXT = CONFIG.max_position_embeddings
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """An engine with two models trained apart from each other, each with a snapshot of its own name."""
+def executor(tmp_path_factory: pytest.TempPathFactory) -> DeviceExecutor:
     directory = tmp_path_factory.mktemp("sampling")
-    engine = Engine(DeviceExecutor(make_settings(make_model(directory / "model"), directory / "checkpoints")))
+    return DeviceExecutor(make_settings(make_model(directory / "model"), directory / "checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def engine(executor: DeviceExecutor) -> Iterator[Engine]:
+    """An engine with two separately trained models, each with a snapshot of the same name."""
+    engine = Engine(executor)
     engine.start()
     for seed, name in enumerate(MODELS):
         run(engine, CreateModel(model_id=name, lora=LoraSpec(rank=4, seed=seed)))
@@ -96,7 +101,7 @@ def forward_logprobs(
     )
 
 
-def test_logprobs_equal_forward_on_a_multi_turn_batch_of_32_mixed_lengths(engine: Engine):
+def test_logprobs_equal_forward_in_a_batch_of_mixed_lengths(engine: Engine):
     """The numerics bar: fp32, at most 1e-4 apart. Lengths cross the boundaries of the cache's segments and of the blocks."""
     rng = np.random.default_rng(1)
     histories = [
@@ -180,35 +185,41 @@ def test_a_common_beginning_is_computed_once_per_snapshot(engine: Engine):
     assert run(engine, request(system, prompt_logprobs=True)).prompt_cache_hit_tokens == 0
 
 
-def test_prompts_are_computed_together_but_one_that_begins_alike_waits_for_the_first(engine: Engine):
-    """The engine's own thread has nothing to do meanwhile."""
-    executor = engine._executor
+@pytest.mark.usefixtures("engine")
+def test_prompts_with_a_common_beginning_wait_for_the_first(executor: DeviceExecutor):
+    """Other prompts are computed together. The engine's thread is idle."""
     begin, others = tokens(200, seed=9000), [tokens(100, seed=9001 + number) for number in range(3)]
     alike = [np.concatenate([begin, other]) for other in others[:2]]
     admits = [
-        PrefillRequest(ticket=-number, op=request(prompt), first=0, count=1)
+        PrefillRequest(request_id=-number, op=request(prompt), first=0, count=1)
         for number, prompt in enumerate([*others, *alike], start=1)
     ]
     try:
-        assert [admission.prompt_cache_hit_tokens for admission in executor.admit(admits[:2])] == [0, 0]
-        first, whole = executor.admit(admits[2:])
+        assert [admission.prompt_cache_hit_tokens for admission in executor.sampler.prefill(admits[:2])] == [
+            0,
+            0,
+        ]
+        first, whole = executor.sampler.prefill(admits[2:])
         assert (first.prompt_cache_hit_tokens, whole.prompt_cache_hit_tokens) == (0, 0)
-        (waited,) = executor.admit(admits[4:])
+        (waited,) = executor.sampler.prefill(admits[4:])
         assert waited.prompt_cache_hit_tokens == len(begin)
     finally:
         for admit in admits:
-            executor.release(admit.ticket)
-    assert not executor._snapshots._pins, "nor has the one that waited left its snapshot in use"
+            executor.sampler.release(admit.request_id)
+    assert executor.adapters.in_use == [], "the request that waits does not pin its snapshot"
 
 
 @pytest.mark.parametrize("blocks", [CPU_PREFILL.turn, 2])
-def test_a_long_prompt_is_prefilled_in_pieces(engine: Engine, blocks: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_long_prompt_is_prefilled_in_chunks(
+    engine: Engine, executor: DeviceExecutor, blocks: int, monkeypatch: pytest.MonkeyPatch
+):
     """Its samples' logprobs are forward's, and only what was in the cache before it came counts as a hit.
 
     The model has been trained at a high rate, which magnifies what float32 rounds off on either side.
     """
-    slots = engine._executor._slots
-    monkeypatch.setattr(slots, "_layout", replace(slots._layout, shapes=replace(CPU_PREFILL, turn=blocks)))
+    runner = executor.sampler.runner
+    layout = replace(runner.prefill_layout, shapes=replace(CPU_PREFILL, turn=blocks))
+    monkeypatch.setattr(runner, "prefill_layout", layout)
     prompt = tokens(560, seed=blocks)
     prefilled = engine.stats()["tokens_prefilled"]
     running = engine.submit(request(tokens(20), max_tokens=100))
@@ -220,18 +231,17 @@ def test_a_long_prompt_is_prefilled_in_pieces(engine: Engine, blocks: int, monke
         np.testing.assert_allclose(logprobs[len(prompt) - 1 :], sequence.logprobs, atol=1e-3)
     assert len(running.result(TIMEOUT_S).sequences[0].tokens) == 100
     assert run(engine, request(prompt)).prompt_cache_hit_tokens == len(prompt) - 1
-    withdrawn = PrefillRequest(ticket=-1, op=request(tokens(560, seed=100 + blocks)), first=0, count=1)
-    assert engine._executor.admit([withdrawn]) == [None]
-    engine._executor.release(-1)
-    assert {users for pages in slots._pages for users in pages._users.values()} == {1}, (
-        "nobody but the tree has a page"
-    )
-    assert not slots._begun and not engine._executor._snapshots._pins, (
-        "nothing is left of one that is withdrawn between two pieces"
+    withdrawn = PrefillRequest(request_id=-1, op=request(tokens(560, seed=100 + blocks)), first=0, count=1)
+    assert executor.sampler.prefill([withdrawn]) == [None]
+    executor.sampler.release(-1)
+    for cache in executor.sampler.pages.caches:
+        assert set(cache.references.values()) <= {1}, "only the prefix cache holds pages"
+    assert not executor.sampler.prefiller.unfinished and executor.adapters.in_use == [], (
+        "a request that is withdrawn between two chunks leaves nothing"
     )
 
 
-def test_rows_are_set_aside_when_pages_run_out_and_lose_nothing(engine: Engine, tmp_path: Path):
+def test_preempted_sequences_lose_nothing(engine: Engine, tmp_path: Path):
     """A cache with room for 1,024 tokens and 6 rows of up to 360: some wait, all get what they get where there is room for all."""
     prompts = [tokens(60 + 40 * row, seed=200 + row) for row in range(5)]
     requests = [request(prompt, weights=None, max_tokens=160, seed=row) for row, prompt in enumerate(prompts)]
@@ -246,9 +256,9 @@ def test_rows_are_set_aside_when_pages_run_out_and_lose_nothing(engine: Engine, 
     results = [future.result(TIMEOUT_S) for future in futures]
     stats = small.stats()
     small.stop()
-    assert stats["preemptions"] > 0
-    assert stats["rows_set_aside"] == 0 and stats["slots_used"] == 0
-    assert stats["cache_pages_free"] + stats["cache_pages_remembered"] == stats["cache_pages"] == 16
+    assert stats["num_preemptions"] > 0
+    assert stats["sequences_preempted"] == 0 and stats["slots_used"] == 0
+    assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"] == 16
     for each, result in zip(requests, results, strict=True):
         for sequence, expected in zip(result.sequences, run(engine, each).sequences, strict=True):
             np.testing.assert_array_equal(sequence.tokens, expected.tokens)
@@ -281,7 +291,7 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch(engine: Engine):
     assert list(sample(engine, prompt, seed=11 + (1 << 40)).tokens) != list(alone.tokens)
 
 
-def test_samples_of_one_request_differ_and_are_reproducible_even_when_slots_are_few(engine: Engine):
+def test_samples_of_one_request_differ_and_are_reproducible(engine: Engine):
     first, second = (run(engine, request(tokens(30), num_samples=9, seed=5)) for _ in range(2))
     drawn = [tuple(sequence.tokens) for sequence in first.sequences]
     assert len(set(drawn)) == 9
@@ -293,7 +303,7 @@ def test_without_a_seed_two_requests_differ(engine: Engine):
     assert one != other
 
 
-def test_rows_with_different_adapters_share_a_batch_and_keep_their_own_distribution(engine: Engine):
+def test_sequences_with_different_adapters_share_a_batch(engine: Engine):
     prompt = tokens(25)
     choices = ["first", "second", None, "second", "first"]
     alone = {weights: sample(engine, prompt, weights=weights, max_tokens=24) for weights in choices}
@@ -363,7 +373,7 @@ def test_max_tokens_none_means_up_to_the_context(engine: Engine):
         ({"stop_token_ids": tuple(range(15)), "stop_at_eos": True}, "17 stop tokens"),
     ],
 )
-def test_more_ends_than_can_be_looked_for_are_refused(engine: Engine, settings: dict, message: str):
+def test_too_many_stop_tokens_or_strings_are_refused(engine: Engine, settings: dict, message: str):
     with pytest.raises(UserError, match=message):
         run(engine, request(tokens(3), **settings))
 
@@ -396,15 +406,15 @@ LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.04, 0.01], np.float32))
 def draws(
     count: int, *, temperature: float = 1.0, top_k: int = 5, top_p: float = 1.0, tempered: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    settings = RowSettings(
+    settings = BatchSettings(
         seeds=np.tile(np.array([1, 2], np.uint32), (count, 1)),
         sample_indices=np.arange(count, dtype=np.int32),
         temperatures=np.full(count, temperature, np.float32),
         top_k=np.full(count, top_k, np.int32),
         top_p=np.full(count, top_p, np.float32),
     )
-    run_choose = jax.jit(choose, static_argnames="tempered")
-    chosen, logprobs = run_choose(
+    run_sampling = jax.jit(sample_tokens, static_argnames="tempered")
+    chosen, logprobs = run_sampling(
         np.tile(LOGITS + 3, (count, 1)), settings, np.zeros(count, np.int32), tempered=tempered
     )
     return np.asarray(chosen), np.asarray(logprobs)
@@ -430,7 +440,7 @@ def draws(
         ({"top_p": 0.82, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),  # of what the three hold: 0.8 / 0.95
     ],
 )
-def test_frequencies_follow_the_tempered_and_filtered_distribution(settings: dict, expected: list[float]):
+def test_frequencies_follow_the_filtered_distribution(settings: dict, expected: list[float]):
     count = 4000
     chosen, logprobs = draws(count, **settings)
     np.testing.assert_allclose(np.bincount(chosen, minlength=5) / count, expected, atol=0.03)
@@ -441,32 +451,30 @@ def test_frequencies_follow_the_tempered_and_filtered_distribution(settings: dic
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(0.5, 2 * LOGITS), (2.0, LOGITS / 2), (0.0, LOGITS)])
-def test_logprobs_of_the_tempered_distribution_where_the_server_is_set_to_them(
-    temperature: float, expected: np.ndarray
-):
+def test_processed_logprobs_are_those_after_temperature(temperature: float, expected: np.ndarray):
     """The tokens are the same either way; a greedy row has the model's own logprobs; filters never count."""
     chosen, logprobs = draws(500, temperature=temperature, tempered=True, top_k=2)
     np.testing.assert_array_equal(chosen, draws(500, temperature=temperature, top_k=2)[0])
     np.testing.assert_allclose(logprobs, (expected - np.log(np.exp(expected).sum()))[chosen], atol=1e-5)
 
 
-def test_a_server_set_to_tempered_logprobs_returns_them(tmp_path):
+def test_a_server_set_to_processed_logprobs_returns_them(tmp_path):
     model = make_model(tmp_path / "model", replace(CONFIG, num_layers=1, max_position_embeddings=64))
-    executor = DeviceExecutor(make_settings(model, tmp_path, decode_slots=1, tempered_logprobs=True))
+    executor = DeviceExecutor(make_settings(model, tmp_path, max_num_seqs=1, logprobs_mode="processed"))
     prompt = tokens(20)
     of_base = {"weights": None, "topk_prompt_logprobs": CONFIG.vocab_size, "topk_sample_logprobs": 1}
-    executor.admit(
+    executor.sampler.prefill(
         [
             PrefillRequest(
-                ticket=1, op=request(prompt, temperature=0.5, max_tokens=3, **of_base), first=0, count=1
+                request_id=1, op=request(prompt, temperature=0.5, max_tokens=3, **of_base), first=0, count=1
             )
         ]
     )
-    executor.decode()
-    (finished,) = executor.collect(go_on=False)
+    executor.sampler.decode()
+    (finished,) = executor.sampler.poll(dispatch_next=False)
     sequence = finished.sequence
     whole = request(np.concatenate([prompt, sequence.tokens]), max_tokens=1, **of_base)
-    (admission,) = executor.admit([PrefillRequest(ticket=2, op=whole, first=0, count=1)])
+    (admission,) = executor.sampler.prefill([PrefillRequest(request_id=2, op=whole, first=0, count=1)])
     top = admission.topk_prompt_logprobs
     for at, (token, logprob) in enumerate(
         zip(sequence.tokens, sequence.logprobs, strict=True), start=len(prompt)
@@ -516,7 +524,7 @@ def test_top_k_of_prompt_and_sample_is_the_models(engine: Engine):
     np.testing.assert_array_equal(plain.sequences[1].tokens, result.sequences[1].tokens)
 
 
-def test_chosen_tokens_are_scored_at_the_position_after_their_row_in_the_layout_they_came_in(engine: Engine):
+def test_target_tokens_are_scored_in_their_own_layout(engine: Engine):
     prompt = tokens(12, seed=92)
     wanted = np.full((11, 3), -1, np.int32)
     wanted[0, 2], wanted[4], wanted[10, 1] = 7, (9, 8, 8), 200
@@ -547,7 +555,7 @@ def test_chosen_tokens_are_scored_at_the_position_after_their_row_in_the_layout_
     np.testing.assert_array_equal(answer.values, scores[rows, columns])
 
 
-def test_only_the_last_prompt_tokens_are_reported_when_no_more_are_asked_for(engine: Engine):
+def test_prompt_logprobs_can_be_limited_to_the_last_tokens(engine: Engine):
     prompt = tokens(15, seed=93)
     every = run(engine, request(prompt, prompt_logprobs=True, topk_prompt_logprobs=2))
     last = run(
@@ -570,7 +578,7 @@ def test_scoring_leaves_the_programs_of_plain_sampling_alone(engine: Engine):
     assert {name: count for name, count in after.items() if count != before.get(name)}.keys() <= {"score"}
 
 
-def test_find_stop_looks_only_as_far_back_as_a_stop_string_can_reach():
+def test_find_stop_looks_back_only_as_far_as_a_stop_string():
     tokenizer = byte_tokenizer()
     text = tokenizer.encode("héllo wörld\n\nbye").ids
     assert find_stop(tokenizer, text, ("\n\n",), new=len(text)) == len(text) - 3
@@ -589,7 +597,7 @@ def test_results_are_whole(engine: Engine):
         assert len(sequence.tokens) == len(sequence.logprobs) == 12 and (sequence.logprobs <= 0).all()
 
 
-def test_a_watched_sample_is_the_same_sample_and_its_parts_are_its_beginning(engine: Engine):
+def test_a_streamed_sample_is_the_same_sample(engine: Engine):
     class Parts:
         follows = True
 

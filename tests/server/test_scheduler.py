@@ -19,17 +19,10 @@ from skyrl_tx_server.engine.operations import (
     SamplingSettings,
     SaveSampler,
 )
-from skyrl_tx_server.engine.scheduler import (
-    PREFILLS_PER_TURN,
-    PROMPTS_PER_PREFILL,
-    QUANTUM,
-    Decode,
-    Pause,
-    Prefill,
-    PrefillRequest,
-    Scheduler,
-    Step,
-)
+from skyrl_tx_server.engine.sample_queue import PROMPTS_PER_PREFILL
+from skyrl_tx_server.engine.sample_requests import QUANTUM
+from skyrl_tx_server.engine.scheduled_work import Decode, Pause, Prefill, PrefillRequest, Step
+from skyrl_tx_server.engine.scheduler import PREFILLS_PER_DISPATCH, Scheduler
 
 
 def sample(weights: str | None = None, num_samples: int = 1) -> Sample:
@@ -48,81 +41,81 @@ def forward(model_id: str) -> ForwardBackward:
 
 def queue(*ops: Op) -> Scheduler:
     scheduler = Scheduler()
-    for ticket, op in enumerate(ops, start=1):
-        scheduler.add(ticket, op)
+    for request_id, op in enumerate(ops, start=1):
+        scheduler.add(request_id, op)
     return scheduler
 
 
 def run_steps(scheduler: Scheduler) -> list[int]:
     """Tickets in the order they run when every operation takes one step and nothing samples."""
     order = []
-    while isinstance(turn := scheduler.next(free_slots=0, rows_decoding=0), Step):
-        order.append(turn.ticket)
+    while isinstance(turn := scheduler.next(free_slots=0, num_running=0), Step):
+        order.append(turn.request_id)
         scheduler.finish(turn)
     return order
 
 
 def next_turn(
-    scheduler: Scheduler, *, free_slots: int, rows_decoding: int
+    scheduler: Scheduler, *, free_slots: int, num_running: int
 ) -> Step | PrefillRequest | Decode | None:
     """Of an executor that computes one prompt at a time."""
-    turn = scheduler.next(free_slots=free_slots, rows_decoding=rows_decoding)
+    turn = scheduler.next(free_slots=free_slots, num_running=num_running)
     assert not isinstance(turn, Pause)
     if not isinstance(turn, Prefill):
         return turn
-    scheduler.put_back(turn.admits[1:])
-    return turn.admits[0]
+    scheduler.requeue(turn.requests[1:])
+    return turn.requests[0]
 
 
 def test_nothing_to_do_is_none():
-    assert Scheduler().next(free_slots=4, rows_decoding=0) is None
+    assert Scheduler().next(free_slots=4, num_running=0) is None
 
 
-def test_operations_of_one_model_run_in_submission_order_and_models_take_turns():
+def test_models_take_turns_and_keep_their_order_of_operations():
     scheduler = queue(forward("a"), optim("a"), forward("a"), forward("b"), optim("b"))
     assert run_steps(scheduler) == [1, 4, 2, 5, 3]
 
 
-def test_an_unfinished_operation_keeps_its_model_but_not_the_others_waiting():
+def test_an_unfinished_operation_blocks_its_own_model_only():
     scheduler = queue(forward("a"), optim("a"), forward("b"))
-    turns = [scheduler.next(free_slots=0, rows_decoding=0) for _ in range(4)]
-    assert [turn.ticket for turn in turns if isinstance(turn, Step)] == [1, 3, 1, 3]
+    turns = [scheduler.next(free_slots=0, num_running=0) for _ in range(4)]
+    assert [turn.request_id for turn in turns if isinstance(turn, Step)] == [1, 3, 1, 3]
 
 
 def test_training_and_decoding_alternate_when_both_have_work():
     scheduler = queue(*[forward("a") for _ in range(3)])
     kinds = []
     for _ in range(6):
-        turn = scheduler.next(free_slots=0, rows_decoding=2)
+        turn = scheduler.next(free_slots=0, num_running=2)
         kinds.append(type(turn))
         if isinstance(turn, Step):
             scheduler.finish(turn)
     assert kinds == [Step, Decode, Step, Decode, Step, Decode]
 
 
-def test_a_forward_beside_a_long_generation_waits_at_most_one_decode_block():
+def test_a_forward_waits_for_at_most_one_decode_dispatch():
     scheduler = Scheduler()
     for _ in range(5):
-        assert isinstance(scheduler.next(free_slots=3, rows_decoding=1), Decode)
+        assert isinstance(scheduler.next(free_slots=3, num_running=1), Decode)
     scheduler.add(1, forward("a"))
-    assert isinstance(scheduler.next(free_slots=3, rows_decoding=1), Step)
+    assert isinstance(scheduler.next(free_slots=3, num_running=1), Step)
     scheduler.add(2, forward("b"))
-    assert isinstance(scheduler.next(free_slots=3, rows_decoding=1), Decode)
-    assert isinstance(scheduler.next(free_slots=3, rows_decoding=1), Step)
+    assert isinstance(scheduler.next(free_slots=3, num_running=1), Decode)
+    assert isinstance(scheduler.next(free_slots=3, num_running=1), Step)
 
 
 def test_waiting_samples_enter_in_order_and_in_parts():
     scheduler = queue(sample(num_samples=3), sample(num_samples=2))
-    first = next_turn(scheduler, free_slots=2, rows_decoding=0)
-    assert isinstance(first, PrefillRequest) and (first.ticket, first.first, first.count) == (1, 0, 2)
-    assert isinstance(next_turn(scheduler, free_slots=0, rows_decoding=2), Decode)
-    rest = next_turn(scheduler, free_slots=2, rows_decoding=0)
-    assert isinstance(rest, PrefillRequest) and (rest.ticket, rest.first, rest.count) == (1, 2, 1)
-    second = next_turn(scheduler, free_slots=1, rows_decoding=1)
-    assert isinstance(second, PrefillRequest) and (second.ticket, second.first, second.count) == (2, 0, 1)
+    first = next_turn(scheduler, free_slots=2, num_running=0)
+    assert isinstance(first, PrefillRequest) and (first.request_id, first.first, first.count) == (1, 0, 2)
+    assert isinstance(next_turn(scheduler, free_slots=0, num_running=2), Decode)
+    rest = next_turn(scheduler, free_slots=2, num_running=0)
+    assert isinstance(rest, PrefillRequest) and (rest.request_id, rest.first, rest.count) == (1, 2, 1)
+    second = next_turn(scheduler, free_slots=1, num_running=1)
+    assert isinstance(second, PrefillRequest) and (second.request_id, second.first, second.count) == (2, 0, 1)
 
 
-def test_what_may_be_computed_together_is_offered_together_and_what_is_not_taken_keeps_its_place():
+def test_prompts_are_offered_together_and_keep_their_places():
     scheduler = queue(
         sample(num_samples=3),
         SaveSampler(model_id="a", weights="s"),
@@ -130,85 +123,94 @@ def test_what_may_be_computed_together_is_offered_together_and_what_is_not_taken
         sample(num_samples=2),
         sample(),
     )
-    save = scheduler.next(free_slots=5, rows_decoding=0)
-    offered = scheduler.next(free_slots=5, rows_decoding=0)
+    save = scheduler.next(free_slots=5, num_running=0)
+    offered = scheduler.next(free_slots=5, num_running=0)
     assert isinstance(save, Step) and isinstance(offered, Prefill)
-    assert [(admit.ticket, admit.first, admit.count) for admit in offered.admits] == [
+    assert [(admit.request_id, admit.first, admit.count) for admit in offered.requests] == [
         (1, 0, 3),
         (4, 0, 2),
     ]  # 3 waits for its snapshot
-    scheduler.put_back(offered.admits[1:])
+    scheduler.requeue(offered.requests[1:])
     scheduler.finish(save)
-    offered = scheduler.next(free_slots=2, rows_decoding=3)
+    offered = scheduler.next(free_slots=2, num_running=3)
     assert isinstance(offered, Prefill)
-    assert [(admit.ticket, admit.first, admit.count) for admit in offered.admits] == [(3, 0, 1), (4, 0, 1)]
-    assert isinstance(scheduler.next(free_slots=0, rows_decoding=5), Decode)
-    offered = scheduler.next(free_slots=2, rows_decoding=3)
+    assert [(admit.request_id, admit.first, admit.count) for admit in offered.requests] == [
+        (3, 0, 1),
+        (4, 0, 1),
+    ]
+    assert isinstance(scheduler.next(free_slots=0, num_running=5), Decode)
+    offered = scheduler.next(free_slots=2, num_running=3)
     assert isinstance(offered, Prefill)
-    assert [(admit.ticket, admit.first, admit.count) for admit in offered.admits] == [(4, 1, 1), (5, 0, 1)]
+    assert [(admit.request_id, admit.first, admit.count) for admit in offered.requests] == [
+        (4, 1, 1),
+        (5, 0, 1),
+    ]
 
     scheduler = queue(*[sample() for _ in range(PROMPTS_PER_PREFILL + 1)])
-    offered = scheduler.next(free_slots=100, rows_decoding=0)
-    assert isinstance(offered, Prefill) and len(offered.admits) == PROMPTS_PER_PREFILL
+    offered = scheduler.next(free_slots=100, num_running=0)
+    assert isinstance(offered, Prefill) and len(offered.requests) == PROMPTS_PER_PREFILL
 
 
-def test_all_free_slots_fill_before_decoding_unless_training_waits():
+def test_free_slots_fill_before_decoding_unless_training_waits():
     scheduler = queue(*[sample() for _ in range(8)])
-    turns = [next_turn(scheduler, free_slots=8 - n, rows_decoding=n) for n in range(9)]
+    turns = [next_turn(scheduler, free_slots=8 - n, num_running=n) for n in range(9)]
     assert [type(turn) for turn in turns] == [PrefillRequest] * 8 + [Decode]
 
     scheduler = queue(*[sample() for _ in range(8)], forward("a"), optim("a"))
-    turns = [next_turn(scheduler, free_slots=8, rows_decoding=0)]
+    turns = [next_turn(scheduler, free_slots=8, num_running=0)]
     assert isinstance(turns[0], Step)
     scheduler.finish(turns[0])
-    turns += [next_turn(scheduler, free_slots=8 - n, rows_decoding=n) for n in range(PREFILLS_PER_TURN + 2)]
-    assert [type(turn) for turn in turns] == [Step] + [PrefillRequest] * PREFILLS_PER_TURN + [Decode, Step]
+    turns += [next_turn(scheduler, free_slots=8 - n, num_running=n) for n in range(PREFILLS_PER_DISPATCH + 2)]
+    assert [type(turn) for turn in turns] == [Step] + [PrefillRequest] * PREFILLS_PER_DISPATCH + [
+        Decode,
+        Step,
+    ]
 
 
-def test_requests_that_end_in_their_prefill_do_not_starve_training():
+def test_requests_that_end_in_prefill_do_not_starve_training():
     scheduler = queue(*[sample() for _ in range(20)], forward("a"), optim("a"))
-    first = next_turn(scheduler, free_slots=4, rows_decoding=0)
+    first = next_turn(scheduler, free_slots=4, num_running=0)
     assert isinstance(first, Step)
     scheduler.finish(first)
-    turns = [next_turn(scheduler, free_slots=4, rows_decoding=0) for _ in range(PREFILLS_PER_TURN + 1)]
-    assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_TURN + [Step]
-    assert isinstance(next_turn(scheduler, free_slots=4, rows_decoding=0), PrefillRequest), (
+    turns = [next_turn(scheduler, free_slots=4, num_running=0) for _ in range(PREFILLS_PER_DISPATCH + 1)]
+    assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_DISPATCH + [Step]
+    assert isinstance(next_turn(scheduler, free_slots=4, num_running=0), PrefillRequest), (
         "nor does training starve them"
     )
 
 
-def test_requests_that_end_in_their_prefill_do_not_starve_running_samples():
+def test_requests_that_end_in_prefill_do_not_starve_sampling():
     scheduler = queue(*[sample() for _ in range(20)])
-    turns = [next_turn(scheduler, free_slots=3, rows_decoding=1) for _ in range(2 * PREFILLS_PER_TURN + 3)]
-    assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_TURN + [Decode] + [
+    turns = [next_turn(scheduler, free_slots=3, num_running=1) for _ in range(2 * PREFILLS_PER_DISPATCH + 3)]
+    assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_DISPATCH + [Decode] + [
         PrefillRequest
-    ] * PREFILLS_PER_TURN + [
+    ] * PREFILLS_PER_DISPATCH + [
         Decode,
         PrefillRequest,
     ]
 
 
-def test_a_sample_waits_for_the_snapshot_still_being_saved_and_lets_others_pass():
+def test_a_sample_waits_for_its_snapshot_and_lets_others_pass():
     scheduler = queue(optim("a"), SaveSampler(model_id="a", weights="s"), sample("s"), sample("saved before"))
-    first = next_turn(scheduler, free_slots=4, rows_decoding=0)
-    assert isinstance(first, Step) and first.ticket == 1
+    first = next_turn(scheduler, free_slots=4, num_running=0)
+    assert isinstance(first, Step) and first.request_id == 1
     scheduler.finish(first)
-    passing = next_turn(scheduler, free_slots=4, rows_decoding=0)
-    assert isinstance(passing, PrefillRequest) and passing.ticket == 4
-    next_turn(scheduler, free_slots=3, rows_decoding=1)
-    save = next_turn(scheduler, free_slots=3, rows_decoding=1)
-    assert isinstance(save, Step) and save.ticket == 2
+    passing = next_turn(scheduler, free_slots=4, num_running=0)
+    assert isinstance(passing, PrefillRequest) and passing.request_id == 4
+    next_turn(scheduler, free_slots=3, num_running=1)
+    save = next_turn(scheduler, free_slots=3, num_running=1)
+    assert isinstance(save, Step) and save.request_id == 2
     scheduler.finish(save)
-    waited = next_turn(scheduler, free_slots=3, rows_decoding=1)
-    assert isinstance(waited, PrefillRequest) and waited.ticket == 3
+    waited = next_turn(scheduler, free_slots=3, num_running=1)
+    assert isinstance(waited, PrefillRequest) and waited.request_id == 3
 
 
-def test_dropping_a_snapshot_waits_for_samples_asked_for_before_it():
+def test_dropping_a_snapshot_waits_for_earlier_samples():
     scheduler = queue(sample("s"), DropSnapshot(weights="s"))
-    assert next_turn(scheduler, free_slots=0, rows_decoding=0) is None
-    assert isinstance(next_turn(scheduler, free_slots=1, rows_decoding=0), PrefillRequest)
-    drop = next_turn(scheduler, free_slots=0, rows_decoding=1)
-    assert isinstance(drop, Step) and drop.ticket == 2
+    assert next_turn(scheduler, free_slots=0, num_running=0) is None
+    assert isinstance(next_turn(scheduler, free_slots=1, num_running=0), PrefillRequest)
+    drop = next_turn(scheduler, free_slots=0, num_running=1)
+    assert isinstance(drop, Step) and drop.request_id == 2
     assert run_steps(queue(DropSnapshot(weights="s"), sample("s"))) == [1]
     assert run_steps(queue(sample("s"), DropSnapshot(weights="s"), DropSnapshot(weights="nobody's"))) == [3]
 
@@ -222,16 +224,16 @@ def test_what_is_put_back_keeps_its_order():
     scheduler = queue(*[sample(num_samples=2)] * 3)
 
     def offers(free_slots: int) -> list[tuple[int, int, int]]:
-        offered = scheduler.next(free_slots=free_slots, rows_decoding=0)
+        offered = scheduler.next(free_slots=free_slots, num_running=0)
         assert isinstance(offered, Prefill)
-        scheduler.put_back(offered.admits[-1:] if free_slots == 3 else offered.admits)
-        return [(admit.ticket, admit.first, admit.count) for admit in offered.admits]
+        scheduler.requeue(offered.requests[-1:] if free_slots == 3 else offered.requests)
+        return [(admit.request_id, admit.first, admit.count) for admit in offered.requests]
 
     for _ in range(2):
         assert offers(5) == [(1, 0, 2), (2, 0, 2), (3, 0, 1)]
     assert offers(3) == [(1, 0, 2), (2, 0, 1)]
     assert offers(9) == [(2, 0, 2), (3, 0, 2)]
-    first = scheduler.next(free_slots=1, rows_decoding=0)
+    first = scheduler.next(free_slots=1, num_running=0)
     assert isinstance(first, Prefill)
     assert [offers(9) for _ in range(2)] == [[(2, 1, 1), (3, 0, 2)]] * 2, (
         "of a request that has begun the rest"
@@ -240,41 +242,41 @@ def test_what_is_put_back_keeps_its_order():
 
 def test_a_held_sample_keeps_its_place_until_a_row_finishes():
     scheduler = queue(sample("s"), sample())
-    admit = next_turn(scheduler, free_slots=2, rows_decoding=1)
+    admit = next_turn(scheduler, free_slots=2, num_running=1)
     assert isinstance(admit, PrefillRequest)
-    scheduler.hold([admit])
+    scheduler.defer([admit])
     assert not scheduler.interrupts(free_slots=2)
-    assert isinstance(next_turn(scheduler, free_slots=2, rows_decoding=1), Decode)
-    scheduler.row_finished(99, 0)
+    assert isinstance(next_turn(scheduler, free_slots=2, num_running=1), Decode)
+    scheduler.sequence_finished(99, 0)
     assert scheduler.interrupts(free_slots=2) and not scheduler.interrupts(free_slots=0)
-    assert next_turn(scheduler, free_slots=2, rows_decoding=1) == admit
+    assert next_turn(scheduler, free_slots=2, num_running=1) == admit
 
 
-def test_between_two_pieces_of_a_long_prompt_running_samples_get_a_decode_block():
+def test_running_samples_decode_between_two_prefill_chunks():
     scheduler = queue(sample(), sample())
     for _ in range(3):
-        admit = next_turn(scheduler, free_slots=2, rows_decoding=1)
-        assert isinstance(admit, PrefillRequest) and admit.ticket == 1
-        scheduler.resume(admit)
-        assert isinstance(next_turn(scheduler, free_slots=2, rows_decoding=1), Decode)
-    admit = next_turn(scheduler, free_slots=2, rows_decoding=0)
-    assert isinstance(admit, PrefillRequest) and admit.ticket == 1
-    scheduler.resume(admit)
-    last = next_turn(scheduler, free_slots=2, rows_decoding=0)  # nobody to wait for
-    assert isinstance(last, PrefillRequest) and last.ticket == 1
+        admit = next_turn(scheduler, free_slots=2, num_running=1)
+        assert isinstance(admit, PrefillRequest) and admit.request_id == 1
+        scheduler.prefill_continues(admit)
+        assert isinstance(next_turn(scheduler, free_slots=2, num_running=1), Decode)
+    admit = next_turn(scheduler, free_slots=2, num_running=0)
+    assert isinstance(admit, PrefillRequest) and admit.request_id == 1
+    scheduler.prefill_continues(admit)
+    last = next_turn(scheduler, free_slots=2, num_running=0)  # nobody to wait for
+    assert isinstance(last, PrefillRequest) and last.request_id == 1
 
 
 def test_a_dropped_request_does_not_enter():
     scheduler = queue(
         sample(), sample(num_samples=3), sample(), CreateModel(model_id="a", lora=LoraSpec(rank=1))
     )
-    scheduler.drop_sample(2)
-    assert isinstance(next_turn(scheduler, free_slots=4, rows_decoding=0), Step)
-    offered = scheduler.next(free_slots=4, rows_decoding=0)
-    assert isinstance(offered, Prefill) and [admit.ticket for admit in offered.admits] == [1, 3]
+    scheduler.drop_request(2)
+    assert isinstance(next_turn(scheduler, free_slots=4, num_running=0), Step)
+    offered = scheduler.next(free_slots=4, num_running=0)
+    assert isinstance(offered, Prefill) and [admit.request_id for admit in offered.requests] == [1, 3]
 
 
-# --- fair shares ----------------------------------------------------------------------------------------------------
+# --- fair shares --------------------------------------------------------------------------------
 
 
 def long_sample(num_samples: int, *, prompt_tokens: int = 1, max_tokens: int | None = None) -> Sample:
@@ -288,7 +290,8 @@ def long_sample(num_samples: int, *, prompt_tokens: int = 1, max_tokens: int | N
 
 @dataclass(kw_only=True)
 class Simulation:
-    """Runs a scheduler's turns as an engine with `slots` slots does. Samples never end unless their request has a length in blocks."""
+    """Runs a scheduler's turns as an engine with `slots` slots does. Samples never end unless their request
+    has a length in blocks."""
 
     slots: int
     unfinished_tokens: int = 0
@@ -307,32 +310,32 @@ class Simulation:
         self.scheduler = Scheduler(unfinished_tokens=self.unfinished_tokens)
 
     def submit(self, op: Op, tenant: str = "default", *, blocks: int = 10**9) -> int:
-        ticket = len(self.tenants) + 1
-        self.tenants[ticket], self.lengths[ticket] = tenant, blocks
-        self.scheduler.add(ticket, op, tenant=tenant)
-        return ticket
+        request_id = len(self.tenants) + 1
+        self.tenants[request_id], self.lengths[request_id] = tenant, blocks
+        self.scheduler.add(request_id, op, tenant=tenant)
+        return request_id
 
     def run(self, blocks: int) -> None:
         until = self.blocks + blocks
         while self.blocks < until and self.turn():
             pass
 
-    def blocks_until_end(self, ticket: int, *, at_most: int = 1000) -> int:
+    def blocks_until_end(self, request_id: int, *, at_most: int = 1000) -> int:
         began = self.blocks
-        while ticket not in self.ended and self.blocks < began + at_most and self.turn():
+        while request_id not in self.ended and self.blocks < began + at_most and self.turn():
             pass
         return self.blocks - began
 
     def turn(self) -> bool:
-        turn = self.scheduler.next(free_slots=self.slots - len(self.rows), rows_decoding=len(self.rows))
+        turn = self.scheduler.next(free_slots=self.slots - len(self.rows), num_running=len(self.rows))
         if turn is None:
             return False
         self.turns.append(turn)
         match turn:
             case Prefill():
-                self._prefill(turn.admits)
+                self._prefill(turn.requests)
             case Pause():
-                for row in turn.rows:
+                for row in turn.sequences:
                     self.paused[row] = self.rows.pop(row)
             case Decode():
                 self._decode()
@@ -347,42 +350,44 @@ class Simulation:
             if not admit.paused and admit.first == 0:
                 if not budget:
                     break
-                computed = min(budget, len(admit.op.prompt) - self.prompts[admit.ticket])
+                computed = min(budget, len(admit.op.prompt) - self.prompts[admit.request_id])
                 budget -= computed
-                self.prompts[admit.ticket] += computed
-                if self.prompts[admit.ticket] < len(admit.op.prompt):
-                    self.scheduler.resume(admit)
+                self.prompts[admit.request_id] += computed
+                if self.prompts[admit.request_id] < len(admit.op.prompt):
+                    self.scheduler.prefill_continues(admit)
                     taken += 1
                     continue
             taken += 1
             for index in range(admit.first, admit.first + admit.count):
-                assert (admit.ticket, index) not in self.rows
-                assert admit.paused == ((admit.ticket, index) in self.paused)
-                self.rows[admit.ticket, index] = self.paused.pop(
-                    (admit.ticket, index), self.lengths[admit.ticket]
+                assert (admit.request_id, index) not in self.rows
+                assert admit.paused == ((admit.request_id, index) in self.paused)
+                self.rows[admit.request_id, index] = self.paused.pop(
+                    (admit.request_id, index), self.lengths[admit.request_id]
                 )
-            self.scheduler.admitted(admit.ticket, prompt_tokens=0 if admit.paused else len(admit.op.prompt))
-        self.scheduler.put_back(admits[taken:])
+            self.scheduler.prefill_finished(
+                admit.request_id, prompt_tokens=0 if admit.paused else len(admit.op.prompt)
+            )
+        self.scheduler.requeue(admits[taken:])
 
     def _decode(self) -> None:
         self.blocks += 1
         over = [row for row, left in self.rows.items() if left == 1]
         self.scheduler.interrupts(free_slots=self.slots - len(self.rows) + bool(over))
         self.rows = {row: left - 1 for row, left in self.rows.items() if left > 1}
-        for ticket, index in over:
-            self.scheduler.row_finished(ticket, index)
-            if not any(key[0] == ticket for key in (*self.rows, *self.paused)):
-                self.ended[ticket] = self.blocks
+        for request_id, index in over:
+            self.scheduler.sequence_finished(request_id, index)
+            if not any(key[0] == request_id for key in (*self.rows, *self.paused)):
+                self.ended[request_id] = self.blocks
 
     def rows_of(self, tenant: str) -> int:
-        return sum(self.tenants[ticket] == tenant for ticket, _ in self.rows)
+        return sum(self.tenants[request_id] == tenant for request_id, _ in self.rows)
 
     @property
     def pauses(self) -> int:
-        return sum(len(turn.rows) for turn in self.turns if isinstance(turn, Pause))
+        return sum(len(turn.sequences) for turn in self.turns if isinstance(turn, Pause))
 
 
-def test_two_tenants_with_large_requests_have_half_of_the_slots_each():
+def test_two_tenants_with_large_requests_share_the_slots_equally():
     simulation = Simulation(slots=32)
     simulation.submit(long_sample(4096), "a")
     simulation.run(10)
@@ -404,14 +409,14 @@ def test_shares_are_by_tenant_and_not_by_number_of_requests():
     assert served["one"] > 0.9 * served["many"] and served["many"] > 0.9 * served["one"]
 
 
-def test_a_small_request_of_another_tenant_gets_a_slot_within_a_few_blocks():
+def test_a_small_request_of_another_tenant_gets_a_slot_soon():
     simulation = Simulation(slots=32)
     simulation.submit(long_sample(4096), "hostile")
     simulation.run(10)
     assert simulation.blocks_until_end(simulation.submit(sample(), "neighbour", blocks=1)) <= 3
 
 
-def test_small_requests_beside_64_tenants_with_large_ones_wait_a_few_blocks_each():
+def test_small_requests_wait_briefly_beside_64_large_tenants():
     simulation = Simulation(slots=32)
     for number in range(64):
         simulation.submit(long_sample(4096), f"hostile {number}")
@@ -428,7 +433,7 @@ def test_small_requests_beside_64_tenants_with_large_ones_wait_a_few_blocks_each
     assert max(per_tenant.values()) <= 1.5 * min(per_tenant.values()), "the large ones share alike, too"
 
 
-def test_a_row_runs_for_a_quantum_before_a_tenant_with_the_same_claim_takes_its_slot():
+def test_a_sequence_runs_for_a_quantum_before_it_is_paused():
     simulation = Simulation(slots=1)
     for name in ("a", "b"):
         simulation.submit(long_sample(10), name)
@@ -451,7 +456,7 @@ def test_a_tenant_that_was_idle_or_modest_has_saved_nothing_up():
     assert min(served.values()) >= 0.75 * max(served.values())
 
 
-def test_within_a_tenant_a_small_request_does_not_wait_for_a_large_one():
+def test_a_small_request_does_not_wait_for_a_large_one():
     simulation = Simulation(slots=32)
     simulation.submit(long_sample(4096, max_tokens=2000))
     simulation.run(10)
@@ -462,19 +467,19 @@ def test_within_a_tenant_a_small_request_does_not_wait_for_a_large_one():
     assert simulation.blocks_until_end(simulation.submit(long_sample(1, max_tokens=4), blocks=1)) <= 3
 
 
-def test_within_a_tenant_a_request_with_all_slots_yields_to_the_next():
+def test_a_request_with_all_slots_yields_to_its_tenants_next():
     simulation = Simulation(slots=32)
     simulation.submit(long_sample(4096))
     simulation.run(10)
     second = simulation.submit(long_sample(64))
     simulation.run(4)
-    assert sum(ticket == second for ticket, _ in simulation.rows) == 16
+    assert sum(request_id == second for request_id, _ in simulation.rows) == 16
     third = simulation.submit(long_sample(4))
     simulation.run(4)
-    assert sum(ticket == third for ticket, _ in simulation.rows) == 4
+    assert sum(request_id == third for request_id, _ in simulation.rows) == 4
 
 
-def test_small_requests_without_end_leave_three_quarters_of_the_slots_to_large_ones():
+def test_small_requests_leave_most_slots_to_large_ones():
     simulation = Simulation(slots=8)
     large = simulation.submit(long_sample(4096))
     served = 0
@@ -482,16 +487,18 @@ def test_small_requests_without_end_leave_three_quarters_of_the_slots_to_large_o
         for _ in range(8):
             simulation.submit(long_sample(1, max_tokens=4), blocks=1)
         simulation.run(1)
-        served += sum(ticket == large for ticket, _ in simulation.rows)
+        served += sum(request_id == large for request_id, _ in simulation.rows)
     assert served >= 100 * 8 * 0.7
 
 
-def test_groups_of_one_tenant_run_whole_and_in_order_and_nothing_is_paused():
+def test_groups_of_one_tenant_run_whole_in_order_without_pauses():
     simulation = Simulation(slots=32)
     for _ in range(64):
         simulation.submit(long_sample(8), blocks=50)
     simulation.run(1)
-    assert sorted(simulation.rows) == [(ticket, index) for ticket in range(1, 5) for index in range(8)]
+    assert sorted(simulation.rows) == [
+        (request_id, index) for request_id in range(1, 5) for index in range(8)
+    ]
     simulation.run(100)
     assert simulation.pauses == 0
     assert list(simulation.ended) == list(range(1, 9))
@@ -499,30 +506,30 @@ def test_groups_of_one_tenant_run_whole_and_in_order_and_nothing_is_paused():
 
 def test_one_large_request_alone_is_never_interrupted():
     scheduler = queue(long_sample(4096))
-    turn = scheduler.next(free_slots=32, rows_decoding=0)
+    turn = scheduler.next(free_slots=32, num_running=0)
     assert isinstance(turn, Prefill)
-    scheduler.admitted(1, prompt_tokens=1)
+    scheduler.prefill_finished(1, prompt_tokens=1)
     for _ in range(50):
-        assert isinstance(scheduler.next(free_slots=0, rows_decoding=32), Decode)
+        assert isinstance(scheduler.next(free_slots=0, num_running=32), Decode)
         assert not scheduler.interrupts(free_slots=0)
 
 
 def test_nothing_is_paused_while_a_decode_block_may_be_under_way():
     scheduler = queue(long_sample(4096))
-    scheduler.next(free_slots=4, rows_decoding=0)
+    scheduler.next(free_slots=4, num_running=0)
     for _ in range(5):
-        assert isinstance(scheduler.next(free_slots=0, rows_decoding=4), Decode)
+        assert isinstance(scheduler.next(free_slots=0, num_running=4), Decode)
     assert not scheduler.interrupts(free_slots=0)
     scheduler.add(2, sample(), tenant="b")
-    assert isinstance(scheduler.next(free_slots=0, rows_decoding=4), Decode)
+    assert isinstance(scheduler.next(free_slots=0, num_running=4), Decode)
     assert scheduler.interrupts(free_slots=0)
-    assert scheduler.next(free_slots=0, rows_decoding=4) == Pause(rows=((1, 3),))
-    assert next_turn(scheduler, free_slots=1, rows_decoding=3) == PrefillRequest(
-        ticket=2, op=sample(), first=0, count=1, tenant="b"
+    assert scheduler.next(free_slots=0, num_running=4) == Pause(sequences=((1, 3),))
+    assert next_turn(scheduler, free_slots=1, num_running=3) == PrefillRequest(
+        request_id=2, op=sample(), first=0, count=1, tenant="b"
     )
 
 
-def test_long_prompts_of_one_tenant_delay_a_short_one_of_another_by_a_piece():
+def test_long_prompts_delay_another_tenants_short_one_briefly():
     simulation = Simulation(slots=32, unfinished_tokens=100_000)
     for _ in range(50):
         simulation.submit(long_sample(1, prompt_tokens=30_000), "hostile")
@@ -535,9 +542,9 @@ def test_long_prompts_of_one_tenant_delay_a_short_one_of_another_by_a_piece():
     assert len(pieces) <= 2
 
 
-def test_prompts_that_are_computed_in_part_stay_within_their_limit():
+def test_prompts_computed_in_part_stay_within_their_limit():
     simulation = Simulation(slots=8, unfinished_tokens=10_000)
-    tickets = [
+    request_ids = [
         simulation.submit(long_sample(1, prompt_tokens=4000), f"tenant {number}", blocks=1)
         for number in range(6)
     ]
@@ -545,14 +552,14 @@ def test_prompts_that_are_computed_in_part_stay_within_their_limit():
     while len(simulation.ended) < 7 and simulation.turn():
         unfinished = [
             len_of
-            for ticket, len_of in simulation.prompts.items()
-            if len_of < (30_000 if ticket == giant else 4000)
+            for request_id, len_of in simulation.prompts.items()
+            if len_of < (30_000 if request_id == giant else 4000)
         ]
         assert len(unfinished) <= 2
-    assert set(simulation.ended) == {*tickets, giant}
+    assert set(simulation.ended) == {*request_ids, giant}
 
 
-def test_tenants_take_turns_in_training_and_models_within_a_tenant():
+def test_tenants_take_turns_in_training_and_so_do_their_models():
     scheduler = Scheduler()
     for number in range(100):
         scheduler.add(number + 1, forward(f"model {number}"), tenant="many")
@@ -563,7 +570,8 @@ def test_tenants_take_turns_in_training_and_models_within_a_tenant():
 
 def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
     def operations(waiting: int) -> int:
-        """Function calls of Python in 100 blocks, in each of which one row ends, one request is added and one withdrawn."""
+        """Function calls of Python in 100 blocks, in each of which one row ends, one request is added and one
+        withdrawn."""
         simulation = Simulation(slots=32)
         for number in range(waiting):
             simulation.submit(long_sample(1), f"tenant {number % 4}", blocks=1 + number % 32)
@@ -577,7 +585,7 @@ def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
         sys.setprofile(count)
         try:
             for number in range(100):
-                simulation.scheduler.drop_sample(waiting - number)
+                simulation.scheduler.drop_request(waiting - number)
                 simulation.submit(long_sample(1), "tenant 0", blocks=5)
                 simulation.run(1)
         finally:
@@ -592,7 +600,7 @@ def test_every_request_is_served_whatever_comes_before_it(seed: int) -> None:
     """Tenants come and go; some of their samples wait for a snapshot that is being saved."""
     draw = random.Random(seed)
     simulation = Simulation(slots=4, unfinished_tokens=2048)
-    tickets: list[int] = []
+    request_ids: list[int] = []
     for number in range(150):
         tenant, weights = f"tenant {draw.randrange(40)}", None
         if draw.random() < 0.4:
@@ -601,12 +609,12 @@ def test_every_request_is_served_whatever_comes_before_it(seed: int) -> None:
         tokens = np.ones(draw.choice((1, 100, 700)), np.int32)
         settings = SamplingSettings(max_tokens=draw.choice((4, 2000)))
         op = Sample(weights=weights, prompt=tokens, settings=settings, num_samples=draw.choice((1, 1, 3, 12)))
-        tickets.append(simulation.submit(op, tenant, blocks=draw.randrange(1, 6)))
+        request_ids.append(simulation.submit(op, tenant, blocks=draw.randrange(1, 6)))
         if weights is not None:
             simulation.submit(DropSnapshot(weights=weights), tenant)
         for _ in range(draw.randrange(12)):
             simulation.turn()
     while simulation.turn():
         pass
-    assert set(tickets) <= set(simulation.ended)
+    assert set(request_ids) <= set(simulation.ended)
     assert simulation.scheduler.num_waiting_samples == simulation.scheduler.num_waiting_steps == 0

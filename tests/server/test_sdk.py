@@ -274,7 +274,7 @@ def test_checkpoints_can_be_listed_sampled_aged_and_deleted(
         ).result()
 
 
-def test_a_published_checkpoint_is_marked_until_it_is_unpublished_or_gone(
+def test_a_published_checkpoint_is_marked_until_unpublished(
     client: tinker.ServiceClient, rest: tinker.RestClient, context: AppState, tmp_path: Path
 ) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
@@ -288,11 +288,11 @@ def test_a_published_checkpoint_is_marked_until_it_is_unpublished_or_gone(
                 for checkpoint in rest.list_checkpoints(training.model_id).result().checkpoints
             ]
         )
-        assert RunIndex(tmp_path / "ledger.jsonl").public == context.ledger.public  # after a restart too
+        assert RunIndex(tmp_path / "ledger.jsonl").public == context.run_index.public  # after a restart too
     assert marks == [[True], [False]]
     rest.publish_checkpoint_from_tinker_path(path).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
-    assert context.ledger.public == set()
+    assert context.run_index.public == set()
     with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
         rest.publish_checkpoint_from_tinker_path(path).result()
 
@@ -421,7 +421,8 @@ def test_a_result_that_takes_longer_than_one_poll_still_arrives(
 
 
 class DropOneReply:
-    """A TCP proxy that delivers one chosen request to the server and cuts the connection instead of bringing the reply back."""
+    """A TCP proxy that delivers one chosen request to the server and cuts the connection instead of bringing
+    the reply back."""
 
     def __init__(self, url: str, route: bytes) -> None:
         self._upstream = int(url.rsplit(":", 1)[1])
@@ -602,7 +603,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_honoured_is_refused_at_once_and_names_the_way_out(
+def test_an_unsupported_request_is_refused_with_an_alternative(
     case: str, client: tinker.ServiceClient, rest: tinker.RestClient
 ) -> None:
     call, message = REFUSALS[case]

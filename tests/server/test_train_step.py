@@ -6,20 +6,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import AdamSettings, LoraSpec, LossFn, LossSettings, TrainDatum
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, trainable_mask, zero_adapter
+from skyrl_tx_server.model.shapes import BucketShapes, train_shapes
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.training import train_step
-from skyrl_tx_server.training.losses import select_loss, trained_positions
-from skyrl_tx_server.training.packing import (
-    BucketShapes,
-    PackedBatch,
-    pack,
-    train_shapes,
-    unpack,
-    with_sequence_ratios,
-)
+from skyrl_tx_server.training.losses import select_loss
+from skyrl_tx_server.training.packing import PackedBatch, pack, unpack
 from skyrl_tx_server.training.train_step import (
     adam_from_arrays,
     adam_scalars,
@@ -28,7 +23,6 @@ from skyrl_tx_server.training.train_step import (
     forward,
     forward_backward,
     init_adam,
-    train_batch,
 )
 from tests.server import reference_losses, tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG, FIXTURES, MAX_RANK, SPEC
@@ -40,7 +34,7 @@ SHAPES = train_shapes(max_context_length=128, tokens_per_batch=256)
 def packed(
     data: tuple[TrainDatum, ...], loss_fn: LossFn = LossFn.CROSS_ENTROPY, shapes: BucketShapes = SHAPES
 ) -> list[PackedBatch]:
-    return pack(data, [trained_positions(datum, loss_fn) for datum in data], shapes)
+    return pack(data, [LOSSES[loss_fn].has_gradient(datum) for datum in data], shapes)
 
 
 def gradient(
@@ -54,12 +48,12 @@ def gradient(
     """(accumulated gradient, summed loss, logprobs per datum) of one request, micro-batch by micro-batch as the executor runs it."""
     adapter = adapter or tiny_qwen3.adapter()
     grad_sum = grad_sum or jax.device_put(zero_adapter(CONFIG, MAX_RANK))
-    if loss_fn is LossFn.GSPO:
-        data = with_sequence_ratios(data, logprobs_of(adapter, data))
+    if (add_term := LOSSES[loss_fn].add_sequence_term) is not None:
+        data = tuple(map(add_term, data, logprobs_of(adapter, data)))
     batches, outputs, loss = packed(data, loss_fn), [], select_loss(loss_fn, LossSettings(**(config or {})))
     for batch in batches:
         grad_sum, output = forward_backward(
-            adapter, grad_sum, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG
+            adapter, grad_sum, tiny_qwen3.params(), batch.arrays, loss, config=CONFIG
         )
         outputs.append(output)
     return (
@@ -72,9 +66,7 @@ def gradient(
 def logprobs_of(adapter: Adapter, data: tuple[TrainDatum, ...]) -> tuple[np.ndarray, ...]:
     batches = packed(data)
     loss = select_loss(LossFn.CROSS_ENTROPY)
-    outputs = [
-        forward(adapter, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG) for batch in batches
-    ]
+    outputs = [forward(adapter, tiny_qwen3.params(), batch.arrays, loss, config=CONFIG) for batch in batches]
     return unpack(batches, [np.asarray(output.logprobs) for output in outputs])
 
 
@@ -102,7 +94,7 @@ def test_lora_gradients_equal_torch_autograds(model: str) -> None:
         adapter,
         zero_adapter(config, MAX_RANK),
         load_params(directory, config, "float32"),
-        train_batch(batch),
+        batch.arrays,
         select_loss(LossFn.CROSS_ENTROPY),
         config=config,
     )
@@ -121,18 +113,12 @@ def tensors(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-SETTINGS = {"clip_low_threshold": "low", "clip_high_threshold": "high", "beta": "beta"}
-
-
 @pytest.mark.parametrize(
     ("loss_fn", "config"),
     [
-        *((loss_fn, {}) for loss_fn in LossFn),
-        *(
-            (loss_fn, {name: value})
-            for loss_fn in (LossFn.PPO, LossFn.CISPO)
-            for name, value in CLIPS.items()
-        ),
+        *((loss_fn, {}) for loss_fn in LOSSES),
+        *((LossFn.PPO, {name: value}) for name, value in CLIPS.items()),
+        *((LossFn.CISPO, {name: value}) for name, value in CLIPS.items()),
         (LossFn.DRO, {"beta": 0.4}),
         (LossFn.GSPO, {"clip_low_threshold": 0.99}),
         (LossFn.GSPO, {"clip_high_threshold": 1.01}),
@@ -167,7 +153,7 @@ def test_gradients_match_central_differences_of_the_float64_reference(
                 advantages=datum.advantages,
                 sequence_ratio_mask=datum.sequence_ratio_mask,
                 frozen_logprobs=frozen,
-                **{SETTINGS[name]: value for name, value in config.items()},
+                options=config,
             )
             for datum, logprobs, frozen in zip(data, logprobs_of(adapter, data), start, strict=True)
         )
@@ -309,7 +295,7 @@ def test_a_group_that_shares_its_prompt_trains_as_its_members_do_alone() -> None
         )
     data = (*data, data[1], replace(data[0], weights=np.r_[common, np.ones(30)].astype(np.float32)))
     (batch,) = packed(data)
-    assert np.count_nonzero(batch.num_key_blocks) == 2  # 90 + 76 tokens, not five times 90
+    assert np.count_nonzero(batch.arrays.layout.num_key_blocks) == 2  # 90 + 76 tokens, not five times 90
     together, loss, logprobs = gradient(data)
     apart, losses = None, 0.0
     for datum, own in zip(data, logprobs, strict=True):
@@ -353,7 +339,7 @@ def test_a_large_vocabulary_goes_through_the_head_in_chunks(monkeypatch) -> None
         tiny_qwen3.adapter(),
         nothing,
         tiny_qwen3.params(),
-        train_batch(batch),
+        batch.arrays,
         select_loss(LossFn.CROSS_ENTROPY),
         config=CONFIG,
     )
@@ -371,7 +357,7 @@ def test_the_head_never_holds_every_logit_at_once() -> None:
         tiny_qwen3.data((4096,)), shapes=train_shapes(max_context_length=4096, tokens_per_batch=4096)
     )
     lowered = forward_backward.lower(
-        adapter, adapter, params, train_batch(batch), select_loss(LossFn.PPO), config=config
+        adapter, adapter, params, batch.arrays, select_loss(LossFn.PPO), config=config
     )
     all_logits = 4096 * config.vocab_size * 4
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 0.5 * all_logits
@@ -467,7 +453,7 @@ def test_masters_stay_float32_over_a_bfloat16_base_and_tiny_updates_survive() ->
         adapter,
         zero_adapter(CONFIG, MAX_RANK),
         params,
-        train_batch(batch),
+        batch.arrays,
         select_loss(LossFn.CROSS_ENTROPY),
         config=CONFIG,
     )
@@ -526,9 +512,9 @@ def test_losses_adapters_and_optimizer_settings_share_one_program() -> None:
         for settings in (AdamSettings(), AdamSettings(weight_decay=0.1, grad_clip_norm=1.0)):
             loss = select_loss(loss_fn)
             grad_sum, _ = forward_backward(
-                adapter, grad_sum, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG
+                adapter, grad_sum, tiny_qwen3.params(), batch.arrays, loss, config=CONFIG
             )
-            forward(adapter, tiny_qwen3.params(), train_batch(batch), loss, config=CONFIG)
+            forward(adapter, tiny_qwen3.params(), batch.arrays, loss, config=CONFIG)
             adapter, state, _ = adam_step(adapter, grad_sum, state, mask, adam_scalars(settings))
             after_first = after_first or [program._cache_size() for program in programs]
     assert [program._cache_size() for program in programs] == after_first

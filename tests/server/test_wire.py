@@ -27,17 +27,12 @@ from skyrl_tx_server.engine.operations import (
 )
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_reader import JsonReader
+from skyrl_tx_server.http.wire.limits import Limits
 from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
 from skyrl_tx_server.http.wire.protobuf import parse_training_proto, result_to_proto
-from skyrl_tx_server.http.wire.requests import (
-    Limits,
-    parse_adam,
-    parse_lora,
-    parse_sample,
-    parse_sampling_params,
-    parse_training_json,
-)
 from skyrl_tx_server.http.wire.results import result_to_json
+from skyrl_tx_server.http.wire.sampling_requests import parse_sample, parse_sampling_params
+from skyrl_tx_server.http.wire.training_requests import parse_adam, parse_lora, parse_training_json
 
 LIMITS = Limits(vocab_size=64, max_context_length=16, max_lora_rank=8)
 
@@ -250,7 +245,7 @@ def json_tensor(tensor: types.TensorData) -> dict[str, object]:
     ("targets", "weights"),
     [(DENSE_TARGETS, DENSE_WEIGHTS), (SPARSE_TARGETS, SPARSE_WEIGHTS), (DENSE_TARGETS, SPARSE_WEIGHTS)],
 )
-def test_several_targets_per_position_dense_and_sparse_in_both_formats(
+def test_several_targets_per_position_in_both_formats(
     targets: types.TensorData, weights: types.TensorData
 ) -> None:
     from_proto = parse_training_proto(sdk_bytes(matrix_datum([1, 2, 3], targets, weights)), LIMITS).op.data[0]
@@ -296,7 +291,7 @@ def test_a_sparse_tensor_that_is_none_is_refused(changes: dict[str, list[int]], 
         parse_training_proto(message_body.SerializeToString(), LIMITS)
 
 
-def test_what_a_newer_client_adds_and_what_is_no_message_is_refused() -> None:
+def test_unknown_fields_and_invalid_messages_are_refused() -> None:
     with pytest.raises(UserError, match="unknown protobuf field 99"):
         parse_training_proto(sdk_bytes(datum([1, 2])) + bytes([0x98, 0x06, 0x01]), LIMITS)
     with pytest.raises(UserError, match="not a ForwardBackwardRequest"):

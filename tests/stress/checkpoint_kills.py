@@ -1,10 +1,12 @@
-"""SIGKILL of a process that saves, archives, overwrites and deletes one checkpoint, at every call that changes the disk.
+"""SIGKILL of a process that saves, archives, overwrites and deletes one checkpoint, at every call that
+changes the disk.
 
     python -m tests.stress.checkpoint_kills DIRECTORY [EVERY]
 
-Each run is a forked child that is killed at its n-th such call, for every n (or every EVERY-th), and tells its parent what it was told had
-been done. Afterwards the checkpoint must be what was last acknowledged or what was about to be, the listing must work, the archive must
-be of the save that is read, and the next save, archive and sweep must leave nothing else. Prints one line; exit status 0 if all is so.
+Each run is a forked child that is killed at its n-th such call, for every n (or every EVERY-th), and tells
+its parent what it was told had been done. Afterwards the checkpoint must be what was last acknowledged or
+what was about to be, the listing must work, the archive must be of the save that is read, and the next save,
+archive and sweep must leave nothing else. Prints one line; exit status 0 if all is so.
 """
 
 from __future__ import annotations
@@ -114,7 +116,8 @@ def main(directory: Path, every: int) -> int:
         check(directory / str(at), done)
         at += every
     print(
-        f"killed at {len(range(1, at, every))} points of {ARCHIVE}, saves and deletions: nothing lost, nothing mixed"
+        f"killed at {len(range(1, at, every))} points of {ARCHIVE}, saves and deletions: nothing lost, "
+        f"nothing mixed"
     )
     return 0
 

@@ -1,4 +1,5 @@
-"""Coverage-guided fuzzing of what the server and the trainer read, with atheris (`scripts/setup.sh atheris` installs it).
+"""Coverage-guided fuzzing of what the server and the trainer read, with atheris (`scripts/setup.sh atheris`
+installs it).
 
     python -m tests.stress.fuzz TARGET [libFuzzer options, for example -max_total_time=600]
     python -m tests.stress.fuzz all [minutes=10] [targets=routes,files,...]
@@ -12,9 +13,10 @@
 | `routes`   | a body for any route of the server: the first byte selects the route, the second the encoding  |
 | `files`    | a file that the server or the trainer reads when it starts: the first byte selects the reader  |
 
-A finding is any exception but the errors that the program raises on purpose, an answer with a status of 500 or more, a callback that
-holds the event loop for longer than MAX_GAP_S, or resident memory that grows by more than MAX_GROWTH_MIB after the first quarter. It
-ends the target with its traceback. `all` runs the targets one after another and prints one line for each.
+A finding is any exception but the errors that the program raises on purpose, an answer with a status of 500
+or more, a callback that holds the event loop for longer than MAX_GAP_S, or resident memory that grows by more
+than MAX_GROWTH_MIB after the first quarter. It ends the target with its traceback. `all` runs the targets one
+after another and prints one line for each.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class Growth:
             )
 
 
-# --- routes -----------------------------------------------------------------------------------------------------
+# --- routes -------------------------------------------------------------------------------------
 
 ENCODINGS: tuple[dict[bytes, bytes], ...] = (
     {b"content-type": b"application/json"},
@@ -193,11 +195,12 @@ def route_seeds() -> list[bytes]:
     return seeds
 
 
-# --- files ------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------
 
 
 def file_readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
-    """Every reader of a file that exists before the program starts, by name. Each is given the content of the file."""
+    """Every reader of a file that exists before the program starts, by name. Each is given the content of the
+    file."""
     from skyrl_tx_server.files.checkpoints import CheckpointStore
     from skyrl_tx_server.files.run_index import RunIndex
     from skyrl_tx_server.model.config_json import load_model_config
@@ -273,7 +276,7 @@ FILE_SEEDS: dict[str, object] = {
         },
     },
     "journal": {
-        "event": "admitted",
+        "event": "rollout_started",
         "purpose": "step",
         "step": 1,
         "task": "a",
@@ -318,7 +321,7 @@ def file_seeds(folder: Path) -> list[bytes]:
     return [bytes([number]) + text.encode() for number, text in enumerate(texts)]
 
 
-# --- the run ----------------------------------------------------------------------------------------------------
+# --- the run ------------------------------------------------------------------------------------
 
 
 def parse_everywhere(parsers: Iterable[str], holds: Callable[[str, object], bool], data: bytes) -> None:

@@ -1,11 +1,14 @@
-"""A normal training loop beside hostile clients on one server: nothing may crash, leak, or change a number of the loop.
+"""A normal training loop beside hostile clients on one server: nothing may crash, leak, or change a number of
+the loop.
 
     python -m tests.stress.hostile [minutes=60] [rate=5] [seed=0] [step_every_s=2] [folder=DIR]
 
-The server runs the quick start's model. `hostile_requests` fires its attacks from a process of its own while the loop trains, saves and
-samples; afterwards a fresh server replays the same steps undisturbed. Exit status 0 only if the server lived, every answer was one that a
-sound server gives, its log holds no traceback, losses, gradient norms and sampled tokens are equal to the undisturbed run's to the bit, and
-memory is flat: the floor of the resident set rises by less than MAX_SLOPE_MIB_PER_HOUR, and nothing is left once all sessions are over.
+The server runs the quick start's model. `hostile_requests` fires its attacks from a process of its own while
+the loop trains, saves and samples; afterwards a fresh server replays the same steps undisturbed. Exit status
+0 only if the server lived, every answer was one that a sound server gives, its log holds no traceback,
+losses, gradient norms and sampled tokens are equal to the undisturbed run's to the bit, and memory is flat:
+the floor of the resident set rises by less than MAX_SLOPE_MIB_PER_HOUR, and nothing is left once all sessions
+are over.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ MAX_SLOPE_MIB_PER_HOUR = 32.0
 RSS_EVERY_S = 10.0
 SIZES = (
     "max_lora_rank=8",
-    "decode_slots=32",
-    "decode_block=4",
+    "max_num_seqs=32",
+    "decode_steps_per_dispatch=4",
     "max_context_length=512",
     "train_tokens_per_batch=512",
 )
@@ -95,7 +98,7 @@ def server(folder: Path, name: str, *more_options: str, api_key: str | None = No
         process.kill()
 
 
-# --- the loop ---------------------------------------------------------------------------------------------------
+# --- the loop -----------------------------------------------------------------------------------
 
 
 def batch(step: int) -> tuple[list[types.Datum], list[types.Datum]]:
@@ -128,7 +131,8 @@ def training_loop(
     api_key: str = "tml-dummy",
     began_with: Callable[[str], None] = lambda model_id: None,
 ) -> list[Step]:
-    """`num_steps` steps, or as many as there is time for. `began_with` is told the id of the model that is trained."""
+    """`num_steps` steps, or as many as there is time for. `began_with` is told the id of the model that is
+    trained."""
     steps: list[Step] = []
     with tinker.ServiceClient(base_url=url, api_key=api_key) as service:
         training = service.create_lora_training_client("local/quickstart", rank=8, seed=11).result(
@@ -165,11 +169,12 @@ def one_step(training: tinker.TrainingClient, number: int) -> Step:
     return Step(losses=losses, grad_norm=(stepped.metrics or {})["grad_norm"], tokens=tokens)
 
 
-# --- watching ---------------------------------------------------------------------------------------------------
+# --- watching -----------------------------------------------------------------------------------
 
 
 class Watch:
-    """Looks at the server until `stop`: its resident set every ten seconds, how long /healthz takes every second."""
+    """Looks at the server until `stop`: its resident set every ten seconds, how long /healthz takes every
+    second."""
 
     def __init__(self, running: Server) -> None:
         self._process, self._url, self._over = (
@@ -198,7 +203,8 @@ class Watch:
         self._thread.join()
 
     def slope(self) -> float:
-        """MiB per hour that the floor rises after the first third: a leak lifts it, sessions that come and go do not.
+        """MiB per hour that the floor rises after the first third: a leak lifts it, sessions that come and go
+        do not.
 
         The floor is the least of each eighth; least squares.
         """
@@ -207,7 +213,7 @@ class Watch:
         return float(3600 * np.polyfit(floor[:, 0], floor[:, 1], 1)[0])
 
 
-# --- the run ----------------------------------------------------------------------------------------------------
+# --- the run ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,7 +270,8 @@ def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_
 
 
 def what_is_left(url: str, headers: Mapping[str, str] | None = None) -> dict[str, int]:
-    """What the server still holds of anybody once every session has had the time to end; {} when that is nothing."""
+    """What the server still holds of anybody once every session has had the time to end; {} when that is
+    nothing."""
     deadline = time.monotonic() + DRAIN_S
     while True:
         stats = httpx.get(f"{url}/api/v1/stats", headers=headers, timeout=60).json()
@@ -311,7 +318,8 @@ def report(run: Disturbed, alone: list[Step]) -> int:
     print("answers     " + ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())))
     health = np.array(run.watch.health_ms)
     print(
-        f"healthz     p50 {np.median(health):.0f} ms, p99 {np.quantile(health, 0.99):.0f} ms, max {health.max():.0f} ms"
+        f"healthz     p50 {np.median(health):.0f} ms, p99 {np.quantile(health, 0.99):.0f} ms, max "
+        f"{health.max():.0f} ms"
     )
     rss = [mib for _, mib in run.watch.rss]
     at = [rss[len(rss) * part // 6 - (part > 0)] for part in range(7)]

@@ -1,7 +1,9 @@
-"""The hostile side of `hostile.py`, a process of its own: python -m tests.stress.hostile_requests URL SECONDS RATE SEED
+"""The hostile side of `hostile.py`, a process of its own: python -m tests.stress.hostile_requests URL SECONDS
+RATE SEED
 
-Fires RATE attacks a second, drawn from ATTACKS, at most MAX_UNDER_WAY at once. Prints one JSON line per finished minute and one at the
-end: how often each attack was made, which statuses answered, and every answer that a sound server never gives (`faults`).
+Fires RATE attacks a second, drawn from ATTACKS, at most MAX_UNDER_WAY at once. Prints one JSON line per
+finished minute and one at the end: how often each attack was made, which statuses answered, and every answer
+that a sound server never gives (`faults`).
 """
 
 from __future__ import annotations
@@ -346,7 +348,8 @@ async def broken_http(world: World) -> None:
 
 
 def _head(world: World, route: str) -> bytes:
-    """The beginning of a request on a bare connection: the request line and the headers that a real client sends."""
+    """The beginning of a request on a bare connection: the request line and the headers that a real client
+    sends."""
     key = world.http.headers.get("x-api-key")
     lines = [
         f"POST /api/v1/{route} HTTP/1.1",
@@ -366,7 +369,8 @@ async def _raw(
     *,
     then: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
 ) -> None:
-    """Bytes on a bare connection; that the server hangs up on them is its right, that it cannot be reached is a fault."""
+    """Bytes on a bare connection; that the server hangs up on them is its right, that it cannot be reached is
+    a fault."""
     reader, writer = await asyncio.open_connection(world.host, world.port)
     try:
         with contextlib.suppress(ConnectionError):
@@ -391,7 +395,8 @@ async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 async def burst(world: World) -> None:
-    """2,000 samples at once; every one of them must come back. In parts, each with connections of its own: a pool is slow to search."""
+    """2,000 samples at once; every one of them must come back. In parts, each with connections of its own: a
+    pool is slow to search."""
     tenant = await new_tenant(world)
     heartbeat = asyncio.create_task(_heartbeat(world, tenant))
     await asyncio.gather(
@@ -466,7 +471,7 @@ ATTACKS: tuple[Callable[[World], Awaitable[None]], ...] = (
 )
 
 
-# --- the run ----------------------------------------------------------------------------------------------------
+# --- the run ------------------------------------------------------------------------------------
 
 
 async def attack(world: World, make: Callable[[World], Awaitable[None]], slots: asyncio.Semaphore) -> None:

@@ -1,9 +1,11 @@
-"""The attacks of `hostile_tenants`: python -m tests.stress.hostile_tenant_requests URL SECONDS RATE SEED KEYS.json VICTIM_MODEL_ID
+"""The attacks of `hostile_tenants`: python -m tests.stress.hostile_tenant_requests URL SECONDS RATE SEED
+KEYS.json VICTIM_MODEL_ID
 
-Every tenant sends attacks of `hostile_requests` with its own key, and attacks on the other tenants: it asks for more than its share, hoards
-objects, and tries every route on the objects of the victim, whose ids it knows. RATE is the number of attacks per second over all
-tenants. Prints one JSON line at the end: how often each attack was made, which statuses answered, and every answer that a sound server
-never gives. An answer that shows or changes an object of the victim begins with "cross-tenant".
+Every tenant sends attacks of `hostile_requests` with its own key, and attacks on the other tenants: it asks
+for more than its share, hoards objects, and tries every route on the objects of the victim, whose ids it
+knows. RATE is the number of attacks per second over all tenants. Prints one JSON line at the end: how often
+each attack was made, which statuses answered, and every answer that a sound server never gives. An answer
+that shows or changes an object of the victim begins with "cross-tenant".
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from tests.stress.hostile_world import (
 )
 
 NO_ACCESS = (400, 403, 404, 410, 422, 429)
-"""What a request for an object of another tenant may be answered with. 429: the tenant is over its own quota."""
+"""What a request for an object of another tenant may be answered with. 429: the tenant is over its own
+quota.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,14 +1,18 @@
-"""A training loop beside 64 hostile tenants on one server: the loop stays exact, a small sample stays fast, no tenant reaches another.
+"""A training loop beside 64 hostile tenants on one server: the loop stays exact, a small sample stays fast,
+no tenant reaches another.
 
-    python -m tests.stress.hostile_tenants [minutes=60] [tenants=64] [rate=6] [seed=0] [step_every_s=2] [folder=DIR]
+    python -m tests.stress.hostile_tenants [minutes=60] [tenants=64] [rate=6] [seed=0] [step_every_s=2]
+    [folder=DIR]
 
-The server runs the model of the quick start with `api_keys_file=`: one key for the trainer, one for a client that measures latency and
-one for each hostile tenant. `hostile_tenant_requests` sends the attacks from its own process. A fresh server then repeats the training
-steps without any other client. The exit status is 0 only if
+The server runs the model of the quick start with `api_keys_file=`: one key for the trainer, one for a client
+that measures latency and one for each hostile tenant. `hostile_tenant_requests` sends the attacks from its
+own process. A fresh server then repeats the training steps without any other client. The exit status is 0
+only if
 
 - the server lived, gave no answer that a sound server never gives and logged no traceback,
 - losses, gradient norms and sampled tokens equal those of the undisturbed run, bit for bit,
-- the 99th percentile of the time of a 4-token sample is at most MAX_LATENCY_RATIO times the one measured without other clients,
+- the 99th percentile of the time of a 4-token sample is at most MAX_LATENCY_RATIO times the one measured
+  without other clients,
 - no hostile tenant read or changed an object of another tenant,
 - resident memory did not grow and nothing is left once all sessions have ended.
 """
@@ -63,7 +67,8 @@ def write_keys(folder: Path, names: list[str]) -> tuple[Path, dict[str, str]]:
 
 
 class LatencyProbe:
-    """A client that samples 4 tokens from the base model, one request at a time, and records how long each takes."""
+    """A client that samples 4 tokens from the base model, one request at a time, and records how long each
+    takes."""
 
     def __init__(self, url: str, api_key: str) -> None:
         self._http = httpx.Client(base_url=url, headers={"x-api-key": api_key}, timeout=TIMEOUT_S)
@@ -226,14 +231,16 @@ def report(run: Run, alone: list[Step]) -> int:
     )
     health = np.array(run.watch.health_ms)
     print(
-        f"healthz     p50 {np.median(health):.0f} ms, p99 {np.quantile(health, 0.99):.0f} ms, max {health.max():.0f} ms"
+        f"healthz     p50 {np.median(health):.0f} ms, p99 {np.quantile(health, 0.99):.0f} ms, max "
+        f"{health.max():.0f} ms"
     )
     quantiles = {}
     for what, seconds in (("alone", run.alone_s), ("beside", run.beside_s)):
         p50, p99 = (1e3 * np.quantile(seconds, q) for q in (0.5, 0.99))
         quantiles[what] = p99
         print(
-            f"4 tokens    {what}: p50 {p50:.0f} ms, p99 {p99:.0f} ms, max {1e3 * max(seconds):.0f} ms, {len(seconds)} samples"
+            f"4 tokens    {what}: p50 {p50:.0f} ms, p99 {p99:.0f} ms, max {1e3 * max(seconds):.0f} ms, "
+            f"{len(seconds)} samples"
         )
     ratio = quantiles["beside"] / quantiles["alone"]
     equal, sampled = same(run.steps, alone), sum(bool(step.tokens) for step in alone)

@@ -1,4 +1,5 @@
-"""Where the attacks of `hostile_requests` take place: the server as they see it, what they have found out, and bodies to begin from."""
+"""Where the attacks of `hostile_requests` take place: the server as they see it, what they have found out,
+and bodies to begin from."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ class World:
     statuses: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     shares_with_itself: bool = False
-    """A tenant's requests wait for its own earlier ones: a read timeout of its client is then no fault of the server."""
+    """A tenant's requests wait for its own earlier ones: a read timeout of its client is then no fault of the
+    server."""
 
     def post(self, route: str, body: object) -> Awaitable[httpx.Response]:
         return self.send(
@@ -98,7 +100,9 @@ class World:
         )
 
     async def send(self, method: str, path: str, **rest: object) -> httpx.Response:
-        """One whole request. A 5xx, an internal error and silence are faults; everything else is an answer."""
+        """One whole request. A 5xx, an internal error and silence are faults; everything else is an
+        answer.
+        """
         response = await self.http.request(method, path, **rest)  # pyright: ignore[reportArgumentType]
         self.saw(
             f"{method} {path}",

@@ -2,8 +2,8 @@
 
     python -m tests.stress.kill_points [POINTS] [SEED] [MODE]
 
-The trainer is the real one, on the tests' bandit server; MODE is synchronous, asynchronous or streaming. Ends with one line of figures,
-and with status 1 if a single run is not as it should be.
+The trainer is the real one, on the tests' bandit server; MODE is synchronous, asynchronous or streaming. Ends
+with one line of figures, and with status 1 if a single run is not as it should be.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""SIGKILL of the server at random moments under load; its client resumes every time, and ends where an undisturbed run ends.
+"""SIGKILL of the server at random moments under load; its client resumes every time, and ends where an
+undisturbed run ends.
 
     python -m tests.stress.server_kill_points [points=30] [seed=0] [model=DIR] [folder=DIR]
 
-One training job saves its state after every step, overwrites one name, saves sampler weights and samples, while others sample from the base
-model. A kill comes in the first seconds of the server's life, or up to two seconds after a step that it has done whole. Then it is started
-anew on the same directory, and the job goes on from the last state whose save was acknowledged.
+One training job saves its state after every step, overwrites one name, saves sampler weights and samples,
+while others sample from the base model. A kill comes in the first seconds of the server's life, or up to two
+seconds after a step that it has done whole. Then it is started anew on the same directory, and the job goes
+on from the last state whose save was acknowledged.
 
-Checked after every restart: each acknowledged checkpoint is there with the bytes it had, and nothing that is listed is torn. Checked at the
-end: losses and final state (adapter, moments, step) are equal to the bit to those of a run that nobody killed. Exit status 0 if all is so.
+Checked after every restart: each acknowledged checkpoint is there with the bytes it had, and nothing that is
+listed is torn. Checked at the end: losses and final state (adapter, moments, step) are equal to the bit to
+those of a run that nobody killed. Exit status 0 if all is so.
 """
 
 from __future__ import annotations
@@ -34,13 +37,14 @@ from tinker import types
 from tinker.lib.retryable_exception import RetryableException
 
 from scripts.run_skyrl_tx import QUICKSTART, ROOT, free_port, healthy
-from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointStore
+from skyrl_tx_server.files.checkpoint_record import CheckpointInfo
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 
 ALIAS = "local/killed"
 SIZES = (
     "max_lora_rank=4",
-    "decode_slots=8",
-    "decode_block=4",
+    "max_num_seqs=8",
+    "decode_steps_per_dispatch=4",
     "max_context_length=128",
     "train_tokens_per_batch=128",
 )
@@ -87,7 +91,8 @@ class Site:
         while not healthy(self.url):
             if self.process.poll() is not None:
                 raise SystemExit(
-                    f"the server stopped with status {self.process.returncode}: see {self.folder / 'server.log'}"
+                    f"the server stopped with status {self.process.returncode}: see "
+                    f"{self.folder / 'server.log'}"
                 )
             time.sleep(0.05)
         return time.monotonic() - began
@@ -109,7 +114,7 @@ def site(folder: Path, model: Path) -> Iterator[Site]:
         made.kill()
 
 
-# --- the job ----------------------------------------------------------------------------------------------------
+# --- the job ------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -203,7 +208,7 @@ def neighbours(url: str) -> Iterator[None]:
         thread.join()
 
 
-# --- the kills --------------------------------------------------------------------------------------------------
+# --- the kills ----------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, slots=True)
@@ -268,8 +273,10 @@ def kill_points(folder: Path, model: Path, *, points: int, seed: int) -> int:
     sound = not figures.lost and not figures.torn and final == undisturbed and job.losses == alone.losses
     restarts = np.array(figures.restarts_s)
     print(
-        f"{points} kills of the server, {job.steps} steps in all, {len(job.digests)} acknowledged checkpoints: {len(figures.lost)} lost, "
-        f"{len(figures.torn)} torn; {figures.unacknowledged} complete though not acknowledged; restart p50 {np.median(restarts):.1f} s, "
+        f"{points} kills of the server, {job.steps} steps in all, {len(job.digests)} acknowledged "
+        f"checkpoints: {len(figures.lost)} lost, "
+        f"{len(figures.torn)} torn; {figures.unacknowledged} complete though not acknowledged; restart p50 "
+        f"{np.median(restarts):.1f} s, "
         f"max {restarts.max():.1f} s; losses {'equal' if job.losses == alone.losses else 'DIFFER'}, "
         f"final state {'equal' if final == undisturbed else 'DIFFERS'} to the bit",
         flush=True,

@@ -2,10 +2,15 @@
 
 import random
 import statistics
+from pathlib import Path
+from typing import get_args
 
+import chz
 import pytest
 
-from src.learning.advantages import group_advantages, token_weights, whitened
+from scripts.docs import advantages as advantages_page
+from src.config import TrainerConfig
+from src.learning.advantages import ADVANTAGE_ESTIMATORS, Estimator, group_advantages, token_weights, whiten
 
 WITHOUT_PROMPTS = ["token_mean", "sequence_mean", "seq_mean_token_sum_norm"]
 
@@ -66,7 +71,7 @@ def test_x1_groups_are_not_normalised_over_the_batch():
     assert ours != pytest.approx(fleet, abs=0.1)
 
 
-def test_x2_groups_are_those_of_a_task_even_when_a_trial_was_lost():
+def test_x2_a_failed_trial_does_not_change_the_grouping():
     by_position = [-0.5557189, -0.5557189, -0.5557189, 1.6671568, 0.7409586, 0.7409586, -1.4819171]
     ours = advantages([0, 0, 0]) + advantages([1, 1, 1, 0])
     assert ours[:3] == [0, 0, 0]
@@ -75,14 +80,14 @@ def test_x2_groups_are_those_of_a_task_even_when_a_trial_was_lost():
 
 def test_rp_reinforce_plus_plus_whitens_over_the_batchs_tokens():
     assert advantages([1, 0], "reinforce++") == [1, 0]
-    assert whitened([1, 0], [3, 3]) == pytest.approx([0.9128709, -0.9128709], abs=5e-8)
+    assert whiten([1, 0], [3, 3]) == pytest.approx([0.9128709, -0.9128709], abs=5e-8)
     # every token is one sample, so that longer sequences weigh more
     tokens = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.5]
     mean, deviation = statistics.fmean(tokens), statistics.stdev(tokens)
-    assert whitened([1, 0, 0.5], [2, 4, 1]) == pytest.approx(
+    assert whiten([1, 0, 0.5], [2, 4, 1]) == pytest.approx(
         [(value - mean) / deviation for value in (1, 0, 0.5)], abs=1e-6
     )
-    assert whitened([1], [1]) == [0.0] and whitened([], []) == [] and whitened([1, 1], [2, 2]) == [0, 0]
+    assert whiten([1], [1]) == [0.0] and whiten([], []) == [] and whiten([1, 1], [2, 2]) == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -137,3 +142,17 @@ def test_a_batch_without_a_token_divides_by_nothing(reduction):
     weights = token_weights([0, 0], reduction=reduction, max_sequence_length=10, prompts_S=["a", "b"])
     assert all(0 < weight <= 1 for weight in weights)
     assert token_weights([], reduction=reduction, max_sequence_length=10, prompts_S=[]) == []
+
+
+def test_every_estimator_has_an_entry():
+    assert set(ADVANTAGE_ESTIMATORS) == set(get_args(Estimator))
+
+
+def test_options_of_estimators_exist():
+    options = {option for estimator in ADVANTAGE_ESTIMATORS.values() for option in estimator.options}
+    assert options <= set(chz.chz_fields(TrainerConfig))
+
+
+def test_the_page_of_estimators_is_current():
+    page = Path(__file__).resolve().parents[2] / "docs" / "advantages.md"
+    assert page.read_text() == advantages_page.page(), "run python -m scripts.docs advantages"

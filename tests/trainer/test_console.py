@@ -11,7 +11,7 @@ from rich.console import Console
 
 from src.cli.console import Display, Success, outcome, signals
 from src.core.trajectory import FailureKind, TrajectoryGroup
-from src.evaluate.evaluation import Evaluation, block_of
+from src.evaluate.evaluation import Evaluation, section_of
 from src.records.rollout_log import record_groups
 from src.rollouts.group_rollout import TimedGroup
 from tests.fakes.trials import failure, task, trajectory, turn
@@ -37,9 +37,9 @@ def evaluation(step, *groups, floors=None):
         step=step,
         groups=list(groups),
         metrics={},
-        whole=block_of(groups, floors, group_size=2),
+        whole=section_of(groups, floors, group_size=2),
         domains={},
-        floors=floors,
+        noop_rewards=floors,
     )
 
 

@@ -28,21 +28,24 @@ def group(name, *rewards):
 
 def test_evidence_adds_up_and_fades():
     state = Curriculum().after([group("a", 1, 0, 0, 0), group("a", 1, 1, 0.5, 0)])
-    assert (state.of(task("a")).solved, state.of(task("a")).failed) == (DECAY * 1 + 2, DECAY * 3 + 2)
-    assert state.of(task("b")).mean == 0.5
+    assert (state.posterior(task("a")).solved, state.posterior(task("a")).failed) == (
+        DECAY * 1 + 2,
+        DECAY * 3 + 2,
+    )
+    assert state.posterior(task("b")).mean == 0.5
 
 
-def test_a_group_without_a_grade_says_nothing_but_had_its_turn():
+def test_an_ungraded_group_is_no_evidence_but_was_played():
     before = Curriculum().after([group("a", 1, 0)])
     after = before.after([group("a")])
-    assert (after.of(task("a")).solved, after.of(task("a")).failed) == (
-        before.of(task("a")).solved,
-        before.of(task("a")).failed,
+    assert (after.posterior(task("a")).solved, after.posterior(task("a")).failed) == (
+        before.posterior(task("a")).solved,
+        before.posterior(task("a")).failed,
     )
-    assert after.of(task("a")).last_played == 1
+    assert after.posterior(task("a")).last_played == 1
 
 
-def test_the_tasks_near_one_half_are_taken_and_one_in_four_is_the_longest_unplayed():
+def test_choice_prefers_rates_near_one_half_and_explores():
     state = Curriculum()
     for _ in range(8):
         state = state.after(
@@ -53,7 +56,7 @@ def test_the_tasks_near_one_half_are_taken_and_one_in_four_is_the_longest_unplay
     assert chosen[0] == "a" and set(chosen[1:]) == {"f", "g", "h"}
 
 
-def test_a_choice_depends_on_the_state_the_seed_and_the_place_alone():
+def test_choice_depends_on_state_seed_and_step_only():
     state = Curriculum().after([group("a", 1, 0), group("b", 0, 0)])
 
     def chosen(state=state, tasks=TASKS, **place):
@@ -65,7 +68,7 @@ def test_a_choice_depends_on_the_state_the_seed_and_the_place_alone():
     assert len(set(chosen())) == 4 and len(state.choose(TASKS, 99, SIGNAL, step=1, attempt=0)) == 8
 
 
-def test_a_floor_of_less_than_one_task_is_one_now_and_then_and_chance_decides_between_equals():
+def test_a_small_exploration_floor_is_drawn_at_random():
     half = replace(SIGNAL, exploration_floor=0.125)  # of 4 tasks
     known = Curriculum().after(
         [group("a", *([0] * 8)), *(group(name, *([1] * 4 + [0] * 4)) for name in "bcdefgh")]
@@ -79,7 +82,7 @@ def test_a_floor_of_less_than_one_task_is_one_now_and_then_and_chance_decides_be
     ) == len(TASKS)
 
 
-def test_the_state_survives_its_records_each_of_which_has_the_tasks_of_its_step():
+def test_the_state_is_restored_from_the_records_of_all_steps():
     first = Curriculum().after([group("a", 1, 0, 0), group("b", 1)])
     second = first.after([group("a", 1)])
     changes = [to_record(first, since=0), {}, to_record(second, since=first.num_groups)]
@@ -89,7 +92,7 @@ def test_the_state_survives_its_records_each_of_which_has_the_tasks_of_its_step(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_pool_of_mostly_hopeless_tasks_gives_twice_the_signal_and_every_task_is_visited(seed):
+def test_signal_sampling_doubles_the_signal_of_a_hard_pool(seed):
     size = {"num_tasks": 100, "batch_size": 8, "group_size": 8, "num_steps": 150, "seed": seed}
     uniform = simulated("uniform", floor=0.1, **size)
     signal = simulated("signal", floor=0.1, **size)

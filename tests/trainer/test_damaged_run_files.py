@@ -166,7 +166,7 @@ QUICK = settings(
 
 @QUICK
 @given(name=st.sampled_from(READ), change=changed_values())
-def test_a_changed_value_is_one_line_of_error_or_of_no_consequence(
+def test_a_changed_value_is_one_line_of_error_or_harmless(
     half_done: Path, tmp_path: Path, name: str, change: Any
 ) -> None:
     resumed(half_done, tmp_path, name, change)
@@ -174,7 +174,7 @@ def test_a_changed_value_is_one_line_of_error_or_of_no_consequence(
 
 @QUICK
 @given(name=st.sampled_from(READ), at=st.floats(0, 1), what=st.binary(min_size=1, max_size=20))
-def test_changed_bytes_are_one_line_of_error_or_of_no_consequence(
+def test_changed_bytes_are_one_line_of_error_or_harmless(
     half_done: Path, tmp_path: Path, name: str, at: float, what: bytes
 ) -> None:
     resumed(half_done, tmp_path, name, bytes_changed(at, what))

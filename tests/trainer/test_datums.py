@@ -1,6 +1,13 @@
 import numpy as np
 
-from src.learning.datums import merge_turns, scaled, sequences_of, step_sequences_of, to_datum, to_datums
+from src.learning.datums import (
+    merge_turns,
+    scale_advantages,
+    sequences_of,
+    step_sequences_of,
+    to_datum,
+    to_datums,
+)
 from tests.fakes.trials import turn
 
 
@@ -50,14 +57,14 @@ class Counted(list):
         return found
 
 
-def test_a_history_rewritten_at_every_turn_is_not_compared_with_all_before_it():
+def test_rewritten_histories_are_compared_cheaply():
     turns = [turn(Counted([*range(10 * number), number + 1000]), [number]) for number in range(1, 101)]
     Counted.copied = 0
     assert merge_turns(turns) == [[each] for each in turns]
     assert Counted.copied < 2 * 100 * 100
 
 
-def test_a_second_answer_to_the_same_prompt_is_a_sequence_of_its_own():
+def test_a_second_answer_to_a_prompt_is_another_sequence():
     assert len(merge_turns([turn([1], [10]), turn([1], [11])])) == 2
 
 
@@ -90,6 +97,6 @@ def test_sequences_without_advantage_are_not_sent():
 
 def test_scaling_touches_only_advantages():
     [sequence] = sequences_of([turn([1], [10, 11])], advantage=2.0)
-    half = scaled(sequence, 0.5)
+    half = scale_advantages(sequence, 0.5)
     assert half.advantages.tolist() == [0, 1, 1]
     assert half.logprobs is sequence.logprobs

@@ -6,14 +6,14 @@ import pytest
 from src.core.errors import TrainerError
 from src.core.trajectory import TrajectoryGroup
 from src.learning.dynamic_sampling import (
-    NOTHING,
+    EMPTY,
     DynamicSamplingSettings,
+    add_batch,
     is_good,
     refill,
+    replace_bad_groups,
     sample_groups,
-    sampled,
     sampling_metrics,
-    with_bad_replaced,
 )
 from src.learning.filters import FilterSettings
 from tests.fakes.trials import failure, task, trajectory
@@ -56,9 +56,9 @@ def test_a_good_group_has_differing_rewards_or_a_single_one(rewards, expected):
 
 
 def test_filter_collects_over_batches_and_cuts_to_whole_groups():
-    first = sampled(NOTHING, [*good("a"), *bad("b")], settings("filter"), step=1, wanted=2)
+    first = add_batch(EMPTY, [*good("a"), *bad("b")], settings("filter"), step=1, num_groups=2)
     assert not first.is_complete and names(first.kept) == ["a"]
-    second = sampled(first, good("c", "d"), settings("filter"), step=1, wanted=2)
+    second = add_batch(first, good("c", "d"), settings("filter"), step=1, num_groups=2)
     assert second.is_complete and names(second.kept) == ["a", "c"]
     metrics = sampling_metrics(second, settings("filter"))
     assert (
@@ -73,7 +73,9 @@ def test_filter_collects_over_batches_and_cuts_to_whole_groups():
 
 
 def test_replace_puts_good_groups_in_bad_places():
-    state = sampled(NOTHING, [*bad("x"), *good("a", "b"), *bad("y")], settings("replace"), step=1, wanted=4)
+    state = add_batch(
+        EMPTY, [*bad("x"), *good("a", "b"), *bad("y")], settings("replace"), step=1, num_groups=4
+    )
     assert state.is_complete and state.num_copies == 2
     assert names(state.kept)[1:3] == ["a", "b"] and {names(state.kept)[0], names(state.kept)[3]} == {
         "a",
@@ -82,28 +84,28 @@ def test_replace_puts_good_groups_in_bad_places():
 
 
 def test_replace_draws_freely_when_good_groups_are_fewer():
-    kept = with_bad_replaced([*good("a"), *bad("x", "y")], random.Random(0))
+    kept = replace_bad_groups([*good("a"), *bad("x", "y")], random.Random(0))
     assert names(kept) == ["a", "a", "a"]
 
 
 def test_replace_needs_strictly_more_than_the_ratio():
     batch = [*good("a", "b", "c"), *bad(*"tuvwxyz")]
-    assert not sampled(NOTHING, batch, settings("replace", ratio=0.3), step=1, wanted=10).is_complete
-    assert sampled(NOTHING, batch, settings("replace", ratio=0.29), step=1, wanted=10).is_complete
+    assert not add_batch(EMPTY, batch, settings("replace", ratio=0.3), step=1, num_groups=10).is_complete
+    assert add_batch(EMPTY, batch, settings("replace", ratio=0.29), step=1, num_groups=10).is_complete
 
 
 def test_too_many_batches_stop_the_run_with_a_reason():
-    state = sampled(NOTHING, bad("a"), settings("filter", limit=2), step=7, wanted=1)
+    state = add_batch(EMPTY, bad("a"), settings("filter", limit=2), step=7, num_groups=1)
     with pytest.raises(TrainerError, match="step 7: 2 groups of 2 batches had equal rewards"):
-        sampled(state, bad("b"), settings("filter", limit=2), step=7, wanted=1)
+        add_batch(state, bad("b"), settings("filter", limit=2), step=7, num_groups=1)
     unlimited = state
     for _ in range(50):
-        unlimited = sampled(unlimited, bad("b"), settings("filter", limit=0), step=7, wanted=1)
+        unlimited = add_batch(unlimited, bad("b"), settings("filter", limit=0), step=7, num_groups=1)
 
 
 def test_off_keeps_everything():
     groups = [*good("a"), *bad("b")]
-    assert sampled(NOTHING, groups, settings("off"), step=1, wanted=2).kept == groups
+    assert add_batch(EMPTY, groups, settings("off"), step=1, num_groups=2).kept == groups
 
 
 def test_a_refill_depends_on_seed_step_and_attempt_alone():
@@ -134,7 +136,7 @@ async def test_a_step_asks_for_further_tasks_with_what_it_has_so_far():
     assert names(state.kept) == ["a", "d"]
 
 
-async def test_groups_are_good_by_the_rewards_to_learn_from_and_played_with_their_own():
+async def test_groups_are_good_by_rewards_after_the_reward_rules():
     played = [group("a", 1), replace(group("b", 1), failures=[failure()])]
 
     async def play(tasks, attempt):

@@ -1,4 +1,4 @@
-"""docs/environments.md: its worked example is run as it stands, and it names every environment there is."""
+"""docs/environments.md: its examples run as they are written, and it lists every environment."""
 
 from __future__ import annotations
 
@@ -8,81 +8,96 @@ from pathlib import Path
 import pytest
 
 from src.cli.command_line import parse
-from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure
-from src.envs.episodes import EnvSpec, episodes
+from src.core.trajectory import FailureKind, StopReason, Trajectory, ZeroReason
+from src.envs.base import TaskSource
 from src.envs.registry import BUILT_IN, open_task_source
+from src.envs.sandbox.bubblewrap import why_no_sandbox
+from src.envs.validate import main as validate
+from src.policy.chat import Chat
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "environments.md").read_text()
+TRIALS_PAGE = (ROOT / "docs" / "trials.md").read_text()
+FILES = dict(re.findall(r'```\w+ title="([^"]+)"\n(.*?)```', PAGE, re.DOTALL))  # contents of files by name
+HARBOR_FILES = ("task.toml", "instruction.md", "environment/Dockerfile", "tests/test.sh", "solution/solve.sh")
+NO_SANDBOX = why_no_sandbox()
 OPTIONS = [
     "model_name=m",
     "backend=skyrl-tx",
     "skyrl_tx_url=http://h:1",
     "env=higher_lower:open_higher_lower",
+    "max_turns=4",
 ]
 
 
 @pytest.fixture
-def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [code] = [
-        block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class HigherLower" in block
-    ]
-    (tmp_path / "higher_lower.py").write_text(code)
+def chat() -> Chat:
+    return byte_chat()
+
+
+@pytest.fixture
+def higher_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat: Chat) -> TaskSource:
+    (tmp_path / "higher_lower.py").write_text(FILES["higher_lower.py"])
     monkeypatch.syspath_prepend(str(tmp_path))
+    return open_task_source(parse(OPTIONS), chat)
+
+
+async def play(source: TaskSource, policy: FakePolicy, directory: Path) -> Trajectory:
+    task = next(task for task in (*source.train, *source.eval) if task.id == "guess-6")
+    result = await source.trial(task, directory=directory, seed=1, temperature=1.0).run(policy)
+    assert isinstance(result, Trajectory)
+    return result
 
 
 def test_every_environment_has_a_line():
-    assert all(f"`{name}`" in PAGE for name in BUILT_IN)
+    assert [name for name in BUILT_IN if f"| `{name}`" not in PAGE] == []
 
 
-def test_every_way_to_fail_has_a_line_where_the_page_sends_its_reader():
-    trials = (Path(__file__).resolve().parents[2] / "docs" / "trials.md").read_text()
-    assert [kind for kind in FailureKind if f"`{kind}`" not in trials] == []
+@pytest.mark.parametrize("reason", [*FailureKind, *ZeroReason])
+def test_every_reason_of_a_failure_is_on_the_linked_page(reason):
+    assert re.search(rf"^\|.*`{reason}`.*\|", TRIALS_PAGE, re.MULTILINE)
 
 
-@pytest.mark.usefixtures("example")
+def test_the_message_environment_is_split(higher_lower):
+    assert (len(higher_lower.train), len(higher_lower.eval)) == (8, 2)
+
+
 @pytest.mark.parametrize(
-    ("answers", "reward", "stop"),
+    ("answers", "reward", "stop_reason"),
     [
         (["5", "7", "6"], 1 / 3, StopReason.STOP),
         (["6"], 1.0, StopReason.STOP),
         (["", "six", "9"], 0.0, StopReason.MAX_TURNS),
     ],
 )
-async def test_the_worked_example_is_played(answers, reward, stop, tmp_path):
-    chat = byte_chat()
-    source = open_task_source(parse([*OPTIONS, "max_turns=4"]), chat)
-    assert (len(source.train), len(source.eval)) == (8, 2)
-    task = next(task for task in (*source.train, *source.eval) if task.id == "guess-6")
-    policy = FakePolicy(chat, answers)
-    result = await source.trial(task, directory=tmp_path, seed=1, temperature=1.0).run(policy)
-    assert isinstance(result, Trajectory)
-    assert (result.reward, result.stop_reason, len(policy.calls)) == (
-        reward,
-        stop,
-        4 if stop == StopReason.MAX_TURNS else len(answers),
-    )
-    if reward == 1 / 3:
-        hints = [message["content"] for message in result.conversation if message["role"] == "user"]
-        assert (
-            hints == ["Guess my number, from 0 to 9.", "Higher.", "Lower."] and result.metrics["guesses"] == 3
-        )
+async def test_the_message_environment_is_graded(answers, reward, stop_reason, higher_lower, chat, tmp_path):
+    result = await play(higher_lower, FakePolicy(chat, answers), tmp_path)
+    assert (result.reward, result.stop_reason) == (reward, stop_reason)
 
 
-@pytest.mark.parametrize("error", [ValueError("no board"), SystemExit("no board")])
-async def test_an_environment_that_cannot_be_made_did_not_start(tmp_path, error):
-    def make(task: Task, seed: int):
-        raise error
+async def test_the_message_environment_gives_hints(higher_lower, chat, tmp_path):
+    result = await play(higher_lower, FakePolicy(chat, ["5", "7", "6"]), tmp_path)
+    hints = [message["content"] for message in result.conversation if message["role"] == "user"]
+    assert hints == ["Guess my number, from 0 to 9.", "Higher.", "Lower."]
 
-    chat = byte_chat()
-    tasks = [
-        Task(id="a", path=Path(__file__), instruction="play"),
-        Task(id="b", path=Path(__file__), instruction="again"),
-    ]
-    source = episodes(parse(OPTIONS), chat, EnvSpec(tasks=tasks, make=make))
-    result = await source.trial(source.train[0], directory=tmp_path, seed=1, temperature=1.0).run(
-        FakePolicy(chat, [])
-    )
-    assert isinstance(result, TrialFailure)
-    assert (result.kind, result.message) == (FailureKind.ENV_INIT_FAILED, f"{type(error).__name__}: no board")
+
+async def test_the_message_environment_reports_metrics(higher_lower, chat, tmp_path):
+    result = await play(higher_lower, FakePolicy(chat, ["5", "7", "6"]), tmp_path)
+    assert result.metrics["guesses"] == 3
+
+
+@pytest.mark.skipif(NO_SANDBOX is not None, reason=f"no sandbox here: {NO_SANDBOX}")
+def test_the_harbor_task_is_sound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name in HARBOR_FILES:
+        path = tmp_path / "tasks" / "count-errors" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(FILES[name])
+    monkeypatch.chdir(tmp_path)
+    [options] = re.findall(r"-m src\.envs\.validate (.*)$", PAGE, re.MULTILINE)
+    [line] = re.findall(r"`(ok   count-errors: .*?)`", PAGE)
+    assert validate([*options.split(), "environment_type=sandbox"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == line

@@ -1,11 +1,9 @@
-"""Message environments as a task source: what a run does with Harbor's trials, it does with theirs."""
+"""The task source of message environments, in whole runs and on its own."""
 
 from __future__ import annotations
 
 import io
 import json
-import re
-import sys
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +14,10 @@ from rich.console import Console
 from src.cli.command_line import parse, parse_as
 from src.cli.console import Display
 from src.core.errors import ConfigError
-from src.core.trajectory import StopReason, Task, Trajectory
+from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure
 from src.envs.episodes import EnvSpec, episodes
 from src.envs.message_env import ResetResult, StepResult
-from src.envs.registry import known, open_task_source
+from src.envs.registry import open_task_source
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import content_hash
 from src.evaluate.run import Evaluated
@@ -36,7 +34,7 @@ closed: list[str] = []
 
 
 class Say:
-    """Two answers; each that is the wanted character earns a half, and what was said is measured."""
+    """An environment of two answers. Each answer that is the expected character earns a half."""
 
     def __init__(self, task: Task, seed: int) -> None:
         self.task, self.seed, self.num_answers = task, seed, 0
@@ -48,7 +46,7 @@ class Say:
         self.num_answers += 1
         return StepResult(
             messages=[{"role": "user", "content": "again"}],
-            reward=0.5 * (answer == self.task.row["wanted"]),
+            reward=0.5 * (answer == self.task.row["expected"]),
             is_done=self.num_answers == 2,
             metrics={"seed": float(self.seed)},
         )
@@ -58,9 +56,9 @@ class Say:
 
 
 def rows(domain: str, split: str, number: int) -> list[Task]:
-    wanted = {"wanted": "\n"}  # token 3 of the toy tokenizer
+    row = {"expected": "\n"}  # token 3 of the toy tokenizer
     return [
-        Task(id=f"{domain}-{split}-{n}", path=HERE, instruction="say", domain=domain, row=wanted)
+        Task(id=f"{domain}-{split}-{n}", path=HERE, instruction="say", domain=domain, row=row)
         for n in range(number)
     ]
 
@@ -79,7 +77,7 @@ def config(*options: str):
 
 
 class Bench(FakeRun):
-    """A run on the bandit, with the environment that the options name."""
+    """A run with the environment that the options select, on a fake back end."""
 
     def __init__(self, path: Path) -> None:
         backend = BanditBackend()
@@ -113,43 +111,46 @@ async def test_episodes_are_played_while_training(tmp_path):
     )
     assert [line["step"] for line in metrics] == list(range(7))
     assert max(line["staleness/max"] for line in metrics[1:]) >= 1
-    assert all(
-        line["staleness/max"] <= 1 or line["staleness/masked_tokens"] > 0 for line in metrics[1:]
-    )  # nothing older is trained
+    # Tokens that are older than max_staleness are masked.
+    assert all(line["staleness/max"] <= 1 or line["staleness/masked_tokens"] > 0 for line in metrics[1:])
 
 
-async def test_metrics_records_and_dumps_are_split_by_domain(tmp_path):
-    bench = Bench(tmp_path)
-    metrics = await bench.trained("max_steps=1", "eval_every=0", "temperature=1")
+async def test_metrics_are_split_by_domain(tmp_path):
+    metrics = await Bench(tmp_path).trained("max_steps=1", "eval_every=0", "temperature=1")
     assert {"reward/retail/pass_at_4", "reward/airline/pass_at_4", "env/all/seed"} <= set(metrics[1])
-    assert {
-        "test/env/retail/reward/total",
-        "test/env/airline/reward/total",
-        "test/env/airline/pass_hat_4",
-    } <= set(metrics[0])
-    for domain in ("retail", "airline"):  # the seeds' names
-        assert metrics[0][f"test-{domain}/average_reward"] == metrics[0][f"test/env/{domain}/reward/total"]
-        assert {
-            f"test-{domain}/{name}" for name in ("success_rate", "num_samples", "min_reward", "max_reward")
-        } <= set(metrics[0])
-        assert {
-            f"eval/{domain}/{name}" for name in ("avg_score", "pass_at_4", "mean_positive_reward")
-        } <= set(metrics[0])
+    for domain in ("retail", "airline"):
+        assert {f"test/env/{domain}/reward/total", f"test/env/{domain}/pass_hat_4"} <= set(metrics[0])
+
+
+async def test_evaluation_metrics_also_have_the_names_of_the_seeds(tmp_path):
+    [line, *_] = await Bench(tmp_path).trained("max_steps=1", "eval_every=0", "temperature=1")
+    for domain in ("retail", "airline"):
+        assert line[f"test-{domain}/average_reward"] == line[f"test/env/{domain}/reward/total"]
+        names = ("success_rate", "num_samples", "min_reward", "max_reward")
+        assert {f"test-{domain}/{name}" for name in names} <= set(line)
+        names = ("avg_score", "pass_at_4", "mean_positive_reward")
+        assert {f"eval/{domain}/{name}" for name in names} <= set(line)
+
+
+async def test_dumps_are_split_by_domain(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.trained("max_steps=1", "eval_every=0", "temperature=1")
     folder = bench.path / "dumped_evals" / "global_step_0_evals"
-    assert {path.name for path in folder.iterdir()} == {
-        "retail.jsonl",
-        "airline.jsonl",
-        "aggregated_results.jsonl",
-    }
+    names = {"retail.jsonl", "airline.jsonl", "aggregated_results.jsonl"}
+    assert {path.name for path in folder.iterdir()} == names
     first = json.loads((folder / "retail.jsonl").read_text().splitlines()[0])
     assert first["domain"] == "retail" and first["conversation"][0] == {"role": "user", "content": "say"}
+
+
+async def test_each_rollout_has_a_name_and_the_metrics_of_its_environment(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.trained("max_steps=1", "eval_every=0", "temperature=1")
     records = bench.lines("rollouts/step_000001.jsonl")
-    assert len({record["trial"] for record in records}) == 16 and all(
-        "seed" in record["metrics"] for record in records
-    )
+    assert len({record["trial"] for record in records}) == 16
+    assert all("seed" in record["metrics"] for record in records)
 
 
-async def test_a_run_ends_with_what_its_steps_had_to_learn_from(tmp_path):
+async def test_a_run_reports_the_signal_of_each_domain(tmp_path):
     bench = Bench(tmp_path)
     metrics = await bench.trained("n_epochs=3", "eval_every=0", "temperature=1")
     variances = [line["reward/retail/variance_per_prompt"] for line in metrics[1:]]
@@ -158,10 +159,10 @@ async def test_a_run_ends_with_what_its_steps_had_to_learn_from(tmp_path):
     assert line.startswith(
         f"signal of retail: mean variance per prompt {sum(variances) / 3:.4f}, {share:.0%} of 3 steps with any"
     )
-    assert "signal of all tasks: " in bench.text.getvalue() and "signal of airline: " in bench.text.getvalue()
+    assert all(f"signal of {name}: " in bench.text.getvalue() for name in ("all tasks", "airline"))
 
 
-async def test_an_interrupted_run_goes_on_and_plays_nothing_twice(tmp_path):
+async def test_a_resumed_run_repeats_no_episode(tmp_path):
     bench = Bench(tmp_path)
     await bench.trained("max_steps=1", "eval_every=0", "temperature=1")
     closed.clear()
@@ -169,10 +170,10 @@ async def test_an_interrupted_run_goes_on_and_plays_nothing_twice(tmp_path):
         "max_steps=2", "eval_every=0", "temperature=1", "n_epochs=2", "behavior_if_log_dir_exists=resume"
     )
     assert [line["step"] for line in metrics] == [0, 1, 2]
-    assert len(closed) == 16 + 8  # the second step and the last evaluation
+    assert len(closed) == 16 + 8  # of the second step and of the last evaluation
 
 
-async def test_evaluation_plays_training_and_held_out_tasks_by_name(tmp_path):
+async def test_evaluation_selects_tasks_by_name(tmp_path):
     @asynccontextmanager
     async def opened(config, checkpoint):
         yield Evaluated(
@@ -187,31 +188,53 @@ async def test_evaluation_plays_training_and_held_out_tasks_by_name(tmp_path):
     assert [task["id"] for task in results["tasks"]] == ["retail-test-0", "airline-test-0"]
 
 
-async def test_the_same_seed_plays_the_same_episode_and_names_it():
-    source = open_task_source(config("max_turns=1", "context_limit=40", "max_tokens=8"), toy_chat())
-    trial = source.trial(source.train[0], directory=HERE, seed=7, temperature=0.3)
+async def one_turn(*options: str, seed: int = 7, member: int = 0) -> tuple[Trajectory, FakePolicy]:
+    source = open_task_source(config("max_turns=1", "context_limit=40", "max_tokens=8", *options), toy_chat())
     policy = FakePolicy(toy_chat(), ["\n"])
+    trial = source.trial(source.train[0], directory=HERE, seed=seed, temperature=0.3, member=member)
     result = await trial.run(policy)
     assert isinstance(result, Trajectory)
-    assert (result.trial_name, result.stop_reason) == ("retail-train-0__00000007", StopReason.MAX_TURNS)
+    return result, policy
+
+
+async def test_the_name_of_a_trial_has_its_task_and_seed():
+    trajectory, _ = await one_turn(seed=7)
+    assert trajectory.trial_name == "retail-train-0__00000007"
+
+
+async def test_an_episode_has_the_limits_of_the_run():
+    trajectory, policy = await one_turn()
+    assert trajectory.stop_reason == StopReason.MAX_TURNS
     assert (policy.calls[0].temperature, policy.calls[0].max_tokens) == (0.3, 8)
-    await source.trial(source.train[0], directory=HERE, seed=7, temperature=0.3).run(policy)
-    assert policy.calls[0] == policy.calls[1]
 
 
-async def test_an_environment_is_the_same_in_every_step_and_another_for_every_sample():
-    async def drawn(*options: str, seed: int, member: int) -> float:
-        source = open_task_source(
-            config("max_turns=1", "context_limit=40", "max_tokens=8", *options), toy_chat()
-        )
-        trial = source.trial(source.train[0], directory=HERE, seed=seed, temperature=0.3, member=member)
-        result = await trial.run(FakePolicy(toy_chat(), ["\n"]))
-        assert isinstance(result, Trajectory)
-        return result.metrics["seed"]
+async def test_the_same_seed_makes_the_same_calls():
+    _, first = await one_turn()
+    _, second = await one_turn()
+    assert first.calls == second.calls
 
-    first = await drawn(seed=7, member=0)
-    assert first == await drawn(seed=8, member=0)
-    assert len({first, await drawn(seed=7, member=1), await drawn("seed=1", seed=7, member=0)}) == 3
+
+async def test_the_environment_of_a_member_is_the_same_in_every_step():
+    (first, _), (second, _) = await one_turn(seed=7), await one_turn(seed=8)
+    assert first.metrics["seed"] == second.metrics["seed"]
+
+
+@pytest.mark.parametrize(("options", "member"), [([], 1), (["seed=1"], 0)])
+async def test_the_environment_differs_by_member_and_run_seed(options, member):
+    (first, _), (other, _) = await one_turn(), await one_turn(*options, member=member)
+    assert first.metrics["seed"] != other.metrics["seed"]
+
+
+@pytest.mark.parametrize("error", [ValueError("no board"), SystemExit("no board")])
+async def test_an_environment_that_cannot_be_made_is_a_failure(error):
+    def make(task: Task, seed: int):
+        raise error
+
+    source = episodes(config(), toy_chat(), EnvSpec(tasks=rows("d", "x", 2), make=make))
+    trial = source.trial(source.train[0], directory=HERE, seed=1, temperature=1.0)
+    result = await trial.run(FakePolicy(toy_chat(), []))
+    assert isinstance(result, TrialFailure)
+    assert (result.kind, result.message) == (FailureKind.ENV_INIT_FAILED, f"{type(error).__name__}: no board")
 
 
 @pytest.mark.parametrize(
@@ -219,104 +242,44 @@ async def test_an_environment_is_the_same_in_every_step_and_another_for_every_sa
     [
         ([], ["retail-test-0", "airline-test-0"]),
         (["eval_split=0.5"], ["retail-test-0", "airline-test-0"]),
-        (["eval_tasks=retail-*"], None),
         (["eval_tasks=airline-test-*"], ["airline-test-0"]),
     ],
 )
-def test_a_test_split_of_its_own_is_what_is_held_out(options, held_out):
-    if held_out is None:
-        with pytest.raises(ConfigError, match="retail-train-0 is a training task of this environment"):
-            open_task_source(config(*options), toy_chat())
-        return
+def test_the_test_split_of_an_environment_is_held_out(options, held_out):
     source = open_task_source(config(*options), toy_chat())
     assert [task.id for task in source.eval] == held_out and len(source.train) == 4
 
 
-def test_without_one_the_options_choose():
-    domain = EnvSpec(tasks=rows("d", "x", 10), make=Say)
-    source = episodes(config("eval_split=0.2"), toy_chat(), domain)
+def test_a_training_task_beside_a_test_split_cannot_be_held_out():
+    with pytest.raises(ConfigError, match="retail-train-0 is a training task of this environment"):
+        open_task_source(config("eval_tasks=retail-*"), toy_chat())
+
+
+TEN_TASKS = EnvSpec(tasks=rows("d", "x", 10), make=Say)
+
+
+def test_without_a_test_split_eval_split_holds_out_a_share():
+    source = episodes(config("eval_split=0.2"), toy_chat(), TEN_TASKS)
     assert (len(source.train), len(source.eval)) == (8, 2)
-    assert [task.id for task in episodes(config("eval_tasks=*-3"), toy_chat(), domain).eval] == ["d-x-3"]
+
+
+def test_without_a_test_split_eval_tasks_holds_out_by_name():
+    assert [task.id for task in episodes(config("eval_tasks=*-3"), toy_chat(), TEN_TASKS).eval] == ["d-x-3"]
+
+
+def test_eval_tasks_that_match_no_task_are_refused():
     with pytest.raises(ConfigError, match="'nobody' is neither"):
-        episodes(config("eval_tasks=nobody"), toy_chat(), domain)
+        episodes(config("eval_tasks=nobody"), toy_chat(), TEN_TASKS)
 
 
-def test_two_tasks_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match="two tasks are called d-x-0"):
+def test_two_tasks_with_the_same_id_are_refused():
+    with pytest.raises(ConfigError, match="two tasks have the id d-x-0"):
         episodes(config(), toy_chat(), EnvSpec(tasks=rows("d", "x", 1), held_out=rows("d", "x", 1), make=Say))
 
 
-def test_rows_of_one_file_are_different_tasks():
+def test_rows_of_one_file_have_different_content_hashes():
     first, second = rows("d", "x", 2)
     assert content_hash(first) != content_hash(second) == content_hash(replace(second, row={}))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("retial", "env=retial is none of harbor.*; choose one, or give your own as env=module:factory"),
-        (
-            "no.such.module:open",
-            r"cannot import no.such.module \(No module named 'no'\); is it installed, or on PYTHONPATH\?",
-        ),
-        ("tests.trainer.test_episodes:nothing", "tests.trainer.test_episodes has no function nothing"),
-    ],
-)
-def test_an_unknown_environment_is_one_line(name, message):
-    with pytest.raises(ConfigError, match=message) as refused:
-        open_task_source(config(f"env={name}"), toy_chat())
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        (":f", "env=:f is none of"),
-        (".mine:f", "env=.mine:f is none of"),
-        ("mine:", "env=mine: is none of"),
-        (
-            "mine:NUMBER",
-            "env=mine:NUMBER: NUMBER of mine is no plain function; write def NUMBER(config, chat)",
-        ),
-        ("mine:later", "env=mine:later: later of mine is no plain function; write def later(config, chat)"),
-        ("mine:nothing", "env=mine:nothing returned NoneType, which is no task source; return episodes(...)"),
-        (
-            "mine:no_options",
-            "env=mine:no_options: TypeError: no_options() takes 0 positional arguments but 2 were given",
-        ),
-        ("mine:broken", "env=mine:broken: RuntimeError: no data"),
-        ("torn:f", "env=torn:f: cannot import torn (SyntaxError: "),
-    ],
-)
-def test_what_is_wrong_with_ones_own_environment_is_one_line(env, message, tmp_path, monkeypatch):
-    (tmp_path / "torn.py").write_text("def f(:\n")
-    (tmp_path / "mine.py").write_text(
-        "NUMBER = 5\nasync def later(config, chat): ...\ndef nothing(config, chat): ...\ndef no_options(): ...\n"
-        "def broken(config, chat): raise RuntimeError('no data')\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        open_task_source(config(f"env={env}"), toy_chat())
-
-
-def test_a_package_registers_its_environments_by_name(tmp_path, monkeypatch):
-    """As pip leaves them: an entry point in the package's metadata. It cannot take the place of a built-in one."""
-    package = tmp_path / "shop-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: shop\nVersion: 1.0\n")
-    lines = [
-        "[agent_trainer.environments]",
-        "shop = tests.trainer.test_episodes:open_say",
-        "harbor = tests.trainer.test_episodes:nothing",
-    ]
-    (package / "entry_points.txt").write_text("\n".join(lines))
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    assert (
-        known()["shop"] == "tests.trainer.test_episodes:open_say"
-        and known()["harbor"] == "src.envs.harbor.environment:open_harbor"
-    )
-    assert len(open_task_source(config("env=shop"), toy_chat()).train) == 4
 
 
 @pytest.mark.parametrize(
@@ -328,19 +291,17 @@ def test_a_package_registers_its_environments_by_name(tmp_path, monkeypatch):
         (["env=harbor", "tasks_dir=t", "use_native_tool_calling=true"], "Terminus-2 calls no tools"),
     ],
 )
-def test_what_an_environment_cannot_honour_is_refused(options, message):
+def test_options_that_an_environment_lacks_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         config(*options)
 
 
-def test_tools_are_shown_in_words_unless_asked_for():
-    assert (
-        config().use_native_tool_calling is False
-        and config("use_native_tool_calling=true").use_native_tool_calling is True
-    )
+@pytest.mark.parametrize(("options", "is_native"), [([], False), (["use_native_tool_calling=true"], True)])
+def test_native_tool_calling_is_off_by_default(options, is_native):
+    assert config(*options).use_native_tool_calling is is_native
 
 
-def test_an_endpoint_that_hides_its_template_cannot_show_tools_natively():
+def test_native_tools_need_the_models_own_template():
     with pytest.raises(ConfigError, match="use_native_tool_calling needs the model's own chat template"):
         parse_as(
             EvaluateConfig, ["model_name=m", ENV, "base_url=http://h/v1", "use_native_tool_calling=true"]

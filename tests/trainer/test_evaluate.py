@@ -34,7 +34,7 @@ TASKS = [
 
 
 EXCLUSIVE = (
-    "error: base_url and checkpoint exclude each other; for a checkpoint of our own server use skyrl_tx_url"
+    "error: base_url and checkpoint exclude each other; for a checkpoint of our server use skyrl_tx_url"
 )
 
 
@@ -46,7 +46,7 @@ class Bench:
         self.text = io.StringIO()
         self.opened = []
         self.played = 0
-        self._solves, self._lost = solves, lost
+        self._solves, self.lost = solves, lost
         self.tasks = TASKS
         self.floors = {}
 
@@ -63,13 +63,13 @@ class Bench:
             self.played += 1
             member = members[trial.task.id] = members.get(trial.task.id, -1) + 1
             name = f"{trial.task.id}-{member}"
-            if (trial.task.id, member) in self._lost:
+            if (trial.task.id, member) in self.lost:
                 return failure(trial.task.id, FailureKind.BACKEND, "gone")
             reward = float(self._solves(checkpoint, trial.task.id, member))
             return trajectory(trial.task.id, reward, [turn([1], [2])], name=name)
 
         yield Evaluated(
-            policy=UnusedPolicy(0), source=FakeTasks(train=self.tasks, play=play, floors=self.floors)
+            policy=UnusedPolicy(0), source=FakeTasks(train=self.tasks, play=play, noop_baselines=self.floors)
         )
 
     def results(self, name="results.json"):
@@ -80,7 +80,7 @@ def first_half(checkpoint, task, member):
     return member < 2
 
 
-async def test_an_evaluation_leaves_rates_with_intervals_and_every_task(tmp_path):
+async def test_results_have_rates_with_intervals_and_every_task(tmp_path):
     bench = Bench(tmp_path, first_half)
     await bench.go("n_samples=4")
     results = bench.results()
@@ -97,11 +97,11 @@ async def test_an_evaluation_leaves_rates_with_intervals_and_every_task(tmp_path
     ]
     assert results["metrics"]["test/env/all/turns"] == 1
     text = bench.text.getvalue()
-    assert "pass@1: 50.0% [" in text and "pass^4: 0.0% [" in text and "ended by stop 100%" in text
+    assert "pass@1: 50.0% [" in text and "pass^4: 0.0% [" in text and "stop reasons: stop 100%" in text
     assert (bench.path / "rollouts" / "eval_000000.jsonl").exists()
 
 
-async def test_every_domain_has_its_own_rates_floor_split_and_failures_beside_those_of_all(tmp_path):
+async def test_every_domain_has_a_section_of_results(tmp_path):
     bench = Bench(tmp_path, lambda checkpoint, task, member: task.startswith("air") or member == 0)
     bench.tasks = [
         Task(id=f"{domain}/{n}", path=Path("t"), domain=domain, has_writes=n == 0)
@@ -115,10 +115,17 @@ async def test_every_domain_has_its_own_rates_floor_split_and_failures_beside_th
         "air": 1.0,
         "shop": 0.0,
     }
-    assert (results["floor"]["value"], results["domains"]["air"]["floor"]["value"]) == (0.25, 0.5)
-    assert [task["floor"] for task in results["tasks"]] == [0.0, 1.0, 0.0, 0.0]
+    assert (results["noop_success"]["value"], results["domains"]["air"]["noop_success"]["value"]) == (
+        0.25,
+        0.5,
+    )
+    assert [task["noop_reward"] for task in results["tasks"]] == [0.0, 1.0, 0.0, 0.0]
     metrics = results["metrics"]
-    assert (metrics["test/floor"], metrics["test/env/air/floor"], metrics["test/env/shop/pass_at_2"]) == (
+    assert (
+        metrics["test/noop_success"],
+        metrics["test/env/air/noop_success"],
+        metrics["test/env/shop/pass_at_2"],
+    ) == (
         0.25,
         0.5,
         1.0,
@@ -155,11 +162,13 @@ async def test_a_partial_grading_is_never_called_pass(tmp_path):
     assert "\nenv_pass^2: " in bench.text.getvalue() and "\npass" not in bench.text.getvalue()
 
 
-async def test_a_floor_that_cannot_be_measured_costs_nothing_but_itself(tmp_path):
+async def test_an_unknown_noop_reward_is_left_out(tmp_path):
     bench = Bench(tmp_path, first_half)
     bench.floors = {task.id: 1.0 for task in TASKS[:4]}
     await bench.go("n_samples=1")
-    assert bench.results()["floor"]["num_tasks"] == 4 and "floor" not in bench.results()["tasks"][7]
+    assert (
+        bench.results()["noop_success"]["num_tasks"] == 4 and "noop_reward" not in bench.results()["tasks"][7]
+    )
 
 
 async def test_what_could_not_be_graded_is_named_and_in_no_rate(tmp_path):
@@ -180,27 +189,27 @@ async def test_what_could_not_be_graded_is_named_and_in_no_rate(tmp_path):
             "failures": {"backend": 1},
         }
     }
-    assert "trials: 30 graded, 2 without a grade, in no rate above: backend 2" in bench.text.getvalue()
+    assert "trials: 30 graded, 2 ungraded and not in the rates above: backend 2" in bench.text.getvalue()
 
 
-async def test_too_many_lost_trials_are_an_error_and_only_they_are_played_again(tmp_path):
+async def test_too_many_ungraded_trials_are_an_error(tmp_path):
     lost = {(task.id, member) for task in TASKS for member in (0, 1, 2)}
     bench = Bench(tmp_path, first_half, lost=lost)
     with pytest.raises(
-        TooManyFailuresError, match=r"24 of 32 trials had no grade, more than max_failure_rate=0.5"
+        TooManyFailuresError, match=r"24 of 32 trials are ungraded, more than max_failure_rate=0.5"
     ):
         await bench.go("n_samples=4", "trial_attempts=1")
-    bench._lost, bench.played = (), 0
+    bench.lost, bench.played = (), 0
     await bench.go(
         "n_samples=4", "trial_attempts=1", "skyrl_tx_url=http://elsewhere:8000"
     )  # wherever the server is by now
     assert bench.played == 24
     assert bench.results()["metrics"]["test/trials/graded"] == 32
-    with pytest.raises(ConfigError, match="holds another evaluation"):
+    with pytest.raises(ConfigError, match="belongs to another evaluation"):
         await bench.go("n_samples=8", "trial_attempts=1")
 
 
-async def test_a_held_out_set_that_was_trained_on_is_refused_whatever_it_is_called(tmp_path):
+async def test_a_renamed_training_task_is_not_evaluated(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     append(
@@ -243,7 +252,7 @@ async def test_two_checkpoints_are_compared_task_by_task(tmp_path):
     assert "8 tasks better, 0 worse; p = 0.00781 (exact sign-flip test)" in bench.text.getvalue()
 
 
-def test_two_evaluations_that_were_played_are_compared_without_a_server(tmp_path, capsys):
+def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
     first, second = Bench(tmp_path / "1", lambda *_: False), Bench(tmp_path / "2", first_half)
     asyncio.run(first.go("n_samples=2"))
     asyncio.run(second.go("n_samples=4", "tasks=say-00,say-01"))
@@ -264,10 +273,10 @@ def test_two_evaluations_that_were_played_are_compared_without_a_server(tmp_path
         (["model_name=m", "tasks_dir=t", "n_samples=0"], "error: n_samples must be at least 1, not 0"),
         (["model_name=m", "tasks_dir=t", "max_turns=0"], "error: max_turns must be at least 1, not 0"),
         ([*SERVER, "base_url=http://h/v1", "checkpoint=tinker://x"], EXCLUSIVE),
-        ([*SERVER, "checkpoint=/no/such"], "error: /no/such is no tinker:// path and no run folder with a checkpoint; give one of them"),
+        ([*SERVER, "checkpoint=/no/such"], "error: /no/such is neither a tinker:// path nor a run folder with a checkpoint; give one of them"),
         ([*SERVER, "checkpoint=tinker://r/weights/2"], "error: tinker://r/weights/2 is a training state; evaluate its sampler: tinker://r/sampler_weights/2"),
-        (["results=/no/such"], "error: results= is an evaluation that was played already; add compare_with=<another evaluation's folder>"),
-        (["results=/no/such", "compare_with=/none"], "error: /no/such holds no results.json of an evaluation; give the folder of one"),
+        (["results=/no/such"], "error: results= names a finished evaluation; add compare_with=<folder of another evaluation>"),
+        (["results=/no/such", "compare_with=/none"], "error: /no/such has no results.json; give the folder of an evaluation"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(argv, line, capsys, monkeypatch, tmp_path):

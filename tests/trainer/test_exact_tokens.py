@@ -1,4 +1,6 @@
-"""Whatever a conversation goes through, every weighted token was sampled by the engine at that position with that logprob."""
+"""Whatever a conversation goes through, every weighted token was sampled by the engine at that position with
+that logprob.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 from scripts.toy_retail.tokenizer import CHAT_TEMPLATE
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Trajectory, Turn
-from src.envs.harbor.tinker_llm import EpisodeOver, SamplingLimits, TinkerLLM
+from src.envs.harbor.tinker_llm import EpisodeEnd, SamplingLimits, TinkerLLM
 from src.envs.message_env import EpisodeSettings, run_episode
 from src.envs.service.service_env import ServiceEnv
 from src.envs.service.toy_retail import TOOLS, Database, ToyRetailEpisode
@@ -36,7 +38,8 @@ CHATS = {"thinking is stripped from history": byte_chat(), "history stays": toy_
 
 
 class Engine:
-    """Samples random ids, thinking and stray control tokens among them, and remembers every sample with its logprobs.
+    """Samples random ids, thinking and stray control tokens among them, and remembers every sample with its
+    logprobs.
 
     Some answers are empty, some are cut, and some do not survive decoding and encoding.
     """
@@ -170,7 +173,7 @@ async def converse(llm: TinkerLLM, events: list[str], rng: random.Random) -> int
         for event in events:
             messages = conversation.messages
             if event == "summarise" and messages:
-                with llm.recording_apart():
+                with llm.subagent_calls():
                     await llm.call("summarise", message_history=messages)
                 conversation._messages = [
                     messages[0],
@@ -191,7 +194,7 @@ async def converse(llm: TinkerLLM, events: list[str], rng: random.Random) -> int
             elif event == "subagent":
                 await llm.call("a question of its own")
             await conversation.chat(f"$ {rng.randrange(10)}")
-    except (EpisodeOver, ContextLengthExceededError):
+    except (EpisodeEnd, ContextLengthExceededError):
         pass
     return rewrites
 
@@ -268,7 +271,9 @@ SHOP: Database = {
 
 @cache
 def service_chats() -> dict[str, Chat]:
-    """A template that merges the results of several calls into one message, as Qwen3's does, alone and with stripped thinking."""
+    """A template that merges the results of several calls into one message, as Qwen3's does, alone and with
+    stripped thinking.
+    """
     stripping = CHAT_TEMPLATE.replace(
         "'\\n' + message.content", "'\\n' + message.content.split('</think>')[-1]"
     )
@@ -321,7 +326,9 @@ def test_every_trained_token_of_a_conversation_with_tools_was_sampled_there(
 
 @pytest.mark.parametrize("native", [True, False])
 def test_what_the_model_sees_after_tool_turns_is_what_the_template_would_show(native: bool) -> None:
-    """Where the template rewrites nothing, extending tokens and rendering messages come to the same: merged results included."""
+    """Where the template rewrites nothing, extending tokens and rendering messages come to the same: merged
+    results included.
+    """
     chat = service_chats()["merging"]
     policy = FakePolicy(chat, [SAYINGS[1], SAYINGS[0], "Done.", SAYINGS[2], "Bye."])
     limits = LengthLimits(

@@ -3,9 +3,15 @@ import pytest
 
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, TrajectoryGroup
-from src.learning.examples import AdvantageSettings, examples_of, examples_of_batch, substeps, weighted
+from src.learning.examples import (
+    AdvantageSettings,
+    apply_loss_reduction,
+    examples_of,
+    examples_of_batch,
+    substeps,
+)
 from src.learning.filters import FilterSettings
-from src.learning.kl_penalty import KlSettings, kl_estimates, penalised
+from src.learning.kl_penalty import KlSettings, apply_kl_penalty, kl_estimates
 from tests.fakes.trials import task, trajectory, turn
 
 FILTERS = FilterSettings(
@@ -54,7 +60,9 @@ def token_advantages(example):
     ],
 )
 def test_the_reduction_is_in_the_advantages(reduction, first, second, total):
-    examples = weighted(examples_of(two_and_six(), settings(), FILTERS), settings(loss_reduction=reduction))
+    examples = apply_loss_reduction(
+        examples_of(two_and_six(), settings(), FILTERS), settings(loss_reduction=reduction)
+    )
     assert token_advantages(examples[0]) == pytest.approx([first] * 2)
     assert token_advantages(examples[1]) == pytest.approx([second] * 6)
     assert sum(map(sum, map(token_advantages, examples))) == pytest.approx(total, abs=1e-6)
@@ -64,8 +72,8 @@ def test_the_reduction_is_in_the_advantages(reduction, first, second, total):
     ("reduction", "first", "total"),
     [("token_mean", 0.5, 1.0), ("sequence_mean", 0.25, 0.5), ("seq_mean_token_sum_norm", 0.05, 0.1)],
 )
-def test_a_masked_trajectory_still_counts_in_the_group_and_the_batch(reduction, first, total):
-    examples = weighted(
+def test_a_masked_trajectory_counts_in_group_and_batch(reduction, first, total):
+    examples = apply_loss_reduction(
         examples_of(two_and_six(second=StopReason.LENGTH), settings(), FILTERS),
         settings(loss_reduction=reduction),
     )
@@ -76,7 +84,7 @@ def test_a_masked_trajectory_still_counts_in_the_group_and_the_batch(reduction, 
 
 
 @pytest.mark.parametrize(("num_tokens", "num_trained"), [(10, 10), (11, 0)])
-def test_l13_to_l15_a_sequence_over_the_limit_trains_nothing_and_still_counts(num_tokens, num_trained):
+def test_l13_to_l15_an_overlong_sequence_trains_nothing(num_tokens, num_trained):
     # SkyRL-fleet cuts such a sequence and trains what is left; the seed's rule, and ours, is that nothing of it is trained.
     long = trajectory(reward=1, turns=[turn([1] * (num_tokens - 3), [2, 3, 4])])
     short = trajectory(reward=0, turns=[turn([1], [2])])
@@ -84,17 +92,26 @@ def test_l13_to_l15_a_sequence_over_the_limit_trains_nothing_and_still_counts(nu
     assert [example.num_too_long for example in examples] == [int(not num_trained), 0]
     assert len(examples[0].sequences) == bool(num_trained)
     assert [example.advantage for example in examples] == [0.5, -0.5]  # the reward still moves the group
-    assert len(weighted(examples, settings(loss_reduction="sequence_mean"))[1].sequences[0].advantages) == 2
-    assert token_advantages(weighted(examples, settings(loss_reduction="sequence_mean"))[1]) == [-0.25]
+    assert (
+        len(
+            apply_loss_reduction(examples, settings(loss_reduction="sequence_mean"))[1]
+            .sequences[0]
+            .advantages
+        )
+        == 2
+    )
+    assert token_advantages(apply_loss_reduction(examples, settings(loss_reduction="sequence_mean"))[1]) == [
+        -0.25
+    ]
 
 
-def test_l15_a_prompt_alone_over_the_limit_is_counted_and_nothing_is_cut_from_the_wrong_end():
+def test_l15_an_overlong_prompt_is_counted_and_not_cut():
     long = trajectory(reward=1, turns=[turn([1] * 12, [2])])
     [example] = examples_of(TrajectoryGroup(task=task("a"), trajectories=[long]), settings(), FILTERS)
     assert example.sequences == [] and example.num_too_long == 1
 
 
-def test_s7_step_by_step_every_turn_is_an_example_with_its_trajectorys_advantage():
+def test_s7_every_turn_has_the_advantage_of_its_trajectory():
     # SkyRL's samples also carry the observation after the turn, with mask 0: tokens without effect, left out here.
     turns = [turn([1] * 3, [2, 3]), turn([1, 1, 1, 2, 3, 4], [5])]
     members = [trajectory(reward=1, turns=turns), trajectory(reward=0, turns=[turn([1], [2])])]
@@ -136,13 +153,13 @@ class Reference:
         return [-1.0] * (len(token_ids) - 1)
 
 
-async def test_the_kl_penalty_pulls_towards_the_reference_and_keeps_the_sum():
+async def test_the_kl_penalty_keeps_the_sum_of_advantages():
     members = [
         trajectory(reward=1, turns=[turn([1], [10], logprob=-0.5)]),
         trajectory(reward=1, turns=[turn([1], [11], logprob=-1.5)]),
     ]
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=members), settings(), FILTERS)
-    result = await penalised(examples, Reference(), KlSettings(kl_penalty_coef=0.1, kl_estimator="k1"))
+    result = await apply_kl_penalty(examples, Reference(), KlSettings(kl_penalty_coef=0.1, kl_estimator="k1"))
     assert result.mean_kl == pytest.approx(0.0)
     assert token_advantages(result.examples[0]) == pytest.approx(
         [-0.05]
@@ -158,7 +175,7 @@ async def test_kl_estimators_of_half_a_nat(estimator, value):
         trajectory(reward=1, turns=[turn([1], [11], logprob=-1.0)]),
     ]
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=members), settings(), FILTERS)
-    result = await penalised(
+    result = await apply_kl_penalty(
         examples, Reference(), KlSettings(kl_penalty_coef=1.0, kl_estimator=estimator)
     )  # differences 0.5 and 0
     assert token_advantages(result.examples[0]) == pytest.approx([-value / 2])

@@ -80,9 +80,7 @@ def test_a_solved_trial_shows_nothing():
         (["Please."], {"user_tool_errors": 1.0}, "could not use its own tools"),
     ],
 )
-def test_what_the_customer_did_wrong_is_not_the_agents_false_completion(
-    said: list[str], metrics: dict[str, Any], fault: str
-):
+def test_a_customer_fault_is_no_false_completion(said: list[str], metrics: dict[str, Any], fault: str):
     trajectory = failed(*(("user", text) for text in said), **metrics)
     assert customer_faults(trajectory) == [fault]
     assert patterns(trajectory) == {Pattern.CUSTOMER}
@@ -98,7 +96,7 @@ def conversation(questions: list[str], answers: list[str]) -> Trajectory:
     )
 
 
-def test_a_customer_is_stuck_who_gives_one_long_answer_to_different_questions():
+def test_a_customer_that_repeats_a_long_answer_is_stuck():
     wish = "I would like to have my order number 17 sent to another address."
     assert customer_faults(conversation(["Which?", "When?", "Where?"], [wish] * 3)) == ["repeated itself"]
     assert customer_faults(conversation(["Which?", "When?", "Where?"], [wish, wish, f"{wish} {STOP}"])) == []
@@ -109,7 +107,7 @@ def test_a_customer_is_stuck_who_gives_one_long_answer_to_different_questions():
     assert customer_faults(conversation(["", "", ""], ["Error: the answer was empty."] * 3)) == []
 
 
-def test_patterns_are_counted_once_per_trial_and_all_of_them_have_a_number():
+def test_patterns_are_counted_once_per_trial():
     twice = failed(("tool", "Error: Order not found"), ("tool", "Error: User not found"))
     counts = pattern_counts([twice, twice, failed()])
     assert counts["not_found"] == 2 and counts["false_completion"] == 3 and counts["customer_fault"] == 0

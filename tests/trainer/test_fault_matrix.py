@@ -232,9 +232,9 @@ async def meets_a_burst_of_503(bench, trial, policy):
     ("during", "options", "state", "is_exact"),
     [
         (raises, ("max_failure_rate=1",), RunState.DONE, False),
-        (raises_always, (), RunState.RUBBLE, False),
+        (raises_always, (), RunState.TOO_MANY_FAILURES, False),
         (builds_no_sandbox, (), RunState.DONE, False),
-        (builds_no_sandbox_anywhere, (), RunState.RUBBLE, False),
+        (builds_no_sandbox_anywhere, (), RunState.TOO_MANY_FAILURES, False),
         (builds_a_sandbox_the_third_time, (), RunState.DONE, True),
         (hangs_in_the_verifier, ("trial_timeout_sec=0.5",), RunState.DONE, False),
         (hangs_where_the_sampler_is_stuck, ("answer_timeout_sec=0.05",), RunState.DONE, False),

@@ -42,7 +42,7 @@ def test_constant_groups_stay_unless_they_are_to_go():
     assert dropped == {DropReason.CONSTANT_REWARD: 2}
 
 
-def test_rewards_that_differ_by_rounding_are_equal_and_a_lone_trial_has_no_variance_to_miss():
+def test_rounding_is_no_variance_and_a_lone_trial_stays():
     kept, dropped = keep_groups(
         [group(0.6667, 0.66670001), group(1)], settings(remove_constant_reward_groups=True)
     )
@@ -62,7 +62,7 @@ def test_rewards_that_differ_by_rounding_are_equal_and_a_lone_trial_has_no_varia
         ("failed", 0),
     ],
 )
-def test_l10_an_ending_by_a_limit_may_cost_the_reward_and_leaves_the_mask(stop, reward):
+def test_l10_zero_reward_on_non_stop_keeps_the_mask(stop, reward):
     turns = [turn([1], [2])]
     before = TrajectoryGroup(
         task=task("a"), trajectories=[trajectory(reward=1, turns=turns, stop=StopReason(stop))]
@@ -105,12 +105,12 @@ def test_a_group_that_failures_made_too_small_is_dropped():
     )
 
 
-def test_failures_leave_the_group_or_count_as_the_reward_asked_for():
+def test_failures_leave_the_group_or_get_a_reward():
     [kept], _ = keep_groups([group(1, failures=2)], settings())
     assert kept.rewards == [1]
-    [apply_reward_rules], _ = keep_groups([group(1, failures=2)], settings(failed_trial_reward=0))
-    assert apply_reward_rules.rewards == [1, 0, 0]
-    assert [member.turns for member in apply_reward_rules.trajectories[1:]] == [[], []]
+    [rewarded] = apply_reward_rules([group(1, failures=2)], settings(failed_trial_reward=0))
+    assert rewarded.rewards == [1, 0, 0]
+    assert [member.turns for member in rewarded.trajectories[1:]] == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_zeroed_rewards_are_counted_by_the_rule_that_took_them():
     both = settings(
         zero_reward_on_non_stop=True, zero_reward_on_length_threshold=True, max_assistant_response_tokens=4
     )
-    assert zeroed_metrics(groups, both) == {"rewards/zeroed_by_non_stop": 1, "rewards/zeroed_by_length": 1}
+    assert zeroed_metrics(groups, both) == {"reward/zeroed_by_non_stop": 1, "reward/zeroed_by_length": 1}
     assert set(zeroed_metrics(groups, settings()).values()) == {0}
 
 
@@ -164,6 +164,11 @@ def test_debug_length_filtering_logs_every_decision(monkeypatch, caplog):
 
 def test_a_judges_bonus_is_part_of_what_is_learned_from():
     members = [replace(trajectory(reward=1), bonus=0.5), trajectory(reward=0)]
-    [kept], _ = keep_groups([TrajectoryGroup(task=task("a"), trajectories=members)], settings())
-    assert kept.rewards == [1.5, 0.0] and members[0].reward == 1
-    assert keep_groups([kept], settings()) == ([kept], {})  # it counts once
+    [group] = apply_reward_rules([TrajectoryGroup(task=task("a"), trajectories=members)], settings())
+    assert group.rewards == [1.5, 0.0] and members[0].reward == 1
+
+
+def test_filters_apply_no_reward_rules():
+    cut = trajectory(reward=1, turns=[turn([1], [2])], stop=StopReason.MAX_TURNS)
+    groups = [TrajectoryGroup(task=task("a"), trajectories=[cut], failures=[failure()])]
+    assert keep_groups(groups, settings(zero_reward_on_non_stop=True, failed_trial_reward=0)) == (groups, {})

@@ -262,7 +262,7 @@ class SilentPolicy(ScriptedPolicy):
 async def test_an_agent_whose_time_runs_out_on_a_dead_server_is_not_graded(
     tmp_path: Path, answers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("src.envs.harbor.trial.ANSWERS_WITHIN_S", 1)
+    monkeypatch.setattr("src.envs.harbor.timed_policy.PROBE_TIMEOUT_S", 1)
     tasks = source(variant(tmp_path, task_toml="[agent]\ntimeout_sec = 6\n"))
     policy = SilentPolicy(byte_chat(), {"": [answer("true", duration=0.1)]})
     policy.silent_after = answers
@@ -619,10 +619,10 @@ async def test_an_agent_that_leaves_no_place_to_grade_in_gets_0_and_not_another_
 def test_a_failed_build_is_told_by_its_last_line(message, told):
     from harbor.models.trial.result import ExceptionInfo, TrialResult
 
-    from src.envs.harbor.trial import what_happened
+    from src.envs.harbor.trial_result import describe_exception
 
     assert (
-        what_happened(
+        describe_exception(
             TrialResult.model_construct(exception_info=ExceptionInfo.from_exception(RuntimeError(message)))
         )
         == told

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from src.learning.datums import scaled, sequences_of
+from src.learning.datums import scale_advantages, sequences_of
 from src.learning.examples import Example
-from src.learning.importance import ImportanceSettings, apply_tis, correction
+from src.learning.importance import ImportanceSettings, apply_tis, token_factors
 from tests.fakes.trials import trajectory, turn
 
 OLD, SAMPLED = np.array([-1.0, -2.0, -0.5]), np.array([-2.0, -2.0, -0.1])  # ratios e, 1, exp(-0.4)
@@ -24,17 +24,19 @@ def settings(**changes):
 
 
 def test_token_ratios_are_capped():
-    result = correction(OLD, SAMPLED, settings(tis="token"))
+    result = token_factors(OLD, SAMPLED, settings(tis="token"))
     assert result.factors.tolist() == pytest.approx([2.0, 1.0, 0.67032], abs=5e-6)
     assert result.num_capped / 3 == pytest.approx(1 / 3)
-    assert correction(OLD, SAMPLED, settings(tis="token", tis_cap=3.0)).factors[0] == pytest.approx(2.7182818)
+    assert token_factors(OLD, SAMPLED, settings(tis="token", tis_cap=3.0)).factors[0] == pytest.approx(
+        2.7182818
+    )
 
 
 def test_a_sequence_has_one_ratio():
-    assert correction(OLD, SAMPLED, settings(tis="sequence")).factors.tolist() == pytest.approx(
+    assert token_factors(OLD, SAMPLED, settings(tis="sequence")).factors.tolist() == pytest.approx(
         [1.8221189] * 3, abs=2e-7
     )  # to float32
-    capped = correction(OLD, SAMPLED, settings(tis="sequence", tis_cap=1.5))
+    capped = token_factors(OLD, SAMPLED, settings(tis="sequence", tis_cap=1.5))
     assert capped.factors.tolist() == [1.5] * 3 and capped.num_capped == 1
 
 
@@ -49,15 +51,15 @@ def test_a_sequence_has_one_ratio():
     ],
 )
 def test_a_sequence_out_of_bounds_is_masked_as_a_whole(kind, bounds, is_masked):
-    result = correction(OLD, SAMPLED, settings(tis_sequence_mask=kind, **bounds))
+    result = token_factors(OLD, SAMPLED, settings(tis_sequence_mask=kind, **bounds))
     assert result.is_masked is is_masked
     assert result.factors.tolist() == [0.0 if is_masked else 1.0] * 3
 
 
 def test_the_token_mask_keeps_its_bounds():
-    result = correction(OLD, SAMPLED, settings(tis_token_mask_low=0.5, tis_token_mask_high=2.0))
+    result = token_factors(OLD, SAMPLED, settings(tis_token_mask_low=0.5, tis_token_mask_high=2.0))
     assert result.factors.tolist() == [0, 1, 1]
-    same = correction(np.array([np.log(2.0)]), np.array([0.0]), settings(tis_token_mask_high=2.0))
+    same = token_factors(np.array([np.log(2.0)]), np.array([0.0]), settings(tis_token_mask_high=2.0))
     assert same.factors.tolist() == [1]  # equality stays
 
 
@@ -66,7 +68,9 @@ def test_the_token_mask_keeps_its_bounds():
 )
 def test_sequence_bounds_are_skyrls_unless_given(kind, low, high):
     def is_masked(ratio, **bounds):
-        return correction(np.log([ratio]), np.zeros(1), settings(tis_sequence_mask=kind, **bounds)).is_masked
+        return token_factors(
+            np.log([ratio]), np.zeros(1), settings(tis_sequence_mask=kind, **bounds)
+        ).is_masked
 
     assert [is_masked(ratio) for ratio in (0.99 * low, 1.005 * low, 0.995 * high, 1.01 * high)] == [
         True,
@@ -90,7 +94,7 @@ def test_each_correction_alone_is_one(option):
     assert settings(**option).is_on and not settings().is_on
 
 
-def test_what_is_capped_is_a_share_of_all_sampled_tokens_the_masked_ones_among_them():
+def test_the_capped_fraction_counts_masked_tokens():
     one = example(turn([1], [10, 11], logprob=-1.0))
     _, metrics = apply_tis(
         [[one]], [np.array([9.0, 0.0, -3.0], np.float32)], settings(tis="token", tis_token_mask_low=0.5)
@@ -99,7 +103,7 @@ def test_what_is_capped_is_a_share_of_all_sampled_tokens_the_masked_ones_among_t
 
 
 def test_ratios_do_not_overflow():
-    result = correction(np.array([900.0, -900.0]), np.zeros(2), settings(tis="token", tis_cap=1e9))
+    result = token_factors(np.array([900.0, -900.0]), np.zeros(2), settings(tis="token", tis_cap=1e9))
     assert np.isfinite(result.factors).all() and result.factors[0] == pytest.approx(np.exp(20))
 
 
@@ -111,7 +115,7 @@ def example(*turns, advantage=1.0):
     )
 
 
-def test_a_correction_scales_advantages_and_replaces_logprobs_at_sampled_tokens_only():
+def test_tis_changes_sampled_tokens_only():
     one = example(turn([1], [10, 11], logprob=-1.0), turn([1, 10, 11, 2], [12], logprob=-1.0), advantage=2.0)
     old = np.array([9.0, -1.0, -1.0, 9.0, -3.0], dtype=np.float32)
     [[changed]], metrics = apply_tis([[one]], [old], settings(tis="token"))
@@ -131,7 +135,9 @@ def test_a_trajectory_in_two_sequences_has_one_product_of_ratios():
 
 def test_a_positive_factor_commutes_with_the_loss_reduction():
     one = example(turn([1], [10], logprob=-1.0))
-    halved = Example(trajectory=one.trajectory, advantage=1.0, sequences=[scaled(one.sequences[0], 0.5)])
+    halved = Example(
+        trajectory=one.trajectory, advantage=1.0, sequences=[scale_advantages(one.sequences[0], 0.5)]
+    )
     old = [np.array([0.0, -0.9], dtype=np.float32)]
     [[whole]], _ = apply_tis([[one]], old, settings(tis="token"))
     [[half]], _ = apply_tis([[halved]], old, settings(tis="token"))

@@ -13,12 +13,12 @@ HERE = RolloutKey(purpose="step", step=1, task="a", member=0)
 def test_a_successor_knows_what_its_predecessor_did(tmp_path):
     first = Journal(tmp_path)
     first.started(resumed_from=0)
-    assert first.admitted(HERE, policy_version=0, seed=7) == 1
-    assert first.admitted(HERE, policy_version=0, seed=7) == 2
+    assert first.rollout_started(HERE, policy_version=0, seed=7) == 1
+    assert first.rollout_started(HERE, policy_version=0, seed=7) == 2
     first.finished(HERE, "sandbox")
-    assert Journal(tmp_path).admitted(HERE, policy_version=0, seed=7) == 3
+    assert Journal(tmp_path).rollout_started(HERE, policy_version=0, seed=7) == 3
     first.finished(HERE, "graded")
-    first.begun(1, [(1, "a")])
+    first.batch_fixed(1, [(1, "a")])
     assert not first.is_settled(HERE)
     first.trained(1, groups=[(1, "a")], state={"strikes": {"b": 1}})
     first.evaluated(0)
@@ -29,14 +29,20 @@ def test_a_successor_knows_what_its_predecessor_did(tmp_path):
     second.trained(1, groups=[(1, "a")], state={})
     assert second.progress == 1
     second.ended(RunState.DONE)
-    admitted = records(tmp_path / JOURNAL)[1]
-    del admitted["at"]
+    rollout_started = records(tmp_path / JOURNAL)[1]
+    del rollout_started["at"]
     place = {"purpose": "step", "step": 1, "task": "a", "member": 0}
-    assert admitted == {"event": "admitted", **place, "attempt": 1, "policy_version": 0, "seed": 7}
+    assert rollout_started == {
+        "event": "rollout_started",
+        **place,
+        "attempt": 1,
+        "policy_version": 0,
+        "seed": 7,
+    }
     assert records(tmp_path / JOURNAL)[-1]["state"] == "done"
 
 
-def test_steps_after_the_checkpoint_that_was_taken_up_do_not_count_as_trained(tmp_path):
+def test_steps_after_the_resumed_checkpoint_are_not_trained(tmp_path):
     journal = Journal(tmp_path)
     journal.started(resumed_from=0)
     for step in (1, 2, 3):
@@ -50,22 +56,22 @@ def test_steps_after_the_checkpoint_that_was_taken_up_do_not_count_as_trained(tm
 
 
 def test_a_run_whose_tasks_have_changed_does_not_go_on(tmp_path):
-    Journal(tmp_path).begun(3, [(3, "a"), (3, "b")])
+    Journal(tmp_path).batch_fixed(3, [(3, "a"), (3, "b")])
     again = Journal(tmp_path)
-    again.begun(3, [(3, "a"), (3, "b")])
+    again.batch_fixed(3, [(3, "a"), (3, "b")])
     with pytest.raises(
         ConfigError, match="step 3 of this run was to train on a, b, and now on a, c: tasks_dir has changed"
     ):
-        again.begun(3, [(3, "a"), (3, "c")])
+        again.batch_fixed(3, [(3, "a"), (3, "c")])
     with pytest.raises(ConfigError, match="was to train on a, b, and now on b, a"):
-        again.begun(3, [(3, "b"), (3, "a")])
-    assert sum(record["event"] == "begun" for record in records(tmp_path / JOURNAL)) == 1
+        again.batch_fixed(3, [(3, "b"), (3, "a")])
+    assert sum(record["event"] == "batch_fixed" for record in records(tmp_path / JOURNAL)) == 1
 
 
-def test_a_result_is_settled_by_the_step_that_learned_from_it_or_by_its_evaluation(tmp_path):
+def test_a_result_is_settled_by_the_step_that_used_it(tmp_path):
     journal, late = Journal(tmp_path), RolloutKey(purpose="step", step=1, task="late", member=0)
-    journal.begun(1, [(1, "a")])
-    journal.begun(2, [(1, "late")])
+    journal.batch_fixed(1, [(1, "a")])
+    journal.batch_fixed(2, [(1, "late")])
     journal.trained(1, groups=[(1, "a")], state={})
     assert journal.is_settled(HERE) and not journal.is_settled(late)
     journal.trained(2, groups=[(1, "late")], state={})
@@ -89,13 +95,13 @@ def test_a_line_torn_by_a_crash_does_not_spoil_the_next(tmp_path):
     assert [record["step"] for record in records(path)] == [1, 2]
 
 
-def test_what_was_trained_waits_for_the_disk_and_what_is_played_does_not(tmp_path, monkeypatch):
+def test_only_trained_events_are_synced_to_disk(tmp_path, monkeypatch):
     journal, synced, fsync = Journal(tmp_path), [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(fsync(descriptor)))
-    journal.admitted(HERE, policy_version=0, seed=7)
+    journal.rollout_started(HERE, policy_version=0, seed=7)
     journal.finished(HERE, "graded")
     assert not synced
-    journal.begun(1, [(1, "a")])
+    journal.batch_fixed(1, [(1, "a")])
     journal.trained(1, groups=[(1, "a")], state={})
     journal.checkpointed(1, "tinker://a/weights/1")
     assert len(synced) == 3

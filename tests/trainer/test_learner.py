@@ -30,7 +30,7 @@ def datums(token, *, logprob=QUARTER, advantage=1.0):
     return to_datums(sequences_of([turn([9], [token], logprob=logprob)], advantage=advantage))
 
 
-async def test_one_substep_is_one_gradient_and_one_step_with_the_options_given():
+async def test_one_substep_is_one_gradient_and_one_step():
     client = BanditTrainingClient()
     metrics = await Learner(client, settings()).update([datums(3)])
     assert client.events == ["forward_backward", "optim_step"]
@@ -143,14 +143,14 @@ async def test_every_substep_of_a_batch_has_the_batchs_rate():
     assert metrics["optim/lr"] == 0.25
 
 
-async def test_the_trainers_own_logprobs_take_one_forward_call_and_no_gradient():
+async def test_the_trainers_logprobs_take_one_forward_call():
     client = BanditTrainingClient()
     [values] = await Learner(client, settings()).logprobs(datums(3))
     assert client.events == ["forward"] and values.tolist() == pytest.approx([0, QUARTER])
     assert client.gradient.tolist() == [0, 0, 0, 0]
 
 
-async def test_groups_that_were_streamed_share_one_optimizer_step_with_the_gradient_of_their_batch():
+async def test_streamed_groups_have_the_gradient_of_their_batch():
     whole, streamed = BanditTrainingClient(), BanditTrainingClient()
     await Learner(whole, settings()).update([[*datums(3), *datums(1, advantage=-0.5)]])
     learner = Learner(streamed, settings())

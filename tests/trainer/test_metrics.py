@@ -6,14 +6,8 @@ import pytest
 from src.core.trajectory import FailureKind, StopReason, TrajectoryGroup, ZeroReason
 from src.learning.examples import Example
 from src.learning.filters import DropReason
-from src.learning.metrics import (
-    batch_metrics,
-    family,
-    group_metrics,
-    held_out_metrics,
-    num_response_tokens,
-    token_metrics,
-)
+from src.learning.metrics import batch_metrics, group_metrics, held_out_metrics, token_metrics
+from src.learning.played_groups import family, num_response_tokens
 from tests.fakes.trials import failure, task, trajectory, turn
 
 
@@ -28,24 +22,24 @@ def group(name, *rewards, failures=()):
 FOUR = [group("a", 1, 0, 0, 0), group("b", 0, 0, 0, 0), group("c", 1, 1, 1, 1), group("d", 0.5, -0.5, 0, 0)]
 
 
-def test_reward_metrics_have_the_values_of_skyrl_in_fleets_definitions():
+def test_reward_metrics_have_skyrls_values():
     metrics = group_metrics(FOUR, group_size=4)
     assert metrics["reward/avg_pass_at_4"] == 0.75
     assert metrics["reward/variance_per_prompt"] == 0.078125
     assert metrics["reward/signal_ratio"] == 0.5
     assert metrics["reward/mean_positive_reward"] == pytest.approx(0.9166667)
-    assert metrics["env/all/reward/total"] == metrics["reward/avg_raw_reward"] == pytest.approx(0.3125)
+    assert metrics["env/all/reward/total"] == pytest.approx(0.3125)
     assert metrics["reward/mean_clipped_at_zero"] == 0.34375  # upstream's mean_positive_reward
     assert metrics["reward/zero_reward_rate"] == 9 / 16
 
 
-def test_a_pass_is_a_positive_sum_as_in_fleet_and_not_a_positive_last_token_as_upstream():
+def test_a_pass_is_a_positive_sum_of_rewards():
     token_level = [[1, 0], [0, 1], [0, 0]]  # upstream: 0.3333
     groups = [group(str(index), sum(rewards)) for index, rewards in enumerate(token_level)]
     assert group_metrics(groups, group_size=1)["reward/avg_pass_at_1"] == pytest.approx(0.6667, abs=5e-5)
 
 
-def test_every_environment_has_its_own_signal_where_tasks_form_families():
+def test_every_family_has_signal_metrics():
     metrics = group_metrics(
         [group("copy-01", 1, 0), group("org/copy-02", 0, 0), group("move-01", 1, 1)], group_size=2
     )
@@ -56,7 +50,7 @@ def test_every_environment_has_its_own_signal_where_tasks_form_families():
     assert not any(name.startswith("reward/a/") for name in group_metrics(FOUR, group_size=4))
 
 
-def test_response_lengths_have_the_values_of_skyrl():
+def test_response_lengths_have_skyrls_values():
     metrics = token_metrics([2, 4, 1], [1.0, 0.0, -1.0])
     assert (metrics["generate/min_num_tokens"], metrics["generate/max_num_tokens"]) == (1, 4)
     assert metrics["generate/avg_num_tokens"] == pytest.approx(2.3333333)
@@ -67,7 +61,7 @@ def test_response_lengths_have_the_values_of_skyrl():
     )
 
 
-def test_assistant_tokens_and_tokens_per_turn_have_the_values_of_skyrl():
+def test_assistant_tokens_have_skyrls_values():
     # Masks [1,1], [1,0,1,1] and [0]: the last is SkyRL's minimal output, one end token. Ours has no token at all there.
     members = [
         trajectory("a", 1.0, [turn([1], [2, 3])]),
@@ -83,7 +77,7 @@ def test_assistant_tokens_and_tokens_per_turn_have_the_values_of_skyrl():
     assert metrics["generate/batch_num_seq"] == 3
 
 
-def test_nothing_to_measure_is_six_zeros_and_a_warning(caplog):
+def test_an_empty_batch_gives_six_zeros_and_a_warning(caplog):
     metrics = token_metrics([], [])
     names = [
         "min_num_tokens",
@@ -108,8 +102,8 @@ def test_starts_and_deadlines_that_failed_are_counted():
     metrics = group_metrics(
         [TrajectoryGroup(task=task("a"), trajectories=[late], failures=failures)], group_size=3
     )
-    assert (metrics["generate/env_init_failures"], metrics["generate/trajectory_timeouts"]) == (1, 2)
-    assert (metrics["rollouts/total"], metrics["rollouts/valid"], metrics["rollouts/invalid"]) == (3, 1, 2)
+    assert (metrics["trials/failed/env_init_failed"], metrics["generate/trajectory_timeouts"]) == (1, 2)
+    assert (metrics["trials/total"], metrics["trials/graded"], metrics["trials/ungraded"]) == (3, 1, 2)
     assert metrics["env/all/stop_reason/timeout"] == 1
 
 
@@ -120,8 +114,8 @@ def test_what_the_update_is_made_of():
         )
 
     metrics = batch_metrics([[example(0.5, 1.0), example(-1.5, 0.0, too_long=1)]], Counter())
-    assert (metrics["loss/avg_raw_advantages"], metrics["loss/avg_raw_advantages_abs"]) == (-0.5, 1.0)
-    assert (metrics["loss/avg_final_rewards"], metrics["rollouts/truncated_overlong"]) == (0.5, 1)
+    assert (metrics["advantage/mean"], metrics["advantage/abs_mean"]) == (-0.5, 1.0)
+    assert (metrics["loss/avg_final_rewards"], metrics["batch/truncated_overlong"]) == (0.5, 1)
 
 
 @pytest.mark.parametrize(("rewards", "variance"), [((1, 0, 0, 0), 0.1875), ((1, 1, 0, 0), 0.25), ((1,), 0.0)])
@@ -135,7 +129,7 @@ def test_shares_of_groups_add_up():
     assert shares == [0.5, 0.25, 0.25]
 
 
-def test_trials_whose_agents_prevented_their_grading_are_counted_by_reason():
+def test_prevented_gradings_are_counted_by_reason():
     voided = replace(trajectory("a", 0.0), zero_reason=ZeroReason.VERIFIER_TIMEOUT)
     metrics = group_metrics(
         [replace(group("a", 1), trajectories=[voided, trajectory("a", 1.0)])], group_size=2
@@ -201,7 +195,7 @@ def test_a_family_is_an_id_without_its_number(task_id, name):
     assert family(task_id) == name
 
 
-def test_what_environments_measure_is_summed_up_by_its_name_and_averaged_per_trial():
+def test_environment_metrics_are_reduced_by_their_names():
     members = [
         replace(
             trajectory(turns=[turn([1], [2])]),

@@ -1,4 +1,4 @@
-"""env=openenv: a client's answers become messages, and a real server is played where the package is installed."""
+"""env=openenv with a fake client, and with a real server if the package is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from src.core.errors import ConfigError
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import FailureKind, Trajectory, TrialFailure
 from src.envs.message_env import EpisodeSettings, run_episode
-from src.envs.openenv_client import OpenEnv, field_of, open_openenv
+from src.envs.openenv_client import OpenEnv, observation_text, open_openenv
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
@@ -33,7 +33,7 @@ class Result:
 
 
 class Client:
-    """Counts down from the seed it is reset with."""
+    """Counts down from the seed with which it is reset."""
 
     def __init__(self) -> None:
         self.actions: list[object] = []
@@ -54,7 +54,7 @@ class Client:
 
 
 class FullClient(Client):
-    """Its server has no place at first, and says so as OpenEnv 0.10 does."""
+    """A client of a server that refuses the first sessions with the error of OpenEnv 0.10."""
 
     def __init__(self, *, refusals: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ async def played(client: Client, *, field: str = "text"):
     env = OpenEnv(
         connect,
         to_action=lambda answer: {"said": answer},
-        to_text=lambda seen: field_of(seen, field=field),
+        to_text=lambda observation: observation_text(observation, field=field),
         reset_options={"seed": 2},
     )
     settings = EpisodeSettings(temperature=1.0, seed=0)
@@ -84,44 +84,57 @@ async def played(client: Client, *, field: str = "text"):
     )
 
 
-async def test_an_episode_is_reset_stepped_and_closed_through_the_client():
+async def test_answers_become_actions():
     client = Client()
-    trajectory = await played(client)
-    assert isinstance(trajectory, Trajectory) and trajectory.reward == 1 and trajectory.turn_rewards == [0, 1]
-    assert client.actions == [{"said": "a"}, {"said": "b"}] and client.num_closed == 1
-    assert [message["content"] for message in trajectory.conversation] == [
-        "2 left",
-        "a",
-        "1 left",
-        "b",
-        "0 left",
-    ]
+    await played(client)
+    assert client.actions == [{"said": "a"}, {"said": "b"}]
 
 
-async def test_an_observation_without_the_field_is_a_failure_that_says_what_there_is():
+async def test_observations_become_messages():
+    trajectory = await played(Client())
+    assert isinstance(trajectory, Trajectory)
+    contents = [message["content"] for message in trajectory.conversation]
+    assert contents == ["2 left", "a", "1 left", "b", "0 left"]
+
+
+async def test_rewards_of_the_server_are_those_of_the_trajectory():
+    trajectory = await played(Client())
+    assert isinstance(trajectory, Trajectory)
+    assert (trajectory.reward, trajectory.turn_rewards) == (1, [0, 1])
+
+
+@pytest.mark.parametrize("field", ["text", "speech"])
+async def test_the_session_is_closed_once(field):
     client = Client()
-    failure = await played(client, field="speech")
+    await played(client, field=field)
+    assert client.num_closed == 1
+
+
+async def test_a_missing_field_of_an_observation_is_a_failure():
+    failure = await played(Client(), field="speech")
     assert isinstance(failure, TrialFailure) and failure.kind == FailureKind.ENV_INIT_FAILED
-    assert "the observation has no field speech; it has text" in failure.message and client.num_closed == 1
+    assert "the observation has no field speech; it has text" in failure.message
 
 
-async def test_a_server_without_a_free_place_is_waited_for(monkeypatch):
-    monkeypatch.setattr("src.envs.openenv_client.PLACE_WAIT_S", 0)
+async def test_a_trial_waits_for_a_free_session(monkeypatch):
+    monkeypatch.setattr("src.envs.openenv_client.CAPACITY_RETRY_S", 0)
     client = FullClient(refusals=2)
     trajectory = await played(client)
-    assert (
-        isinstance(trajectory, Trajectory) and trajectory.reward == 1 and client.num_closed == 3
-    )  # once for each session
-    monkeypatch.setattr("src.envs.openenv_client.PLACE_TIMEOUT_S", -1)
+    assert isinstance(trajectory, Trajectory) and trajectory.reward == 1
+    assert client.num_closed == 3  # two refused sessions and the one that was played
+
+
+async def test_the_wait_for_a_free_session_has_a_timeout(monkeypatch):
+    monkeypatch.setattr("src.envs.openenv_client.CAPACITY_TIMEOUT_S", -1)
     failure = await played(FullClient(refusals=2))
     assert isinstance(failure, TrialFailure) and "Server at capacity: 1/1" in failure.message
 
 
-def test_an_observation_may_be_shown_whole():
-    assert field_of({"a": 1}, field="") == '{"a": 1}'
+def test_an_observation_can_be_shown_as_json():
+    assert observation_text({"a": 1}, field="") == '{"a": 1}'
 
 
-def test_without_the_package_it_says_what_to_install(monkeypatch):
+def test_a_missing_package_is_one_line_with_the_fix(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv", None)
     with pytest.raises(
         ConfigError, match=r"env=openenv needs the openenv package .*; run scripts/setup.sh openenv"
@@ -133,11 +146,11 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
     ("option", "message"),
     [
         ("environment_kwargs=tasks=3", "needs environment_kwargs=url="),
-        ("environment_kwargs=url=http://h,tasks=0", "tasks=0 is no number of tasks"),
+        ("environment_kwargs=url=http://h,tasks=0", "tasks=0 is not a positive number of tasks"),
         ("environment_kwargs=url=http://h,speed=2", "no option speed"),
     ],
 )
-def test_options_it_does_not_have_are_one_line(option, message):
+def test_an_invalid_option_is_one_line(option, message):
     with pytest.raises(ConfigError, match=message):
         open_openenv(parse([*BASE, option]), byte_chat())
 

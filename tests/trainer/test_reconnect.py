@@ -130,7 +130,7 @@ async def test_a_server_that_restarts_is_taken_up_again_and_what_was_lost_is_rep
     assert [line["step"] for line in journal if line["event"] == "trained"] == [1, 2, 3, 3, 4]
     assert journal[-1]["event"] == "ended" and journal[-1]["state"] == "done"
     again = journal[[line.get("resumed_from") for line in journal].index(2) :]
-    assert not [line for line in again if line["event"] == "admitted" and line["step"] == 3], (
+    assert not [line for line in again if line["event"] == "rollout_started" and line["step"] == 3], (
         "step 3 was on disk"
     )
     said = bench.text.getvalue()

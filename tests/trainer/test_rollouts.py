@@ -58,7 +58,7 @@ async def test_groups_come_in_the_order_of_the_tasks_with_every_member(tmp_path)
     assert [finished.group.task.id for finished in heard] == ["b", "a"]
     assert all(trial.directory == tmp_path and trial.temperature == 0.7 for trial in made)
     assert [(trial.task.id, trial.member) for trial in made] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    admitted = [line for line in records(tmp_path / "journal.jsonl") if line["event"] == "admitted"]
+    admitted = [line for line in records(tmp_path / "journal.jsonl") if line["event"] == "rollout_started"]
     assert [line["policy_version"] for line in admitted] == [7] * 4
 
 
@@ -257,7 +257,7 @@ class Floored(FakeTasks):
     asked: list[str]
     num_running = 0
 
-    async def floor(self, task):
+    async def noop_baseline(self, task):
         self.asked.append(task.id)
         self.num_running += 1
         assert self.num_running == 1, "as many at once as there are slots"

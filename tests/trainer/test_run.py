@@ -208,7 +208,7 @@ async def test_a_folder_in_which_a_trainer_is_at_work_is_nobody_elses(tmp_path, 
     first, second = Bench(tmp_path, play=wait), Bench(tmp_path)
     running = asyncio.create_task(first.go())
     await entered.wait()
-    with pytest.raises(ConfigError, match="is in use by a run that lives"):
+    with pytest.raises(ConfigError, match="is in use by a running process"):
         await second.go(f"behavior_if_log_dir_exists={behavior}")
     free.set()
     await running
@@ -220,7 +220,7 @@ async def test_a_folder_that_is_no_run_is_never_deleted(tmp_path):
     bench = Bench(tmp_path)
     bench.path.mkdir()
     (bench.path / "thesis.tex").write_text("precious")
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(ConfigError, match="has no run"):
         await bench.go("behavior_if_log_dir_exists=delete")
     assert (bench.path / "thesis.tex").exists()
 
@@ -270,7 +270,9 @@ async def test_a_run_that_takes_groups_as_they_end_goes_on_doing_so(tmp_path, ah
     """A step that played its own batch would train again what an earlier one took of it, and never what that one left of its own."""
     bench = Bench(tmp_path)
     await bench.go("max_steps=1", *ahead)
-    with pytest.raises(ConfigError, match="takes groups as they end; resume it with max_staleness=1"):
+    with pytest.raises(
+        ConfigError, match="takes groups in the order in which they end; resume it with max_staleness=1"
+    ):
         await bench.go("behavior_if_log_dir_exists=resume")
     await bench.go("behavior_if_log_dir_exists=resume", *ahead)
     assert [record["step"] for record in bench.lines("metrics.jsonl")] == [0, 1, 2]
@@ -284,7 +286,7 @@ async def test_an_environment_that_does_not_close_does_not_hide_how_the_run_went
         await (asyncio.sleep(0) if fails else asyncio.Event().wait())
         raise ZeroDivisionError
 
-    monkeypatch.setattr("src.loop.run.CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("src.rollouts.closing.CLOSE_TIMEOUT_S", 0.05)
     bench = Bench(tmp_path)
     bench.source.close = close
     await asyncio.wait_for(bench.go("max_steps=1"), 60)

@@ -434,12 +434,12 @@ import asyncio, sys
 from src.envs.sandbox.bubblewrap import Bubblewrap
 from src.envs.sandbox.resource_limits import Limits
 from src.envs.sandbox.run_directory import run_directory
-from src.envs.sandbox.rootfs import build_skeleton
+from src.envs.sandbox.rootfs import build_rootfs
 
 async def main(label, marker):
     run = run_directory(label)
     boxes = [
-        await Bubblewrap.start(run / str(i), skeleton=build_skeleton(run), hostname="sandbox", share_network=False, limits=Limits())
+        await Bubblewrap.start(run / str(i), skeleton=build_rootfs(run), hostname="sandbox", share_network=False, limits=Limits())
         for i in range(3)
     ]
     for box in boxes:

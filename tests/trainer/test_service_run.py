@@ -71,11 +71,14 @@ async def test_a_run_with_native_tools_and_a_judge(
         1 <= len(judge.asked) <= 4 and "get_order" not in judge.asked[0]
     )  # training episodes alone, without the tools of the prompt
     assert lines[-1]["reward/avg_shaped_reward"] == lines[-1]["reward/avg_raw_reward"] + 1.0
-    assert {"test-held/success_rate", "test/env/held/pass_hat_2", "test/env/held/floor", "test/floor"} <= set(
-        lines[-1]
-    )
+    assert {
+        "test-held/success_rate",
+        "test/env/held/pass_hat_2",
+        "test/env/held/noop_success",
+        "test/noop_success",
+    } <= set(lines[-1])
     assert all(
-        line["test/env/all/success_write"] == 0 for line in lines if "test/floor" in line
+        line["test/env/all/success_write"] == 0 for line in lines if "test/noop_success" in line
     )  # the bandit cannot write
     assert "; doing nothing: " in run.text.getvalue()
     dumped = run.lines("dumped_evals/global_step_1_evals/held.jsonl")

@@ -5,7 +5,7 @@ import pytest
 
 from src.learning.datums import sequences_of
 from src.learning.examples import Example
-from src.learning.staleness import within_bound
+from src.learning.staleness import mask_stale
 from tests.fakes.trials import trajectory, turn
 
 
@@ -20,9 +20,9 @@ def example(*versions):
     )
 
 
-def test_tokens_older_than_the_bound_lose_their_advantage_and_nothing_else():
+def test_tokens_older_than_the_bound_lose_their_advantage():
     before = example(2, 3, 4)
-    ((after,),), metrics = within_bound([[before]], version=4, max_staleness=1)
+    ((after,),), metrics = mask_stale([[before]], version=4, max_staleness=1)
     (sequence,), (was,) = after.sequences, before.sequences
     assert sequence.advantages.tolist() == [0, 0, 0, 0.5, 0, 0.5]
     for name in ("tokens", "sampled", "logprobs", "versions"):
@@ -37,14 +37,14 @@ def test_tokens_older_than_the_bound_lose_their_advantage_and_nothing_else():
 
 def test_a_trajectory_that_is_too_old_as_a_whole_is_counted():
     empty = replace(example(1), sequences=[])  # over-long, say: it has no tokens that could be old
-    shares, metrics = within_bound([[example(1, 1)], [example(4), empty]], version=4, max_staleness=2)
+    shares, metrics = mask_stale([[example(1, 1)], [example(4), empty]], version=4, max_staleness=2)
     assert [len(share) for share in shares] == [1, 2]
     assert not shares[0][0].sequences[0].advantages.any() and shares[1][0].sequences[0].advantages.any()
     assert metrics["staleness/masked_trajectories"] == 1 and metrics["staleness/masked_tokens"] == 2
 
 
 def test_an_empty_batch_has_no_age():
-    assert within_bound([], version=4, max_staleness=2) == (
+    assert mask_stale([], version=4, max_staleness=2) == (
         [],
-        dict.fromkeys(within_bound([], version=0, max_staleness=1)[1], 0.0),
+        dict.fromkeys(mask_stale([], version=0, max_staleness=1)[1], 0.0),
     )

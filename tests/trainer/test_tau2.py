@@ -93,7 +93,7 @@ async def test_refusing_everything_gives_the_noop_baseline(home: Path):
     assert (trajectory.reward, trajectory.metrics["no_write_action"]) == (0.0, 1.0)
     assert patterns(trajectory) == {Pattern.NOTHING_DONE}
     source = open_task_source(config(home), byte_chat())
-    assert await source.floor(source.train[0]) == 0.0
+    assert await source.noop_baseline(source.train[0]) == 0.0
     await source.close()
 
 

@@ -9,8 +9,7 @@ from harbor.llms.chat import Chat as HarborChat
 from src.core.errors import BackendError
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Turn
-from src.envs.harbor.tinker_llm import EpisodeOver, SamplingLimits, TinkerLLM
-from src.policy.sampling_policy import SampleRequest
+from src.envs.harbor.tinker_llm import EpisodeEnd, SamplingLimits, TinkerLLM
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
@@ -79,7 +78,7 @@ async def test_a_cut_answer_is_an_answer_and_several_in_a_row_end_the_episode() 
     assert response.content == "x" * 100
     await conversation.chat("b")
     await conversation.chat("c")
-    with pytest.raises(EpisodeOver) as over:
+    with pytest.raises(EpisodeEnd) as over:
         await conversation.chat("d")
     assert over.value.cause == StopReason.LENGTH
     assert [turn.stop_reason for turn in llm.turns] == [
@@ -95,7 +94,7 @@ async def test_a_cut_answer_is_an_answer_and_several_in_a_row_end_the_episode() 
 
 
 class SilentPolicy(FakePolicy):
-    async def sample(self, request: SampleRequest) -> Turn:
+    async def sample(self, request) -> Turn:
         turn = await super().sample(request)
         return replace(turn, completion_ids=[], logprobs=[]) if len(self.calls) > 1 else turn
 
@@ -108,7 +107,7 @@ async def test_empty_answers_are_counted_and_not_trained() -> None:
     await conversation.chat("a")
     assert (await conversation.chat("b")).content == ""
     await conversation.chat("c")
-    with pytest.raises(EpisodeOver):
+    with pytest.raises(EpisodeEnd):
         await conversation.chat("d")
     assert len(llm.turns) == 1 and llm.empty_completions == 3 and llm.prefix_breaks == 0
     assert policy.calls[2].prompt_ids[: len(policy.calls[1].prompt_ids)] == policy.calls[1].prompt_ids
@@ -123,13 +122,13 @@ async def test_the_last_answer_is_cut_where_the_context_ends() -> None:
 
 async def test_a_full_context_ends_the_episode_or_asks_for_a_summary_once() -> None:
     llm, _ = llm_saying("x", limits=replace(LIMITS, lengths=lengths(context_limit=150), summarize=False))
-    with pytest.raises(EpisodeOver) as over:
+    with pytest.raises(EpisodeEnd) as over:
         await HarborChat(llm).chat("a" * 200)
     assert over.value.cause == StopReason.CONTEXT_LENGTH
     llm, _ = llm_saying("x", limits=replace(LIMITS, lengths=lengths(context_limit=150)))
     with pytest.raises(ContextLengthExceededError):
         await HarborChat(llm).chat("a" * 200)
-    with pytest.raises(EpisodeOver):
+    with pytest.raises(EpisodeEnd):
         await HarborChat(llm).chat("a" * 200)
     assert llm.turns == []
 
@@ -137,7 +136,7 @@ async def test_a_full_context_ends_the_episode_or_asks_for_a_summary_once() -> N
 async def test_an_overflow_after_an_answer_or_of_a_subagent_is_no_second_in_a_row() -> None:
     llm, _ = llm_saying("x", limits=replace(LIMITS, lengths=lengths(context_limit=150)))
     for _ in range(2):
-        with llm.recording_apart(), pytest.raises(ContextLengthExceededError):
+        with llm.subagent_calls(), pytest.raises(ContextLengthExceededError):
             await llm.call("a" * 200, message_history=[])
         with pytest.raises(ContextLengthExceededError):
             await HarborChat(llm).chat("a" * 200)
@@ -156,7 +155,7 @@ async def test_harbor_has_skyrls_limit_on_what_is_still_answered() -> None:
         )
         assert llm.get_model_context_limit() == max_input_length + 1
         conversation = HarborChat(llm)
-        with pytest.raises(EpisodeOver) as over:
+        with pytest.raises(EpisodeEnd) as over:
             for _ in range(3):
                 await conversation.chat("a")
         assert over.value.cause == StopReason.CONTEXT_LENGTH
@@ -212,7 +211,7 @@ async def test_subagents_are_recorded_apart_and_leave_the_conversation_alone() -
     llm, _ = llm_saying("one", "summary", "short", "two")
     conversation = HarborChat(llm)
     await conversation.chat("a")
-    with llm.recording_apart():
+    with llm.subagent_calls():
         await llm.call("summarise", message_history=conversation.messages)
     await llm.call("no history at all")
     await conversation.chat("b")
@@ -234,7 +233,7 @@ async def test_tokens_are_counted_by_the_models_tokenizer() -> None:
 @pytest.mark.parametrize("error", [BackendError("sampling: gone"), RuntimeError("a foreign one")])
 async def test_a_backend_error_passes_through_everything_that_catches_exceptions(error: Exception) -> None:
     llm, policy = llm_saying(error)
-    with pytest.raises(EpisodeOver) as over:
+    with pytest.raises(EpisodeEnd) as over:
         try:
             await HarborChat(llm).chat("a")
         except Exception:

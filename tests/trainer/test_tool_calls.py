@@ -9,7 +9,7 @@ import pytest
 
 from src.core.trajectory import Trajectory
 from src.envs.service.tool_calls import ParsedAnswer, Strategy, ToolCall, parse
-from src.learning.metrics import parse_metrics
+from src.learning.played_groups import parse_metrics
 from src.train import quieten
 from tests.fakes.trials import trajectory, turn
 

@@ -9,7 +9,6 @@ import types
 import pytest
 
 from src.core.errors import ConfigError
-from src.records.metric_names import with_aliases
 from src.records.tracking import RunLog, TrackingSettings, open_run_log, project_name, recorded
 
 NOWHERE = TrackingSettings(wandb_project=None, trackio_project=None)
@@ -76,7 +75,7 @@ for start in (0, 2):
 """
 
 
-def test_wandb_offline_really_writes_a_run_and_a_resumed_one_under_the_same_id(tmp_path):
+def test_offline_wandb_continues_a_run_under_its_id(tmp_path):
     environment = {"WANDB_MODE": "offline", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", OFFLINE, str(tmp_path)],
@@ -133,7 +132,7 @@ class FakeWandb(types.ModuleType):
         self.released.wait(10)
 
 
-def test_a_run_is_named_before_it_begins_so_that_a_crash_cannot_split_it(tmp_path, monkeypatch):
+def test_the_wandb_id_is_written_before_the_run_starts(tmp_path, monkeypatch):
     fake = FakeWandb(is_down=True)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
@@ -176,9 +175,7 @@ class FakeTrackio(types.ModuleType):
         self.finished += 1
 
 
-def test_trackio_goes_on_with_the_run_of_the_folder_whatever_it_would_be_called_now(
-    tmp_path, monkeypatch, capsys
-):
+def test_trackio_continues_the_run_of_the_folder(tmp_path, monkeypatch, capsys):
     fake = FakeTrackio()
     monkeypatch.setitem(sys.modules, "trackio", fake)
     for start, name in ((0, "monday"), (1, "tuesday")):
@@ -210,37 +207,16 @@ def test_judged_runs_have_a_project_of_their_own(is_judged, project, expected):
     assert project_name(project, is_judged=is_judged) == expected
 
 
-def test_the_names_of_others_stand_beside_ours_and_never_change_them():
-    ours = {
-        "progress/batch": 3.0,
-        "env/all/reward/total": 0.5,
-        "test/reward/avg_pass_at_4": 0.75,
-        "time/total": 1.0,
-    }
-    names = with_aliases(ours)
-    assert list(names)[:4] == list(ours) and names | ours == names
-    assert {
-        "trainer/global_step": 3.0,
-        "generation/avg_reward": 0.5,
-        "eval/all/pass_at_4": 0.75,
-        "timing/step": 1.0,
-    }.items() <= names.items()
-    assert list(with_aliases(names | {"late": 1.0})) == list(with_aliases(ours | {"late": 1.0}))
+def test_renamed_metrics_are_announced_once(tmp_path, caplog):
+    caplog.set_level("INFO")
+    with open_run_log(tmp_path, NOWHERE, name="n", config={}) as run_log:
+        for step in range(2):
+            run_log.log(step, {"batch/sequences": 1.0})
+    [notice] = [text for text in caplog.messages if "metrics were renamed" in text]
+    assert "tokens/sequences -> batch/sequences" in notice and "\n" not in notice
 
 
-def test_a_held_out_set_called_val_is_the_seeds_validation_set():
-    names = with_aliases(
-        {
-            "test/env/retail_val/positive_rate": 0.5,
-            "test/env/retail_val/reward/total": 0.4,
-            "test/env/all/reward/total": 1.0,
-        }
-    )
-    assert (names["eval-retail/success_rate"], names["eval-retail/average_reward"]) == (0.5, 0.4)
-    assert not any(name.startswith(("test-all", "eval-all")) for name in names)
-
-
-def test_a_log_that_is_dropped_finishes_nothing_and_one_that_is_closed_does_so_once(tmp_path, monkeypatch):
+def test_only_a_closed_log_finishes_its_runs(tmp_path, monkeypatch):
     fake = FakeTrackio()
     dropped = RunLog(tmp_path / "metrics.jsonl", trackio_run=fake)
     del dropped

@@ -12,7 +12,7 @@ import numpy as np
 
 from scripts.bench.sides.line import serve
 from scripts.bench.small_model import RANK
-from skyrl_tx_server.config.server_config import EngineSettings
+from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.operations import (
     AdamSettings,
@@ -120,20 +120,20 @@ def running(model_dir: Path, *, recompute: bool = False, **given: object) -> Ite
             engine.stop()
 
 
-def settings(model_dir: Path, folder: Path, **given: object) -> EngineSettings:
+def settings(model_dir: Path, folder: Path, **given: object) -> EngineOptions:
     defaults: dict[str, object] = {
-        "checkpoints_dir": folder / "checkpoints",
+        "checkpoints_dir": str(folder / "checkpoints"),
         "compilation_cache_dir": None,
         "dtype": "float32",
         "max_lora_rank": RANK,
         "max_context_length": 2048,
-        "decode_slots": 16,
-        "decode_block": 16,
+        "max_num_seqs": 16,
+        "decode_steps_per_dispatch": 16,
         "train_tokens_per_batch": 8192,
         "max_models": 4,
-        "max_snapshots": 8,
+        "max_loras": 8,
     }
-    return EngineSettings(model_dir=model_dir, base_model="local/bench", **(defaults | given))  # type: ignore[arg-type]
+    return EngineOptions(base_model=str(model_dir), model_alias="local/bench", **(defaults | given))  # type: ignore[arg-type]
 
 
 def main(argv: Sequence[str]) -> None:

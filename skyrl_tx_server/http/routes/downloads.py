@@ -1,9 +1,12 @@
-"""Weights for use elsewhere: save_weights_external, and files in PEFT's layout under URLs that open for an hour.
+"""Weights for other programs: save_weights_external, and files in PEFT's layout under URLs that are valid for
+an hour.
 
-The adapter is written in PEFT's layout when its URLs are first asked for (`files.derived`); SDKs up to 0.35 ask for both files in one tar,
-of any checkpoint. A URL carries its end, the generation of the checkpoint and a signature by a secret of this process, so it needs no API
-key and cannot be made up; after a restart the client asks for new ones. Once the checkpoint is saved anew or deleted the URL answers 404,
-so files that are fetched one after the other are always of the same save. A download under way keeps its file open and ends as it began.
+The adapter is written in PEFT's layout when its URLs are first requested (`files.derived`); SDKs up to 0.35
+request both files in one tar, of any checkpoint. A URL contains its expiry, the generation of the checkpoint
+and a signature with a secret of this process, so it needs no API key and cannot be forged; after a restart
+the client requests new ones. After the checkpoint is saved again or deleted the URL answers 404, so files
+that are fetched one after the other are always of the same save. A running download keeps its file open and
+completes.
 """
 
 from __future__ import annotations
@@ -30,21 +33,22 @@ from starlette.types import Receive, Scope, Send
 
 from skyrl_tx_server.engine.operations import SaveExternal
 from skyrl_tx_server.errors import NotFoundError, UserError
-from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, CheckpointStore, checkpoint_path
+from skyrl_tx_server.files.checkpoint_record import CheckpointInfo, CheckpointKind, checkpoint_path
+from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import CONFIG, WEIGHTS, write_adapter
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json
 from skyrl_tx_server.http.routes.weights import CHECKPOINT, RUN, named, path_of, save_named
 from skyrl_tx_server.http.wire.json_reader import JsonReader
-from skyrl_tx_server.http.wire.requests import check_ttl
+from skyrl_tx_server.http.wire.limits import check_ttl
 
 FILES = (CONFIG, WEIGHTS)
 ARCHIVE = "adapter.tar"
 URLS_OPEN_FOR = timedelta(hours=1)
 KEEP_UNUSED_FOR = URLS_OPEN_FOR + timedelta(minutes=10)
-"""Files made for downloads are removed when nobody has asked for them for so long."""
+"""Derived files are removed when they were not requested for this time."""
 _SECRET = secrets.token_bytes(32)
-_ANY_TEXT = ("utf-8", "surrogatepass")  # what a URL may hold
+_ANY_TEXT = ("utf-8", "surrogatepass")  # the files that a URL may name
 
 
 async def save_weights_external(context: AppState, request: Request) -> Reply:
@@ -77,7 +81,7 @@ async def external_weights_urls(context: AppState, request: Request) -> Reply:
 
 
 async def archive(context: AppState, request: Request) -> Reply:
-    """A redirect to the tar, whatever the kind of checkpoint."""
+    """Redirect to the tar of a checkpoint of any kind."""
     info, _ = await asyncio.to_thread(archive_of, context.checkpoints, path_of(request))
     expires = datetime.now(UTC) + URLS_OPEN_FOR
     return RedirectResponse(
@@ -101,7 +105,7 @@ async def download(context: AppState, request: Request) -> Reply:
 
 
 class OpenFileResponse(FileResponse):
-    """Sends a file that is open already, so that removing it meanwhile does not matter."""
+    """Sends a file that is open, so that removing it has no effect."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(f"/proc/self/fd/{file.fileno()}", media_type="application/octet-stream")
@@ -113,7 +117,7 @@ class OpenFileResponse(FileResponse):
 
 
 def _open(checkpoints: CheckpointStore, path: str, file: str, generation: str) -> BinaryIO:
-    """NotFoundError when the checkpoint has no longer this generation."""
+    """Raise NotFoundError if the checkpoint has another generation."""
     while True:
         info, target = (archive_of if file == ARCHIVE else adapter_of)(checkpoints, path)
         if info.generation != generation:
@@ -121,13 +125,14 @@ def _open(checkpoints: CheckpointStore, path: str, file: str, generation: str) -
         try:
             return (target if file == ARCHIVE else target / file).open("rb")
         except FileNotFoundError:
-            continue  # removed since, because it was replaced, deleted or had not been used for long
+            continue  # removed meanwhile, because it was replaced, deleted or unused
 
 
 def _url(request: Request, info: CheckpointInfo, file: str, expires: datetime) -> str:
     ends = int(expires.timestamp())
     address = f"{str(request.base_url).rstrip('/')}/api/v1/downloads/{quote(info.path.removeprefix('tinker://'))}/{file}"
-    return f"{address}?ends={ends}&generation={info.generation}&signature={_signature(info.path, file, info.generation, ends)}"
+    signature = _signature(info.path, file, info.generation, ends)
+    return f"{address}?ends={ends}&generation={info.generation}&signature={signature}"
 
 
 def _signature(path: str, file: str, generation: str, ends: int) -> str:
@@ -137,12 +142,12 @@ def _signature(path: str, file: str, generation: str, ends: int) -> str:
 
 
 def adapter_of(checkpoints: CheckpointStore, path: str) -> tuple[CheckpointInfo, Path]:
-    """The directory with both files of the checkpoint's adapter in PEFT's layout."""
+    """Write both files of the checkpoint's adapter in PEFT's layout into a directory."""
     return checkpoints.derived(path, "peft", _write_peft)
 
 
 def archive_of(checkpoints: CheckpointStore, path: str) -> tuple[CheckpointInfo, Path]:
-    """The tar of both files."""
+    """Write the tar of both files."""
     return checkpoints.derived(path, ARCHIVE, _write_archive)
 
 
@@ -151,7 +156,7 @@ def _write_peft(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, np.n
 
 
 def _write_archive(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, np.ndarray]) -> None:
-    """The same bytes whenever it is made, so that a download in several parts fits together."""
+    """Write the same bytes every time, so that a download in several parts is consistent."""
     with tempfile.TemporaryDirectory(dir=target.parent) as directory, tarfile.open(target, "x") as tar:
         write_adapter(Path(directory), arrays, info.lora, info.base_model, "float32")
         for name in FILES:

@@ -1,4 +1,4 @@
-"""retrieve_future, the long poll through which every result and every failure reaches the client, and cancel_future."""
+"""retrieve_future, the long poll that returns every result and every failure, and cancel_future."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from skyrl_tx_server.http.wire.results import result_to_json
 async def retrieve_future(context: AppState, request: Request) -> Reply:
     fields = JsonReader(await read_json(context, request), "retrieve_future")
     request_id = fields.text("request_id")
-    # Asking is a sign of life, being answered is none: a client that dies while it waits is not seen to go.
+    # The poll counts as a heartbeat when it arrives. Its reply does not: the client may have disconnected.
     context.registry.touch(context.futures.session_of(request_id))
     outcome = await context.futures.wait(request_id)
     if outcome is None:
-        # The SDK asks again at once, which is why `wait` has held the request as long as the SDK lets it.
+        # The SDK polls again at once, so `wait` holds the request as long as the SDK allows.
         return JSONResponse(
             {"type": "try_again", "request_id": request_id, "queue_state": "active"}, status_code=408
         )
@@ -42,8 +42,9 @@ def _reply(outcome: Outcome, *, accepts_proto: bool) -> Reply:
 
 
 async def cancel_future(context: AppState, request: Request) -> Reply:
-    """Sent when a client gives a sample up. What waits never begins, a sample that has begun ends with its next decode block; anything else
-    that has begun finishes, and its result is not kept."""
+    """Withdraw a request whose client gives it up. A waiting operation never starts, and a sample that runs
+    ends after the next decode dispatch. Any other running operation finishes, and its result is not kept.
+    """
     fields = JsonReader(await read_json(context, request), "cancel_future")
     request_id = fields.text("request_id")
     fields.ignore("type")

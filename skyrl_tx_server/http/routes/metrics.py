@@ -1,4 +1,5 @@
-"""GET /metrics in Prometheus' text format: what waits, what runs, tokens by kind, caches, compilations, memory."""
+"""GET /metrics in Prometheus' text format: queues, running work, tokens by kind, caches, compilations,
+memory."""
 
 from __future__ import annotations
 
@@ -6,36 +7,45 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
+from skyrl_tx_server.config.renamed import RENAMED_LABEL_VALUES, RENAMED_METRICS
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "skyrl_tx_"
+FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+Family = GaugeMetricFamily | CounterMetricFamily
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """One metric, fed from the engine's statistics: one key, or one key per value of a label."""
+    """A metric of the engine's statistics: of one statistic, or of one statistic for each value of a
+    label.
+    """
 
     name: str
-    kind: str  # gauge or counter
+    kind: Literal["gauge", "counter"]
     help: str
-    source: Mapping[str, str] | str  # the statistic's key; or label value -> key
-    label: str = ""  # of a metric with several sources, or of a statistic that is itself a mapping
+    source: Mapping[str, str] | str  # the name of the statistic; or label value -> name
+    label: str = ""  # if the metric has several sources, or if its statistic is a mapping
 
 
-METRICS = (
+METRICS: tuple[Metric, ...] = (
     Metric(
         name="ops_pending", kind="gauge", help="Operations accepted and not finished", source="ops_pending"
     ),
     Metric(
         name="queue_depth",
         kind="gauge",
-        help="Operations waiting for their first turn",
+        help="Operations that have not started",
         label="kind",
         source={"sample": "samples_waiting", "step": "steps_waiting"},
     ),
@@ -51,34 +61,43 @@ METRICS = (
     Metric(
         name="cache_pages",
         kind="gauge",
-        help="Pages for keys and values: all, those nobody has, those kept for prompts that begin alike",
+        help="KV pages: all of them, those that are free, and those that only the prefix cache holds",
         label="kind",
-        source={"all": "cache_pages", "free": "cache_pages_free", "remembered": "cache_pages_remembered"},
+        source={
+            "all": "cache_pages",
+            "free": "cache_pages_free",
+            "cached": "cache_pages_cached",
+        },
     ),
     Metric(
         name="preemptions_total",
         kind="counter",
-        help="Sequences set aside for want of pages",
-        source="preemptions",
-    ),
-    Metric(name="decode_blocks_total", kind="counter", help="Decode blocks run", source="decode_blocks"),
-    Metric(
-        name="decode_blocks_ahead_total",
-        kind="counter",
-        help="Decode blocks begun before the host looked at the one before",
-        source="decode_blocks_ahead",
+        help="Sequences preempted because no KV page was free",
+        source="num_preemptions",
     ),
     Metric(
-        name="turn_seconds_total",
+        name="decode_dispatches_total",
         kind="counter",
-        help="Time the engine has spent, by what on",
-        label="turn",
-        source="turn_seconds",
+        help="Dispatches of decode steps",
+        source="decode_dispatches",
+    ),
+    Metric(
+        name="decode_dispatches_ahead_total",
+        kind="counter",
+        help="Dispatches of decode steps that started before the host read the previous one",
+        source="decode_dispatches_ahead",
+    ),
+    Metric(
+        name="work_seconds_total",
+        kind="counter",
+        help="Time that the engine has spent on each kind of work",
+        label="work",
+        source="work_seconds",
     ),
     Metric(
         name="tokens_total",
         kind="counter",
-        help="Tokens by what was done with them",
+        help="Tokens by kind of work",
         label="kind",
         source={
             "sampled": "tokens_sampled",
@@ -93,7 +112,7 @@ METRICS = (
     Metric(
         name="sampler_snapshots",
         kind="gauge",
-        help="Sampler snapshots held",
+        help="Sampler snapshots in memory",
         label="place",
         source={"device": "snapshots_on_device", "host": "snapshots_in_host_memory"},
     ),
@@ -113,13 +132,14 @@ METRICS = (
     Metric(
         name="sampler_tokens_compared_total",
         kind="counter",
-        help="Tokens of the external sampler scored again",
+        help="Tokens of the external sampler that the engine scored again",
         source="sampler_tokens_compared",
     ),
     Metric(
         name="sampler_difference_nats",
         kind="gauge",
-        help="The external sampler's log-probabilities against ours, per token over the last compared samples",
+        help="Difference between the external sampler's log-probabilities and the engine's, per token over "
+        "the last compared samples",
         label="kind",
         source={
             "mean": "sampler_difference_mean",
@@ -130,21 +150,21 @@ METRICS = (
     Metric(
         name="programs_total",
         kind="counter",
-        help="XLA programs made ready, by name",
+        help="XLA programs compiled or read from the persistent cache, by name",
         label="program",
         source="programs",
     ),
     Metric(
         name="program_seconds_total",
         kind="counter",
-        help="Time spent making them ready",
+        help="Time spent on compiling or reading programs",
         label="program",
         source="program_seconds",
     ),
     Metric(
         name="programs_from_cache_total",
         kind="counter",
-        help="Programs found in the persistent cache",
+        help="Programs read from the persistent cache",
         source="programs_from_cache",
     ),
     Metric(
@@ -157,52 +177,58 @@ METRICS = (
 )
 
 
-async def metrics(context: AppState, request: Request) -> Reply:
-    statistics = context.engine.stats()
-    lines = [line for metric in METRICS for line in _lines(metric, statistics)]
-    for name, value in context.registry.stats().items():
-        lines += _described(
-            Metric(name=f"registry_{name}", kind="gauge", help="Known to the HTTP side", source=""),
-            {"": value},
+@dataclass(frozen=True, slots=True)
+class _Families(Collector):
+    """The metric families of one reply."""
+
+    state: AppState
+
+    def collect(self) -> Iterable[Family]:
+        statistics = self.state.engine.stats()
+        for metric in METRICS:
+            yield from _families(metric, statistics)
+        for name, value in self.state.registry.stats().items():
+            yield GaugeMetricFamily(f"{PREFIX}registry_{name}", f"{name} that the HTTP side knows", value)
+        yield GaugeMetricFamily(
+            f"{PREFIX}resident_memory_bytes", "Resident memory of the server process", _resident_bytes()
         )
-    memory = Metric(
-        name="resident_memory_bytes", kind="gauge", help="The server process's resident memory", source=""
-    )
-    lines += _described(memory, {"": _resident_bytes()})
-    lines += [
-        f"# HELP {PREFIX}requests_total HTTP requests answered",
-        f"# TYPE {PREFIX}requests_total counter",
-    ]
-    for (method, route, status), count in sorted(context.requests.items()):
-        lines.append(f'{PREFIX}requests_total{{method="{method}",route="{route}",status="{status}"}} {count}')
-    return Response("\n".join(lines) + "\n", media_type=MEDIA_TYPE)
+        requests = CounterMetricFamily(
+            f"{PREFIX}requests_total", "HTTP requests answered", labels=("method", "route", "status")
+        )
+        for (method, route, status), count in sorted(self.state.requests.items()):
+            requests.add_metric((method, route, str(status)), count)
+        yield requests
 
 
-def _lines(metric: Metric, statistics: Mapping[str, object]) -> Iterable[str]:
+async def metrics(context: AppState, request: Request) -> Reply:
+    return Response(generate_latest(_Families(context)), media_type=MEDIA_TYPE)
+
+
+def _families(metric: Metric, statistics: Mapping[str, object]) -> Iterable[Family]:
+    """Yield the metric's family, and another one under its former name; nothing if the engine has no such
+    statistic."""
     if isinstance(metric.source, str):
-        found = statistics.get(metric.source)
-        values = found if isinstance(found, dict) else {"": found}
+        statistic = statistics.get(metric.source)
+        values = statistic if isinstance(statistic, dict) else {"": statistic}
     else:
-        values = {value: statistics.get(key) for value, key in metric.source.items()}
-    return _described(
-        metric, {label: value for label, value in values.items() if isinstance(value, int | float)}
-    )
+        values = {value: statistics.get(name) for value, name in metric.source.items()}
+    numbers = {label: value for label, value in values.items() if isinstance(value, int | float)}
+    if not numbers:
+        return
+    for (name, value), former_value in RENAMED_LABEL_VALUES.items():
+        if name == metric.name and value in numbers:
+            numbers[former_value] = numbers[value]
+    yield _family(metric, metric.name, metric.label, metric.help, numbers)
+    if (former := RENAMED_METRICS.get(metric.name)) is not None:
+        notice = f"Former name of {PREFIX}{metric.name}; the next release removes it"
+        yield _family(metric, former.name, former.label or metric.label, notice, numbers)
 
 
-def _described(metric: Metric, values: Mapping[str, int | float]) -> list[str]:
-    """Nothing for a metric this engine or device does not have."""
-    if not values:
-        return []
-    name = PREFIX + metric.name
-    samples = [
-        f'{name}{{{metric.label}="{_escaped(label)}"}} {value}' if label else f"{name} {value}"
-        for label, value in values.items()
-    ]
-    return [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}", *samples]
-
-
-def _escaped(label: str) -> str:
-    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _family(metric: Metric, name: str, label: str, text: str, numbers: Mapping[str, int | float]) -> Family:
+    family = FAMILIES[metric.kind](PREFIX + name, text, labels=(label,) if label else ())
+    for value, number in numbers.items():
+        family.add_metric((value,) if label else (), number)
+    return family
 
 
 def _resident_bytes() -> int:

@@ -1,7 +1,7 @@
-"""OpenAI's doors to whatever can be sampled: /v1/chat/completions, /v1/completions and /v1/models.
+"""OpenAI's routes for sampling: /v1/chat/completions, /v1/completions and /v1/models.
 
-A model is asked for by the name of the base model, by the id of a live sampler, or by a sampler checkpoint's tinker:// path. A stream
-carries the tokens of each decode block as the engine makes them; a client that goes away gives its slots back.
+A model is the name of the base model, the id of a live sampler, or the tinker:// path of a sampler
+checkpoint. A stream carries the tokens of each decode dispatch. A client that disconnects frees its slots.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from starlette.responses import Response, StreamingResponse
 
 from skyrl_tx_server.engine.operations import Sample, SampleResult, SamplingSettings
 from skyrl_tx_server.errors import NotFoundError, ServerError, TooLongError, UserError
-from skyrl_tx_server.files.checkpoints import CheckpointKind, is_on_disk
+from skyrl_tx_server.files.checkpoint_record import CheckpointKind, is_on_disk
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import CHAT_BODY
 from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, Endpoint, Reply, read_parsed
 from skyrl_tx_server.http.streaming import follow, results_of
 from skyrl_tx_server.http.wire.chat_format import Tokenizer, load_tokenizer, render
 from skyrl_tx_server.http.wire.json_body import parse_json
+from skyrl_tx_server.http.wire.limits import check_tokens
 from skyrl_tx_server.http.wire.openai_replies import (
     ChatDoor,
     Choices,
@@ -36,7 +37,6 @@ from skyrl_tx_server.http.wire.openai_replies import (
     usage,
 )
 from skyrl_tx_server.http.wire.openai_requests import SamplingRequest, parse_chat, parse_completion
-from skyrl_tx_server.http.wire.requests import check_tokens
 
 
 async def chat_completions(context: AppState, request: Request) -> Reply:
@@ -82,11 +82,11 @@ async def get_model(context: AppState, request: Request) -> Reply:
     return _model_json(name, models[name])
 
 
-# --- names ------------------------------------------------------------------------------------------------------
+# --- names --------------------------------------------------------------------------------------
 
 
 async def _models(context: AppState) -> dict[str, int]:
-    """Every name that can be asked for -> since when, in seconds since 1970."""
+    """Return every name that can be sampled from, with the time of its creation in seconds since 1970."""
     names = {context.base_model: 0}
     for session in context.registry.sessions():
         names |= {sampler_id: int(session.created_at.timestamp()) for sampler_id in session.samplers}
@@ -101,11 +101,16 @@ def _model_json(name: str, created: int) -> dict[str, object]:
 
 
 def _no_such_model(context: AppState, name: str) -> str:
-    return f"no model {name!r}: ask for {context.base_model!r}, a live sampler's id or a sampler checkpoint's path; see /v1/models"
+    return (
+        f"no model {name!r}: ask for {context.base_model!r}, a live sampler's id or a sampler checkpoint's "
+        "path; see /v1/models"
+    )
 
 
 async def _weights(context: AppState, name: str) -> str | None:
-    """What the engine samples from under `name`; None is the base model. NotFoundError, UserError for a training checkpoint."""
+    """Return the weights that the engine samples from under `name`; None is the base model. Raise
+    NotFoundError for an unknown name and UserError for a training checkpoint.
+    """
     if name == context.base_model:
         return None
     if is_on_disk(name):
@@ -126,11 +131,11 @@ async def _weights(context: AppState, name: str) -> str | None:
     raise NotFoundError(_no_such_model(context, name))
 
 
-# --- from a request to the engine -------------------------------------------------------------------------------
+# --- from a request to the engine ---------------------------------------------------------------
 
 
 def _ending_turns(settings: SamplingSettings, tokenizer: Tokenizer) -> SamplingSettings:
-    """A chat also ends where the tokenizer says a turn ends, which config.json may not know."""
+    """Add the tokenizer's end-of-turn token to the stop tokens, which config.json may not contain."""
     if tokenizer.eos_token_id is None or tokenizer.eos_token_id in settings.stop_token_ids:
         return settings
     return replace(settings, stop_token_ids=(*settings.stop_token_ids, tokenizer.eos_token_id))
@@ -143,12 +148,13 @@ async def _sample(
     wanted = 1 if settings.max_tokens is None else settings.max_tokens
     if len(prompt) + wanted > limit:
         raise TooLongError(
-            f"This model's maximum context length is {limit} tokens; the prompt has {len(prompt)} and {wanted} more were asked for. "
+            f"This model's maximum context length is {limit} tokens; the prompt has {len(prompt)} and "
+            f"{wanted} more were asked for. "
             "Shorten the prompt or lower max_tokens"
         )
     if not len(prompt):
         raise UserError("the prompt is empty: send at least one token")
-    check_tokens(prompt, "prompt", context.limits)  # a tokenizer.json may know more tokens than the model has
+    check_tokens(prompt, "prompt", context.limits)  # a tokenizer.json may have more tokens than the model
     return Sample(
         weights=await _weights(context, ask.model),
         prompt=prompt,
@@ -157,7 +163,7 @@ async def _sample(
     )
 
 
-# --- replies ----------------------------------------------------------------------------------------------------
+# --- replies ------------------------------------------------------------------------------------
 
 
 async def _reply(context: AppState, request: Request, door: CompletionFormat, ops: Sequence[Sample]) -> Reply:
@@ -192,7 +198,7 @@ async def _whole(context: AppState, request: Request, door: CompletionFormat, op
 
 
 async def _stream(context: AppState, door: CompletionFormat, op: Sample) -> Response:
-    """Waits for the first tokens, so that a request the engine refuses still gets its status."""
+    """Wait for the first tokens, so that a request which the engine rejects still gets its status."""
     results: list[SampleResult] = []
     news = follow(context, op, results)
     first = await anext(news)

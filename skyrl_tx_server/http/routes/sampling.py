@@ -9,14 +9,14 @@ from starlette.requests import Request
 
 from skyrl_tx_server.engine.futures import RequestKey
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.files.checkpoints import CheckpointKind
+from skyrl_tx_server.files.checkpoint_record import CheckpointKind
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import SAMPLE_BODY
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json, read_parsed
 from skyrl_tx_server.http.streaming import StreamWatcher
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.json_reader import JsonReader
-from skyrl_tx_server.http.wire.requests import SampleRequest, parse_sample
+from skyrl_tx_server.http.wire.sampling_requests import SampleRequest, parse_sample
 
 
 async def create_sampling_session(context: AppState, request: Request) -> Reply:
@@ -34,7 +34,7 @@ async def create_sampling_session(context: AppState, request: Request) -> Reply:
 
 
 def _weights(context: AppState, *, base_model: str | None, model_path: str | None) -> str | None:
-    """What the engine samples from: a sampler checkpoint's path, or None for the base model."""
+    """Return the path of a sampler checkpoint, or None for the base model."""
     if base_model is not None:
         context.check_base_model(base_model)
     if model_path is None:
@@ -44,7 +44,8 @@ def _weights(context: AppState, *, base_model: str | None, model_path: str | Non
     info = context.checkpoints.info(model_path)
     if info.kind is not CheckpointKind.SAMPLER:
         raise UserError(
-            f"{model_path} is no sampler checkpoint; sample from the path that save_weights_for_sampler returns"
+            f"{model_path} is no sampler checkpoint; sample from the path that save_weights_for_sampler "
+            f"returns"
         )
     context.check_base_model(info.base_model)
     return model_path

@@ -6,17 +6,20 @@ import logging
 
 from starlette.requests import Request
 
+from skyrl_tx_server.config.renamed import RENAMED_STATISTICS
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_body
 
 
 async def healthz(context: AppState, request: Request) -> Reply:
-    """Reached only once the engine can work; until then the border answers 503."""
+    """Report that the engine runs. Until then every route answers 503."""
     return {"status": "ok"}
 
 
 async def client_config(context: AppState, request: Request) -> Reply:
-    """How the SDK should talk to us: chunks of one forward_backward in order, and no more samples in flight than is useful."""
+    """Return the settings of the SDK: the chunks of one forward_backward in order, and no more samples in
+    flight than is useful.
+    """
     await read_body(context, request)
     return {
         "pjwt_auth_enabled": False,
@@ -26,10 +29,11 @@ async def client_config(context: AppState, request: Request) -> Reply:
         "sample_use_retrieve_futures": False,
         "custom_loss_server_side": False,
         "sample_join_sampling_session": False,
-        # The two flags that make SDK 0.19 - 0.36 speak as 0.38 does.
+        # With these two flags SDK 0.19 - 0.36 send the same requests as 0.38.
         "proto_write_fwdbwd": True,
         "create_model_via_load_weights": True,
-        # pyqwest refuses what `openssl req -x509` makes (a CA's certificate, CaUsedAsEndEntity), and the SDK tries again for minutes.
+        # pyqwest rejects the certificates of `openssl req -x509` (CaUsedAsEndEntity), and the SDK
+        # retries for minutes.
         **({"use_pyqwest_transport": False} if request.url.scheme == "https" else {}),
     }
 
@@ -40,7 +44,7 @@ async def dynamic_config(context: AppState, request: Request) -> Reply:
 
 
 async def telemetry(context: AppState, request: Request) -> Reply:
-    """Accepted and dropped: nothing leaves this machine."""
+    """Accept and drop: nothing is sent from this machine."""
     await read_body(context, request)
     return {"status": "accepted"}
 
@@ -60,9 +64,11 @@ async def capabilities(context: AppState, request: Request) -> Reply:
 
 
 async def stats(context: AppState, request: Request) -> Reply:
-    """The engine's statistics are those of all tenants for the operator only; a tenant hears of its own."""
+    """Return the statistics of the whole engine to the operator, and those of its own share to a tenant."""
+    engine = context.engine.stats()
+    former = {old: engine[new] for old, new in RENAMED_STATISTICS.items() if new in engine}
     return {
-        "engine": context.engine.stats(),
+        "engine": engine | former,
         "registry": context.registry.stats(),
         "futures": context.futures.stats(),
     }

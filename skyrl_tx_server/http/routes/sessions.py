@@ -1,4 +1,4 @@
-"""Sessions: opened by a client's first call, kept alive by heartbeats, ended by the client or by silence."""
+"""Sessions: opened by a client's first call, kept by heartbeats, ended by the client or a timeout."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ async def heartbeat(context: AppState, request: Request) -> Reply:
 
 
 async def finish(context: AppState, request: Request) -> Reply:
-    """Always a success: the SDK raises on anything else when a `with ServiceClient()` block ends."""
+    """End a session. Always succeeds, because the SDK raises on any other reply when a `with ServiceClient()`
+    block ends.
+    """
     await read_body(context, request)
     end_session(context, request.path_params["session_id"], "its client closed it")
     return None
 
 
 def end_session(context: AppState, session_id: str, why: str) -> None:
-    """Forget a session and free what it held on the device."""
+    """Remove a session and free its memory on the device."""
     if not context.registry.has_session(session_id):
         return
     context = context.of(owner_of(session_id))

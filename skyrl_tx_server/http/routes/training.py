@@ -26,7 +26,7 @@ from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json, read_p
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.protobuf import MEDIA_TYPE, parse_training_proto
-from skyrl_tx_server.http.wire.requests import (
+from skyrl_tx_server.http.wire.training_requests import (
     TrainRequest,
     check_optimizer_config,
     parse_adam,
@@ -69,7 +69,7 @@ def begin_model(
     lora: LoraSpec,
     user_metadata: dict[str, str],
 ) -> Reply:
-    """Enter a new model in the books and have the engine make it; if that fails it never was."""
+    """Record a new model and let the engine create it. If that fails the model does not exist."""
     run = TrainingRun(
         run_id=op.model_id,
         base_model=context.base_model,
@@ -87,12 +87,15 @@ def begin_model(
             context.registry.forget_model(op.model_id)
             return
         try:
-            context.ledger.record_run(run)
-        except OSError as error:  # a full disk: without an entry the model could not be found again
+            context.run_index.record_run(run)
+        except (
+            OSError
+        ) as error:  # for example a full disk: without a record the model could not be found after a restart
             context.registry.forget_model(op.model_id)
             context.engine.submit(UnloadModel(model_id=op.model_id))
             raise ServerError(
-                f"the model was not made, because the server cannot write its ledger: {error.strerror}; make room and try again"
+                f"the model was not made, because the server cannot write its ledger: {error.strerror}; make "
+                f"room and try again"
             ) from error
 
     extra = {"path": op.path} if isinstance(op, LoadWeights) else {"model_id": op.model_id}
@@ -103,7 +106,9 @@ def begin_model(
 
 
 async def get_info(context: AppState, request: Request) -> Reply:
-    """`tokenizer_id` is the model's own directory for clients on this machine, who then need no model hub; others go by the name."""
+    """Return a model. For clients on this machine `tokenizer_id` is the model's own directory, so that they
+    need no model hub; for others it is the name.
+    """
     fields = JsonReader(await read_json(context, request), "get_info")
     model = context.registry.model(fields.text("model_id"))
     model_dir = context.settings.model_dir
@@ -123,7 +128,7 @@ async def get_info(context: AppState, request: Request) -> Reply:
 
 
 async def forward_backward(context: AppState, request: Request) -> Reply:
-    """Protobuf from SDK 0.25 on (where `forward` is a flag in it), JSON before."""
+    """Parse protobuf from SDK 0.25 and newer (with `forward` as a flag), or JSON from older ones."""
     if request.headers.get("content-type", "").startswith(MEDIA_TYPE):
         return _train(
             context,
@@ -161,7 +166,7 @@ def submit(
     extra: dict[str, str] | None = None,
     when_done: Callable[[Outcome], None] | None = None,
 ) -> Reply:
-    """Have `start` begin an operation of `model`, once for each `seq_id`; the reply names the request."""
+    """Let `start` begin an operation of `model`, once for each `seq_id`, and return its request_id."""
     key = None if seq_id is None else RequestKey(scope=model.model_id, seq_id=seq_id)
     request_id = context.futures.submit(
         start, kind=kind, key=key, session_id=model.session_id, extra=extra, when_done=when_done
@@ -182,7 +187,7 @@ async def optim_step(context: AppState, request: Request) -> Reply:
 
 
 async def unload_model(context: AppState, request: Request) -> Reply:
-    """Sent by SDK 0.25 and older only; newer clients end their session."""
+    """Free a model. Only SDK 0.25 and older send this; newer clients end their session."""
     fields = JsonReader(await read_json(context, request), "unload_model")
     model = context.registry.model(fields.text("model_id"))
     context.registry.forget_model(model.model_id)

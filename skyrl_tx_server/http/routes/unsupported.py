@@ -1,4 +1,4 @@
-"""Routes of the contract that this server does not offer, each with the way around it, so that nothing fails in silence."""
+"""Routes of the Tinker API that this server does not implement. Each replies with an alternative."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ ENDPOINTS = (
         method="GET",
         path="/api/v1/sessions/{session_id}/trace_export",
         handler=_refuse(
-            "trace_export: this server keeps no traces and does not implement this call; see GET /api/v1/stats"
+            "trace_export: this server keeps no traces and does not implement this call; see GET "
+            "/api/v1/stats"
         ),
     ),
     Endpoint(

@@ -21,13 +21,19 @@ from skyrl_tx_server.engine.operations import (
     SaveWeights,
 )
 from skyrl_tx_server.errors import NotFoundError, UserError
-from skyrl_tx_server.files.checkpoints import CheckpointInfo, CheckpointKind, checkpoint_path, parse_path
+from skyrl_tx_server.files.checkpoint_record import (
+    CheckpointInfo,
+    CheckpointKind,
+    checkpoint_path,
+    parse_path,
+)
 from skyrl_tx_server.files.run_index import TrainingRun
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json
 from skyrl_tx_server.http.routes.training import begin_model, submit
 from skyrl_tx_server.http.wire.json_reader import JsonReader
-from skyrl_tx_server.http.wire.requests import check_optimizer_config, check_ttl
+from skyrl_tx_server.http.wire.limits import check_ttl
+from skyrl_tx_server.http.wire.training_requests import check_optimizer_config
 
 CHECKPOINT_TYPES = {
     CheckpointKind.TRAINING: "training",
@@ -36,7 +42,7 @@ CHECKPOINT_TYPES = {
 }
 
 
-# --- saving -----------------------------------------------------------------------------------------------------
+# --- saving -------------------------------------------------------------------------------------
 
 
 async def save_weights(context: AppState, request: Request) -> Reply:
@@ -65,7 +71,9 @@ async def save_weights(context: AppState, request: Request) -> Reply:
 
 
 async def save_weights_for_sampler(context: AppState, request: Request) -> Reply:
-    """With a name, a checkpoint on disk; without, a snapshot in memory that only the sampler it makes can reach."""
+    """Save sampler weights: with a name, a checkpoint on disk; without, a snapshot in memory that only its
+    own sampler can use.
+    """
     fields = JsonReader(await read_json(context, request), "save_weights_for_sampler")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
@@ -73,7 +81,7 @@ async def save_weights_for_sampler(context: AppState, request: Request) -> Reply
     sampling_session_seq_id = fields.optional_integer("sampling_session_seq_id")
     user_metadata = fields.metadata("user_metadata")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
-    # Every save is a snapshot here: "inflight" promises no more than that its weights may be newer.
+    # Every save is a snapshot: "inflight" only means that its weights may be newer.
     kind = fields.optional_text("kind")
     fields.ignore("type")
     fields.finish()
@@ -129,7 +137,7 @@ def named(model_id: str, kind: CheckpointKind, name: str) -> str:
     if "/" in name:
         raise UserError(f"checkpoint name {name!r} must not hold a '/'; it is a name, not a path")
     path = checkpoint_path(model_id, kind, name)
-    parse_path(path)  # refuses what else is no name
+    parse_path(path)  # raises for any other invalid name
     return path
 
 
@@ -144,7 +152,9 @@ def save_named(
     ttl_seconds: int | None,
     overwrite: bool = False,
 ) -> Reply:
-    """Write the checkpoint `path`, which must be free unless it may be overwritten; once it is there it expires after `ttl_seconds`."""
+    """Write the checkpoint `path`, which must not exist unless `overwrite` is set. It expires after
+    `ttl_seconds`.
+    """
 
     def start() -> Future[OpResult]:
         if not overwrite and context.checkpoints.exists(path):
@@ -153,8 +163,8 @@ def save_named(
             )
         if not context.checkpoints.exists(
             path
-        ):  # a mark that a server which was killed has left of an earlier checkpoint of this name
-            context.ledger.forget(path)
+        ):  # a mark of an earlier checkpoint of this name, left by a killed server
+            context.run_index.forget(path)
         return context.engine.submit(op)
 
     def when_done(outcome: Outcome) -> None:
@@ -162,7 +172,7 @@ def save_named(
             return
         with contextlib.suppress(NotFoundError):  # deleted already
             generation = None if ttl_seconds is None else context.checkpoints.own(path).generation
-            context.ledger.set_expiry(path, _expiry(ttl_seconds), generation)
+            context.run_index.set_expiry(path, _expiry(ttl_seconds), generation)
 
     return submit(context, model, start, kind=kind, seq_id=seq_id, when_done=when_done)
 
@@ -171,11 +181,13 @@ def _expiry(ttl_seconds: int | None) -> datetime | None:
     return None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds)
 
 
-# --- loading ----------------------------------------------------------------------------------------------------
+# --- loading ------------------------------------------------------------------------------------
 
 
 async def load_weights(context: AppState, request: Request) -> Reply:
-    """Either into a live model (`model_id`) or as the first request of a new one (`session_id` and `model_seq_id`)."""
+    """Load a checkpoint into a live model (`model_id`), or as the first request of a new one (`session_id`
+    and `model_seq_id`).
+    """
     fields = JsonReader(await read_json(context, request), "load_weights")
     model_id = fields.optional_text("model_id")
     seq_id = fields.optional_integer("seq_id")
@@ -186,9 +198,7 @@ async def load_weights(context: AppState, request: Request) -> Reply:
     path = fields.text("path")
     optimizer = fields.flag("optimizer", True)
     check_optimizer_config(fields)
-    fields.ignore(
-        "type", "weights_access_token"
-    )  # there are no accounts here whose weights a token could open
+    fields.ignore("type", "weights_access_token")  # this server has no accounts of other users
     fields.finish()
     if base_model is not None:
         context.check_base_model(base_model)
@@ -212,7 +222,7 @@ async def load_weights(context: AppState, request: Request) -> Reply:
 
 
 def _training_checkpoint(context: AppState, path: str) -> LoraSpec:
-    """The LoRA of a checkpoint that this server can train on."""
+    """Return the LoRA of a checkpoint that this server can train."""
     info = context.checkpoints.info(path)
     if info.kind is not CheckpointKind.TRAINING:
         raise UserError(
@@ -221,7 +231,8 @@ def _training_checkpoint(context: AppState, path: str) -> LoraSpec:
     context.check_base_model(info.base_model)
     if info.lora.rank > context.limits.max_lora_rank:
         raise UserError(
-            f"{path} has LoRA rank {info.lora.rank}, above this server's max_lora_rank={context.limits.max_lora_rank}; "
+            f"{path} has LoRA rank {info.lora.rank}, above this server's "
+            f"max_lora_rank={context.limits.max_lora_rank}; "
             f"start it with max_lora_rank={info.lora.rank}"
         )
     return info.lora
@@ -237,7 +248,8 @@ def _load_into(
         model.lora.train_unembed,
     ):
         raise UserError(
-            f"{path} was made with {lora}, this model with {model.lora}; make a new one with create_training_client_from_state"
+            f"{path} was made with {lora}, this model with {model.lora}; make a new one with "
+            f"create_training_client_from_state"
         )
     op = LoadWeights(model_id=model.model_id, path=path, optimizer=optimizer)
     return submit(
@@ -263,7 +275,7 @@ async def weights_info(context: AppState, request: Request) -> Reply:
     }
 
 
-# --- training runs and their checkpoints ------------------------------------------------------------------------
+# --- training runs and their checkpoints --------------------------------------------------------
 
 
 async def list_training_runs(context: AppState, request: Request) -> Reply:
@@ -276,8 +288,10 @@ async def list_training_runs(context: AppState, request: Request) -> Reply:
 
 
 def _runs(context: AppState, by_run: dict[str, list[CheckpointInfo]]) -> list[TrainingRun]:
-    """Every run of the ledger, and those that only their checkpoints tell of (a directory copied here)."""
-    runs = context.ledger.runs
+    """Return every run of the run index, and those of which there are only checkpoints (a directory that was
+    copied here).
+    """
+    runs = context.run_index.runs
     return [*runs.values(), *(_run_of(infos[0]) for run_id, infos in by_run.items() if run_id not in runs)]
 
 
@@ -290,7 +304,7 @@ def _run_of(info: CheckpointInfo) -> TrainingRun:
 async def get_training_run(context: AppState, request: Request) -> Reply:
     run_id = request.path_params["run_id"]
     infos = await asyncio.to_thread(context.checkpoints.list, run_id)
-    run = context.ledger.run(run_id) or (_run_of(infos[0]) if infos else None)
+    run = context.run_index.run(run_id) or (_run_of(infos[0]) if infos else None)
     if run is None:
         raise NotFoundError(f"no training run {run_id}")
     return _run_to_json(context, run, infos)
@@ -299,7 +313,7 @@ async def get_training_run(context: AppState, request: Request) -> Reply:
 def _run_to_json(context: AppState, run: TrainingRun, infos: Sequence[CheckpointInfo]) -> dict[str, object]:
     last: dict[CheckpointKind, CheckpointInfo] = {
         info.kind: info for info in infos
-    }  # oldest first, so the newest stays
+    }  # the oldest first, so the newest replaces it
     last_request = context.registry.last_request_at.get(run.run_id) or max(
         [run.created_at, *(info.created_at for info in infos)]
     )
@@ -319,14 +333,14 @@ def _run_to_json(context: AppState, run: TrainingRun, infos: Sequence[Checkpoint
 
 
 def _checkpoint_to_json(context: AppState, info: CheckpointInfo) -> dict[str, object]:
-    expires_at = context.ledger.expiry(info.path, info.generation)
+    expires_at = context.run_index.expiry(info.path, info.generation)
     return {
         "checkpoint_id": f"{info.kind}/{info.name}",
         "checkpoint_type": CHECKPOINT_TYPES[info.kind],
         "time": info.created_at.isoformat(),
         "tinker_path": info.path,
         "size_bytes": info.size_bytes,
-        "public": info.path in context.ledger.public,
+        "public": info.path in context.run_index.public,
         "user_metadata": info.user_metadata,
         "expires_at": None if expires_at is None else expires_at.isoformat(),
     }
@@ -356,12 +370,14 @@ async def list_checkpoints(context: AppState, request: Request) -> Reply:
 async def delete_checkpoint(context: AppState, request: Request) -> Reply:
     path = path_of(request)
     generation = await asyncio.to_thread(context.checkpoints.delete, path)
-    context.ledger.forget(path, generation)
+    context.run_index.forget(path, generation)
     return None
 
 
 async def publish(context: AppState, request: Request) -> Reply:
-    """Other tenants may then load and sample the checkpoint and download it, if they know its path. Without tenants it is a mark only."""
+    """Publish a checkpoint. Other tenants may then load, sample and download it if they know its path.
+    Without tenants this is only a mark.
+    """
     return _mark(context, path_of(request), public=True)
 
 
@@ -370,8 +386,8 @@ async def unpublish(context: AppState, request: Request) -> Reply:
 
 
 def _mark(context: AppState, path: str, *, public: bool) -> None:
-    context.checkpoints.own(path)  # refuses a path that does not exist
-    context.ledger.set_public(path, public)
+    context.checkpoints.own(path)  # raises for a path that does not exist
+    context.run_index.set_public(path, public)
 
 
 async def set_ttl(context: AppState, request: Request) -> Reply:
@@ -379,8 +395,8 @@ async def set_ttl(context: AppState, request: Request) -> Reply:
     fields = JsonReader(await read_json(context, request), "ttl")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
     fields.finish()
-    info = context.checkpoints.own(path)  # refuses a path that does not exist
-    context.ledger.set_expiry(path, _expiry(ttl_seconds), info.generation)
+    info = context.checkpoints.own(path)  # raises for a path that does not exist
+    context.run_index.set_expiry(path, _expiry(ttl_seconds), info.generation)
     return None
 
 
@@ -389,7 +405,7 @@ def path_of(request: Request) -> str:
 
 
 RUN = "/api/v1/training_runs/{run_id}"
-CHECKPOINT = RUN + "/checkpoints/{checkpoint_id:path}"  # the id holds a slash: weights/0001
+CHECKPOINT = RUN + "/checkpoints/{checkpoint_id:path}"  # the id contains a slash: weights/0001
 
 ENDPOINTS = (
     Endpoint(method="POST", path="/api/v1/save_weights", handler=save_weights),

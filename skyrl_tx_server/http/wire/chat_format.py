@@ -1,4 +1,5 @@
-"""Messages -> token ids and token ids -> text, with the model's own tokenizer and chat template. transformers is imported on first use."""
+"""Messages -> token ids and token ids -> text, with the model's own tokenizer and chat template. transformers
+is imported on first use."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def load_tokenizer(model_dir: Path | None) -> Tokenizer:
 def _loaded(model_dir: Path | None) -> Tokenizer:
     if model_dir is None or not (model_dir / "tokenizer.json").is_file():
         raise UserError(
-            "text needs the model's tokenizer.json, which its directory lacks; send a prompt of token ids to /api/v1/asample"
+            "text needs the model's tokenizer.json, which its directory lacks; send a prompt of token ids to "
+            "/api/v1/asample"
         )
     from transformers import AutoTokenizer, logging
 
@@ -73,7 +75,8 @@ def render(
     tools: Sequence[object],
     template_kwargs: Mapping[str, object],
 ) -> Rendered:
-    """The whole conversation with the generation prompt. UserError for what the chat template has no place for."""
+    """The whole conversation with the generation prompt. UserError for what the chat template has no place
+    for."""
     if not tokenizer.chat_template:
         raise UserError("this model's tokenizer has no chat template; use /v1/completions")
     _check_template_kwargs(tokenizer, template_kwargs)

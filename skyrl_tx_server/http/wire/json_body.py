@@ -1,7 +1,9 @@
-"""JSON request bodies: bytes -> values, with the number of values, strings and containers and the depth checked before anything is built.
+"""JSON request bodies: bytes -> values, with the number of values, strings and containers and the depth
+checked before anything is built.
 
-The counts come from scans at memory speed. The first scan also counts what stands inside of strings, so it can only count too much; a body
-that it finds too large is scanned again without its strings before it is refused.
+The counts come from scans at memory speed. The first scan also counts what stands inside of strings, so it
+can only count too much; a body that it finds too large is scanned again without its strings before it is
+refused.
 """
 
 from __future__ import annotations

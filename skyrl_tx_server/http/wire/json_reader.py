@@ -1,4 +1,5 @@
-"""JSON objects of requests, read field by field: what has the wrong type, and what nobody reads, is a `UserError`."""
+"""JSON objects of requests, read field by field: what has the wrong type, and what nobody reads, is a
+`UserError`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ MAX_QUOTED_LENGTH = 80
 
 
 class JsonReader:
-    """A JSON object read field by field, so that a wrong type is one clear line and an unread field can be refused."""
+    """A JSON object read field by field, so that a wrong type is one clear line and an unread field can be
+    refused."""
 
     def __init__(self, body: object, where: str) -> None:
         if not isinstance(body, dict):
@@ -101,7 +103,8 @@ class JsonReader:
         return self._take(name)
 
     def metadata(self, name: str) -> dict[str, str]:
-        """User metadata; the reply types of the SDK allow string values only. The server keeps it, so it is limited in size."""
+        """User metadata; the reply types of the SDK allow string values only. The server keeps it, so it is
+        limited in size."""
         where, values = f"{self._where}: {name}", self.mapping(name)
         if len(values) > MAX_METADATA_ITEMS:
             raise UserError(f"{where} has {len(values)} entries; at most {MAX_METADATA_ITEMS} are accepted")
@@ -109,7 +112,8 @@ class JsonReader:
         for key, value in values.items():
             if len(key) > MAX_METADATA_NAME_LENGTH:
                 raise UserError(
-                    f"{where}: {quoted(key)} is too long a name; at most {MAX_METADATA_NAME_LENGTH} characters are accepted"
+                    f"{where}: {quoted(key)} is too long a name; at most {MAX_METADATA_NAME_LENGTH} "
+                    f"characters are accepted"
                 )
             if isinstance(value, dict | list):
                 raise UserError(f"{where}: the value of {quoted(key)} must be a string")
@@ -143,7 +147,8 @@ class JsonReader:
         unknown = sorted(set(self._values) - self._read)
         if unknown:
             raise UserError(
-                f"{self._where}: unknown field {named(unknown)}; this server would have to ignore it. Leave it out"
+                f"{self._where}: unknown field {named(unknown)}; this server would have to ignore it. Leave "
+                f"it out"
             )
 
 

@@ -222,7 +222,8 @@ def _call_json(call: ToolCall) -> dict[str, object]:
 
 
 def error_json(error: ServerError, message: str | None = None) -> dict[str, object]:
-    """OpenAI's error shape; its clients raise by the HTTP status and show the message. `message` replaces the error's own."""
+    """OpenAI's error shape; its clients raise by the HTTP status and show the message. `message` replaces the
+    error's own."""
     kind = (
         "invalid_request_error"
         if isinstance(error, UserError)

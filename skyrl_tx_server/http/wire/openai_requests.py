@@ -1,6 +1,7 @@
 """OpenAI's chat and text completions: JSON in, checked records out, and results in OpenAI's shapes.
 
-What would change the result and cannot be honoured is refused by name; what cannot change it (`user`, `metadata`, ...) is accepted.
+What would change the result and cannot be honoured is refused by name; what cannot change it (`user`,
+`metadata`, ...) is accepted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from skyrl_tx_server.engine.operations import SamplingSettings
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.json_reader import JsonReader, quoted
-from skyrl_tx_server.http.wire.requests import Limits, check_tokens, integers, parse_sampling_params
+from skyrl_tx_server.http.wire.limits import Limits, check_tokens
+from skyrl_tx_server.http.wire.sampling_requests import parse_sampling_params
+from skyrl_tx_server.http.wire.tensors import integers
 
 MAX_CHOICES = 128
 HARMLESS = (
@@ -27,7 +30,8 @@ HARMLESS = (
     "prompt_cache_retention",
 )
 ECHOED = ("annotations", "provider_specific_fields")
-"""What clients send back in an assistant message and no model reads: OpenAI's citations, LiteLLM's notes on the provider's answer."""
+"""What clients send back in an assistant message and no model reads: OpenAI's citations, LiteLLM's notes on
+the provider's answer."""
 _NOT_SAMPLED_SO = "this server samples from the model's distribution as temperature, top_k and top_p shape it"
 
 
@@ -58,7 +62,7 @@ class CompletionRequest:
     prompts: tuple[str | np.ndarray, ...]  # text, or [P] int32
 
 
-# --- requests ---------------------------------------------------------------------------------------------------
+# --- requests -----------------------------------------------------------------------------------
 
 
 def parse_chat(body: object, limits: Limits) -> ChatRequest:
@@ -66,7 +70,8 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
     logprobs = fields.flag("logprobs", False)
     if fields.optional_integer("top_logprobs"):
         raise UserError(
-            "chat/completions: top_logprobs is not supported; logprobs=true returns those of the sampled tokens"
+            "chat/completions: top_logprobs is not supported; logprobs=true returns those of the sampled "
+            "tokens"
         )
     for name, alternative in (
         ("functions", "use tools"),
@@ -99,7 +104,8 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
             or not isinstance(tool.get("function"), dict)
         ):
             raise UserError(
-                f"chat/completions: tools: expected {{'type': 'function', 'function': {{...}}}}, got {quoted(tool)}"
+                f"chat/completions: tools: expected {{'type': 'function', 'function': {{...}}}}, got "
+                f"{quoted(tool)}"
             )
     messages = tuple(_message(index, message) for index, message in enumerate(fields.items("messages")))
     if not messages:
@@ -116,7 +122,8 @@ def parse_completion(body: object, limits: Limits) -> CompletionRequest:
     count = fields.optional_integer("logprobs")
     if count:
         raise UserError(
-            "completions: logprobs above 0 (the most likely tokens) is not supported; logprobs=0 returns the sampled tokens'"
+            "completions: logprobs above 0 (the most likely tokens) is not supported; logprobs=0 returns the "
+            "sampled tokens'"
         )
     fields.refuse("echo", "the prompt is yours already")
     fields.refuse("suffix", "this model continues a text, it does not fill gaps")
@@ -239,7 +246,8 @@ def _content(content: object, where: str) -> str:
     for part in content if isinstance(content, list) else [content]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise UserError(
-                f"{where}: content must be text or parts of type 'text', got {quoted(part)}; this model reads text only"
+                f"{where}: content must be text or parts of type 'text', got {quoted(part)}; this model "
+                f"reads text only"
             )
         texts.append(part["text"])
     return "".join(texts)

@@ -9,7 +9,8 @@
     {"name": "ls", "arguments": {"path": "/"}}
     </tool_call>
 
-Text that could still turn into a tag or a stop string is held back until it cannot, so that a stream says what the whole would say.
+Text that could still turn into a tag or a stop string is held back until it cannot, so that a stream says
+what the whole would say.
 """
 
 from __future__ import annotations

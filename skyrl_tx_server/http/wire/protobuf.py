@@ -1,6 +1,8 @@
-"""The two protobuf bodies of the contract: forward_backward requests in, sample and forward_backward results out.
+"""The two protobuf bodies of the contract: forward_backward requests in, sample and forward_backward results
+out.
 
-SDK 0.25 and later speak nothing else here. Byte arrays are little-endian; an undefined log-probability is NaN.
+SDK 0.25 and later speak nothing else here. Byte arrays are little-endian; an undefined log-probability is
+NaN.
 """
 
 from __future__ import annotations
@@ -28,15 +30,13 @@ from skyrl_tx_server.engine.operations import (
 )
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_reader import named
+from skyrl_tx_server.http.wire.limits import Limits, check_tokens
 from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
-from skyrl_tx_server.http.wire.requests import (
-    Limits,
+from skyrl_tx_server.http.wire.tensors import cells_from_csr, dense_array
+from skyrl_tx_server.http.wire.training_requests import (
     TrainRequest,
-    cells_from_csr,
     check_datum,
     check_request_cells,
-    check_tokens,
-    dense_array,
     parse_loss_config,
     parse_loss_fn,
 )
@@ -95,19 +95,22 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
 
 
 def _check_fields(body: bytes) -> None:
-    """Refuse a body of many small fields before it is parsed: an empty message takes two bytes there and a hundred in memory."""
+    """Refuse a body of many small fields before it is parsed: an empty message takes two bytes there and a
+    hundred in memory."""
     if len(body) > CHECKED_FROM_BYTES:
         with contextlib.suppress(IndexError):  # cut off: the parser says so
             _count_fields(body, 0, len(body), cast(Descriptor, pb.ForwardBackwardRequest.DESCRIPTOR), 0)
 
 
 def _count_fields(body: bytes, at: int, end: int, message: Descriptor, count: int) -> int:
-    """`count` and the fields of the message at body[at:end], those of its messages included. IndexError where it is cut off."""
+    """`count` and the fields of the message at body[at:end], those of its messages included. IndexError where
+    it is cut off."""
     while at < end:
         count += 1
         if count > MAX_FIELDS:
             raise UserError(
-                f"forward_backward: the body has more than {MAX_FIELDS} protobuf fields; send fewer datums at once"
+                f"forward_backward: the body has more than {MAX_FIELDS} protobuf fields; send fewer datums "
+                f"at once"
             )
         tag, at = _varint(body, at)
         match tag & 7:
@@ -133,7 +136,9 @@ def _count_fields(body: bytes, at: int, end: int, message: Descriptor, count: in
 
 
 def _varint(body: bytes, at: int) -> tuple[int, int]:
-    """The number at `at`, and where it ends. A longer one than protobuf has is cut, which the parser refuses."""
+    """The number at `at`, and where it ends. A longer one than protobuf has is cut, which the parser
+    refuses.
+    """
     value = shift = 0
     while (byte := body[at]) & 0x80 and shift < 63:
         value |= (byte & 0x7F) << shift
@@ -149,7 +154,8 @@ def _datum(index: int, datum: pb.Datum, loss_fn: LossFn, limits: Limits) -> Trai
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             raise UserError(
-                f"{where}: {kind or 'unknown'} chunks are not supported by this text-only server; send encoded_text tokens"
+                f"{where}: {kind or 'unknown'} chunks are not supported by this text-only server; send "
+                f"encoded_text tokens"
             )
         chunks.append(_from_bytes(chunk.encoded_text.tokens, np.dtype("<i4"), f"{where}: model_input"))
     tokens = check_tokens(
@@ -255,7 +261,8 @@ def _float_cells(cells: CsrMatrix) -> pb.Tensor:
 
 
 def _forward_backward(result: ForwardBackwardResult) -> pb.ForwardBackwardOutput:
-    """One record per run of datums with equally many targets per position: their log-probabilities end to end, cut by byte offsets."""
+    """One record per run of datums with equally many targets per position: their log-probabilities end to
+    end, cut by byte offsets."""
     bare = [name for name in result.metrics if ":" not in name]
     assert not bare, f"metrics need the form name:reduction, got {bare}"
     output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")

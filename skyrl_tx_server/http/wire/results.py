@@ -22,7 +22,8 @@ from skyrl_tx_server.engine.operations import (
 
 
 def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dict[str, object]:
-    """A finished future's JSON body. `extra` is what the submitting route knows and the engine does not (ids)."""
+    """A finished future's JSON body. `extra` is what the submitting route knows and the engine does not
+    (ids)."""
     match result:
         case SampleResult():
             return {
@@ -74,7 +75,8 @@ def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dic
 
 
 def _json_float(value: float) -> float | str:
-    """JSON has no infinity and no NaN, and the SDK's parser is strict; but its types read a float from "inf" and "nan" too."""
+    """JSON has no infinity and no NaN, and the SDK's parser is strict; but its types read a float from "inf"
+    and "nan" too."""
     return value if math.isfinite(value) else str(value)
 
 

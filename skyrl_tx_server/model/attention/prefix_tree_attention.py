@@ -1,6 +1,6 @@
 """Attention over a stream of sequences that share their beginnings (see `packing`), block by block.
 
-A token at index j of the stream is seen by those from j up to `ends[j]`, where its subtree ends. Only pairs of blocks in which anything
+A token at index j of the stream is seen by those from j up to `subtree_end[j]`, where its subtree ends. Only pairs of blocks in which anything
 is seen are computed, so the cost grows with what is seen and not with the stream's length squared; scores never lie in memory but one
 block's, forward and backward (Dao et al., arXiv:2205.14135).
 """
@@ -77,7 +77,8 @@ def _by_platform[Output](
 
     def each_stream(*stacked: object) -> Output:
         streams = [
-            loop(*jax.tree.map(lambda leaf, r=r: leaf[r], stacked)) for r in range(layout.ends.shape[0])
+            loop(*jax.tree.map(lambda leaf, r=r: leaf[r], stacked))
+            for r in range(layout.subtree_end.shape[0])
         ]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *streams)
 
@@ -191,7 +192,7 @@ def _scores(layout: TreeLayout, q: jax.Array, k: jax.Array, i: jax.Array, j: jax
     """[K, G, n, n] float32, to the base of two, of query block i and key block j, masked where a query does not see a key."""
     block = k.shape[1]
     queries, keys = i * block + jnp.arange(block)[:, None], j * block + jnp.arange(block)[None]
-    ends = layout.ends.reshape(-1, block)[j]
+    ends = layout.subtree_end.reshape(-1, block)[j]
     scores = _product("kgqh,ksh->kgqs", q, k) * (q.shape[-1] ** -0.5 * LOG2E)
     return jnp.where((keys <= queries) & (queries < ends[None]), scores, MASKED)
 

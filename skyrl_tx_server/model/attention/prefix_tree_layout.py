@@ -12,8 +12,8 @@ from skyrl_tx_server.model.lora.lora_math import ArrayLike
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeLayout:
-    """As `packing.PackedBatch` has it: every array has a leading axis of streams R, each cut into N blocks."""
+    """As in `TrainBatch`: every array has a leading axis of streams R, each cut into N blocks."""
 
-    ends: ArrayLike  # [R, T] int32
+    subtree_end: ArrayLike  # [R, T] int32, the end of the subtree of each token
     key_blocks: ArrayLike  # [R, N, N] int32
     num_key_blocks: ArrayLike  # [R, N] int32

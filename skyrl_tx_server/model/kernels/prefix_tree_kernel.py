@@ -45,7 +45,7 @@ def forward(
         compiler_params=compiler_params(q),
         interpret=interpret,
         name="tree_attention_forward",
-    )(layout.ends, layout.key_blocks, layout.num_key_blocks, q, k, v)
+    )(layout.subtree_end, layout.key_blocks, layout.num_key_blocks, q, k, v)
     return out[..., :head_dim], log_total
 
 
@@ -77,7 +77,7 @@ def backward(
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         name="tree_attention_query_gradient",
         **options,
-    )(layout.ends, layout.key_blocks, layout.num_key_blocks, q, k, v, grad_out, log_total, along)
+    )(layout.subtree_end, layout.key_blocks, layout.num_key_blocks, q, k, v, grad_out, log_total, along)
     group = heads // kv_heads
     queries = pl.BlockSpec((None, length, group, q.shape[-1]), lambda i, h, r: (r, 0, h, 0))
     numbers = pl.BlockSpec((None, group, length), lambda i, h, r: (r, h, 0))
@@ -90,7 +90,7 @@ def backward(
         out_shape=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
         name="tree_attention_key_gradient",
         **options,
-    )(layout.ends, q, k, v, grad_out, log_total, along)
+    )(layout.subtree_end, q, k, v, grad_out, log_total, along)
     return grad_q[..., :head_dim], grad_k[..., :head_dim], grad_v[..., :head_dim]
 
 

@@ -1,6 +1,8 @@
-"""Terminus-2 for training: our language model inside, and every way an episode can end leaves a reason and goes on to the verifier.
+"""Terminus-2 with a `TinkerLLM`. However an episode ends, it has a stop reason, and the verifier runs
+afterwards.
 
-Harbor builds agents itself, from JSON. The live language model therefore waits in a registry, under a key that the agent is given.
+Harbor constructs agents from JSON, which cannot contain a language model. `register_session` therefore stores
+the model of each trial under a key, and the agent receives the key.
 """
 
 from __future__ import annotations
@@ -20,30 +22,30 @@ from harbor.models.agent.context import AgentContext
 
 from src.core.errors import SandboxError, TrainerError
 from src.core.trajectory import StopReason
-from src.envs.harbor.tinker_llm import EpisodeOver, TinkerLLM
+from src.envs.harbor.tinker_llm import EpisodeEnd, TinkerLLM
 from src.envs.sandbox.environment import is_infrastructure_failure
 
 PROBE_TIMEOUT_S = 20
 
 
 @dataclass(kw_only=True)
-class Session:
-    """What a trial and the objects Harbor builds for it share."""
+class AgentSession:
+    """The state that a trial shares with the agent that Harbor constructs for it."""
 
     llm: TinkerLLM
-    stop_reason: StopReason | None = None  # None: the agent did not come to an end of its own
-    error: TrainerError | None = None  # what ended the agent without a gradable result
-    num_commands: int = 0  # Terminus-2's tool calls
-    num_parse_failures: int = 0  # answers that were no such calls
+    stop_reason: StopReason | None = None  # None: Harbor cancelled the agent.
+    error: TrainerError | None = None  # the error that ended the agent and prevents grading
+    num_commands: int = 0  # terminal commands, which are the tool calls of Terminus-2
+    num_parse_failures: int = 0  # answers from which no commands could be parsed
 
 
-_sessions: dict[str, Session] = {}
+_sessions: dict[str, AgentSession] = {}
 
 
 @contextmanager
-def registered(key: str, session: Session) -> Iterator[None]:
-    """Make `session` known under `key` while a trial runs."""
-    assert key not in _sessions, f"two trials share the key {key}"
+def register_session(key: str, session: AgentSession) -> Iterator[None]:
+    """Make `session` available to the agent under `key` while the block runs."""
+    assert key not in _sessions, f"two trials have the key {key}"
     _sessions[key] = session
     try:
         yield
@@ -51,16 +53,16 @@ def registered(key: str, session: Session) -> Iterator[None]:
         del _sessions[key]
 
 
-def opening_prompt(instruction: str) -> str:
-    """What Terminus-2 says first, without the screen: no trial's first prompt is shorter."""
+def first_prompt(instruction: str) -> str:
+    """Return the first prompt of Terminus-2 with an empty screen, which is a lower bound on its length."""
     template = Path(terminus_2.__file__).parent / "templates" / "terminus-json-plain.txt"
     return template.read_text(encoding="utf-8").format(instruction=instruction, terminal_state="")
 
 
 class TrainingTerminus2(Terminus2):
-    """Terminus-2 over the `TinkerLLM` of the session named in `llm_kwargs`."""
+    """Terminus-2 with the `TinkerLLM` of the session whose key is in `llm_kwargs`."""
 
-    session: Session
+    session: AgentSession
 
     @override
     def _init_llm(self, llm_kwargs: dict[str, Any] | None, **_: Any) -> BaseLLM:
@@ -74,69 +76,66 @@ class TrainingTerminus2(Terminus2):
 
     @override
     async def _run_subagent(self, *args: Any, **kwargs: Any) -> Any:
-        with self.session.llm.recording_apart():
+        with self.session.llm.subagent_calls():
             return await super()._run_subagent(*args, **kwargs)
 
     @override
     async def _handle_llm_interaction(self, *args: Any, **kwargs: Any) -> Any:
         interaction = await super()._handle_llm_interaction(*args, **kwargs)
         commands, is_task_complete, feedback, *_ = interaction
-        for (
-            command
-        ) in commands:  # half of a surrogate pair, which JSON can name, is nothing that can be typed
+        for command in commands:
+            # JSON can contain an unpaired surrogate, which cannot be encoded for the terminal.
             command.keystrokes = str(command.keystrokes).encode("utf-8", "replace").decode()
         self.session.num_commands += len(commands)
         self.session.num_parse_failures += feedback.startswith("ERROR")
-        self._answers += 1
+        self._num_answers += 1
         self._is_confirmed = is_task_complete and self._pending_completion
         return interaction
 
     @override
     def _limit_output_length(self, output: str, max_bytes: int = 10000) -> str:
-        """As Harbor does it, which encodes all of the output four times; an agent can make 16 MiB of it in every turn."""
+        """Return Harbor's result without encoding the whole output, which can have 16 MiB, four times."""
         if len(output) <= 2 * max_bytes:
             return super()._limit_output_length(output, max_bytes)
-        first, last = (
-            part.encode()[where].decode(errors="ignore")
-            for part, where in (
-                (output[:max_bytes], slice(max_bytes // 2)),
-                (output[-max_bytes:], slice(-(max_bytes // 2), None)),
-            )
-        )
+        half = max_bytes // 2
+        first = output[:max_bytes].encode()[:half].decode(errors="ignore")
+        last = output[-max_bytes:].encode()[-half:].decode(errors="ignore")
         omitted = len(output.encode()) - len(first.encode()) - len(last.encode())
-        return f"{first}\n[... output limited to {max_bytes} bytes; {omitted} interior bytes omitted ...]\n{last}"
+        notice = f"[... output limited to {max_bytes} bytes; {omitted} interior bytes omitted ...]"
+        return f"{first}\n{notice}\n{last}"
 
     @override
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
-        """Play the episode. Raises only what makes it impossible to grade: a failing backend or a dead sandbox."""
-        self._answers = 0
+        """Play the episode. Raises only errors that prevent grading: of the back end or of the sandbox."""
+        self._num_answers = 0
         self._is_confirmed = False
         try:
             await super().run(instruction, environment, context)
-            self.session.stop_reason = self._how_it_ended()
-        except EpisodeOver as over:
-            if isinstance(over.cause, TrainerError):
-                self.session.error = over.cause
-                raise over.cause from None
-            self.session.stop_reason = over.cause
+            self.session.stop_reason = self._normal_stop_reason()
+        except EpisodeEnd as end:
+            if isinstance(end.cause, TrainerError):
+                self.session.error = end.cause
+                raise end.cause from None
+            self.session.stop_reason = end.cause
         except ContextLengthExceededError:
             self.session.stop_reason = StopReason.CONTEXT_LENGTH
         except Exception as error:
-            await self._blame(error, environment)
+            await self._attribute_error(error, environment)
         finally:
-            # The session has every token once; Harbor would write them into result.json, one per line, for each turn again.
+            # Harbor would write the tokens of every turn to result.json; the session already has them.
             context.rollout_details = None
 
-    def _how_it_ended(self) -> StopReason:
+    def _normal_stop_reason(self) -> StopReason:
         if self._is_confirmed:
             return StopReason.STOP
-        # Harbor counts the episode in which it finds the terminal gone, but nothing was answered in it.
-        return StopReason.SESSION_CLOSED if self._answers < self._n_episodes else StopReason.MAX_TURNS
+        # Harbor also counts the turn in which it finds the terminal closed, although that turn has no answer.
+        return StopReason.SESSION_CLOSED if self._num_answers < self._n_episodes else StopReason.MAX_TURNS
 
-    async def _blame(self, error: Exception, environment: BaseEnvironment) -> None:
-        """A terminal that stops working is the agent's doing while its sandbox still runs commands, and the sandbox's failure otherwise.
+    async def _attribute_error(self, error: Exception, environment: BaseEnvironment) -> None:
+        """Attribute a terminal that stopped working: to the agent if its sandbox runs commands, else to the
+        sandbox.
 
-        An agent that broke its own machine (`rm -rf /`, `kill -9 -1`) is graded on what is left; trying again would only hide it.
+        An agent that broke its own machine (`rm -rf /`, `kill -9 -1`) is graded on the state that remains.
         """
         if isinstance(error, TrainerError):
             self.session.error = error
@@ -147,11 +146,9 @@ class TrainingTerminus2(Terminus2):
                 raise SandboxError(
                     " ".join((probe.stdout or probe.stderr or f"status {probe.return_code}").split())[:200]
                 )
-        except Exception as dead:
-            self.session.error = SandboxError(f"the sandbox stopped answering: {dead}")
+        except Exception as probe_error:
+            self.session.error = SandboxError(f"the sandbox stopped responding: {probe_error}")
             raise self.session.error from error
-        if not isinstance(
-            error, RuntimeError
-        ):  # Harbor reports a dead terminal as a RuntimeError; anything else is a fault
+        if not isinstance(error, RuntimeError):  # Harbor reports a closed terminal as a RuntimeError.
             raise error
         self.session.stop_reason = StopReason.SESSION_CLOSED

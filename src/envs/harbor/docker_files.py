@@ -1,4 +1,7 @@
-"""An agent's files in a Docker container: what it changed, taken by the engine itself and laid down in a fresh container of the image."""
+"""The files that an agent changed in a Docker container.
+
+The Docker engine lists and exports them, and unpacks them in a fresh container of the same image.
+"""
 
 from __future__ import annotations
 
@@ -23,39 +26,42 @@ from src.envs.harbor.carried_files import (
     MAX_BYTES,
     MODULE_DIRECTORIES,
     CarryRules,
-    Changes,
-    CleanArchive,
-    Entry,
-    check_bounds,
+    FileChanges,
+    FileEntry,
+    FilteredArchive,
+    check_limits,
 )
 
 ENGINE_TIMEOUT_S = 120
-MODIFIED, ADDED, REMOVED = 0, 1, 2  # of a container's difference to its image
+MODIFIED, ADDED, REMOVED = 0, 1, 2  # the kinds of changes that the engine reports against the image
 
 
 class DockerFiles:
-    """The files of one agent in the main container of its compose project. Nothing runs in that container to take them."""
+    """The files of one agent in the main container of its compose project. Implements `AgentFiles`.
+
+    No program of that container is run to export them.
+    """
 
     def __init__(self, environment: BaseEnvironment) -> None:
         self._environment = environment
         self._project = compose_project(environment.session_id)
         self._mounts: tuple[str, ...] = ()
 
-    async def remember(self) -> None:
-        """The image is what the container is compared with."""
+    async def snapshot(self) -> None:
+        """Do nothing: the engine compares the container with its image."""
 
     async def freeze(self) -> None:
-        """End the container with everything in it; its files stay."""
+        """Kill the container with all its processes. Its files remain."""
         with boundary(SandboxError, "ending the agent's container"):
             await asyncio.to_thread(self._kill)
 
-    async def take(self, archive: IO[bytes]) -> Changes:
-        with boundary(SandboxError, "taking the agent's files"):
-            return await asyncio.to_thread(self._take, archive)
+    async def export(self, archive: IO[bytes]) -> FileChanges:
+        with boundary(SandboxError, "exporting the agent's files"):
+            return await asyncio.to_thread(self._export, archive)
 
-    async def place(self, fresh: BaseEnvironment, archive: IO[bytes], changes: Changes) -> None:
-        with boundary(SandboxError, "laying down the agent's files"):
-            await asyncio.to_thread(self._place, fresh, archive, changes)
+    async def unpack(self, fresh: BaseEnvironment, archive: IO[bytes], changes: FileChanges) -> None:
+        with boundary(SandboxError, "unpacking the agent's files"):
+            await asyncio.to_thread(self._unpack, fresh, archive, changes)
 
     @cached_property
     def _client(self) -> Any:
@@ -63,21 +69,21 @@ class DockerFiles:
 
     def _container(self, project: str) -> Any:
         labels = [f"com.docker.compose.project={project}", "com.docker.compose.service=main"]
-        found = self._client.containers.list(all=True, filters={"label": labels})
-        if not found:
-            raise SandboxError(f"there is no container of the compose project {project}")
-        return found[0]
+        containers = self._client.containers.list(all=True, filters={"label": labels})
+        if not containers:
+            raise SandboxError(f"the compose project {project} has no container")
+        return containers[0]
 
     def _kill(self) -> None:
         container = self._container(self._project)
         try:
             container.kill()
         except APIError as error:
-            if error.status_code != 409:  # it has ended already
+            if error.status_code != 409:  # 409: the container is not running.
                 raise
         container.wait(timeout=ENGINE_TIMEOUT_S)
 
-    def _take(self, archive: IO[bytes]) -> Changes:
+    def _export(self, archive: IO[bytes]) -> FileChanges:
         container = self._container(self._project)
         variables = dict(item.split("=", 1) for item in container.attrs["Config"]["Env"] or [] if "=" in item)
         self._mounts = tuple(mount["Destination"] for mount in container.attrs["Mounts"])
@@ -99,37 +105,40 @@ class DockerFiles:
             for path, kind in difference.items()
             if kind == REMOVED and rules.removes(path) and self._is_inside(path)
         ]
-        anything = Entry(kind="d", mode=0, size=0)
-        wanted = {
-            path: kind for path, kind in difference.items() if kind != REMOVED and rules.takes(path, anything)
+        # The engine reports no types, modes and sizes; the archive checks those of each member.
+        any_entry = FileEntry(kind="d", mode=0, size=0)
+        changed = {
+            path: kind
+            for path, kind in difference.items()
+            if kind != REMOVED and rules.carries(path, any_entry) and self._is_inside(path)
         }
-        wanted = {path: kind for path, kind in wanted.items() if self._is_inside(path)}
-        check_bounds(len(wanted), 0)
-        clean = CleanArchive(archive, rules, Changes())
-        taken_whole: set[str] = set()
-        for path in sorted(wanted):
-            if any(str(parent) in taken_whole for parent in PurePosixPath(path).parents):
+        check_limits(len(changed), 0)
+        filtered = FilteredArchive(archive, rules, FileChanges())
+        added_directories: set[str] = set()
+        for path in sorted(changed):
+            if any(str(parent) in added_directories for parent in PurePosixPath(path).parents):
                 continue
-            if self._add(clean, container, path, is_new=wanted[path] == ADDED):
-                taken_whole.add(path)
-        clean.close()
-        return Changes(taken=dict.fromkeys(wanted, anything) if clean.num_members else {}, removed=removed)
+            if self._add(filtered, container, path, is_new=changed[path] == ADDED):
+                added_directories.add(path)
+        filtered.close()
+        carried = dict.fromkeys(changed, any_entry) if filtered.num_members else {}
+        return FileChanges(carried=carried, removed=removed)
 
     def _is_inside(self, path: str) -> bool:
-        """Whether it lies in the container itself, and not in a directory of the host that every container of the trial shares."""
+        """Return whether `path` is in the container itself and not in a mounted directory of the host."""
         return not any(
             path == mount or path.startswith(f"{mount}/") or mount.startswith(f"{path}/")
             for mount in self._mounts
         )
 
-    def _add(self, clean: CleanArchive, container: Any, path: str, *, is_new: bool) -> bool:
-        """Whether everything below `path` was added with it."""
+    def _add(self, filtered: FilteredArchive, container: Any, path: str, *, is_new: bool) -> bool:
+        """Add `path` to the archive. Returns whether everything below `path` was added with it."""
         try:
             stream, _ = container.get_archive(path)
         except NotFound:
             return False
-        place = str(PurePosixPath(path).parent)
-        # An engine that still writes an archive cannot remove the container.
+        directory = str(PurePosixPath(path).parent)
+        # The engine cannot remove a container while it still writes an archive of it.
         with contextlib.closing(stream), tempfile.TemporaryFile() as packed:
             size = 0
             for chunk in stream:
@@ -139,20 +148,20 @@ class DockerFiles:
                     raise AgentFault(
                         ZeroReason.FILES_TOO_LARGE, f"{path} has more than {2 * MAX_BYTES} bytes"
                     )
-                if not is_new and _begins_with_directory(packed):
+                if not is_new and _starts_with_directory(packed):
                     break
-            if not is_new and _begins_with_directory(packed):
-                clean.add(_first_member(packed), place)
+            if not is_new and _starts_with_directory(packed):
+                filtered.add(_first_member(packed), directory)
                 return False
             packed.seek(0)
-            clean.add(packed, place)
+            filtered.add(packed, directory)
         return is_new
 
-    def _place(self, fresh: BaseEnvironment, archive: IO[bytes], changes: Changes) -> None:
+    def _unpack(self, fresh: BaseEnvironment, archive: IO[bytes], changes: FileChanges) -> None:
         container = self._container(compose_project(fresh.session_id))
         for batch in _batches(changes.removed):
             container.exec_run(["rm", "-rf", "--", *batch], user="root")
-        if changes.taken:
+        if changes.carried:
             archive.seek(0)
             try:
                 container.put_archive("/", archive)
@@ -161,28 +170,31 @@ class DockerFiles:
                     raise
                 raise AgentFault(
                     ZeroReason.FILES_UNREADABLE,
-                    f"the agent's files cannot be laid down again: {error.explanation}",
+                    f"the agent's files cannot be unpacked: {error.explanation}",
                 ) from error
 
 
 def compose_project(session_id: str) -> str:
-    """The name that Harbor gives to a trial's compose project."""
+    """Return the name that Harbor gives to the compose project of a trial."""
     name = session_id.lower()
     return re.sub(r"[^a-z0-9_-]", "-", name if re.match(r"[a-z0-9]", name) else f"0{name}")
 
 
-def why_no_files(environment: BaseEnvironment) -> str | None:
-    """Why a container's files cannot be taken to a fresh one; None when they can."""
+def can_carry_files(environment: BaseEnvironment) -> bool:
+    """Return whether the files of an environment's container can be carried over to a fresh one.
+
+    They cannot if the task's compose project has services of its own or if the engine does not respond.
+    """
     if (environment.environment_dir / "docker-compose.yaml").is_file():
-        return "its compose project has services of its own"
+        return False
     try:
         docker.from_env(timeout=ENGINE_TIMEOUT_S).ping()
-    except (DockerException, RequestException) as error:
-        return f"the docker SDK does not reach the engine ({error})"
-    return None
+    except (DockerException, RequestException):
+        return False
+    return True
 
 
-def _begins_with_directory(packed: IO[bytes]) -> bool:
+def _starts_with_directory(packed: IO[bytes]) -> bool:
     packed.seek(0)
     header = packed.read(tarfile.BLOCKSIZE)
     packed.seek(0, 2)
@@ -190,7 +202,7 @@ def _begins_with_directory(packed: IO[bytes]) -> bool:
 
 
 def _first_member(packed: IO[bytes]) -> IO[bytes]:
-    """An archive of the directory alone."""
+    """Truncate the archive to its first member, which is a directory."""
     packed.truncate(tarfile.BLOCKSIZE)
     packed.seek(0, 2)
     packed.write(bytes(2 * tarfile.BLOCKSIZE))
@@ -203,6 +215,5 @@ def _is_full(error: APIError) -> bool:
 
 
 def _batches(paths: Sequence[str], size: int = 500) -> Iterator[list[str]]:
-
     for start in range(0, len(paths), size):
         yield list(paths[start : start + size])

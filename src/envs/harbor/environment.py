@@ -1,6 +1,8 @@
-"""Harbor task folders as a task source: which tasks there are, where their trials run, and a fresh trial of each.
+"""env=harbor: the task source of Harbor task folders, and the configuration of the environments of their
+trials.
 
-Harbor takes seconds to import, so this module imports it only when a `HarborTasks` is made, and only after telling it to be quiet.
+Importing Harbor takes seconds, so this module imports it when the first `HarborTasks` is made
+(`import_harbor`).
 """
 
 from __future__ import annotations
@@ -9,17 +11,17 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from src.config import TrainerConfig, pairs, subconfig
 from src.core.errors import ConfigError
-from src.core.length_limits import LengthLimits
 from src.core.trajectory import Task
 from src.envs.base import Trial
 from src.envs.cleanup import clean
-from src.envs.harbor.grading_choice import take_option, tell_choices
+from src.envs.harbor.grading_method import grading_methods, parse_grading_option
+from src.envs.harbor.settings import HarborSettings
 from src.envs.harbor.trial_folder import JobsQuota
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.docker import ADDRESS_POOLS, why_no_engine
@@ -31,30 +33,14 @@ logger = logging.getLogger(__name__)
 
 
 def new_run_label() -> str:
-    """A label for everything a run leaves outside its own folder: sandbox directories, containers, networks."""
+    """Return a label for everything that a run leaves outside its folder: sandbox directories, containers,
+    networks.
+    """
     return f"run-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HarborSettings:
-    """What of a run's options concerns Harbor trials."""
-
-    model_name: str
-    environment_type: str  # auto, docker, sandbox or one of Harbor's own names
-    environment_kwargs: Mapping[str, str]
-    max_turns: int | None
-    length_limits: LengthLimits
-    max_length_stops: int  # cut or empty answers in a row that end a trial
-    enable_summarize: bool
-    train_subagents: str  # "none" | "all": whether the answers of summarising sub-agents are trained
-    proactive_summarization_threshold: int
-    n_parallel_envs: int
-    jobs_quota_gb: float
-    run_label: str
-
-
 def open_harbor(config: TrainerConfig, chat: Chat) -> HarborTasks:
-    """env=harbor. ConfigError for a folder that holds no valid tasks."""
+    """Return the task source of env=harbor. Raises ConfigError if no task or an invalid task is found."""
     assert config.tasks_dir is not None
     settings = subconfig(
         config,
@@ -62,11 +48,10 @@ def open_harbor(config: TrainerConfig, chat: Chat) -> HarborTasks:
         environment_kwargs=pairs(config.environment_kwargs, option="environment_kwargs"),
         run_label=new_run_label(),
     )
-    tasks_dir = Path(config.tasks_dir).expanduser()
     return HarborTasks(
         settings,
         chat,
-        tasks_dir,
+        Path(config.tasks_dir).expanduser(),
         eval_tasks=config.eval_tasks or (),
         eval_split=config.eval_split,
         seed=config.seed,
@@ -74,7 +59,7 @@ def open_harbor(config: TrainerConfig, chat: Chat) -> HarborTasks:
 
 
 class HarborTasks:
-    """The tasks of a folder, checked, split and ready to be tried. Implements `TaskSource`."""
+    """The tasks of a folder, after the checks and the split. Implements `TaskSource`."""
 
     def __init__(
         self,
@@ -86,17 +71,23 @@ class HarborTasks:
         eval_split: float,
         seed: int,
     ) -> None:
-        """Raises ConfigError, one line per broken folder, before anything is started. `eval_tasks` are ids, globs or folders of tasks."""
-        load_harbor()
+        """Load and check the tasks. `eval_tasks` are ids, globs or folders of tasks.
+
+        Raises ConfigError with one line per reason before any environment is started.
+        """
+        import_harbor()
         from src.envs.harbor import task_folders
 
         self.settings = settings
         self.environment_type = resolve_environment_type(settings.environment_type)
         self._chat = chat
         self._quota = JobsQuota(limit=int(settings.jobs_quota_gb * 2**30))
-        given, option = take_option(settings.environment_kwargs)
+        environment_kwargs, grading_option = parse_grading_option(settings.environment_kwargs)
         self._environment = trial_environment(
-            self.environment_type, given, run_label=settings.run_label, n_parallel=settings.n_parallel_envs
+            self.environment_type,
+            environment_kwargs,
+            run_label=settings.run_label,
+            n_parallel=settings.n_parallel_envs,
         )
         check = task_folders.check_for(self.environment_type, self._environment)
         tasks = task_folders.load_tasks(Path(tasks_dir), check=check)
@@ -104,36 +95,39 @@ class HarborTasks:
         patterns = [name for name in eval_tasks if not Path(name).expanduser().is_dir()]
         fraction = 0.0 if eval_tasks else eval_split
         train, held_out = hold_out(tasks, patterns=patterns, fraction=fraction, seed=seed)
-        taken = {task.id for task in tasks}
+        used_ids = {task.id for task in tasks}
         for folder in folders:
-            found = task_folders.load_tasks(folder, check=check)
             held_out += [
-                replace(task, id=f"{folder.name}/{task.id}") if task.id in taken else task for task in found
+                replace(task, id=f"{folder.name}/{task.id}") if task.id in used_ids else task
+                for task in task_folders.load_tasks(folder, check=check)
             ]
-        outside = {task.path for task in held_out}  # a folder of held-out tasks may lie within tasks_dir
-        self.train: Sequence[Task] = [task for task in train if task.path not in outside]
+        held_out_paths = {
+            task.path for task in held_out
+        }  # A folder of held-out tasks can be inside tasks_dir.
+        self.train: Sequence[Task] = [task for task in train if task.path not in held_out_paths]
         self.eval: Sequence[Task] = held_out
         require_unique_ids([*self.train, *self.eval])
         if not self.train:
-            raise ConfigError("all tasks are held out; nothing is left to train on: name fewer eval_tasks")
-        self._refuse_long_tasks()
-        self._grading = tell_choices([*self.train, *self.eval], option, self.environment_type)
+            raise ConfigError("all tasks are held out and none is left to train on; name fewer eval_tasks")
+        self._check_first_prompts()
+        self._grading = grading_methods([*self.train, *self.eval], grading_option, self.environment_type)
         for line in clean().failed:
-            logger.warning("a dead run's %s", line)
+            logger.warning("left by a run that has ended: %s", line)
 
-    def _refuse_long_tasks(self) -> None:
-        from src.envs.harbor.agent import opening_prompt
+    def _check_first_prompts(self) -> None:
+        from src.envs.harbor.agent import first_prompt
 
         limit = self.settings.length_limits.context_limit
         for task in (*self.train, *self.eval):
-            tokens = len(self._chat.render([{"role": "user", "content": opening_prompt(task.instruction)}]))
+            tokens = len(self._chat.render([{"role": "user", "content": first_prompt(task.instruction)}]))
             if tokens >= limit:
                 raise ConfigError(
-                    f"{task.path}: the first prompt has {tokens} tokens or more, so context_limit={limit} leaves no answer; raise it"
+                    f"{task.path}: the first prompt has at least {tokens} tokens, "
+                    f"so context_limit={limit} leaves no tokens for an answer; raise context_limit"
                 )
 
     def trial(self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0) -> Trial:
-        """A fresh trial of `task`; its files become `directory/<trial name>/`, which `harbor view` can open."""
+        """Create a trial of `task` that writes its files to `directory/<trial name>/`, for `harbor view`."""
         from src.envs.harbor.trial import HarborTrial
 
         return HarborTrial(
@@ -149,14 +143,14 @@ class HarborTasks:
         )
 
     async def close(self) -> None:
-        """Trials share nothing."""
+        """Do nothing: trials share no resources."""
 
-    async def floor(self, task: Task) -> float | None:
-        """A terminal that nobody touches solves no task worth the name."""
+    async def noop_baseline(self, task: Task) -> float | None:
+        """Return None: `src.envs.validate` ensures that doing nothing earns 0."""
         return None
 
     def batch_ended(self, directory: Path) -> None:
-        """Makes `directory` a Harbor job with totals."""
+        """Write the files that make `directory` a Harbor job."""
         from src.envs.harbor.job import write_job
 
         write_job(directory, n_parallel_envs=self.settings.n_parallel_envs)
@@ -168,24 +162,29 @@ class HarborTasks:
 
 
 @cache
-def load_harbor() -> None:
-    """Import Harbor without downloads, telemetry or chatter, all of it at once: later it would stall the trials that run already."""
-    os.environ.setdefault(
-        "LITELLM_LOCAL_MODEL_COST_MAP", "True"
-    )  # otherwise litellm fetches a price list at import
+def import_harbor() -> None:
+    """Import Harbor without downloads, telemetry or log output.
+
+    All modules are imported at once, because a later import would block the event loop of running trials.
+    """
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # Otherwise litellm downloads a price list.
     os.environ.setdefault("HARBOR_TELEMETRY", "0")
     import src.envs.harbor.agent
     import src.envs.harbor.trial  # noqa: F401
 
-    quiet = logging.getLogger("harbor")
-    quiet.addHandler(logging.NullHandler())
-    quiet.propagate = False  # every trial has its own trial.log
+    harbor_logger = logging.getLogger("harbor")
+    harbor_logger.addHandler(logging.NullHandler())
+    harbor_logger.propagate = False  # Harbor also writes a trial.log for each trial.
     logging.getLogger("LiteLLM").setLevel(logging.ERROR)
 
 
 def resolve_environment_type(name: str) -> str:
-    """`auto` becomes docker where an engine answers, else sandbox. ConfigError when the machine lacks what was asked for."""
-    load_harbor()
+    """Return the environment type, with `auto` replaced by docker if an engine responds and by sandbox
+    otherwise.
+
+    Raises ConfigError if this machine cannot run environments of that type.
+    """
+    import_harbor()
     from harbor.environments.factory import EnvironmentFactory
     from harbor.models.environment_type import EnvironmentType
 
@@ -193,9 +192,7 @@ def resolve_environment_type(name: str) -> str:
         name = "sandbox" if why_no_engine() else "docker"
     if name == "sandbox":
         if reason := why_no_sandbox():
-            raise ConfigError(
-                f"environment_type=sandbox: {reason}; mend that, or use environment_type=docker"
-            )
+            raise ConfigError(f"environment_type=sandbox: {reason}; fix that, or use environment_type=docker")
     elif name == "docker":
         if reason := why_no_engine():
             raise ConfigError(
@@ -213,10 +210,13 @@ def resolve_environment_type(name: str) -> str:
 
 
 def trial_environment(
-    environment_type: str, given: Mapping[str, str], *, run_label: str, n_parallel: int
+    environment_type: str, environment_kwargs: Mapping[str, str], *, run_label: str, n_parallel: int
 ) -> dict[str, object]:
-    """The fields of Harbor's EnvironmentConfig for every trial of a run. Opens the run's directory where trials need one."""
-    options = environment_options(given)
+    """Return the fields of Harbor's EnvironmentConfig for the trials of a run.
+
+    Creates the directory of the run if environments of this type need one.
+    """
+    options = environment_options(environment_kwargs)
     kwargs = options["kwargs"]
     assert isinstance(kwargs, dict)
     match environment_type:
@@ -230,43 +230,46 @@ def trial_environment(
             kwargs["run_label"] = run_label
             if n_parallel > ADDRESS_POOLS:
                 logger.warning(
-                    "n_parallel_envs=%d: Docker's default address pools hold about %d trials at once; "
-                    "widen default-address-pools in daemon.json",
+                    "n_parallel_envs=%d: Docker's default address pools suffice for about %d trials "
+                    "at a time; enlarge default-address-pools in daemon.json",
                     n_parallel,
                     ADDRESS_POOLS,
                 )
-        case cloud:
-            options["type"] = cloud
-    # With the default, /tmp, an agent's `rm -rf /tmp/*` ends its own terminal. Every user may write to /var/tmp, unlike /run.
+        case harbor_type:
+            options["type"] = harbor_type
+    # With the default, /tmp, an agent that runs `rm -rf /tmp/*` ends its own terminal. All users can write to
+    # /var/tmp.
     options["env"] = {"TMUX_TMPDIR": "/var/tmp"}
     return options
 
 
-def environment_options(pairs: Mapping[str, str]) -> dict[str, object]:
-    """`environment_kwargs` as fields of Harbor's EnvironmentConfig; what it does not know goes to the environment class itself.
+def environment_options(environment_kwargs: Mapping[str, str]) -> dict[str, object]:
+    """Return `environment_kwargs` as fields of Harbor's EnvironmentConfig.
+
+    Names that EnvironmentConfig does not have are passed to the environment class.
 
     >>> environment_options({"override_cpus": "2", "memory_mb": "512", "network": "true"})
     {'kwargs': {'network': True}, 'override_cpus': 2, 'override_memory_mb': 512}
     """
     kwargs: dict[str, object] = {}
     options: dict[str, object] = {"kwargs": kwargs}
-    for key, text in pairs.items():
+    for key, text in environment_kwargs.items():
         short = key.removeprefix("override_")
         if short in ("cpus", "memory_mb", "storage_mb", "gpus"):
             try:
                 options[f"override_{short}"] = int(text)
             except ValueError:
-                raise ConfigError(f"environment_kwargs {key} needs a whole number, not {text!r}") from None
+                raise ConfigError(f"environment_kwargs {key} needs an integer, not {text!r}") from None
         elif key in ("force_build", "delete"):
-            options[key] = _plain(text) is True
+            options[key] = _parse_scalar(text) is True
         elif key in ("cpu_enforcement_policy", "memory_enforcement_policy"):
             options[key] = text
         else:
-            kwargs[key] = _plain(text)
+            kwargs[key] = _parse_scalar(text)
     return options
 
 
-def _plain(text: str) -> str | int | float | bool:
+def _parse_scalar(text: str) -> str | int | float | bool:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):

@@ -1,4 +1,4 @@
-"""A folder of trials as a Harbor job: the config.json and result.json from which `harbor view` takes its totals."""
+"""The files config.json and result.json, with which `harbor view` shows a folder of trials as a job."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from src.records.atomic_io import replace_text
 
 
 def write_job(directory: Path, *, n_parallel_envs: int) -> None:
-    """Sums up the trials that ended below `directory`. Without one there is nothing to show, and nothing is written."""
-    results = [
-        result for folder in sorted(directory.glob("*")) if (result := trial_result(folder)) is not None
-    ]
+    """Write the summary of the trials in `directory` that ended. Writes nothing if there are none."""
+    results = [result for folder in sorted(directory.glob("*")) if (result := trial_result(folder))]
     if not results:
         return
     first = results[0].config
@@ -25,7 +23,7 @@ def write_job(directory: Path, *, n_parallel_envs: int) -> None:
         job_name=directory.name,
         jobs_dir=directory.parent,
         n_concurrent_trials=n_parallel_envs,
-        # A trial's own session is of no meaning to the job.
+        # `llm_kwargs` names the session of one trial.
         agents=[
             first.agent.model_copy(
                 update={"kwargs": {k: v for k, v in first.agent.kwargs.items() if k != "llm_kwargs"}}
@@ -52,7 +50,7 @@ def write_job(directory: Path, *, n_parallel_envs: int) -> None:
 
 
 def trial_result(folder: Path) -> TrialResult | None:
-    """None for a trial that did not end: cancelled, or killed with its trainer."""
+    """Return the result of a trial, or None if the trial was cancelled or killed."""
     try:
         result = TrialResult.model_validate_json((folder / "result.json").read_text())
     except (OSError, ValidationError):

@@ -1,11 +1,14 @@
-"""An agent's files in a bubblewrap sandbox: what it changed, taken out of its sandbox and laid down in a fresh one."""
+"""The files that an agent changed in a bubblewrap sandbox: their export, and their unpacking in a fresh
+sandbox.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -15,103 +18,130 @@ from src.envs.harbor.carried_files import (
     LISTING_FORMAT,
     MAX_BYTES,
     MAX_LISTING_BYTES,
-    CarryRules,
-    Changes,
-    CleanArchive,
-    Entry,
+    FileChanges,
+    FileEntry,
+    FilteredArchive,
+    carry_rules,
     changes_between,
     module_directories,
     parse_listing,
 )
-from src.envs.sandbox.environment import SandboxEnvironment
+from src.envs.sandbox.environment import SandboxEnvironment, write_archive
 
 TRANSFER_TIMEOUT_S = 300
-# The root and the two other file systems that the agent can write to; the host's files below /usr are on others.
+# The agent can write to these three file systems. The host's files below /usr are on other file systems.
 LIST = (
-    f"find / /usr/local /dev/shm -xdev \\( -path /.sandbox -o -path /tests -o -path /logs/verifier \\) -prune "
-    f"-o -printf '{LISTING_FORMAT}' 2>/dev/null | head -c {MAX_LISTING_BYTES}"
+    "find / /usr/local /dev/shm -xdev \\( -path /.sandbox -o -path /tests -o -path /logs/verifier \\) "
+    f"-prune -o -printf '{LISTING_FORMAT}' 2>/dev/null | head -c {MAX_LISTING_BYTES}"
 )
-# Root has no capabilities in the sandbox, so it cannot read a file without the permission. The archive has the modes of the listing.
-PACK = "cd /; xargs -0 -r chmod -f u+r < {unreadable}; tar --no-recursion --null -T {names} -cf - 2>/dev/null | head -c {limit}"
-PLACE = "cd / || exit 1; xargs -0 -r rm -rf -- < {removed} || exit 1; [ ! -s {archive} ] || tar --no-same-owner -xpf {archive} -C /"
+# Root has no capabilities in the sandbox, so it needs the permission to read a file. The archive gets the
+# modes of the listing, which was made before.
+PACK = (
+    "cd /; xargs -0 -r chmod -f u+r < {unreadable}; "
+    "tar --no-recursion --null -T {names} -cf - 2>/dev/null | head -c {limit}"
+)
+UNPACK = (
+    "cd / || exit 1; xargs -0 -r rm -rf -- < {removed} || exit 1; "
+    "[ ! -s {archive} ] || tar --no-same-owner -xpf {archive} -C /"
+)
 
 
 class SandboxFiles:
-    """The files of one agent; `remember` before it acts, `take` afterwards."""
+    """The files of one agent in its sandbox. Implements `AgentFiles`."""
 
     def __init__(self, environment: SandboxEnvironment) -> None:
         self._environment = environment
-        self._before: Mapping[str, Entry] = {}
-        self._rules = CarryRules(environment.environment_variables)
+        self._before: Mapping[str, FileEntry] = {}
+        self._rules = carry_rules(environment.environment_variables)
 
-    async def remember(self) -> None:
-        self._before = await self._listed()
-        self._rules = CarryRules(self._environment.environment_variables, module_directories(self._before))
+    async def snapshot(self) -> None:
+        self._before = await self._list()
+        self._rules = carry_rules(self._environment.environment_variables, module_directories(self._before))
 
     async def freeze(self) -> None:
-        """From here on the agent changes nothing any more."""
+        """Kill the agent's processes. Later uploads of Harbor go to the archive and not to the sandbox."""
         await self._environment.kill_processes()
+        if self._environment.held_uploads is None:
+            self._environment.hold_uploads()
 
-    async def take(self, archive: IO[bytes]) -> Changes:
-        """Writes the changed files to `archive`. AgentFault where the agent made that impossible."""
-        after = await self._listed()
+    async def export(self, archive: IO[bytes]) -> FileChanges:
+        after = await self._list()
         changes = await asyncio.to_thread(changes_between, self._before, after, self._rules)
-        if not changes.taken:
+        uploads = self._environment.held_uploads or []
+        if not changes.carried and not uploads:
             return changes
-        with tempfile.TemporaryFile() as packed:
-            await self._pack(changes, packed)
-            await asyncio.to_thread(self._clean, packed, archive, changes)
+        with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile() as packed:
+            if changes.carried:
+                await self._pack(changes, packed)
+            await asyncio.to_thread(
+                self._filter, packed, archive, changes, uploads, Path(scratch) / "uploads.tar"
+            )
         return changes
 
-    async def place(self, fresh: SandboxEnvironment, archive: IO[bytes], changes: Changes) -> None:
-        """Lays the files down in another sandbox of the same task."""
-        if not changes.any:
+    async def unpack(self, fresh: SandboxEnvironment, archive: IO[bytes], changes: FileChanges) -> None:
+        if not archive.seek(0, os.SEEK_END) and not changes.removed:
             return
-        with fresh.handed_in() as (host_path, inside), fresh.handed_in() as (removed_path, removed):
+        with fresh.handed_in() as (host_path, inside_path), fresh.handed_in() as (removed_path, removed):
             archive.seek(0)
             await asyncio.to_thread(_copy, archive, host_path)
-            removed_path.write_bytes(_names(changes.removed))
-            done = await fresh.run_script(
-                PLACE.format(removed=removed, archive=inside), timeout_s=TRANSFER_TIMEOUT_S
+            removed_path.write_bytes(_null_terminated(changes.removed))
+            completed = await fresh.run_script(
+                UNPACK.format(removed=removed, archive=inside_path), timeout_s=TRANSFER_TIMEOUT_S
             )
-        if done.status != 0:
-            reason = done.stderr.decode("utf-8", "replace").strip()[-200:]
+        if completed.status != 0:
+            reason = completed.stderr.decode("utf-8", "replace").strip()[-200:]
             raise AgentFault(
                 ZeroReason.FILES_UNREADABLE,
-                f"the agent's files cannot be laid down in a fresh sandbox: {reason}",
+                f"the agent's files cannot be unpacked in a fresh sandbox: {reason}",
             )
 
-    def _clean(self, packed: IO[bytes], archive: IO[bytes], changes: Changes) -> None:
-        clean = CleanArchive(archive, self._rules, changes)
-        packed.seek(0)
-        clean.add(packed)
-        clean.close()
+    def _filter(
+        self,
+        packed: IO[bytes],
+        archive: IO[bytes],
+        changes: FileChanges,
+        uploads: Sequence[tuple[Path, str]],
+        uploads_archive: Path,
+    ) -> None:
+        """Write the allowed files to `archive`. The uploads come last, so they replace files of the same
+        name.
+        """
+        filtered = FilteredArchive(archive, self._rules, changes)
+        if changes.carried:
+            packed.seek(0)
+            filtered.add(packed)
+        if uploads:
+            write_archive(uploads_archive, uploads)
+            with uploads_archive.open("rb") as file:
+                filtered.add(file)
+        filtered.close()
 
-    async def _listed(self) -> Mapping[str, Entry]:
+    async def _list(self) -> Mapping[str, FileEntry]:
         with tempfile.TemporaryFile() as listing:
             await self._environment.run_script(LIST, timeout_s=TRANSFER_TIMEOUT_S, stdout=listing)
             listing.seek(0)
             return await asyncio.to_thread(lambda: parse_listing(listing.read()))
 
-    async def _pack(self, changes: Changes, packed: BinaryIO) -> None:
-        unreadable = [
-            path for path, entry in changes.taken.items() if entry.kind == "f" and not entry.mode & 0o400
+    async def _pack(self, changes: FileChanges, packed: BinaryIO) -> None:
+        unreadable_files = [
+            path for path, entry in changes.carried.items() if entry.kind == "f" and not entry.mode & 0o400
         ]
         environment = self._environment
         with (
             environment.handed_in() as (names_path, names),
-            environment.handed_in() as (unreadable_path, closed),
+            environment.handed_in() as (unreadable_path, unreadable),
         ):
-            names_path.write_bytes(_names(f".{path}" for path in changes.taken))
-            unreadable_path.write_bytes(_names(unreadable))
-            # Names and headers take room beside the contents, whose size is bounded already.
-            script = PACK.format(names=names, unreadable=closed, limit=MAX_BYTES + 8 * MAX_LISTING_BYTES)
-            done = await environment.run_script(script, timeout_s=TRANSFER_TIMEOUT_S, stdout=packed)
-        if done.status != 0:
-            raise SandboxError(f"the agent's files cannot be packed (status {done.status})")
+            names_path.write_bytes(_null_terminated(f".{path}" for path in changes.carried))
+            unreadable_path.write_bytes(_null_terminated(unreadable_files))
+            # `changes_between` has checked the size of the contents. Names and headers come on top of it.
+            limit = MAX_BYTES + 8 * MAX_LISTING_BYTES
+            script = PACK.format(names=names, unreadable=unreadable, limit=limit)
+            completed = await environment.run_script(script, timeout_s=TRANSFER_TIMEOUT_S, stdout=packed)
+        if completed.status != 0:
+            raise SandboxError(f"the agent's files cannot be packed (status {completed.status})")
 
 
-def _names(paths: Iterable[str]) -> bytes:
+def _null_terminated(paths: Iterable[str]) -> bytes:
     return b"".join(path.encode("utf-8", "surrogateescape") + b"\0" for path in paths)
 
 

@@ -1,4 +1,4 @@
-"""Harbor task folders: find them, and check them before any work.
+"""Loading Harbor task folders, and the checks that are made before a run starts.
 
 <task>/task.toml  instruction.md  environment/Dockerfile  tests/test.sh  [solution/solve.sh]
 """
@@ -29,13 +29,17 @@ from src.envs.sandbox.shell_commands import apt_packages, commands, needs_networ
 
 logger = logging.getLogger(__name__)
 
-# Raises ConfigError for a task that the environment cannot run. What it returns is worth a warning: the task runs, but hardly as meant.
+# Raises ConfigError for a task that the environment cannot run. Returns a warning for a task that runs, but
+# probably not as its author intended, else None.
 Check = Callable[[Path, TaskConfig], str | None]
-USE_HARBOR = "play it with `harbor run`"
+USE_HARBOR = "run it with `harbor run`"
 
 
 def load_tasks(directory: Path, *, check: Check) -> list[Task]:
-    """All tasks of a folder, by name. ConfigError with one line per reason why some cannot be played."""
+    """Return the tasks of a folder in the order of their names, or the one task that the folder itself is.
+
+    Raises ConfigError with one line for each reason why a task cannot be run.
+    """
     directory = directory.expanduser().resolve()
     if not directory.is_dir():
         raise ConfigError(f"tasks_dir {directory} is not a folder; give a folder of task folders")
@@ -46,16 +50,16 @@ def load_tasks(directory: Path, *, check: Check) -> list[Task]:
             path for path in directory.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))
         )
     if not folders:
-        raise ConfigError(f"tasks_dir {directory} holds no task folders")
+        raise ConfigError(f"tasks_dir {directory} contains no task folders")
     tasks: list[Task] = []
-    refused: dict[str, list[Path]] = {}  # by reason
-    doubtful: dict[str, list[str]] = {}
+    refused: dict[str, list[Path]] = {}  # folders by the reason
+    warnings: dict[str, list[str]] = {}  # task ids by the warning
     for folder in folders:
         try:
-            task, doubt = load_task(folder, check=check)
+            task, warning = load_task(folder, check=check)
             tasks.append(task)
-            if doubt:
-                doubtful.setdefault(doubt, []).append(task.id)
+            if warning:
+                warnings.setdefault(warning, []).append(task.id)
         except ConfigError as error:
             refused.setdefault(str(error).removeprefix(str(folder)), []).append(folder)
     if refused:
@@ -64,18 +68,18 @@ def load_tasks(directory: Path, *, check: Check) -> list[Task]:
             for reason, (first, *others) in refused.items()
         ]
         if (count := len(folders) - len(tasks)) > 1:
-            lines.append(f"{count} of {len(folders)} task folders cannot be played; mend or remove them")
+            lines.append(f"{count} of {len(folders)} task folders cannot be run; fix or remove them")
         raise ConfigError("\n".join(lines))
-    for doubt, names in doubtful.items():
-        logger.warning("%s (%d of %d tasks: %s)", doubt, len(names), len(tasks), _listed(names))
+    for warning, names in warnings.items():
+        logger.warning("%s (%d of %d tasks: %s)", warning, len(names), len(tasks), _listed(names))
     return tasks
 
 
 def load_task(folder: Path, *, check: Check) -> tuple[Task, str | None]:
-    """One task, and what there is to warn of; ConfigError in one line when it is not whole, or when `check` refuses it."""
+    """Return a task and the warning of `check`. Raises ConfigError if the task is invalid or refused."""
     if not (folder / "task.toml").is_file():
         raise ConfigError(f"{folder}: no task.toml; is this a Harbor task folder?")
-    _require_one_step_on_linux(folder)
+    _require_single_step_on_linux(folder)
     if not (folder / "instruction.md").is_file():
         raise ConfigError(f"{folder}: no instruction.md; is this a Harbor task folder?")
     if not (folder / "tests" / "test.sh").is_file():
@@ -92,19 +96,20 @@ def load_task(folder: Path, *, check: Check) -> tuple[Task, str | None]:
         raise ConfigError(f"{folder}: {' '.join(str(error).split())}") from error
     if not task.instruction.strip():
         raise ConfigError(f"{folder}: instruction.md is empty")
-    doubt = check(folder, task.config)
-    return Task(id=folder.name, path=folder, instruction=task.instruction), doubt
+    warning = check(folder, task.config)
+    return Task(id=folder.name, path=folder, instruction=task.instruction), warning
 
 
-def _require_one_step_on_linux(folder: Path) -> None:
-    """Such tasks have other files than ours, so this comes before anything is missed in them."""
+def _require_single_step_on_linux(folder: Path) -> None:
+    """Refuse other tasks before the check for missing files, because they consist of other files."""
     try:
         config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{folder}/task.toml: {error}") from error
     if config.get("steps"):
         raise ConfigError(
-            f"{folder}: a task of several [[steps]] cannot be trained on; make each step a task of its own, or {USE_HARBOR}"
+            f"{folder}: a task of several [[steps]] cannot be trained on; "
+            f"make each step a task of its own, or {USE_HARBOR}"
         )
     environment = config.get("environment")
     if (
@@ -112,19 +117,20 @@ def _require_one_step_on_linux(folder: Path) -> None:
         and str(environment.get("os", TaskOS.LINUX.value)).lower() == TaskOS.WINDOWS.value
     ):
         raise ConfigError(
-            f"{folder}: [environment].os = windows: trials run on Linux only; {USE_HARBOR} on a Windows host"
+            f"{folder}: [environment].os = windows, but trials run on Linux only; "
+            f"{USE_HARBOR} on a Windows host"
         )
 
 
 def check_for(environment_type: str, options: Mapping[str, object]) -> Check:
-    """What a task must meet to run in environments of that type, made with those options."""
+    """Return the check for environments of a type. `options` are fields of Harbor's EnvironmentConfig."""
     return partial(
         check_for_sandbox if environment_type == "sandbox" else check_for_containers, options=options
     )
 
 
 def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str, object]) -> str | None:
-    """ConfigError when the sandbox cannot run this task as it is meant."""
+    """Raise ConfigError if the sandbox cannot run the task as its author intended."""
     environment = config.environment
     if environment.gpus or environment.tpu is not None:
         raise ConfigError(f"{folder}: the sandbox has no GPU or TPU; {USE_DOCKER}")
@@ -136,7 +142,7 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
     modes = (environment.network_mode, config.agent.network_mode, config.verifier.network_mode)
     if NetworkMode.ALLOWLIST in modes:
         raise ConfigError(
-            f"{folder}: the sandbox's network is off or public, it has no allow list; {USE_DOCKER}"
+            f"{folder}: the sandbox has a public network or none, but no allow list; {USE_DOCKER}"
         )
     for section, mode in (("agent", config.agent.network_mode), ("verifier", config.verifier.network_mode)):
         if mode not in (None, environment.network_mode):
@@ -144,43 +150,47 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
                 f"{folder}: the sandbox cannot change its network for the {section} phase; {USE_DOCKER}"
             )
     read_recipe(folder / "environment", environment)
-    graded_in = environment
+    verifier_environment = environment
     if definition := resolve_verifier_environment_definition(config, TaskPaths(folder)):
         read_recipe(definition.directory, definition.config)
-        graded_in = definition.config
+        verifier_environment = definition.config
     kwargs = options.get("kwargs")
     given = isinstance(kwargs, Mapping) and kwargs.get("network") is True
-    networks = [network_of(config, given=given) for config in (environment, graded_in)]
+    networks = [network_of(config, given=given) for config in (environment, verifier_environment)]
     if Network.REFUSED in networks:
         raise ConfigError(
-            f"{folder}: it asks for a public network, which no sandbox has here: {why_no_network()}; {USE_DOCKER}"
+            f"{folder}: it requires a public network, which a sandbox on this machine cannot have: "
+            f"{why_no_network()}; {USE_DOCKER}"
         )
     if networks[1] is not Network.PUBLIC and (needed := verifier_needs(folder)):
-        return f"tests/test.sh needs the internet for `{needed}` and has none here, so these tasks score 0: {MEND_VERIFIER}"
+        return (
+            f"tests/test.sh needs the internet for `{needed}` and has no network, "
+            f"so these tasks score 0; {FIX_VERIFIER}"
+        )
     if Network.LACKING in networks:
-        return f"Harbor's default network is public, these tasks run without: {why_no_network()}"
+        return f"Harbor's default network is public, but these tasks run without one: {why_no_network()}"
     return None
 
 
-MEND_VERIFIER = 'install what it needs in environment/Dockerfile, or say network_mode = "public" in task.toml'
+FIX_VERIFIER = 'install it in environment/Dockerfile, or set network_mode = "public" in task.toml'
 
 
 def verifier_needs(folder: Path) -> str | None:
-    """The command of tests/test.sh that plainly needs the internet; None where there is none."""
+    """Return the first command of tests/test.sh that certainly needs the internet, or None."""
     try:
         script = (folder / "tests" / "test.sh").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     for words in commands(script):
-        if reaching := needs_network(words):
-            return reaching
+        if network_command := needs_network(words):
+            return network_command
         if missing := [package for package in apt_packages(words) if not is_installed(package.split("=")[0])]:
             return f"apt-get install {' '.join(missing)}"
     return None
 
 
 def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[str, object]) -> str | None:
-    """ConfigError when Harbor's own environment refuses this task: nothing to build from, a network or a device it cannot provide."""
+    """Raise ConfigError if there is no image to build or if Harbor's environment refuses the task."""
     environment = folder / "environment"
     if config.environment.docker_image is None and not any(
         (environment / name).is_file() for name in ("Dockerfile", "docker-compose.yaml")
@@ -198,13 +208,16 @@ def check_for_containers(folder: Path, config: TaskConfig, *, options: Mapping[s
         )
     except (ValueError, RuntimeError, OSError) as error:
         raise ConfigError(
-            f"{folder}: {' '.join(str(error).split())}; environment_type=sandbox may do"
+            f"{folder}: {' '.join(str(error).split())}; try environment_type=sandbox"
         ) from error
     mode = config.verifier.network_mode or config.environment.network_mode
     if mode == NetworkMode.NO_NETWORK and (needed := verifier_needs(folder)):
-        return f"tests/test.sh needs the internet for `{needed}`, and task.toml says no-network, so these tasks may score 0"
+        return (
+            f"tests/test.sh needs the internet for `{needed}`, but task.toml sets no-network, "
+            "so these tasks may score 0"
+        )
     return None
 
 
-def _listed(names: list[str], most: int = 10) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _listed(names: list[str], limit: int = 10) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

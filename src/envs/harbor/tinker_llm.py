@@ -1,14 +1,15 @@
-"""TinkerLLM: Harbor's BaseLLM over one version of our policy, token in and token out.
+"""TinkerLLM: Harbor's BaseLLM on top of a policy, with exact token ids.
 
-A conversation's ids are fixed at the sampling call. When Harbor hands back a history that this object produced, the next prompt is those
-ids plus the new message; nothing sampled is ever encoded again. A history that was rewritten (summarised, say) is rendered afresh, counted
-as a prefix break, and starts a new datum later on.
+The ids of a conversation are fixed by the sampling calls. When Harbor passes a history that this object
+produced, the next prompt consists of those ids and the new message; sampled text is never encoded again. A
+history that was rewritten, for example summarized, is rendered again. This is counted as a prefix break, and
+the following turns become a new datum.
 
     turn 1   prompt P1                             -> completion C1      recorded
     turn 2   prompt P1 + C1 + "user: ..." + ...    -> completion C2      recorded; extends turn 1
 
-Harbor swallows and retries exceptions of a language model in several places. What must end the episode is therefore an `EpisodeOver`, which
-is no Exception and passes through to our agent.
+Harbor suppresses and retries exceptions of a language model in several places. An `EpisodeEnd` is therefore
+not an Exception, and reaches our agent.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from src.policy.chat import Chat
 from src.policy.sampling_policy import Policy, SampleRequest
 
 
-class EpisodeOver(BaseException):
-    """The agent must stop now: for a reason that leaves its work gradable, or because of an error that does not."""
+class EpisodeEnd(BaseException):
+    """Ends the episode at once. `cause` is a stop reason if the work can be graded, else the error."""
 
     def __init__(self, cause: StopReason | TrainerError) -> None:
         super().__init__(str(cause))
@@ -39,58 +40,58 @@ class EpisodeOver(BaseException):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingLimits:
-    """How one trial samples."""
+    """The sampling parameters and the limits of one trial."""
 
     temperature: float
     seed: int
     lengths: LengthLimits
-    max_length_stops: int  # cut or empty answers in a row
-    summarize: bool  # whether the agent has an answer to a full context
+    max_length_stops: int  # consecutive cut or empty answers that end the trial
+    summarize: bool  # whether the agent summarizes its history when the context is full
 
 
 class TinkerLLM(BaseLLM):
-    """The only source of a trial's tokens. One object per trial."""
+    """The only source of the tokens of a trial. Each trial has its own object."""
 
     def __init__(self, *, policy: Policy, chat: Chat, limits: SamplingLimits, model_name: str) -> None:
         super().__init__()
         self.turns: list[Turn] = []  # of the main conversation
-        self.subagent_turns: list[Turn] = []  # summaries and the like
-        self.all_turns: list[Turn] = []  # both, as they were sampled
+        self.subagent_turns: list[Turn] = []  # of the sub-agents that summarize
+        self.all_turns: list[Turn] = []  # both, in the order in which they were sampled
         self.prefix_breaks = 0
         self.empty_completions = 0
         self._policy = policy
         self._chat = chat
         self._limits = limits
         self._model_name = model_name
-        self._messages: list[tuple[str, str]] = []  # the main conversation as we know it
-        self._ids: dict[
-            int, tuple[Sequence[int], Sequence[int]]
-        ] = {}  # by number of messages: the prompt and completion of them
-        self._calls = 0
+        self._messages: list[tuple[str, str]] = []  # (role, content) of the recorded main conversation
+        # (prompt ids, completion ids) of the first n messages of the main conversation, by n
+        self._ids: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
+        self._num_calls = 0
         self._is_subagent = False
-        self._useless_in_a_row = 0
-        self._overflows_in_a_row = 0
+        self._consecutive_truncations = 0
+        self._consecutive_overflows = 0
 
     @override
     async def call(self, prompt: str, **kwargs: Any) -> LLMResponse:
-        """Sample the answer to `prompt` after `message_history`.
+        """Sample the answer to `prompt` after `message_history`. An answer cut at max_tokens is returned as
+        it is.
 
-        An answer cut at max_tokens is an answer. Raises ContextLengthExceededError where the agent can do something about it, EpisodeOver
-        where it cannot: too many useless answers in a row, a full context, a failing backend.
+        Raises ContextLengthExceededError if the agent can shorten its context. Raises EpisodeEnd if it
+        cannot, after `max_length_stops` consecutive cut or empty answers, and for errors of the back end.
         """
         history: Sequence[Mapping[str, Any]] | None = kwargs.get("message_history")
         is_main = history is not None and not self._is_subagent
         messages = [*_pairs(history or []), ("user", prompt)]
-        prompt_ids, known = self._prompt(messages)
-        max_new_tokens = self._limits.lengths.max_new_tokens(len(prompt_ids))
-        if max_new_tokens == 0:
-            raise self._overflow(is_main=is_main, tokens=len(prompt_ids))
-        turn = await self._sample(prompt_ids, max_tokens=max_new_tokens)
+        prompt_ids, num_known = self._prompt(messages)
+        max_tokens = self._limits.lengths.max_new_tokens(len(prompt_ids))
+        if max_tokens == 0:
+            raise self._overflow(is_main=is_main, num_tokens=len(prompt_ids))
+        turn = await self._sample(prompt_ids, max_tokens=max_tokens)
         if turn.completion_ids:
             self.all_turns.append(turn)
         content = self._chat.decode(turn.completion_ids)
         if is_main:
-            self._record(turn, messages, known=known, content=content)
+            self._record(turn, messages, num_known=num_known, content=content)
         else:
             self.subagent_turns.append(turn)
         return LLMResponse(
@@ -106,7 +107,7 @@ class TinkerLLM(BaseLLM):
 
     @override
     def get_model_context_limit(self) -> int:
-        """The first length that is not answered, from which Terminus-2 counts back to where it summarises."""
+        """Return the shortest context that is not answered. Terminus-2 computes from it when to summarize."""
         return self._limits.lengths.max_input_length + 1
 
     @override
@@ -114,7 +115,7 @@ class TinkerLLM(BaseLLM):
         return self._limits.lengths.max_generate_length
 
     def count_tokens(self, history: Sequence[Mapping[str, Any]]) -> int:
-        """Tokens of a conversation so far, counted by the model's own tokenizer."""
+        """Return the number of tokens of a conversation, by the tokenizer of the model."""
         messages = _pairs(history)
         if not messages:
             return 0
@@ -124,12 +125,12 @@ class TinkerLLM(BaseLLM):
 
     @property
     def conversation(self) -> list[Mapping[str, object]]:
-        """The main conversation so far, as messages."""
+        """The messages of the main conversation."""
         return list(_dicts(self._messages))
 
     @contextmanager
-    def recording_apart(self) -> Iterator[None]:
-        """Calls made inside belong to a sub-agent, not to the conversation that is trained."""
+    def subagent_calls(self) -> Iterator[None]:
+        """Record the calls that are made in the block as those of a sub-agent."""
         self._is_subagent = True
         try:
             yield
@@ -137,16 +138,16 @@ class TinkerLLM(BaseLLM):
             self._is_subagent = False
 
     def _prompt(self, messages: list[tuple[str, str]]) -> tuple[Sequence[int], int]:
-        """The ids of a prompt, and how many messages of the recorded conversation it continues word for word."""
-        history, question = messages[:-1], messages[-1]
-        known = len(history)
-        if known in self._ids and history == self._messages[:known]:
-            return self._chat.extend(*self._ids[known], _dicts([question])), known
+        """Return the ids of a prompt, and the number of recorded messages that it extends unchanged."""
+        history, prompt = messages[:-1], messages[-1]
+        num_known = len(history)
+        if num_known in self._ids and history == self._messages[:num_known]:
+            return self._chat.extend(*self._ids[num_known], _dicts([prompt])), num_known
         return self._chat.render(_dicts(messages)), 0
 
     async def _sample(self, prompt_ids: Sequence[int], *, max_tokens: int) -> Turn:
-        self._calls += 1
-        seed = turn_seed(self._limits.seed, self._calls)
+        self._num_calls += 1
+        seed = turn_seed(self._limits.seed, self._num_calls)
         try:
             with boundary(BackendError, "sampling"):
                 return await self._policy.sample(
@@ -159,32 +160,33 @@ class TinkerLLM(BaseLLM):
                     )
                 )
         except TrainerError as error:
-            raise EpisodeOver(error) from error
+            raise EpisodeEnd(error) from error
 
-    def _record(self, turn: Turn, messages: list[tuple[str, str]], *, known: int, content: str) -> None:
-        if known < len(self._messages):
+    def _record(self, turn: Turn, messages: list[tuple[str, str]], *, num_known: int, content: str) -> None:
+        if num_known < len(self._messages):
             self.prefix_breaks += 1
         self._messages = [*messages, ("assistant", content)]
-        self._ids = {length: ids for length, ids in self._ids.items() if length <= known}
+        self._ids = {length: ids for length, ids in self._ids.items() if length <= num_known}
         self._ids[len(self._messages)] = (turn.prompt_ids, turn.completion_ids)
-        self._overflows_in_a_row = 0
+        self._consecutive_overflows = 0
         if turn.completion_ids:
             self.turns.append(turn)
         else:
             self.empty_completions += 1
-        useless = turn.stop_reason == StopReason.LENGTH or not turn.completion_ids
-        self._useless_in_a_row = self._useless_in_a_row + 1 if useless else 0
-        if self._useless_in_a_row >= self._limits.max_length_stops:
-            raise EpisodeOver(StopReason.LENGTH)
+        is_truncated = turn.stop_reason == StopReason.LENGTH or not turn.completion_ids
+        self._consecutive_truncations = self._consecutive_truncations + 1 if is_truncated else 0
+        if self._consecutive_truncations >= self._limits.max_length_stops:
+            raise EpisodeEnd(StopReason.LENGTH)
 
-    def _overflow(self, *, is_main: bool, tokens: int) -> BaseException:
-        """What to raise for a prompt that does not fit."""
-        self._overflows_in_a_row += is_main
-        # The second overflow in a row means that summarising did not help; Harbor would go on for ever.
-        if is_main and (not self._limits.summarize or self._overflows_in_a_row > 1):
-            return EpisodeOver(StopReason.CONTEXT_LENGTH)
+    def _overflow(self, *, is_main: bool, num_tokens: int) -> BaseException:
+        """Return the exception for a prompt that exceeds the context."""
+        self._consecutive_overflows += is_main
+        # A second consecutive overflow means that the summary did not help. Harbor would repeat it without
+        # end.
+        if is_main and (not self._limits.summarize or self._consecutive_overflows > 1):
+            return EpisodeEnd(StopReason.CONTEXT_LENGTH)
         return ContextLengthExceededError(
-            f"{tokens} tokens are over the limit of {self._limits.lengths.max_input_length}"
+            f"the context has {num_tokens} tokens; max_input_length={self._limits.lengths.max_input_length}"
         )
 
 

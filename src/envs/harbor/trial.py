@@ -1,4 +1,4 @@
-"""One Harbor trial in process, from its configuration to a graded trajectory or a failure with a kind."""
+"""One Harbor trial in this process, from its configuration to a graded trajectory or a failure."""
 
 from __future__ import annotations
 
@@ -6,44 +6,51 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
-from harbor.models.trial.result import TimingInfo, TrialResult
+from harbor.models.trial.result import TrialResult
 from harbor.trial.trial import Trial as RunnableTrial
 
-from src.core.errors import BackendError, SandboxError, VerifierError
-from src.core.trajectory import (
-    FailureKind,
-    StopReason,
-    Task,
-    Trajectory,
-    TrialFailure,
-    TrialTime,
-    Turn,
-    ZeroReason,
-)
-from src.envs.harbor.agent import Session, registered
-from src.envs.harbor.environment import HarborSettings
+from src.core.errors import BackendError, VerifierError
+from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, ZeroReason
+from src.envs.harbor.agent import AgentSession, register_session
 from src.envs.harbor.grading import Grading, graded
-from src.envs.harbor.grading_choice import Choice
+from src.envs.harbor.grading_method import GradingMethod
+from src.envs.harbor.settings import HarborSettings
+from src.envs.harbor.timed_policy import TimedPolicy
 from src.envs.harbor.tinker_llm import SamplingLimits, TinkerLLM
-from src.envs.harbor.trial_folder import JobsQuota, Kept
+from src.envs.harbor.trial_folder import FolderSummary, JobsQuota
+from src.envs.harbor.trial_result import (
+    describe_exception,
+    failure_kind,
+    run_with_deadline,
+    seconds,
+    timed_out,
+    zero_reason,
+)
 from src.envs.harbor.verifier_reward import score
 from src.policy.chat import Chat
-from src.policy.sampling_policy import Policy, PolicyWrapper, SampleRequest
+from src.policy.sampling_policy import Policy
 
 logger = logging.getLogger(__name__)
 
-CANCEL_GRACE_S = 60.0
-ANSWERS_WITHIN_S = 20.0
-NO_STDERR = ". Stderr: None. "  # how Harbor's account of a command of Docker's ends
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningTrial:
+    """The objects of a trial that has been created."""
+
+    trial: RunnableTrial
+    session: AgentSession
+    policy: TimedPolicy
+    grading: Grading
+    started: float  # by the monotonic clock
 
 
 class HarborTrial:
-    """One attempt at one Harbor task, used once."""
+    """One attempt at one Harbor task. Implements `Trial` and `DeadlineAware`."""
 
     def __init__(
         self,
@@ -53,7 +60,7 @@ class HarborTrial:
         chat: Chat,
         environment: Mapping[str, object],
         quota: JobsQuota,
-        grading: Choice,
+        grading: GradingMethod,
         directory: Path,
         seed: int,
         temperature: float,
@@ -65,8 +72,8 @@ class HarborTrial:
         self._quota = quota
         self._grading = grading
         self._directory = directory
-        self._name = ""  # Harbor gives it, and the trial's folder the same
-        self._played: tuple[RunnableTrial, Session, TimedPolicy, Grading, float] | None = None
+        self._name = ""  # Harbor chooses it; the folder of the trial has the same name.
+        self._running: RunningTrial | None = None
         self._limits = SamplingLimits(
             temperature=temperature,
             seed=seed,
@@ -76,71 +83,66 @@ class HarborTrial:
         )
 
     async def run(self, policy: Policy) -> Trajectory | TrialFailure:
-        """Play and grade. Never raises but for cancellation, after which the sandbox is gone."""
         try:
             outcome = await self._play(policy)
         finally:
-            kept = await self._settled()
+            folder = await self._limit_folder()
         if not isinstance(outcome, Trajectory):
             return outcome
-        measured = {
-            "files_left_out": float(not kept.is_whole),
-            "essential_files_only": float(kept.is_essential_only),
+        folder_metrics = {
+            "files_left_out": float(not folder.is_complete),
+            "essential_files_only": float(folder.is_essential_only),
         }
-        return replace(outcome, metrics={**outcome.metrics, **measured})
+        return replace(outcome, metrics={**outcome.metrics, **folder_metrics})
 
-    async def _settled(self) -> Kept:
-        """The trial's folder, bounded; in a thread, for it is as large as the agent made it."""
-        if not self._name:  # Harbor has made no folder
-            return Kept(size=0, is_whole=True)
+    def timeout_result(self) -> Trajectory | None:
+        running = self._running
+        if running is None or not running.session.llm.turns:
+            return None
+        agent_ended_at = running.grading.agent_ended_at or time.monotonic()
+        if not running.policy.spent.agent_used_most(agent_ended_at):
+            return None
+        return self._trajectory(running.trial.result, running, 0.0, ZeroReason.TIMEOUT)
+
+    async def _limit_folder(self) -> FolderSummary:
+        """Apply the limits to the trial's folder, in a thread because the agent determines its size."""
+        if not self._name:  # Harbor has not created the folder.
+            return FolderSummary(size=0, is_complete=True)
         try:
-            return await asyncio.to_thread(self._quota.settle, self._directory / self._name)
+            return await asyncio.to_thread(self._quota.enforce, self._directory / self._name)
         except OSError as error:
-            logger.warning("the folder of trial %s could not be bounded: %s", self._name, error)
-            return Kept(size=0, is_whole=False)
+            logger.warning("the limits could not be applied to the folder of trial %s: %s", self._name, error)
+            return FolderSummary(size=0, is_complete=False)
 
     async def _play(self, policy: Policy) -> Trajectory | TrialFailure:
         started = time.monotonic()
         key = uuid.uuid4().hex
-        timed = TimedPolicy(policy)
-        session = Session(
-            llm=TinkerLLM(
-                policy=timed, chat=self._chat, limits=self._limits, model_name=self._settings.model_name
-            )
+        timed_policy = TimedPolicy(policy)
+        llm = TinkerLLM(
+            policy=timed_policy, chat=self._chat, limits=self._limits, model_name=self._settings.model_name
         )
+        session = AgentSession(llm=llm)
         config = self._config(key)
         self._name = config.trial_name
         try:
-            with registered(key, session):
+            with register_session(key, session):
                 trial = await RunnableTrial.create(config)
                 async with graded(trial, self._grading) as grading:
-                    self._played = (trial, session, timed, grading, started)
+                    running = RunningTrial(
+                        trial=trial, session=session, policy=timed_policy, grading=grading, started=started
+                    )
+                    self._running = running
                     try:
-                        result = await finish_within(
-                            trial.run(), None
-                        )  # the runner has a deadline of its own, and cancels
+                        # The caller enforces the deadline of the trial by cancelling it.
+                        result = await run_with_deadline(trial.run(), None)
                     except Exception:
-                        if not session.llm.turns or await grading.blame(ZeroReason.AGENT_ERROR) is None:
+                        if not llm.turns or await grading.attribute(ZeroReason.AGENT_ERROR) is None:
                             raise
-                        logger.warning(
-                            "%s: the trial broke on what its agent did", self._task.id, exc_info=True
-                        )
-                        return self._trajectory(
-                            trial.result, session, grading, 0.0, ZeroReason.AGENT_ERROR, started
-                        )
-                    return await self._outcome(result, session, timed, grading, started)
+                        logger.warning("%s: the agent made the trial fail", self._task.id, exc_info=True)
+                        return self._trajectory(trial.result, running, 0.0, ZeroReason.AGENT_ERROR)
+                    return await self._outcome(result, running)
         except Exception as error:
             return self._failure(FailureKind.HARBOR, f"{type(error).__name__}: {error}")
-
-    def expired(self) -> Trajectory | None:
-        if self._played is None:
-            return None
-        trial, session, policy, grading, started = self._played
-        if not session.llm.turns or not policy.spent.agent_used_most(
-            grading.agent_ended_at or time.monotonic()
-        ):
-            return None
-        return self._trajectory(trial.result, session, grading, 0.0, ZeroReason.TIMEOUT, started)
 
     def _config(self, key: str) -> TrialConfig:
         settings = self._settings
@@ -166,44 +168,40 @@ class HarborTrial:
             verifier=VerifierConfig(import_path="src.envs.harbor.verifier:TrainingVerifier"),
         )
 
-    async def _outcome(
-        self, result: TrialResult, session: Session, policy: TimedPolicy, grading: Grading, started: float
-    ) -> Trajectory | TrialFailure:
+    async def _outcome(self, result: TrialResult, running: RunningTrial) -> Trajectory | TrialFailure:
+        session = running.session
         if isinstance(session.error, BackendError):
             return self._failure(FailureKind.BACKEND, str(session.error))
-        if (lost_s := starved(result, session, policy)) and not (
-            session.llm.turns and await policy.answers()
-        ):
+        waited_s = sampler_timeout_s(result, running)
+        if waited_s and not (session.llm.turns and await running.policy.responds()):
             return self._failure(
                 FailureKind.BACKEND,
-                f"the agent's time ran out on an answer that had not come for {lost_s:.0f} s",
+                f"the agent reached its time limit after it waited {waited_s:.0f} s for an answer",
             )
         reason = None
         try:
             reward = score(result.verifier_result.rewards if result.verifier_result else None)
         except VerifierError as error:
-            message = what_happened(result) or str(error)
-            reason = await grading.blame(reason_for_zero(result, session)) if session.llm.turns else None
+            message = describe_exception(result) or str(error)
+            if session.llm.turns:
+                reason = await running.grading.attribute(zero_reason(result, session.error))
             if reason is None:
-                return self._failure(failed_phase(result, session), message)
+                return self._failure(failure_kind(result, session.error), message)
             logger.warning(
-                "%s: reward 0, the agent prevented its grading (%s): %s", self._task.id, reason, message
+                "%s: reward 0, because the agent prevented its grading (%s): %s",
+                self._task.id,
+                reason,
+                message,
             )
             reward = 0.0
         if not session.llm.turns:
             return self._failure(FailureKind.AGENT, "the agent gave no answer")
-        return self._trajectory(result, session, grading, reward, reason, started)
+        return self._trajectory(result, running, reward, reason)
 
     def _trajectory(
-        self,
-        result: TrialResult,
-        session: Session,
-        grading: Grading,
-        reward: float,
-        reason: ZeroReason | None,
-        started: float,
+        self, result: TrialResult, running: RunningTrial, reward: float, reason: ZeroReason | None
     ) -> Trajectory:
-        llm = session.llm
+        session, llm = running.session, running.session.llm
         stop_reason = StopReason.AGENT_TIMEOUT if timed_out(result) else session.stop_reason
         return Trajectory(
             task_id=self._task.id,
@@ -214,11 +212,11 @@ class HarborTrial:
             conversation=llm.conversation,
             zero_reason=reason,
             metrics={
-                "duration_s": time.monotonic() - started,
-                "environment_setup_s": _seconds(result.environment_setup),
-                "agent_s": _seconds(result.agent_execution),
-                "verifier_s": _seconds(result.verifier),
-                "grading_s": grading.extra_s,
+                "duration_s": time.monotonic() - running.started,
+                "environment_setup_s": seconds(result.environment_setup),
+                "agent_s": seconds(result.agent_execution),
+                "verifier_s": seconds(result.verifier),
+                "grading_s": running.grading.extra_s,
                 "prefix_breaks": float(llm.prefix_breaks),
                 "empty_completions": float(llm.empty_completions),
                 "subagent_turns": float(len(llm.subagent_turns)),
@@ -232,129 +230,17 @@ class HarborTrial:
         return TrialFailure(task_id=self._task.id, kind=kind, message=message, trial_name=self._name)
 
 
-class TimedPolicy(PolicyWrapper):
-    """A policy that knows for how long its last call went unanswered."""
+def sampler_timeout_s(result: TrialResult, running: RunningTrial) -> float:
+    """Return how long the last call waited if the agent reached its time limit because of the sampler, else
+    0.
 
-    def __init__(self, policy: Policy) -> None:
-        super().__init__(policy)
-        self.unanswered_s = 0.0
-        self.spent = TrialTime(started=time.monotonic())
-        self._last_prompt: Sequence[int] = ()
-
-    async def sample(self, request: SampleRequest) -> Turn:
-        asked = time.monotonic()
-        self._last_prompt = request.prompt_ids
-        try:
-            turn = await super().sample(request)
-        except asyncio.CancelledError:
-            self.unanswered_s = time.monotonic() - asked
-            raise
-        finally:
-            if self.spent.first_completion is not None:
-                self.spent.sampling_s += time.monotonic() - asked
-        self.spent.first_completion = self.spent.first_completion or time.monotonic()
-        return turn
-
-    async def answers(self) -> bool:
-        """Whether one token of an answer comes soon: then a late answer was a long one, and nothing was wrong with the server."""
-        try:
-            async with asyncio.timeout(ANSWERS_WITHIN_S):
-                await self.policy.sample(
-                    SampleRequest(prompt_ids=self._last_prompt[:1], max_tokens=1, temperature=1.0)
-                )
-        except Exception:
-            return False
-        return True
-
-
-def starved(result: TrialResult, session: Session, policy: TimedPolicy) -> float:
-    """The seconds that the last call had waited where the back end used up the agent's time, else 0: all of it, or more than half.
-
-    Harbor grades an agent whose time is up. One that was waiting for a dead server all the while has shown nothing to be graded.
+    This is the case if the call took more than half of the agent's time, or if the agent has no answer at
+    all. Harbor grades an agent at its time limit, but the work of an agent that waited for a lost server
+    means nothing.
     """
-    if not timed_out(result) or (
-        session.llm.turns and policy.unanswered_s <= _seconds(result.agent_execution) / 2
-    ):
+    if not timed_out(result):
         return 0.0
-    return policy.unanswered_s
-
-
-def timed_out(result: TrialResult) -> bool:
-    return result.exception_info is not None and result.exception_info.exception_type == "AgentTimeoutError"
-
-
-async def finish_within[T](work: asyncio.Future[T] | object, deadline_s: float | None) -> T:
-    """The result of `work`, which is cancelled past the deadline or with its caller, and then given a moment to free what it holds.
-
-    Raises TimeoutError. Harbor itself bounds neither stopping an environment nor collecting logs.
-    """
-    task: asyncio.Task[T] = asyncio.ensure_future(work)  # type: ignore[arg-type]
-    try:
-        await asyncio.wait({task}, timeout=deadline_s)
-    finally:
-        if not task.done():
-            task.cancel()
-            _, pending = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
-            if pending:
-                logger.error(
-                    "a cancelled trial still runs after %g s; its sandbox may outlive it until the run ends",
-                    CANCEL_GRACE_S,
-                )
-    if not task.done() or task.cancelled():
-        raise TimeoutError
-    return task.result()
-
-
-def failed_phase(result: TrialResult, session: Session) -> FailureKind:
-    """Which part of an ungraded trial is to blame."""
-    info = result.exception_info
-    if isinstance(session.error, SandboxError) or (
-        info is not None and info.exception_type == SandboxError.__name__
-    ):
-        return FailureKind.SANDBOX
-    if result.verifier is not None:
-        return FailureKind.VERIFIER
-    if result.agent_execution is not None:
-        return FailureKind.AGENT
-    return FailureKind.SANDBOX if result.environment_setup is not None else FailureKind.HARBOR
-
-
-REASONS = {  # by the type of the exception that Harbor recorded
-    "VerifierTimeoutError": ZeroReason.VERIFIER_TIMEOUT,
-    "RewardFileNotFoundError": ZeroReason.NO_REWARD,
-    "RewardFileEmptyError": ZeroReason.NO_REWARD,
-    "VerifierOutputParseError": ZeroReason.UNREADABLE_REWARD,
-    "AgentFault": ZeroReason.UNREADABLE_REWARD,  # of the verifier; any other is known to the grading
-    "SandboxError": ZeroReason.SANDBOX_BROKEN,
-    "CommandTimeout": ZeroReason.SANDBOX_BROKEN,
-}
-
-
-def reason_for_zero(result: TrialResult, session: Session) -> ZeroReason:
-    """What an ungraded trial is called where its agent is to blame."""
-    if isinstance(session.error, SandboxError):
-        return ZeroReason.SANDBOX_BROKEN
-    if result.exception_info is None or timed_out(result):
-        return ZeroReason.UNREADABLE_REWARD if result.verifier_result is not None else ZeroReason.NO_REWARD
-    in_general = ZeroReason.AGENT_ERROR if result.verifier is None else ZeroReason.VERIFIER_ERROR
-    return REASONS.get(result.exception_info.exception_type, in_general)
-
-
-def what_happened(result: TrialResult) -> str:
-    """Harbor's own account of a failure, in one line."""
-    info = result.exception_info
-    if info is None:
-        return ""
-    lines = [line for line in info.exception_message.removesuffix(NO_STDERR).splitlines() if line.strip()]
-    if not lines:
-        return f"{info.exception_type}: no message"
-    failed, is_command, _ = lines[0].partition(". Command: ")
-    if is_command and len(lines) > 1:  # a build's output, which says last why it failed
-        return f"{info.exception_type}: {failed}: {lines[-1].strip(' .')}"
-    return f"{info.exception_type}: {lines[0].strip()}"
-
-
-def _seconds(timing: TimingInfo | None) -> float:
-    if timing is None or timing.started_at is None or timing.finished_at is None:
+    unanswered_s = running.policy.unanswered_s
+    if running.session.llm.turns and unanswered_s <= seconds(result.agent_execution) / 2:
         return 0.0
-    return (timing.finished_at - timing.started_at).total_seconds()
+    return unanswered_s

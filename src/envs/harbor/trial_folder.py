@@ -1,7 +1,9 @@
-"""A trial's folder on the host once the trial has ended: bounded, free of links, and within the run's quota.
+"""Limits on a trial's folder on the host after the trial has ended: its size, its file types and the run's
+quota.
 
-The bounds of `transfer` hold for each download; here they hold for the folder as a whole, whatever environment and whatever part of Harbor
-wrote there. Nothing that is removed here was needed for the grade, which is known by then.
+`src.envs.sandbox.file_copy` limits each download. This module limits the folder as a whole, whichever
+environment and whichever part of Harbor wrote to it. The grade is known by then and does not depend on the
+removed files.
 """
 
 from __future__ import annotations
@@ -22,47 +24,47 @@ logger = logging.getLogger(__name__)
 TOP_LEVEL = ("config.json", "result.json", "lock.json", "trial.log", "exception.txt", NOTE)
 ESSENTIAL = frozenset([*TOP_LEVEL, *(f"verifier/{name}" for name in REWARD_FILES)])
 LOGS = ("trial.log", "exception.txt")
-MAX_LOG_BYTES = 2**20  # of each of these logs where the quota is used up
+MAX_LOG_BYTES = 2**20  # of each file in LOGS, when the quota is used up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
-    """What a trial's folder holds in the end."""
+class FolderSummary:
+    """What remains of a trial's folder."""
 
-    size: int
-    is_whole: bool  # nothing was left out, here or in a download
+    size: int  # bytes
+    is_complete: bool  # no file was left out, here or in a download
     is_essential_only: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
 class JobsQuota:
-    """What the trials of one run may keep in its jobs folder. Past it, a trial keeps its essential files."""
+    """The size limit of a run's jobs folder. When it is exceeded, a trial keeps its essential files only."""
 
-    limit: int
+    limit: int  # bytes
     _used: int | None = None  # None: not measured yet
-    _is_told: bool = False
+    _has_warned: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def settle(self, folder: Path) -> Kept:
-        """Bound the folder of a trial that has ended. Blocks: call it in a thread."""
-        with self._lock:  # one trial at a time, so that none passes on the room that another one takes
+    def enforce(self, folder: Path) -> FolderSummary:
+        """Apply the limits to the folder of a trial that has ended. This call blocks; call it in a thread."""
+        with self._lock:  # Two trials must not both use the last free bytes.
             if self._used is None:
                 self._used = sum(
                     entry.stat(follow_symlinks=False).st_size for entry, _ in _entries(folder.parents[1])
                 )
                 self._used -= sum(entry.stat(follow_symlinks=False).st_size for entry, _ in _entries(folder))
             if not folder.is_dir():
-                return Kept(size=0, is_whole=True)
-            kept = bound(folder)
-            if self._used + kept.size > self.limit:
-                kept = keep_essential(folder)
-                self._tell(folder.parents[1])
-            self._used += kept.size
-            return kept
+                return FolderSummary(size=0, is_complete=True)
+            summary = apply_limits(folder)
+            if self._used + summary.size > self.limit:
+                summary = keep_essential(folder)
+                self._warn_once(folder.parents[1])
+            self._used += summary.size
+            return summary
 
-    def _tell(self, jobs: Path) -> None:
-        if not self._is_told:
-            self._is_told = True
+    def _warn_once(self, jobs: Path) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "%s: jobs_quota_gb=%g is used up; further trials keep only their results and rewards",
                 jobs,
@@ -70,9 +72,12 @@ class JobsQuota:
             )
 
 
-def bound(folder: Path, *, files: int = MAX_FILES, size: int = MAX_BYTES) -> Kept:
-    """Remove links and special files, and what exceeds the bounds of one trial: first what lies deepest and is no essential file."""
-    left_files, left_size = files, size
+def apply_limits(folder: Path, *, max_files: int = MAX_FILES, max_bytes: int = MAX_BYTES) -> FolderSummary:
+    """Remove links, special files and the files that exceed the limits of one trial.
+
+    Essential files count towards the limits first, then the other files in order of their depth.
+    """
+    remaining_files, remaining_bytes = max_files, max_bytes
     excess: list[Path] = []
     entries = sorted(
         _entries(folder),
@@ -81,24 +86,25 @@ def bound(folder: Path, *, files: int = MAX_FILES, size: int = MAX_BYTES) -> Kep
     for entry, depth in entries:
         status = entry.stat(follow_symlinks=False)
         length = status.st_size if stat.S_ISREG(status.st_mode) else 0
-        is_plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
-        if not is_plain or left_files <= 0 or length > left_size or depth > MAX_DEPTH:
+        is_regular = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+        if not is_regular or remaining_files <= 0 or length > remaining_bytes or depth > MAX_DEPTH:
             excess.append(Path(entry.path))
         else:
-            left_files -= 1
-            left_size -= length
+            remaining_files -= 1
+            remaining_bytes -= length
     for path in excess:
         _remove(path)
     if excess:
         note(
             folder / NOTE,
-            f"the folder: {len(excess)} of {len(entries)} files exceeded {files} files, {size / 2**20:g} MiB or were links",
+            f"the folder: {len(excess)} of {len(entries)} files exceeded {max_files} files or "
+            f"{max_bytes / 2**20:g} MiB, or were links",
         )
-    return Kept(size=size - left_size, is_whole=not (folder / NOTE).exists())
+    return FolderSummary(size=max_bytes - remaining_bytes, is_complete=not (folder / NOTE).exists())
 
 
-def keep_essential(folder: Path) -> Kept:
-    """Remove everything but the essential files, and of the logs among them all but the first MiB."""
+def keep_essential(folder: Path) -> FolderSummary:
+    """Remove all files except the essential ones, and truncate the logs among these to `MAX_LOG_BYTES`."""
     size = 0
     with os.scandir(folder) as top:
         for entry in [*top]:
@@ -113,23 +119,25 @@ def keep_essential(folder: Path) -> Kept:
             if entry.name in LOGS and entry.stat(follow_symlinks=False).st_size > MAX_LOG_BYTES:
                 os.truncate(entry.path, MAX_LOG_BYTES)
             size += entry.stat(follow_symlinks=False).st_size
-    return Kept(size=size, is_whole=False, is_essential_only=True)
+    return FolderSummary(size=size, is_complete=False, is_essential_only=True)
 
 
 def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
-    """Everything below a folder with its depth, following no link. A tree of any depth needs no recursion."""
-    waiting = [(str(folder), 1)]
-    while waiting:
-        directory, depth = waiting.pop()
+    """Yield each entry below a folder with its depth, without recursion and without following links."""
+    pending = [(str(folder), 1)]
+    while pending:
+        directory, depth = pending.pop()
         try:
-            with os.scandir(directory) as found:
-                entries = [*found]
-        except OSError:  # gone meanwhile, or too deep to name: its parent is removed with it
+            with os.scandir(directory) as iterator:
+                entries = [*iterator]
+        except (
+            OSError
+        ):  # It was removed meanwhile, or its path is too long; then its parent is removed with it.
             continue
         for entry in entries:
             yield entry, depth
             if entry.is_dir(follow_symlinks=False) and depth <= MAX_DEPTH:
-                waiting.append((entry.path, depth + 1))
+                pending.append((entry.path, depth + 1))
 
 
 def _relative(folder: Path, entry: os.DirEntry[str]) -> str:

@@ -1,4 +1,4 @@
-"""Harbor's verifier, run where `grading` says, in a place where nothing that the agent left takes part unasked."""
+"""Harbor's verifier, run in the environment that `Grading` has prepared."""
 
 from __future__ import annotations
 
@@ -21,26 +21,30 @@ MAX_REWARD_BYTES = 2**20
 
 
 class TrainingVerifier(Verifier):
-    """Grades in the environment that the trial's grading has prepared, or in the one of its own that a task asks for."""
+    """The verifier of all trials. A task with a verifier environment of its own is graded there, as Harbor
+    does.
+    """
 
     @override
     async def verify(self) -> VerifierResult:
-        """Grade. Reward files and tests that were there before are removed. Whoever runs the trial decides what an error is worth."""
+        """Remove reward files and tests that exist before the grading, then grade.
+
+        `HarborTrial` decides whether an error is a failure or a reward of 0.
+        """
         if (grading := grading_of(self.environment)) is not None:
             user = self.environment.default_user
             self.environment = grading.environment
             with self.environment.with_default_user(user):
-                if not (
-                    grading.is_fresh and isinstance(self.environment, SandboxEnvironment)
-                ):  # a fresh sandbox has nothing to remove
-                    await self._clear_the_ground(self.environment)
-                return await self._verified()
-        return await self._verified()
+                # A fresh sandbox contains no such files.
+                if not (grading.is_fresh and isinstance(self.environment, SandboxEnvironment)):
+                    await self._remove_old_files(self.environment)
+                return await self._verify()
+        return await self._verify()
 
-    async def _verified(self) -> VerifierResult:
+    async def _verify(self) -> VerifierResult:
         try:
             return await super().verify()
-        except ValidationError as error:  # a reward file that is no mapping of names to numbers
+        except ValidationError as error:  # The reward file is not a mapping of names to numbers.
             raise AgentFault(
                 ZeroReason.UNREADABLE_REWARD,
                 f"the verifier's rewards cannot be read: {error.error_count()} errors",
@@ -48,27 +52,32 @@ class TrainingVerifier(Verifier):
 
     @override
     def _parse_reward_text(self) -> dict[str, Any]:
-        require_plain(self.trial_paths.reward_text_path)
+        check_reward_file(self.trial_paths.reward_text_path)
         return super()._parse_reward_text()
 
     @override
     def _parse_reward_json(self) -> dict[str, Any]:
-        require_plain(self.trial_paths.reward_json_path)
+        check_reward_file(self.trial_paths.reward_json_path)
         return super()._parse_reward_json()
 
-    async def _clear_the_ground(self, environment: BaseEnvironment) -> None:
+    async def _remove_old_files(self, environment: BaseEnvironment) -> None:
         paths = EnvironmentPaths.for_os(environment.os)
         await environment.empty_dirs([paths.verifier_dir])
         await environment.empty_dirs([paths.tests_dir], chmod=False)
-        for stale in (self.trial_paths.reward_json_path, self.trial_paths.reward_text_path):
-            if stale.is_symlink() or not stale.is_dir():
-                stale.unlink(missing_ok=True)
+        for path in (self.trial_paths.reward_json_path, self.trial_paths.reward_text_path):
+            if path.is_symlink() or not path.is_dir():
+                path.unlink(missing_ok=True)
 
 
-def require_plain(path: Path) -> None:
-    """AgentFault for a reward file that is no plain file of a reasonable size: it may lie in a directory that a container writes to."""
+def check_reward_file(path: Path) -> None:
+    """Raise AgentFault if a reward file is not a regular file or is too large. A container may have written
+    it.
+    """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
-        raise AgentFault(ZeroReason.UNREADABLE_REWARD, f"{path.name} is no plain file")
+        raise AgentFault(ZeroReason.UNREADABLE_REWARD, f"{path.name} is not a regular file")
     if status.st_size > MAX_REWARD_BYTES:
-        raise AgentFault(ZeroReason.UNREADABLE_REWARD, f"{path.name} has {status.st_size} bytes")
+        raise AgentFault(
+            ZeroReason.UNREADABLE_REWARD,
+            f"{path.name} has {status.st_size} bytes; at most {MAX_REWARD_BYTES} are read",
+        )

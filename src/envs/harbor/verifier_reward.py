@@ -1,4 +1,4 @@
-"""From what a verifier wrote to one number, or the statement that there is none."""
+"""The reward of a trial, computed from what its verifier wrote."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ REWARD_KEY = "reward"
 
 
 def score(rewards: Mapping[str, float] | None) -> float:
-    """The reward of a trial: the key `reward`, or else the mean of all keys. VerifierError when there is nothing to read.
+    """Return the value of the key `reward`, or the mean of all values if that key is absent.
+
+    Raises VerifierError if there is no value or if the result is not a finite number.
 
     >>> score({"reward": 1.0, "style": 0.2}), score({"tests": 1.0, "style": 0.5}), score({"tests": 0})
     (1.0, 0.75, 0.0)
@@ -22,7 +24,7 @@ def score(rewards: Mapping[str, float] | None) -> float:
     try:
         reward = float(sum(values) / len(values))
     except (OverflowError, TypeError) as error:
-        raise VerifierError(f"the verifier wrote a reward that is no number: {error}") from error
+        raise VerifierError(f"the verifier wrote a reward that is not a number: {error}") from error
     if not math.isfinite(reward):
-        raise VerifierError(f"the verifier wrote a reward that is no number: {dict(rewards)}")
+        raise VerifierError(f"the verifier wrote a reward that is not finite: {dict(rewards)}")
     return reward

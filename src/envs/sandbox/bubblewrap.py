@@ -33,7 +33,7 @@ from typing import BinaryIO
 
 from src.core.errors import SandboxError
 from src.envs.sandbox.exec_request import Request
-from src.envs.sandbox.exec_server import CONTROL, INTERPRETER, exec_server_command
+from src.envs.sandbox.exec_server import CONTROL, INTERPRETER, PathKind, exec_server_command
 from src.envs.sandbox.network import NAMESPACE_LINE, Network, name_servers, namespace_prefix, why_no_network
 from src.envs.sandbox.resource_limits import (
     RECORD_NAME,
@@ -180,15 +180,20 @@ class Bubblewrap:
         return self._process.returncode is None and self._watcher is not None and not self._watcher.done()
 
     async def run(
-        self, script: str, *, timeout_s: float | None = None, stdout: BinaryIO | None = None
+        self,
+        script: str,
+        *,
+        timeout_s: float | None = None,
+        stdout: BinaryIO | None = None,
+        shell: str = "bash",
     ) -> Completed:
-        """Run a bash script inside; its stdout goes to the file `stdout` when given.
+        """Run a script with a shell of /usr/bin inside; its stdout goes to the file `stdout` when given.
 
         Raises CommandTimeout past `timeout_s`, SandboxError when the sandbox is gone. Output past 16 MiB (of a file: 1 GiB) is dropped.
         """
         if not self.is_alive:
             raise SandboxError("the sandbox is gone")
-        with self._asked(script, stdout) as request:
+        with self._asked(script, stdout, shell) as request:
             try:
                 async with asyncio.timeout(timeout_s):
                     status = await request.done
@@ -203,19 +208,31 @@ class Bubblewrap:
 
     async def kill_processes(self) -> None:
         """Kill everything inside but pid 1, and wait until it is gone."""
+        try:
+            await self._request("killall")
+        except TimeoutError as error:
+            raise SandboxError(
+                f"the processes of a sandbox did not end within {KILL_ALL_TIMEOUT_S} s"
+            ) from error
+
+    async def kind_of(self, path: str) -> PathKind:
+        """What is at an absolute path inside. Starts no process."""
+        try:
+            return PathKind(await self._request("stat", path.encode("utf-8", "surrogateescape").hex()))
+        except TimeoutError as error:
+            raise SandboxError(f"the sandbox did not answer within {KILL_ALL_TIMEOUT_S} s") from error
+
+    async def _request(self, verb: str, *arguments: str) -> int:
+        """Send pid 1 a request that it serves itself; its status. Raises TimeoutError."""
         if not self.is_alive:
             raise SandboxError("the sandbox is gone")
         number = next(self._numbers)
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._pending[number] = done
         try:
-            self._send(f"killall {number}")
+            self._send(" ".join([verb, str(number), *arguments]))
             async with asyncio.timeout(KILL_ALL_TIMEOUT_S):
-                await done
-        except TimeoutError as error:
-            raise SandboxError(
-                f"the processes of a sandbox did not end within {KILL_ALL_TIMEOUT_S} s"
-            ) from error
+                return await done
         finally:
             del self._pending[number]
 
@@ -256,7 +273,7 @@ class Bubblewrap:
         self._watcher = asyncio.create_task(self._watch())
 
     @contextlib.contextmanager
-    def _asked(self, script: str, stdout: BinaryIO | None = None) -> Iterator[Request]:
+    def _asked(self, script: str, stdout: BinaryIO | None, shell: str) -> Iterator[Request]:
         """A command on its way, as long as the block lasts; `_watch` fails it when the sandbox dies."""
         for path in list(self._handed_in):
             if path.exists():
@@ -265,7 +282,7 @@ class Bubblewrap:
         request = Request(self._launch.requests, next(self._numbers), script, stdout, self._launch.user)
         self._pending[request.number] = request
         try:
-            self._send(f"run {request.number} {request.token}")
+            self._send(f"run {request.number} {request.token} {shell}")
             yield request
         finally:
             del self._pending[request.number]
@@ -291,7 +308,7 @@ class Bubblewrap:
                 case "failed", Request() as request:
                     request.refuse(rest)
                 case _, asyncio.Future() as waiting if not waiting.done():
-                    waiting.set_result(0)
+                    waiting.set_result(int(rest))
                 case _:
                     pass  # nobody waits for this command any more
         await self._process.wait()

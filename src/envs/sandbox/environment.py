@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import re
 import shlex
 import tarfile
@@ -34,6 +35,7 @@ from src.envs.sandbox.bubblewrap import (
     missing_programs,
 )
 from src.envs.sandbox.dockerfile import USE_DOCKER, Copy, MakeDirectory, Recipe, Run, parse_dockerfile
+from src.envs.sandbox.exec_server import PathKind
 from src.envs.sandbox.file_copy import (
     COLLECT_TIMEOUT_S,
     REWARD_FILES,
@@ -71,6 +73,7 @@ class SandboxEnvironment(BaseEnvironment):
         self._network_given = network
         self._sandbox: Bubblewrap | None = None
         self._recipe = Recipe(environment={})
+        self.held_uploads: list[tuple[Path, str]] | None = None  # host files and their paths inside
         super().__init__(*args, **kwargs)
         self._collection = Collection(self.trial_paths.trial_dir)
 
@@ -185,8 +188,21 @@ class SandboxEnvironment(BaseEnvironment):
     async def run_script(self, script: str, *, timeout_s: float, stdout: BinaryIO | None = None) -> Completed:
         """Run a script that is not the task's own, with the system's programs and none of the task's environment variables."""
         return await self._running.run(
-            f"export PATH=/usr/sbin:/usr/bin:/sbin:/bin\n{script}", timeout_s=timeout_s, stdout=stdout
+            f"export PATH=/usr/sbin:/usr/bin:/sbin:/bin\n{script}",
+            timeout_s=timeout_s,
+            stdout=stdout,
+            shell="sh",
         )
+
+    def hold_uploads(self) -> None:
+        """From here on `upload_dir` changes nothing inside, and `held_uploads` lists the files."""
+        self.held_uploads = []
+
+    @override
+    async def is_dir(self, path: str, user: str | int | None = None) -> bool:
+        if not path.startswith("/"):
+            return await super().is_dir(path, user)
+        return await self._running.kind_of(path) in (PathKind.EMPTY_DIRECTORY, PathKind.DIRECTORY)
 
     @contextmanager
     def handed_in(self) -> Iterator[tuple[Path, str]]:
@@ -208,6 +224,9 @@ class SandboxEnvironment(BaseEnvironment):
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         target = str(target_dir)
         files = await asyncio.to_thread(self._collection.made_here, Path(source_dir), target)
+        if self.held_uploads is not None:
+            self.held_uploads += files
+            return
         await self._unpack(files, target, directories=[target], directory_mode=None)
 
     @override
@@ -244,6 +263,9 @@ class SandboxEnvironment(BaseEnvironment):
     async def _download_dir(
         self, source_dir: str, target_dir: Path | str, *, exclude: Sequence[str] = ()
     ) -> None:
+        if await self._running.kind_of(str(source_dir)) is PathKind.EMPTY_DIRECTORY:
+            os.makedirs(target_dir, exist_ok=True)
+            return
         given = self._collection.allowance(str(source_dir))
         left = replace(given)
         patterns = " ".join(f"--exclude={shlex.quote(pattern)}" for pattern in exclude)
@@ -262,7 +284,9 @@ class SandboxEnvironment(BaseEnvironment):
     async def _receive(self, script: str, source: str, received: BoundedFile) -> bool:
         """The output of a command goes to `received`; whether all of it is there. The agent may have replaced the programs."""
         try:
-            completed = await self._running.run(script, timeout_s=COLLECT_TIMEOUT_S, stdout=received)
+            completed = await self._running.run(
+                script, timeout_s=COLLECT_TIMEOUT_S, stdout=received, shell="sh"
+            )
         except CommandTimeout:
             return False
         if completed.status != 0:
@@ -322,9 +346,9 @@ class SandboxEnvironment(BaseEnvironment):
         host_path, inside_path = self._running.put(f"{next(_instances)}.tar")
         try:
             if files:
-                await asyncio.to_thread(_pack, host_path, files, mode)
+                await asyncio.to_thread(write_archive, host_path, files, mode)
                 commands.append(_unpacking(inside_path, what, directory_wins))
-            completed = await self._running.run("\n".join(commands))
+            completed = await self._running.run("\n".join(commands), shell="sh")
         finally:
             host_path.unlink(missing_ok=True)
         if completed.status == CANNOT_MAKE_DIRECTORIES and directories:
@@ -401,7 +425,8 @@ def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) ->
     return "\n".join([*lines, command]) + "\n"
 
 
-def _pack(host_path: Path, files: Sequence[tuple[Path, str]], mode: int | None) -> None:
+def write_archive(host_path: Path, files: Sequence[tuple[Path, str]], mode: int | None = None) -> None:
+    """A tar archive of host files at absolute paths inside, all of them root's."""
     with tarfile.open(host_path, "w", format=tarfile.PAX_FORMAT) as archive:
         for source, place in files:
             archive.add(

@@ -7,6 +7,7 @@ their directory cannot be listed, so that a process of the sandbox cannot write 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import secrets
@@ -67,8 +68,8 @@ class Request:
         self.number = number
         self.token = secrets.token_hex(16)
         self._loop = asyncio.get_running_loop()
-        self._paths = [directory / f"{self.token}.{name}" for name in ("stdout", "stderr")]
-        self._script = directory / f"{number}.sh"
+        self._paths = [f"{directory}/{self.token}.{name}" for name in ("stdout", "stderr")]
+        self._script = f"{directory}/{number}.sh"
         self.done: asyncio.Future[int] = self._loop.create_future()
         descriptors: list[int] = []
         try:
@@ -76,7 +77,8 @@ class Request:
                 os.mkfifo(path, 0o600)
                 user.admit(path, 0o620)
                 descriptors.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-            self._script.write_bytes(script.encode("utf-8", "surrogateescape"))
+            with open(self._script, "xb") as file:
+                file.write(script.encode("utf-8", "surrogateescape"))
             user.admit(self._script, 0o640)
         except OSError as error:
             for descriptor in descriptors:
@@ -111,7 +113,8 @@ class Request:
             self._loop.remove_reader(stream.descriptor)  # before closing: the number may be reused at once
             os.close(stream.descriptor)
         for path in (*self._paths, self._script):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
         if self.done.done() and not self.done.cancelled():
             self.done.exception()  # seen, even when nobody waits any more
         self.done.cancel()

@@ -7,10 +7,13 @@ seccomp filter keeps `prlimit` and the scheduling calls of other processes away 
 It reads one request a line from stdin and writes one answer a line to stdout. Only this process has these pipes, so no command can report
 the status of another one:
 
-    run NUMBER TOKEN   start requests/NUMBER.sh in a process group of its own; its output goes to the FIFOs requests/TOKEN.{stdout,stderr}
+    run NUMBER TOKEN SHELL
+                       start `SHELL requests/NUMBER.sh` in a process group of its own; its output goes to the FIFOs
+                       requests/TOKEN.{stdout,stderr}
     kill NUMBER        kill that process group
     killall NUMBER     kill every other process and wait until all are gone
-    exit NUMBER STATUS the answer to run and killall
+    stat NUMBER PATH   report what is at a path, which is given in hexadecimal, as a number of `PathKind`
+    exit NUMBER STATUS the answer to run, killall and stat
     failed NUMBER WHY  a command could not be started
 
 It is written in Perl because perl-base is essential in Debian and Ubuntu, starts in 3 ms and can make system calls without a module.
@@ -21,11 +24,22 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
+from enum import IntEnum
 
 from src.envs.sandbox.system_calls import call_numbers
 
 CONTROL = "/.sandbox"
 INTERPRETER = "/usr/bin/perl"
+
+
+class PathKind(IntEnum):
+    """What a path inside a sandbox leads to. Symbolic links are followed."""
+
+    MISSING = 0
+    OTHER = 1  # neither missing nor a directory
+    EMPTY_DIRECTORY = 2
+    DIRECTORY = 3
+
 
 _PROGRAM = r"""
 use strict;
@@ -39,7 +53,24 @@ check('PR_SET_NO_NEW_PRIVS', syscall($prctl, 38, 1, 0, 0, 0));
 while (my ($resource, $most) = splice @limits, 0, 2) {
     check('prlimit', syscall($prlimit64, 0, $resource, pack('QQ', $most, $most), 0));
 }
-system('/usr/bin/cp', '-RP', '/.sandbox/skeleton/.', '/') == 0 or exit 1;
+sub must { return if $_[1]; print STDERR "cannot create $_[0] in the sandbox: $!\n"; exit 1 }
+sub copy {
+    my ($source, $target) = @_;
+    my $mode = (lstat $source)[2] & 0777;
+    if (-l _) { return must($target, symlink readlink($source), $target) }
+    if (-d _) {
+        must($target, -d $target || mkdir $target, $mode);
+        must($target, opendir my $directory, $source);
+        for my $name (readdir $directory) { copy("$source/$name", "$target/$name") if $name ne '.' && $name ne '..' }
+        return;
+    }
+    must($source, sysopen my $in, $source, 0);
+    must($target, sysopen my $out, $target, 0301, $mode);  # O_WRONLY, O_CREAT, O_EXCL
+    my $size;
+    while ($size = sysread $in, my $data, 1 << 20) { must($target, $size == (syswrite($out, $data) // -1)) }
+    must($source, defined $size);
+}
+copy('/.sandbox/skeleton', '/.');
 my $child_signal = pack('Q', 1 << 16);
 check('rt_sigprocmask', syscall($rt_sigprocmask, 0, $child_signal, 0, 8));
 my $descriptor = syscall($signalfd4, -1, $child_signal, 8, 0x80800);  # CLOEXEC, NONBLOCK
@@ -61,7 +92,7 @@ sub reap {
 }
 
 sub run {
-    my ($number, $token) = @_;
+    my ($number, $token, $shell) = @_;
     my $pid = fork;
     return answer('failed', $number, $!) unless defined $pid;
     if ($pid) {
@@ -75,8 +106,17 @@ sub run {
     if (open(my $preference, '>', '/proc/self/oom_score_adj')) { syswrite $preference, '500'; close $preference }
     my $requests = '/.sandbox/requests';
     open(STDIN, '<', '/dev/null') && sysopen(STDOUT, "$requests/$token.stdout", 1) && sysopen(STDERR, "$requests/$token.stderr", 1)
-        && exec { '/usr/bin/bash' } 'bash', "$requests/$number.sh";
+        && exec { "/usr/bin/$shell" } $shell, "$requests/$number.sh";
     exit 127;
+}
+
+sub kind_of {
+    my ($path) = @_;
+    return 0 unless stat $path;
+    return 1 unless -d _;
+    opendir(my $directory, $path) or return 3;
+    while (defined(my $name = readdir $directory)) { return 3 if $name ne '.' && $name ne '..' }
+    return 2;
 }
 
 answer('ready');
@@ -91,8 +131,9 @@ while (1) {
     next unless vec($ready, 0, 1);
     sysread(STDIN, $received, 65536, length $received) or exit 0;
     while ($received =~ s/^([^\n]*)\n//) {
-        my ($verb, $number, $token) = split / /, $1;
-        if ($verb eq 'run') { run($number, $token) }
+        my ($verb, $number, $token, $shell) = split / /, $1;
+        if ($verb eq 'run') { run($number, $token, $shell) }
+        elsif ($verb eq 'stat') { answer('exit', $number, kind_of(pack('H*', $token))) }
         elsif ($verb eq 'kill') { kill 'KILL', -$group_of{$number} if $group_of{$number} }
         elsif ($verb eq 'killall') { kill 'KILL', -1; reap(0); answer('exit', $number, 0) }
     }

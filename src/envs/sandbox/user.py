@@ -52,7 +52,7 @@ class SandboxUser:
             "--",
         ]
 
-    def admit(self, path: Path, mode: int) -> None:
+    def admit(self, path: Path | str, mode: int) -> None:
         """Give this user the rights that `mode` gives to the group. The owner of a host file is always the trainer."""
         if self.uid is None:
             os.chmod(path, mode & 0o700)

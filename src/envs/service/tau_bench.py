@@ -117,7 +117,7 @@ def open_tau_bench(config: TrainerConfig, chat: Chat) -> TaskSource:
             tasks=tau2.gradable_tasks(tasks, has_judge=judge is not None),
             held_out=tau2.gradable_tasks(tests, has_judge=judge is not None),
             make=make,
-            do_nothing=do_nothing,
+            noop_baseline=do_nothing,
             close=close,
         ),
     )

@@ -1,0 +1,44 @@
+"""A message environment: the agent must continue 1, 2, 3, ... with the next number.
+
+./run_skyrl_tx.sh env=examples.count_up:open_count_up max_turns=4
+"""
+
+from pathlib import Path
+
+from src.config import TrainerConfig
+from src.core.trajectory import Task
+from src.envs.episodes import EnvSpec, EpisodeTasks, episodes
+from src.envs.message_env import ResetResult, StepResult
+from src.policy.chat import Chat
+
+NUM_TURNS = 3
+
+
+class CountUp:
+    """One episode. Each correct number gives a reward of 1/3; a wrong one ends the episode."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        self.number = int(task.id.removeprefix("from-"))
+        self.last = self.number + NUM_TURNS
+
+    async def start(self) -> ResetResult:
+        return ResetResult(messages=[{"role": "user", "content": f"Count up. I say {self.number}."}])
+
+    async def step(self, answer: str) -> StepResult:
+        self.number += 1
+        if answer.strip() != str(self.number):
+            return StepResult(reward=0.0, is_done=True)
+        message = {"role": "user", "content": "Next."}
+        return StepResult(reward=1 / NUM_TURNS, is_done=self.number == self.last, messages=[message])
+
+    async def close(self) -> None:
+        """There is nothing to release."""
+
+
+def open_count_up(config: TrainerConfig, chat: Chat) -> EpisodeTasks:
+    """Return the tasks. `eval_split` of them are held out."""
+    tasks = [
+        Task(id=f"from-{n}", path=Path(__file__), instruction=f"Count up from {n}.", domain="count")
+        for n in range(10)
+    ]
+    return episodes(config, chat, EnvSpec(tasks=tasks, make=CountUp))

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Builds the documentation site in .cache/site. With `serve`, serves it on http://127.0.0.1:8001 and rebuilds after each change.
+#
+#   scripts/docs.sh [serve]
+#
+# The diagrams need a copy of mermaid, which npm provides. Without npm the site is built with the diagrams as text.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/setup.sh
+mermaid=docs/assets/mermaid.min.js
+if [ ! -e "$mermaid" ] && command -v npm >/dev/null; then
+  folder=$(mktemp -d)
+  if npm install --silent --ignore-scripts --no-audit --no-fund --prefix "$folder" mermaid@11.4.1 >/dev/null 2>&1; then
+    cp "$folder/node_modules/mermaid/dist/mermaid.min.js" "$mermaid"
+  fi
+  rm -rf "$folder"
+fi
+[ -e "$mermaid" ] || echo "docs: without npm the diagrams stay text"
+.venv/bin/python -m scripts.docs --check
+if [ "${1:-}" = serve ]; then exec .venv/bin/mkdocs serve --dev-addr 127.0.0.1:8001; fi
+exec .venv/bin/mkdocs build --strict

@@ -1,0 +1,190 @@
+"""Options of the engine: the model, its devices, and what the executor keeps on them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import chz
+
+from skyrl_tx_server.config.bounds import MAX_DEVICES, MAX_TOKENS, positive
+from skyrl_tx_server.config.tenant_options import TenantOptions
+from skyrl_tx_server.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshShape:
+    """Devices along each axis of the mesh; `model/mesh.py` says what each axis divides."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.fsdp * self.tensor * self.expert
+
+    @property
+    def batch(self) -> int:
+        """The number of parts into which the sequences of a batch are divided."""
+        return self.data * self.fsdp
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}_parallel={size}" for axis, size in asdict(self).items() if size > 1)
+
+
+@chz.chz
+class EngineOptions(TenantOptions):
+    """The options that the executor reads. Sizes are in tokens unless the name has another unit.
+
+    The executor needs `base_model` to be a local directory and `model_alias` to be set (`__main__` resolves
+    both).
+    """
+
+    base_model: str = chz.field(
+        doc="Hugging Face model directory or hub id, e.g. Qwen/Qwen3-4B or ./models/tiny"
+    )
+    model_alias: str | None = chz.field(
+        default=None,
+        doc="org/name under which clients ask for the model; default: the hub id, or local/<directory name>",
+    )
+    checkpoints_dir: str = chz.field(default="./checkpoints", doc="Where tinker:// checkpoints are written")
+    checkpoint_quota_gb: float | None = chz.field(
+        default=None,
+        metadata=positive(1e9),
+        doc="Refuse to save if all checkpoints together would be larger than this, in GiB; default: the free "
+        "space of the disk",
+    )
+    compilation_cache_dir: str | None = chz.field(
+        default="~/.cache/skyrl_tx_server/xla",
+        doc="JAX's persistent compilation cache; none: compile again at every start",
+    )
+    warmup: bool | None = chz.field(
+        default=None,
+        doc="Compile the programs for sampling and training in the background from the start, instead of "
+        "when each is first used; "
+        "default: on a GPU, where compilation takes longest",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = chz.field(
+        default="auto", doc="Base weights and activations; auto: float32 on CPU, bfloat16 on accelerators"
+    )
+    max_lora_rank: int = chz.field(
+        default=32, metadata=positive(4096), doc="Largest LoRA rank a client may ask for"
+    )
+    max_context_length: int | None = chz.field(
+        default=None,
+        metadata=positive(MAX_TOKENS),
+        doc="Largest prompt + completion in tokens; default: the model's own limit",
+    )
+    yarn: bool = chz.field(
+        default=False,
+        doc="Reach a max_context_length beyond the model's own limit with YaRN, as Qwen documents; costs "
+        "some quality on short texts",
+    )
+    max_num_seqs: int = chz.field(
+        default=32, metadata=positive(1_000_000), doc="Slots of the decode batch: sequences decoded at once"
+    )
+    cache_tokens: int | None = chz.field(
+        default=None,
+        metadata=positive(MAX_TOKENS),
+        doc="Size of the KV cache in tokens, for running sequences and the prefix cache; default: "
+        "a whole context for each of max_num_seqs, or as many as fit. With less, the sequence that came last "
+        "is preempted when no KV page is free",
+    )
+    decode_steps_per_dispatch: int = chz.field(
+        default=16, metadata=positive(4096), doc="Decode steps per device dispatch"
+    )
+    logprobs_mode: Literal["raw", "processed"] = chz.field(
+        default="raw",
+        doc="Log-probabilities of sampled tokens: raw, of the model's distribution (temperature 1), or "
+        "processed, of the distribution after temperature",
+    )
+    train_tokens_per_batch: int = chz.field(
+        default=8192,
+        metadata=positive(MAX_TOKENS),
+        doc="Tokens per training micro-batch; a shared prefix counts once",
+    )
+    max_models: int = chz.field(
+        default=4,
+        metadata=positive(10_000),
+        doc="Training models kept on the device; further ones are kept in host memory",
+    )
+    max_loras: int = chz.field(
+        default=8,
+        metadata=positive(10_000),
+        doc="LoRA slots: sampler snapshots kept on the device; older ones are kept in host memory or on disk",
+    )
+    tensor_parallel: int = chz.field(
+        default=1,
+        metadata=positive(MAX_DEVICES),
+        doc="Devices that share each layer: heads, MLP and vocabulary are divided over them",
+    )
+    fsdp_parallel: int = chz.field(
+        default=1,
+        metadata=positive(MAX_DEVICES),
+        doc="Devices that share the sequences of a batch, each of which keeps a part of every matrix",
+    )
+    data_parallel: int = chz.field(
+        default=1,
+        metadata=positive(MAX_DEVICES),
+        doc="Devices that share the sequences of a batch, each of which keeps all weights",
+    )
+    expert_parallel: int = chz.field(
+        default=1,
+        metadata=positive(MAX_DEVICES),
+        doc="Devices that share the experts of a mixture; the server uses the product of all four numbers of "
+        "devices",
+    )
+
+    @chz.validate
+    def _check_model_alias(self) -> None:
+        alias = self.model_alias
+        if alias is None or alias == model_alias(self.base_model, None):
+            return
+        if alias.count("/") != 1 or ":" in alias or not all(alias.split("/")):
+            raise ConfigError(
+                f"model_alias={self.model_alias}: must be org/name with one slash and no ':', as in "
+                f"Qwen/Qwen3-4B"
+            )
+
+    @property
+    def alias(self) -> str:
+        """The org/name by which clients ask for the model."""
+        return model_alias(self.base_model, self.model_alias)
+
+    @property
+    def model_dir(self) -> Path:
+        """The directory of the model, once `base_model` is a local one."""
+        return Path(self.base_model)
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return Path(self.checkpoints_dir).expanduser()
+
+    @property
+    def checkpoint_quota_bytes(self) -> int | None:
+        return None if self.checkpoint_quota_gb is None else int(self.checkpoint_quota_gb * 2**30)
+
+    @property
+    def tenant_quota(self) -> TenantOptions | None:
+        """None: the server has no tenants."""
+        return None if self.api_keys_file is None else self
+
+    @property
+    def mesh(self) -> MeshShape:
+        return MeshShape(
+            data=self.data_parallel,
+            fsdp=self.fsdp_parallel,
+            tensor=self.tensor_parallel,
+            expert=self.expert_parallel,
+        )
+
+
+def model_alias(base_model: str, alias: str | None) -> str:
+    """Return the org/name of a model: `alias`, or its hub id, or local/<directory name>."""
+    if alias is not None:
+        return alias
+    path = Path(base_model).expanduser()
+    return f"local/{path.resolve().name}" if path.is_dir() or base_model.count("/") != 1 else base_model

@@ -1,0 +1,98 @@
+"""Options of the HTTP side: addresses, access, TLS, and limits of connections and requests."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+import chz
+
+from skyrl_tx_server.config.bounds import YEAR_S, between, positive
+from skyrl_tx_server.config.tenant_options import TenantOptions
+from skyrl_tx_server.errors import ConfigError
+
+
+@chz.chz
+class HttpOptions(TenantOptions):
+    """Where the server listens, and which requests it accepts."""
+
+    host: str = chz.field(default="127.0.0.1", doc="Address to listen on")
+    port: int = chz.field(
+        default=8000, metadata=between(0, 65535), doc="Port to listen on; 0 picks a free one"
+    )
+    allow_anyone: bool = chz.field(default=False, doc="Listen beyond this machine without an api_key")
+    api_key: str | None = chz.field(
+        default=None,
+        repr=False,
+        doc="Key that every request must have, beginning with tml-; default: every client that reaches the "
+        "port is accepted. Pass it "
+        "as SKYRL_TX_API_KEY in the environment, or by api_key_file",
+    )
+    api_key_file: str | None = chz.field(
+        default=None,
+        doc="File that holds the api_key. A key on the command line is visible to every user of this machine "
+        "while it starts",
+    )
+    allowed_hosts: str | None = chz.field(
+        default=None,
+        doc="Host names, separated by commas, that a server without an api_key accepts besides its own "
+        "addresses; with a key it accepts any",
+    )
+    allowed_origins: str | None = chz.field(
+        default=None,
+        doc="Web pages, separated by commas, as in https://example.org, whose requests are accepted; "
+        "default: none",
+    )
+    max_connections: int = chz.field(
+        default=4096,
+        metadata=between(8, 1_000_000),
+        doc="Connections that may be open at once; fewer where the limit on open files is lower",
+    )
+    ssl_certfile: str | None = chz.field(default=None, doc="Serve https with this certificate (PEM)")
+    ssl_keyfile: str | None = chz.field(default=None, doc="The certificate's private key (PEM)")
+    session_timeout_s: float = chz.field(
+        default=300.0,
+        metadata=positive(YEAR_S),
+        doc="Free a session that has sent no heartbeat for this long",
+    )
+    max_request_mb: int = chz.field(
+        default=64,
+        metadata=positive(1024),
+        doc="Largest body of a training request in MiB, after decompression",
+    )
+
+    @property
+    def has_api_key(self) -> bool:
+        """Whether requests must have a key, the operator's or a tenant's."""
+        return self.api_key is not None or self.api_keys_file is not None
+
+    @chz.validate
+    def _check_api_key(self) -> None:
+        if self.api_key is not None and not self.api_key.startswith("tml-"):
+            raise ConfigError("api_key: must begin with tml-, because the Tinker SDK sends no other")
+        if self.api_key is not None and not (
+            self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key
+        ):
+            raise ConfigError("api_key: must be ASCII text without spaces, because it is sent in a header")
+        if not self.has_api_key and not self.allow_anyone and not _is_loopback(self.host):
+            raise ConfigError(
+                f"host={self.host}: every client that reaches this machine could train, sample and delete; "
+                f"pass api_key=tml-... or "
+                "allow_anyone=true"
+            )
+
+    @chz.validate
+    def _check_tls(self) -> None:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile and ssl_keyfile: https needs both")
+        for name, path in (("ssl_certfile", self.ssl_certfile), ("ssl_keyfile", self.ssl_keyfile)):
+            if path is not None and not Path(path).expanduser().is_file():
+                raise ConfigError(f"{name}={path}: no such file")
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`; a name other than localhost may resolve to any address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

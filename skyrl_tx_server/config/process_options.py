@@ -1,0 +1,117 @@
+"""Options of a server that consists of several processes, usually one per host."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import chz
+
+from skyrl_tx_server.config.bounds import MAX_DEVICES, YEAR_S, BoundedOptions, between, positive
+from skyrl_tx_server.errors import ConfigError
+
+CLUSTER_KEY_VARIABLE = "SKYRL_TX_CLUSTER_KEY"
+CLUSTER_KEY = f"cluster_key_file (or {CLUSTER_KEY_VARIABLE})"
+"""The name of the cluster key in messages."""
+MIN_CLUSTER_KEY = 32
+"""Characters."""
+
+
+@chz.chz
+class ProcessOptions(BoundedOptions):
+    """Which of the server's processes this is, and where the processes connect to each other."""
+
+    coordinator_address: str | None = chz.field(
+        default=None,
+        doc="host:port of rank 0, to which the processes of a server on several hosts connect; the same in "
+        "all of them",
+    )
+    num_processes: int = chz.field(
+        default=1,
+        metadata=positive(MAX_DEVICES),
+        doc="Processes that run the model together, usually one per host; the server uses the devices of all "
+        "of them",
+    )
+    process_id: int = chz.field(
+        default=0,
+        metadata=between(0, MAX_DEVICES),
+        doc="Rank of this process; rank 0 serves HTTP, writes checkpoints and sends every call to the other "
+        "ranks",
+    )
+    cluster_key_file: str | None = chz.field(
+        default=None,
+        doc="File with the secret by which several processes authenticate each other, the same for all, at "
+        "least 32 characters; or put "
+        "it into SKYRL_TX_CLUSTER_KEY in the environment",
+    )
+    initialization_timeout_s: float = chz.field(
+        default=300.0,
+        metadata=positive(YEAR_S),
+        doc="How long the processes wait for each other at the start",
+    )
+
+    @chz.validate
+    def _check_processes(self) -> None:
+        if (self.coordinator_address is None) != (self.num_processes == 1):
+            raise ConfigError(
+                "coordinator_address and num_processes: a server of several processes needs both"
+            )
+        if not 0 <= self.process_id < self.num_processes:
+            raise ConfigError(
+                f"process_id={self.process_id}: must lie between 0 and num_processes - 1, which is "
+                f"{self.num_processes - 1}"
+            )
+        if self.coordinator_address is None:
+            return
+        try:
+            _host_and_port(self.coordinator_address)
+        except ValueError:
+            raise ConfigError(
+                f"coordinator_address={self.coordinator_address}: must be host:port, as in 10.0.0.1:7000"
+            ) from None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of rank 0. A server of one process has none."""
+        assert self.coordinator_address is not None, "one process has no coordinator"
+        return _host_and_port(self.coordinator_address)
+
+    @property
+    def cluster_key(self) -> bytes:
+        """The secret that the processes of one server share. Raises ConfigError where there is none."""
+        return _cluster_key(self.cluster_key_file)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """Raise ValueError if `address` is not host:port."""
+    host, _, port = address.rpartition(":")
+    if not host or not 0 < int(port) <= 65535:
+        raise ValueError(address)
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _cluster_key(file: str | None) -> bytes:
+    """Read the key from `file`, or else from the environment. Raise ConfigError if it is missing or too
+    short."""
+    if file is None:
+        name, key = CLUSTER_KEY_VARIABLE, os.environ.get(CLUSTER_KEY_VARIABLE, "")
+        if not key:
+            raise ConfigError(
+                f"num_processes: several processes need a common secret: cluster_key_file=FILE, or "
+                f"{CLUSTER_KEY_VARIABLE} in the "
+                "environment. Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            )
+    else:
+        name = f"cluster_key_file={file}"
+        try:
+            key = Path(file).expanduser().read_text()
+        except OSError as error:
+            raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{name}: cannot be read: not text") from None
+    key = key.strip()
+    if len(key) < MIN_CLUSTER_KEY:
+        raise ConfigError(
+            f"{name}: has {len(key)} characters; at least {MIN_CLUSTER_KEY} random characters are needed"
+        )
+    return key.encode()

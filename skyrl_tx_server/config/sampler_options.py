@@ -1,0 +1,55 @@
+"""Options of the external sampler: where it is, and how its samples are checked
+(docs/external-sampler.md).
+"""
+
+from __future__ import annotations
+
+import chz
+
+from skyrl_tx_server.config.bounds import YEAR_S, BoundedOptions, between, positive
+from skyrl_tx_server.errors import ConfigError
+
+
+@chz.chz
+class SamplerOptions(BoundedOptions):
+    """An external vLLM or SGLang that generates the rollouts."""
+
+    sampler_url: str | None = chz.field(
+        default=None,
+        doc="http://host:port of a vLLM or SGLang that generates the rollouts, see docs/external-sampler.md; "
+        "default: this server",
+    )
+    sampler_adapters: str | None = chz.field(
+        default=None,
+        doc="Directory for the adapters of the external sampler, which must be able to read it under the "
+        "same path; "
+        "default: sampler_adapters below checkpoints_dir",
+    )
+    sampler_api_key: str | None = chz.field(
+        default=None,
+        repr=False,
+        doc="API key of the external sampler; or SKYRL_TX_SAMPLER_API_KEY in the environment",
+    )
+    sampler_timeout_s: float = chz.field(
+        default=1800.0,
+        metadata=positive(YEAR_S),
+        doc="Timeout of one request to the external sampler",
+    )
+    sampler_check: float = chz.field(
+        default=0.02,
+        metadata=between(0, 1),
+        doc="Fraction of the external sampler's samples that this server scores again; the first of each "
+        "snapshot always are",
+    )
+    sampler_check_limit: float = chz.field(
+        default=0.05,
+        metadata=positive(1e6),
+        doc="Mean difference of log-probabilities per token, in nats, above which the server logs a warning; "
+        "a first sample that differs "
+        "by ten times as much is rejected",
+    )
+
+    @chz.validate
+    def _check_sampler_url(self) -> None:
+        if self.sampler_url is not None and not self.sampler_url.startswith(("http://", "https://")):
+            raise ConfigError(f"sampler_url={self.sampler_url}: must be http://host:port")

@@ -1,0 +1,147 @@
+"""What the engine expects of an executor, which owns the devices, and the records that they exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from skyrl_tx_server.engine.operations import CsrMatrix, Op, OpResult, SampledSequence, TopkLogprobs
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
+from skyrl_tx_server.errors import ServerError
+
+ON_ALL_RANKS: set[str] = set()
+"""Names of the sampler's methods that every rank must call."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineInfo:
+    """What clients may ask of an engine."""
+
+    base_model: str
+    max_context_length: int  # prompt and completion
+    max_lora_rank: int
+    vocab_size: int
+    model_type: str = "qwen3"  # as in config.json
+    eos_token_ids: tuple[int, ...] = ()
+    devices: str = ""  # number and kind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedSequence:
+    """Sample `index` of a request is complete."""
+
+    request_id: int
+    index: int
+    sequence: SampledSequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedSequence:
+    """A sample of a request has failed, and with it the request. Other requests are not affected."""
+
+    request_id: int
+    error: Exception
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningSequence:
+    """The tokens of sample `index` of a request so far. The lists grow; copy what must not change."""
+
+    index: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillResult:
+    """The prompt of a request is computed and its sequences have their slots."""
+
+    prompt_logprobs: np.ndarray | None  # [P] float32
+    prompt_cache_hit_tokens: int
+    finished: Sequence[FinishedSequence | FailedSequence]  # sequences that ended with their first token
+    topk_prompt_logprobs: TopkLogprobs | None = None
+    target_prompt_logprobs: CsrMatrix | None = None
+
+
+class SequencesLostError(ServerError):
+    """The KV cache of every running sequence was lost. The executor has an empty one."""
+
+
+def on_all_ranks[**Inputs, Output](method: Callable[Inputs, Output]) -> Callable[Inputs, Output]:
+    """Mark a method that uses the devices. In a server with several ranks every rank calls it, in the same order."""
+    ON_ALL_RANKS.add(method.__name__)
+    return method
+
+
+class Sampler(Protocol):
+    """The sampling side of an executor."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def num_running(self) -> int:
+        """Sequences with a decode slot, including preempted ones, whose slots stay reserved."""
+        ...
+
+    @property
+    def max_unfinished_tokens(self) -> int:
+        """How many tokens of partly computed prompts the cache keeps without displacing too much else."""
+        ...
+
+    @on_all_ranks
+    def prefill(self, requests: Sequence[PrefillRequest]) -> Sequence[PrefillResult | None]:
+        """Compute the prompts of the first requests together and give their sequences decode slots.
+
+        The result has an entry for each request that was taken; None: a chunk of a long prompt has been computed and others remain, so
+        the request must be made again. Raises CapacityError if there is no room for the first request, and SequencesLostError. After
+        any other error nothing has changed.
+        """
+        ...
+
+    @on_all_ranks
+    def decode(self) -> bool:
+        """Wait for the dispatch of decode steps in flight, after starting one if there is none. Return whether it ended sequences.
+
+        `poll` must follow. After any error all sequences are lost.
+        """
+        ...
+
+    @on_all_ranks
+    def poll(self, *, dispatch_next: bool) -> Sequence[FinishedSequence | FailedSequence]:
+        """Return the sequences that were completed by `decode`. With `dispatch_next` the next dispatch starts first, if possible, so
+        that the next `decode` waits for it."""
+        ...
+
+    @on_all_ranks
+    def pause(self, sequences: Collection[tuple[int, int]]) -> None:
+        """Take the slots of these sequences, each (request_id, index), until they are prefilled again. No dispatch may be in flight."""
+        ...
+
+    @on_all_ranks
+    def release(self, request_id: int) -> None:
+        """Drop all sequences of a request."""
+        ...
+
+    def running(self, request_id: int) -> Sequence[RunningSequence]:
+        """The sequences of a request that are not complete."""
+        ...
+
+
+class Executor(Protocol):
+    """Sole owner of the devices. Only the engine's thread calls it."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def sampler(self) -> Sampler: ...
+
+    def run(self, op: Op) -> Generator[None, None, OpResult]:
+        """Execute an operation other than `Sample`. Yields after each micro-batch and returns the result."""
+        ...
+
+    def stats(self) -> dict[str, object]: ...

@@ -1,0 +1,122 @@
+"""The losses this server computes: what each reads from a datum and which options it takes.
+
+This table imports no jax. The request parser checks requests with it, the executor reads how to prepare the
+data, and `training.losses.LOSS_FUNCTIONS` holds the formula of each loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from skyrl_tx_server.engine.operations import TrainDatum
+
+
+class LossFn(StrEnum):
+    """The `loss_fn` of a request."""
+
+    CROSS_ENTROPY = "cross_entropy"
+    IMPORTANCE_SAMPLING = "importance_sampling"
+    PPO = "ppo"
+    CISPO = "cispo"
+    DRO = "dro"
+    GSPO = "gspo"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossSettings:
+    """The `loss_fn_config` of a request: every option of every loss, with its default."""
+
+    clip_low_threshold: float = 0.8  # an absolute bound on the ratio
+    clip_high_threshold: float = 1.2  # an absolute bound on the ratio
+    beta: float = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptionRange:
+    """The values that an option may have, both ends included."""
+
+    minimum: float = 0.0
+    maximum: float = math.inf
+
+    def __contains__(self, value: float) -> bool:
+        return self.minimum <= value <= self.maximum
+
+    def __str__(self) -> str:
+        if self == OptionRange():
+            return "a finite number, not negative"
+        return f"a finite number between {self.minimum:g} and {self.maximum:g}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossSpec:
+    """What a loss reads, which options it takes and what it needs before its formula can be computed."""
+
+    inputs: frozenset[str]  # names of `loss_fn_inputs`
+    optional_inputs: frozenset[str] = frozenset()  # a subset of `inputs`
+    options: Mapping[str, OptionRange]  # names of `LossSettings` fields
+    has_gradient: Callable[
+        [TrainDatum], np.ndarray
+    ]  # [N] bool, the positions whose loss depends on the logprob
+    takes_several_targets: bool = False  # `target_tokens` may be [N, K]
+    # For a loss with a term over the whole sequence: return the datum with this term in place of the
+    # sampler's logprobs, computed from the model's own logprobs [N]. It costs a forward pass before the
+    # forward-backward pass.
+    add_sequence_term: Callable[[TrainDatum, np.ndarray], TrainDatum] | None = None
+
+
+def _where_weighted(datum: TrainDatum) -> np.ndarray:
+    if datum.weights is None:
+        return _everywhere(datum)
+    return (datum.weights.reshape(len(datum.tokens), -1) != 0).any(axis=1)
+
+
+def _where_advantage(datum: TrainDatum) -> np.ndarray:
+    assert datum.advantages is not None, "the request parser requires advantages"
+    return datum.advantages != 0
+
+
+def _everywhere(datum: TrainDatum) -> np.ndarray:
+    return np.ones(len(datum.tokens), bool)
+
+
+def mean_log_ratio(datum: TrainDatum, logprobs: np.ndarray) -> TrainDatum:
+    """Put gspo's sequence term, the mean of `logprobs` - the sampler's over the mask, in place of the
+    sampler's logprobs."""
+    assert datum.logprobs is not None and datum.sequence_ratio_mask is not None, (
+        "the request parser requires both"
+    )
+    counted = datum.sequence_ratio_mask != 0
+    mean = np.mean((logprobs - datum.logprobs)[counted], dtype=np.float64) if counted.any() else 0.0
+    return replace(datum, logprobs=np.full(len(logprobs), mean, np.float32))
+
+
+_POLICY_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
+_CLIP_OPTIONS = {"clip_low_threshold": OptionRange(), "clip_high_threshold": OptionRange()}
+
+LOSSES: dict[LossFn, LossSpec] = {
+    LossFn.CROSS_ENTROPY: LossSpec(
+        inputs=frozenset({"target_tokens", "weights"}),
+        optional_inputs=frozenset({"weights"}),
+        options={},
+        has_gradient=_where_weighted,
+        takes_several_targets=True,
+    ),
+    LossFn.IMPORTANCE_SAMPLING: LossSpec(inputs=_POLICY_INPUTS, options={}, has_gradient=_where_advantage),
+    LossFn.PPO: LossSpec(inputs=_POLICY_INPUTS, options=_CLIP_OPTIONS, has_gradient=_where_advantage),
+    LossFn.CISPO: LossSpec(inputs=_POLICY_INPUTS, options=_CLIP_OPTIONS, has_gradient=_where_advantage),
+    # The quadratic term of dro has a gradient whatever the advantage is.
+    LossFn.DRO: LossSpec(inputs=_POLICY_INPUTS, options={"beta": OptionRange()}, has_gradient=_everywhere),
+    LossFn.GSPO: LossSpec(
+        inputs=_POLICY_INPUTS | {"sequence_ratio_mask"},
+        options=_CLIP_OPTIONS,
+        has_gradient=_where_advantage,
+        add_sequence_term=mean_log_ratio,
+    ),
+}

@@ -1,0 +1,90 @@
+"""The queues of all operations that are not samples: one for each model, served round robin between
+tenants.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from skyrl_tx_server.engine.operations import DropSnapshot, Op, Sample, SaveSampler
+from skyrl_tx_server.engine.scheduled_work import Step
+
+
+@dataclass(kw_only=True, slots=True)
+class _ModelQueue:
+    """Operations that run one after the other."""
+
+    tenant: str
+    steps: deque[Step] = field(default_factory=deque)
+
+
+class OperationQueue:
+    """Operations of one model run in submission order. Tenants take turns, and within a tenant its models."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, _ModelQueue] = {}
+        # The names of the queues by tenant. The order of both dicts is the round-robin order.
+        self._order: dict[str, dict[str, None]] = {}
+        # By snapshot, the request_ids of the operations that save it.
+        self._saves: defaultdict[str, dict[int, None]] = defaultdict(dict)
+
+    def __len__(self) -> int:
+        return sum(len(queue.steps) for queue in self._queues.values())
+
+    def add(self, request_id: int, op: Op, *, tenant: str) -> None:
+        name = _queue_name(op)
+        if name not in self._queues:
+            self._queues[name] = _ModelQueue(tenant=tenant)
+            self._order.setdefault(tenant, {})[name] = None
+        self._queues[name].steps.append(Step(request_id=request_id, op=op))
+        if isinstance(op, SaveSampler):
+            self._saves[op.weights][request_id] = None
+
+    def next(self, may_run: Callable[[Step], bool]) -> Step | None:
+        """Return the first step in round-robin order that may run."""
+        steps = (self._queues[name].steps[0] for names in self._order.values() for name in names)
+        return next((step for step in steps if may_run(step)), None)
+
+    def rotate(self, op: Op) -> None:
+        """Move the tenant of `op` to the end of the tenants, and its model to the end of the tenant's
+        models.
+        """
+        name = _queue_name(op)
+        tenant = self._queues[name].tenant
+        names = self._order.pop(tenant)
+        del names[name]
+        names[name] = None
+        self._order[tenant] = names
+
+    def finish(self, step: Step) -> None:
+        """Remove the operation of `step`, which has succeeded or failed; the next one of its model may
+        run.
+        """
+        name = _queue_name(step.op)
+        queue = self._queues[name]
+        assert queue.steps[0].request_id == step.request_id
+        queue.steps.popleft()
+        if not queue.steps:
+            del self._queues[name], self._order[queue.tenant][name]
+            if not self._order[queue.tenant]:
+                del self._order[queue.tenant]
+        if isinstance(step.op, SaveSampler):
+            saves = self._saves[step.op.weights]
+            del saves[step.request_id]
+            if not saves:
+                del self._saves[step.op.weights]
+
+    def is_being_saved(self, weights: str, before: int) -> bool:
+        """Whether an operation that was submitted before the request `before` has still to save the
+        snapshot.
+        """
+        return any(request_id < before for request_id in self._saves.get(weights, ()))
+
+
+def _queue_name(op: Op) -> str:
+    """Operations of one queue run in order: those of one model, and those on one snapshot, which belongs to
+    no model."""
+    assert not isinstance(op, Sample)
+    return f"snapshot {op.weights}" if isinstance(op, DropSnapshot) else f"model {op.model_id}"

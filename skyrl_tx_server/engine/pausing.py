@@ -1,0 +1,133 @@
+"""The choice of running sequences that are paused when no slot is free (rules in `scheduler`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from skyrl_tx_server.engine.sample_queue import SEQUENCES_PER_ROUND, SampleQueue
+from skyrl_tx_server.engine.sample_requests import QUANTUM, Request, SlotPlan, Tenant
+
+MIN_DISPATCHES = 2
+"""Dispatches of decode steps that a sequence takes part in before it may be paused."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedPause:
+    """Sample `index` of `request` is paused so that `waiter` gets its slot."""
+
+    request: Request
+    index: int
+    waiter: Request
+
+
+def plan_pauses(queue: SampleQueue, num_slots: int, *, for_memory: bool) -> list[PlannedPause]:
+    """Return the sequences to pause. `for_memory`: at most one, because the executor has no KV pages for a
+    request."""
+    plan, pauses = SlotPlan(), list[PlannedPause]()
+    while len(pauses) < num_slots:
+        pause = _next_pause(queue, plan, num_slots, for_memory=for_memory)
+        if pause is None:
+            break
+        plan.give_slot(pause.waiter)
+        plan.pause(pause.request, pause.index)
+        pauses.append(pause)
+        if for_memory:
+            break
+    queue.discard(plan)
+    return pauses
+
+
+def _next_pause(
+    queue: SampleQueue, plan: SlotPlan, num_slots: int, *, for_memory: bool
+) -> PlannedPause | None:
+    candidates = [
+        (plan.account(tenant), queue.next_of(tenant, plan, num_slots))
+        for tenant in queue.tenants.values()
+        if tenant.has_waiting
+    ]
+    waiters = sorted(
+        ((account, waiter) for account, waiter in candidates if waiter is not None),
+        key=lambda candidate: (candidate[0], candidate[1].request_id),
+    )
+    if not waiters:
+        return None
+    largest_account, sequence = _sequence_of_largest_account(queue, plan)
+    if sequence is not None:
+        smallest_account, waiter = waiters[0]
+        if (
+            sequence[0].tenant is not waiter.tenant
+            and largest_account - QUANTUM >= smallest_account + QUANTUM
+        ):
+            return PlannedPause(request=sequence[0], index=sequence[1], waiter=waiter)
+    if for_memory:
+        return None
+    charged = sum(waiter.tenant.charged for _, waiter in waiters)
+    for account, waiter in waiters:
+        tenant = waiter.tenant
+        if (
+            sequence is not None
+            and sequence[0].tenant is not tenant
+            and waiter.is_small
+            and queue.has_room_for_small(tenant, plan, num_slots)
+        ):
+            mean_of_others = largest_account - QUANTUM
+            if len(waiters) > 1:
+                mean_of_others = (charged - tenant.charged) / (len(waiters) - 1)
+            if account <= mean_of_others:
+                return PlannedPause(request=sequence[0], index=sequence[1], waiter=waiter)
+        own = _sequence_of_same_tenant(queue, waiter, plan, num_slots)
+        if own is not None:
+            return PlannedPause(request=own[0], index=own[1], waiter=waiter)
+    return None
+
+
+def _sequence_of_largest_account(
+    queue: SampleQueue, plan: SlotPlan
+) -> tuple[float, tuple[Request, int] | None]:
+    """Return the largest account of a tenant with sequences that may be paused, and one of those
+    sequences.
+    """
+    running: list[Tenant] = [tenant for tenant in queue.tenants.values() if tenant.num_running]
+    for tenant in sorted(running, key=plan.account, reverse=True):
+        sequence = _sequence_to_pause(queue, tenant.running.values(), plan)
+        if sequence is not None:
+            return plan.account(tenant), sequence
+    return 0.0, None
+
+
+def _sequence_of_same_tenant(
+    queue: SampleQueue, waiter: Request, plan: SlotPlan, num_slots: int
+) -> tuple[Request, int] | None:
+    others = [request for request in waiter.tenant.running.values() if request is not waiter]
+    if waiter.is_small and queue.has_room_for_small(waiter.tenant, plan, num_slots):
+        return _sequence_to_pause(queue, [request for request in others if not request.is_small], plan)
+    at_least = max(SEQUENCES_PER_ROUND + 1, plan.num_running(waiter) + 2)
+    larger = [request for request in others if plan.num_running(request) >= at_least]
+    return _sequence_to_pause(queue, larger, plan)
+
+
+def _sequence_to_pause(
+    queue: SampleQueue, requests: Iterable[Request], plan: SlotPlan
+) -> tuple[Request, int] | None:
+    """Return the last sequence that may be paused of the request with the most sequences, the latest one of
+    several such requests."""
+    candidates = [
+        (plan.num_running(request), request.request_id, index)
+        for request in requests
+        for index in _pausable(queue, request, plan)
+    ]
+    if not candidates:
+        return None
+    _, request_id, index = max(candidates)
+    return queue.requests[request_id], index
+
+
+def _pausable(queue: SampleQueue, request: Request, plan: SlotPlan) -> list[int]:
+    """Return the indices of the samples that may be paused."""
+    paused = plan.paused.get(request.request_id, ())
+    return [
+        index
+        for index, since in request.running.items()
+        if queue.num_dispatches - since >= MIN_DISPATCHES and index not in paused
+    ]

@@ -1,0 +1,305 @@
+"""The requests that sample, by tenant, and the choice of the request that gets the next slot (rules in
+`scheduler`)."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from skyrl_tx_server.engine.operations import Sample
+from skyrl_tx_server.engine.sample_requests import CHUNK_TOKENS, QUANTUM, Request, SlotPlan, Tenant
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
+
+PROMPTS_PER_PREFILL = 16
+"""Prompts that are offered for one prefill batch: as many as the largest one has prefill chunks
+(`model/shapes.py`)."""
+PROMPT_TOKENS_PER_UNIT = 64
+SEQUENCES_PER_ROUND = 8
+"""Sequences of one request that get slots before those of the next: sequences of one prompt share KV pages,
+so they run together."""
+
+
+class SampleQueue:
+    """All requests that sample. `is_being_saved(weights, request_id)` says whether a request waits for its
+    snapshot."""
+
+    def __init__(self, *, unfinished_tokens: int, is_being_saved: Callable[[str, int], bool]) -> None:
+        self._unfinished_limit = unfinished_tokens
+        self._is_being_saved = is_being_saved
+        self.tenants: dict[str, Tenant] = {}  # those that sample, or have sampled
+        self.requests: dict[int, Request] = {}
+        self._waiting: dict[int, None] = {}  # request_ids with waiting samples
+        self._waiting_for: defaultdict[str, dict[int, None]] = defaultdict(dict)  # the same, by snapshot
+        self._unsaved: defaultdict[str, list[Request]] = defaultdict(list)
+        """By snapshot, requests that wait until it is saved."""
+        self._unfinished: dict[int, int] = {}  # request_id -> length of a prompt that is computed in part
+        self._min_charged = 0.0  # of the busy tenant that was charged least; never decreases
+        self.num_dispatches = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: int) -> bool:
+        """Whether samples of the request wait."""
+        return request_id in self._waiting
+
+    def add(self, request_id: int, op: Sample, *, tenant: str) -> None:
+        request = Request(request_id=request_id, op=op, tenant=self._tenant(tenant))
+        self.requests[request_id] = request
+        request.tenant.num_requests += 1
+        self.wait(request)
+
+    def waiting_for(self, weights: str) -> Iterable[int]:
+        """Return the request_ids of the requests that wait and need the snapshot."""
+        return self._waiting_for.get(weights, ())
+
+    def wait(self, request: Request) -> None:
+        """Queue a request of which some samples wait."""
+        self._waiting[request.request_id] = None
+        weights = request.op.weights
+        if weights is not None:
+            self._waiting_for[weights][request.request_id] = None
+        self._queue(request)
+
+    def snapshot_saved(self, weights: str) -> None:
+        """Queue the requests that have waited for the snapshot."""
+        for request in self._unsaved.pop(weights, []):
+            if request.request_id in self.requests:
+                self._queue(request)
+
+    def start(self, prefill: PrefillRequest) -> None:
+        """Count the samples of `prefill` as running."""
+        request = self.requests[prefill.request_id]
+        tenant = request.tenant
+        if prefill.paused:
+            request.paused.remove(prefill.first)
+            heapq.heapify(request.paused)
+        else:
+            request.first = prefill.first + prefill.count
+        indices = range(prefill.first, prefill.first + prefill.count)
+        request.running |= dict.fromkeys(indices, self.num_dispatches)
+        tenant.num_running += prefill.count
+        tenant.num_small_running += prefill.count * request.is_small
+        tenant.running[request.request_id] = request
+        if request.num_waiting:
+            tenant.started[request.request_id] = request
+        else:
+            self._stop_waiting(request)
+
+    def requeue(self, prefill: PrefillRequest) -> None:
+        """Undo `start`."""
+        request = self.requests.get(prefill.request_id)
+        if request is None:
+            return
+        for index in range(prefill.first, prefill.first + prefill.count):
+            self._free_slot(request, index)
+        if prefill.paused:
+            heapq.heappush(request.paused, prefill.first)
+        else:
+            request.first = min(request.first, prefill.first)
+        self.wait(request)
+
+    def pause(self, request: Request, index: int) -> None:
+        self._free_slot(request, index)
+        heapq.heappush(request.paused, index)
+        self.wait(request)
+
+    def finish_sequence(self, request_id: int, index: int) -> None:
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        self._free_slot(request, index)
+        if not request.running and not request.num_waiting:
+            del self.requests[request_id]
+            request.tenant.num_requests -= 1
+
+    def drop(self, request_id: int) -> None:
+        """Remove a request that failed."""
+        self._unfinished.pop(request_id, None)
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return
+        request.tenant.num_requests -= 1
+        for index in list(request.running):
+            self._free_slot(request, index)
+        self._stop_waiting(request)
+
+    # --- charges ---------------------------------------------------------------------------------
+
+    def prefill_continues(self, request_id: int) -> None:
+        """Charge one prefill chunk of a prompt that needs more."""
+        if request_id in self.requests:
+            self._unfinished[request_id] = len(self.requests[request_id].op.prompt)
+            self._charge_prompt(request_id, CHUNK_TOKENS)
+
+    def prefill_finished(self, request_id: int, *, prompt_tokens: int) -> None:
+        """Charge the last prefill chunk of a prompt, of which `prompt_tokens` tokens were computed in all
+        chunks together."""
+        self._unfinished.pop(request_id, None)
+        self._charge_prompt(request_id, min(prompt_tokens, CHUNK_TOKENS))
+
+    def charge_dispatch(self) -> None:
+        """Charge each tenant one unit for each of its running sequences."""
+        self.num_dispatches += 1
+        for tenant in self.tenants.values():
+            tenant.charged += tenant.num_running
+
+    def _charge_prompt(self, request_id: int, tokens: int) -> None:
+        if request_id in self.requests:
+            self.requests[request_id].tenant.charged += tokens / PROMPT_TOKENS_PER_UNIT
+
+    def _tenant(self, name: str) -> Tenant:
+        """Return the tenant, which is about to add a request."""
+        tenant = self.tenants.get(name)
+        if tenant is None:
+            self._remove_idle_tenants()
+            tenant = self.tenants[name] = Tenant(name=name, charged=0.0)
+        if not tenant.has_waiting:
+            charged = (
+                other.charged
+                for other in self.tenants.values()
+                if other is not tenant and (other.num_running or other.has_waiting)
+            )
+            self._min_charged = max(self._min_charged, min(charged, default=0.0))
+            tenant.charged = max(tenant.charged, self._min_charged - QUANTUM)
+        return tenant
+
+    def _remove_idle_tenants(self) -> None:
+        """Remove the idle tenants that would start again with the account of a new one."""
+        for tenant in list(self.tenants.values()):
+            if not tenant.num_requests and tenant.charged <= self._min_charged - QUANTUM:
+                del self.tenants[tenant.name]
+
+    # --- the next request ------------------------------------------------------------------------
+
+    def plan_prefills(
+        self, free_slots: int, num_slots: int, *, reserved: list[int], deferred: int | None
+    ) -> tuple[PrefillRequest, ...]:
+        """Return the prefills for `free_slots` slots, of which the first go to the requests `reserved`.
+
+        Stops where the request `deferred` would be the first.
+        """
+        plan, chosen = SlotPlan(), dict[int, Request]()
+        reserved = [request_id for request_id in reserved if request_id in self._waiting]
+        while free_slots:
+            request = self.requests[reserved.pop(0)] if reserved else self._next(plan, num_slots)
+            if request is None or (request.request_id == deferred and not chosen):
+                break
+            if request.request_id not in chosen:
+                if len(chosen) == PROMPTS_PER_PREFILL:
+                    break
+                chosen[request.request_id] = request
+                if not self._has_cache_share(request):
+                    plan.unfinished_tokens += len(request.op.prompt)
+            if plan.num_waiting(request) > 0:
+                plan.give_slot(request)
+                free_slots -= 1
+        self.discard(plan)
+        prefills = [
+            prefill
+            for request in chosen.values()
+            for prefill in request.next_prefills(plan.gained[request.request_id])
+        ]
+        return tuple(prefills[:PROMPTS_PER_PREFILL])
+
+    def next_of(self, tenant: Tenant, plan: SlotPlan, num_slots: int) -> Request | None:
+        """Return the tenant's request that gets its next slot after those of the plan."""
+        small_first = self.has_room_for_small(tenant, plan, num_slots)
+        unstarted = [self._first_unstarted(heap, plan) for heap in tenant.unstarted.values()]
+        candidates = [
+            *tenant.started.values(),
+            *plan.started[tenant.name],
+            *(request for request in unstarted if request is not None),
+        ]
+
+        def order(request: Request) -> tuple[bool, int, int]:
+            round_number = plan.num_running(request) // SEQUENCES_PER_ROUND
+            return not (small_first and request.is_small), round_number, request.request_id
+
+        eligible = (
+            request
+            for request in candidates
+            if plan.num_waiting(request) > 0 and self._may_prefill(request, plan)
+        )
+        return min(eligible, key=order, default=None)
+
+    def has_room_for_small(self, tenant: Tenant, plan: SlotPlan, num_slots: int) -> bool:
+        """Whether small requests of the tenant have less than a quarter of the slots."""
+        return tenant.num_small_running + plan.small[tenant.name] < max(1, num_slots // 4)
+
+    def discard(self, plan: SlotPlan) -> None:
+        """Put the requests of the plan that have not started back into their heaps."""
+        for requests in plan.started.values():
+            for request in requests:
+                self._push(request)
+
+    def _next(self, plan: SlotPlan, num_slots: int) -> Request | None:
+        """Return the request that gets the next slot after those of the plan."""
+        best: tuple[float, Request] | None = None
+        for tenant in self.tenants.values():
+            account = plan.account(tenant)
+            if best is not None and account > best[0]:
+                continue
+            request = self.next_of(tenant, plan, num_slots)
+            if request is not None and (
+                best is None or (account, request.request_id) < (best[0], best[1].request_id)
+            ):
+                best = account, request
+        return best and best[1]
+
+    def _first_unstarted(self, heap: list[int], plan: SlotPlan) -> Request | None:
+        """Return the first request of the heap that is not in the plan. Outdated entries are removed."""
+        while heap:
+            request = self.requests.get(heap[0])
+            if request is not None and not request.has_started and heap[0] not in plan.gained:
+                return request
+            heapq.heappop(heap)
+        return None
+
+    def _may_prefill(self, request: Request, plan: SlotPlan) -> bool:
+        """Whether the cache has room for the prompt besides the prompts that are computed in part."""
+        tokens = sum(self._unfinished.values()) + plan.unfinished_tokens
+        return (
+            self._has_cache_share(request)
+            or not tokens
+            or tokens + len(request.op.prompt) <= self._unfinished_limit
+        )
+
+    def _has_cache_share(self, request: Request) -> bool:
+        """Whether the prompt adds nothing to the tokens of unfinished prompts."""
+        return not request.is_long or request.has_started or request.request_id in self._unfinished
+
+    # --- queues ----------------------------------------------------------------------------------
+
+    def _queue(self, request: Request) -> None:
+        weights = request.op.weights
+        if weights is not None and self._is_being_saved(weights, request.request_id):
+            self._unsaved[weights].append(request)
+        elif request.has_started:
+            request.tenant.started[request.request_id] = request
+        else:
+            self._push(request)
+
+    def _push(self, request: Request) -> None:
+        heapq.heappush(request.tenant.unstarted[request.is_small, request.is_long], request.request_id)
+
+    def _stop_waiting(self, request: Request) -> None:
+        """Remove the request from the queues. Its entry in a heap, if it has one, is removed when it becomes
+        the first."""
+        self._waiting.pop(request.request_id, None)
+        request.tenant.started.pop(request.request_id, None)
+        weights = request.op.weights
+        if weights is not None and weights in self._waiting_for:
+            self._waiting_for[weights].pop(request.request_id, None)
+            if not self._waiting_for[weights]:
+                del self._waiting_for[weights]
+
+    def _free_slot(self, request: Request, index: int) -> None:
+        if request.running.pop(index, None) is None:
+            return
+        tenant = request.tenant
+        tenant.num_running -= 1
+        tenant.num_small_running -= request.is_small
+        if not request.running:
+            del tenant.running[request.request_id]

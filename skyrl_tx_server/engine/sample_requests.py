@@ -1,0 +1,127 @@
+"""Requests that sample, their tenants, and a plan of the slots that they gain and lose."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from skyrl_tx_server.engine.operations import Sample
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
+
+QUANTUM = 16
+"""Units that one tenant may be ahead of another before its sequences are paused, beyond the difference of one
+sequence."""
+CHUNK_TOKENS = 512
+"""A prompt up to this length is computed in one prefill chunk on every device."""
+SMALL_TOKENS = 64
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Request:
+    """A `Sample` of which some sequences wait or have slots."""
+
+    request_id: int
+    op: Sample
+    tenant: Tenant
+    first: int = 0  # samples from this index on have never had a slot
+    paused: list[int] = field(default_factory=list)  # a heap of the indices of paused samples
+    running: dict[int, int] = field(default_factory=dict)
+    """Samples with slots: index -> the number of decode dispatches before its first."""
+
+    @property
+    def num_waiting(self) -> int:
+        return self.op.num_samples - self.first + len(self.paused)
+
+    @property
+    def has_started(self) -> bool:
+        return bool(self.first or self.paused or self.running)
+
+    @property
+    def is_small(self) -> bool:
+        max_tokens = self.op.settings.max_tokens
+        return max_tokens is not None and self.op.num_samples * max_tokens <= SMALL_TOKENS
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its prompt may need several prefill chunks."""
+        return len(self.op.prompt) > CHUNK_TOKENS
+
+    def next_prefills(self, count: int) -> list[PrefillRequest]:
+        """Return the work that gives slots to the next `count` samples, paused ones first."""
+        paused = heapq.nsmallest(count, self.paused)
+
+        def prefill(first: int, count: int, *, paused: bool) -> PrefillRequest:
+            return PrefillRequest(
+                request_id=self.request_id,
+                op=self.op,
+                first=first,
+                count=count,
+                tenant=self.tenant.name,
+                paused=paused,
+            )
+
+        prefills = [prefill(index, 1, paused=True) for index in paused]
+        if count > len(paused):
+            prefills.append(prefill(self.first, count - len(paused), paused=False))
+        return prefills
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Tenant:
+    """The requests of a tenant, and the units that it was charged."""
+
+    name: str
+    charged: float
+    num_requests: int = 0  # including those that wait until a snapshot is saved
+    num_running: int = 0
+    num_small_running: int = 0
+    running: dict[int, Request] = field(default_factory=dict)  # requests with sequences in slots
+    started: dict[int, Request] = field(
+        default_factory=dict
+    )  # requests of which some samples wait, but not all
+    unstarted: defaultdict[tuple[bool, bool], list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Heaps of request_ids by (small request, long prompt)."""
+
+    @property
+    def account(self) -> float:
+        return self.charged + QUANTUM * self.num_running
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self.started) or any(self.unstarted.values())
+
+
+@dataclass(kw_only=True, slots=True)
+class SlotPlan:
+    """The slots that sequences would get or lose, before the plan is carried out."""
+
+    tenants: Counter[str] = field(default_factory=Counter)  # slots that the tenant gains
+    small: Counter[str] = field(default_factory=Counter)  # of them, those of small requests
+    gained: Counter[int] = field(default_factory=Counter)  # by request_id
+    paused: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # by request_id, indices
+    started: defaultdict[str, list[Request]] = field(default_factory=lambda: defaultdict(list))
+    """By tenant, the requests that had not started."""
+    unfinished_tokens: int = 0  # prompt tokens of the requests whose prefill would start
+
+    def account(self, tenant: Tenant) -> float:
+        return tenant.account + QUANTUM * self.tenants[tenant.name]
+
+    def num_running(self, request: Request) -> int:
+        paused = self.paused.get(request.request_id, ())
+        return len(request.running) + self.gained[request.request_id] - len(paused)
+
+    def num_waiting(self, request: Request) -> int:
+        return request.num_waiting - self.gained[request.request_id]
+
+    def give_slot(self, request: Request) -> None:
+        if request.request_id not in self.gained and not request.has_started:
+            self.started[request.tenant.name].append(request)
+        self.gained[request.request_id] += 1
+        self.tenants[request.tenant.name] += 1
+        self.small[request.tenant.name] += request.is_small
+
+    def pause(self, request: Request, index: int) -> None:
+        self.paused[request.request_id].add(index)
+        self.tenants[request.tenant.name] -= 1
+        self.small[request.tenant.name] -= request.is_small

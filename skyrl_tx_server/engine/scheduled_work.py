@@ -1,0 +1,57 @@
+"""The kinds of work that the scheduler gives to the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skyrl_tx_server.engine.operations import DEFAULT_TENANT, Op, Sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """Run one step of the operation `request_id`: one micro-batch of training, or a whole small operation."""
+
+    request_id: int
+    op: Op
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillRequest:
+    """Prefill the prompt of `op` and give a slot to each of its samples `first .. first + count - 1`.
+
+    A paused sample is always alone in its request. Its KV pages hold all its tokens, so nothing is computed.
+    """
+
+    request_id: int
+    op: Sample
+    first: int
+    count: int
+    tenant: str = DEFAULT_TENANT
+    paused: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefill:
+    """Prefill the first of these requests, and as many of the following as fit into the same batch. Requeue
+    the others."""
+
+    requests: tuple[PrefillRequest, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decode:
+    """Dispatch decode steps of all sequences that have slots."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pause:
+    """Free the slots of these sequences, each given as (request_id, index of the sample), while no decode
+    steps are in flight.
+
+    The scheduler schedules a `PrefillRequest` for each of them later.
+    """
+
+    sequences: tuple[tuple[int, int], ...]
+
+
+ScheduledWork = Step | Prefill | Decode | Pause

@@ -1,0 +1,173 @@
+"""The record of a checkpoint, `checkpoint.json`: its path, what it was made from, and the name of its arrays
+file."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+
+from skyrl_tx_server.engine.operations import LoraSpec
+from skyrl_tx_server.errors import NotFoundError, UserError
+from skyrl_tx_server.files.json_file import read_json_object
+
+FORMAT = "skyrl_tx_server checkpoint"
+FORMAT_VERSION = 1
+MAX_RECORD_BYTES = 64 << 20
+RECORD_NAME = "checkpoint.json"
+SCHEME = "tinker://"
+ARRAYS_NAME = re.compile(r"arrays-([0-9a-f]{32})\.safetensors")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # file systems accept 255 bytes
+_RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
+
+
+class CheckpointKind(StrEnum):
+    """The middle segment of a tinker:// path."""
+
+    TRAINING = "weights"
+    SAMPLER = "sampler_weights"
+    EXTERNAL = "external_weights"  # to be downloaded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointInfo:
+    """A checkpoint without its arrays."""
+
+    path: str  # tinker://<run_id>/<kind>/<name>
+    run_id: str
+    kind: CheckpointKind
+    name: str
+    base_model: str
+    lora: LoraSpec
+    created_at: datetime  # UTC
+    size_bytes: int  # of the arrays file
+    step: int  # optimizer steps taken; Adam's bias correction continues from it
+    generation: str  # of the arrays; another save under the same name has another one
+    user_metadata: dict[str, str] = field(default_factory=dict)
+
+
+def checkpoint_path(run_id: str, kind: CheckpointKind, name: str) -> str:
+    return f"{SCHEME}{run_id}/{kind}/{name}"
+
+
+def is_on_disk(weights: str) -> bool:
+    """Whether these sampler weights are a checkpoint. Others exist in memory only."""
+    return weights.startswith(SCHEME)
+
+
+def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
+    """Split tinker://<run>/<weights|sampler_weights|external_weights>/<name>; raise UserError for anything
+    else."""
+    segments = path.removeprefix(SCHEME).split("/")
+    kinds = [str(kind) for kind in CheckpointKind]
+    if not path.startswith(SCHEME) or len(segments) != 3 or segments[1] not in kinds:
+        raise UserError(
+            f"{path!r} is not a checkpoint path; expected tinker://<run>/<{'|'.join(kinds)}>/<name>"
+        )
+    run_id, kind, name = segments
+    check_run_id(run_id)
+    _check(_NAME, name, "checkpoint name")
+    return run_id, CheckpointKind(kind), name
+
+
+def check_run_id(run_id: str) -> None:
+    """Raise UserError for what cannot be the id of a training run."""
+    _check(_RUN_ID, run_id, "run id")
+
+
+@contextlib.contextmanager
+def record_errors(path: str) -> Iterator[None]:
+    """Raise NotFoundError or UserError in place of an error of reading the record of `path`."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError(f"no checkpoint {path}") from None
+    except OSError as error:
+        raise UserError(f"checkpoint {path} cannot be read: {RECORD_NAME}: {error.strerror}") from None
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(
+            f"checkpoint {path} is damaged: {RECORD_NAME} is not JSON ({str(error)[:200]})"
+        ) from None
+
+
+def read_record(path: str, record_file: Path) -> dict[str, object]:
+    """Return the record of the checkpoint `path`. Raise UserError if another program or version has written
+    it.
+
+    Raises the errors of reading a file as they are; see `record_errors`.
+    """
+    record = read_json_object(record_file, max_bytes=MAX_RECORD_BYTES, follow_links=False)
+    if record.get("format") != FORMAT:
+        raise UserError(f"checkpoint {path} was not written by this server: {RECORD_NAME} has another format")
+    if record.get("version") != FORMAT_VERSION:
+        raise UserError(
+            f"checkpoint {path} has format version {str(record.get('version'))[:20]}, this server reads "
+            f"version {FORMAT_VERSION}"
+        )
+    return record
+
+
+def checkpoint_info(path: str, record: Mapping[str, object]) -> CheckpointInfo:
+    """Return what the record says. Raise UserError if a field is missing or has the wrong type."""
+    run_id, kind, name = parse_path(path)
+    try:
+        named = record["arrays"]
+        arrays = ARRAYS_NAME.fullmatch(named) if isinstance(named, str) else None
+        if arrays is None:
+            raise ValueError("arrays: not the name of a file in its directory")
+        created_at = datetime.fromisoformat(_typed(record, "created_at", str))
+        if created_at.utcoffset() is None:
+            raise ValueError("created_at: without a time zone")
+        user_metadata = _typed(record, "user_metadata", dict)
+        if not all(isinstance(text, str) for item in user_metadata.items() for text in item):
+            raise ValueError("user_metadata: not text")
+        return CheckpointInfo(
+            path=path,
+            run_id=run_id,
+            kind=kind,
+            name=name,
+            base_model=_typed(record, "base_model", str),
+            lora=_lora(_typed(record, "lora", dict)),
+            created_at=created_at,
+            size_bytes=_typed(record, "size_bytes", int),
+            step=_typed(record, "step", int),
+            generation=arrays[1],
+            user_metadata=dict(user_metadata),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"checkpoint {path} is damaged: {RECORD_NAME} has no valid {str(error)[:200]}"
+        ) from None
+
+
+def _typed[T](record: Mapping[str, object], name: str, kind: type[T]) -> T:
+    value = record[name]
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{name}: {kind.__name__} expected")
+    return value
+
+
+def _lora(fields: Mapping[str, object]) -> LoraSpec:
+    lora = LoraSpec(**fields)  # type: ignore[arg-type]
+    whole = (lora.rank, lora.seed)
+    flags = (lora.train_attn, lora.train_mlp, lora.train_unembed)
+    if (
+        not (all(type(value) is int for value in whole) and all(type(flag) is bool for flag in flags))
+        or lora.rank < 1
+    ):
+        raise ValueError("lora: wrong types")
+    if type(lora.alpha) not in (int, float) or not math.isfinite(lora.alpha):
+        raise ValueError("lora: alpha is no number")
+    return lora
+
+
+def _check(pattern: re.Pattern[str], text: str, what: str) -> None:
+    if not pattern.fullmatch(text) or text in (".", ".."):
+        raise UserError(f"{what} {text!r} is not allowed; use letters, digits, '.', '_' and '-', at most 200")

@@ -1,0 +1,166 @@
+"""Parse the bodies of sampling requests.
+
+A request that the server cannot serve exactly is a `UserError` that names the alternative; no field that
+would change a result is ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from skyrl_tx_server.engine.operations import CsrMatrix, Sample, SamplingSettings
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.http.wire.json_reader import JsonReader, quoted
+from skyrl_tx_server.http.wire.limits import MAX_SEED, MAX_TOP_K, Limits, check_tokens, parse_model_input
+from skyrl_tx_server.http.wire.tensors import parse_cells
+
+MAX_SAMPLES_PER_REQUEST = 4096
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRequest:
+    """One asample request; `sampler_id` is None only when the caller named a base model or a path instead."""
+
+    sampler_id: str | None
+    seq_id: int | None
+    base_model: str | None
+    model_path: str | None
+    op: Sample  # of the base model; its weights are those that the sampler, or the path, stands for
+
+
+def parse_sample(body: object, limits: Limits) -> SampleRequest:
+    fields = JsonReader(body, "asample")
+    fields.refuse("prompt_alt_tokens_k", "sample from each prefix instead, or draw from topk_prompt_logprobs")
+    # Stability records are read by stable_reinforce alone, which is refused by name.
+    fields.ignore("type", "record_stability_info")
+    num_samples = fields.optional_integer("num_samples")
+    targets = fields.anything("target_prompt_logprobs")
+    sampler_id, seq_id = fields.optional_text("sampling_session_id"), fields.optional_integer("seq_id")
+    base_model, model_path = fields.optional_text("base_model"), fields.optional_text("model_path")
+    op = Sample(
+        weights=None,
+        prompt=parse_model_input(fields.mapping("prompt"), "prompt", limits),
+        num_samples=1 if num_samples is None else num_samples,
+        settings=parse_sampling_params(fields.mapping("sampling_params"), limits),
+        prompt_logprobs=fields.flag("prompt_logprobs", False),
+        topk_prompt_logprobs=fields.optional_integer("topk_prompt_logprobs") or 0,
+        topk_sample_logprobs=fields.optional_integer("topk_sample_logprobs") or 0,
+        target_prompt_tokens=None if targets is None else parse_cells(targets, "target_prompt_logprobs"),
+        prompt_logprobs_last_n=fields.optional_integer("prompt_logprobs_last_n"),
+    )
+    fields.finish()
+    if not 1 <= op.num_samples <= MAX_SAMPLES_PER_REQUEST:
+        raise UserError(
+            f"asample: num_samples={op.num_samples} must lie between 1 and {MAX_SAMPLES_PER_REQUEST}"
+        )
+    if op.prompt.size == 0:
+        raise UserError("asample: the prompt is empty; send at least one token")
+    wanted = op.settings.max_tokens or 1
+    if op.prompt.size + wanted > limits.max_context_length:
+        raise UserError(
+            f"Prompt length plus max_tokens exceeds the model's context window: {op.prompt.size} + {wanted} "
+            f"> {limits.max_context_length}"
+        )
+    for name, k in (
+        ("topk_prompt_logprobs", op.topk_prompt_logprobs),
+        ("topk_sample_logprobs", op.topk_sample_logprobs),
+    ):
+        if not 0 <= k <= min(MAX_TOP_K, limits.vocab_size):
+            raise UserError(f"asample: {name}={k} must lie between 0 and {min(MAX_TOP_K, limits.vocab_size)}")
+    last_n = op.prompt_logprobs_last_n
+    if last_n is not None and not (op.prompt_logprobs and 1 <= last_n < op.prompt.size):
+        raise UserError(
+            f"asample: prompt_logprobs_last_n={last_n} needs prompt_logprobs and must lie between 1 and "
+            f"len(prompt) - 1"
+        )
+    if op.target_prompt_tokens is not None:
+        op = replace(
+            op, target_prompt_tokens=_check_prompt_targets(op.target_prompt_tokens, op.prompt.size, limits)
+        )
+    return SampleRequest(
+        sampler_id=sampler_id, seq_id=seq_id, base_model=base_model, model_path=model_path, op=op
+    )
+
+
+def parse_sampling_params(body: object, limits: Limits) -> SamplingSettings:
+    fields = JsonReader(body, "sampling_params")
+    settings = replace(
+        parse_stop(fields.anything("stop")),
+        max_tokens=fields.optional_integer("max_tokens"),
+        temperature=fields.number("temperature", 1.0),
+        top_k=-1 if (top_k := fields.optional_integer("top_k")) is None else top_k,
+        top_p=fields.number("top_p", 1.0),
+        seed=fields.optional_integer("seed"),
+    )
+    fields.finish()
+    if settings.max_tokens is not None and settings.max_tokens < 1:
+        raise UserError(f"sampling_params: max_tokens={settings.max_tokens} must be at least 1")
+    if settings.temperature < 0:
+        raise UserError(
+            f"sampling_params: temperature={settings.temperature} must not be negative (0 is greedy)"
+        )
+    if settings.top_k != -1 and settings.top_k < 1:
+        raise UserError(f"sampling_params: top_k={settings.top_k} must be -1 (off) or at least 1")
+    if not 0 < settings.top_p <= 1:
+        raise UserError(f"sampling_params: top_p={settings.top_p} must lie in (0, 1]")
+    for token_id in settings.stop_token_ids:
+        if token_id >= limits.vocab_size:
+            raise UserError(
+                f"sampling_params: stop token {token_id} is outside this model's vocabulary of "
+                f"{limits.vocab_size}"
+            )
+    if settings.seed is not None and not 0 <= settings.seed <= MAX_SEED:
+        raise UserError(f"sampling_params: seed={settings.seed} must lie between 0 and 2**63 - 1")
+    return settings
+
+
+def parse_stop(stop: object) -> SamplingSettings:
+    """Settings with the SDK's `stop`: None means the model's own end tokens, [] means none at all."""
+    wrong = UserError(
+        f"sampling_params: stop must be a string, a list of strings or a list of token ids, got "
+        f"{quoted(stop)}"
+    )
+    if stop is None:
+        return SamplingSettings()
+    values = [stop] if isinstance(stop, str) else stop
+    if not isinstance(values, list):
+        raise wrong
+    if len(values) > MAX_STOPS or any(
+        isinstance(value, str) and len(value) > MAX_STOP_LENGTH for value in values
+    ):
+        raise UserError(
+            f"sampling_params: stop takes at most {MAX_STOPS} entries of at most {MAX_STOP_LENGTH} characters"
+        )
+    strings = tuple(value for value in values if isinstance(value, str))
+    token_ids = tuple(value for value in values if isinstance(value, int) and not isinstance(value, bool))
+    if len(values) not in (len(strings), len(token_ids)) or any(token_id < 0 for token_id in token_ids):
+        raise wrong
+    if "" in strings:
+        raise UserError(
+            "sampling_params: an empty stop string would stop before the first token; leave it out"
+        )
+    return SamplingSettings(stop_strings=strings, stop_token_ids=token_ids, stop_at_eos=False)
+
+
+def _check_prompt_targets(targets: CsrMatrix, prompt_length: int, limits: Limits) -> CsrMatrix:
+    """Tokens to score in a prompt: one row for each of its positions but the first, -1 where nothing is
+    asked."""
+    where = "target_prompt_logprobs"
+    if targets.shape[0] != prompt_length - 1:
+        raise UserError(
+            f"{where}: shape {list(targets.shape)} must have {prompt_length - 1} rows, one per prompt token "
+            f"after the first"
+        )
+    if targets.values.dtype.kind not in "iu":
+        raise UserError(f"{where}: token ids must be int64, got {targets.values.dtype}")
+    asked = targets.values[targets.values != -1]
+    if not asked.size:
+        raise UserError(f"{where}: it names no token; leave it out")
+    check_tokens(asked, where, limits)
+    if np.bincount(targets.rows()[targets.values != -1]).max() > MAX_TOP_K:
+        raise UserError(f"{where}: at most {MAX_TOP_K} tokens per position")
+    return replace(targets, values=targets.values.astype(np.int32))

@@ -1,0 +1,128 @@
+"""Arrays and matrices of request bodies, in JSON and as parts of protobuf messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from skyrl_tx_server.engine.operations import CsrMatrix
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.http.wire.json_reader import JsonReader
+
+MAX_CELLS = 1 << 24
+"""Cells of one matrix, so that a few bytes of sparse request cannot ask for gigabytes."""
+_CONVERTED_AT_ONCE = 1 << 16
+
+
+def array_of(values: list[object], dtype: np.dtype | None = None) -> np.ndarray:
+    """A flat list of numbers as [N]. ValueError for anything else in it: numpy would make text as wide as the
+    longest string.
+
+    In steps, between which other threads run: of a large list numpy holds Python's lock for longer than they
+    can wait.
+    """
+    parts = []
+    for at in range(0, len(values), _CONVERTED_AT_ONCE):
+        part = values[at : at + _CONVERTED_AT_ONCE]
+        if not set(map(type, part)) <= {int, float, bool}:
+            raise ValueError("not a flat list of numbers")
+        parts.append(np.asarray(part, dtype))
+    return np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else np.asarray([], dtype)
+
+
+def integers(values: list[object], where: str) -> np.ndarray:
+    """A flat JSON list of integers as [N] int64."""
+    try:
+        array = array_of(values)
+    except (ValueError, TypeError, OverflowError):
+        raise UserError(f"{where}: expected a flat list of integers") from None
+    if array.size == 0:
+        return np.zeros(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise UserError(
+            f"{where}: expected a flat list of integers, got {array.ndim} dimension(s) of {array.dtype}"
+        )
+    return array.astype(np.int64)
+
+
+def cells_from_csr(
+    values: np.ndarray, crow_indices: np.ndarray, col_indices: np.ndarray, shape: Sequence[int], where: str
+) -> CsrMatrix:
+    """A checked sparse matrix; crow_indices and col_indices are int64."""
+    wrong = UserError(
+        f"{where}: not a sparse CSR matrix; its row pointers, columns and values do not fit its shape "
+        f"{list(shape)}"
+    )
+    if (
+        len(shape) != 2
+        or min(shape) < 0
+        or shape[1] >= 1 << 31
+        or crow_indices.ndim != 1
+        or len(crow_indices) != shape[0] + 1
+    ):
+        raise wrong
+    counts = np.diff(crow_indices)
+    if (
+        crow_indices[0] != 0
+        or crow_indices[-1] != len(values)
+        or len(col_indices) != len(values)
+        or (counts < 0).any()
+    ):
+        raise wrong
+    if len(values) and (col_indices.min() < 0 or col_indices.max() >= shape[1]):
+        raise wrong
+    cells = CsrMatrix(
+        values=values,
+        shape=(int(shape[0]), int(shape[1])),
+        crow_indices=crow_indices,
+        col_indices=col_indices,
+    )
+    places = cells.rows() * shape[1] + col_indices
+    if len(np.unique(places)) != len(places):
+        raise UserError(f"{where}: a cell is listed twice")
+    return cells
+
+
+def dense_array(cells: CsrMatrix, where: str) -> np.ndarray:
+    if cells.shape[0] * cells.shape[1] > MAX_CELLS:
+        raise UserError(
+            f"{where}: {list(cells.shape)} is more than this server's {MAX_CELLS} cells per tensor; send a "
+            f"smaller one"
+        )
+    return cells.dense()
+
+
+def parse_cells(body: object, where: str) -> CsrMatrix:
+    """A JSON TensorData of two dimensions, dense or sparse."""
+    tensor = parse_tensor(body, where)
+    if isinstance(tensor, CsrMatrix):
+        return tensor
+    if tensor.ndim != 2:
+        raise UserError(f"{where}: expected a matrix, got the shape {list(tensor.shape)}")
+    return CsrMatrix(values=tensor.reshape(-1), shape=(tensor.shape[0], tensor.shape[1]))
+
+
+def parse_tensor(body: object, where: str) -> np.ndarray | CsrMatrix:
+    """A JSON TensorData; `CsrMatrix` when it is sparse. SDK 0.24 and older may leave dtype and shape out."""
+    if isinstance(body, list):
+        body = {"data": body}
+    fields = JsonReader(body, where)
+    is_sparse = fields.anything("sparse_crow_indices") is not None
+    crow_indices = integers(fields.items("sparse_crow_indices"), f"{where}: sparse_crow_indices")
+    col_indices = integers(fields.items("sparse_col_indices"), f"{where}: sparse_col_indices")
+    dtype = fields.optional_text("dtype")
+    if dtype not in (None, "int64", "float32"):
+        raise UserError(f"{where}: dtype {dtype!r} is unknown; use int64 or float32")
+    shape = integers(fields.items("shape"), f"{where}: shape")
+    try:
+        array = array_of(fields.items("data"), None if dtype is None else np.dtype(dtype))
+        array = array.reshape(shape.tolist()) if shape.size and not is_sparse else array
+    except (ValueError, TypeError, OverflowError):
+        raise UserError(f"{where}: data does not match its dtype and shape") from None
+    if array.dtype.kind not in "iuf":
+        raise UserError(f"{where}: data must be numbers")
+    fields.finish()
+    if is_sparse:
+        return cells_from_csr(array.reshape(-1), crow_indices, col_indices, shape.tolist(), where)
+    return array

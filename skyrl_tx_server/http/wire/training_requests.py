@@ -1,0 +1,259 @@
+"""Parse the bodies of training requests: adapters, optimizer settings and data. JSON and protobuf share the
+checks.
+
+A request that the server cannot serve exactly is a `UserError` that names the alternative; no field that
+would change a result is ignored.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from skyrl_tx_server.engine.loss_spec import LOSSES
+from skyrl_tx_server.engine.operations import (
+    AdamSettings,
+    CsrMatrix,
+    ForwardBackward,
+    LoraSpec,
+    LossFn,
+    LossSettings,
+    TrainDatum,
+)
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.http.wire.json_reader import JsonReader, is_finite_number, quoted
+from skyrl_tx_server.http.wire.limits import MAX_SEED, MAX_TOP_K, Limits, check_tokens, parse_model_input
+from skyrl_tx_server.http.wire.tensors import dense_array, parse_tensor
+
+MAX_REQUEST_CELLS = 1 << 26
+INPUT_HINTS = {
+    "mask": "masking is a zero weight (cross_entropy) or a zero advantage (the other losses)",
+    "weights": "only cross_entropy takes weights; fold them into the advantages",
+    "clip_low_threshold": "clip thresholds are per request here: pass them in loss_fn_config",
+    "clip_high_threshold": "clip thresholds are per request here: pass them in loss_fn_config",
+    "sequence_ratio_mask": "it belongs to gspo",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainRequest:
+    """One forward or forward_backward request, from either wire format."""
+
+    seq_id: int | None  # None: the client gave none, so it cannot be recognised when sent again
+    op: ForwardBackward
+
+
+def parse_lora(body: object, limits: Limits) -> LoraSpec:
+    fields = JsonReader(body, "lora_config")
+    rank = fields.optional_integer("rank")
+    spec = LoraSpec(
+        rank=32 if rank is None else rank,
+        seed=secrets.randbelow(2**31) if (seed := fields.optional_integer("seed")) is None else seed,
+        train_attn=fields.flag("train_attn", True),
+        train_mlp=fields.flag("train_mlp", True),
+        train_unembed=fields.flag("train_unembed", True),
+    )
+    fields.finish()
+    if spec.rank < 1:
+        raise UserError(f"LoRA rank {spec.rank} must be at least 1")
+    if spec.rank > limits.max_lora_rank:
+        raise UserError(
+            f"LoRA rank {spec.rank} is above this server's max_lora_rank={limits.max_lora_rank}; "
+            f"ask for a smaller rank or start the server with max_lora_rank={spec.rank}"
+        )
+    if not 0 <= spec.seed <= MAX_SEED:
+        raise UserError(f"lora_config: seed={spec.seed} must lie between 0 and 2**63 - 1")
+    if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
+        raise UserError(
+            "lora_config: nothing to train; at least one of train_attn, train_mlp, train_unembed must be true"
+        )
+    return spec
+
+
+def check_optimizer_config(fields: JsonReader) -> None:
+    """Only AdamW exists here; dimuon is refused when the model is made rather than at its first step."""
+    config = JsonReader(fields.mapping("optimizer_config"), "optimizer_config")
+    kind = config.optional_text("type")
+    if kind not in (None, "adamw"):
+        raise UserError(f"optimizer {kind!r} is not supported by this server; use AdamW (tinker.AdamParams)")
+    config.finish()
+
+
+def parse_adam(fields: JsonReader) -> AdamSettings:
+    """The optimizer settings of an optim_step body."""
+    other = fields.mapping("optimizer_params")
+    if other:
+        raise UserError(
+            f"optimizer {quoted(other.get('type'))} is not supported by this server; use AdamW "
+            f"(tinker.AdamParams)"
+        )
+    params = JsonReader(fields.mapping("adam_params"), "adam_params")
+    default = AdamSettings()
+    adam = AdamSettings(
+        learning_rate=params.number("learning_rate", default.learning_rate),
+        beta1=params.number("beta1", default.beta1),
+        beta2=params.number("beta2", default.beta2),
+        eps=params.number("eps", default.eps),
+        weight_decay=params.number("weight_decay", default.weight_decay),
+        grad_clip_norm=params.number("grad_clip_norm", default.grad_clip_norm),
+    )
+    params.ignore("type")
+    params.finish()
+    if adam.learning_rate < 0 or adam.weight_decay < 0 or adam.grad_clip_norm < 0:
+        raise UserError("adam_params: learning_rate, weight_decay and grad_clip_norm must not be negative")
+    if not (0 <= adam.beta1 < 1 and 0 <= adam.beta2 < 1 and adam.eps > 0):
+        raise UserError("adam_params: beta1 and beta2 must lie in [0, 1) and eps above 0")
+    return adam
+
+
+def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> TrainRequest:
+    """The JSON body of forward_backward and forward, as SDK 0.24 and older send it."""
+    fields = JsonReader(body, "forward" if forward_only else "forward_backward")
+    inner = JsonReader(
+        fields.mapping("forward_input" if forward_only else "forward_backward_input"),
+        "forward_backward_input",
+    )
+    loss_fn = parse_loss_fn(inner.text("loss_fn"))
+    data, num_targets = [], 0
+    for index, datum_body in enumerate(inner.items("data")):
+        datum = JsonReader(datum_body, f"datum {index}")
+        tokens = parse_model_input(datum.mapping("model_input"), f"datum {index}: model_input", limits)
+        inputs = {
+            name: _parse_dense_tensor(value, f"datum {index}: {name}")
+            for name, value in datum.mapping("loss_fn_inputs").items()
+        }
+        datum.finish()
+        data.append(check_datum(index, tokens, inputs, loss_fn, limits))
+        num_targets += data[-1].target_tokens.size
+        check_request_cells(num_targets)
+    model_id, seq_id = fields.text("model_id"), fields.optional_integer("seq_id")
+    op = ForwardBackward(
+        model_id=model_id,
+        loss_fn=loss_fn,
+        settings=parse_loss_config(loss_fn, inner.mapping("loss_fn_config")),
+        data=tuple(data),
+        forward_only=forward_only,
+    )
+    inner.finish()
+    fields.ignore("type")
+    fields.finish()
+    if not data:
+        raise UserError("forward_backward: data is empty; send at least one datum")
+    return TrainRequest(seq_id=seq_id, op=op)
+
+
+def parse_loss_fn(name: str) -> LossFn:
+    try:
+        return LossFn(name)
+    except ValueError:
+        known = ", ".join(loss.value for loss in LossFn)
+        if name == "custom":
+            raise UserError(
+                f"loss 'custom' does not run on this server; use forward_backward_custom, or one of: {known}"
+            ) from None
+        raise UserError(f"loss {quoted(name)} is not supported by this server; use one of: {known}") from None
+
+
+def parse_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> LossSettings:
+    known = LOSSES[loss_fn].options
+    for name, value in config.items():
+        if name not in known:
+            allowed = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
+            raise UserError(f"loss_fn_config: unknown setting {quoted(name)} for {loss_fn.value}; {allowed}")
+        if not is_finite_number(value) or not isinstance(value, int | float) or value not in known[name]:
+            raise UserError(f"loss_fn_config: {name} must be {known[name]}, got {quoted(value)}")
+    settings = LossSettings(
+        **{name: float(value) for name, value in config.items() if isinstance(value, int | float)}
+    )
+    low, high = settings.clip_low_threshold, settings.clip_high_threshold
+    if low > high:
+        raise UserError(
+            f"loss_fn_config: clip_low_threshold={low} is above clip_high_threshold={high}; they are "
+            f"absolute bounds on the ratio"
+        )
+    return settings
+
+
+def check_datum(
+    index: int, tokens: np.ndarray, inputs: Mapping[str, np.ndarray], loss_fn: LossFn, limits: Limits
+) -> TrainDatum:
+    """One datum from its decoded arrays, with every property the loss relies on checked."""
+    where = f"datum {index}"
+    spec = LOSSES[loss_fn]
+    expected = spec.inputs
+    for name, array in inputs.items():
+        if name not in expected:
+            hint = INPUT_HINTS.get(name, f"{loss_fn.value} takes {', '.join(sorted(expected))}")
+            raise UserError(f"{where}: loss {loss_fn.value} does not use the input {quoted(name)}; {hint}")
+        if array.ndim != 1 and (array.ndim != 2 or not spec.takes_several_targets):
+            takes = (
+                "[N] or [N, K]"
+                if spec.takes_several_targets
+                else "[N]: only cross_entropy takes several targets per position"
+            )
+            raise UserError(f"{where}: {name} has shape {list(array.shape)}; {loss_fn.value} takes {takes}")
+        if len(array) != tokens.size:
+            raise UserError(
+                f"{where}: {name} has {len(array)} entries for {tokens.size} model_input tokens; they must "
+                f"be equal"
+            )
+    missing = expected - set(inputs) - spec.optional_inputs
+    if missing:
+        raise UserError(f"{where}: loss {loss_fn.value} needs the input {', '.join(sorted(missing))}")
+    if tokens.size == 0:
+        raise UserError(f"{where}: model_input is empty")
+    if tokens.size > limits.max_context_length:
+        raise UserError(
+            f"{where}: {tokens.size} tokens exceed the model's context window of {limits.max_context_length}"
+        )
+    targets = inputs["target_tokens"]
+    if targets.dtype.kind not in "iu":
+        raise UserError(f"{where}: target_tokens must be int64, got {targets.dtype}")
+    if targets.ndim == 2 and not 1 <= targets.shape[1] <= MAX_TOP_K:
+        raise UserError(f"{where}: {targets.shape[1]} targets per position; they must be 1 to {MAX_TOP_K}")
+    if "weights" in inputs and inputs["weights"].shape != targets.shape:
+        raise UserError(
+            f"{where}: weights have the shape {list(inputs['weights'].shape)}, target_tokens "
+            f"{list(targets.shape)}; they must be equal"
+        )
+    made = TrainDatum(
+        tokens=tokens,
+        target_tokens=check_tokens(targets, f"{where}: target_tokens", limits),
+        weights=_finite(inputs, "weights", where),
+        logprobs=_finite(inputs, "logprobs", where),
+        advantages=_finite(inputs, "advantages", where),
+        sequence_ratio_mask=_finite(inputs, "sequence_ratio_mask", where),
+    )
+    if "sequence_ratio_mask" in expected and not np.any(made.sequence_ratio_mask) and np.any(made.advantages):
+        raise UserError(
+            f"{where}: sequence_ratio_mask is 0 everywhere, so there is no ratio; set it to 1 on the "
+            f"completion"
+        )
+    return made
+
+
+def check_request_cells(num_targets: int) -> None:
+    """Of all datums so far; called after each, before the next one is unfolded."""
+    if num_targets > MAX_REQUEST_CELLS:
+        raise UserError(
+            f"forward_backward: more than {MAX_REQUEST_CELLS} targets in one request; send fewer datums at "
+            f"once"
+        )
+
+
+def _finite(inputs: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarray | None:
+    """One NaN would poison the whole accumulated gradient, and with it every later step."""
+    if name not in inputs:
+        return None
+    values = inputs[name].astype(np.float32)
+    if not np.isfinite(values).all():
+        raise UserError(f"{where}: {name} holds a value that is not finite")
+    return values
+
+
+def _parse_dense_tensor(body: object, where: str) -> np.ndarray:
+    tensor = parse_tensor(body, where)
+    return dense_array(tensor, where) if isinstance(tensor, CsrMatrix) else tensor

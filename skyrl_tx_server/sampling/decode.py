@@ -1,0 +1,111 @@
+"""The decode pipeline: dispatches of decode steps, at most one of them in flight.
+
+A dispatch can start before the host has read the outputs of the one before: the last tokens stay on the device (`Carry`), and the host knows
+the position of every sequence that does not end. A sequence that has ended takes part in the next dispatch without effect.
+
+    device    | dispatch n           | dispatch n+1         | dispatch n+2
+    host      | prepare n+1    wait  | read n, prepare n+2  | read n+1, ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skyrl_tx_server.engine.executor_protocol import FailedSequence, FinishedSequence
+from skyrl_tx_server.model.mesh import to_host
+from skyrl_tx_server.sampling.completion import CompletionChecker
+from skyrl_tx_server.sampling.decode_batch import DecodeDispatch
+from skyrl_tx_server.sampling.decode_step import Carry, DecodeOutputs
+from skyrl_tx_server.sampling.model_runner import ModelRunner
+from skyrl_tx_server.sampling.preemption import SequencePool
+
+
+@dataclass(kw_only=True, slots=True)
+class InFlightBatch:
+    """A dispatch on the device."""
+
+    dispatch: DecodeDispatch
+    outputs: DecodeOutputs
+    next: DecodeDispatch | None = None  # can follow without knowledge of the outputs
+    host_outputs: DecodeOutputs | None = None  # None: not complete yet
+
+    @property
+    def ended(self) -> bool:
+        """Whether sequences ended in it. The host has to look for stop strings."""
+        assert self.host_outputs is not None
+        active = self.host_outputs.carry.active
+        return not all(active[slot] for slot, _ in self.dispatch.sequences)
+
+
+class DecodePipeline:
+    def __init__(self, pool: SequencePool, runner: ModelRunner, completion: CompletionChecker) -> None:
+        self._pool = pool
+        self._runner = runner
+        self._completion = completion
+        self.in_flight: InFlightBatch | Exception | None = None  # an error: the next dispatch could not start
+        self._num_ahead = 0
+
+    def stats(self) -> dict[str, object]:
+        return {"decode_dispatches_ahead": self._num_ahead}
+
+    def decode(self) -> bool:
+        """Wait for the dispatch in flight, after starting one if there is none. Return whether sequences have ended."""
+        if isinstance(self.in_flight, Exception):
+            raise self.in_flight
+        if self.in_flight is None:
+            self._pool.preempt_and_allocate(self._runner.steps)
+            if not (sequences := self._pool.decoding):
+                return False
+            layout = self._runner.decode_layout
+            self.in_flight = self._start(layout.dispatch(sequences), layout.empty_carry)
+            self._mark_pending(self.in_flight.dispatch)
+        self.in_flight.next = self._plan_after(self.in_flight.dispatch)
+        self.in_flight.host_outputs = to_host(self.in_flight.outputs)
+        return self.in_flight.ended
+
+    def poll(self, *, dispatch_next: bool) -> list[FinishedSequence | FailedSequence]:
+        """Return the sequences that were completed by `decode`. With `dispatch_next` the next dispatch starts first, if that is possible."""
+        completed, self.in_flight = self.in_flight, None
+        if not isinstance(completed, InFlightBatch):
+            return []
+        assert completed.host_outputs is not None, "poll follows decode"
+        outputs, following = completed.host_outputs, completed.next
+        active = outputs.carry.active
+        if completed.ended and self._pool.preempted:
+            following = None  # preempted sequences are restored first, with the pages of those that ended
+        if (
+            dispatch_next
+            and following is not None
+            and any(active[slot] or not sequence.pending_tokens for slot, sequence in following.sequences)
+        ):
+            try:
+                self.in_flight = self._start(following, completed.outputs.carry)
+                self._num_ahead += 1
+            except Exception as error:  # raised by the next `decode`; the results of this dispatch are valid
+                self.in_flight = error
+        results = []
+        for slot, sequence in completed.dispatch.sequences:
+            sequence.pending_tokens = 0
+            if self._pool.slots[slot] is sequence:  # it was not released meanwhile
+                valid = outputs.tokens[slot] >= 0
+                tokens, logprobs = outputs.tokens[slot][valid], outputs.logprobs[slot][valid]
+                results.append(self._completion.append(slot, tokens.tolist(), logprobs.tolist()))
+        if isinstance(self.in_flight, InFlightBatch):
+            self._mark_pending(self.in_flight.dispatch)
+        return [result for result in results if result is not None]
+
+    def _start(self, dispatch: DecodeDispatch, carry: Carry) -> InFlightBatch:
+        return InFlightBatch(dispatch=dispatch, outputs=self._runner.decode(dispatch, carry))
+
+    def _mark_pending(self, dispatch: DecodeDispatch) -> None:
+        for _, sequence in dispatch.sequences:
+            sequence.pending_tokens = self._runner.steps
+
+    def _plan_after(self, dispatch: DecodeDispatch) -> DecodeDispatch | None:
+        """Return the dispatch that can follow `dispatch`. None: no sequence remains, there are too few free pages, or it needs another
+        compiled program, whose compilation would delay the results."""
+        sequences = [(slot, sequence) for slot, sequence in self._pool.decoding if sequence.remaining > 0]
+        if not sequences or not self._pool.allocate_next(sequences, self._runner.steps):
+            return None
+        following = self._runner.decode_layout.dispatch(sequences)
+        return following if following.same_program(dispatch) else None

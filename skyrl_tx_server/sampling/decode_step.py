@@ -1,0 +1,198 @@
+"""The decode program: one dispatch of several decode steps for all sequences in decode slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from skyrl_tx_server.model.attention.decode_attention import HEADS, attend_over_pages, attend_over_segments
+from skyrl_tx_server.model.attention.kv_splits import KVSplits
+from skyrl_tx_server.model.families.table import stacks_of
+from skyrl_tx_server.model.kv_cache import (
+    KVCache,
+    Segment,
+    keep_cache,
+    read_rows,
+    segment_of,
+    stacked,
+    write_rows,
+)
+from skyrl_tx_server.model.layers import rms_norm, rope_tables
+from skyrl_tx_server.model.lora.adapter import Adapter, bank_layers
+from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
+from skyrl_tx_server.model.mesh import BATCH, constrain, keep_replicated, weight_stationary
+from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.transformer import (
+    COMPILER_OPTIONS,
+    Params,
+    by_layer,
+    head_logits,
+    layer,
+    reads_in_place,
+)
+from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Carry:
+    """What a dispatch leaves on the device for the next one, which can begin before the host has read the outputs."""
+
+    tokens: ArrayLike  # [B] int32, the last token of each sequence
+    active: ArrayLike  # [B] bool, the sequence has not ended
+
+    @classmethod
+    def empty(cls, slots: int) -> Carry:
+        return cls(tokens=np.zeros(slots, np.int32), active=np.zeros(slots, np.bool_))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeBatch:
+    """The sequences in the B decode slots at the start of a dispatch."""
+
+    tokens: ArrayLike  # [B] int32, the last token, whose keys and values are not cached yet; -1: it is in `before`
+    before: Carry
+    positions: ArrayLike  # [B] int32, position of that token = number of cached tokens; 0 for a free slot
+    remaining: ArrayLike  # [B] int32, tokens still to sample; 0 for a free slot
+    tables: ArrayLike  # [B, W] int32, block tables with room for this dispatch, padded with the null page
+    splits: KVSplits | None  # of the block tables, for a GPU's kernel; None if pages are copied into segments
+    adapters: LoraIndices  # by slot
+    stop_tokens: ArrayLike  # [B, MAX_STOP_TOKENS] int32, padded with -1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeOutputs:
+    """What a dispatch returns to the host. Tokens after the end of a sequence are -1."""
+
+    tokens: jax.Array  # [B, steps] int32
+    logprobs: jax.Array  # [B, steps] float32
+    carry: Carry
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LoopState:
+    """The state between two decode steps of a dispatch."""
+
+    last: jax.Array  # [B] int32, the last token of each sequence
+    remaining: jax.Array  # [B] int32
+    recent: list[Segment]  # by layer: keys and values of this dispatch
+    tokens: jax.Array  # [B, steps] int32, outputs
+    logprobs: jax.Array  # [B, steps] float32
+
+
+@partial(
+    jax.jit,
+    static_argnames=("config", "steps", "ends", "tempered"),
+    donate_argnames=("cache",),
+    compiler_options=COMPILER_OPTIONS,
+)
+def decode_steps(
+    cache: KVCache,
+    params: Params,
+    lora_slots: Adapter,
+    batch: DecodeBatch,
+    settings: BatchSettings,
+    *,
+    config: ModelConfig,
+    steps: int,
+    ends: tuple[int, ...] | None,
+    tempered: bool,
+) -> tuple[KVCache, DecodeOutputs]:
+    """Sample up to `steps` tokens for every sequence. A sequence that ends early stays idle until the end of the dispatch.
+
+    Attention reads the cached positions in segments that end at `ends`, so the position of every sequence must be below the last of them.
+    The number of segments does not change a bit of a sequence's result. With `ends=None` a GPU kernel reads the pages in place as
+    `batch.splits` says.
+
+    The dispatch keeps its own keys and values apart from the cache until its end. Each step then writes all sequences at the same index,
+    and pages are read and written once per dispatch instead of once per step.
+    """
+    config, slots = weight_stationary(config), batch.tokens.shape[0]
+    adapter = replace(lora_slots, head=replace(lora_slots.head, users=batch.adapters))
+    stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
+    adapters = bank_layers(lora_slots, batch.adapters)
+    unstacked = None if reads_in_place(config) else by_layer(config, params)
+    tables = jnp.asarray(batch.tables)
+    past = None if ends is None else read_rows(config, cache, tables, ends)
+    past_masks = [
+        (jnp.arange(first, end)[None] < batch.positions[:, None])[:, None, None]
+        for first, end in pairwise((0, *(ends or ())))
+    ]
+    empty = jnp.zeros((slots, steps, config.num_kv_heads, config.head_dim), cache.keys.dtype)
+    recent = [segment_of(empty, empty)] * config.num_layers
+
+    def step(index: jax.Array, state: _LoopState) -> _LoopState:
+        positions = batch.positions + index
+        x = params.embed[state.last][:, None]
+        rope = rope_tables(config, positions[:, None], x.dtype)
+        visible = (jnp.arange(steps) <= index)[None, None, None]
+        written = []
+        layers = (
+            by_layer(config, params) if unstacked is None else unstacked
+        )  # sliced outside the loop they are copied
+        for number, (stack, layer_weights, layer_adapter) in enumerate(
+            zip(stacks, layers, adapters, strict=True)
+        ):
+
+            def attend(
+                q: jax.Array, k: jax.Array, v: jax.Array, number: int = number
+            ) -> tuple[jax.Array, Segment]:
+                recent = _append(state.recent[number], index, k, v)
+                if past is None:
+                    assert batch.splits is not None
+                    return attend_over_pages(
+                        config, cache, number, q, tables, batch.splits, recent, visible
+                    ), recent
+                q = constrain(config.mesh, q, HEADS)
+                return attend_over_segments(q, [*past[number], recent], [*past_masks, visible]), recent
+
+            x, layer_recent = layer(config, stack, x, layer_weights, layer_adapter, rope, attend)
+            written.append(layer_recent)
+        hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
+        logits = constrain(
+            config.mesh, head_logits(config, params, adapter, hidden)[:, 0], PartitionSpec(BATCH)
+        )
+        sampled, logprobs = sample_tokens(logits, settings, positions + 1, tempered=tempered)
+        active = state.remaining > 0
+        stopped = (sampled[:, None] == batch.stop_tokens).any(axis=1)
+        return _LoopState(
+            last=jnp.where(active, sampled, state.last),
+            remaining=jnp.where(stopped, 0, jnp.maximum(state.remaining - 1, 0)),
+            recent=written,
+            tokens=state.tokens.at[:, index].set(jnp.where(active, sampled, -1)),
+            logprobs=state.logprobs.at[:, index].set(jnp.where(active, logprobs, 0.0)),
+        )
+
+    carried = batch.tokens < 0
+    start = _LoopState(
+        last=jnp.where(carried, batch.before.tokens, batch.tokens),
+        remaining=jnp.where(carried & ~batch.before.active, 0, batch.remaining),
+        recent=recent,
+        tokens=jnp.full((slots, steps), -1, jnp.int32),
+        logprobs=jnp.zeros((slots, steps), jnp.float32),
+    )
+    end = jax.lax.fori_loop(0, steps, step, start)
+    counts = jnp.where(start.remaining > 0, steps, 0)
+    cache = write_rows(
+        config, cache, stacked(end.recent), batch.tables, batch.positions, counts, scatter=past is None
+    )
+    carry = keep_replicated(config, Carry(tokens=end.last, active=end.remaining > 0))
+    return keep_cache(config, cache), DecodeOutputs(tokens=end.tokens, logprobs=end.logprobs, carry=carry)
+
+
+def _append(recent: Segment, index: jax.Array, k: jax.Array, v: jax.Array) -> Segment:
+    """Write the new key and value [B, 1, K, hd] of each sequence at `index` of `recent`."""
+    new = segment_of(k, v)
+    return Segment(
+        keys=jax.lax.dynamic_update_slice_in_dim(recent.keys, new.keys, index, axis=3),
+        values=jax.lax.dynamic_update_slice_in_dim(recent.values, new.values, index, axis=2),
+    )

@@ -1,0 +1,224 @@
+"""Runs the sampling programs. The KV cache is the only device state of sequences; everything else is an argument of each call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import numpy as np
+from jax.stages import Lowered
+
+from skyrl_tx_server.engine.executor_protocol import SequencesLostError
+from skyrl_tx_server.engine.operations import NO_LOGPROB, CsrMatrix, Sample, TopkLogprobs
+from skyrl_tx_server.model.kernels.paged_kernel import reads_as_they_lie
+from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
+from skyrl_tx_server.model.lora.lora_math import adapter_count_buckets
+from skyrl_tx_server.model.mesh import on_gpu, replicate, to_host
+from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.shapes import CPU_PREFILL, GPU_PREFILL, PAGE, score_lengths, segment_ends
+from skyrl_tx_server.model.transformer import Params, unstack_layers
+from skyrl_tx_server.sampling.adapter_cache import AdapterCache
+from skyrl_tx_server.sampling.decode_batch import DecodeDispatch, DecodeLayout
+from skyrl_tx_server.sampling.decode_step import Carry, DecodeOutputs, decode_steps
+from skyrl_tx_server.sampling.prefill_batch import ChunkOutputs, PrefillChunk, PrefillLayout
+from skyrl_tx_server.sampling.prefill_step import PrefillOutputs, prefill
+from skyrl_tx_server.sampling.score_step import Scorer, at_prompt_positions
+from skyrl_tx_server.sampling.sequences import SequenceState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSize:
+    """The KV cache of each data-parallel rank."""
+
+    slots: int
+    pages: int  # including the null page
+    page_bytes: int
+    context_pages: int  # of the longest sequence
+    copied_pages: int  # of it that a decode dispatch copies into segments; 0 if a kernel reads pages in place
+
+    @property
+    def pages_bytes(self) -> int:
+        return self.pages * self.page_bytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """The size of the segments of a decode dispatch if every sequence has the maximum length."""
+        return self.slots * self.copied_pages * self.page_bytes
+
+
+def decodes_in_place(config: ModelConfig) -> bool:
+    """Whether a GPU kernel reads KV pages in place. On other devices, and for head widths that the kernel does not support, the pages are
+    copied into contiguous segments once per dispatch."""
+    return on_gpu() and reads_as_they_lie(config.head_dim)
+
+
+class ModelRunner:
+    """Owns the KV cache and calls the prefill, decode and score programs."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        adapters: AdapterCache,
+        *,
+        size: CacheSize,
+        dp_ranks: int,
+        max_context_length: int,
+        steps: int,
+        dtype: np.dtype,
+        processed_logprobs: bool,
+    ) -> None:
+        """`steps`: decode steps per dispatch."""
+        self._config = config
+        self._params = params
+        self._unstacked_params = unstack_layers(config, params)
+        self._adapters = adapters
+        self._num_pages = size.pages * dp_ranks
+        self._dtype = np.dtype(dtype)
+        self._processed_logprobs = processed_logprobs
+        self._scorer = Scorer(config=config, params=params, lengths=score_lengths(max_context_length))
+        self.steps = min(steps, PAGE)
+        num_slots = size.slots * dp_ranks
+        shapes, ends = GPU_PREFILL if on_gpu() else CPU_PREFILL, segment_ends(max_context_length)
+        table_width = ends[-1] // PAGE + 1  # a dispatch may write beyond the context
+        num_lora_slots = adapters.num_slots if on_gpu() else None
+        self.prefill_layout = PrefillLayout(
+            shapes=shapes,
+            num_slots=num_slots,
+            table_width=table_width,
+            # one page per sequence that diverges inside it, and whole tables for sequences on other data-parallel ranks
+            max_copies=num_slots + shapes.long * (1 if dp_ranks == 1 else table_width * dp_ranks),
+            vocab_size=config.vocab_size,
+            num_lora_slots=num_lora_slots,
+        )
+        null_pages = np.repeat(np.arange(dp_ranks, dtype=np.int32) * size.pages, size.slots)
+        self.decode_layout = DecodeLayout(
+            empty_tables=null_pages[:, None].repeat(table_width, axis=1),
+            empty_carry=jax.tree.map(partial(replicate, config), Carry.empty(num_slots)),
+            segment_ends=None if decodes_in_place(config) else ends,
+            queries_per_kv_head=config.num_heads // config.num_kv_heads,
+            dp_ranks=dp_ranks,
+            vocab_size=config.vocab_size,
+            num_lora_slots=num_lora_slots,
+        )
+        self._cache = self._empty_cache()
+
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
+        """Compute the chunks and the first tokens of the sequences that begin. Raises RowsLostError if the KV cache was lost."""
+        outputs: list[PrefillOutputs] = []
+        try:
+            for batch, settings in self.prefill_layout.batches(chunks):
+                self._cache, output = prefill(
+                    self._cache,
+                    self._params,
+                    self._adapters.arrays,
+                    batch,
+                    settings,
+                    config=self._config,
+                    tempered=self._processed_logprobs,
+                )
+                outputs.append(output)
+            outputs = to_host(outputs)
+        except Exception as error:
+            self._check_cache(error)
+            raise
+        return self.prefill_layout.outputs(chunks, outputs)
+
+    def decode(self, dispatch: DecodeDispatch, carry: Carry) -> DecodeOutputs:
+        """Start a dispatch on the device without waiting for it. `carry` is that of the dispatch before."""
+        self._cache, outputs = decode_steps(
+            self._cache,
+            self._unstacked_params,
+            self._adapters.arrays,
+            replace(dispatch.batch, before=carry),
+            dispatch.settings,
+            config=self._config,
+            steps=self.steps,
+            ends=dispatch.ends,
+            tempered=self._processed_logprobs,
+        )
+        return outputs
+
+    def score_prompt(self, op: Sample, adapter_slot: int) -> tuple[TopkLogprobs | None, CsrMatrix | None]:
+        """Return (likeliest tokens, logprobs of the target tokens) at every prompt position; None for what `op` does not request."""
+        if not op.topk_prompt_logprobs and op.target_prompt_tokens is None:
+            return None, None
+        topk, targets = self._scorer.run(
+            self._adapters.arrays,
+            adapter_slot,
+            op.prompt,
+            top=op.topk_prompt_logprobs,
+            targets=op.target_prompt_tokens,
+        )
+        if not op.topk_prompt_logprobs:
+            return None, targets
+        topk = at_prompt_positions(topk)
+        skipped = 0 if op.prompt_logprobs_last_n is None else len(op.prompt) - op.prompt_logprobs_last_n
+        topk.token_ids[:skipped], topk.logprobs[:skipped] = 0, NO_LOGPROB
+        return topk, targets
+
+    def score_sequence(self, sequence: SequenceState, length: int) -> TopkLogprobs:
+        """Return the likeliest tokens at the first `length` sampled positions of a complete sequence."""
+        text = sequence.text[: len(sequence.prompt) + length - 1]
+        temperature = sequence.settings.temperature
+        topk, _ = self._scorer.run(
+            self._adapters.arrays,
+            sequence.adapter_slot,
+            text,
+            top=sequence.topk,
+            temperature=temperature if self._processed_logprobs and temperature > 0 else 1.0,
+        )
+        return TopkLogprobs(token_ids=topk.token_ids[-length:], logprobs=topk.logprobs[-length:])
+
+    def wait(self) -> None:
+        """Wait until the KV cache is computed. Raises the error of the program that failed to compute it."""
+        jax.block_until_ready(self._cache)
+
+    def reset(self) -> None:
+        """Replace the KV cache by an empty one."""
+        for leaf in jax.tree.leaves(self._cache):
+            leaf.delete()  # there may be no memory for both
+        self._cache = self._empty_cache()
+
+    def programs(self) -> Iterator[tuple[str, Lowered]]:
+        """Yield the name and the lowered form of each sampling program, the most frequent first."""
+        config, tempered = self._config, self._processed_logprobs
+        idle, batches = self.decode_layout.dispatch([]), self.prefill_layout.dummy_batches()
+        all_ends = self.decode_layout.segment_ends
+        ends = [None] if all_ends is None else [all_ends[:count] for count in range(1, len(all_ends) + 1)]
+        decode_counts = adapter_count_buckets(
+            self.decode_layout.num_lora_slots, rows=self.prefill_layout.num_slots
+        )
+        counts = {batch.adapters.most for batch, _ in batches} | {*decode_counts}
+        for most in sorted(counts, key=lambda count: count or 0):
+            for batch, settings in batches:
+                if batch.adapters.most == most:
+                    arguments = (self._cache, self._params, self._adapters.arrays, batch, settings)
+                    yield (
+                        f"prefill, {len(batch.tokens)} tiles",
+                        prefill.lower(*arguments, config=config, tempered=tempered),
+                    )
+            batch = replace(idle.batch, adapters=replace(idle.batch.adapters, most=most))
+            arguments = (self._cache, self._unstacked_params, self._adapters.arrays, batch, idle.settings)
+            for dispatch_ends in ends if most in decode_counts else ():
+                yield (
+                    "decode_steps",
+                    decode_steps.lower(
+                        *arguments, config=config, steps=self.steps, ends=dispatch_ends, tempered=tempered
+                    ),
+                )
+
+    def _empty_cache(self) -> KVCache:
+        return empty_cache(config=self._config, pages=self._num_pages, dtype=self._dtype)
+
+    def _check_cache(self, error: Exception) -> None:
+        """Raise RowsLostError if a failed prefill has destroyed the donated cache. The call itself may destroy it, or return a cache whose
+        computation fails later, as on a GPU without memory for temporaries."""
+        try:
+            self.wait()
+        except Exception:
+            raise SequencesLostError(
+                f"a failed prefill took the key-value cache of all running samples with it: {error}"
+            ) from error

@@ -1,0 +1,159 @@
+"""Prefill of new, paused and preempted sequences: compute their next chunks and start those whose texts are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from skyrl_tx_server.engine.executor_protocol import FailedSequence, FinishedSequence, PrefillResult
+from skyrl_tx_server.engine.operations import Sample
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
+from skyrl_tx_server.errors import CapacityError
+from skyrl_tx_server.sampling.adapter_cache import AdapterCache
+from skyrl_tx_server.sampling.allocation import PageAllocator
+from skyrl_tx_server.sampling.completion import CompletionChecker
+from skyrl_tx_server.sampling.model_runner import ModelRunner
+from skyrl_tx_server.sampling.preemption import MAX_DISPATCHES_PREEMPTED, SequencePool
+from skyrl_tx_server.sampling.prefill_batch import ChunkOutputs, PrefillChunk
+from skyrl_tx_server.sampling.prefill_plan import PlannedChunk, PrefillPlanner, UnfinishedPrompt
+
+
+class Prefiller:
+    """Computes what `PrefillPlanner` plans."""
+
+    def __init__(
+        self,
+        planner: PrefillPlanner,
+        adapters: AdapterCache,
+        pages: PageAllocator,
+        pool: SequencePool,
+        runner: ModelRunner,
+        completion: CompletionChecker,
+    ) -> None:
+        self._planner = planner
+        self._adapters = adapters
+        self._pages = pages
+        self._pool = pool
+        self._runner = runner
+        self._completion = completion
+
+    @property
+    def unfinished(self) -> dict[int, UnfinishedPrompt]:
+        """By request_id, the prompts of which some chunks have been computed."""
+        return self._planner.unfinished
+
+    def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
+        """Compute the next chunks of the first requests and start the sequences whose prompts are complete.
+
+        The result has an entry for each request that was taken; None: more chunks of its prompt remain. Raises CapacityError if there is no
+        room for the first request. After any other error than RowsLostError nothing has changed.
+        """
+        self._check_preempted(requests[0].tenant)
+        planned = self._planner.plan(requests)
+        chunks = [plan.chunk for plan in planned if isinstance(plan, PlannedChunk)]
+        try:
+            outputs = iter(self._compute(chunks) if chunks else [])
+            return [
+                self._settle(plan, next(outputs)) if isinstance(plan, PlannedChunk) else _resumed(request)
+                for request, plan in zip(requests, planned, strict=False)
+            ]
+        except Exception:
+            for plan in planned:
+                if isinstance(plan, int):
+                    self._pool.pause_slot(plan)
+            raise
+        finally:
+            for chunk in chunks:
+                self._adapters.unpin(chunk.weights)
+
+    def restore(self) -> FinishedSequence | FailedSequence | None:
+        """Compute the next chunk of the oldest preempted sequence, if there are pages for it and for the next tokens of the others.
+
+        Return its result if the first token after the last chunk completes it.
+        """
+        try:
+            chunk = self._planner.plan_preempted(self._pool.preempted[0])
+        except CapacityError:
+            return None
+        (outputs,) = self._compute([chunk])
+        if not chunk.is_last:
+            self._pages.free_chunk(chunk)
+            return None
+        del self._pool.preempted[0]
+        return next(iter(self._begin(chunk, outputs)), None)
+
+    def release(self, request_id: int) -> None:
+        self.unfinished.pop(request_id, None)
+
+    def _check_preempted(self, tenant: str) -> None:
+        for sequence in self._pool.preempted:
+            if sequence.tenant == tenant or sequence.dispatches_preempted >= MAX_DISPATCHES_PREEMPTED:
+                raise CapacityError("preempted samples, which wait for pages, come first")
+
+    def _compute(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
+        """Run the prefill program and cache the pages. The pages are freed on any error."""
+        try:
+            outputs = self._runner.prefill(chunks)
+        except Exception:
+            for chunk in chunks:
+                self._pages.free_chunk(chunk)
+            raise
+        for chunk in chunks:
+            self._pages.insert_chunk(chunk, weights=self._adapters.key(chunk.weights))
+        return outputs
+
+    def _settle(self, plan: PlannedChunk, outputs: ChunkOutputs) -> PrefillResult | None:
+        """Start the sequences of a request after its last chunk. None: more chunks remain."""
+        request, chunk = plan.request, plan.chunk
+        key = (request.request_id, request.first)
+        if key in self._pool.paused:
+            if not chunk.is_last:
+                self._pages.free_chunk(chunk)
+                return None
+            sequence, _ = self._pool.paused.pop(key)
+            self._adapters.pin(sequence.weights)
+            self._adapters.release(sequence.weights)
+            return replace(_resumed(request), finished=self._begin(chunk, outputs))
+        op, request_id = request.op, request.request_id
+        if request_id not in self.unfinished:
+            self.unfinished[request_id] = UnfinishedPrompt(
+                hit_tokens=chunk.cached, logprobs=np.full(len(op.prompt) + 1, np.nan, np.float32)
+            )
+        prompt = self.unfinished[request_id]
+        if chunk.wants_logprobs:
+            prompt.logprobs[chunk.cached + 1 : chunk.length + 1] = outputs.logprobs
+            prompt.num_scored = chunk.length
+        if not chunk.is_last:
+            self._pages.free_chunk(chunk)
+            return None
+        del self.unfinished[request_id]
+        for sequence in chunk.sequences:
+            self._adapters.pin(sequence.weights)
+        return PrefillResult(
+            prompt_logprobs=_prompt_logprobs(op, prompt.logprobs) if chunk.wants_logprobs else None,
+            prompt_cache_hit_tokens=prompt.hit_tokens,
+            finished=self._begin(chunk, outputs),
+            topk_prompt_logprobs=plan.topk,
+            target_prompt_logprobs=plan.targets,
+        )
+
+    def _begin(self, chunk: PrefillChunk, outputs: ChunkOutputs) -> list[FinishedSequence | FailedSequence]:
+        """Put the sequences of a chunk into their slots. Return the results of those that are complete after their first token."""
+        self._pool.begin(chunk)
+        firsts = zip(chunk.slots, outputs.first_tokens, outputs.first_logprobs, strict=True)
+        results = [self._completion.append(slot, [token], [logprob]) for slot, token, logprob in firsts]
+        return [result for result in results if result is not None]
+
+
+def _resumed(request: PrefillRequest) -> PrefillResult:
+    """The result for a paused sequence, whose prompt was computed before."""
+    return PrefillResult(prompt_logprobs=None, prompt_cache_hit_tokens=len(request.op.prompt), finished=())
+
+
+def _prompt_logprobs(op: Sample, logprobs: np.ndarray) -> np.ndarray:
+    """Return [P] float32 by position of the prompt, NaN where no logprob exists or none is requested."""
+    logprobs = logprobs[: len(op.prompt)].copy()
+    logprobs[: max(1, len(op.prompt) - (op.prompt_logprobs_last_n or len(op.prompt)))] = np.nan
+    return logprobs

@@ -1,0 +1,252 @@
+"""Plans which chunks of which prompts are computed next, and allocates their slots and KV pages.
+
+A prompt is computed in chunks, and the chunks of several requests are computed together. A chunk starts after the longest cached prefix of
+its text. Prompts with a common beginning that is not cached yet are not computed together: the second waits and reuses the first.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from skyrl_tx_server.distributed.multihost import RankGroup
+from skyrl_tx_server.engine.operations import CsrMatrix, TopkLogprobs
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
+from skyrl_tx_server.errors import CapacityError
+from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.shapes import BLOCK, blocks_of, common_length
+from skyrl_tx_server.sampling.adapter_cache import AdapterCache
+from skyrl_tx_server.sampling.allocation import PageAllocator
+from skyrl_tx_server.sampling.block_tables import allocate_block_tables
+from skyrl_tx_server.sampling.completion import CompletionChecker
+from skyrl_tx_server.sampling.model_runner import ModelRunner
+from skyrl_tx_server.sampling.preemption import SequencePool
+from skyrl_tx_server.sampling.prefill_batch import PrefillChunk
+from skyrl_tx_server.sampling.prefix_cache import PrefixCache
+from skyrl_tx_server.sampling.sequences import SequenceState, stop_tokens_of
+
+
+@dataclass(kw_only=True, slots=True)
+class UnfinishedPrompt:
+    """A prompt of which some chunks have been computed."""
+
+    hit_tokens: int  # tokens that were cached when its prefill began
+    logprobs: np.ndarray  # [P + 1] by position, NaN if unknown or not wanted
+    num_scored: int = 0  # positions with logprobs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedChunk:
+    """A request with the chunk that is computed next."""
+
+    request: PrefillRequest
+    chunk: PrefillChunk
+    topk: TopkLogprobs | None = None  # of the prompt
+    targets: CsrMatrix | None = None
+
+
+type PlannedPrefill = PlannedChunk | int
+"""A chunk to compute, or the slot of a paused sequence that continues with its pages."""
+
+
+class PrefillPlanner:
+    """Plans chunks without computing them. The adapters of planned chunks are pinned."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        adapters: AdapterCache,
+        pages: PageAllocator,
+        pool: SequencePool,
+        runner: ModelRunner,
+        completion: CompletionChecker,
+        *,
+        max_context_length: int,
+        ranks: RankGroup,
+    ) -> None:
+        self._config = config
+        self._adapters = adapters
+        self._pages = pages
+        self._pool = pool
+        self._runner = runner
+        self._completion = completion
+        self._max_context_length = max_context_length
+        self._ranks = ranks
+        self.unfinished: dict[int, UnfinishedPrompt] = {}  # by request_id
+
+    def plan(self, requests: Sequence[PrefillRequest]) -> list[PlannedPrefill]:
+        """Plan the first requests, up to the first that cannot be computed with those before it."""
+        planned: list[PlannedPrefill] = []
+        try:
+            for request in requests:
+                chunks = [plan.chunk for plan in planned if isinstance(plan, PlannedChunk)]
+                plan = self._pool.resume((request.request_id, request.first), chunks)
+                if plan is None:
+                    plan = self._plan_request(request, chunks)
+                if plan is None:
+                    break
+                planned.append(plan)
+        except CapacityError:
+            if not planned:
+                raise
+        except Exception:
+            for plan in planned:
+                if isinstance(plan, PlannedChunk):
+                    self._pages.free_chunk(plan.chunk)
+                    self._adapters.unpin(plan.chunk.weights)
+                else:
+                    self._pool.pause_slot(plan)
+            raise
+        return planned
+
+    def plan_preempted(self, sequence: SequenceState) -> PrefillChunk:
+        """Plan the next chunk of a preempted sequence, whose adapter is pinned already. Raises CapacityError if there are too few pages."""
+        text = sequence.text
+        chunk = self._allocate(text, [sequence], limit=len(text) - 1, wants_logprobs=False, keep_spare=True)
+        assert chunk is not None, "a chunk without others is always planned"
+        return chunk
+
+    def _plan_request(self, request: PrefillRequest, planned: Sequence[PrefillChunk]) -> PlannedChunk | None:
+        """Plan the next chunk of a request. None: it must not be computed together with the `planned` chunks."""
+        paused = self._pool.paused.get((request.request_id, request.first))
+        if paused is not None:
+            return self._plan_paused(request, paused[0], planned)
+        op = request.op
+        stop_tokens = stop_tokens_of(op.settings, self._config)
+        self._completion.prepare(op.settings)
+        max_tokens, seed = op.settings.max_tokens, op.settings.seed
+        if max_tokens is None:
+            max_tokens = self._max_context_length - len(op.prompt)
+        if seed is None:
+            seed = self._ranks.broadcast_from_rank0(lambda: secrets.randbits(64))
+        wants_logprobs = op.prompt_logprobs and request.first == 0
+        limit = len(op.prompt) - 1
+        if wants_logprobs:  # cached tokens have no logprobs, except those of the chunks before
+            unfinished = self.unfinished.get(request.request_id)
+            limit = unfinished.num_scored if unfinished else 0
+        adapter_slot = self._adapters.pin(op.weights)
+        sequences = [
+            SequenceState(
+                request_id=request.request_id,
+                index=index,
+                tenant=request.tenant,
+                weights=op.weights,
+                adapter_slot=adapter_slot,
+                settings=op.settings,
+                seed=seed,
+                stop_tokens=stop_tokens,
+                prompt=op.prompt,
+                max_tokens=max_tokens,
+                topk=op.topk_sample_logprobs,
+            )
+            for index in range(request.first, request.first + request.count)
+        ]
+        chunk = None
+        topk = targets = None
+        try:
+            chunk = self._allocate(
+                op.prompt, sequences, limit=limit, wants_logprobs=wants_logprobs, planned=planned
+            )
+            if chunk is not None and chunk.is_last and request.first == 0:
+                topk, targets = self._runner.score_prompt(op, adapter_slot)
+        except Exception:
+            if chunk is not None:
+                self._pages.free_chunk(chunk)
+            self._adapters.unpin(op.weights)
+            raise
+        if chunk is None:
+            self._adapters.unpin(op.weights)
+            return None
+        return PlannedChunk(request=request, chunk=chunk, topk=topk, targets=targets)
+
+    def _plan_paused(
+        self, request: PrefillRequest, sequence: SequenceState, planned: Sequence[PrefillChunk]
+    ) -> PlannedChunk | None:
+        """Plan the next chunk of a paused sequence that has lost its pages, or whose rank has no free slot."""
+        text = sequence.text
+        self._pool.reclaim_paused(sequence.key)
+        sequence.adapter_slot = self._adapters.pin(sequence.weights)
+        chunk = None
+        try:
+            chunk = self._allocate(
+                text,
+                [sequence],
+                limit=len(text) - 1,
+                wants_logprobs=False,
+                planned=planned,
+                keep_spare=self._pool.num_running > 0,
+            )
+        finally:
+            if chunk is None:
+                self._adapters.unpin(sequence.weights)
+        return chunk and PlannedChunk(request=request, chunk=chunk)
+
+    def _allocate(
+        self,
+        tokens: np.ndarray,
+        sequences: Sequence[SequenceState],
+        *,
+        limit: int,
+        wants_logprobs: bool,
+        planned: Sequence[PrefillChunk] = (),
+        keep_spare: bool = False,
+    ) -> PrefillChunk | None:
+        """Allocate KV pages for the next prefill chunk of `tokens`, reusing at most `limit` cached tokens.
+
+        `keep_spare` keeps one page available for each running sequence of a rank. Return None if the prefill batch is full with the `planned`
+        chunks, or if waiting for them would allow the text to reuse a longer prefix. Raises CapacityError, allocating nothing.
+        """
+        weights = sequences[0].weights
+        free = self._pool.free_slots(planned)
+        prefix, prefix_cache = self._pages.find_prefix(
+            self._adapters.key(weights), tokens, limit=limit, free_slots=free
+        )
+        future_prefix = max(
+            (
+                common_length(chunk.tokens[: chunk.length], tokens[:limit])
+                for chunk in planned
+                if chunk.weights == weights
+            ),
+            default=0,
+        )
+        max_tiles = self._runner.prefill_layout.shapes.turn - sum(len(chunk.tiles) for chunk in planned)
+        if not max_tiles or blocks_of(len(tokens) - future_prefix) < blocks_of(len(tokens) - prefix.length):
+            return None
+        length = min(prefix.length + max_tiles * BLOCK, len(tokens))
+        beginning = sequences if length == len(tokens) else ()
+        nearest = sorted(free, key=lambda cache: (cache is not prefix_cache, -len(free[cache])))
+        slots = list(chain.from_iterable(free[cache] for cache in nearest))[: len(beginning) or 1]
+        spare_pages: dict[PrefixCache, int] = {}
+        if keep_spare:
+            spare_pages = {cache: self._pages.size.slots - len(free[cache]) + 1 for cache in free}
+        while True:
+            try:
+                block_tables = allocate_block_tables(
+                    [self._pages.cache_of(slot) for slot in slots],
+                    length,
+                    prefix=prefix,
+                    prefix_cache=prefix_cache,
+                    spare_pages=spare_pages,
+                    text_length=len(tokens),
+                )
+                break
+            except CapacityError:
+                if not self._pool.reclaim():
+                    raise
+        return PrefillChunk(
+            tokens=tokens,
+            cached=prefix.length,
+            length=length,
+            weights=weights,
+            adapter_slot=sequences[0].adapter_slot,
+            wants_logprobs=wants_logprobs,
+            slots=slots,
+            tables=block_tables.tables,
+            copies_before=block_tables.copies_before,
+            copies_after=block_tables.copies_after,
+            sequences=beginning,
+        )

@@ -1,0 +1,150 @@
+"""The prefill program: compute tiles of prompts, write their keys and values into their KV pages, sample first tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from skyrl_tx_server.model.attention.prefill_attention import Blocks, attend_to_pages
+from skyrl_tx_server.model.families.layer_spec import LayerParams, Stack
+from skyrl_tx_server.model.families.table import stacks_of
+from skyrl_tx_server.model.kv_cache import KVCache, copy_pages, keep_cache, segment_of, write_layer
+from skyrl_tx_server.model.layers import rms_norm, rope_tables
+from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter
+from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
+from skyrl_tx_server.model.mesh import weight_stationary
+from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.transformer import COMPILER_OPTIONS, Params, cut_stack, head_logits, layer
+from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
+
+MAX_PROMPT_LOGITS = 1 << 24
+"""Prompt logits in memory at once: 64 MiB in float32."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillBatch:
+    """N tiles of T prompt tokens that are computed together. The keys and values of earlier tokens are in their pages already."""
+
+    tokens: ArrayLike  # [N, T] int32, right-padded
+    targets: ArrayLike  # [N, T] int32, the token after each; 0 after the last token of a prompt
+    blocks: Blocks
+    adapters: LoraIndices  # by tile
+    before: ArrayLike  # [C, 2] int32, page copies before the computation (see `copy_pages`)
+    after: ArrayLike  # [C, 2] int32, page copies after it
+    want_logprobs: ArrayLike  # [] bool
+    lasts: ArrayLike  # [B] int32, by slot: index in [N * T] of the token before a new sequence's first token
+    begins: ArrayLike  # [B] bool, by slot: a sequence begins
+    sequence_adapters: LoraIndices  # by slot
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillOutputs:
+    """What a prefill batch returns to the host."""
+
+    logprobs: ArrayLike  # [N, T] float32 of `targets`; zeros if not wanted
+    first_tokens: jax.Array  # [B] int32, the first token of each sequence that begins
+    first_logprobs: jax.Array  # [B] float32
+
+
+@partial(
+    jax.jit,
+    static_argnames=("config", "tempered"),
+    donate_argnames=("cache",),
+    compiler_options=COMPILER_OPTIONS,
+)
+def prefill(
+    cache: KVCache,
+    params: Params,
+    lora_slots: Adapter,
+    batch: PrefillBatch,
+    settings: BatchSettings,
+    *,
+    config: ModelConfig,
+    tempered: bool,
+) -> tuple[KVCache, PrefillOutputs]:
+    """Compute a prefill batch and sample the first token of each sequence that begins in one of the B slots."""
+    config, cache = weight_stationary(config), keep_cache(config, copy_pages(config, cache, batch.before))
+    tokens, blocks = jnp.asarray(batch.tokens), batch.blocks
+    x = params.embed[tokens]
+    positions = blocks.starts[:, None] + jnp.arange(tokens.shape[1])
+    rope = rope_tables(config, positions, x.dtype)
+
+    def body(
+        stack: Stack,
+        modules: LayerAdapter,
+        unsliced: LayerParams,
+        state: tuple[jax.Array, KVCache],
+        weights: tuple[jax.Array, LayerParams],
+    ) -> tuple[tuple[jax.Array, KVCache], None]:
+        x, cache = state
+        index, layer_params = weights
+        adapter = {
+            field: replace(module, users=batch.adapters, layer=index - stack.layers.start)
+            for field, module in modules.items()
+        }
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, KVCache]:
+            written = write_layer(
+                config, cache, index, segment_of(k, v), blocks.tables, blocks.starts, blocks.lengths
+            )
+            return attend_to_pages(config, written, index, blocks, q), written
+
+        return layer(config, stack, x, layer_params | unsliced, adapter, rope, attend), None
+
+    for stack, weights, modules in zip(stacks_of(config), params.layers, lora_slots.layers, strict=True):
+        layers = jnp.arange(stack.layers.start, stack.layers.stop)
+        sliced, unsliced = cut_stack(config, weights)
+        (x, cache), _ = jax.lax.scan(partial(body, stack, modules, unsliced), (x, cache), (layers, sliced))
+    cache = keep_cache(config, copy_pages(config, cache, batch.after))
+
+    hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
+    logprobs = jax.lax.cond(
+        batch.want_logprobs,
+        lambda: _prompt_logprobs(
+            config,
+            params,
+            replace(lora_slots, head=replace(lora_slots.head, users=batch.adapters)),
+            hidden,
+            batch.targets,
+        ),
+        lambda: jnp.zeros(tokens.shape, jnp.float32),
+    )
+
+    def first() -> tuple[jax.Array, jax.Array]:
+        adapter = replace(lora_slots, head=replace(lora_slots.head, users=batch.sequence_adapters))
+        states = hidden.reshape(-1, 1, hidden.shape[-1])[batch.lasts]
+        logits = head_logits(config, params, adapter, states)[:, 0]
+        return sample_tokens(logits, settings, positions.reshape(-1)[batch.lasts] + 1, tempered=tempered)
+
+    begins = jnp.asarray(batch.begins)
+    first_tokens, first_logprobs = jax.lax.cond(
+        begins.any(),
+        first,
+        lambda: (jnp.zeros(begins.shape, jnp.int32), jnp.zeros(begins.shape, jnp.float32)),
+    )
+    return cache, PrefillOutputs(logprobs=logprobs, first_tokens=first_tokens, first_logprobs=first_logprobs)
+
+
+def _prompt_logprobs(
+    config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, targets: ArrayLike
+) -> jax.Array:
+    """Return log p(targets) [N, T] after every position of hidden [N, T, D], a slice of the positions at a time."""
+    tiles, length = hidden.shape[:2]
+    chunk = min(length, max(1, MAX_PROMPT_LOGITS // (tiles * config.vocab_size)))
+    count = -(-length // chunk)
+    padding = (0, count * chunk - length)
+    targets = jnp.pad(targets, ((0, 0), padding)).reshape(tiles, count, chunk)
+    states = jnp.pad(hidden, ((0, 0), padding, (0, 0))).reshape(tiles, count, chunk, -1)
+
+    def slice_logprobs(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        logits = head_logits(config, params, adapter, part[0])
+        chosen = jnp.take_along_axis(logits, part[1][..., None], axis=-1)[..., 0]
+        return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+    logprobs = jax.lax.map(slice_logprobs, (states.swapaxes(0, 1), targets.swapaxes(0, 1)))
+    return logprobs.swapaxes(0, 1).reshape(tiles, -1)[:, :length]

@@ -1,0 +1,31 @@
+"""The arguments of the training programs, in host memory or on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
+from skyrl_tx_server.model.lora.lora_math import ArrayLike
+from skyrl_tx_server.training.losses import LossInputs
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainBatch:
+    """R streams of T tokens with E loss positions each. Padding is zero, except in `layout.subtree_end`.
+
+    With K targets per position, which is a program of its own, targets and weights are [R, E, K] and the sampler's logprobs and advantages
+    [R, E, 1]. Loss positions with a gradient come before the others.
+    """
+
+    tokens: ArrayLike  # [R, T] int32
+    positions: ArrayLike  # [R, T] int32, from 0 in every sequence
+    layout: TreeLayout
+    token_index: ArrayLike  # [R, E] int32, the token whose hidden state a loss position reads
+    targets: ArrayLike  # [R, E] int32
+    loss_inputs: (
+        LossInputs  # [R, E] float32; `counts`: how many sequences share the loss position, 0 for padding
+    )
+    num_trained: ArrayLike  # [R] int32, loss positions with a gradient

@@ -1,0 +1,64 @@
+"""The declaration of a metric: its name, unit, reduction and meaning, and the function that computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Unit(StrEnum):
+    COUNT = "count"
+    SHARE = "share"  # between 0 and 1
+    REWARD = "reward"
+    ADVANTAGE = "advantage"
+    TOKENS = "tokens"
+    SECONDS = "s"
+    TOKENS_PER_SECOND = "tokens/s"
+    NATS = "nats"
+    UPDATES = "updates"  # optimizer updates of the policy, one per batch
+    RATIO = "ratio"
+    USD = "USD"
+    OWN = "own"  # the unit of whatever the environment or the server measured
+
+
+class Reduction(StrEnum):
+    """How the values of one step become the number that is logged."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+    STD = "std"
+    LAST = "last"  # one value, as it is when the line is written
+
+
+@dataclass(frozen=True, slots=True)
+class Metric[Source]:
+    """One metric, or a family of metrics whose names differ in the parts in angle brackets:
+    `trials/failed/<kind>`.
+
+    `compute` returns the value; None if the step has none; a mapping of full names to values for a family. It
+    is None for a metric that its producer computes together with others.
+    """
+
+    name: str
+    unit: Unit
+    reduction: Reduction
+    meaning: str
+    compute: Callable[[Source], float | Mapping[str, float] | None] | None = None
+
+
+def measure[Source](metrics: Iterable[Metric[Source]], source: Source) -> dict[str, float]:
+    """Return the values of all metrics that have a `compute` function.
+
+    A later value replaces an earlier one.
+    """
+    values: dict[str, float] = {}
+    for metric in metrics:
+        value = metric.compute(source) if metric.compute else None
+        if isinstance(value, Mapping):
+            values |= {name: float(number) for name, number in value.items()}
+        elif value is not None:
+            values[metric.name] = float(value)
+    return values

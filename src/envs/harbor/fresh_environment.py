@@ -1,0 +1,56 @@
+"""A second environment of a trial's task, made as Harbor makes the agent's."""
+
+from __future__ import annotations
+
+from harbor.constants import MAIN_SERVICE_NAME
+from harbor.environments.base import BaseEnvironment
+from harbor.environments.factory import EnvironmentFactory
+from harbor.models.task.verifier_mode import VerifierEnvironmentMode
+from harbor.models.trial.config import ServiceVolumeBind, ServiceVolumeConfig
+from harbor.models.trial.paths import EnvironmentPaths, TrialPaths
+from harbor.trial.network_policy import resolve_trial_network_plan
+from harbor.trial.trial import Trial
+
+
+def fresh_environment(trial: Trial, role: str, paths: TrialPaths) -> BaseEnvironment:
+    """Return an environment that is not started yet and has the network of the verifier.
+
+    `role` is the suffix of its session id.
+    """
+    plan = resolve_trial_network_plan(
+        trial.task.config,
+        trial.config.agent,
+        trial.config.environment,
+        None,
+        verifier_mode=VerifierEnvironmentMode.SHARED,
+    )
+    return EnvironmentFactory.create_environment_from_config(
+        config=trial.config.environment,
+        environment_dir=trial.task.paths.environment_dir,
+        environment_name=trial.task.short_name,
+        session_id=f"{trial.config.trial_name}__{role}",
+        trial_paths=paths,
+        task_env_config=trial.task.config.environment.model_copy(deep=True),
+        logger=trial.logger,
+        mounts=_log_mounts(paths, EnvironmentPaths.for_os(trial.agent_environment.os)),
+        network_policy=plan.verifier_phase,
+    )
+
+
+def _log_mounts(paths: TrialPaths, environment_paths: EnvironmentPaths) -> list[ServiceVolumeConfig]:
+    artifacts = paths.host_artifact_path(MAIN_SERVICE_NAME, environment_paths.artifacts_dir.as_posix())
+    artifacts.mkdir(parents=True, exist_ok=True)
+    mounts = (
+        (paths.verifier_dir, environment_paths.verifier_dir),
+        (paths.agent_dir, environment_paths.agent_dir),
+        (artifacts, environment_paths.artifacts_dir),
+    )
+    return [
+        ServiceVolumeConfig(
+            type="bind",
+            source=str(source.resolve().absolute()),
+            target=str(target),
+            bind=ServiceVolumeBind(selinux="z"),
+        )
+        for source, target in mounts
+    ]

@@ -1,0 +1,171 @@
+"""How each task is graded: as `environment_kwargs` says, else as `validate` recorded, else in a fresh
+environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from src.core.errors import ConfigError
+from src.core.trajectory import Task
+from src.records.atomic_io import replace_text
+
+logger = logging.getLogger(__name__)
+
+RECORD_NAME = "grading.json"
+RUN_VALIDATE_AGAIN = "run src.envs.validate again"
+
+
+class GradingMode(StrEnum):
+    """The environment in which a verifier runs."""
+
+    FRESH = "fresh"  # a new environment of the task that contains the agent's files only
+    IN_PLACE = "in_place"  # the agent's environment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradingMethod:
+    """How the trials of one task are graded."""
+
+    mode: GradingMode = GradingMode.FRESH
+    keep_processes: bool = False  # in place: The verifier needs processes that the agent started.
+    is_recorded: bool = False  # `validate` observed that the verifier of the task works.
+
+    @property
+    def name(self) -> str:
+        return "in place with its processes" if self.keep_processes else self.mode.value.replace("_", " ")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradingOption:
+    """What `environment_kwargs` says about grading. Without `method`, the record of each task decides."""
+
+    method: GradingMethod | None = None
+
+    def method_for(self, task: Task, environment_type: str) -> GradingMethod:
+        return self.method or recorded_method(task, environment_type) or GradingMethod()
+
+
+def parse_grading_option(environment_kwargs: Mapping[str, str]) -> tuple[dict[str, str], GradingOption]:
+    """Split `environment_kwargs` into the options of the environment and the option for grading.
+
+    >>> parse_grading_option({"memory_mb": "512", "keep_processes": "true"})[1].method
+    GradingMethod(mode=<GradingMode.IN_PLACE: 'in_place'>, keep_processes=True, is_recorded=False)
+    """
+    rest = dict(environment_kwargs)
+    mode, keep = rest.pop("grading", "recorded"), rest.pop("keep_processes", "false")
+    if mode not in ("recorded", *GradingMode):
+        raise ConfigError(f"environment_kwargs grading={mode} is none of fresh, in_place, recorded")
+    if keep.lower() not in ("true", "false"):
+        raise ConfigError(f"environment_kwargs keep_processes={keep} is neither true nor false")
+    keep_processes = keep.lower() == "true"
+    if keep_processes and mode == GradingMode.FRESH:
+        raise ConfigError(
+            "environment_kwargs keep_processes=true needs grading=in_place: "
+            "a fresh environment has no processes of the agent"
+        )
+    if mode == "recorded" and not keep_processes:
+        return rest, GradingOption()
+    mode = GradingMode.IN_PLACE if keep_processes else GradingMode(mode)
+    return rest, GradingOption(method=GradingMethod(mode=mode, keep_processes=keep_processes))
+
+
+def task_checksum(folder: Path) -> str:
+    """Return a SHA-256 of the names, the contents and the executable bits of a task's files, except its
+    record.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != folder / RECORD_NAME:
+            name = path.relative_to(folder).as_posix().encode("utf-8", "surrogateescape")
+            content = path.read_bytes()
+            executable = path.stat().st_mode & 0o111
+            digest.update(b"%d %s %d %d " % (len(name), name, len(content), executable) + content)
+    return digest.hexdigest()
+
+
+def write_records(directory: Path, environment_type: str, methods: Mapping[Task, GradingMethod]) -> Path:
+    """Record the grading methods of the tasks in `directory`, for one environment type. Returns the path of
+    the file.
+    """
+    path = directory / RECORD_NAME
+    records = _records(path)
+    for task, method in methods.items():
+        checksum = task_checksum(task.path)
+        record = records.get(task.path.name)
+        if not isinstance(record, dict) or record.get("checksum") != checksum:
+            record = {"checksum": checksum}
+        entry = {"grading": method.mode.value, "keep_processes": method.keep_processes}
+        records[task.path.name] = {**record, environment_type: entry}
+    replace_text(path, json.dumps(records, indent=2, sort_keys=True) + "\n")
+    return path
+
+
+def recorded_method(task: Task, environment_type: str) -> GradingMethod | None:
+    """Return the recorded grading method of a task.
+
+    Returns None if there is no record, or, with a warning, if the task has changed since. Raises ConfigError
+    if the record cannot be read.
+    """
+    for path in (task.path.parent / RECORD_NAME, task.path / RECORD_NAME):
+        record = _records(path).get(task.path.name)
+        if record is None:
+            continue
+        if not isinstance(record, dict) or record.get("checksum") != task_checksum(task.path):
+            logger.warning(
+                "%s: the task has changed since it was recorded in %s; %s", task.id, path, RUN_VALIDATE_AGAIN
+            )
+            return None
+        if (entry := record.get(environment_type)) is None:
+            return None
+        try:
+            mode, keep_processes = GradingMode(entry["grading"]), entry["keep_processes"] is True
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(
+                f"{path}: {task.path.name}: the record cannot be read; {RUN_VALIDATE_AGAIN}"
+            ) from None
+        return GradingMethod(mode=mode, keep_processes=keep_processes, is_recorded=True)
+    return None
+
+
+def grading_methods(
+    tasks: Iterable[Task], option: GradingOption, environment_type: str
+) -> dict[Path, GradingMethod]:
+    """Return the grading method of each task by the task's folder, and log how many tasks use each mode."""
+    methods = {task.path: option.method_for(task, environment_type) for task in tasks}
+    counts = Counter(method.mode for method in methods.values())
+    source = (
+        "environment_kwargs" if option.method else "records of validate; fresh for a task without a record"
+    )
+    logger.info(
+        "grading: %d tasks in a fresh environment, %d in place (%s)",
+        counts[GradingMode.FRESH],
+        counts[GradingMode.IN_PLACE],
+        source,
+    )
+    return methods
+
+
+def _records(path: Path) -> dict[str, Any]:
+    return dict(_read_records(path, path.stat().st_mtime_ns)) if path.is_file() else {}
+
+
+@lru_cache(maxsize=16)
+def _read_records(path: Path, _modified_ns: int) -> dict[str, Any]:
+    """Read a record file. The cache makes one read serve all tasks of the folder."""
+    try:
+        records = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); remove it and {RUN_VALIDATE_AGAIN}") from error
+    if not isinstance(records, dict):
+        raise ConfigError(f"{path} is not a record of grading; remove it and {RUN_VALIDATE_AGAIN}")
+    return records

@@ -1,0 +1,100 @@
+"""What Harbor's result of a trial says: failure kinds, graded-zero reasons, error messages and durations."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from harbor.models.trial.result import TimingInfo, TrialResult
+
+from src.core.errors import SandboxError, TrainerError
+from src.core.trajectory import FailureKind, ZeroReason
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 60.0
+NO_STDERR = ". Stderr: None. "  # the end of Harbor's message about a failed Docker command
+ZERO_REASONS = {  # by the type of the exception that Harbor recorded
+    "VerifierTimeoutError": ZeroReason.VERIFIER_TIMEOUT,
+    "RewardFileNotFoundError": ZeroReason.NO_REWARD,
+    "RewardFileEmptyError": ZeroReason.NO_REWARD,
+    "VerifierOutputParseError": ZeroReason.UNREADABLE_REWARD,
+    "AgentFault": ZeroReason.UNREADABLE_REWARD,  # by TrainingVerifier; `Grading` knows the reason of others
+    "SandboxError": ZeroReason.SANDBOX_BROKEN,
+    "CommandTimeout": ZeroReason.SANDBOX_BROKEN,
+}
+
+
+async def run_with_deadline[T](work: asyncio.Future[T] | object, deadline_s: float | None) -> T:
+    """Await `work` and cancel it at the deadline or with its caller. Raises TimeoutError.
+
+    Cancelled work has `CANCEL_GRACE_S` to free its resources, because Harbor limits neither the time to stop
+    an environment nor the time to collect logs.
+    """
+    task: asyncio.Task[T] = asyncio.ensure_future(work)  # type: ignore[arg-type]
+    try:
+        await asyncio.wait({task}, timeout=deadline_s)
+    finally:
+        if not task.done():
+            task.cancel()
+            _, pending = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+            if pending:
+                logger.error(
+                    "a cancelled trial still runs after %g s; its sandbox may remain until the run ends",
+                    CANCEL_GRACE_S,
+                )
+    if not task.done() or task.cancelled():
+        raise TimeoutError
+    return task.result()
+
+
+def timed_out(result: TrialResult) -> bool:
+    """Return whether the agent reached its own time limit."""
+    return result.exception_info is not None and result.exception_info.exception_type == "AgentTimeoutError"
+
+
+def failure_kind(result: TrialResult, agent_error: TrainerError | None) -> FailureKind:
+    """Return the phase in which a trial without a grade failed. `agent_error` is the error that ended its
+    agent.
+    """
+    info = result.exception_info
+    if isinstance(agent_error, SandboxError) or (
+        info is not None and info.exception_type == SandboxError.__name__
+    ):
+        return FailureKind.SANDBOX
+    if result.verifier is not None:
+        return FailureKind.VERIFIER
+    if result.agent_execution is not None:
+        return FailureKind.AGENT
+    return FailureKind.SANDBOX if result.environment_setup is not None else FailureKind.HARBOR
+
+
+def zero_reason(result: TrialResult, agent_error: TrainerError | None) -> ZeroReason:
+    """Return the graded-zero reason of a trial whose agent prevented its grading."""
+    if isinstance(agent_error, SandboxError):
+        return ZeroReason.SANDBOX_BROKEN
+    if result.exception_info is None or timed_out(result):
+        return ZeroReason.UNREADABLE_REWARD if result.verifier_result is not None else ZeroReason.NO_REWARD
+    default = ZeroReason.AGENT_ERROR if result.verifier is None else ZeroReason.VERIFIER_ERROR
+    return ZERO_REASONS.get(result.exception_info.exception_type, default)
+
+
+def describe_exception(result: TrialResult) -> str:
+    """Return the exception that Harbor recorded in one line, or an empty string."""
+    info = result.exception_info
+    if info is None:
+        return ""
+    lines = [line for line in info.exception_message.removesuffix(NO_STDERR).splitlines() if line.strip()]
+    if not lines:
+        return f"{info.exception_type}: no message"
+    summary, is_command, _ = lines[0].partition(". Command: ")
+    if is_command and len(lines) > 1:  # The last line of a build's output says why it failed.
+        return f"{info.exception_type}: {summary}: {lines[-1].strip(' .')}"
+    return f"{info.exception_type}: {lines[0].strip()}"
+
+
+def seconds(timing: TimingInfo | None) -> float:
+    """Return the duration of a phase, or 0 if it did not take place or did not end."""
+    if timing is None or timing.started_at is None or timing.finished_at is None:
+        return 0.0
+    return (timing.finished_at - timing.started_at).total_seconds()

@@ -1,0 +1,131 @@
+"""Validation of Harbor tasks without a model, and the choice of the grading method of each task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
+from harbor.trial.trial import Trial
+
+from src.core.errors import VerifierError
+from src.core.trajectory import Task
+from src.envs.harbor.grading import graded
+from src.envs.harbor.grading_method import GradingMethod, GradingMode
+from src.envs.harbor.task_folders import verifier_needs
+from src.envs.harbor.trial_result import describe_exception, run_with_deadline
+from src.envs.harbor.verifier_reward import score
+
+FRESH, IN_PLACE = GradingMethod(), GradingMethod(mode=GradingMode.IN_PLACE)
+IN_PLACE_WITH_PROCESSES = GradingMethod(mode=GradingMode.IN_PLACE, keep_processes=True)
+TRIAL_TIMEOUT_S = 1800.0
+SOLUTION = "solution/solve.sh"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskValidation:
+    """The scores of a task's solution and of doing nothing. A string says why there is no score."""
+
+    task: Task
+    oracle: float | str | None  # None: the task has no solution
+    nop: float | str
+    grading: GradingMethod = FRESH
+
+    @property
+    def is_sound(self) -> bool:
+        return self.oracle == 1.0 and self.nop == 0.0
+
+    @property
+    def is_unsound(self) -> bool:
+        """A task without a solution can be neither sound nor unsound."""
+        return self.nop != 0.0 or self.oracle not in (1.0, None)
+
+    @property
+    def has_scores(self) -> bool:
+        return isinstance(self.oracle, float) and isinstance(self.nop, float)
+
+    def line(self) -> str:
+        """Return the line of the report on this task."""
+        if self.oracle is None and not self.is_unsound:
+            return (
+                f"--   {self.task.id}: nop {self.nop}; no {SOLUTION}, so it is unknown whether it is solvable"
+            )
+        oracle = f"none (no {SOLUTION})" if self.oracle is None else self.oracle
+        needed = None if self.oracle == 1.0 else verifier_needs(self.task.path)
+        reason = f" (tests/test.sh needs the internet for `{needed}`)" if needed else ""
+        status = "ok  " if self.is_sound else "BAD "
+        return f"{status} {self.task.id}: oracle {oracle}, nop {self.nop}, graded {self.grading.name}{reason}"
+
+
+async def validate(
+    tasks: Sequence[Task],
+    *,
+    environment: Mapping[str, object],
+    n_parallel: int,
+    directory: Path,
+    report: Callable[[TaskValidation], None],
+    method: GradingMethod | None = None,
+) -> list[TaskValidation]:
+    """Play each task with its solution and with an agent that does nothing.
+
+    `report` receives the results in the order of the tasks, each as soon as it and those before it are known.
+    `method` grades all tasks. Without it, the method of each task is determined from the scores of its
+    solution.
+    """
+    slots = asyncio.Semaphore(n_parallel)
+
+    async def play(task: Task, agent: str, method: GradingMethod) -> float | str | None:
+        async with slots:
+            return await _play(task, agent, method, environment=environment, directory=directory)
+
+    async def validate_task(task: Task) -> TaskValidation:
+        """Validate one task. A task without a solution is graded in a fresh environment."""
+        first = method or FRESH
+        oracle, nop, *in_place = await asyncio.gather(
+            play(task, "oracle", first),
+            play(task, "nop", first),
+            *([] if method else [play(task, "oracle", IN_PLACE_WITH_PROCESSES)]),
+        )
+        assert nop is not None
+        if not in_place or in_place[0] == oracle or not isinstance(in_place[0], float):
+            return TaskValidation(task=task, oracle=oracle, nop=nop, grading=first)
+        without_processes = await play(task, "oracle", IN_PLACE)
+        grading = IN_PLACE if without_processes == in_place[0] else IN_PLACE_WITH_PROCESSES
+        nop = await play(task, "nop", grading)
+        assert nop is not None
+        return TaskValidation(task=task, oracle=in_place[0], nop=nop, grading=grading)
+
+    async with asyncio.TaskGroup() as group:
+        results = []
+        for pending in [group.create_task(validate_task(task)) for task in tasks]:
+            results.append(await pending)
+            report(results[-1])
+    return results
+
+
+async def _play(
+    task: Task, agent: str, method: GradingMethod, *, environment: Mapping[str, object], directory: Path
+) -> float | str | None:
+    """Return the score of one of Harbor's agents, or why there is none, or None without a solution."""
+    if agent == "oracle" and not (task.path / SOLUTION).is_file():
+        return None
+    config = TrialConfig(
+        task=TaskConfig(path=task.path),
+        trials_dir=directory,
+        agent=AgentConfig(name=agent),
+        environment=EnvironmentConfig.model_validate(dict(environment)),
+        verifier=VerifierConfig(import_path="src.envs.harbor.verifier:TrainingVerifier"),
+    )
+    try:
+        trial = await Trial.create(config)
+        async with graded(trial, method):
+            result = await run_with_deadline(trial.run(), TRIAL_TIMEOUT_S)
+        return score(result.verifier_result.rewards if result.verifier_result else None)
+    except TimeoutError:
+        return f"not done within {TRIAL_TIMEOUT_S:g} s"
+    except VerifierError as error:
+        return describe_exception(result) or str(error)
+    except Exception as error:  # The other tasks are validated even if this one cannot be played.
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,133 @@
+"""The groups of one batch as they were played, and the quantities that metrics are computed from."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from src.core.trajectory import Task, Trajectory, TrajectoryGroup
+from src.learning.datums import merge_turns
+
+SOLVED = 1.0  # a trial with at least this reward is a success
+
+
+class PlayedGroups:
+    """The groups of one batch as they were played, before any filter."""
+
+    def __init__(self, groups: Sequence[TrajectoryGroup], *, group_size: int) -> None:
+        self.groups = groups
+        self.group_size = group_size
+        self.trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        self.rewards = [trajectory.reward for trajectory in self.trajectories]
+        self.rewards_P_G = [group.rewards for group in groups if group.trajectories]
+        self.failures = Counter(failure.kind for group in groups for failure in group.failures)
+        self.zero_reasons = Counter(trajectory.zero_reason for trajectory in self.trajectories)
+        self.stop_reasons = Counter(trajectory.stop_reason for trajectory in self.trajectories)
+        self.turns = [turn for trajectory in self.trajectories for turn in trajectory.turns]
+
+    @property
+    def versions(self) -> list[int]:
+        return [turn.policy_version for turn in self.turns] or [0]
+
+    @property
+    def judged(self) -> list[Trajectory]:
+        return [trajectory for trajectory in self.trajectories if "judge_bonus" in trajectory.metrics]
+
+
+def by_environment(groups: Sequence[TrajectoryGroup]) -> dict[str, list[TrajectoryGroup]]:
+    """Return the graded groups by domain or family.
+
+    Nothing is returned if no task names a domain and each family has one task.
+    """
+    graded = [group for group in groups if group.trajectories]
+    members: defaultdict[str, list[TrajectoryGroup]] = defaultdict(list)
+    for group in graded:
+        members[environment(group.task)].append(group)
+    is_split = len(members) < len(graded) or any(group.task.domain for group in graded)
+    return dict(sorted(members.items())) if is_split else {}
+
+
+def environment(task: Task) -> str:
+    """Return the key of a task's metrics: its domain, otherwise its family, without slashes."""
+    return (task.domain or family(task.id)).replace("/", "_") or "unknown"
+
+
+def family(task_id: str) -> str:
+    """Return a task's id without its number.
+
+    >>> family("quickstart/count-lines-03")
+    'count-lines'
+    """
+    return re.sub(r"[-_]?\d+$", "", task_id.rpartition("/")[2]) or task_id
+
+
+def signal_metrics(rewards_P_G: Sequence[Sequence[float]], *, group_size: int) -> dict[str, float]:
+    """Return how much groups offer to learn from, in the definitions of SkyRL's fork `fleet`.
+
+    A pass is any reward above 0. Variances are population variances of groups of two or more trials: one
+    success among four gives 0.1875, two give the largest, 0.25.
+
+    >>> signal_metrics([[1, 0, 0, 0], [1, 1, 1, 1]], group_size=4)["variance_per_prompt"]
+    0.09375
+    """
+    variances = [float(np.var(rewards)) for rewards in rewards_P_G if len(rewards) > 1]
+    positive = [reward for rewards in rewards_P_G for reward in rewards if reward > 0]
+    return {
+        f"pass_at_{group_size}": float(np.mean([max(rewards) > 0 for rewards in rewards_P_G])),
+        "variance_per_prompt": float(np.mean(variances)) if variances else 0.0,
+        "signal_ratio": float(np.mean([variance > 0 for variance in variances])) if variances else 0.0,
+        "mean_positive_reward": float(np.mean(positive)) if positive else 0.0,
+    }
+
+
+def parse_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the share of attempted tool calls that could not be parsed, and how many were repaired.
+
+    Every turn counts as one attempt in environments that do not count attempts.
+    """
+    counted = [trajectory for trajectory in trajectories if "parse_failures" in trajectory.metrics]
+    if not counted:
+        return {}
+    failures = sum(trajectory.metrics["parse_failures"] for trajectory in counted)
+    attempts = sum(trajectory.metrics.get("parse_attempts", len(trajectory.turns)) for trajectory in counted)
+    recovered = sum(trajectory.metrics.get("parse_recovered", 0.0) for trajectory in counted)
+    return {"reward/parse_failure_rate": failures / max(1, attempts), "parse/recovered": float(recovered)}
+
+
+def measured(played: PlayedGroups) -> dict[str, list[float]]:
+    """Return the values of each metric of the environments, by name."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for trajectory in played.trajectories:
+        for name, value in trajectory.metrics.items():
+            values[name].append(value)
+    return dict(sorted(values.items()))
+
+
+def aggregate(name: str, values: Sequence[float]) -> float:
+    """Reduce the values of an environment's metric. The end of the name selects the reduction (SkyRL).
+
+    >>> [aggregate(name, [1, 3]) for name in ("score_mean", "length_avg", "score_min", "score_max", "calls")]
+    [2.0, 2.0, 1.0, 3.0, 4.0]
+    """
+    if name.endswith(("avg", "mean")):
+        return float(np.mean(values))
+    if name.endswith("min"):
+        return float(min(values))
+    return float(max(values) if name.endswith("max") else sum(values))
+
+
+def num_response_tokens(trajectory: Trajectory) -> int:
+    """Return the number of tokens after the first prompt.
+
+    Each rewritten history counts from the end of its own first prompt.
+    """
+    runs = merge_turns(trajectory.turns)
+    return sum(len(run[-1].prompt_ids) + len(run[-1].completion_ids) - len(run[0].prompt_ids) for run in runs)
+
+
+def success_rate(rewards: Sequence[float]) -> float | None:
+    """Return the share of rewards that count as a success; None without rewards."""
+    return float(np.mean([reward >= SOLVED for reward in rewards])) if rewards else None

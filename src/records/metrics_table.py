@@ -1,0 +1,275 @@
+"""All metrics of a run and the other names under which they are logged. docs/metrics.md is generated from it.
+
+`SECTIONS` joins the tables of `src/learning/metrics.py`, whose entries compute their values, with the metrics
+that other modules compute. `ALIASES` keeps dashboards of SkyRL, of its forks and of earlier releases working.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any
+
+from src.core.metric import Metric, Reduction, Unit
+from src.learning.metrics import (
+    BATCH_METRICS,
+    DOMAIN_METRICS,
+    LENGTH_METRICS,
+    RESPONSE_METRICS,
+    REWARD_METRICS,
+    TRIAL_METRICS,
+)
+
+ALL_TASKS = "all tasks"  # stands for no domain where lines are shown by domain
+COUNT, SHARE, SECONDS, NATS = Unit.COUNT, Unit.SHARE, Unit.SECONDS, Unit.NATS
+MEAN, SUM, MAX, LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
+
+# One entry takes one or two lines; the formatter would take seven.
+# fmt: off
+PROGRESS_METRICS: tuple[Metric[Any], ...] = (
+    Metric("progress/batch", COUNT, LAST, "Training step."),
+    Metric("progress/epoch", COUNT, LAST, "Epoch of the training tasks."),
+    Metric("progress/done_frac", SHARE, LAST, "Steps done, of all steps of the run."),
+    Metric("time/total", SECONDS, SUM, "The step: rollouts, update and evaluation."),
+    Metric("time/rollouts", SECONDS, SUM, "Waiting for the groups of the step."),
+    Metric("time/update", SECONDS, SUM, "Preparing and training the batch."),
+    Metric("time/evaluation", SECONDS, SUM, "The evaluation, on steps that have one."),
+    Metric("time/max_event_loop_gap_s", SECONDS, MAX,
+        "Longest time in which the event loop ran no other task."),
+    Metric("throughput/sampled_tokens_per_s", Unit.TOKENS_PER_SECOND, MEAN,
+        "`tokens/sampled` per `time/rollouts`."),
+)
+
+SAMPLING_METRICS: tuple[Metric[Any], ...] = (
+    Metric("trials/retries", COUNT, SUM, "Repeated attempts after an infrastructure failure."),
+    Metric("groups/quarantined", COUNT, SUM,
+        "Groups of the step that were skipped because their task is quarantined."),
+    Metric("tasks/quarantined", COUNT, LAST, "Tasks in quarantine."),
+    Metric("async/groups_in_flight", COUNT, LAST,
+        "Groups being played ahead (`max_staleness` or `stream_groups`)."),
+    Metric("async/groups_waiting", COUNT, LAST, "Finished groups that no step has trained on."),
+    Metric("curriculum/tasks_unplayed", COUNT, LAST,
+        "Training tasks without a trial (`task_sampling=signal`)."),
+    Metric("curriculum/tasks_hard", COUNT, LAST, "Tasks with an estimated pass rate below 0.1."),
+    Metric("curriculum/tasks_mid", COUNT, LAST, "Tasks with an estimated pass rate from 0.1 to 0.9."),
+    Metric("curriculum/tasks_easy", COUNT, LAST, "Tasks with an estimated pass rate above 0.9."),
+    Metric("dynamic_sampling/batches", COUNT, SUM, "Batches sampled for the step (`dynamic_sampling`)."),
+    Metric("dynamic_sampling/bad_groups", COUNT, SUM, "Groups with equal rewards, over these batches."),
+    Metric("dynamic_sampling/replaced_groups", COUNT, SUM, "Bad groups replaced by copies of good groups."),
+    Metric("dynamic_sampling/surplus_groups", COUNT, SUM,
+        "Good groups beyond the batch size, which are not trained."),
+    Metric("reward/zeroed_by_non_stop", COUNT, SUM, "Rewards above 0 removed by `zero_reward_on_non_stop`."),
+    Metric("reward/zeroed_by_length", COUNT, SUM,
+        "Rewards above 0 removed by `zero_reward_on_length_threshold`."),
+)
+
+UPDATE_METRICS: tuple[Metric[Any], ...] = (
+    Metric("optim/lr", Unit.OWN, LAST, "Learning rate."),
+    Metric("optim/num_substeps", COUNT, SUM, "Optimizer steps of the update."),
+    Metric("optim/loss", Unit.OWN, SUM, "Loss as the server reports it."),
+    Metric("optim/kl_sample_train_v1", NATS, MEAN,
+        "Sampler minus trainer logprob per trained token (Schulman's k1)."),
+    Metric("optim/kl_sample_train_v2", NATS, MEAN, "Half the squared difference per trained token (k2)."),
+    Metric("optim/entropy", NATS, MEAN, "Negative sampler logprob per trained token."),
+    Metric("optim/clip_frac", SHARE, MEAN,
+        "Trained tokens with a ratio outside the clip bounds (ppo, cispo)."),
+    Metric("optim/kl_policy_base", NATS, MEAN,
+        "KL divergence to the base model per token (`kl_penalty_coef`)."),
+    Metric("optim/<name>", Unit.OWN, MEAN,
+        "What the server reports per optimizer step, such as `optim/grad_norm`."),
+    Metric("policy/rollout_train_logprobs_abs_diff_mean", NATS, MEAN,
+        "Absolute difference of sampler and trainer logprobs before the first optimizer step."),
+    Metric("policy/rollout_train_logprobs_abs_diff_max", NATS, MAX, "Largest such difference."),
+    Metric("tis/mean_factor", Unit.RATIO, MEAN, "Factor of a token's advantage (`tis`)."),
+    Metric("tis/capped_fraction", SHARE, MEAN,
+        "Tokens, or sequences for `tis=sequence`, with a capped ratio."),
+    Metric("tis/masked_sequences", COUNT, SUM, "Trajectories masked as a whole by their ratios."),
+    Metric("tis/masked_tokens", COUNT, SUM, "Tokens masked by their own ratio."),
+    Metric("staleness/mean", Unit.UPDATES, MEAN,
+        "Age of a sampled token when it is trained (`max_staleness`)."),
+    Metric("staleness/max", Unit.UPDATES, MAX, "Age of the oldest sampled token."),
+    Metric("staleness/masked_tokens", COUNT, SUM,
+        "Tokens older than `max_staleness`, which are not trained."),
+    Metric("staleness/masked_trajectories", COUNT, SUM, "Trajectories with such tokens only."),
+)
+
+EVALUATION_METRICS: tuple[Metric[Any], ...] = (
+    *(metric for prefix, scope in (("test", ""), ("test/env/<domain>", ", of one domain")) for metric in (
+        Metric(f"{prefix}/<rate>_at_<k>", SHARE, MEAN,
+            f"pass@k: one of k trials solves the task, over tasks{scope}."),
+        Metric(f"{prefix}/<rate>_hat_<k>", SHARE, MEAN,
+            f"pass^k: all k trials solve the task, over tasks{scope}."),
+        Metric(f"{prefix}/<rate>_low", SHARE, MEAN,
+            f"Lower end of the 95 % interval of a rate{scope}."),
+        Metric(f"{prefix}/<rate>_high", SHARE, MEAN,
+            f"Upper end of the 95 % interval of a rate{scope}."),
+        Metric(f"{prefix}/noop_success", SHARE, MEAN,
+            f"Tasks that an agent solves which does nothing{scope}."),
+        Metric(f"{prefix}/failures/<pattern>", SHARE, MEAN,
+            f"Failed trials that show a failure pattern{scope}."),
+    )),
+    *DOMAIN_METRICS,
+)
+# fmt: on
+
+PLAYED_METRICS: tuple[Metric[Any], ...] = (
+    *TRIAL_METRICS,
+    *REWARD_METRICS,
+    *RESPONSE_METRICS,
+    *LENGTH_METRICS,
+)
+SECTIONS: dict[str, tuple[Metric[Any], ...]] = {
+    "Progress and time": PROGRESS_METRICS,
+    "Trials": TRIAL_METRICS,
+    "Rewards": REWARD_METRICS,
+    "Turns, tokens and stop reasons": (*RESPONSE_METRICS, *LENGTH_METRICS),
+    "Task selection and sampling": SAMPLING_METRICS,
+    "Training batch": BATCH_METRICS,
+    "Update": UPDATE_METRICS,
+    "Evaluation": EVALUATION_METRICS,
+}
+
+
+class Source(StrEnum):
+    """Who uses an alias."""
+
+    SKYRL = "SkyRL"
+    SEED = "seeds"
+    RENAMED = "earlier release"
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """Another name of a metric. Parts in angle brackets are copied from the metric's name."""
+
+    name: str
+    metric: str
+    source: Source
+
+
+ALIASES = (
+    Alias("reward/avg_raw_reward", "env/all/reward/total", Source.SKYRL),
+    Alias("generation/avg_reward", "env/all/reward/total", Source.SEED),
+    Alias("train/avg_reward", "env/all/reward/total", Source.SEED),
+    Alias("loss/avg_raw_rewards", "env/all/reward/total", Source.SKYRL),
+    Alias("train/min_reward", "env/all/reward/min", Source.SEED),
+    Alias("train/max_reward", "env/all/reward/max", Source.SEED),
+    Alias("generation/success_rate", "reward/positive_rate", Source.SEED),
+    Alias("loss/avg_raw_advantages", "advantage/mean", Source.SKYRL),
+    Alias("loss/avg_raw_advantages_abs", "advantage/abs_mean", Source.SKYRL),
+    Alias("rollouts/total", "trials/total", Source.SKYRL),
+    Alias("rollouts/valid", "trials/graded", Source.SKYRL),
+    Alias("rollouts/invalid", "trials/ungraded", Source.SKYRL),
+    Alias("rollouts/truncated_overlong", "batch/truncated_overlong", Source.SKYRL),
+    Alias("generate/env_init_failures", "trials/failed/env_init_failed", Source.SKYRL),
+    Alias("trainer/epoch", "progress/epoch", Source.SKYRL),
+    Alias("trainer/global_step", "progress/batch", Source.SKYRL),
+    Alias("timing/step", "time/total", Source.SKYRL),
+    Alias("timing/generate", "time/rollouts", Source.SKYRL),
+    Alias("timing/policy_train", "time/update", Source.SKYRL),
+    Alias("timing/eval", "time/evaluation", Source.SKYRL),
+    Alias("rollout/avg_duration", "generate/trajectory_time_mean", Source.SEED),
+    Alias("rollout/min_duration", "generate/trajectory_time_min", Source.SEED),
+    Alias("rollout/max_duration", "generate/trajectory_time_max", Source.SEED),
+    Alias("policy/policy_lr", "optim/lr", Source.SKYRL),
+    Alias("policy/grad_norm", "optim/grad_norm", Source.SKYRL),
+    Alias("policy/policy_kl", "optim/kl_policy_base", Source.SKYRL),
+    Alias("eval/all/avg_score", "test/env/all/reward/total", Source.SKYRL),
+    Alias("eval/all/mean_positive_reward", "test/reward/mean_positive_reward", Source.SKYRL),
+    Alias("eval/all/pass_at_<k>", "test/reward/avg_pass_at_<k>", Source.SKYRL),
+    # The seeds write eval-<domain> for a held-out set that is called <domain>_val.
+    Alias("eval-<domain>/average_reward", "test/env/<domain>_val/reward/total", Source.SEED),
+    Alias("eval-<domain>/success_rate", "test/env/<domain>_val/positive_rate", Source.SEED),
+    Alias("test-<domain>/average_reward", "test/env/<domain>/reward/total", Source.SEED),
+    Alias("test-<domain>/min_reward", "test/env/<domain>/reward/min", Source.SEED),
+    Alias("test-<domain>/max_reward", "test/env/<domain>/reward/max", Source.SEED),
+    Alias("test-<domain>/success_rate", "test/env/<domain>/positive_rate", Source.SEED),
+    Alias("test-<domain>/num_samples", "test/env/<domain>/trials", Source.SEED),
+    Alias("eval/<domain>/avg_score", "test/env/<domain>/reward/total", Source.SKYRL),
+    Alias("eval/<domain>/pass_at_<k>", "test/env/<domain>/reward/pass_at_<k>", Source.SKYRL),
+    Alias(
+        "eval/<domain>/mean_positive_reward", "test/env/<domain>/reward/mean_positive_reward", Source.SKYRL
+    ),
+    Alias("test/floor", "test/noop_success", Source.RENAMED),
+    Alias("test/env/<domain>/floor", "test/env/<domain>/noop_success", Source.RENAMED),
+    Alias("tokens/masked_trajectories", "batch/masked_trajectories", Source.RENAMED),
+    Alias("tokens/sequences", "batch/sequences", Source.RENAMED),
+    Alias("test/reward/avg_raw_reward", "test/env/all/reward/total", Source.RENAMED),
+    Alias("test/train/min_reward", "test/env/all/reward/min", Source.RENAMED),
+    Alias("test/train/max_reward", "test/env/all/reward/max", Source.RENAMED),
+    Alias("test/rollouts/total", "test/trials/total", Source.RENAMED),
+    Alias("test/rollouts/valid", "test/trials/graded", Source.RENAMED),
+    Alias("test/rollouts/invalid", "test/trials/ungraded", Source.RENAMED),
+    Alias("test/generate/env_init_failures", "test/trials/failed/env_init_failed", Source.RENAMED),
+    Alias("rewards/zeroed_by_non_stop", "reward/zeroed_by_non_stop", Source.RENAMED),
+    Alias("rewards/zeroed_by_length", "reward/zeroed_by_length", Source.RENAMED),
+)
+RENAMED = tuple(alias for alias in ALIASES if alias.source is Source.RENAMED)
+RENAMED_NOTICE = "metrics were renamed; this release also logs the old names (docs/metrics.md): " + ", ".join(
+    f"{alias.name} -> {alias.metric}" for alias in RENAMED
+)
+
+
+def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics and their aliases. Aliases in the input are computed again.
+
+    >>> list(with_aliases({"test/env/retail/positive_rate": 0.5}))
+    ['test/env/retail/positive_rate', 'test-retail/success_rate']
+    """
+    values = {name: value for name, value in metrics.items() if not is_alias(name)}
+    aliases = {alias: value for name, value in values.items() for alias in aliases_of(name)}
+    return values | aliases
+
+
+@cache
+def aliases_of(name: str) -> tuple[str, ...]:
+    """Return the other names of a metric, in the order of the table.
+
+    >>> aliases_of("test/env/retail_val/reward/total")[0]
+    'eval-retail/average_reward'
+    """
+    matches = ((alias, _pattern(alias.metric).fullmatch(name)) for alias in ALIASES)
+    return tuple(_filled(alias.name, match.groupdict()) for alias, match in matches if match)
+
+
+@cache
+def is_alias(name: str) -> bool:
+    return any(_pattern(alias.name).fullmatch(name) for alias in ALIASES)
+
+
+@cache
+def metric_of(name: str) -> Metric[Any] | None:
+    """Return the entry that describes a logged name; None if no entry does.
+
+    An evaluation logs the metrics of played trials under `test/`, and an alias has the entry of its metric.
+
+    >>> metric_of("test/trials/failed/sandbox").name
+    'trials/failed/<kind>'
+    """
+    entries = [(metric.name, metric) for section in SECTIONS.values() for metric in section]
+    entries += [(f"test/{metric.name}", metric) for metric in PLAYED_METRICS]
+    matches = [(pattern, metric) for pattern, metric in entries if _pattern(pattern).fullmatch(name)]
+    if matches:  # an exact name describes more than a family, and `<name>` describes least
+        return min(matches, key=lambda match: ("<name>" in match[0], match[0].count("<")))[1]
+    for alias in ALIASES:
+        if match := _pattern(alias.name).fullmatch(name):
+            return metric_of(_filled(alias.metric, match.groupdict()))
+    return None
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    """Compile a name. <domain> is never `all`, <k> is a number, and <name> may contain slashes."""
+    parts = {"<domain>": r"(?P<domain>(?!all/)[^/]+)", "<k>": r"(?P<k>\d+)", "<name>": r"(?P<name>.+)"}
+    pieces = (
+        parts.get(piece, rf"(?P{piece}[^/]+)") if piece.startswith("<") else re.escape(piece)
+        for piece in re.split(r"(<\w+>)", name)
+    )
+    return re.compile("".join(pieces))
+
+
+def _filled(name: str, parts: Mapping[str, str]) -> str:
+    return re.sub(r"<(\w+)>", lambda part: parts[part[1]], name)

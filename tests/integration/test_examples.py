@@ -1,0 +1,94 @@
+"""Runs each example of examples/README.md against one server with the model of the quick start."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.tiny_model import QUICK_TO_COMPILE
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+ENVIRONMENT = os.environ | {"XLA_FLAGS": QUICK_TO_COMPILE, "TINKER_API_KEY": "tml-example"}
+ENVIRONMENT |= {"TINKER_TELEMETRY": "0", "WANDB_MODE": "disabled"}
+SERVER_OPTIONS = ("max_lora_rank=16", "max_context_length=2048", "train_tokens_per_batch=2048", "port=0")
+TIMEOUT_S = 400
+
+
+def python(*arguments: str) -> str:
+    """Run a Python command in the repository root. Returns its output."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("server")
+    options = [*SERVER_OPTIONS, f"checkpoints_dir={folder / 'checkpoints'}"]
+    options += [f"compilation_cache_dir={folder.parent / 'xla'}", "model_alias=local/quickstart"]
+    command = [sys.executable, "-m", "skyrl_tx_server", "base_model=datasets/quickstart/model", *options]
+    log = folder / "log"
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=stream, text=True
+        )
+    try:
+        assert process.stdout is not None
+        address = None
+        for line in process.stdout:
+            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+                address = found[0]
+                break
+        assert address is not None, log.read_text()
+        yield address
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def test_the_loop_on_the_sdk_trains(url: str) -> None:
+    output = python("examples/grpo_loop.py", url, "local/quickstart", "3")
+    assert re.findall(r"^step (\d): mean reward \d\.\d+$", output, re.MULTILINE) == ["0", "1", "2"]
+
+
+def test_the_loop_on_the_sdk_has_60_lines() -> None:
+    code = [line for line in (EXAMPLES / "grpo_loop.py").read_text().splitlines() if line.strip()]
+    assert len(code) <= 60
+
+
+def test_the_message_environment_is_played(url: str, tmp_path: Path) -> None:
+    options = ["env=examples.count_up:open_count_up", "model_name=local/quickstart", f"logs_dir={tmp_path}"]
+    options += ["tokenizer=datasets/quickstart/model", "backend=skyrl-tx", f"skyrl_tx_url={url}"]
+    options += ["max_turns=3", "max_tokens=8", "max_steps=1", "batch_size=2", "group_size=2", "lora_rank=8"]
+    options += ["context_limit=2048", "wandb_project=None", "eval_before_train=false"]
+    python("-m", "src.train", *options)
+    (metrics,) = tmp_path.glob("*/metrics.jsonl")
+    assert '"step": 1' in metrics.read_text()
+
+
+def test_the_harbor_task_is_sound() -> None:
+    assert "1 sound" in python(
+        "-m", "src.envs.validate", "tasks_dir=examples/tasks", "environment_type=sandbox"
+    )
+
+
+def test_the_configuration_file_holds_known_options() -> None:
+    lines = [line for line in (EXAMPLES / "short_run.args").read_text().splitlines() if line[:1] != "#"]
+    options = [
+        "model_name=m",
+        "tasks_dir=examples/tasks",
+        "backend=skyrl-tx",
+        "skyrl_tx_url=http://localhost:8000",
+    ]
+    check = "import sys; from src.cli.command_line import parse; print(parse(sys.argv[1:]).max_steps)"
+    assert python("-c", check, *options, *lines).strip() == "2"

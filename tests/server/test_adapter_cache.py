@@ -1,0 +1,137 @@
+"""Sampler snapshots in LoRA slots and in host memory: lookup, pins and eviction."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+
+from skyrl_tx_server.errors import CapacityError, ConflictError, NotFoundError
+from skyrl_tx_server.model.lora.adapter import Adapter, zero_adapter
+from skyrl_tx_server.sampling.adapter_cache import BASE_SLOT, HOST_RESERVE_BYTES, AdapterCache
+from tests.fakes.tiny_model import CONFIG
+
+NOTHING = zero_adapter(CONFIG, 2)
+EACH = sum(leaf.nbytes for leaf in jax.tree.leaves(NOTHING))
+
+
+def adapter(value: float) -> Adapter:
+    return jax.tree.map(lambda leaf: np.full_like(leaf, value), NOTHING)
+
+
+def open_cache(free_host_bytes: Callable[[AdapterCache], int] = lambda cache: 1 << 60) -> AdapterCache:
+    """A cache with two LoRA slots and no checkpoints on disk."""
+
+    def read(path: str):
+        raise NotFoundError(f"no checkpoint {path}")
+
+    cache = AdapterCache(
+        CONFIG,
+        max_lora_rank=2,
+        slots=2,
+        dtype=np.dtype(np.float32),
+        read=read,
+        free_host_bytes=lambda: free_host_bytes(cache),
+    )
+    return cache
+
+
+def save(cache: AdapterCache, *names: str) -> None:
+    for name in names:
+        cache.put(name, adapter(float(ord(name))))
+
+
+def pinned_values(cache: AdapterCache, weights: str | None) -> set[float]:
+    """The values of the LoRA slot in which `weights` is pinned."""
+    slot = cache.pin(weights)
+    try:
+        return {
+            float(value)
+            for leaf in jax.tree.leaves(cache.arrays)
+            for value in np.unique(np.asarray(leaf[slot]))
+        }
+    finally:
+        cache.unpin(weights)
+
+
+def test_every_snapshot_is_found_as_it_was_saved() -> None:
+    cache = open_cache()
+    save(cache, *"abcd")
+    for name in "abcdba":
+        assert pinned_values(cache, name) == {float(ord(name))}
+    assert pinned_values(cache, None) == {0.0} and cache.pin(None) == BASE_SLOT
+    assert cache.stats() == {"snapshots_on_device": 2, "snapshots_in_host_memory": 4}
+
+
+def test_a_name_saved_again_means_the_new_weights() -> None:
+    cache = open_cache()
+    keys = []
+    for value in (1.0, 2.0, 3.0):
+        cache.put("s", adapter(value))
+        keys.append(cache.key("s"))
+        assert pinned_values(cache, "s") == {value}
+    assert len(set(keys)) == 3, "keys differ, so cached pages of the old weights are not reused"
+    save(cache, "t")
+    assert {cache.pin("s"), cache.pin("t")} == {1, 2}
+
+
+def test_pinned_snapshots_are_neither_replaced_nor_evicted() -> None:
+    cache = open_cache()
+    save(cache, *"ab")
+    for _ in range(2):
+        cache.pin("a")
+    cache.unpin("a")
+    with pytest.raises(ConflictError, match="a are being sampled from"):
+        save(cache, "a")
+    save(cache, *"cd")
+    assert cache.on_device == ["a", "d"]
+    cache.pin("d")
+    save(cache, "e")  # all slots are pinned: `pin` loads it later
+    with pytest.raises(CapacityError, match="raise max_loras"):
+        cache.pin("e")
+    for name in "ad":
+        cache.unpin(name)
+    assert pinned_values(cache, "a") == {97.0} and pinned_values(cache, "e") == {101.0}
+    assert cache.on_device == ["a", "e"]
+
+
+def test_a_pinned_snapshot_is_dropped_when_it_is_unpinned() -> None:
+    cache = open_cache()
+    save(cache, "a")
+    for _ in range(2):
+        cache.pin("a")
+    cache.drop("a")
+    cache.unpin("a")
+    assert pinned_values(cache, "a") == {97.0}
+    cache.unpin("a")
+    assert cache.stats() == {"snapshots_on_device": 0, "snapshots_in_host_memory": 0}
+    for use in (cache.pin, cache.drop):
+        with pytest.raises(NotFoundError, match="a"):
+            use("a")
+    save(cache, "a")
+    assert pinned_values(cache, "a") == {97.0}
+    assert pinned_values(cache, "a") == {97.0}, "it is not dropped again"
+
+
+def test_full_host_memory_drops_the_least_recently_used() -> None:
+    cache = open_cache(lambda cache: HOST_RESERVE_BYTES + (3 - len(cache.in_host_memory)) * EACH)
+    save(cache, *"abc")
+    cache.pin("a")
+    for name in "bcb":
+        pinned_values(cache, name)
+    save(cache, "d")  # a is the least recently used, but pinned
+    assert cache.in_host_memory == ["a", "b", "d"]
+    cache.unpin("a")
+    cache.put("tinker://run/sampler_weights/e", adapter(5.0))
+    assert len(cache.in_host_memory) == 3, "its copy is on disk"
+    for _ in range(2):
+        save(cache, "d")  # replaces itself
+    assert cache.in_host_memory == ["a", "b", "d"]
+
+
+def test_a_snapshot_that_is_only_on_the_device_can_be_dropped() -> None:
+    cache = open_cache(lambda cache: 0)
+    save(cache, *"ab")
+    assert cache.in_host_memory == ["b"] and pinned_values(cache, "a") == {97.0}
+    cache.drop("a")
+    assert cache.on_device == ["b"]

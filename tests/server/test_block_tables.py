@@ -1,0 +1,98 @@
+import numpy as np
+import pytest
+
+from skyrl_tx_server.errors import CapacityError
+from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.sampling.block_tables import allocate_block_tables
+from skyrl_tx_server.sampling.prefix_cache import Prefix, PrefixCache
+
+NO_PREFIX = Prefix()
+
+
+def cached(cache: PrefixCache, text: np.ndarray) -> None:
+    """Cache `text` in the first free pages, as a sequence does that has ended."""
+    pages = cache.allocate(-(-len(text) // PAGE))
+    assert pages is not None
+    cache.insert("w", text, pages)
+    cache.free(pages)
+
+
+def test_sequences_of_one_rank_share_full_pages() -> None:
+    home = PrefixCache(first=0, count=10)
+    tables = allocate_block_tables(
+        [home] * 3,
+        2 * PAGE + 1,
+        prefix=NO_PREFIX,
+        prefix_cache=home,
+        spare_pages={},
+        text_length=2 * PAGE + 1,
+    )
+    assert tables.tables == [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
+    assert (tables.copies_before, tables.copies_after) == ([], [(3, 4), (3, 5)])
+    assert home.references == {1: 3, 2: 3, 3: 1, 4: 1, 5: 1}
+
+
+def test_full_prefix_pages_are_shared_and_the_last_is_copied() -> None:
+    home, text = PrefixCache(first=0, count=10), np.arange(2 * PAGE, dtype=np.int32)
+    cached(home, text[: PAGE + 9])
+    found = home.find("w", text)
+    tables = allocate_block_tables(
+        [home] * 2, 2 * PAGE, prefix=found, prefix_cache=home, spare_pages={}, text_length=2 * PAGE
+    )
+    assert tables.tables == [[1, 3], [1, 3]] and (tables.copies_before, tables.copies_after) == ([(2, 3)], [])
+    assert home.references == {1: 3, 2: 1, 3: 2}
+
+
+def test_a_sequence_of_another_rank_gets_copies_of_all_pages() -> None:
+    home, other = PrefixCache(first=0, count=10), PrefixCache(first=10, count=10)
+    found = Prefix(pages=home.allocate(1) or (), length=PAGE)
+    tables = allocate_block_tables(
+        [home, other, other], PAGE + 1, prefix=found, prefix_cache=home, spare_pages={}, text_length=PAGE + 1
+    )
+    assert tables.tables == [[1, 2], [11, 12], [11, 13]]
+    assert (tables.copies_before, tables.copies_after) == ([], [(1, 11), (2, 12), (2, 13)])
+    away = allocate_block_tables(
+        [other], PAGE + 1, prefix=found, prefix_cache=home, spare_pages={}, text_length=PAGE + 1
+    )
+    assert away.tables == [[14, 15]] and away.copies_before == [(1, 14)]
+
+
+@pytest.mark.parametrize(("length", "spare"), [(4 * PAGE, 0), (3 * PAGE, 1)])
+def test_too_few_pages_or_spare_pages_allocate_nothing(length: int, spare: int) -> None:
+    home, other = PrefixCache(first=0, count=20), PrefixCache(first=20, count=4)
+    text = np.arange(PAGE, dtype=np.int32)
+    cached(home, text)
+    found = home.find("w", text)
+    with pytest.raises(CapacityError, match="keys and values of 999 tokens, 192 are free"):
+        allocate_block_tables(
+            [home, other],
+            length,
+            prefix=found,
+            prefix_cache=home,
+            spare_pages={other: spare},
+            text_length=999,
+        )
+    assert (home.num_free, other.num_free, home.references, other.references) == (18, 3, {1: 1}, {})
+
+
+def test_an_allocation_does_not_evict_its_own_prefix() -> None:
+    home, text = PrefixCache(first=0, count=3), np.arange(PAGE, dtype=np.int32)
+    cached(home, text)
+    with pytest.raises(CapacityError, match="64 are free"):
+        allocate_block_tables(
+            [home],
+            2 * PAGE,
+            prefix=home.find("w", text),
+            prefix_cache=home,
+            spare_pages={home: 1},
+            text_length=2 * PAGE,
+        )
+    assert home.find("w", text).length == PAGE
+
+
+def test_spare_pages_stay_free() -> None:
+    home = PrefixCache(first=0, count=5)
+    allocate_block_tables(
+        [home], 2 * PAGE, prefix=NO_PREFIX, prefix_cache=home, spare_pages={home: 2}, text_length=2 * PAGE
+    )
+    assert home.num_free == 2

@@ -1,0 +1,83 @@
+"""Apply the patches of docs/how-to/add-a-loss.md to a copy of the server and run the tests of the losses there."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "how-to" / "add-a-loss.md").read_text()
+USE_IT = """
+import json
+import numpy as np
+from skyrl_tx_server.engine.loss_spec import LossFn
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.http.wire.training_requests import parse_loss_config, parse_loss_fn
+from skyrl_tx_server.training.losses import LossInputs, select_loss, token_losses
+
+loss_fn = parse_loss_fn("squared_error")
+selection = select_loss(loss_fn, parse_loss_config(loss_fn, {"scale": 2.0}))
+ones = np.ones(2, np.float32)
+inputs = LossInputs(weights=ones, sampler_logprobs=-2 * ones, advantages=3 * ones, counts=ones)
+print(token_losses(selection, -ones, inputs).tolist())
+try:
+    parse_loss_config(loss_fn, {"scale": 11.0})
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the server and its tests with the patches applied."""
+    copy = tmp_path_factory.mktemp("patched")
+    for name in ("skyrl_tx_server", "tests", "pyproject.toml"):
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / name)
+    (copy / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "server-contract.md", copy / "docs")
+    for patch in patches():
+        apply(patch, copy)
+    return copy
+
+
+def patches() -> list[str]:
+    return re.findall(r"^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def apply(patch: str, directory: Path) -> None:
+    """Apply a patch whose hunks have titles instead of line numbers: each hunk's context must occur once in the file."""
+    header, *hunks = re.split(r"^@@.*@@\n", patch, flags=re.MULTILINE)
+    path = directory / header.splitlines()[1].removeprefix("+++ b/")
+    for hunk in hunks:
+        lines = hunk.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] == " ")
+        text = path.read_text()
+        assert text.count(before) == 1, f"{path.name}: the context must occur once:\n{before}"
+        path.write_text(text.replace(before, "".join(line[1:] for line in lines if line[0] in " +")))
+
+
+def run(directory: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=directory, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_page_changes_at_most_four_files() -> None:
+    assert len({patch.splitlines()[1] for patch in patches()}) <= 4
+
+
+def test_the_patched_server_accepts_and_computes_the_new_loss(patched: Path) -> None:
+    losses, message = run(patched, "-c", USE_IT).splitlines()
+    assert losses == "[9.0, 9.0]"
+    assert message == "loss_fn_config: scale must be a finite number between 0 and 10, got 11.0"
+
+
+def test_the_patched_server_passes_the_tests_of_the_losses(patched: Path) -> None:
+    printed = run(patched, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/server/test_losses.py")
+    assert re.search(r"\d+ passed", printed) or "[100%]" in printed

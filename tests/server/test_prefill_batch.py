@@ -1,0 +1,152 @@
+"""Neither the other chunks of a prefill batch nor the places where a prompt is cut change a bit of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx_server.engine.operations import SamplingSettings
+from skyrl_tx_server.engine.sample_queue import PROMPTS_PER_PREFILL
+from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
+from skyrl_tx_server.model.lora.adapter import zero_adapter
+from skyrl_tx_server.model.mesh import to_host
+from skyrl_tx_server.model.shapes import CPU_PREFILL, GPU_PREFILL, PAGE, PrefillShapes
+from skyrl_tx_server.model.transformer import init_params
+from skyrl_tx_server.sampling.prefill_batch import ChunkOutputs, PrefillChunk, PrefillLayout
+from skyrl_tx_server.sampling.prefill_step import prefill
+from skyrl_tx_server.sampling.sequences import SequenceState
+from tests.fakes import tiny_model
+
+CONFIG = replace(tiny_model.CONFIG, hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64)
+PAGES_EACH = 6
+LAYOUT = PrefillLayout(
+    shapes=CPU_PREFILL, num_slots=5, table_width=PAGES_EACH, max_copies=2, vocab_size=CONFIG.vocab_size
+)
+PARAMS = jax.jit(init_params, static_argnums=(0,))(CONFIG, jax.random.key(0))
+rng = np.random.default_rng(0)
+BANK = jax.tree.map(
+    lambda leaf: jnp.asarray(rng.normal(size=(3, *leaf.shape)).astype(np.float32) / 10),
+    zero_adapter(CONFIG, 4),
+)
+
+
+def rounding() -> float:
+    """0 if the number of rows of a matrix product does not change the bits of a row; some CPUs sum few rows in another order."""
+    sequences, weights = (
+        jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in ((256, 128), (128, 640))
+    )
+    product = jax.jit(jnp.matmul)
+    return 0.0 if bool((product(sequences[:8], weights) == product(sequences, weights)[:8]).all()) else 1e-5
+
+
+ROUNDING = rounding()
+
+
+def chunk(length: int, slot: int, *, cached: int = 0, end: int | None = None) -> PrefillChunk:
+    tokens = np.random.default_rng(length).integers(0, CONFIG.vocab_size, length).astype(np.int32)
+    settings = SamplingSettings(temperature=1.0, seed=slot)
+    sequence = SequenceState(
+        request_id=slot,
+        index=0,
+        weights=None,
+        adapter_slot=slot % 3,
+        settings=settings,
+        seed=slot,
+        stop_tokens=(),
+        prompt=tokens,
+        max_tokens=1,
+        topk=0,
+    )
+    return PrefillChunk(
+        tokens=tokens,
+        cached=cached,
+        length=end or length,
+        weights=None,
+        adapter_slot=slot % 3,
+        wants_logprobs=True,
+        slots=(slot,),
+        tables=(range(1 + slot * PAGES_EACH, 1 + (slot + 1) * PAGES_EACH),),
+        copies_before=(),
+        copies_after=(),
+        sequences=[sequence] if end is None else (),
+    )
+
+
+def compute(
+    cache: KVCache, chunks: Sequence[PrefillChunk], layout: PrefillLayout = LAYOUT
+) -> tuple[KVCache, list[ChunkOutputs]]:
+    outputs = []
+    for batch, settings in layout.batches(chunks):
+        cache, output = prefill(cache, PARAMS, BANK, batch, settings, config=CONFIG, tempered=False)
+        outputs.append(to_host(output))
+    return cache, layout.outputs(chunks, outputs)
+
+
+def fresh() -> KVCache:
+    return empty_cache(config=CONFIG, pages=1 + 5 * PAGES_EACH, dtype=np.dtype("float32"))
+
+
+def written(cache: KVCache, chunk: PrefillChunk) -> tuple[np.ndarray, np.ndarray]:
+    """The keys and values of a chunk's whole text in every layer."""
+    pages, length = np.array(chunk.tables[0]), chunk.length
+    keys, values = np.asarray(cache.keys)[:, pages], np.asarray(cache.values)[:, pages]
+    keys = keys.transpose(0, 2, 3, 1, 4).reshape(*keys.shape[:1], *keys.shape[2:4], -1)[..., :length]
+    return keys, values.transpose(0, 2, 1, 3, 4).reshape(
+        values.shape[0], values.shape[2], -1, values.shape[-1]
+    )[:, :, :length]
+
+
+def assert_same(
+    one: tuple[KVCache, PrefillChunk, ChunkOutputs], other: tuple[KVCache, PrefillChunk, ChunkOutputs]
+) -> None:
+    for left, right in zip(written(*one[:2]), written(*other[:2]), strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=ROUNDING)
+    np.testing.assert_allclose(one[2].logprobs, other[2].logprobs, rtol=0, atol=ROUNDING)
+    assert one[2].first_tokens == other[2].first_tokens
+    np.testing.assert_allclose(one[2].first_logprobs, other[2].first_logprobs, rtol=0, atol=ROUNDING)
+
+
+def test_a_prefill_takes_as_many_prompts_as_the_scheduler_offers() -> None:
+    assert max(CPU_PREFILL.turn, GPU_PREFILL.turn) == PROMPTS_PER_PREFILL
+
+
+def test_gpu_batches_are_compiled_for_one_several_and_all_adapters() -> None:
+    """A batch of four tiles has at most four adapters; one of sixteen tiles has up to all nine LoRA slots, whatever the number of decode slots."""
+    layout = replace(LAYOUT, shapes=GPU_PREFILL, num_slots=3, num_lora_slots=9)
+    found = [
+        (len(batch.tokens), batch.adapters.most, batch.sequence_adapters.most)
+        for batch, _ in layout.dummy_batches()
+    ]
+    assert found == [(4, 1, 1), (4, 4, 4), (16, 1, 1), (16, 4, 4), (16, 9, 9)]
+    mixed = [
+        (len(batch.tokens), batch.adapters.most, batch.sequence_adapters.most)
+        for batch, _ in layout.batches([chunk(9, 0), chunk(9, 1)])
+    ]
+    assert mixed == [(4, 4, 4)]
+
+
+@pytest.mark.parametrize("lengths", [(50, 64, 20, 1), (130, 90, 40, 200, 30)])
+def test_a_prompt_among_others_is_computed_as_it_is_alone(lengths: tuple[int, ...]) -> None:
+    """Each prompt has its own adapter; batches have four tiles or one."""
+    together = [chunk(length, slot) for slot, length in enumerate(lengths)]
+    cache, outputs = compute(fresh(), together)
+    for one, own in zip(together, outputs, strict=True):
+        alone, (expected,) = compute(fresh(), [one])
+        assert_same((cache, one, own), (alone, one, expected))
+
+
+@pytest.mark.parametrize("shapes", [CPU_PREFILL, PrefillShapes(short=1, long=2, long_from=2, turn=8)])
+@pytest.mark.parametrize("cut", [PAGE, 70, 299])
+def test_a_prompt_in_chunks_is_computed_as_it_is_whole(cut: int, shapes: PrefillShapes) -> None:
+    layout = replace(LAYOUT, shapes=shapes)
+    whole, (expected,) = compute(fresh(), [chunk(300, 0)])
+    cache, (first,) = compute(fresh(), [chunk(300, 0, end=cut)], layout)
+    rest = chunk(300, 0, cached=cut)
+    cache, (second, _) = compute(cache, [rest, chunk(20, 1)], layout)
+    second = replace(second, logprobs=np.concatenate([first.logprobs, second.logprobs]))
+    assert_same((cache, rest, second), (whole, rest, expected))

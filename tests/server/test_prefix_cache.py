@@ -1,0 +1,139 @@
+"""Pages of a prefix cache: allocation, reference counts, lookup and eviction."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_tx_server.model.shapes import PAGE
+from skyrl_tx_server.sampling.prefix_cache import PrefixCache
+
+
+def text(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 4, length).astype(np.int32)
+
+
+def computed(pages: PrefixCache, tokens: np.ndarray, weights: str = "w") -> list[int]:
+    """Cache `tokens`, as a sequence does that has ended."""
+    own = pages.allocate(-(-len(tokens) // PAGE))
+    assert own is not None
+    pages.insert(weights, tokens, own)
+    pages.free(own)
+    return own
+
+
+def test_find_returns_the_longest_prefix_of_the_same_weights():
+    pages = PrefixCache(first=0, count=20)
+    first = text(3 * PAGE + 10)
+    own = computed(pages, first)
+    other = np.concatenate([first[: PAGE + 5], 3 - first[PAGE + 5 : 2 * PAGE]])
+    branch = computed(pages, other)
+    assert pages.find("w", first).length == len(first) and list(pages.find("w", first).pages) == own
+    assert pages.find("w", first[: PAGE + 3]).length == PAGE + 3
+    assert list(pages.find("w", np.concatenate([other, text(99)])).pages[:2]) == [
+        own[0],
+        branch[1],
+    ]  # the first page was cached already
+    assert pages.find("w", 3 - first).length == 0 == len(pages.find("w", 3 - first).pages)
+    assert pages.find("v", first).length == 0
+
+
+def test_a_page_that_fills_up_is_cached_once():
+    pages = PrefixCache(first=0, count=10)
+    whole = text(2 * PAGE)
+    own = pages.allocate(2)
+    assert own is not None
+    for length in (5, 20, PAGE, PAGE + 7, 2 * PAGE):
+        pages.insert("w", whole[:length], own)
+    assert pages.num_cached == 2
+    pages.insert("w", whole[:10], own)  # a part of cached tokens adds no page
+    assert pages.num_cached == 2 and pages.find("w", whole).length == 2 * PAGE
+
+
+def test_a_page_that_filled_up_and_was_evicted_is_not_found():
+    pages = PrefixCache(first=0, count=3)
+    whole = text(PAGE)
+    own = pages.allocate(1)
+    assert own is not None
+    for length in (5, PAGE):
+        pages.insert("w", whole[:length], own)
+    pages.free(own)
+    assert pages.allocate(2) is not None and pages.num_cached == 0
+    assert pages.find("w", whole).length == 0
+
+
+def test_the_least_recently_used_free_page_is_evicted():
+    pages = PrefixCache(first=0, count=7)
+    old, new = text(2 * PAGE, seed=1), text(2 * PAGE, seed=2)
+    computed(pages, old)
+    computed(pages, new)
+    pages.find("w", old)
+    held = pages.allocate(4)  # two are free
+    assert held is not None and pages.find("w", old).length == 2 * PAGE and pages.find("w", new).length == 0
+    kept = pages.find("w", old)
+    pages.incref(kept.pages)
+    assert pages.allocate(1) is None and pages.find("w", old).length == 2 * PAGE
+    pages.free(kept.pages)
+    assert (
+        pages.allocate(1) is not None and pages.find("w", old).length == PAGE
+    )  # the last page is evicted first
+
+
+def test_inserting_cached_tokens_counts_as_use() -> None:
+    pages = PrefixCache(first=0, count=6)
+    old, new = text(PAGE, seed=1), text(PAGE, seed=2)
+    for tokens in (old, new, old):
+        computed(pages, tokens)
+    assert pages.allocate(4) is not None
+    assert pages.find("w", old).length == PAGE and pages.find("w", new).length == 0
+
+
+def test_the_parent_of_a_held_page_is_not_evicted() -> None:
+    """The sequence computed its first page a second time; the cached copy is the parent of its second page."""
+    pages = PrefixCache(first=0, count=4)
+    whole = text(2 * PAGE)
+    computed(pages, whole[:PAGE])
+    held = pages.allocate(2)
+    assert held is not None
+    pages.insert("w", whole, held)
+    assert pages.allocate(1) is None and pages.find("w", whole).length == 2 * PAGE
+    pages.free(held)
+    assert pages.allocate(3) is not None and pages.num_cached == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_page_is_free_held_or_cached_after_any_sequence(data: st.DataObject):
+    """Sequences begin, share pages and end. A prefix that is found always has the tokens that its pages hold."""
+    pages = PrefixCache(first=3, count=12)
+    running: list[tuple[np.ndarray, list[int]]] = []
+    contents: dict[int, bytes] = {}  # what the device would hold
+    for _ in range(data.draw(st.integers(1, 40))):
+        if running and data.draw(st.booleans()):
+            tokens, own = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            pages.insert("w", tokens, own)
+            pages.free(own)
+            continue
+        tokens = text(data.draw(st.integers(1, 3 * PAGE)), seed=data.draw(st.integers(0, 3)))
+        found = pages.find("w", tokens)
+        for index, page in enumerate(found.pages):
+            chunk = tokens[index * PAGE : min((index + 1) * PAGE, found.length)].tobytes()
+            assert contents[page].startswith(chunk)
+        whole = found.length // PAGE
+        shared = list(found.pages[:whole])
+        pages.incref(shared)
+        new = pages.allocate(-(-len(tokens) // PAGE) - whole)
+        if new is None:
+            pages.free(shared)
+            continue
+        own = [*shared, *new]
+        contents |= {
+            page: tokens[(whole + at) * PAGE : (whole + at + 1) * PAGE].tobytes()
+            for at, page in enumerate(new)
+        }
+        running.append((tokens, own))
+        held = {page for _, own in running for page in own}
+        assert pages.null_page not in held and held <= set(range(4, 15))
+    for _, own in running:
+        pages.free(own)
+    assert pages.num_free + pages.num_cached == 11
+    assert pages.allocate(11) is not None

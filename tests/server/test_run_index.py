@@ -1,0 +1,49 @@
+"""The books that outlive the server: what is written is read again, whatever became of the last line."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from skyrl_tx_server.engine.operations import LoraSpec
+from skyrl_tx_server.files.run_index import RunIndex, TrainingRun
+
+PATH, OTHER = "tinker://run/weights/1", "tinker://run/weights/2"
+NOW = datetime.now(UTC)
+
+
+def run_of(run_id: str) -> TrainingRun:
+    return TrainingRun(
+        run_id=run_id, base_model="m", lora=LoraSpec(rank=4), created_at=NOW, user_metadata={"a": "b"}
+    )
+
+
+def test_a_new_index_reads_the_file_and_the_last_line_counts(tmp_path: Path) -> None:
+    run_index = RunIndex(tmp_path / "ledger.jsonl")
+    run_index.record_run(run_of("one"))
+    for path in (PATH, OTHER):
+        run_index.set_expiry(path, NOW - timedelta(hours=1))
+        run_index.set_public(path, True)
+    run_index.set_expiry(PATH, NOW + timedelta(hours=1))
+    run_index.forget(OTHER)
+    for known in (run_index, RunIndex(tmp_path / "ledger.jsonl")):
+        assert known.runs == {"one": run_of("one")}
+        assert known.expiries == {PATH: NOW + timedelta(hours=1)} and known.public == {PATH}
+        assert known.expired() == []
+    run_index.set_expiry(PATH, NOW - timedelta(hours=1))
+    assert run_index.expired() == [PATH]
+
+
+def test_a_line_that_a_crash_left_torn_costs_one_fact(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.jsonl"
+    run_index = RunIndex(file)
+    run_index.record_run(run_of("one"))
+    run_index.record_run(run_of("torn"))
+    file.write_text(file.read_text()[:-20])
+    RunIndex(file).record_run(run_of("two"))
+    assert list(RunIndex(file).runs) == ["one", "two"]
+
+
+def test_a_line_of_another_version_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.jsonl"
+    file.write_text('{"run_id": "x", "lora": {"colour": 1}, "created_at": "never"}\n{"path": "p"}\n[]\n')
+    RunIndex(file).record_run(run_of("one"))
+    assert list(RunIndex(file).runs) == ["one"]

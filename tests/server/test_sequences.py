@@ -1,0 +1,91 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from skyrl_tx_server.engine.operations import SamplingSettings, StopReason
+from skyrl_tx_server.errors import UserError
+from skyrl_tx_server.sampling.sequences import (
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    SequenceState,
+    batch_settings,
+    stop_tokens_of,
+)
+from tests.fakes.tiny_model import CONFIG, byte_tokenizer
+
+PLAIN = SamplingSettings(stop_at_eos=False)
+
+
+def sequence(**changes: object) -> SequenceState:
+    fields = {
+        "request_id": 1,
+        "index": 3,
+        "weights": None,
+        "adapter_slot": 0,
+        "settings": PLAIN,
+        "seed": 0,
+        "stop_tokens": (7,),
+    }
+    return SequenceState(
+        **(fields | {"prompt": np.arange(4, dtype=np.int32), "max_tokens": 3, "topk": 0} | changes)
+    )  # type: ignore[arg-type]
+
+
+def test_batch_settings_split_seeds_and_leave_free_slots_greedy() -> None:
+    filtered = replace(PLAIN, temperature=0.5, top_k=5, top_p=0.25)
+    settings = batch_settings(
+        [
+            None,
+            sequence(seed=(5 << 32) + 2**32 - 1, settings=filtered),
+            sequence(settings=replace(filtered, top_k=99)),
+        ],
+        10,
+    )
+    assert settings.seeds.tolist() == [
+        [0, 0],
+        [5, 2**32 - 1],
+        [0, 0],
+    ] and settings.sample_indices.tolist() == [0, 3, 3]
+    assert settings.temperatures.tolist() == [0, 0.5, 0.5] and settings.top_p.tolist() == [1, 0.25, 0.25]
+    assert settings.top_k.tolist() == [10, 5, 10]
+    assert batch_settings([sequence()], 10).top_k.tolist() == [10]
+
+
+def test_a_sequence_ends_by_a_stop_token_or_by_its_length() -> None:
+    ends = sequence()
+    assert ends.extend([1], [-1.0], None) is None and (ends.position, ends.remaining) == (4, 2)
+    ends.pending_tokens = 2
+    assert (ends.position, ends.remaining) == (6, 0)
+    assert ends.extend([2, 3], [-1.0, -2.0], None) == (
+        3,
+        StopReason.LENGTH,
+    ) and ends.cached_tokens.tolist() == [0, 1, 2, 3, 1, 2]
+    assert sequence().extend([1, 7], [-1.0, -1.0], None) == (2, StopReason.STOP)
+    with pytest.raises(UserError, match="base model: its probabilities are not numbers"):
+        sequence().extend([1, 2], [-1.0, float("nan")], None)
+
+
+def test_a_stop_string_ends_at_the_token_that_completes_it() -> None:
+    tokenizer = byte_tokenizer()
+    text = tokenizer.encode("xabyz").ids
+    stopping = sequence(settings=replace(PLAIN, stop_strings=("ab",)), max_tokens=9)
+    assert stopping.extend(text[:2], [-1.0] * 2, tokenizer) is None
+    assert stopping.extend(text[2:], [-1.0] * 3, tokenizer) == (3, StopReason.STOP)
+
+
+def test_too_many_stop_tokens_or_strings_are_refused() -> None:
+    """The model's two end tokens count if `stop_at_eos` is set."""
+    texts = ("a" * MAX_STOP_LENGTH,) * MAX_STOP_STRINGS
+    most = SamplingSettings(stop_strings=texts, stop_token_ids=tuple(range(14)), stop_at_eos=True)
+    assert stop_tokens_of(most, CONFIG) == (*range(14), 257, 258)
+    assert stop_tokens_of(replace(most, stop_token_ids=tuple(range(16)), stop_at_eos=False), CONFIG) == tuple(
+        range(16)
+    )
+    for more, message in (
+        ({"stop_token_ids": tuple(range(15))}, "17 stop tokens; at most 16"),
+        ({"stop_strings": (*texts, "a")}, "at most 64 stop strings"),
+        ({"stop_strings": ("a" * (MAX_STOP_LENGTH + 1),)}, "at most 1024 characters"),
+    ):
+        with pytest.raises(UserError, match=message):
+            stop_tokens_of(replace(most, **more), CONFIG)  # type: ignore[arg-type]

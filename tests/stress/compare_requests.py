@@ -1,0 +1,157 @@
+"""Compare what two versions of the server make of the same mutated request bodies.
+
+    python -m tests.stress.compare_requests OTHER_TREE [bodies=15000] [seed=0]
+
+OTHER_TREE is a checkout, or `git archive`, of another commit. Every body is given to the same parser or route
+of both versions; the operation, or the error, must be equal. `TERMS` lists the texts that were renamed on
+purpose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+TERMS = (("=Cells(", "=CsrMatrix("), ("ask=Ask(", "ask=SamplingRequest("))
+"""Former text, present text."""
+SPECIAL = (
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    63,
+    64,
+    2**31,
+    2**63,
+    2**200,
+    0.5,
+    -0.5,
+    1e400,
+    "",
+    "s",
+    "text",
+    [],
+    {},
+)
+RANDOM_IDS = re.compile(r"[0-9a-f]{16,32}")
+ROUTES_SHARE = 0.2
+
+
+def mutate(rng: random.Random, value: object) -> object:
+    """Return `value` with one place replaced, removed, renamed or doubled."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        name = rng.choice(sorted(value))
+        kind = rng.random()
+        if kind < 0.2:
+            return {key: entry for key, entry in value.items() if key != name}
+        if kind < 0.3:
+            return {f"{key}x" if key == name else key: entry for key, entry in value.items()}
+        return value | {name: mutate(rng, value[name])}
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        at = rng.randrange(len(value))
+        return [*value[:at], mutate(rng, value[at]), *value[at + rng.randrange(2) :]]
+    return rng.choice(SPECIAL)
+
+
+def outcomes(number: int, seed: int) -> list[str]:
+    """The outcome of every body in the version that `sys.path` finds."""
+    bodies = importlib.import_module("tests.fakes.bodies")
+    errors = importlib.import_module("skyrl_tx_server.errors")
+    fuzz = importlib.import_module("tests.server.test_fuzz")
+    rng, results = random.Random(seed), []
+    request = bodies.pb.ForwardBackwardRequest
+    valid_messages = [  # entries of a map are in an arbitrary order otherwise
+        request.FromString(message).SerializeToString(deterministic=True) for message in bodies.VALID_MESSAGES
+    ]
+    for _ in range(int(number * (1 - ROUTES_SHARE))):
+        name = rng.choice([*sorted(bodies.PARSERS), "protobuf"])
+        try:
+            if name == "protobuf":
+                message = bytearray(rng.choice(valid_messages))
+                # One byte only: of two wrong inputs the parser reports the one that the map gives first.
+                message[rng.randrange(len(message))] = rng.randrange(256)
+                parsed = bodies.parse_training_proto(bytes(message), bodies.LIMITS)
+            else:
+                body = bodies.VALID[name]
+                for _ in range(rng.randint(1, 3)):
+                    body = mutate(rng, body)
+                parsed = bodies.PARSERS[name](body)
+            result = re.sub(r"seed=\d{3,}", "seed=", repr(parsed))
+        except errors.UserError as error:
+            result = f"{type(error).__name__}: {error}"
+        results.append(f"{name}: {result}")
+    return results + asyncio.run(replies(rng, number - len(results), bodies.ROUTES, fuzz.FIELDS))
+
+
+async def replies(
+    rng: random.Random, number: int, routes: tuple[str, ...], fields: dict[str, object]
+) -> list[str]:
+    server = importlib.import_module("tests.fakes.server")
+    futures, app, startup = former_or_present()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        context = server.fake_context(Path(folder), retention=futures.Retention(hold_s=0.001))
+        transport = httpx.ASGITransport(app.build_app(startup(context=context)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
+            for _ in range(number):
+                route = rng.choice(routes)
+                names = rng.sample(sorted(fields), rng.randint(1, len(fields)))
+                body = mutate(rng, {name: fields[name] for name in names})
+                content = json.dumps(body, allow_nan=True).encode("utf-8", "surrogatepass")
+                reply = await http.post(route, content=content, headers={"content-type": "application/json"})
+                text = RANDOM_IDS.sub("ID", reply.text)
+                results.append(f"{route}: {reply.status_code} {text}")
+        server.fake_engine(context).stop()
+    return results
+
+
+def former_or_present() -> tuple:  # type: ignore[type-arg]
+    """The modules futures and app, and the state at the start, under the names of either version."""
+    try:
+        handler = importlib.import_module("skyrl_tx_server.http.http_handler")
+    except ImportError:
+        app = importlib.import_module("skyrl_tx_server.app")
+        return importlib.import_module("skyrl_tx_server.futures"), app, app.Lobby
+    futures = importlib.import_module("skyrl_tx_server.engine.futures")
+    return futures, importlib.import_module("skyrl_tx_server.http.app"), handler.StartupState
+
+
+def main(argv: list[str]) -> int:
+    options = {"bodies": "15000", "seed": "0"} | dict(argument.split("=", 1) for argument in argv[1:])
+    results = []
+    for tree in (Path(argv[0]).resolve(), ROOT):
+        run = [sys.executable, __file__, "outcomes", options["bodies"], options["seed"]]
+        done = subprocess.run(
+            run, cwd=tree, env={"PYTHONPATH": str(tree), "PATH": ""}, stdout=subprocess.PIPE, check=True
+        )
+        results.append(json.loads(done.stdout))
+    different = 0
+    for former, present in zip(*results, strict=True):
+        expected = former
+        for old, new in TERMS:
+            expected = expected.replace(old, new)
+        if expected != present:
+            different += 1
+            print(f"- {former[:400]}\n+ {present[:400]}")
+    accepted = sum("Error: " not in result and ": 4" not in result for result in results[1])
+    print(f"{len(results[1])} bodies, {accepted} accepted, {different} different")
+    return int(different > 0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "outcomes":
+        print(json.dumps(outcomes(int(sys.argv[2]), int(sys.argv[3]))))
+    else:
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""Checks each fenced command of the README and of docs/.
+
+A fence without a mark is run. A fence below `<!-- requires: ... -->` needs something that CI lacks; its programs must exist and
+its options must be known.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import chz
+import pytest
+
+from skyrl_tx_server.config.server_config import ServerConfig
+from src.config import TrainerConfig
+from src.envs.validate import ValidateConfig
+from src.evaluate.config import EvaluateConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *sorted(ROOT.glob("docs/**/*.md"))]
+FENCE = re.compile(r"(?:<!-- requires: (?P<mark>[\w ,-]+) -->\n)?```bash\n(?P<text>.*?)```", re.DOTALL)
+MARKS = {"minutes", "model", "run", "server", "peers", "sandbox", "hosts", "tau2", "cookbook", "gpu"}
+OPTIONS: dict[str, type[object]] = {
+    "src.train": TrainerConfig,
+    "src.evaluate": EvaluateConfig,
+    "src.envs.validate": ValidateConfig,
+    "skyrl_tx_server": ServerConfig,
+    "run_skyrl_tx.sh": TrainerConfig,
+    "run.sh": TrainerConfig,
+    "start_skyrl_tx.sh": ServerConfig,
+}
+TIMEOUT_S = 120
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fence:
+    page: str
+    mark: str | None
+    text: str
+
+
+def fences() -> list[Fence]:
+    return [
+        Fence(page=str(page.relative_to(ROOT)), mark=match["mark"], text=match["text"])
+        for page in PAGES
+        for match in FENCE.finditer(page.read_text())
+    ]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of each command, without comments and environment variables."""
+    lines = text.replace("\\\n", " ").splitlines()
+    split = [shlex.split(line.replace("[", "").replace("]", ""), comments=True) for line in lines]
+    return [list(re.split(r"\0", "\0".join(words))) for words in split if words and words[0] != "export"]
+
+
+def program(words: list[str]) -> tuple[str, list[str]]:
+    """Name and arguments of the program: a module for `python -m`, else a file."""
+    words = [word for index, word in enumerate(words) if index or "=" not in word]
+    while words and "=" in words[0]:
+        words = words[1:]
+    if "-m" in words[:2]:
+        return words[words.index("-m") + 1], words[words.index("-m") + 2 :]
+    if Path(words[0]).name == "python" and len(words) > 1:
+        return words[1], words[2:]
+    return words[0], words[1:]
+
+
+@pytest.mark.parametrize("page", sorted({fence.page for fence in fences()}))
+def test_documented_options_exist(page: str) -> None:
+    for fence in fences():
+        if fence.page != page:
+            continue
+        assert fence.mark is None or set(re.split(r", ?", fence.mark)) <= MARKS, fence.mark
+        for words in commands(fence.text):
+            name, arguments = program(words)
+            if name.startswith(("scripts/", "./", "examples/")):
+                assert (ROOT / name).exists(), f"{page}: there is no {name}"
+            if kind := OPTIONS.get(Path(name).name if "/" in name else name):
+                known = set(chz.chz_fields(kind))
+                given = [word.partition("=")[0] for word in arguments if re.match(r"\w+=", word)]
+                assert set(given) <= known, f"{page}: {sorted(set(given) - known)} of {name}"
+
+
+@pytest.mark.parametrize(
+    "fence", [fence for fence in fences() if fence.mark is None], ids=lambda fence: fence.page
+)
+def test_unmarked_commands_run(fence: Fence, tmp_path: Path) -> None:
+    text = fence.text.replace(".venv/bin/", f"{ROOT}/.venv/bin/")
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,72 @@
+import errno
+import os
+
+import pytest
+
+from src.core.errors import StorageError
+from src.records.atomic_io import append_record, replace_text, truncate_torn_line
+from tests.fakes.run_files import records
+
+
+def test_a_line_that_does_not_fit_is_taken_back_and_named(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    append_record(path, {"n": 1})
+    before = path.read_text()
+    real = os.write
+
+    def half(descriptor, data):
+        return real(descriptor, data[: len(data) // 2])
+
+    monkeypatch.setattr(os, "write", half)
+    with pytest.raises(
+        StorageError,
+        match=r"cannot write .*a.jsonl: No space left on device; free space or fix the cause, then resume the run",
+    ):
+        append_record(path, {"n": 2})
+    assert path.read_text() == before
+
+
+def test_a_torn_line_is_passed_over_and_cut_off(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"n": 1}\n{"n": 2')
+    assert records(path) == [{"n": 1}]
+    truncate_torn_line(path)
+    append_record(path, {"n": 3})
+    assert path.read_text() == '{"n": 1}\n{"n": 3}\n'
+    assert records(tmp_path / "none.jsonl") == []
+    truncate_torn_line(tmp_path / "none.jsonl")
+
+
+def test_what_follows_the_last_whole_line_is_found_from_the_end(tmp_path, monkeypatch):
+    path, block = tmp_path / "a.jsonl", 8
+    monkeypatch.setattr("src.records.atomic_io.CHUNK_BYTES", block)
+    for whole in ("", '{"n": 1}\n', '{"n": 1}\n' * 5):
+        for torn in range(3 * block):
+            path.write_text(whole + "x" * torn)
+            truncate_torn_line(path)
+            assert path.read_text() == whole
+
+
+def test_a_large_file_is_mended_without_reading_it(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # a hole: no memory would hold it
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n{")
+    truncate_torn_line(path)
+    assert path.stat().st_size == 2**40 + 1
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "sub" / "a.json"
+    replace_text(path, "one")
+    replace_text(path, "two")
+    assert path.read_text() == "two"
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="No space left"):
+        replace_text(path, "three")
+    assert path.read_text() == "two" and [child.name for child in path.parent.iterdir()] == ["a.json"]

@@ -1,0 +1,139 @@
+import json
+import math
+import random
+
+import numpy as np
+
+from src.core.trajectory import FailureKind, StopReason, Trajectory, ZeroReason
+from src.records.journal import Journal, RolloutKey
+from src.records.rollout_store import (
+    FinishedRollout,
+    FinishedRollouts,
+    any_graded,
+    decoded,
+    encoded,
+    packed,
+    unpacked,
+)
+from tests.fakes.trials import failure, turn
+
+STEP = RolloutKey(purpose="step", step=1, task="a", member=2)
+
+
+def conversation(draw):
+    """Turns that mostly extend one another, as a rewritten history and a side conversation would leave them."""
+    turns, context = [], [1, 2]
+    for version in range(draw.randrange(1, 6)):
+        if context and draw.random() < 0.2:
+            context = context[: draw.randrange(len(context))]
+        if draw.random() < 0.3:
+            context = [draw.randrange(9) for _ in range(3)]
+        completion = [draw.randrange(9) for _ in range(draw.randrange(1, 4))]
+        turns.append(turn(list(context), completion, logprob=-draw.random(), version=version))
+        context = [*context, *completion, *(draw.randrange(9) for _ in range(draw.randrange(3)))]
+    return turns
+
+
+def test_every_token_and_logprob_comes_back_as_it_was():
+    for seed in range(200):
+        turns = conversation(random.Random(seed))
+        played = Trajectory(
+            task_id="a",
+            turns=turns,
+            reward=1 / 3,
+            stop_reason=StopReason.MAX_TURNS,
+            trial_name="t",
+            metrics={"b": 0.1, "a": 2.0},
+        )
+        back = decoded(json.loads(json.dumps(encoded(played))))
+        assert back == played and isinstance(back, Trajectory)
+        assert list(back.metrics) == ["b", "a"] and back.stop_reason is StopReason.MAX_TURNS
+    lost = failure("a", FailureKind.VERIFIER)
+    assert decoded(json.loads(json.dumps(encoded(lost)))) == lost
+    voided = Trajectory(
+        task_id="a", turns=[], reward=0.0, stop_reason=StopReason.STOP, zero_reason=ZeroReason.NO_REWARD
+    )
+    assert decoded(json.loads(json.dumps(encoded(voided)))) == voided
+
+
+def test_a_growing_conversation_is_written_once_and_compactly():
+    draw = random.Random(0)
+    turns, context = [], []
+    for _ in range(50):
+        context += [draw.randrange(150_000) for _ in range(300)]
+        completion = [draw.randrange(150_000) for _ in range(100)]
+        turns.append(turn(list(context), completion, logprob=float(np.float32(-draw.random()))))
+        context += completion
+    played = Trajectory(task_id="a", turns=turns, reward=0.0, stop_reason=StopReason.STOP)
+    text = json.dumps(encoded(played))
+    assert len(text) < 6 * len(context) and decoded(json.loads(text)) == played
+
+
+def test_a_rewritten_history_is_written_compactly():
+    draw = random.Random(0)
+    turns, context = [], []
+    for _ in range(50):
+        context += [draw.randrange(150_000) for _ in range(300)]
+        completion = [draw.randrange(150_000) for _ in range(100)]
+        turns.append(turn(list(context), completion, logprob=float(np.float32(-draw.random()))))
+        context += completion[50:]  # without what it thought
+    played = Trajectory(task_id="a", turns=turns, reward=0.0, stop_reason=StopReason.STOP)
+    text = json.dumps(encoded(played))
+    assert len(text) < 7 * len(context) and decoded(json.loads(text)) == played
+
+
+def test_numbers_are_packed_without_loss():
+    single = [float(np.float32(-0.1)), -0.0, 0.0, -0.5]
+    for numbers in ([], [1, 2**31 - 1], [2**31], single, [0.1, -0.5], [float("-inf")]):
+        assert unpacked(packed(numbers)) == numbers
+    assert packed(single).startswith("<f4:") and packed([0.1]).startswith("<f8:")
+    assert math.isnan(unpacked(packed([math.nan]))[0])
+
+
+def test_failures_stand_only_once_their_step_was_trained(tmp_path):
+    journal = Journal(tmp_path)
+    finished = FinishedRollouts(tmp_path, journal)
+    finished.add(STEP, FinishedRollout(result=failure("a"), seed=5, attempts=3))
+    assert finished.load("step", 1) == {} and finished.load("eval", 1) == {} and not any_graded(tmp_path)
+    journal.batch_fixed(1, [(STEP.step, STEP.task)])
+    journal.trained(1, groups=[], state={})
+    assert finished.load("step", 1)[STEP].attempts == 3
+
+
+def test_a_torn_line_is_no_finished_rollout(tmp_path):
+    rollout = FinishedRollout(
+        result=Trajectory(task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP),
+        seed=5,
+        attempts=1,
+    )
+    FinishedRollouts(tmp_path, Journal(tmp_path)).add(STEP, rollout)
+    path = tmp_path / "finished" / "step_000001.jsonl"
+    path.write_text(path.read_text()[:-20])
+    again = FinishedRollouts(tmp_path, Journal(tmp_path))
+    assert again.load("step", 1) == {}
+    again.add(STEP, rollout)
+    assert again.load("step", 1) == {STEP: rollout} and any_graded(tmp_path)
+
+
+def test_a_rollout_is_on_the_disk_before_the_journal_says_so(tmp_path, monkeypatch):
+    journal, found = Journal(tmp_path), []
+    finished = FinishedRollouts(tmp_path, journal)
+    monkeypatch.setattr(journal, "finished", lambda place, outcome: found.append(finished.load("step", 1)))
+    rollout = FinishedRollout(
+        result=Trajectory(task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP),
+        seed=5,
+        attempts=1,
+    )
+    finished.add(STEP, rollout)
+    assert found == [{STEP: rollout}]
+
+
+def test_finished_trials_of_earlier_processes_keep_folders(tmp_path):
+    finished = FinishedRollouts(tmp_path, Journal(tmp_path))
+    result = Trajectory(
+        task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP, trial_name="whole"
+    )
+    finished.add(STEP, FinishedRollout(result=result, seed=5, attempts=1))
+    for name in ("whole", "half"):
+        (tmp_path / "jobs" / "step_000001" / name).mkdir(parents=True)
+    assert [folder.name for folder in finished.job_directory("step", 1).iterdir()] == ["whole"]
