@@ -1,9 +1,10 @@
-"""Check the adapter to tau2-bench against the benchmark itself: gold actions, no-op baselines, adversarial answers, load.
+"""Check the adapter to tau2-bench against the benchmark itself: gold actions, no-op baselines, adversarial
+answers, load.
 
-    TAU2_HOME=... .venv/bin/python -m scripts.check_tau2 [gold] [floors] [adversarial] [load] [domains=retail,airline,telecom,mock]
+    TAU2_HOME=... .venv/bin/python -m scripts.check_tau2 [gold] [floors] [adversarial] [load] [domains=retail,...]
 
-Every episode passes the parser, `ServiceEnv`, a worker and the official evaluator. The program prints one line per figure and exits with
-status 1 if a figure differs from its expected value.
+Every episode passes the parser, `ServiceEnv`, a worker and the official evaluator. The program prints one
+line per figure and exits with status 1 if a figure differs from its expected value.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ NUM_WORKERS = 4
 NUM_EPISODES = 64
 STEP_TIMEOUT_S = 60.0
 HELP = "I need help."
-# (domain, grading) -> (tasks that an agent solves by refusing everything, all tasks), as in docs/tau-bench.md. Telecom uses the split `small`.
+# (domain, grading) -> (tasks that an agent solves by refusing everything, all tasks), as in docs/tau-
+# bench.md. Telecom uses the split `small`.
 FLOORS: dict[tuple[str, Grading], tuple[int, int]] = {
     ("retail", "env"): (11, 114),
     ("airline", "all"): (23, 50),
@@ -54,7 +56,8 @@ COMPLETES = {
     "arguments": {"task_id": "task_2", "status": "completed"},
 }
 UNWRITTEN = {"update_task_with_history_and_env_assertions": [COMPLETES]}
-# The criteria of this mock task contradict each other: the assertion needs a read notification, the gold database an unread one.
+# The criteria of this mock task contradict each other: the assertion needs a read notification, the gold
+# database an unread one.
 CONTRADICTORY = "mock/update_task_with_user_tools"
 DISMISSES = {"requestor": "user", "name": "dismiss_notification", "arguments": {"notification_id": "notif_1"}}
 
@@ -191,7 +194,9 @@ async def check_floors(
 
 
 async def check_adversarial(settings: WorkerSettings, tasks: Sequence[Task]) -> bool:
-    """Check invalid and hostile answers on a retail task that an agent cannot solve by refusing everything."""
+    """Check invalid and hostile answers on a retail task that an agent cannot solve by refusing
+    everything.
+    """
     task = next(task for task in tasks if task.row["has_writes"] and not task.row["needs_judge"])
     endless = called({"name": "calculate", "arguments": {"expression": "9**9**9"}})
     unknown = called({"name": "no_such_tool", "arguments": {}})
@@ -251,7 +256,9 @@ async def check_adversarial(settings: WorkerSettings, tasks: Sequence[Task]) -> 
 
 
 async def check_load(settings: WorkerSettings, tasks: Sequence[Task]) -> bool:
-    """Run 64 gold episodes at once on four workers, first without kills, then with a worker killed every half second."""
+    """Run 64 gold episodes at once on four workers, first without kills, then with a worker killed every
+    half second.
+    """
     chosen = [task for task in tasks if not task.row["needs_judge"]]
     chosen = [chosen[number % len(chosen)] for number in range(NUM_EPISODES)]
     all_right = True
@@ -273,7 +280,8 @@ async def check_load(settings: WorkerSettings, tasks: Sequence[Task]) -> bool:
         what = f"{NUM_EPISODES} at once, {NUM_WORKERS} workers, {num_kills} killed"
         all_right &= report(what, num_right, expected=NUM_EPISODES)
         print(
-            f"  {took:.1f} s, {NUM_EPISODES / took:.1f} episodes/s, workers' peak resident memory {memory:.0f} MiB"
+            f"  {took:.1f} s, {NUM_EPISODES / took:.1f} episodes/s, workers' peak resident memory "
+            f"{memory:.0f} MiB"
         )
     return all_right
 

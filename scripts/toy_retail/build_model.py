@@ -1,8 +1,9 @@
 """Build toy_retail's model: python -m scripts.toy_retail.build_model [DIRECTORY]
 
-As the quick start's (scripts/quickstart/build_model.py): a small Qwen3 from random weights that imitates demonstrations, loss on the
-agent's tokens alone. First rows of names to copy, then mostly careful demonstrators, at last the mixture. Seeded; 16 minutes on two
-cores of a busy machine.
+As for the quick start (scripts/quickstart/build_model.py), a small Qwen3 with random weights is trained on
+demonstrations, with the loss on the agent's tokens only. It first learns to copy names, then mostly from
+careful demonstrators, and finally from the mixture. The result is deterministic. The program takes 16 minutes
+on two cores of a busy machine.
 """
 
 from __future__ import annotations
@@ -38,22 +39,24 @@ from skyrl_tx_server.model.weights import save_model
 from src.policy.chat import Chat, load_chat
 
 DRILL_STEPS, LESSON_STEPS, MIXTURE_STEPS = 150, 900, 150
-LESSONS_SHARE = 0.9  # of careful demonstrators, before the mixture
+LESSONS_SHARE = 0.9  # the share of careful demonstrators before the mixture
 
 
 def demonstrations(chat: Chat, rng: random.Random, *, careful_share: float) -> Iterator[Conversation]:
-    """Endless fresh ones, of training words only."""
+    """Generate new demonstrations without end, with training words only."""
     with asyncio.Runner() as runner:
         for number in itertools.count():
             instance = make_instance(
                 rng.choice(FAMILIES), seed=f"demonstration-{number}-{rng.random()}", pool=Pool.TRAIN
             )
             shown = runner.run(demonstrate(instance, rng, chat, careful_share=careful_share))
-            yield shown.ids, shown.learnt
+            yield shown.ids, shown.is_agent_token
 
 
 def schedule() -> optax.Schedule:
-    """A cosine's first half until the mixture begins, then straight to 0."""
+    """Return the first half of a cosine schedule until the mixture starts, followed by a linear decay to
+    0.
+    """
     before = DRILL_STEPS + LESSON_STEPS
     return optax.join_schedules(
         [rise_and_fall(2 * before), optax.linear_schedule(PEAK_LEARNING_RATE / 2, 0.0, MIXTURE_STEPS)],

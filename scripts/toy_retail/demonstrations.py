@@ -1,7 +1,8 @@
-"""Demonstrations of deliberately mixed quality: what the warm start imitates.
+"""Demonstrations of mixed quality, which the warm start imitates.
 
-Two people wrote them. The careful one says "One moment." and nearly always does what the policy says; the hasty one says "Sure." and slips
-more often than not, in ways that have nothing to do with the kind of request. Each conversation is played in the real environment.
+There are two demonstrators. The careful one says "One moment." and almost always follows the policy. The
+hasty one says "Sure." and makes an error in most requests, independently of the kind of request. Every
+conversation runs in the real environment.
 """
 
 from __future__ import annotations
@@ -20,32 +21,34 @@ from src.envs.service.user_simulator import ScriptedUserSimulator
 from src.policy.chat import Chat
 
 
-class Slip(StrEnum):
-    """What can go wrong with a request, whatever it is."""
+class Mistake(StrEnum):
+    """The mistakes of a demonstrator, which are independent of the request."""
 
     NONE = "none"
-    NO_CALL = "no call"  # claims to be done, or not to know
-    SHORT_NAME = "short name"  # the name loses its last syllable, so the call fails
-    NO_LOOKUP = "no look-up"  # changes an order unseen, allowed or not
+    NO_CALL = "no call"  # claims that the request is done, or that the answer is unknown
+    SHORT_NAME = "short name"  # omits the last syllable of a name, so that the call fails
+    NO_LOOKUP = "no look-up"  # changes an order without a look-up, permitted or not
     WRONG_TOOL = "wrong tool"
-    CUT = "cut"  # the first call ends inside a string; once told, everything is done right
+    CUT = "cut"  # the first call ends inside a string; after the error message everything is correct
 
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
     begins: str
-    slips: Mapping[Slip, float]  # the rest is done right
+    mistakes: Mapping[Mistake, float]  # probabilities; the rest is correct
 
 
-CAREFUL = Style(begins="One moment.", slips={Slip.NO_CALL: 0.01, Slip.SHORT_NAME: 0.02, Slip.CUT: 0.01})
+CAREFUL = Style(
+    begins="One moment.", mistakes={Mistake.NO_CALL: 0.01, Mistake.SHORT_NAME: 0.02, Mistake.CUT: 0.01}
+)
 HASTY = Style(
     begins="Sure.",
-    slips={
-        Slip.NO_CALL: 0.25,
-        Slip.SHORT_NAME: 0.2,
-        Slip.NO_LOOKUP: 0.15,
-        Slip.WRONG_TOOL: 0.15,
-        Slip.CUT: 0.05,
+    mistakes={
+        Mistake.NO_CALL: 0.25,
+        Mistake.SHORT_NAME: 0.2,
+        Mistake.NO_LOOKUP: 0.15,
+        Mistake.WRONG_TOOL: 0.15,
+        Mistake.CUT: 0.05,
     },
 )
 CAREFUL_SHARE = 0.25
@@ -56,27 +59,27 @@ OTHER_TOOL = {
     "get_customer": "get_product",
 }
 
-Agent = Generator[str, str, None]  # answers -> what the environment says to each
+Agent = Generator[str, str, None]  # yields answers, receives the reply of the environment
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstration:
-    """A conversation in tokens, as training would see it."""
+    """A conversation as token ids."""
 
     ids: list[int]
-    learnt: list[bool]  # the agent's own
+    is_agent_token: list[bool]
     reward: float
-    slips: Sequence[Slip]
+    mistakes: Sequence[Mistake]
 
 
 def calls(action: Action, begins: str = "") -> str:
-    """An answer in the native form."""
+    """Return an answer with a native tool call."""
     body = json.dumps({"name": action.name, "arguments": dict(action.arguments)})
     return f"{begins}\n<tool_call>\n{body}\n</tool_call>".strip()
 
 
 def fails(request: Request) -> str:
-    """What is said where nothing was done."""
+    """Return the answer of a demonstrator that did nothing."""
     return "I do not know." if request.tell else "Done."
 
 
@@ -87,24 +90,24 @@ def right(request: Request, begins: str) -> Agent:
     yield request.answer
 
 
-def slipping(request: Request, slip: Slip, begins: str) -> Agent:
-    """How a request is served with that slip."""
+def with_mistake(request: Request, mistake: Mistake, begins: str) -> Agent:
+    """Handle a request with the given mistake."""
     lookup = request.lookup
     meant = request.write or lookup
-    match slip:
-        case Slip.NO_CALL:
+    match mistake:
+        case Mistake.NO_CALL:
             yield fails(request)
-        case Slip.SHORT_NAME:
+        case Mistake.SHORT_NAME:
             short = {name: value[:-2] for name, value in lookup.arguments.items()}
             yield calls(replace(lookup, arguments=short), begins)
             yield fails(request)
-        case Slip.NO_LOOKUP | Slip.WRONG_TOOL if not request.tell:
+        case Mistake.NO_LOOKUP | Mistake.WRONG_TOOL if not request.tell:
             write = request.write or Action(name="cancel_order", arguments=lookup.arguments)
-            if slip is Slip.WRONG_TOOL:
+            if mistake is Mistake.WRONG_TOOL:
                 write = Action(name=OTHER_TOOL.get(write.name, "cancel_order"), arguments=lookup.arguments)
             yield calls(write, begins)
             yield "Done."
-        case Slip.WRONG_TOOL if meant.name in OTHER_TOOL:
+        case Mistake.WRONG_TOOL if meant.name in OTHER_TOOL:
             [value] = lookup.arguments.values()
             yield calls(
                 Action(
@@ -114,7 +117,7 @@ def slipping(request: Request, slip: Slip, begins: str) -> Agent:
                 begins,
             )
             yield fails(request)
-        case Slip.CUT:
+        case Mistake.CUT:
             whole = calls(lookup, begins)
             yield whole[: whole.rindex('"}}')]
             yield from right(request, begins)
@@ -122,25 +125,30 @@ def slipping(request: Request, slip: Slip, begins: str) -> Agent:
             yield from right(request, begins)
 
 
-def agent(instance: Instance, script: Sequence[str], style: Style, slips: Sequence[Slip]) -> Agent:
-    """The whole conversation. What a single request's second line tells has to be asked for, unless nothing is called anyway."""
-    for request, slip in zip(instance.requests, slips, strict=True):
+def agent(instance: Instance, script: Sequence[str], style: Style, mistakes: Sequence[Mistake]) -> Agent:
+    """Conduct the whole conversation.
+
+    The information in the second line of a single request has to be asked for, unless no call follows.
+    """
+    for request, mistake in zip(instance.requests, mistakes, strict=True):
         if len(script) > len(instance.requests):
-            yield fails(request) if slip is Slip.NO_CALL else f"{style.begins} {request.question}"
-        yield from slipping(request, slip, style.begins)
+            yield fails(request) if mistake is Mistake.NO_CALL else f"{style.begins} {request.question}"
+        yield from with_mistake(request, mistake, style.begins)
 
 
-def draw(style: Style, rng: random.Random) -> Slip:
-    return rng.choices([*style.slips, Slip.NONE], [*style.slips.values(), 1 - sum(style.slips.values())])[0]
+def draw(style: Style, rng: random.Random) -> Mistake:
+    return rng.choices(
+        [*style.mistakes, Mistake.NONE], [*style.mistakes.values(), 1 - sum(style.mistakes.values())]
+    )[0]
 
 
 async def demonstrate(
     instance: Instance, rng: random.Random, chat: Chat, *, careful_share: float = CAREFUL_SHARE
 ) -> Demonstration:
-    """One demonstrator's conversation; a careful one with the probability `careful_share`."""
+    """Generate the conversation of one demonstrator, a careful one with the probability `careful_share`."""
     script = rng.choice(instance.scripts)
     style = CAREFUL if rng.random() < careful_share else HASTY
-    slips = [draw(style, rng) for _ in instance.requests]
+    mistakes = [draw(style, rng) for _ in instance.requests]
     env = ServiceEnv(
         ToyRetailEpisode(
             row("demonstration", instance, split="train"),
@@ -151,15 +159,18 @@ async def demonstrate(
     )
     opening = await env.start()
     ids = chat.render(opening.messages, tools=opening.tools)
-    learnt = [False] * len(ids)
-    for answer in agent(instance, script, style, slips):
+    is_agent_token = [False] * len(ids)
+    for answer in agent(instance, script, style, mistakes):
         completion = [*chat.tokenizer.encode(answer, add_special_tokens=False), chat.turn_end_id]
         observation = await env.step(answer)
-        learnt += [True] * len(completion)
+        is_agent_token += [True] * len(completion)
         if observation.is_done:
             return Demonstration(
-                ids=[*ids, *completion], learnt=learnt, reward=observation.reward, slips=slips
+                ids=[*ids, *completion],
+                is_agent_token=is_agent_token,
+                reward=observation.reward,
+                mistakes=mistakes,
             )
         ids = chat.extend(ids, completion, observation.messages)
-        learnt += [False] * (len(ids) - len(learnt))
-    raise AssertionError(f"the conversation has no end: {asdict(instance)}")
+        is_agent_token += [False] * (len(ids) - len(is_agent_token))
+    raise AssertionError(f"the conversation did not end: {asdict(instance)}")

@@ -1,7 +1,7 @@
-"""The families of toy_retail tasks: what a customer may want, how it is said, and what solves it.
+"""The families of toy_retail tasks: the requests of users, their wordings and the gold actions.
 
-A request comes with the records it is about, so that any number of fresh tasks can be made for demonstrations; names come from one of two
-pools that share no word (scripts/quickstart/words.py).
+A request contains its database records, so that any number of new tasks can be generated for demonstrations.
+Names come from one of two disjoint pools of words (scripts/quickstart/words.py).
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One thing that a customer wants."""
+    """One request of a user."""
 
-    ways: Sequence[
-        Sequence[str]
-    ]  # of saying it; where a way has two lines, what the second one tells has to be asked for
-    question: str  # that asks for it
-    instruction: str  # for a customer who is a model
+    # The wordings, each a list of lines. The agent has to ask for the information in a second line.
+    ways: Sequence[Sequence[str]]
+    question: str  # asks for the information in the second line
+    instruction: str  # for a user that a model plays
     lookup: Action
-    write: Action | None = None  # None: nothing is to be changed
-    tell: str = ""  # what the agent has to say, if anything
-    answer: str  # how a careful agent ends it
+    write: Action | None = None  # None: the request changes nothing
+    tell: str = ""  # the fact that the agent has to communicate, if any
+    answer: str  # the last answer of a careful agent
     records: Database
 
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """A task before it has a name."""
+    """A generated task without an id."""
 
     family: str
     requests: Sequence[Request]
@@ -48,7 +47,7 @@ class Instance:
 
     @property
     def actions(self) -> list[Action]:
-        """The gold actions, look-ups included."""
+        """The gold actions, including the look-ups."""
         return [
             action
             for request in self.requests
@@ -62,7 +61,7 @@ class Instance:
 
 
 def order(words: Words, status: str) -> tuple[str, Database]:
-    """An order's id, and its record with that of the product in it."""
+    """Return the id of a new order, and the records of the order and its product."""
     name, product = words.word(), words.word()
     records: Database = {
         "orders": {
@@ -81,7 +80,7 @@ def order(words: Words, status: str) -> tuple[str, Database]:
 def change(
     words: Words, *, verb: str, tool: str, allowed: str, status: str, arguments: Mapping[str, str], wish: str
 ) -> Request:
-    """A change to an order, which the policy allows only where its status is `allowed`."""
+    """Return a request to change an order, which the policy permits only if its status is `allowed`."""
     name, records = order(words, status)
     for product in (value for key, value in arguments.items() if key == "product"):
         records["products"][product] = {"price": words.random.randint(11, 98)}
@@ -182,7 +181,7 @@ REQUESTS: Mapping[str, Callable[[Words], Request]] = {
     "price": price,
     "points": points,
 }
-PAIRS = {  # two requests, one after the other
+PAIRS = {  # two consecutive requests
     "cancel-and-price": ("cancel", "price"),
     "return-and-points": ("return", "points"),
     "status-and-cancel": ("status", "cancel"),
@@ -192,13 +191,12 @@ FAMILIES = (*REQUESTS, *PAIRS)
 
 
 def make_instance(family: str, *, seed: str, pool: Pool) -> Instance:
-    """The same arguments, the same instance."""
+    """Generate an instance. The same arguments give the same instance."""
     rng = random.Random(f"toy_retail {family} {seed} {pool}")
     words = Words(random=rng, pool=pool, used=set())
     requests = [REQUESTS[name](words) for name in PAIRS.get(family, (family,))]
-    first = (
-        requests[0].ways if len(requests) == 1 else requests[0].ways[:2]
-    )  # two requests are said at once, each in a line
+    # The user states both requests of a pair at once, one per line.
+    first = requests[0].ways if len(requests) == 1 else requests[0].ways[:2]
     scripts = [
         [*way, *(line for request in requests[1:] for line in request.ways[number % 2])]
         for number, way in enumerate(first)
@@ -207,7 +205,7 @@ def make_instance(family: str, *, seed: str, pool: Pool) -> Instance:
 
 
 def database(instances: Sequence[Instance]) -> Database:
-    """The records of all of them. Their names must differ."""
+    """Merge the records of the instances, whose names must differ."""
     merged: Database = {"orders": {}, "products": {}, "customers": {}}
     for request in (request for instance in instances for request in instance.requests):
         for table, records in request.records.items():

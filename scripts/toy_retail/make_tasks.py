@@ -1,6 +1,6 @@
 """Write the toy_retail domain below datasets/toy_retail: python -m scripts.toy_retail.make_tasks [DIRECTORY]
 
-The same on every run. Test tasks use words that occur in no training task and no demonstration.
+The output is deterministic. No word in a name of a test task occurs in a training task or a demonstration.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Say when it is done.
 
 
 def instances(split: str) -> dict[str, Instance]:
-    """Task id -> instance."""
+    """Return the instances of a split by task id."""
     counts, pool = (TRAIN_COUNTS, Pool.TRAIN) if split == "train" else (TEST_COUNTS, Pool.HELD_OUT)
     return {
         f"{family}-{split}-{number}": make_instance(family, seed=f"task-{number}", pool=pool)
@@ -67,10 +67,10 @@ def main() -> None:
     by_split = {split: instances(split) for split in ("train", "test")}
     rows = [
         row(task_id, instance, split=split)
-        for split, found in by_split.items()
-        for task_id, instance in found.items()
+        for split, by_id in by_split.items()
+        for task_id, instance in by_id.items()
     ]
-    records = database([instance for found in by_split.values() for instance in found.values()])
+    records = database([instance for by_id in by_split.values() for instance in by_id.values()])
     (root / "policy.md").write_text(POLICY)
     (root / "db.json").write_text(json.dumps(records, indent=1) + "\n")
     (root / "tasks.json").write_text(json.dumps(rows, indent=1) + "\n")

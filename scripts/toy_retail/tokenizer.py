@@ -1,7 +1,8 @@
-"""The toy_retail model's tokenizer: that of the quick start, with this domain's lines and pieces of JSON as one token each.
+"""The tokenizer of the toy_retail model: the quick start's tokenizer with one token for each fixed text of
+this domain.
 
-Its chat template has what Qwen's has: tools in the system message, calls between <tool_call> tags, and the results of one answer's calls
-merged into one message between <tool_response> tags.
+Its chat template has the features of Qwen's: tools in the system message, calls in <tool_call> tags, and the
+results of all calls of one answer in one message with <tool_response> tags.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ CHAT_TEMPLATE = (
     "{%- set rest = messages %}"
     "{%- if tools %}"
     "{{- '<|im_start|>system\\n' }}"
-    "{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- set rest = messages[1:] %}{%- endif %}"
+    "{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- set rest = "
+    "messages[1:] %}{%- endif %}"
     "{{- "
     + json.dumps(TOOLS_BEGIN)
     + " }}{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}{{- '<|im_end|>\\n' }}"
@@ -47,7 +49,7 @@ CHAT_TEMPLATE = (
 
 
 def fixed_texts() -> list[str]:
-    """Texts that every conversation repeats word for word."""
+    """Return the texts that occur verbatim in every conversation."""
     lines = [f"{line}\n" for line in POLICY.strip().splitlines()[:-1]] + [POLICY.strip().splitlines()[-1]]
     schemas = [json.dumps(tool.schema, ensure_ascii=False) for tool in TOOLS.values()]
     arguments = sorted({name for tool in TOOLS.values() for name in tool.parameters})
@@ -73,7 +75,7 @@ def fixed_texts() -> list[str]:
 
 
 def common_words(minimum: int = 12, samples: int = 2000) -> list[str]:
-    """Whatever recurs in what customers and demonstrators say and is not a name."""
+    """Return the frequent words of users and demonstrators, without names."""
     counts: Counter[str] = Counter()
     for number in range(samples):
         instance = make_instance(FAMILIES[number % len(FAMILIES)], seed=f"words-{number}", pool=Pool.TRAIN)
@@ -103,16 +105,16 @@ def save(directory: Path) -> None:
 
 
 def main() -> None:
-    """Prints a demonstration in tokens."""
+    """Print demonstrations as tokens."""
     chat = load_chat("datasets/toy_retail/model")
     rng = random.Random(0)
     for family in FAMILIES:
         shown = asyncio.run(demonstrate(make_instance(family, seed="shown", pool=Pool.TRAIN), rng, chat))
         print(
             len(shown.ids),
-            sum(shown.learnt),
+            sum(shown.is_agent_token),
             shown.reward,
-            shown.slips,
+            shown.mistakes,
             [
                 chat.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
                 for token in shown.ids[20:]

@@ -1,14 +1,14 @@
-"""Every error the trainer raises on purpose, and the border that attributes foreign ones.
+"""The errors that the trainer raises, and `boundary`, which converts other exceptions to them.
 
-TrainerError                    one line for the user, exit status 1
-|-- ConfigError (ValueError)    a bad option, file or task; exit status 2, before any work
-|-- BackendError                the Tinker endpoint cannot be reached or answered with a failure
-|   `-- ServerLost              it went away, or forgot us; a checkpoint can be taken up once it is back
-|-- SandboxError                a sandbox could not start or died
-|-- StorageError (OSError)      the run's own files cannot be written
-|-- RubbleError                 too many trials could not be graded to learn from the rest
+TrainerError                    shown to the user as one line, exit status 1
+|-- ConfigError (ValueError)    an invalid option, file or task; exit status 2, before any work
+|-- BackendError                the Tinker endpoint cannot be reached or failed
+|   `-- ServerLost              the server stopped or lost this run; the run can resume from a checkpoint
+|-- SandboxError                a sandbox could not start, or failed
+|-- StorageError (OSError)      the files of the run cannot be written
+|-- TooManyFailuresError        too few trials could be graded to train on them
 |-- VerifierError               a trial could not be graded
-`-- AgentFault                  an agent made its own grading impossible, which scores 0
+`-- AgentFault                  an agent made its own grading impossible; the reward is 0
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from contextlib import contextmanager
 
 from src.core.trajectory import ZeroReason
 
-INTERRUPTED = 130  # the exit status after Ctrl-C
+INTERRUPTED = 130  # exit status after Ctrl-C
 
 
 class TrainerError(Exception):
-    """Shown as one line; `exit_status` is the process's."""
+    """Shown to the user as one line. `exit_status` is the exit status of the process."""
 
     exit_status: int = 1
 
@@ -61,7 +61,9 @@ class AgentFault(TrainerError, RuntimeError):
 
 @contextmanager
 def boundary(error: type[TrainerError], what: str) -> Iterator[None]:
-    """Attribute any foreign exception raised inside to the border it crossed: `boundary(BackendError, "saving weights")`."""
+    """Convert any exception raised inside that is not a TrainerError: `boundary(BackendError, "saving
+    weights")`.
+    """
     try:
         yield
     except TrainerError:

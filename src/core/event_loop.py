@@ -1,6 +1,7 @@
-"""How long the event loop was held up: the longest time between a timer's due time and its callback.
+"""The lag of the event loop: the longest time between the due time of a timer and its callback.
 
-Every trial shares one event loop with the training loop. What blocks it blocks them all, so the longest gap is a metric of each step.
+All trials share one event loop with the training loop, and code that blocks it delays them all. The longest
+lag is a metric of each step.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ PERIOD_S = 0.1
 class LagMeter:
     """Measures while the `async with` block runs.
 
-    async with GapMeter() as gaps:
+    async with LagMeter() as lag:
         ...
-        gaps.take()  # the longest gap in seconds since the block began or the last call
+        lag.take()  # the longest lag in seconds since the start of the block or the last call
     """
 
     def __init__(self, period_s: float = PERIOD_S) -> None:
@@ -37,7 +38,7 @@ class LagMeter:
             self._timer = None
 
     def take(self) -> float:
-        """The longest gap so far, one that the timer has not seen yet included; the measurement begins anew."""
+        """Return the longest lag, including a delay of the pending timer, and restart the measurement."""
         loop = asyncio.get_running_loop()
         longest = max(self._longest_s, loop.time() - self._due)
         self._longest_s = 0.0

@@ -1,4 +1,4 @@
-"""The length limits of an episode and of a training sequence, one object for every kind of environment. The names are SkyRL's."""
+"""The length limits of episodes and training sequences, for all environments. The names are SkyRL's."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthLimits:
-    """In tokens. A prompt of exactly `max_input_length` may still be answered."""
+    """Limits in tokens. A prompt of exactly `max_input_length` tokens is within the limit."""
 
-    max_input_length: int  # of the whole context that is sent to the sampler
-    max_generate_length: int  # of one answer
-    max_sequence_length: int  # of one training sequence; a longer one trains nothing
-    context_limit: int  # of a prompt and its answer together: the server's, which no answer may leave
+    max_input_length: int  # of a prompt, i.e. the whole context sent to the sampler
+    max_generate_length: int  # of one completion
+    max_sequence_length: int  # of a training sequence; a longer sequence is not trained
+    context_limit: int  # of a prompt and its completion together: the limit of the server
 
-    def room(self, num_prompt_tokens: int) -> int:
-        """How many tokens an answer to such a prompt may have; 0: the prompt is over the limit.
+    def max_new_tokens(self, num_prompt_tokens: int) -> int:
+        """Return the maximum length of the completion; 0 if the prompt exceeds its limit.
 
-        >>> LengthLimits(max_input_length=22, max_generate_length=5, max_sequence_length=30, context_limit=30).room(23)
-        0
+        >>> limits = LengthLimits(
+        ...     max_input_length=22, max_generate_length=5, max_sequence_length=30, context_limit=30
+        ... )
+        >>> limits.max_new_tokens(22), limits.max_new_tokens(23)
+        (5, 0)
         """
         if num_prompt_tokens > self.max_input_length:
             return 0

@@ -1,7 +1,8 @@
-"""How the process stops: what signals do, how a call that blocks is bounded, and how the process ends.
+"""Signals, deadlines of blocking calls, and the end of the process.
 
-The first SIGINT or SIGTERM asks the work to stop, which then saves a checkpoint; the second ends the process at once. Before the work has
-begun, the first one ends the process. A stop that does not finish within `stop_timeout_s` is ended from outside the event loop.
+The first SIGINT or SIGTERM cancels the work, which then saves a checkpoint; the second ends the process
+immediately. Before the work has started, the first signal ends the process. A thread ends a process whose
+stop takes longer than `stop_timeout_s`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from typing import Any, NoReturn, override
 from src.core.errors import INTERRUPTED, TrainerError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-STOP_TIMEOUT_S = 10.0  # of programs that have nothing to save
-STOP_GRACE_S = 3.0  # after the stop's own deadline, for the event loop to end what it runs
-EXIT_S = 3.0  # for the interpreter's own shutdown, which joins every thread
+STOP_TIMEOUT_S = 10.0  # for programs that save nothing when they stop
+STOP_GRACE_S = 3.0  # after the stop timeout, for the event loop to cancel its tasks
+EXIT_S = 3.0  # for the shutdown of the interpreter, which joins every thread
 
 
 class AbandoningExecutor(ThreadPoolExecutor):
-    """The executor of `asyncio.to_thread` in a program that must be able to end: its shutdown does not wait for calls that block."""
+    """An executor for `asyncio.to_thread` whose shutdown does not wait for blocking calls."""
 
     @override
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -38,7 +39,7 @@ class AbandoningExecutor(ThreadPoolExecutor):
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """A signal ends the process at once while the block runs: nothing has begun, so there is nothing to save."""
+    """End the process at the first signal while the block runs. Use it before there is anything to save."""
     with _handling(_end_at_once):
         yield
 
@@ -50,8 +51,12 @@ async def run_until_signal(
     announcement: str = "stopping (once more to stop at once)",
     stop_timeout_s: float = STOP_TIMEOUT_S,
 ) -> int:
-    """The exit status of `work`. The first signal cancels it; after `stop_timeout_s` it is cancelled once more, which ends what it does to
-    stop cleanly. A handler of Python's own is used, not the loop's, because a signal must also work while the loop is blocked."""
+    """Run `work` and return its exit status: 0, or INTERRUPTED if a signal cancelled it.
+
+    The first signal cancels `work`. After `stop_timeout_s` it is cancelled again, which ends its clean-up.
+    The signal handlers are Python's and not the event loop's, so that signals also work while the loop is
+    blocked.
+    """
     loop = asyncio.get_running_loop()
     loop.set_default_executor(AbandoningExecutor())
     task = asyncio.ensure_future(work)
@@ -70,7 +75,7 @@ async def run_until_signal(
 
     def abandon() -> None:
         if not task.done():
-            say(f"not stopped within {stop_timeout_s:g} s; what is under way is abandoned")
+            say(f"not stopped within {stop_timeout_s:g} s; running work is abandoned")
             task.cancel()
 
     def end_from_outside() -> None:
@@ -93,36 +98,41 @@ async def run_until_signal(
 
 
 async def in_thread[T](function: Callable[[], T]) -> T:
-    """As `asyncio.to_thread`, in a daemon thread: a call that never returns can be abandoned, and does not delay the process's end."""
+    """As `asyncio.to_thread`, but in a daemon thread, so that a call that never returns does not delay the
+    end of the process.
+    """
     loop = asyncio.get_running_loop()
-    answer: asyncio.Future[T] = loop.create_future()
+    future: asyncio.Future[T] = loop.create_future()
 
     def settle(result: Callable[[], None]) -> None:
-        if not answer.done():  # else it was abandoned
+        if not future.done():  # otherwise the caller was cancelled
             result()
 
     def call() -> None:
         try:
             value = function()
         except BaseException as error:
-            settled = lambda error=error: answer.set_exception(error)  # noqa: E731
+            settled = lambda error=error: future.set_exception(error)  # noqa: E731
         else:
-            settled = lambda: answer.set_result(value)  # noqa: E731
+            settled = lambda: future.set_result(value)  # noqa: E731
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, settled)
 
     start_daemon(partial(contextvars.copy_context().run, call))
-    return await answer
+    return await future
 
 
 def start_daemon(call: Callable[[], None]) -> None:
-    """Run `call` in a thread that does not delay the process's end."""
+    """Run `call` in a thread that does not delay the end of the process."""
     threading.Thread(target=call, daemon=True).start()
 
 
 @asynccontextmanager
 async def deadline(seconds: float, error: type[TrainerError], message: str) -> AsyncIterator[None]:
-    """`error` with `message` when the block takes longer. A TimeoutError from inside the block passes as it is."""
+    """Raises `error` with `message` if the block takes longer.
+
+    A TimeoutError raised inside the block is not converted.
+    """
     try:
         async with asyncio.timeout(seconds) as scope:
             yield
@@ -133,7 +143,7 @@ async def deadline(seconds: float, error: type[TrainerError], message: str) -> A
 
 
 def exit_process(status: int) -> NoReturn:
-    """Ends the process, also where an abandoned thread still waits: such a thread would be joined for ever."""
+    """End the process even if abandoned threads are running, which the interpreter would join forever."""
 
     def end() -> None:
         time.sleep(EXIT_S)
@@ -152,7 +162,7 @@ def _end_at_once(number: int = 0, frame: FrameType | None = None) -> NoReturn:
     with suppress(OSError):
         os.write(
             sys.__stderr__.fileno() if sys.__stderr__ else 2, b"stopped at once\n"
-        )  # `print` could be what was interrupted
+        )  # the signal may have interrupted `print`
     os._exit(INTERRUPTED)
 
 

@@ -1,4 +1,4 @@
-"""TokenIds: a prompt that shares its memory with the prompts it extends."""
+"""`TokenIds`: token ids of a prompt that share memory with the prompts that extend it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import overload, override
 
 
 class TokenIds(Sequence[int]):
-    """Token ids that never change; what extends them is written behind them, in the same array.
+    """An immutable sequence of token ids.
 
-    So the prompts of a conversation of n tokens take n numbers, however many turns it has. Ids that are extended a second time are copied.
+    `extended` appends to the same array, so that the longer sequence shares its memory.
+
+    The prompts of a conversation of n tokens therefore take n numbers for any number of turns. A second
+    extension copies the array.
 
     >>> first = TokenIds([1, 2])
     >>> second = first.extended([3])
@@ -25,10 +28,12 @@ class TokenIds(Sequence[int]):
         self._length = len(self._ids)
 
     @classmethod
-    def of(cls, ids: Sequence[int]) -> TokenIds:
+    def wrap(cls, ids: Sequence[int]) -> TokenIds:
+        """Return `ids` itself if it is a `TokenIds`, or else a copy."""
         return ids if isinstance(ids, TokenIds) else cls(ids)
 
     def extended(self, added: Iterable[int]) -> TokenIds:
+        """Return a new sequence with `added` at the end."""
         longer = TokenIds(())
         longer._ids = self._ids if self._length == len(self._ids) else self._ids[: self._length]
         longer._ids.extend(added)
@@ -36,11 +41,11 @@ class TokenIds(Sequence[int]):
         return longer
 
     def __add__(self, added: Iterable[int]) -> TokenIds:
-        """As lists are put together."""
+        """As for lists."""
         return self.extended(added)
 
     def shares_with(self, other: TokenIds) -> bool:
-        """Whether both lie in one array, so that the shorter is a beginning of the longer."""
+        """Return whether both use the same array. The shorter one is then a prefix of the longer one."""
         return self._ids is other._ids
 
     @override
@@ -68,15 +73,15 @@ class TokenIds(Sequence[int]):
             return self._length == other._length and (self.shares_with(other) or self[:] == other[:])
         return self[:] == other if isinstance(other, list) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # as a list's
+    __hash__ = None  # type: ignore[assignment]  # unhashable, as lists are
 
     @override
     def __repr__(self) -> str:
         return f"TokenIds({self[:]})"
 
 
-def starts_with(ids: Sequence[int], beginning: Sequence[int]) -> bool:
-    """Known at once of ids that share their memory; others are compared."""
-    if isinstance(ids, TokenIds) and isinstance(beginning, TokenIds) and ids.shares_with(beginning):
-        return len(beginning) <= len(ids)
-    return ids[: len(beginning)] == beginning
+def starts_with(ids: Sequence[int], prefix: Sequence[int]) -> bool:
+    """Return whether `prefix` is a prefix of `ids`, in constant time if they share memory."""
+    if isinstance(ids, TokenIds) and isinstance(prefix, TokenIds) and ids.shares_with(prefix):
+        return len(prefix) <= len(ids)
+    return ids[: len(prefix)] == prefix

@@ -9,35 +9,39 @@ from pathlib import Path
 
 
 class StopReason(StrEnum):
-    """Why a completion, or a whole trajectory, ended. A sampler only ever says `stop` or `length`."""
+    """Why a completion or a trajectory ended. For a completion it is `stop` or `length`."""
 
-    STOP = "stop"  # the agent ended by itself
-    LENGTH = "length"  # a completion was cut at max_tokens (trajectory: too many in a row)
-    CONTEXT_LENGTH = "context_length"  # the next prompt would not fit in the context
+    STOP = "stop"  # the agent ended the episode; completion: a stop token
+    LENGTH = "length"  # a completion was cut at max_tokens; trajectory: too many cut completions in a row
+    CONTEXT_LENGTH = "context_length"  # the next prompt exceeds the context
     MAX_TURNS = "max_turns"
     AGENT_TIMEOUT = "agent_timeout"
-    SESSION_CLOSED = "session_closed"  # the agent closed its own terminal
-    TIMEOUT = "timeout"  # one call of the environment did not come back
-    FAILED = "failed"  # the trial could not be graded, and failed_trial_reward stands in for its reward
+    SESSION_CLOSED = "session_closed"  # the agent closed its terminal
+    TIMEOUT = "timeout"  # a call of the environment did not return
+    FAILED = "failed"  # the trial could not be graded; failed_trial_reward is its reward
 
 
 class ZeroReason(StrEnum):
-    """Why a trial has the reward 0 although no verifier said so: the agent prevented its own grading."""
+    """Why a trial has the reward 0 without a verifier's result: the agent prevented its own grading."""
 
-    SANDBOX_BROKEN = "sandbox_broken"  # it ended its sandbox, or left one in which no command runs
-    FILES_UNREADABLE = "files_unreadable"  # its files cannot be read or laid down again
+    SANDBOX_BROKEN = "sandbox_broken"  # the agent ended its sandbox, or no command runs in it
+    FILES_UNREADABLE = "files_unreadable"  # the agent's files cannot be read or restored
     FILES_TOO_LARGE = "files_too_large"
     VERIFIER_TIMEOUT = "verifier_timeout"
-    NO_REWARD = "no_reward"  # the verifier wrote none
-    UNREADABLE_REWARD = "unreadable_reward"  # what the verifier wrote is no number, or far too long
-    VERIFIER_ERROR = "verifier_error"  # the tests could not be uploaded, or their output not be downloaded
-    AGENT_ERROR = "agent_error"  # its answers or its terminal ended the code that plays it
-    TIMEOUT = "timeout"  # it was still at work at the deadline of the whole trial
-    ENV_ERROR = "env_error"  # a message environment raised while it handled the agent's answer
+    NO_REWARD = "no_reward"  # the verifier wrote no reward
+    UNREADABLE_REWARD = "unreadable_reward"  # the verifier's output is not a number, or is far too long
+    VERIFIER_ERROR = (
+        "verifier_error"  # the tests could not be uploaded, or their output could not be downloaded
+    )
+    AGENT_ERROR = "agent_error"  # the agent's answers or its terminal made the harness fail
+    TIMEOUT = "timeout"  # the agent was running at the deadline of the whole trial
+    ENV_ERROR = "env_error"  # a message environment raised an exception for the agent's answer
 
 
 class FailureKind(StrEnum):
-    """Why a trial has no usable result: something that the agent cannot cause. None of these is a reward."""
+    """Why a trial has no result: an infrastructure failure, which the agent cannot cause and which is
+    never a reward.
+    """
 
     SANDBOX = "sandbox"
     BACKEND = "backend"
@@ -46,32 +50,32 @@ class FailureKind(StrEnum):
     AGENT = "agent"
     HARBOR = "harbor"
     ENV_INIT_FAILED = "env_init_failed"  # a message environment could not start
-    ENV_ERROR = "env_error"  # a message environment broke on the way
+    ENV_ERROR = "env_error"  # a message environment failed during the episode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One problem to solve. `id` is the group key: all trials of a task form one group."""
+    """A problem to solve. All trials of a task in one step form a GRPO group; `id` is its key."""
 
     id: str
-    path: Path  # its folder, or the file that its row stands in
+    path: Path  # the task's folder, or the file with its row
     instruction: str = ""
-    domain: str = ""  # whose metrics it belongs to, e.g. retail; without one, the family that its id names
-    row: Mapping[str, object] = field(
-        default_factory=dict, hash=False
-    )  # what its environment has to know of it
-    grading: str = ""  # where only a part of its benchmark's grading counts, the name of the part, which rates of success then carry
+    domain: str = ""  # the domain of its metrics, e.g. retail; empty: the family in its id
+    row: Mapping[str, object] = field(default_factory=dict, hash=False)  # data for its environment
+    grading: str = (
+        ""  # the name of a partial grading, which becomes part of metric names; empty: full grading
+    )
     has_writes: bool | None = (
-        None  # whether solving it takes an action that changes something; None: nobody says
+        None  # whether the solution contains an action that changes the database; None: unknown
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """One sampled completion, exactly as the sampler saw and returned it."""
+    """One sampled completion, with the exact ids that the sampler received and returned."""
 
-    prompt_ids: Sequence[int]  # of the turns of one conversation `TokenIds`, which hold every token once
-    completion_ids: list[int]  # the stop token included
+    prompt_ids: Sequence[int]  # `TokenIds` in a conversation, so that its prompts share memory
+    completion_ids: list[int]  # including the stop token
     logprobs: list[float]  # one per completion token
     stop_reason: StopReason
     policy_version: int
@@ -89,17 +93,17 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)  # e.g. duration_s, prefix_breaks
     turn_rewards: list[float] = field(
         default_factory=list
-    )  # one per turn where rewards came on the way; `reward` is their sum
+    )  # one per turn if the environment gives rewards per turn; `reward` is their sum
     conversation: list[Mapping[str, object]] = field(
         default_factory=list
-    )  # the messages, for readers; what trains is `turns`
-    bonus: float = 0.0  # a judge's, on top of `reward` in training alone: no rate of success knows it
-    zero_reason: ZeroReason | None = None  # why `reward` is 0 without a verifier's word; None: it was graded
+    )  # the messages, for logs; training uses `turns`
+    bonus: float = 0.0  # a judge's bonus, added to `reward` in training only; success rates ignore it
+    zero_reason: ZeroReason | None = None  # why `reward` is 0 without grading; None: the trial was graded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialFailure:
-    """A trial that could not be graded; it leaves the group and is counted by `kind`."""
+    """A trial that could not be graded. It is removed from its group and counted by `kind`."""
 
     task_id: str
     kind: FailureKind
@@ -109,7 +113,7 @@ class TrialFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrajectoryGroup:
-    """All trials of one task, as they were asked for by the step whose batch holds the task."""
+    """All trials of one task for one training step."""
 
     task: Task
     trajectories: list[Trajectory]
@@ -123,18 +127,21 @@ class TrajectoryGroup:
 
 @dataclass(kw_only=True, slots=True)
 class TrialTime:
-    """Who used the time of a trial, from its first answer on: the agent and what it set going, or the sampler."""
+    """The division of a trial's time after its first completion between the agent's side and the sampler."""
 
-    started: float  # all by the same clock
-    first_answer: float | None = None
-    sampling_s: float = 0.0  # since the first answer, what was not answered included
+    started: float  # all times are in seconds of the same clock
+    first_completion: float | None = None
+    sampling_s: float = 0.0  # after the first completion, including calls without a result
 
     def agent_used_most(self, now: float) -> bool:
-        """
-        >>> TrialTime(started=0, first_answer=2, sampling_s=3).agent_used_most(12), TrialTime(started=0).agent_used_most(12)
-        (True, False)
+        """Return whether the agent's side used more than half of the time since the start.
+
+        >>> TrialTime(started=0, first_completion=2, sampling_s=3).agent_used_most(12)
+        True
+        >>> TrialTime(started=0).agent_used_most(12)
+        False
         """
         return (
-            self.first_answer is not None
-            and now - self.first_answer - self.sampling_s > (now - self.started) / 2
+            self.first_completion is not None
+            and now - self.first_completion - self.sampling_s > (now - self.started) / 2
         )

@@ -158,7 +158,7 @@ class _Episode:
         self.conversation += messages
         prompt_ids: Sequence[int] = self._chat.render(self.conversation, tools=tools)
         while True:
-            max_tokens = self._limits.room(len(prompt_ids))
+            max_tokens = self._limits.max_new_tokens(len(prompt_ids))
             if max_tokens == 0:
                 self.stop_reason = StopReason.CONTEXT_LENGTH
                 return

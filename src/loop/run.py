@@ -37,7 +37,7 @@ from src.learning.kl_penalty import KlSettings
 from src.learning.learner import Learner, LearnerSettings
 from src.learning.preparation import PreparationSettings
 from src.loop import capabilities
-from src.policy.backend import Backend, BackendSettings, address, connect
+from src.policy.backend import Backend, BackendSettings, base_url, connect
 from src.policy.chat import load_chat
 from src.policy.openai_client import open_endpoint
 from src.records.journal import Journal, RunState
@@ -81,7 +81,7 @@ async def open_parts(
 ) -> AsyncIterator[Dependencies]:
     """The real ones: a Tinker endpoint and the tasks of an environment, or the `source` of an earlier connection."""
     await asyncio.to_thread(find_factory, config.env)  # a name that is wrong needs no server to be found out
-    display.say(f"server: {address(settings)}")
+    display.say(f"server: {base_url(settings)}")
     async with connect(settings) as endpoint:
         if source is None:
             chat = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)

@@ -1,4 +1,8 @@
-"""The only file that knows Tinker's cloud from a server of your own: connect, check, train, sample, save."""
+"""Connections to a Tinker endpoint, Tinker's cloud or a server of your own: connect, check, train, sample,
+save.
+
+No other module distinguishes the cloud from a server of your own.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,11 @@ from src.policy.sampling_policy import Policy, ReferenceModel, TinkerPolicy, sdk
 
 logger = logging.getLogger(__name__)
 
-# Both are shorter where server_timeout_sec is.
-HEALTH_TIMEOUT_S = 5.0  # of one request that is sent by hand
-CLOSE_TIMEOUT_S = 5.0  # the SDK would try a dead server for minutes
-DUMMY_KEY = "tml-dummy"  # the SDK refuses to start without a key of this form; our server takes any
-_KEY_FORMS = ("tml-", "eyJ")
+# server_timeout_sec bounds both timeouts from above.
+HEALTH_TIMEOUT_S = 5.0  # per health request, which is sent without the SDK
+CLOSE_TIMEOUT_S = 5.0  # to close the session; the SDK alone would retry for minutes
+DUMMY_KEY = "tml-dummy"  # the SDK requires a key with this prefix; our server accepts any key
+_KEY_PREFIXES = ("tml-", "eyJ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,29 +40,31 @@ class BackendSettings:
     lora_rank: int
     seed: int
     context_limit: int
-    load_checkpoint_path: str | None  # a training state, optimizer included; None: a fresh adapter
+    load_checkpoint_path: str | None  # a training checkpoint with optimizer state; None: a new adapter
     server_timeout_sec: float
 
 
 class Backend(Protocol):
-    """What training needs of an endpoint."""
+    """The operations of an endpoint that training uses."""
 
     training_client: tinker.TrainingClient
 
     async def policy(self, version: int) -> Policy:
-        """The current weights, frozen."""
+        """Return a policy with a snapshot of the current weights."""
         ...
 
     async def reference_model(self) -> ReferenceModel:
-        """The base model without the adapter."""
+        """Return the base model without the adapter."""
         ...
 
     async def save(self, name: str) -> SavedPaths:
-        """A checkpoint to resume from and one to sample from."""
+        """Save a training checkpoint and a sampler checkpoint."""
         ...
 
     async def check(self) -> None:
-        """BackendError within seconds when the endpoint does not answer, ServerLost when it does and no longer knows our weights."""
+        """Raises BackendError within seconds if the endpoint does not answer, ServerLost if it has lost
+        the weights of this run.
+        """
         ...
 
 
@@ -71,7 +77,7 @@ class SavedPaths:
 
 
 class TinkerBackend:
-    """A Tinker endpoint with one LoRA training client."""
+    """A Tinker endpoint with one LoRA training client. Implements `Backend`."""
 
     def __init__(
         self,
@@ -92,10 +98,7 @@ class TinkerBackend:
 
     async def reference_model(self) -> ReferenceModel:
         with sdk_boundary("opening the base model"):
-            name = self._settings.model_name
-            return TinkerPolicy(
-                await (await in_thread(lambda: self._service.create_sampling_client(base_model=name))), 0
-            )
+            return await _open_policy(self._service, base_model=self._settings.model_name)
 
     async def save(self, name: str) -> SavedPaths:
         with sdk_boundary(f"saving checkpoint {name}"):
@@ -104,36 +107,44 @@ class TinkerBackend:
             return SavedPaths(state_path=(await state).path, sampler_path=(await sampler).path)
 
     async def check(self) -> None:
-        """Asks by hand, since the SDK would try again for minutes."""
-        url, timeout_s = address(self._settings), health_timeout_s(self._settings)
+        """Sends plain HTTP requests, because the SDK would retry for minutes."""
+        url, timeout_s = base_url(self._settings), health_timeout_s(self._settings)
         await check_alive(url, timeout_s=timeout_s)
-        if self._key is None:  # the SDK's stored credentials are its own
+        if self._key is None:  # the SDK does not expose its stored credentials
             return
         request = {"type": "get_info", "model_id": self.training_client.model_id}
-        status = await asked(f"{url}/api/v1/get_info", key=self._key, request=request, timeout_s=timeout_s)
+        status = await request_status(
+            f"{url}/api/v1/get_info", key=self._key, request=request, timeout_s=timeout_s
+        )
         if status in (404, 410):
             raise ServerLost(
-                f"the server at {url} no longer knows this run's weights; it was restarted, or ended the session"
+                f"the server at {url} does not have this run's weights; it was restarted or has ended the "
+                "session"
             )
 
 
 def require_key(settings: BackendSettings) -> str | None:
-    """The API key to pass to the SDK; None lets it use its stored credentials. ConfigError when the cloud has no key at all."""
+    """Return the API key for the SDK, or None if the SDK shall use its stored credentials.
+
+    Raises ConfigError if the cloud has no key.
+    """
     key = os.environ.get("TINKER_API_KEY") or None
     if settings.backend == "skyrl-tx":
-        return key if key and key.startswith(_KEY_FORMS) else DUMMY_KEY
-    if key and not key.startswith(_KEY_FORMS):
+        return key if key and key.startswith(_KEY_PREFIXES) else DUMMY_KEY
+    if key and not key.startswith(_KEY_PREFIXES):
         raise ConfigError(
             "TINKER_API_KEY does not begin with tml-; copy the key again from the Tinker console"
         )
     if not key and not tinker.auth.tinker_has_credentials():
         raise ConfigError(
-            "backend=tinker needs an API key: set TINKER_API_KEY (the environment or .env), or use backend=skyrl-tx"
+            "backend=tinker needs an API key: set TINKER_API_KEY (the environment or .env), or use "
+            "backend=skyrl-tx"
         )
     return key
 
 
-def address(settings: BackendSettings) -> str:
+def base_url(settings: BackendSettings) -> str:
+    """Return the URL of the endpoint that the options or TINKER_BASE_URL name."""
     url = settings.skyrl_tx_url if settings.backend == "skyrl-tx" else settings.tinker_base_url
     return (url or os.environ.get("TINKER_BASE_URL") or DEFAULT_BASE_URL).rstrip("/")
 
@@ -143,7 +154,7 @@ def health_timeout_s(settings: BackendSettings) -> float:
 
 
 async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
-    """BackendError within a few seconds unless a Tinker endpoint answers at `url`."""
+    """Raises BackendError within `timeout_s` unless a Tinker endpoint is ready at `url`."""
     try:
         async with asyncio.timeout(timeout_s), httpx.AsyncClient(timeout=timeout_s) as client:
             reply = await client.get(f"{url}/api/v1/healthz")
@@ -155,13 +166,17 @@ async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
         raise BackendError(f"the server at {url} is not ready yet; try again once it is")
     if reply.status_code != 200:
         raise BackendError(
-            f"{url}/api/v1/healthz answered {reply.status_code}, so this is no Tinker endpoint; correct the address"
+            f"{url}/api/v1/healthz answered {reply.status_code}, so this is not a Tinker endpoint; correct "
+            "the address"
         )
 
 
-async def asked(url: str, *, key: str, request: Mapping[str, str] | None, timeout_s: float) -> int:
-    """The status of one request, a POST of `request` or a GET. BackendError unless the server answers in time and without an error of
-    its own. The timeout bounds the whole answer, so that a server that sends a byte now and then is not waited for."""
+async def request_status(url: str, *, key: str, request: Mapping[str, str] | None, timeout_s: float) -> int:
+    """Send a POST of `request`, or a GET if it is None, and return the HTTP status.
+
+    Raises BackendError for a status of 500 or above and if the whole reply does not arrive within
+    `timeout_s`.
+    """
     try:
         async with (
             asyncio.timeout(timeout_s),
@@ -176,53 +191,64 @@ async def asked(url: str, *, key: str, request: Mapping[str, str] | None, timeou
 
 
 async def check_model(settings: BackendSettings, *, key: str | None) -> None:
-    """ConfigError unless the server serves the model with the context asked for."""
-    what, limit_s = f"asking the server at {address(settings)} for its models", settings.server_timeout_sec
-    with sdk_boundary(what):
+    """Raises ConfigError unless the server serves the model with a context of `context_limit`."""
+    action, limit_s = f"asking the server at {base_url(settings)} for its models", settings.server_timeout_sec
+    with sdk_boundary(action):
         async with deadline(
-            limit_s, BackendError, f"{what}: no usable answer within server_timeout_sec={limit_s:g}"
+            limit_s, BackendError, f"{action}: no usable answer within server_timeout_sec={limit_s:g}"
         ):
-            client = await in_thread(lambda: tinker.RestClient(base_url=address(settings), api_key=key))
+            client = await in_thread(lambda: tinker.RestClient(base_url=base_url(settings), api_key=key))
             capabilities = await client.get_server_capabilities()
     served = {model.model_name: model for model in capabilities.supported_models if model.model_name}
     model = served.get(settings.model_name)
     if model is None:
         names = ", ".join(sorted(served)) or "none"
         raise ConfigError(
-            f"model_name={settings.model_name} is not served at {address(settings)}; it serves: {names}"
+            f"model_name={settings.model_name} is not served at {base_url(settings)}; it serves: {names}"
         )
     if model.max_context_length is not None and settings.context_limit > model.max_context_length:
         limit = model.max_context_length
         raise ConfigError(
-            f"context_limit={settings.context_limit} is above the server's {limit} for {settings.model_name}; lower it"
+            f"context_limit={settings.context_limit} exceeds the server's {limit} for "
+            f"{settings.model_name}; reduce it"
         )
 
 
-async def _blame_a_dead_server(settings: BackendSettings, error: Exception) -> None:
-    """Whatever a run died of, a server that is gone is the likelier cause."""
+async def _raise_if_server_lost(settings: BackendSettings, error: Exception) -> None:
+    """Raises ServerLost if the server does not answer: this is then the likely cause of `error`."""
     if isinstance(error, ServerLost):
         return
-    url = address(settings)
+    url = base_url(settings)
     try:
         await check_alive(url, timeout_s=health_timeout_s(settings))
     except BackendError as gone:
         raise ServerLost(
-            f"the server at {url} no longer answers; start it again and resume (seen first: {error})"
+            f"the server at {url} does not answer; start it again and resume (first error: {error})"
         ) from gone
 
 
+async def _open_policy(
+    service: tinker.ServiceClient, *, base_model: str | None = None, model_path: str | None = None
+) -> TinkerPolicy:
+    """Open a policy on a base model or on a sampler checkpoint."""
+    open_client = lambda: service.create_sampling_client(base_model=base_model, model_path=model_path)  # noqa: E731
+    return TinkerPolicy(await (await in_thread(open_client)), 0)
+
+
 class TinkerEndpoint:
-    """A checked connection, before anything was made on the server."""
+    """A checked connection, on which clients can be opened."""
 
     def __init__(self, service: tinker.ServiceClient, settings: BackendSettings) -> None:
         self._service = service
         self._settings = settings
 
     async def open_training(self) -> TinkerBackend:
-        """A training client: a fresh adapter, or the one of the checkpoint to load, optimizer included."""
+        """Open a training client with a new adapter, or with the adapter and optimizer state of
+        `load_checkpoint_path`.
+        """
         settings, service = self._settings, self._service
         path, model_name = settings.load_checkpoint_path, settings.model_name
-        # The SDK opens its session in these calls, and blocks its caller meanwhile.
+        # These calls open the session of the SDK and block, so they run in a thread.
         if path is not None:
             with sdk_boundary(f"loading {path}"):
                 client = await (
@@ -239,35 +265,33 @@ class TinkerEndpoint:
         return TinkerBackend(service, client, settings, key=require_key(settings))
 
     async def open_policy(self, sampler_path: str | None) -> Policy:
-        """A saved sampler checkpoint, or the base model. Nothing is trained."""
-        service, base_model = self._service, self._settings.model_name
-        with sdk_boundary(f"opening {sampler_path or base_model}"):
+        """Open a sampler checkpoint, or the base model if `sampler_path` is None."""
+        with sdk_boundary(f"opening {sampler_path or self._settings.model_name}"):
             if sampler_path is not None:
-                return TinkerPolicy(
-                    await (await in_thread(lambda: service.create_sampling_client(model_path=sampler_path))),
-                    0,
-                )
-            return TinkerPolicy(
-                await (await in_thread(lambda: service.create_sampling_client(base_model=base_model))), 0
-            )
+                return await _open_policy(self._service, model_path=sampler_path)
+            return await _open_policy(self._service, base_model=self._settings.model_name)
 
     async def check(self) -> None:
-        """BackendError within seconds when the endpoint does not answer, or only with errors of its own."""
+        """Raises BackendError within seconds if the endpoint does not answer or answers with server
+        errors.
+        """
         url, timeout_s, key = (
-            address(self._settings),
+            base_url(self._settings),
             health_timeout_s(self._settings),
             require_key(self._settings),
         )
         await check_alive(url, timeout_s=timeout_s)
-        if key is not None:  # the SDK's stored credentials are its own
-            await asked(f"{url}/api/v1/get_server_capabilities", key=key, request=None, timeout_s=timeout_s)
+        if key is not None:  # the SDK does not expose its stored credentials
+            await request_status(
+                f"{url}/api/v1/get_server_capabilities", key=key, request=None, timeout_s=timeout_s
+            )
 
 
 @asynccontextmanager
 async def connect(settings: BackendSettings) -> AsyncIterator[TinkerEndpoint]:
-    """An endpoint that answers and serves the model; the server's session ends with the block."""
+    """Connect to an endpoint that serves the model. The session ends with the `async with` block."""
     key = require_key(settings)
-    url = address(settings)
+    url = base_url(settings)
     await check_alive(url, timeout_s=health_timeout_s(settings))
     with sdk_boundary(f"connecting to {url}"):
         service = tinker.ServiceClient(base_url=url, api_key=key)
@@ -278,17 +302,17 @@ async def connect(settings: BackendSettings) -> AsyncIterator[TinkerEndpoint]:
         status = "success"
     except Exception as error:
         status = "errored"
-        await _blame_a_dead_server(settings, error)
+        await _raise_if_server_lost(settings, error)
         raise
     finally:
-        # The SDK's own context manager would wait on a dead server for minutes, on the event loop.
+        # The context manager of the SDK would block the event loop for minutes if the server is dead.
         try:
-            # In a thread: a session that is still being opened holds the lock that closing it takes.
+            # In a thread: closing needs a lock, which a session that is still opening holds.
             closing = in_thread(lambda: service.close(status).result())
             await asyncio.wait_for(closing, min(CLOSE_TIMEOUT_S, settings.server_timeout_sec))
         except (TimeoutError, tinker.TinkerError) as error:
             logger.warning(
-                "the session at %s did not close cleanly (%s); the server will drop it",
+                "the session at %s was not closed cleanly (%s); the server will end it",
                 url,
                 type(error).__name__,
             )

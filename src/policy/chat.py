@@ -1,7 +1,9 @@
-"""Messages <-> token ids with the model's own chat template; the one place that calls `apply_chat_template`.
+"""Conversion of messages to token ids with the model's chat template.
 
-A conversation grows token by token: `render` opens it, `extend` appends to ids that are already fixed. What the sampler returned is
-never encoded again, so the ids a later turn is conditioned on are the ids that were sampled.
+Only this module calls `apply_chat_template`.
+
+`render` encodes the first prompt of a conversation and `extend` appends to its ids. Sampled ids are never
+encoded again, so every later turn is conditioned on exactly the ids that were sampled.
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ logger = logging.getLogger(__name__)
 
 Message = Mapping[str, object]  # {"role": ..., "content": ...}, as chat templates take them
 
-# A template may rewrite any message but the one it is asked about, so an observation is rendered behind a stand-in answer and
-# only the text after that answer is used.
+# A template may change earlier messages when it renders later ones. A new message is therefore rendered after
+# a placeholder answer, and only
+# the text after the placeholder is used.
 _QUESTION: Message = {"role": "user", "content": "question"}
-_STAND_IN = "<<the sampled answer stands here>>"
+_PLACEHOLDER = "<<the sampled answer stands here>>"
 
 
 class ChatTokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that a chat needs."""
+    """The methods of a Hugging Face tokenizer that `Chat` uses."""
 
     eos_token_id: int | None
 
@@ -49,14 +52,15 @@ class ChatTokenizer(Protocol):
 
 
 class Chat:
-    """One model's conversation format."""
+    """The conversation format of one model."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self.tokenizer = tokenizer
         ending = self._encode(self._after_answer([], generation_prompt=False))
         if not ending:
             raise ConfigError(
-                "the tokenizer's chat template ends an assistant turn with no token; use an instruct model's tokenizer"
+                "the tokenizer's chat template ends an assistant turn with no token; use an instruct "
+                "model's tokenizer"
             )
         self.turn_end_id = ending[0]
         eos = tokenizer.eos_token_id
@@ -65,27 +69,32 @@ class Chat:
         )
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
-        """The whole conversation and the generation prompt, thinking off where the template knows `enable_thinking`.
+        """Encode a conversation and the generation prompt.
 
-        `tools` are OpenAI schemas, which templates put before the first message; `extend` has no need of them.
+        Thinking is off if the template supports `enable_thinking`.
+
+        `tools` are OpenAI schemas. Templates write them before the first message, so `extend` does not need
+        them.
         """
         return self._encode(self._template(messages, generation_prompt=True, tools=tools))
 
     def extend(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], messages: Sequence[Message]
     ) -> TokenIds:
-        """The next prompt: `prompt_ids + completion_ids` untouched, the turn's end, `messages`, the generation prompt.
+        """Return the next prompt: `prompt_ids + completion_ids` unchanged, the end of the turn,
+        `messages`, the generation prompt.
 
-        >>> chat.extend(prompt, turn.completion_ids, [{"role": "user", "content": "$ ls"}])[: len(prompt)] == prompt
+        >>> messages = [{"role": "user", "content": "$ ls"}]
+        >>> chat.extend(prompt, turn.completion_ids, messages)[: len(prompt)] == prompt
         True
         """
         suffix = self._encode(self._after_answer(messages, generation_prompt=True))
         if completion_ids and completion_ids[-1] == self.turn_end_id:
             suffix = suffix[1:]
-        return TokenIds.of(prompt_ids).extended([*completion_ids, *suffix])
+        return TokenIds.wrap(prompt_ids).extended([*completion_ids, *suffix])
 
     def decode(self, completion_ids: Sequence[int]) -> str:
-        """The text of a completion without the token that ended it."""
+        """Return the text of a completion without its stop token."""
         end = len(completion_ids)
         while end and completion_ids[end - 1] in self.stop_token_ids:
             end -= 1
@@ -94,10 +103,10 @@ class Chat:
         )
 
     def _after_answer(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
-        answer: Message = {"role": "assistant", "content": _STAND_IN}
+        answer: Message = {"role": "assistant", "content": _PLACEHOLDER}
         text = self._template([_QUESTION, answer, *messages], generation_prompt=generation_prompt)
-        _, found, suffix = text.partition(_STAND_IN)
-        if not found:
+        _, placeholder, suffix = text.partition(_PLACEHOLDER)
+        if not placeholder:
             raise ConfigError(
                 "the tokenizer's chat template drops assistant messages; use an instruct model's tokenizer"
             )
@@ -119,13 +128,19 @@ class Chat:
         )
 
     def _encode(self, text: str) -> list[int]:
-        """Half of a surrogate pair, which JSON can name and no tokenizer encodes, becomes a question mark."""
+        """Encode a text.
+
+        Unpaired surrogates, which JSON allows and tokenizers reject, become question marks.
+        """
         return list(self.tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False))
 
 
 def load_chat(model_name: str) -> Chat:
-    """The chat format of a local tokenizer directory or a hub id. ConfigError in one line when there is none."""
-    from transformers import AutoTokenizer, logging  # slow to import, and needless for --help
+    """Load the chat format of a local tokenizer directory or a hub id.
+
+    Raises ConfigError if there is none.
+    """
+    from transformers import AutoTokenizer, logging  # imported late: slow, and not needed for --help
 
     logging.set_verbosity_error()
     directory = Path(model_name).expanduser()
@@ -138,18 +153,23 @@ def load_chat(model_name: str) -> Chat:
         tokenizer = _from_hub(name)
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
-            f"the tokenizer of {model_name} has no chat template; give tokenizer=DIR_OR_HUB_ID of an instruct model"
+            f"the tokenizer of {model_name} has no chat template; give tokenizer=DIR_OR_HUB_ID of an "
+            "instruct model"
         )
     if model_name.removesuffix("/").endswith("-Base"):
         logger.warning(
-            "%s is a base model: it was not taught its chat template's tools and turns; use the model without -Base",
+            "%s is a base model, which was not trained on the tools and turns of its chat template; use "
+            "the model without -Base",
             model_name,
         )
     return Chat(tokenizer)
 
 
 def _from_hub(name: str) -> ChatTokenizer:
-    """Ask the hub, but not for the minute its own retries take when it cannot be reached."""
+    """Load from the hub.
+
+    A first request with a short timeout avoids the retries of the hub client, which take a minute.
+    """
     from huggingface_hub import constants
     from transformers import AutoTokenizer
 
@@ -158,7 +178,8 @@ def _from_hub(name: str) -> ChatTokenizer:
         httpx.head(constants.ENDPOINT, timeout=5.0)
     except httpx.HTTPError as unreachable:
         raise ConfigError(
-            f"no tokenizer for {name!r}: not a directory, not in the hub cache, and the hub cannot be reached; {advice}"
+            f"no tokenizer for {name!r}: not a directory, not in the hub cache, and the hub cannot be "
+            f"reached; {advice}"
         ) from unreachable
     try:
         return AutoTokenizer.from_pretrained(name)

@@ -1,8 +1,11 @@
-"""Any OpenAI-compatible endpoint: to ask (a customer, a judge), or as a policy to evaluate. The only importer of openai.
+"""OpenAI-compatible endpoints, for user simulators, judges and policies that are evaluated.
 
-Such an endpoint takes messages and returns text: no token ids, no log-probabilities of what it read. What it says can be graded and never
-trained. To play through the same trial runner all the same, its conversations are written in tokens of ours that stand for four bytes each,
-about what a token is; limits and counts of tokens are estimates then. Log-probabilities are NaN, so that nothing could train on them.
+Only this module imports openai.
+
+Such an endpoint takes messages and returns text, without token ids and without log-probabilities of the
+prompt. Its answers can be graded but not trained. So that it fits the same trial runner, `MessageCodec`
+encodes its conversations in pseudo tokens of four bytes each, about the size of a real token; token limits
+and counts are therefore estimates. The log-probabilities are NaN, so that nothing can train on them.
 """
 
 from __future__ import annotations
@@ -23,14 +26,17 @@ from src.core.trajectory import StopReason, Turn
 from src.policy.chat import Chat, Message
 from src.policy.sampling_policy import SampleRequest
 
-NUM_RETRIES = 5  # of a call, by the client itself, where the endpoint is busy or breaks off
-END = "\x03"  # of a message; control characters of these kinds are taken out of what is said
-SEPARATOR = "\x02"  # between role and content
+NUM_RETRIES = 5  # by the client, per call, if the endpoint is overloaded or the connection breaks
+END = "\x03"  # ends a message; END and SEPARATOR are removed from the text of messages
+SEPARATOR = "\x02"  # between the role and the content
 BYTES_PER_TOKEN = 4
 
 
 class MessageCodec:
-    """A reversible stand-in for a tokenizer: `role <STX> content <ETX>` for each message, four bytes to a token, ETX a token of its own."""
+    """A reversible replacement for a tokenizer.
+
+    A message is `role <STX> content <ETX>`; a token holds up to four bytes, and ETX is one token.
+    """
 
     eos_token_id: int | None = ord(END)
 
@@ -45,12 +51,16 @@ class MessageCodec:
     ) -> str:
         assert not tools and not tokenize
         written = (
-            f"{message['role']}{SEPARATOR}{plain(str(message['content']))}{END}" for message in conversation
+            f"{message['role']}{SEPARATOR}{_without_control(str(message['content']))}{END}"
+            for message in conversation
         )
         return "".join(written) + (f"assistant{SEPARATOR}" if add_generation_prompt else "")
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """A token's value is that of its bytes behind a leading 1, which keeps the number of them."""
+        """Encode a text.
+
+        The value of a token is its bytes after a leading 1, which preserves their number.
+        """
         ids: list[int] = []
         for number, part in enumerate(text.split(END)):
             ids += [ord(END)] if number else []
@@ -65,13 +75,14 @@ class MessageCodec:
         return b"".join(_bytes(token) for token in token_ids).decode(errors="replace")
 
     def messages(self, token_ids: Sequence[int]) -> list[dict[str, str]]:
-        """The conversation that a prompt's tokens stand for, without the answer that is to come."""
+        """Decode a prompt to its messages, without the generation prompt."""
         text = self.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         parts = (part.partition(SEPARATOR) for part in text.split(END)[:-1])
         return [{"role": role, "content": content} for role, _, content in parts]
 
 
-def plain(text: str) -> str:
+def _without_control(text: str) -> str:
+    """Remove END and SEPARATOR."""
     return text.replace(END, "").replace(SEPARATOR, "")
 
 
@@ -81,17 +92,17 @@ def endpoint_chat() -> Chat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatReply:
-    """What an endpoint answered, and what that took."""
+    """The reply of an endpoint, with its token counts."""
 
     text: str
-    tool_calls: Sequence[Mapping[str, str]] = ()  # name, and arguments as the model wrote them
+    tool_calls: Sequence[Mapping[str, str]] = ()  # name and arguments, both as text
     was_cut: bool = False  # at max_tokens
-    num_prompt_tokens: int = 0  # 0 where the endpoint does not say
+    num_prompt_tokens: int = 0  # 0 if the endpoint does not report it
     num_completion_tokens: int = 0
 
 
 class ChatEndpoint:
-    """One model behind an endpoint."""
+    """One model behind an OpenAI-compatible endpoint."""
 
     def __init__(self, client: openai.AsyncOpenAI, model: str) -> None:
         self.model = model
@@ -106,7 +117,7 @@ class ChatEndpoint:
         max_tokens: int | None = None,
         tools: Sequence[Mapping[str, object]] = (),
     ) -> ChatReply:
-        """One answer to a conversation in OpenAI's format. BackendError when there is none."""
+        """Return one reply to a conversation in OpenAI's format. Raises BackendError if there is none."""
         request: dict[str, Any] = {
             "model": self.model,
             "messages": list(messages),
@@ -134,7 +145,7 @@ class ChatEndpoint:
 
 
 class EndpointPolicy:
-    """An endpoint's model as a policy. It has no versions."""
+    """The model of an endpoint as a policy, whose version is always 0."""
 
     def __init__(self, endpoint: ChatEndpoint) -> None:
         self.version = 0
@@ -147,10 +158,10 @@ class EndpointPolicy:
             messages, max_tokens=request.max_tokens, temperature=request.temperature, seed=request.seed
         )
         completion_ids = self._codec.encode(
-            plain(reply.text) + ("" if reply.was_cut else END), add_special_tokens=False
+            _without_control(reply.text) + ("" if reply.was_cut else END), add_special_tokens=False
         )
         return Turn(
-            prompt_ids=TokenIds.of(request.prompt_ids),
+            prompt_ids=TokenIds.wrap(request.prompt_ids),
             completion_ids=completion_ids,
             logprobs=[math.nan] * len(completion_ids),
             stop_reason=StopReason.LENGTH if reply.was_cut else StopReason.STOP,
@@ -160,21 +171,25 @@ class EndpointPolicy:
 
 @asynccontextmanager
 async def connect_endpoint(base_url: str, model: str) -> AsyncIterator[ChatEndpoint]:
-    """ConfigError when the endpoint does not know the model, BackendError when it does not answer."""
+    """Connect to an endpoint.
+
+    Raises ConfigError if it does not serve the model, BackendError if it does not answer.
+    """
     async with _client(base_url) as client:
         try:
             served = [
                 model.id async for model in client.with_options(max_retries=0, timeout=10).models.list()
             ]
-        except openai.NotFoundError:  # a door that not every server has
+        except openai.NotFoundError:  # not every server has this route
             served = []
         except openai.AuthenticationError as error:
             raise ConfigError(
-                f"{base_url} does not take the key; set OPENAI_API_KEY (the environment or .env)"
+                f"{base_url} rejects the API key; set OPENAI_API_KEY (the environment or .env)"
             ) from error
         except openai.OpenAIError as error:
             raise BackendError(
-                f"no OpenAI-compatible server answers at {base_url} ({type(error).__name__}); correct base_url"
+                f"no OpenAI-compatible server answers at {base_url} ({type(error).__name__}); correct "
+                "base_url"
             ) from error
         if served and model not in served and not model.startswith("tinker://"):
             raise ConfigError(
@@ -184,13 +199,13 @@ async def connect_endpoint(base_url: str, model: str) -> AsyncIterator[ChatEndpo
 
 
 def open_endpoint(base_url: str, model: str) -> ChatEndpoint:
-    """One that is first asked when there is something to ask."""
+    """Return an endpoint that is not contacted before the first request."""
     return ChatEndpoint(_client(base_url), model)
 
 
 def _client(base_url: str) -> openai.AsyncOpenAI:
-    """The key is OPENAI_API_KEY's."""
-    key = os.environ.get("OPENAI_API_KEY") or "none"  # local servers ask for none
+    """Create a client with the key in OPENAI_API_KEY."""
+    key = os.environ.get("OPENAI_API_KEY") or "none"  # local servers need no key
     return openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=NUM_RETRIES)
 
 

@@ -17,7 +17,7 @@ from src.core.trajectory import StopReason, Turn
 
 @contextmanager
 def sdk_boundary(what: str) -> Iterator[None]:
-    """Attributes what the SDK raises to the endpoint, in the server's own words where it gave any."""
+    """Convert errors of the SDK to BackendError, with the error message of the server if there is one."""
     try:
         with boundary(BackendError, what):
             yield
@@ -44,7 +44,10 @@ class SampleRequest:
 
 
 class Policy(Protocol):
-    """Samples completions. `version` is the number of optimizer steps behind the weights; the first weights have version 0."""
+    """Samples completions.
+
+    `version` is the number of optimizer steps behind the weights; the first weights have version 0.
+    """
 
     @property
     def version(self) -> int: ...
@@ -58,12 +61,17 @@ class ReferenceModel(Protocol):
     """Scores token sequences with weights that training does not change."""
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:
-        """Return `log p(token | tokens before it)` of each token except the first: `len(token_ids) - 1` numbers."""
+        """Return `log p(token | tokens before it)` of each token except the first: `len(token_ids) - 1`
+        numbers.
+        """
         ...
 
 
 class PolicyWrapper:
-    """A policy that delegates to another policy. Subclasses override `sample` to add behaviour, so that wrappers compose."""
+    """A policy that delegates to another policy.
+
+    Subclasses override `sample` to add behaviour, so that wrappers compose.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -93,7 +101,10 @@ class TinkerPolicy:
         self._client = sampling_client
 
     async def sample(self, request: SampleRequest) -> Turn:
-        """Return one completion. Raises BackendError, also if the server returns no finite logprob for some token."""
+        """Return one completion.
+
+        Raises BackendError, also if the server returns no finite logprob for some token.
+        """
         params = tinker.SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
@@ -108,14 +119,16 @@ class TinkerPolicy:
         if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
             got = "none" if sequence.logprobs is None else str(len(sequence.logprobs))
             raise BackendError(
-                f"sampling: {len(sequence.tokens)} tokens came back with {got} logprobs; such a server cannot train"
+                f"sampling: {len(sequence.tokens)} tokens came back with {got} logprobs; training needs a "
+                "logprob for every token"
             )
         if not all(map(math.isfinite, sequence.logprobs)):
             raise BackendError(
-                "sampling: logprobs that are no numbers came back; the weights have diverged, go back to a checkpoint"
+                "sampling: the server returned logprobs that are not finite; the weights have diverged, "
+                "resume from a checkpoint"
             )
         return Turn(
-            prompt_ids=TokenIds.of(request.prompt_ids),
+            prompt_ids=TokenIds.wrap(request.prompt_ids),
             completion_ids=list(sequence.tokens),
             logprobs=list(sequence.logprobs),
             stop_reason=StopReason(sequence.stop_reason),

@@ -1,11 +1,14 @@
-"""python -m src.probe URL: what a Tinker-compatible endpoint honours, as a table and as capabilities.json.
+"""python -m src.probe URL: check which options a Tinker-compatible endpoint applies, and write
+capabilities.json.
 
-    python -m src.probe URL [model_name=NAME] [output=capabilities.json, or nothing] [tolerance=0.02] [only=CHECK,CHECK]
+    python -m src.probe URL [model_name=NAME] [output=capabilities.json, or empty] [tolerance=0.02]
+                            [only=CHECK,CHECK]
                             [answer_timeout_sec=600]
 
-`answer_timeout_sec` bounds the wait for the list of models, for each check and for the end of the session.
+`answer_timeout_sec` is the timeout of the list of models, of each check and of closing the session.
 
-Exit status 0 when all holds that every run needs, 1 when something does not, 2 when the endpoint could not be asked.
+The exit status is 0 if every required check holds, 1 if one does not hold, and 2 if the endpoint could not be
+checked.
 """
 
 from __future__ import annotations
@@ -31,11 +34,12 @@ from src.core.process import deadline, exit_on_signal, exit_process, in_thread, 
 from src.loop.capabilities import CAPABILITIES, Capabilities, Finding
 from src.policy.backend import DUMMY_KEY, check_alive
 from src.policy.sampling_policy import sdk_boundary
-from src.probe.checks import NEEDED, WHERE_ASKED_FOR, Defect, Probe
+from src.probe.checks import OPTIONAL, REQUIRED
+from src.probe.endpoint_probe import Defect, Probe
 from src.train import load_environment
 
 OPTIONS = ("model_name", "output", "tolerance", "only", "answer_timeout_sec")
-TOLERANCE = 0.02  # of a log-probability, on average: what bfloat16 takes
+TOLERANCE = 0.02  # of the mean difference of log-probabilities; bfloat16 needs this much
 ANSWER_TIMEOUT_S = 600.0
 
 
@@ -43,17 +47,19 @@ def main(argv: Sequence[str]) -> int:
     if any(argument in ("--help", "-h", "help") for argument in argv):
         print_help(str(__doc__).strip())
         return 0
-    load_environment(["backend=skyrl-tx"])  # whose an endpoint is nobody says: both files may hold its key
-    logging.getLogger("tinker").setLevel(logging.CRITICAL)  # refusals are what some checks look for
+    load_environment(
+        ["backend=skyrl-tx"]
+    )  # the owner of the endpoint is unknown, so the key may be in either .env file
+    logging.getLogger("tinker").setLevel(logging.CRITICAL)  # some checks cause errors on purpose
     console = terminal()
     try:
         with exit_on_signal():
             url, options = arguments(argv)
-            found: list[Capabilities] = []
+            results: list[Capabilities] = []
             probing = _probe(
                 url,
                 options,
-                found,
+                results,
                 on_finding=lambda finding: console.print(line(finding), highlight=False, markup=False),
             )
             status = asyncio.run(run_until_signal(probing, console.print))
@@ -64,10 +70,10 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if status != 0:
         return status
-    show(found[0], console)
+    show(results[0], console)
     if options["output"]:
-        Path(options["output"]).write_text(found[0].model_dump_json(indent=2) + "\n")
-    return 0 if found[0].is_trainable else 1
+        Path(options["output"]).write_text(results[0].model_dump_json(indent=2) + "\n")
+    return 0 if results[0].is_trainable else 1
 
 
 def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -76,7 +82,8 @@ def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
     for name, equals, _ in pairs:
         if not equals or name not in OPTIONS:
             raise ConfigError(
-                f"unknown argument {name!r}; write python -m src.probe URL, then any of {', '.join(f'{o}=' for o in OPTIONS)}"
+                f"unknown argument {name!r}; use python -m src.probe URL, then any of "
+                f"{', '.join(f'{o}=' for o in OPTIONS)}"
             )
     if len(urls) != 1:
         raise ConfigError("give the address of one endpoint: python -m src.probe http://localhost:8000")
@@ -89,11 +96,11 @@ def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
         if not 0 < value < math.inf:
             raise ConfigError(f"{name} must be above 0, not {options[name]}")
     if options["output"] and not Path(options["output"]).parent.is_dir():
-        raise ConfigError(f"output={options['output']}: there is no such folder")
-    unknown = set(filter(None, options.get("only", "").split(","))) - {*NEEDED, *WHERE_ASKED_FOR}
+        raise ConfigError(f"output={options['output']}: the folder does not exist")
+    unknown = set(filter(None, options.get("only", "").split(","))) - {*REQUIRED, *OPTIONAL}
     if unknown:
         raise ConfigError(
-            f"no check is called {', '.join(sorted(unknown))}; there are: {', '.join([*NEEDED, *WHERE_ASKED_FOR])}"
+            f"unknown check {', '.join(sorted(unknown))}; the checks are: {', '.join([*REQUIRED, *OPTIONAL])}"
         )
     return urls[0].rstrip("/"), options
 
@@ -101,32 +108,34 @@ def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
 async def _probe(
     url: str,
     options: Mapping[str, str],
-    found: list[Capabilities],
+    results: list[Capabilities],
     *,
     on_finding: Callable[[Finding], None] = lambda finding: None,
 ) -> None:
     await check_alive(url)
-    found.append(await probe(url, options, on_finding=on_finding))
+    results.append(await probe(url, options, on_finding=on_finding))
 
 
 async def probe(
     url: str, options: Mapping[str, str], *, on_finding: Callable[[Finding], None] = lambda finding: None
 ) -> Capabilities:
-    """Every check, or those in `only`. ConfigError when the endpoint does not serve the model. The SDK's calls block: each runs in a
-    thread that is abandoned at its deadline."""
+    """Run all checks, or those in `only`. Raises ConfigError if the endpoint does not serve the model.
+
+    The calls of the SDK block, so each check runs in a thread, which is abandoned at its deadline.
+    """
     limit_s = float(options.get("answer_timeout_sec", ANSWER_TIMEOUT_S))
 
-    async def answered[T](what: str, function: Callable[[], T]) -> T:
+    async def bounded[T](action: str, function: Callable[[], T]) -> T:
         async with deadline(
-            limit_s, BackendError, f"{what}: no answer within answer_timeout_sec={limit_s:g}"
+            limit_s, BackendError, f"{action}: no answer within answer_timeout_sec={limit_s:g}"
         ):
             return await in_thread(function)
 
     key = os.environ.get("TINKER_API_KEY") or DUMMY_KEY
-    what = f"asking the server at {url} for its models"
-    with sdk_boundary(what):
+    action = f"asking the server at {url} for its models"
+    with sdk_boundary(action):
         rest = lambda: tinker.RestClient(base_url=url, api_key=key).get_server_capabilities().result()  # noqa: E731
-        served = (await answered(what, rest)).supported_models
+        served = (await bounded(action, rest)).supported_models
     models = {model.model_name: model for model in served if model.model_name}
     name = options.get("model_name") or next(iter(models), "")
     if name not in models:
@@ -135,9 +144,7 @@ async def probe(
         )
     only = set(filter(None, options.get("only", "").split(",")))
     checks = {
-        check: function
-        for check, function in {**NEEDED, **WHERE_ASKED_FOR}.items()
-        if not only or check in only
+        check: function for check, function in {**REQUIRED, **OPTIONAL}.items() if not only or check in only
     }
     limit = models[name].max_context_length
     findings = []
@@ -149,25 +156,25 @@ async def probe(
         tolerance=float(options.get("tolerance", TOLERANCE)),
     )
     for check, function in checks.items():
-        findings.append(await answered(f"check {check!r}", partial(finding_of, check, function, tools)))
+        findings.append(await bounded(f"check {check!r}", partial(finding_of, check, function, tools)))
         on_finding(findings[-1])
-    await answered("ending the session", lambda: service.close("success").result())
+    await bounded("ending the session", lambda: service.close("success").result())
     return Capabilities(url=url, model_name=name, max_context_length=limit, findings=findings)
 
 
 def finding_of(name: str, check: Callable[[Probe], str], tools: Probe) -> Finding:
     started = time.monotonic()
     try:
-        holds, seen = True, check(tools)
+        holds, observation = True, check(tools)
     except Defect as defect:
-        holds, seen = False, str(defect)
-    except Exception as error:  # whatever an endpoint answers instead is the finding
-        holds, seen = False, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        holds, observation = False, str(defect)
+    except Exception as error:  # any error of the endpoint is a finding
+        holds, observation = False, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return Finding(
         name=name,
         holds=holds,
-        is_needed=name in NEEDED,
-        seen=seen,
+        is_needed=name in REQUIRED,
+        seen=observation,
         seconds=round(time.monotonic() - started, 2),
     )
 
@@ -177,19 +184,22 @@ def line(finding: Finding) -> str:
     return f"{verdict:8}{finding.name}: {finding.seen}"
 
 
-def show(found: Capabilities, console: Console) -> None:
-    """What did not hold, and the verdict."""
-    failed = [finding for finding in found.findings if not finding.holds]
+def show(result: Capabilities, console: Console) -> None:
+    """Print the checks that do not hold, and the result."""
+    failed = [finding for finding in result.findings if not finding.holds]
     if failed:
-        table = Table("does not hold", "needed", "seen", box=None, padding=(0, 1))
+        table = Table("does not hold", "required", "observed", box=None, padding=(0, 1))
         for finding in failed:
-            table.add_row(finding.name, "always" if finding.is_needed else "where asked for", finding.seen)
+            table.add_row(finding.name, "always" if finding.is_needed else "if used", finding.seen)
         console.print(table)
-    seconds = sum(finding.seconds for finding in found.findings)
-    verdict = "training may rely on it" if found.is_trainable else "do not train on it"
-    held = len(found.findings) - len(failed)
+    seconds = sum(finding.seconds for finding in result.findings)
+    verdict = (
+        "the endpoint can be used for training" if result.is_trainable else "do not train with this endpoint"
+    )
+    held = len(result.findings) - len(failed)
     console.print(
-        f"{found.model_name} at {found.url}: {held} of {len(found.findings)} checks hold, {seconds:.0f} s; {verdict}",
+        f"{result.model_name} at {result.url}: {held} of {len(result.findings)} checks hold, {seconds:.0f} "
+        f"s; {verdict}",
         highlight=False,
     )
 

@@ -246,7 +246,7 @@ def _decoded_turns(values: Sequence[Mapping[str, Any]]) -> list[Turn]:
             if value["after"] >= len(turns):
                 raise ValueError("a turn continues a turn that is not before it")
             earlier = turns[value["after"]]
-            changed["prompt_ids"] = TokenIds.of(earlier.prompt_ids).extended(
+            changed["prompt_ids"] = TokenIds.wrap(earlier.prompt_ids).extended(
                 [*earlier.completion_ids, *changed["prompt_ids"]]
             )
         else:

@@ -1,4 +1,6 @@
-"""BanditBackend: the Tinker API over a softmax of four logits, which really learns from the datums it is sent."""
+"""`BanditBackend`: the Tinker API over a softmax of four logits, which learns from the datums that it
+receives.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ import tinker
 from src.policy.backend import SavedPaths
 from src.policy.sampling_policy import TinkerPolicy
 
-VOCAB = 4  # tokens 0..3 are sampled; anything else only stands in prompts
+VOCAB = 4  # tokens 0 to 3 are sampled; other tokens occur only in prompts
 
 
 @dataclass(frozen=True)
 class Ready[T]:
-    """A future that is done."""
+    """A completed future."""
 
     value: T
 
@@ -26,7 +28,7 @@ class Ready[T]:
 
 
 class BanditTrainingClient:
-    """Every context has the same distribution. `events` is the order of calls."""
+    """A training client with the same distribution for every context. `events` records the calls in order."""
 
     def __init__(self) -> None:
         self.logits = np.zeros(VOCAB)
@@ -106,7 +108,7 @@ class BanditSampler:
 
 
 class BanditBackend:
-    """`saved` maps a checkpoint's name to the logits it holds."""
+    """Implements `Backend`. `saved` maps the name of a checkpoint to its logits."""
 
     def __init__(self) -> None:
         self.training_client = BanditTrainingClient()

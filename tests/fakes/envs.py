@@ -1,4 +1,4 @@
-"""ScriptedEnv: a message environment that reacts from a script."""
+"""`ScriptedEnv`: a message environment that follows a script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from src.policy.chat import Message
 def saying(
     *texts: str, role: str = "user", reward: float = 0.0, is_done: bool = False, **metrics: float
 ) -> StepResult:
-    """An observation of one message per text."""
+    """Return a result with one message per text."""
     return StepResult(
         messages=[{"role": role, "content": text} for text in texts],
         reward=reward,
@@ -26,9 +26,12 @@ def ending(reward: float = 1.0) -> StepResult:
 
 
 class ScriptedEnv:
-    """Opens with `opening` and gives one observation per answer, whatever the answer; an exception in the script is raised.
+    """Starts with `opening` and returns one result of the script per answer.
 
-    A script that is over is an error of the test. `hang_at` is the step, from 1, that never returns.
+    An exception in the script is raised.
+
+    An answer after the end of the script is an error of the test. Step number `hang_at`, counted from 1,
+    never returns.
     """
 
     def __init__(

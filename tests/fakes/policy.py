@@ -1,4 +1,4 @@
-"""FakePolicy: answers from a script instead of a model."""
+"""`FakePolicy`: a policy that samples from a script."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from src.policy.sampling_policy import SampleRequest
 
 
 class FakePolicy:
-    """Says `replies` one after the other, each cut at `max_tokens`; the last one for ever. An Exception among them is raised.
+    """Samples `replies` in order, each cut at `max_tokens`, and repeats the last one.
 
-    Every token has logprob -0.5, and `calls` keeps what was asked.
+    An Exception in `replies` is raised.
+
+    Every token has the logprob -0.5. `calls` contains all requests.
     """
 
     def __init__(self, chat: Chat, replies: Sequence[str | Exception], *, version: int = 0) -> None:

@@ -1,4 +1,7 @@
-"""A policy that plays Terminus-2 from a script; one object serves any number of trials at once."""
+"""A policy that answers as a Terminus-2 agent from a script.
+
+One object can be used by any number of concurrent trials.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,21 @@ ANSWER_MARK = "<|im_start|>assistant\n"
 
 
 def answer(*commands: str, done: bool = False, duration: float = 0.3) -> str:
-    """A Terminus-2 answer: shell commands, each ended by Enter."""
+    """Return a Terminus-2 answer with shell commands, each followed by Enter."""
     keys = [{"keystrokes": f"{command}\n", "duration": duration} for command in commands]
     return json.dumps({"analysis": "a", "plan": "p", "commands": keys, "task_complete": done})
 
 
 def solving(*commands: str) -> list[str]:
-    """Run the commands, then say twice that the task is done."""
+    """Return a script that runs the commands and then reports completion twice."""
     return [answer(*commands), answer(done=True), answer(done=True)]
 
 
 class ScriptedPolicy:
-    """Answers by how many answers the prompt holds already, from the first script whose key occurs in the prompt.
+    """Samples from the first script whose key occurs in the prompt; the number of answers in the prompt is
+    the index of the reply.
 
-    An exception in a script is raised. Answers are cut at max_tokens; every token has logprob -0.5.
+    An exception in a script is raised. Answers are cut at max_tokens, and every token has the logprob -0.5.
     """
 
     def __init__(

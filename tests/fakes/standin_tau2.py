@@ -1,7 +1,7 @@
 """A replacement for the tau2 worker: one small domain with the same requests, replies and failures.
 
-The reward is 1 if the agent has called `save`. `calculate` never returns, the task `judged` needs a judge, the task `broken` cannot be
-evaluated, and the tool `die` ends the worker.
+The reward is 1 if the agent has called `save`. `calculate` never returns, the task `judged` needs a judge,
+the task `broken` cannot be evaluated, and the tool `die` ends the worker.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Every defect of an endpoint that the probe claims to find, one at a time, in our own server: found, and nothing else reported."""
+"""The probe finds each defect that is injected into our server, and reports nothing for the unchanged
+server.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ from src.cli.command_line import parse
 from src.core.errors import ConfigError
 from src.loop import capabilities
 from src.probe.__main__ import arguments, main, probe
-from src.probe.checks import NEEDED, WHERE_ASKED_FOR, Probe
+from src.probe.checks import OPTIONAL, REQUIRED
+from src.probe.endpoint_probe import Probe
 from tests.fakes.server import serving
 from tests.fakes.tiny_model import make_model, make_settings
 
@@ -43,7 +46,9 @@ MODEL = "local/tiny"
 
 
 class Defective:
-    """The real executor, but for one defect: what becomes of an operation before it is run, of its result, and of what was sampled."""
+    """The real executor with one defect: `before` changes operations, `after` changes results, `sampled`
+    changes sampled sequences.
+    """
 
     def __init__(self, executor: DeviceExecutor) -> None:
         self.real = executor
@@ -106,7 +111,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, De
 
 
 def of(kind: type, **changes: Callable) -> Callable:
-    """Operations of one kind with other fields."""
+    """Change fields of the operations of one kind."""
     return lambda executor, op: (
         replace(op, **{name: change(op) for name, change in changes.items()}) if isinstance(op, kind) else op
     )
@@ -136,7 +141,7 @@ def mean_loss(executor, op, result):
 
 
 def leaks(executor, op, result):
-    """Every other model gets the weights of the one that took a step."""
+    """Copy the weights of the model that took a step to all other models."""
     if isinstance(op, OptimStep):
         adapter = executor._models.get(op.model_id).adapter
         for other in [name for name in executor._models._device if name != op.model_id]:
@@ -145,7 +150,7 @@ def leaks(executor, op, result):
 
 
 class Keeps:
-    """Puts back what an optimizer step should have cleared."""
+    """Restores the gradient that an optimizer step should have cleared."""
 
     def __init__(self) -> None:
         self.gradients: dict[str, object] = {}
@@ -164,7 +169,7 @@ class Keeps:
 
 
 class Stale:
-    """Every sampler of a model has the weights of its first."""
+    """Gives every sampler of a model the weights of its first sampler."""
 
     def __init__(self) -> None:
         self.first: dict[str, object] = {}
@@ -182,7 +187,7 @@ def without_stop_token(sequence):
     return replace(sequence, tokens=sequence.tokens[:-1], logprobs=sequence.logprobs[:-1])
 
 
-# defect: (what it is made of, the checks that must find it)
+# defect: (the injected functions, the check that must find it)
 DEFECTS: dict[str, tuple[dict[str, Callable], str]] = {
     "ignores loss_fn_config": (
         {"before": of(ForwardBackward, settings=lambda op: LossSettings())},
@@ -197,7 +202,7 @@ DEFECTS: dict[str, tuple[dict[str, Callable], str]] = {
         },
         "loss ppo",
     ),
-    "says the mean loss": ({"after": mean_loss}, "loss cross_entropy"),
+    "reports the mean loss": ({"after": mean_loss}, "loss cross_entropy"),
     "averages gradients": ({"before": of(ForwardBackward, data=averaged)}, "sums gradients"),
     "keeps gradients over a step": ({}, "clears gradients"),
     "ignores the learning rate": ({"before": adam(learning_rate=10.0)}, "learning rate"),
@@ -210,7 +215,7 @@ DEFECTS: dict[str, tuple[dict[str, Callable], str]] = {
         {"before": of(LoadWeights, optimizer=lambda op: False)},
         "loads with optimizer",
     ),
-    "loads the optimizer unasked": (
+    "always loads the optimizer": (
         {"before": of(LoadWeights, optimizer=lambda op: True)},
         "loads without optimizer",
     ),
@@ -221,7 +226,7 @@ DEFECTS: dict[str, tuple[dict[str, Callable], str]] = {
     "ignores top_k": ({"before": sampling(top_k=-1)}, "top_k"),
     "ignores stop tokens": ({"before": sampling(stop_token_ids=())}, "stop tokens"),
     "leaves the stop token out": ({"sampled": without_stop_token}, "stop tokens"),
-    "says wrong logprobs": (
+    "returns wrong logprobs": (
         {"sampled": lambda s: replace(s, logprobs=s.logprobs - np.float32(0.2))},
         "logprobs agree",
     ),
@@ -246,32 +251,32 @@ def test_each_defect_is_found(endpoint: tuple[str, Defective], defect: str) -> N
     assert not re.match(r"\w*(Error|Exception|Timeout)", found.findings[0].seen), (
         "found by its effect, not by a call that failed"
     )
-    assert found.is_trainable is (check in WHERE_ASKED_FOR)
+    assert found.is_trainable is (check in OPTIONAL)
 
 
-def test_settings_that_are_taken_without_a_word_are_found(
+def test_ignored_unknown_settings_are_found(
     endpoint: tuple[str, Defective], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, server = endpoint
     server.heal()
     for module in ("requests", "protobuf"):
         monkeypatch.setattr(
-            f"skyrl_tx_server.wire.{module}.parse_loss_config", lambda loss_fn, config: LossSettings()
+            f"skyrl_tx_server.http.wire.{module}.parse_loss_config", lambda loss_fn, config: LossSettings()
         )
     assert not asyncio.run(probe(url, {"only": "refuses the unknown"})).findings[0].holds
 
 
-def test_a_prompt_beyond_the_limit_that_is_answered_is_found(
+def test_an_unenforced_context_limit_is_found(
     endpoint: tuple[str, Defective], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The endpoint takes 600 tokens and claims 300, so that it answers what it should refuse."""
+    """The endpoint accepts 600 tokens and states a limit of 300."""
     url, server = endpoint
     server.heal()
     monkeypatch.setattr(
         "src.probe.__main__.Probe", lambda **fields: Probe(**(fields | {"max_context_length": 300}))
     )
     found = asyncio.run(probe(url, {"only": "context limit"})).findings[0]
-    assert not found.holds and "296 + 16 tokens were taken by a context of 300" in found.seen
+    assert not found.holds and "296 + 16 tokens were accepted with a limit of 300" in found.seen
 
 
 def test_the_unchanged_server_passes_all_checks(
@@ -282,7 +287,7 @@ def test_the_unchanged_server_passes_all_checks(
     output = tmp_path / "capabilities.json"
     assert main([url, f"output={output}"]) == 0
     said = capsys.readouterr().out
-    assert f"{len(NEEDED) + len(WHERE_ASKED_FOR)} of {len(NEEDED) + len(WHERE_ASKED_FOR)} checks hold" in said
+    assert f"{len(REQUIRED) + len(OPTIONAL)} of {len(REQUIRED) + len(OPTIONAL)} checks hold" in said
     found = json.loads(output.read_text())
     base = [
         f"model_name={MODEL}",
@@ -309,10 +314,10 @@ def test_the_unchanged_server_passes_all_checks(
         ([], "give the address of one endpoint"),
         (["http://h:1", "models=3"], "unknown argument 'models'"),
         (["http://h:1", "tolerance=abc"], "tolerance=abc is not a number"),
-        (["http://h:1", "output=/no/such/c.json"], "output=/no/such/c.json: there is no such folder"),
-        (["http://h:1", "only=seeds,tides"], "no check is called tides; there are: sums gradients"),
+        (["http://h:1", "output=/no/such/c.json"], "output=/no/such/c.json: the folder does not exist"),
+        (["http://h:1", "only=seeds,tides"], "unknown check tides; the checks are: sums gradients"),
     ],
 )
-def test_a_mistake_is_one_line(argv: list[str], message: str) -> None:
+def test_invalid_arguments_are_rejected_with_one_line(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         arguments(argv)

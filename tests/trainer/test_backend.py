@@ -1,4 +1,4 @@
-"""The back end through the real SDK, against our server's HTTP side on a fake engine."""
+"""The backend with the real SDK, against the HTTP side of our server with a fake engine."""
 
 import logging
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from skyrl_tx_server.http.http_handler import StartupState
 from src.core.errors import BackendError, ConfigError
 from src.learning.datums import sequences_of, to_datums
 from src.learning.learner import Learner
-from src.policy.backend import BackendSettings, address, connect, require_key
+from src.policy.backend import BackendSettings, base_url, connect, require_key
 from src.policy.sampling_policy import SampleRequest
 from tests.fakes.server import fake_context, serving
 from tests.fakes.trials import turn
@@ -47,7 +47,7 @@ def settings(url: str, **changes) -> BackendSettings:
     return BackendSettings(**(options | changes))
 
 
-async def test_sample_train_sample_again_save_and_load(url):
+async def test_sample_train_save_and_load(url):
     async with connect(settings(url)) as endpoint:
         backend = await endpoint.open_training()
         policy = await backend.policy(0)
@@ -70,7 +70,7 @@ async def test_sample_train_sample_again_save_and_load(url):
         assert (await resumed.policy(1)).version == 1
 
 
-async def test_a_model_that_is_not_served_is_refused_by_name(url):
+async def test_a_model_that_is_not_served_is_rejected(url):
     with pytest.raises(
         ConfigError, match=r"model_name=org/other is not served at http.*; it serves: local/fake"
     ):
@@ -78,13 +78,13 @@ async def test_a_model_that_is_not_served_is_refused_by_name(url):
             pass
 
 
-async def test_a_context_beyond_the_servers_is_refused(url):
-    with pytest.raises(ConfigError, match=r"context_limit=999999 is above the server's \d+"):
+async def test_a_context_beyond_the_servers_is_rejected(url):
+    with pytest.raises(ConfigError, match=r"context_limit=999999 exceeds the server's \d+"):
         async with connect(settings(url, context_limit=999_999)):
             pass
 
 
-async def test_a_rank_the_server_refuses_is_one_line_in_its_own_words(url):
+async def test_a_rejected_rank_gives_the_servers_message(url):
     with pytest.raises(
         BackendError, match="creating an adapter of rank 4096 on local/fake: LoRA rank 4096 is above"
     ) as error:
@@ -93,13 +93,13 @@ async def test_a_rank_the_server_refuses_is_one_line_in_its_own_words(url):
     assert "\n" not in str(error.value) and "{" not in str(error.value)
 
 
-async def test_a_checkpoint_that_is_not_there_is_named(url):
+async def test_a_missing_checkpoint_is_named(url):
     with pytest.raises(BackendError, match="loading tinker://nobody/weights/x"):
         async with connect(settings(url, load_checkpoint_path="tinker://nobody/weights/x")) as endpoint:
             await endpoint.open_training()
 
 
-async def test_a_run_that_outlives_its_server_says_so(tmp_path, monkeypatch, caplog):
+async def test_a_lost_server_is_reported(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("src.policy.backend.CLOSE_TIMEOUT_S", 0.5)
     with serving(StartupState(context=fake_context(tmp_path))) as url:
         connection = connect(settings(url))
@@ -108,12 +108,12 @@ async def test_a_run_that_outlives_its_server_says_so(tmp_path, monkeypatch, cap
     error = BackendError("sampling: gone")
     with (
         caplog.at_level(logging.CRITICAL),
-        pytest.raises(BackendError, match="no longer answers; start it again and resume"),
+        pytest.raises(BackendError, match="does not answer; start it again and resume"),
     ):
         await connection.__aexit__(BackendError, error, None)
 
 
-async def test_nothing_there_is_said_within_seconds():
+async def test_an_unreachable_server_is_reported_within_seconds():
     with pytest.raises(BackendError, match=r"no server answers at http://127.0.0.1:9 "):
         async with connect(settings("http://127.0.0.1:9")):
             pass
@@ -125,14 +125,14 @@ async def test_a_server_that_is_still_loading_is_reported_as_not_ready():
             pass
 
 
-def test_a_server_of_ones_own_needs_no_key(monkeypatch):
+def test_our_server_needs_no_key(monkeypatch):
     own = settings("http://h:1/")
     assert require_key(own) == "tml-dummy"
     monkeypatch.setenv("TINKER_API_KEY", "whatever")
     assert require_key(own) == "tml-dummy"
     monkeypatch.setenv("TINKER_API_KEY", "tml-mine")
     assert require_key(own) == "tml-mine"
-    assert address(own) == "http://h:1"
+    assert base_url(own) == "http://h:1"
 
 
 def test_the_cloud_needs_a_key(monkeypatch):
@@ -141,4 +141,4 @@ def test_the_cloud_needs_a_key(monkeypatch):
         require_key(cloud)
     monkeypatch.setenv("TINKER_API_KEY", "tml-mine")
     assert require_key(cloud) == "tml-mine"
-    assert address(cloud).startswith("https://tinker.")
+    assert base_url(cloud).startswith("https://tinker.")

@@ -35,7 +35,7 @@ def test_extend_keeps_sampled_ids_that_would_encode_differently():
     )
 
 
-def test_extend_closes_a_turn_that_was_cut_before_its_end():
+def test_extend_closes_a_turn_that_was_cut():
     chat = byte_chat()
     extended = chat.extend([1], encode("ab"), [{"role": "user", "content": "ok"}])
     assert text(extended[3:]) == "<|im_end|>\n<|im_start|>user\nok<|im_end|>\n" + GENERATION
@@ -60,13 +60,13 @@ def test_load_chat_reads_a_directory(tmp_path):
     assert load_chat(str(tmp_path)).render(USER) == byte_chat().render(USER)
 
 
-def test_a_directory_without_a_tokenizer_is_one_clear_line(tmp_path):
+def test_a_directory_without_a_tokenizer_is_reported(tmp_path):
     with pytest.raises(ConfigError, match="no tokenizer in") as error:
         load_chat(str(tmp_path))
     assert "\n" not in str(error.value)
 
 
-def test_a_base_model_is_pointed_out(tmp_path, caplog):
+def test_a_base_model_causes_a_warning(tmp_path, caplog):
     byte_tokenizer().save_pretrained(tmp_path / "Qwen3-8B-Base")
     load_chat(str(tmp_path / "Qwen3-8B-Base"))
     assert "is a base model" in caplog.text
@@ -82,7 +82,7 @@ def test_a_template_without_thinking_or_tools_works():
     assert text(Chat(tokenizer).render(USER)) == "[user]go<|im_end|>[assistant]"
 
 
-def test_a_tokenizer_without_a_template_is_refused(tmp_path):
+def test_a_tokenizer_without_a_template_is_rejected(tmp_path):
     tokenizer = deepcopy(byte_tokenizer())
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
@@ -92,8 +92,8 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path):
         load_chat(str(tmp_path))
 
 
-def test_nobody_else_calls_the_template():
-    """Thinking has to be off, and tools have to be shown, in every prompt alike."""
+def test_only_chat_calls_the_template():
+    """Thinking must be off and tools must be shown in every prompt."""
     root = Path(__file__).resolve().parents[2]
     calls = [
         path.name

@@ -205,7 +205,11 @@ def test_skyrls_length_names_and_ours_mean_the_same():
         512,
         16000,
     )
-    assert default.room(15999) == 1 and default.room(16000) == 0 and default.room(100) == 512
+    assert (
+        default.max_new_tokens(15999) == 1
+        and default.max_new_tokens(16000) == 0
+        and default.max_new_tokens(100) == 512
+    )
 
 
 def test_the_switch_for_the_deviation_still_works():

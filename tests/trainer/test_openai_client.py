@@ -39,7 +39,7 @@ def reply(content: str | None, finish: str = "stop") -> httpx.Response:
 
 
 @pytest.mark.parametrize("text", ["", "abc", "abcd", "abcde", "über \x00 \U0001f600"])
-def test_text_comes_back_as_it_was(text):
+def test_the_codec_is_lossless(text):
     codec = MessageCodec()
     ids = codec.encode(text, add_special_tokens=False)
     assert codec.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text

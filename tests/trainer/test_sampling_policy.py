@@ -8,7 +8,7 @@ from tests.fakes.backend import Ready
 
 
 class OneAnswer:
-    """A sampling client with one answer; `asked` is the last request."""
+    """A sampling client that always returns one completion. `asked` is the last request."""
 
     def __init__(self, tokens, logprobs, stop_reason="stop", prompt_logprobs=()):
         self.answer = tinker.SampledSequence(
@@ -59,7 +59,7 @@ async def test_an_error_of_the_client_is_a_backend_error():
         await sample(Broken())
 
 
-async def test_logprobs_leave_out_the_first_token():
+async def test_logprobs_omit_the_first_token():
     policy = TinkerPolicy(OneAnswer([], [], prompt_logprobs=[None, -1.0, -2.0]), version=0)
     assert await policy.logprobs([5, 6, 7]) == [-1.0, -2.0]
     with pytest.raises(BackendError, match="4 tokens came back with 2"):

@@ -1,4 +1,4 @@
-"""One run of service episodes with all that the seeds switch on: Qwen3's template, native tools, a judge, an evaluation first."""
+"""A run of service episodes with the chat template of Qwen3, native tools and a judge, after an evaluation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class Judge:
 
 
 @pytest.mark.parametrize("eval_before_train", [True, False])
-async def test_a_run_with_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eval_before_train: bool):
+async def test_a_run_with_native_tools_and_a_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eval_before_train: bool
+):
     judge, backend = Judge(), BanditBackend()
     monkeypatch.setattr("src.loop.run.open_endpoint", lambda base_url, model: judge)
     chat = load_chat(str(MODEL))

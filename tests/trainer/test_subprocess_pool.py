@@ -1,4 +1,4 @@
-"""Worker processes and the sessions that outlive them, against a stand-in program that misbehaves on request."""
+"""The pool of worker processes, with a worker that fails on request."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ async def pool_of(num_workers: int = 1, *, timeout_s: float = 20.0, arguments: t
 
 
 class Counter:
-    """An episode of the stand-in's."""
+    """An episode of the replacement worker."""
 
     def __init__(self, pool: WorkerPool, name: str) -> None:
         self.name = name
@@ -78,7 +78,7 @@ async def test_an_episode_is_replayed_on_another_worker(how: str, tmp_path: Path
         assert pool.pids != first
 
 
-async def test_a_hung_worker_is_killed_by_the_parent_too(monkeypatch: pytest.MonkeyPatch):
+async def test_the_parent_kills_a_hung_worker(monkeypatch: pytest.MonkeyPatch):
     async with pool_of() as pool:
         counter = Counter(pool, "one")
         await counter.add(1)
@@ -109,7 +109,7 @@ async def test_a_request_that_loses_a_second_worker_fails_alone(how: str, error:
         assert await bystander.add(4) == 7
 
 
-async def test_bystanders_are_restored_as_often_as_it_takes():
+async def test_episodes_are_restored_after_every_loss_by_another_one():
     async with pool_of() as pool:
         bystander = Counter(pool, "bystander")
         assert await bystander.add(1) == 1
@@ -138,7 +138,7 @@ async def test_no_episode_is_lost_when_workers_are_killed_from_outside():
         assert await asyncio.gather(*playing) == [190] * 24
 
 
-async def test_a_cancelled_request_leaves_the_worker_to_the_others():
+async def test_a_cancelled_request_does_not_disturb_other_episodes():
     async with pool_of() as pool:
         one, two = Counter(pool, "one"), Counter(pool, "two")
         await one.add(1)
@@ -167,7 +167,7 @@ async def test_a_different_reply_in_a_replay_is_a_failure():
             await counter.add(1)
 
 
-async def test_a_worker_that_refuses_to_start_says_why():
+async def test_a_start_error_of_a_worker_is_reported():
     async with pool_of(arguments=("refuse",)) as pool:
         with pytest.raises(ConfigError, match="wrong tau2"):
             await Counter(pool, "one").add(1)
@@ -177,7 +177,7 @@ async def test_a_worker_that_refuses_to_start_says_why():
             await Counter(pool, "one").add(1)
 
 
-async def test_a_closed_pool_leaves_no_process():
+async def test_closing_the_pool_ends_all_workers():
     async with pool_of(2) as pool:
         await asyncio.gather(Counter(pool, "a").add(1), Counter(pool, "b").add(1))
         pids = pool.pids

@@ -1,4 +1,4 @@
-"""Training mixtures and held-out sets of many domains: rows in the seeds' format, splits, and both at once."""
+"""Task files, splits and mixtures of several domains."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def written(path: Path, *rows: Mapping[str, object]) -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """tau2-bench's place, taken by the stand-in."""
+    """A tau2_home folder with the replacement worker."""
     python = tmp_path / "tau2" / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\nexec {sys.executable} {ROOT / 'tests' / 'fakes' / 'standin_tau2.py'}\n")
@@ -79,7 +79,7 @@ async def reward(source: TaskSource, task: Task, *answers: str) -> float:
     return found.reward
 
 
-def test_a_row_is_a_task_of_its_own_or_names_one(tmp_path: Path):
+def test_a_row_defines_a_task_or_names_one(tmp_path: Path):
     path = written(
         tmp_path / "rows.jsonl",
         row("retail", "7"),
@@ -109,7 +109,7 @@ def test_a_row_is_a_task_of_its_own_or_names_one(tmp_path: Path):
     assert found[4].definition is not None and found[4].definition.actions == [gold]
 
 
-async def test_rows_of_two_domains_are_played_each_by_its_own(tmp_path: Path, home: Path):
+async def test_rows_of_two_domains_run_in_their_own_domains(tmp_path: Path, home: Path):
     train = written(
         tmp_path / "train.jsonl",
         row("toy_retail", "mine", instruction=f"Please cancel order {ORDER}.", actions=[CANCEL]),
@@ -149,7 +149,7 @@ def test_files_add_training_tasks_and_replace_held_out_tasks(tmp_path: Path):
     assert {task.domain for task in source.eval} == {"held"}
 
 
-def test_an_evaluation_plays_what_it_is_given_and_nothing_else():
+def test_an_evaluation_uses_only_its_test_data():
     argv = [
         "model_name=m",
         "env=tau_bench",
@@ -161,7 +161,7 @@ def test_an_evaluation_plays_what_it_is_given_and_nothing_else():
     assert (list(source.train), len(source.eval)) == ([], 20)
 
 
-def test_a_partial_grading_is_that_of_the_benchmarks_tasks_alone(home: Path):
+def test_a_partial_grading_applies_only_to_tau2_tasks(home: Path):
     source = opened("environment_kwargs=domain=retail+toy_retail,grading=env,workers=1", f"tau2_home={home}")
     assert {(task.domain, task.grading) for task in source.train} == {("retail", "env"), ("toy_retail", "")}
     assert {task.has_writes for task in source.train if task.domain == "toy_retail"} == {True, False}
@@ -171,7 +171,8 @@ def test_a_task_in_both_training_and_test_data_is_rejected(tmp_path: Path, home:
     again = written(tmp_path / "again.jsonl", row("retail", "save-train"))
     with pytest.raises(
         ConfigError,
-        match="held-out tasks are also training tasks: retail/save-train; remove them from train_data or test_data",
+        match="held-out tasks are also training tasks: retail/save-train; "
+        "remove them from train_data or test_data",
     ):
         opened("environment_kwargs=domain=retail,workers=1", f"test_data=other={again}", f"tau2_home={home}")
 
@@ -245,7 +246,7 @@ def test_invalid_rows_are_rejected_with_one_line(tmp_path: Path, rows: list[dict
         ),
     ],
 )
-def test_options_that_cannot_be_honoured_are_refused(options: list[str], message: str):
+def test_unsupported_options_are_rejected(options: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
         opened(*options)
 
@@ -280,7 +281,7 @@ def test_a_mixture_gives_each_domain_its_share_of_every_batch():
     assert schedule(pool, replace(settings, batch_size=8))  # all airlines in every batch
 
 
-def test_shares_that_no_batch_can_have_are_exact_over_the_run():
+def test_fractional_shares_are_exact_over_the_run():
     settings = ScheduleSettings(
         batch_size=3, n_epochs=10, max_steps=None, seed=0, domain_shares={"airline": 0.25, "retail": 0.75}
     )
@@ -295,7 +296,7 @@ def test_shares_that_no_batch_can_have_are_exact_over_the_run():
         ({"retail": 4, "airline": 1}, "airline has 1 tasks, its share of a batch is 2"),
     ],
 )
-def test_a_mixture_that_the_tasks_do_not_allow_is_refused(numbers: dict[str, int], message: str):
+def test_an_impossible_mixture_is_rejected(numbers: dict[str, int], message: str):
     settings = ScheduleSettings(
         batch_size=4, n_epochs=1, max_steps=None, seed=0, domain_shares={"airline": 0.5, "retail": 0.5}
     )

@@ -1,18 +1,14 @@
-"""tau2-bench as an environment: always with a replacement worker, and with the benchmark itself if TAU2_HOME is set."""
+"""tau2-bench as an environment, with a replacement worker."""
 
 from __future__ import annotations
 
 import ast
-import json
 import logging
-import os
 import stat
 import sys
 import tomllib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,25 +17,19 @@ from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.core.trajectory import StopReason, Task, Trajectory, TrialFailure, ZeroReason
 from src.envs.base import TaskSource
-from src.envs.message_env import StepResult
 from src.envs.registry import open_task_source
 from src.envs.service import subprocess_pool, tau2, tau2_worker, tau_bench
 from src.envs.service.service_env import REFUSAL, ServiceEnv
 from src.envs.service.subprocess_pool import WorkerPool
-from src.envs.service.task_files import TaskDefinition
 from src.envs.service.user_simulator import STOP, Tools, UserSimulator
 from src.evaluate.failure_patterns import Pattern, patterns
-from src.policy.openai_client import ChatReply
 from tests.fakes.policy import FakePolicy
+from tests.fakes.tau2 import FixedJudge, called
 from tests.fakes.tokenizer import byte_chat
 
 ROOT = Path(__file__).resolve().parents[2]
 STANDIN = ROOT / "tests" / "fakes" / "standin_tau2.py"
 SAVE = '<tool_call>{"name": "save", "arguments": {}}</tool_call>'
-
-
-def called(name: str, **arguments: object) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 @pytest.fixture
@@ -134,23 +124,11 @@ def test_tasks_that_need_a_missing_judge_are_skipped_and_counted(
     assert "1 of 3 tasks need a judge (judge_model, judge_base_url) and are skipped" in caplog.text
 
 
-class SaysVerdict:
-    """A judge that always gives the same reply."""
-
-    def __init__(self, answer: str) -> None:
-        self.answer = answer
-        self.asked: list[object] = []
-
-    async def reply(self, messages: object, *, temperature: float, seed: int | None) -> ChatReply:
-        self.asked.append(messages)
-        return ChatReply(text=self.answer)
-
-
 @pytest.mark.parametrize(("answer", "reward"), [("yes", 1.0), ("garbage", None)])
 async def test_an_invalid_judge_reply_is_a_failure_and_not_a_reward(
     home: Path, answer: str, reward: float | None
 ):
-    judge = SaysVerdict(answer)
+    judge = FixedJudge(answer)
     settings = tau2.worker_settings(home, num_workers=1, step_timeout_s=20)
     task = next(task for task in tau2.official_tasks(settings, "retail", "train") if task.row["needs_judge"])
     pool = WorkerPool(settings)
@@ -324,100 +302,6 @@ async def test_the_worker_rejects_an_unrelated_tau2_package(tmp_path: Path):
         await subprocess_pool.start_worker(settings)
 
 
-# Tests with the benchmark itself
-
-needs_tau2 = pytest.mark.skipif(
-    "TAU2_HOME" not in os.environ, reason="TAU2_HOME is unset: scripts/setup_tau.sh makes the folder it names"
-)
-
-
-class Script:
-    """A user that ends the conversation after its lines."""
-
-    def __init__(self, *lines: str) -> None:
-        self.lines = list(lines)
-
-    async def reply(self, conversation: Sequence[object]) -> str:
-        return self.lines.pop(0) if self.lines else STOP
-
-
-async def episode(
-    domain: str,
-    task: str,
-    answers: Sequence[str],
-    *,
-    user: UserSimulator,
-    step_timeout_s: float = 60.0,
-    judge: SaysVerdict | None = None,
-) -> list[StepResult]:
-    """Return the results of the real benchmark for the answers; the last answer is repeated."""
-    settings = tau2.worker_settings(
-        Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=step_timeout_s
-    )
-    found = next(one for one in tau2.official_tasks(settings, domain, "base") if one.row["task"] == task)
-    async with subprocess_pool.worker_pool(settings) as pool:
-        parts = tau2.Tau2Context(
-            pool=pool, make_user=lambda instructions, tools, seed: user, grading="all", judge=judge
-        )
-        env = ServiceEnv(tau2.Tau2Episode(found, 0, parts), parallel_tool_calls=True)
-        await env.start()
-        observations: list[StepResult] = []
-        while not observations or not observations[-1].is_done:
-            observations.append(await env.step(answers[min(len(observations), len(answers) - 1)]))
-        await env.close()
-        return observations
-
-
-@needs_tau2
-async def test_real_mock_gold_is_worth_1_and_nothing_is_worth_0():
-    gold = called("create_task", user_id="user_1", title="Important Meeting")
-    last = (await episode("mock", "create_task_1", [gold, "Done."], user=Script("I need a task.")))[-1]
-    assert (last.reward, last.metrics["reward_db"], last.metrics["no_write_action"]) == (1.0, 1.0, 0.0)
-    last = (await episode("mock", "create_task_1", [REFUSAL], user=Script("I need a task.")))[-1]
-    assert (last.reward, last.metrics["no_write_action"]) == (0.0, 1.0)
-
-
-@needs_tau2
-async def test_real_tasks_may_be_defined_by_rows():
-    settings = tau2.worker_settings(Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=60.0)
-    gold: dict[str, Any] = {"name": "create_task", "arguments": {"user_id": "user_1", "title": "Tea"}}
-    definition = TaskDefinition(instruction="You want a task called Tea.", actions=[gold], facts=["four"])
-    [task] = tau2.defined_tasks(settings, "mock", {"mine": definition})
-    assert (task.id, task.has_writes, task.row["needs_judge"]) == ("mock/mine", True, False)
-    instructions: list[str] = []
-
-    def make_user(text: str, tools: Tools, seed: int) -> UserSimulator:
-        instructions.append(text)
-        return Script("Hello.")
-
-    async with subprocess_pool.worker_pool(settings) as pool:
-        for answers, reward in (
-            ([called("create_task", user_id="user_1", title="Tea"), "It is at Four."], 1.0),
-            ([REFUSAL], 0.0),
-        ):
-            env = ServiceEnv(
-                tau2.Tau2Episode(task, 0, tau2.Tau2Context(pool=pool, make_user=make_user, grading="all"))
-            )
-            await env.start()
-            observations = [await env.step(answer) for answer in answers]
-            assert observations[-1].is_done and observations[-1].reward == reward
-            await env.close()
-    assert "You want a task called Tea." in instructions[0]
-    with pytest.raises(
-        ConfigError, match="tasks that rows define of mock: ValueError: mine: there is no tool fly"
-    ):
-        tau2.defined_tasks(
-            settings, "mock", {"mine": replace(definition, actions=[{"name": "fly", "arguments": {}}])}
-        )
-    for arguments in ({"user_id": "user_1"}, {**gold["arguments"], "colour": None}):
-        with pytest.raises(
-            ConfigError, match=r"mine: create_task takes user_id, title, description, not user_id"
-        ):
-            tau2.defined_tasks(
-                settings, "mock", {"mine": replace(definition, actions=[{**gold, "arguments": arguments}])}
-            )
-
-
 def test_a_gold_action_has_the_arguments_of_its_tool():
     tools = {"save": {"properties": {"name": {}, "note": {}}, "required": ["name"]}, "look": {}}
     for action in ({"name": "save", "arguments": {"name": "a"}}, {"name": "look", "arguments": {}}):
@@ -430,22 +314,8 @@ def test_a_gold_action_has_the_arguments_of_its_tool():
         )
 
 
-@needs_tau2
-async def test_real_retail_keeps_its_deadline():
-    endless = called("calculate", expression="9**9**9")
-    [last] = await episode("retail", "0", [endless], user=Script("Hello."), step_timeout_s=2.0)
-    assert (last.reward, last.stop_reason) == (0.0, StopReason.TIMEOUT)
-
-
-@needs_tau2
-@pytest.mark.parametrize(("met", "reward"), [(True, 1.0), (False, 0.0)])
-async def test_real_assertions_are_judged_by_whom_we_say(met: bool, reward: float):
-    settings = tau2.worker_settings(Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=60)
-    task = next(one for one in tau2.official_tasks(settings, "retail", "test") if one.row["needs_judge"])
-    actions, num_assertions = task.row["gold_actions"], task.row["num_assertions"]
-    assert isinstance(actions, list) and isinstance(num_assertions, int)
-    verdict = {"expectedOutcome": "x", "reasoning": "y", "metExpectation": met}
-    judge = SaysVerdict(json.dumps({"results": [verdict] * num_assertions}))
-    answers = [*(called(action["name"], **action["arguments"]) for action in actions), "Done."]
-    last = (await episode("retail", str(task.row["task"]), answers, user=Script("Hello."), judge=judge))[-1]
-    assert (last.reward, last.metrics["reward_nl_assertion"], len(judge.asked)) == (reward, reward, 1)
+def test_former_option_names_are_accepted_with_a_notice(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        options = tau_bench.with_new_names({"customer": "tinker", "customer_model": "m", "workers": "2"})
+    assert options == {"user_simulator": "tinker", "user_model": "m", "workers": "2"}
+    assert "customer_model is now called user_model" in caplog.text

@@ -8,7 +8,7 @@ from src.records.rollout_store import decoded, encoded
 from tests.fakes.tokenizer import byte_chat
 
 
-def test_they_are_read_as_a_list_is():
+def test_token_ids_can_be_read_like_a_list():
     ids = list(range(10))
     tokens = TokenIds(ids[:6]).extended(ids[6:])
     assert (len(tokens), list(tokens), tokens == ids, ids == tokens, tokens == ids[1:]) == (
@@ -35,7 +35,7 @@ def test_extending_twice_copies_and_changes_neither():
     third = second.extended([5])
     assert (first, second, other, third) == ([1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 3, 5])
     assert second.shares_with(first) and third.shares_with(first) and not other.shares_with(first)
-    assert second != other and first.extended([]) == first and TokenIds.of(first) is first
+    assert second != other and first.extended([]) == first and TokenIds.wrap(first) is first
     with pytest.raises(IndexError):
         first[2]
 
@@ -64,7 +64,7 @@ def test_starts_with_compares_lists_and_token_ids():
 
 def test_a_conversation_stores_every_token_once():
     chat, turns = byte_chat(), []
-    prompt = TokenIds.of(chat.render([{"role": "user", "content": "go"}]))
+    prompt = TokenIds.wrap(chat.render([{"role": "user", "content": "go"}]))
     for _ in range(20):
         turns.append(
             Turn(

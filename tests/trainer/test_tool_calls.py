@@ -1,4 +1,4 @@
-"""The parser's table, row by row, its order, and what it never does."""
+"""The strategies of the parser, their order, and the texts that it must not execute."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ JSON = '{"name": "get_order", "arguments": {"id": "#1"}}'
         ('I look it up.\nget_order(id="#1")', Strategy.CODE),
     ],
 )
-def test_every_form_of_a_call_is_read(answer, strategy):
+def test_every_form_of_a_call_is_parsed(answer, strategy):
     parsed = parse(answer, TOOLS)
     assert (list(parsed.calls), parsed.strategy, parsed.problem, parsed.num_repaired) == (
         [ORDER],
@@ -88,7 +88,7 @@ def test_the_first_strategy_that_finds_an_attempt_decides(answer, strategy):
 @pytest.mark.parametrize(
     "form", ["{}", "<tool_call>{}", "<tool_call>{}</tool_call>", "```json\n{}\n```", "Well: {}"]
 )
-def test_missing_last_braces_are_mended_and_counted(form, missing):
+def test_missing_last_braces_are_added_and_counted(form, missing):
     parsed = parse(form.replace("{}", JSON[:-missing]), TOOLS)
     assert list(parsed.calls) == [ORDER]
     assert parsed.counts == {"parse_attempts": 1, "parse_failures": 0, "parse_recovered": 1}
@@ -130,8 +130,8 @@ def test_an_object_with_only_a_name_is_a_call_of_a_known_tool():
 
 @pytest.mark.parametrize("cut", range(1, len(JSON) - 2))
 @pytest.mark.parametrize("form", ["{}", "<tool_call>{}", "```json\n{}", "Well: {}"])
-def test_nothing_is_called_that_was_cut_anywhere_else(form, cut):
-    """Every prefix: inside a string, before a value, behind a comma. None is executed, and none raises."""
+def test_no_other_cut_call_is_executed(form, cut):
+    """No prefix of a call is executed, and none raises an exception."""
     parsed = parse(form.replace("{}", JSON[:cut]), TOOLS)
     complete = JSON[:cut].endswith('"') and JSON[:cut] + "}" * 2 == JSON
     assert complete or not parsed.calls or parsed.calls == [ToolCall(name="get_order", arguments={})]
@@ -147,7 +147,7 @@ def test_a_value_that_was_cut_is_a_failure(text):
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "3", "null", '"[1]"'])
-def test_arguments_that_are_no_object_become_none_and_a_failure(arguments):
+def test_arguments_that_are_not_an_object_are_a_parse_failure(arguments):
     parsed = parse(f'<tool_call>{{"name": "cancel", "arguments": {arguments}}}</tool_call>', TOOLS)
     assert list(parsed.calls) == [ToolCall(name="cancel", arguments={})]
     assert parsed.counts["parse_failures"] == 1
@@ -166,23 +166,23 @@ def test_arguments_that_are_no_object_become_none_and_a_failure(arguments):
         "  \n",
     ],
 )
-def test_anything_else_is_said_to_the_user(text):
+def test_any_other_answer_is_a_message_to_the_user(text):
     parsed = parse(text, TOOLS)
     assert parsed == ParsedAnswer(content=text.strip())
     assert parsed.counts["parse_attempts"] == 0
 
 
-def test_text_beside_a_call_is_kept():
+def test_text_next_to_a_call_is_kept():
     assert parse(f"One moment.\n<tool_call>{JSON}</tool_call>", TOOLS).content == "One moment."
 
 
-def test_several_calls_come_in_order_and_one_bad_one_spoils_them():
+def test_calls_keep_their_order_and_one_invalid_call_rejects_all():
     both = f'<tool_call>{JSON}</tool_call><tool_call>{{"name": "cancel", "arguments": {{}}}}</tool_call>'
     assert [call.name for call in parse(both, TOOLS).calls] == ["get_order", "cancel"]
     assert not parse(both.replace('"cancel", ', '"cancel" '), TOOLS).calls
 
 
-def test_an_unknown_tool_is_passed_on():
+def test_a_call_of_an_unknown_tool_is_returned():
     assert parse('<tool_call>{"name": "fly", "arguments": {}}</tool_call>', TOOLS).calls == [
         ToolCall(name="fly", arguments={})
     ]
@@ -201,12 +201,12 @@ def test_special_tokens_and_thoughts_are_not_shown(answer):
     assert parse(answer, TOOLS).content == "Hello"
 
 
-def test_a_thought_about_a_call_is_no_call():
+def test_a_call_inside_a_thought_is_ignored():
     assert not parse(f"<think><tool_call>{JSON}</tool_call>", TOOLS).calls
 
 
 @pytest.mark.parametrize("text", ["get_order('#1')", "get_order(id=)", "get_order(id=other())"])
-def test_code_is_read_and_never_run(text):
+def test_code_is_parsed_and_never_executed(text):
     parsed = parse(text, TOOLS)
     assert parsed.strategy == Strategy.CODE and not parsed.calls and parsed.problem
 

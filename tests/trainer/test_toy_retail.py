@@ -1,4 +1,4 @@
-"""toy_retail: solvable tasks, honest separation, grading as tau2 grades, and what a service episode makes of bad answers."""
+"""The toy_retail domain: its tasks, grading, tokenizer and episodes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def saying(name: str, **arguments: object) -> str:
 
 
 def gold(row) -> list[str]:
-    """Every gold action, then all facts until the user ends the conversation."""
+    """Return the gold actions, followed by all facts until the user ends the conversation."""
     return [
         *(saying(action["name"], **action["arguments"]) for action in row["actions"]),
         f"Done. {' '.join(row['communicate'])}",
@@ -91,7 +91,7 @@ CANCEL = {"name": "cancel_order", "arguments": {"order": "kala"}}
 # The data
 
 
-def test_the_committed_domain_is_what_the_generator_writes(
+def test_the_generator_reproduces_the_committed_domain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["make_tasks", str(tmp_path)])
@@ -125,7 +125,7 @@ def test_gold_actions_earn_1_with_every_script_of_every_task():
             assert last.reward == 1 and last.metrics["tool_errors"] == 0, task.id
 
 
-def test_the_do_nothing_floor():
+def test_an_agent_that_refuses_everything_earns_0():
     solved = [
         [task.id for task in tasks if asyncio.run(do_nothing(DOMAIN.make(task, 0)))]
         for tasks in (DOMAIN.tasks, DOMAIN.held_out)
@@ -227,14 +227,14 @@ def test_facts_are_compared_without_case_and_commas():
 # A service episode
 
 
-async def test_a_failed_call_is_told_and_counted():
+async def test_a_failed_call_is_reported_and_counted():
     first, *_ = await play(service(), [saying("get_order", order="x"), "Bye."])
     assert first.messages == [{"role": "tool", "content": "Error: there is no order x"}]
     assert (first.metrics["tool_calls"], first.metrics["tool_errors"], first.is_done) == (1, 1, False)
 
 
 @pytest.mark.parametrize(("is_parallel", "num_calls"), [(False, 1), (True, 2)])
-async def test_of_several_calls_the_first_is_made_or_all(is_parallel, num_calls):
+async def test_parallel_tool_calls_runs_all_calls_of_an_answer(is_parallel, num_calls):
     both = saying("get_order", order="kala") + saying("get_product", product="mive")
     first, *_ = await play(service(parallel_tool_calls=is_parallel), [both, "Bye."])
     assert [message["role"] for message in first.messages] == ["tool"] * num_calls
@@ -254,7 +254,7 @@ async def test_a_call_cut_inside_a_string_calls_nothing():
     ) == (0, 1, 1, 0)
 
 
-async def test_missing_braces_are_mended_and_counted():
+async def test_added_braces_are_counted_as_recovered():
     *_, last = await play(
         service([CANCEL]), ['<tool_call>{"name": "cancel_order", "arguments": {"order": "kala"', "Done."]
     )
@@ -304,7 +304,7 @@ async def test_a_native_gold_episode_trains_the_agents_answers(chat):
     assert roles[:5] == ["system", "user", "assistant", "tool", "assistant"]
 
 
-def test_the_quick_start_of_this_kind_asks_for_native_tools():
+def test_the_tau_quick_start_uses_native_tools():
     options = QUICKSTARTS["tau_bench"].options | RECIPE_OF_KIND["tau_bench"] | {"env": "tau_bench"}
     assert parse(
         [*BASE[1:3], *(f"{name}={value}" for name, value in options.items())]
@@ -328,7 +328,7 @@ async def test_the_task_is_solved_in_text_mode_without_schemas(chat):
     assert "# Tools" not in prompt and "- cancel_order(order: string): Cancel an order." in prompt
 
 
-async def test_an_episode_that_a_limit_ends_is_worth_nothing(chat):
+async def test_an_episode_that_a_limit_ends_has_reward_0(chat):
     settings = EpisodeSettings(temperature=1.0, seed=0, max_turns=1)
     result = await run_episode(
         DOMAIN.make(TASKS[0], 0), FakePolicy(chat, gold(TASKS[0].row)), chat, LIMITS, settings, task_id="a"

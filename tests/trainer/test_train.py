@@ -145,7 +145,7 @@ async def test_the_first_signal_lets_the_run_clean_up(sent):
 def test_the_second_signal_ends_the_process_at_once():
     script = """
         import asyncio, os, signal
-        from src.core.process import until_signalled
+        from src.core.process import run_until_signal
         async def stubborn():
             os.kill(os.getpid(), signal.SIGINT)
             try:
@@ -153,7 +153,7 @@ def test_the_second_signal_ends_the_process_at_once():
             finally:
                 os.kill(os.getpid(), signal.SIGINT)
                 await asyncio.Event().wait()
-        asyncio.run(until_signalled(stubborn(), print))
+        asyncio.run(run_until_signal(stubborn(), print))
     """
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     done = subprocess.run(

@@ -30,9 +30,9 @@ class TimedPolicy(PolicyWrapper):
             self.unanswered_s = time.monotonic() - call_started
             raise
         finally:
-            if self.spent.first_answer is not None:
+            if self.spent.first_completion is not None:
                 self.spent.sampling_s += time.monotonic() - call_started
-        self.spent.first_answer = self.spent.first_answer or time.monotonic()
+        self.spent.first_completion = self.spent.first_completion or time.monotonic()
         return turn
 
     async def responds(self) -> bool:

@@ -83,7 +83,7 @@ class TinkerLLM(BaseLLM):
         is_main = history is not None and not self._is_subagent
         messages = [*_pairs(history or []), ("user", prompt)]
         prompt_ids, num_known = self._prompt(messages)
-        max_tokens = self._limits.lengths.room(len(prompt_ids))
+        max_tokens = self._limits.lengths.max_new_tokens(len(prompt_ids))
         if max_tokens == 0:
             raise self._overflow(is_main=is_main, num_tokens=len(prompt_ids))
         turn = await self._sample(prompt_ids, max_tokens=max_tokens)

@@ -1,7 +1,9 @@
-"""`ServiceEnv`: a service agent talks to a simulated user and calls tools until the conversation ends and is graded.
+"""`ServiceEnv`: a service agent talks to a simulated user and calls tools until the conversation ends and
+is graded.
 
-`ServiceEnv` is the message environment of all service domains. It parses the agent's answers, counts errors and ends hopeless episodes.
-A `ServiceEpisode` supplies the rest: `ToyRetailEpisode` in this process, `Tau2Episode` in a worker process.
+`ServiceEnv` is the message environment of all service domains. It parses the agent's answers, counts errors
+and ends hopeless episodes. A `ServiceEpisode` supplies the rest: `ToyRetailEpisode` in this process,
+`Tau2Episode` in a worker process.
 """
 
 from __future__ import annotations
@@ -42,11 +44,16 @@ class ServiceEpisode(Protocol):
     """One attempt at one task of a domain, with its user simulator and its database."""
 
     async def start(self) -> ResetResult:
-        """Return the domain's policy as system message, the messages before the agent's first turn, and the tools."""
+        """Return the domain's policy as system message, the messages before the agent's first turn, and
+        the tools.
+        """
         ...
 
     async def step(self, content: str, calls: Sequence[ToolCall]) -> ActionResult:
-        """Execute `calls`. If there are none, pass `content` to the user simulator; otherwise `content` is not delivered."""
+        """Execute `calls`.
+
+        If there are none, pass `content` to the user simulator; otherwise `content` is not delivered.
+        """
         ...
 
     async def grade(self) -> Grade:
@@ -98,7 +105,9 @@ class ServiceEnv:
         await self._episode.close()
 
     def _unusable(self, error: str, *, role: str) -> StepResult:
-        """Count an answer that reaches neither a tool nor the user simulator, and show `error` to the agent."""
+        """Count an answer that reaches neither a tool nor the user simulator, and show `error` to the
+        agent.
+        """
         self._counts.update(unusable_answers=1)
         return StepResult(
             messages=[{"role": role, "content": error}],
@@ -120,7 +129,9 @@ def names_of(tools: Sequence[Mapping[str, object]]) -> set[str]:
 
 
 async def do_nothing(env: MessageEnv) -> float:
-    """Return the reward of an agent that refuses every request, for at most `MAX_REFUSALS` turns: the no-op baseline of the task."""
+    """Return the reward of an agent that refuses every request, for at most `MAX_REFUSALS` turns: the no-
+    op baseline of the task.
+    """
     reward = 0.0
     try:
         await env.start()

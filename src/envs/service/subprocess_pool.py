@@ -1,8 +1,10 @@
-"""A pool of worker processes that run episodes. Requests and replies are JSON lines, and every request has a deadline.
+"""A pool of worker processes that run episodes.
 
-A worker runs many episodes and answers one request at a time. A worker that exits, hangs or sends an invalid reply is killed and
-replaced. Its episodes are replayed on another worker, which must give identical replies. An episode may lose `MAX_LOSSES` workers to its
-own requests; the next loss fails the episode.
+Requests and replies are JSON lines, and every request has a deadline.
+
+A worker runs many episodes and answers one request at a time. A worker that exits, hangs or sends an invalid
+reply is killed and replaced. Its episodes are replayed on another worker, which must give identical replies.
+An episode may lose `MAX_LOSSES` workers to its own requests; the next loss fails the episode.
 """
 
 from __future__ import annotations
@@ -62,7 +64,10 @@ class Worker:
         return self._process.pid
 
     async def ask(self, request: Mapping[str, object], *, timeout_s: float) -> WorkerReply | None:
-        """Return the reply, or None if the worker was lost before it received the request. Raises WorkerLost if this request lost it."""
+        """Return the reply, or None if the worker was lost before it received the request.
+
+        Raises WorkerLost if this request lost it.
+        """
         # Shielded, so that the reply to a cancelled caller is read too.
         return await asyncio.shield(asyncio.create_task(self._exchange(request, timeout_s=timeout_s)))
 
@@ -122,7 +127,10 @@ class Worker:
 
 
 class WorkerSession:
-    """The exchange of one episode with a worker. All requests are kept, so that they can be replayed on another worker."""
+    """The exchange of one episode with a worker.
+
+    All requests are kept, so that they can be replayed on another worker.
+    """
 
     def __init__(self, pool: WorkerPool, close_request: Mapping[str, object]) -> None:
         self._pool = pool
@@ -132,7 +140,9 @@ class WorkerSession:
         self._num_losses = 0
 
     async def ask(self, request: Mapping[str, object]) -> WorkerReply:
-        """Raises WorkerLost if this episode has lost too many workers, SandboxError if the worker replies with an error."""
+        """Raises WorkerLost if this episode has lost too many workers, SandboxError if the worker replies
+        with an error.
+        """
         while True:
             try:
                 worker = await self._restored()
@@ -164,7 +174,9 @@ class WorkerSession:
             await worker.ask(self._farewell, timeout_s=self._pool.settings.step_timeout_s)
 
     async def _restored(self) -> Worker | None:
-        """Return a worker with the state of this episode, or None if another episode lost that worker during the replay."""
+        """Return a worker with the state of this episode, or None if another episode lost that worker
+        during the replay.
+        """
         if self._worker is not None and not self._worker.is_lost:
             return self._worker
         if self._worker is not None:
@@ -177,13 +189,17 @@ class WorkerSession:
                 return None
             if {**replayed, "id": 0} != {**reply, "id": 0}:
                 raise SandboxError(
-                    f"an episode cannot continue on another worker: the reply to {request.get('op')} differs there"
+                    f"an episode cannot continue on another worker: the reply to {request.get('op')} "
+                    "differs there"
                 )
         return worker
 
 
 class WorkerPool:
-    """Up to `num_workers` workers, started on demand. A new session goes to the worker with the fewest sessions."""
+    """Up to `num_workers` workers, started on demand.
+
+    A new session goes to the worker with the fewest sessions.
+    """
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
@@ -196,7 +212,10 @@ class WorkerPool:
         return [worker.pid for worker in self._workers if worker is not None and not worker.is_lost]
 
     def session(self, *, close_request: Mapping[str, object]) -> WorkerSession:
-        """Open the session of one episode, which the caller closes. `close_request` tells a worker to discard the episode."""
+        """Open the session of one episode, which the caller closes.
+
+        `close_request` tells a worker to discard the episode.
+        """
         return WorkerSession(self, close_request)
 
     async def worker(self) -> Worker:

@@ -1,10 +1,12 @@
 """Task files of service domains: one JSON object per line, or a parquet table with the same columns.
 
-    {"data_source": "tau_bench/retail", "env_class": "tau_bench", "prompt": [...], "reward_spec": {"ground_truth": [...]},
-     "extra_info": {"domain": "retail", "task_id": "7", "instruction": "You are ...", "actions": [...], "outputs": [...]}}
+    {"data_source": "tau_bench/retail", "env_class": "tau_bench", "prompt": [...],
+     "reward_spec": {"ground_truth": [...]},
+     "extra_info": {"domain": "retail", "task_id": "7", "instruction": "You are ...", "actions": [...],
+                    "outputs": [...]}}
 
-A row with an instruction and actions defines a new task. A row without them names a task of the domain. `prompt` is ignored: the agent
-reads the domain's policy and the messages of the user simulator.
+A row with an instruction and actions defines a new task. A row without them names a task of the domain.
+`prompt` is ignored: the agent reads the domain's policy and the messages of the user simulator.
 """
 
 from __future__ import annotations
@@ -40,16 +42,25 @@ class TaskProvider(Protocol):
     """Supplies the tasks of one or more domains."""
 
     def official(self, domain: str, split: str | None, /) -> list[Task]:
-        """Return the domain's own tasks of a split, or of all splits if it is None. Raises ConfigError for an unknown split."""
+        """Return the domain's own tasks of a split, or of all splits if it is None.
+
+        Raises ConfigError for an unknown split.
+        """
         ...
 
     def defined(self, domain: str, definitions: Mapping[str, TaskDefinition], /) -> list[Task]:
-        """Return a task for each definition, in order; keys are task ids. Raises ConfigError for gold actions that cannot be executed."""
+        """Return a task for each definition, in order; keys are task ids.
+
+        Raises ConfigError for gold actions that cannot be executed.
+        """
         ...
 
 
 def tasks_of(rows: Sequence[Row], providers: Mapping[str, TaskProvider], *, path: Path) -> list[Task]:
-    """Return the task of each row, in order; `providers` are by domain. Raises ConfigError for a task that its domain does not have."""
+    """Return the task of each row, in order; `providers` are by domain.
+
+    Raises ConfigError for a task that its domain does not have.
+    """
     tasks: dict[tuple[str, str], Task] = {}
     for domain in sorted({row.domain for row in rows}):
         provider, domain_rows = providers[domain], [row for row in rows if row.domain == domain]
@@ -89,7 +100,8 @@ def row_of(record: object, *, where: str) -> Row:
     info = record.get("extra_info") if isinstance(record, Mapping) else None
     if not isinstance(record, Mapping) or not isinstance(info, Mapping):
         raise ConfigError(
-            f"{where}: the row has no extra_info; a row must be an object with extra_info.domain and extra_info.task_id"
+            f"{where}: the row has no extra_info; a row must be an object with extra_info.domain and "
+            "extra_info.task_id"
         )
     domain = info.get("domain") or str(record.get("data_source") or "").rpartition("/")[2]
     if not domain:
@@ -98,7 +110,8 @@ def row_of(record: object, *, where: str) -> Row:
     task = next((info[name] for name in ("task_id", "index") if info.get(name) is not None), None)
     if task is None and definition is None:
         raise ConfigError(
-            f"{where}: the row names no task; give extra_info.task_id, or extra_info.instruction and extra_info.actions"
+            f"{where}: the row names no task; give extra_info.task_id, or extra_info.instruction and "
+            "extra_info.actions"
         )
     if task is None:
         task = hashlib.sha256(repr(definition).encode()).hexdigest()[:12]
@@ -128,7 +141,9 @@ def _definition(record: Mapping[str, Any], info: Mapping[str, Any], *, where: st
 
 
 def _as_list(value: object) -> list[Any] | None:
-    """Return a list, which may be given as JSON text, as is usual in parquet tables; None for any other value."""
+    """Return a list, which may be given as JSON text, as is usual in parquet tables; None for any other
+    value.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -158,7 +173,9 @@ def _from_parquet(path: Path) -> list[object]:
 
 
 def without_nulls(value: object) -> object:
-    """Return a value of a table without its null fields. In a table all records have the union of their fields.
+    """Return a value of a table without its null fields.
+
+    In a table all records have the union of their fields.
 
     >>> without_nulls([{"name": "cancel", "arguments": {"order": "W1", "items": None}}])
     [{'name': 'cancel', 'arguments': {'order': 'W1'}}]

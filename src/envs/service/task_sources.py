@@ -1,4 +1,6 @@
-"""The task sources that `train_data` and `test_data` name: files, and splits of domains such as `retail:test`."""
+"""The task sources that `train_data` and `test_data` name: files, and splits of domains such as
+`retail:test`.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class SplitSource:
 
 
 def read_source(text: str, known: Collection[str], *, may_be_named: bool = False) -> RowSource | SplitSource:
-    """Parse `[NAME=]FILE` or `[NAME=]DOMAIN:SPLIT` with a domain of `known`. Raises ConfigError for a file that cannot be read.
+    """Parse `[NAME=]FILE` or `[NAME=]DOMAIN:SPLIT` with a domain of `known`.
+
+    Raises ConfigError for a file that cannot be read.
 
     >>> read_source("shop=retail:test", ["retail"], may_be_named=True)
     SplitSource(domain='retail', split='test', name='shop')
@@ -67,5 +71,6 @@ def require_disjoint(tasks: Sequence[Task], held_out: Sequence[Task]) -> None:
     if both := [task.id for task in held_out if task.id in trained]:
         more = f" (and {len(both) - 1} more)" if len(both) > 1 else ""
         raise ConfigError(
-            f"held-out tasks are also training tasks: {both[0]}{more}; remove them from train_data or test_data"
+            f"held-out tasks are also training tasks: {both[0]}{more}; remove them from train_data or "
+            "test_data"
         )

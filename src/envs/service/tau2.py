@@ -1,7 +1,10 @@
-"""Sierra's tau2-bench. Its tasks, tools and grading run in worker processes of its own Python; user simulators run in this process.
+"""Sierra's tau2-bench.
 
-scripts/setup_tau.sh creates the folder that `tau2_home` names (docs/tau-bench.md). This module does not import tau2: the package of that
-name on PyPI is unrelated, and the benchmark's pinned dependencies conflict with Harbor's.
+Its tasks, tools and grading run in worker processes of its own Python; user simulators run in this process.
+
+scripts/setup_tau.sh creates the folder that `tau2_home` names (docs/tau-bench.md). This module does not
+import tau2: the package of that name on PyPI is unrelated, and the benchmark's pinned dependencies conflict
+with Harbor's.
 """
 
 from __future__ import annotations
@@ -59,7 +62,10 @@ UserSimulatorFactory = Callable[[str, Tools, int], UserSimulator]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tau2Context:
-    """The resources and settings that all episodes share. `grading` is tau2's term: `all` is the full reward, `env` its end-state part."""
+    """The resources and settings that all episodes share.
+
+    `grading` is tau2's term: `all` is the full reward, `env` its end-state part.
+    """
 
     pool: WorkerPool
     make_user: UserSimulatorFactory
@@ -119,7 +125,10 @@ class Tau2Episode:
         )
 
     async def grade(self) -> Grade:
-        """Return the reward of the official evaluator. Raises VerifierError if the task needs a judge and there is none."""
+        """Return the reward of the official evaluator.
+
+        Raises VerifierError if the task needs a judge and there is none.
+        """
         if self._has_timed_out:
             return Grade(
                 reward=0.0,
@@ -162,7 +171,10 @@ class Tau2Episode:
         return state
 
     async def _until_agent(self, state: WorkerReply) -> WorkerReply:
-        """Let the user simulator speak until it is the agent's turn or the conversation is over. Return the last state."""
+        """Let the user simulator speak until it is the agent's turn or the conversation is over.
+
+        Return the last state.
+        """
         assert self._user is not None
         errors_before = self._num_tool_errors
         while state["speaker"] == tau2_worker.USER:
@@ -188,17 +200,24 @@ class Tau2Episode:
 
 
 def scripted_user(instructions: str, tools: Tools, seed: int) -> UserSimulator:
-    """Return a user that states its scenario and then agrees to everything. It uses neither the tools nor the seed."""
+    """Return a user that states its scenario and then agrees to everything.
+
+    It uses neither the tools nor the seed.
+    """
     scenario = instructions.rpartition("<scenario>")[2].partition("</scenario>")[0]
     return ScriptedUserSimulator([scenario.strip(), *["Yes, please go ahead."] * NUM_CONSENTS])
 
 
 def worker_settings(home: Path, *, num_workers: int, step_timeout_s: float) -> WorkerSettings:
-    """Return the settings of workers for the benchmark in `home`. Raises ConfigError if it is not installed there."""
+    """Return the settings of workers for the benchmark in `home`.
+
+    Raises ConfigError if it is not installed there.
+    """
     python, data = home / "venv" / "bin" / "python", home / "source" / "data"
     if not python.exists() or not data.is_dir():
         raise ConfigError(
-            f"tau2_home {home} contains no tau2-bench; run scripts/setup_tau.sh, and set TAU2_HOME to the folder it prints"
+            f"tau2_home {home} contains no tau2-bench; run scripts/setup_tau.sh, and set TAU2_HOME to the "
+            "folder it prints"
         )
     return WorkerSettings(
         command=[str(python), "-I", str(Path(tau2_worker.__file__)), str(WORKER_MEMORY_MB)],
@@ -209,14 +228,20 @@ def worker_settings(home: Path, *, num_workers: int, step_timeout_s: float) -> W
 
 
 def official_tasks(settings: WorkerSettings, domain: str, split: str | None) -> list[Task]:
-    """Return the tasks of an official split, or of all splits if it is None. Blocks. Raises ConfigError with the benchmark's message."""
+    """Return the tasks of an official split, or of all splits if it is None.
+
+    Blocks. Raises ConfigError with the benchmark's message.
+    """
     return _tasks(settings, domain, what=f"the {split or 'official'} tasks", split=split)
 
 
 def defined_tasks(
     settings: WorkerSettings, domain: str, definitions: Mapping[str, TaskDefinition]
 ) -> list[Task]:
-    """Return a task of the domain for each definition. Blocks. Raises ConfigError for gold actions that the domain does not have."""
+    """Return a task of the domain for each definition.
+
+    Blocks. Raises ConfigError for gold actions that the domain does not have.
+    """
     records = {name: {"id": name, **asdict(definition)} for name, definition in definitions.items()}
     tasks = _tasks(settings, domain, what="the defined tasks", split=None, definitions=list(records.values()))
     return [

@@ -1,13 +1,22 @@
-"""The worker program that runs tau2 episodes for `tau2.py`. It reads one JSON request per line from stdin and writes one reply per line.
+"""The worker program that runs tau2 episodes for `tau2.py`.
 
-It runs in the Python environment of tau2 and imports only the standard library and tau2. It steps tau2's orchestrator. The messages of the
-agent and of the user come from the trainer; the tools, the rules and the grading run here.
+It reads one JSON request per line from stdin and writes one reply per line.
 
-    {"id": 1, "op": "reset", "episode": "a", "domain": "mock", "task": "create_task_1", ...}  ->  {"id": 1, "speaker": "user", ...}
-    {"id": 2, "op": "step", "episode": "a", "content": "Hello", "tool_calls": []}             ->  {"id": 2, "speaker": "agent", ...}
-    {"id": 3, "op": "finish", "episode": "a", "grading": "all", "judge_reply": null}          ->  {"id": 3, "reward": 1.0, ...}
+It runs in the Python environment of tau2 and imports only the standard library and tau2. It steps tau2's
+orchestrator. The messages of the agent and of the user come from the trainer; the tools, the rules and the
+grading run here.
 
-Each request states its timeout. A timer of the kernel enforces it: SIGALRM ends this process if a tool does not return (`9**9**9`).
+    {"id": 1, "op": "reset", "episode": "a", "domain": "mock", "task": "create_task_1", ...}
+    {"id": 1, "speaker": "user", ...}
+    {"id": 2, "op": "step", "episode": "a", "content": "Hello", "tool_calls": []}
+    {"id": 2, "speaker": "agent", ...}
+    {"id": 3, "op": "finish", "episode": "a", "grading": "all", "judge_reply": null}
+    {"id": 3, "reward": 1.0, ...}
+
+Each request states its timeout. A timer of the kernel enforces it: SIGALRM ends this process if a tool does
+not return (`9**9**9`).
+
+The program is one file, because the isolated mode of Python (-I) does not import modules from its folder.
 """
 
 # pyright: reportMissingImports=false
@@ -234,7 +243,9 @@ class EpisodeServer:
         return self._state(current)
 
     def finish(self, *, episode: str, grading: str, judge_reply: str | None) -> dict[str, Any]:
-        """Return the official evaluator's result, or the request to a judge (`judge_request`) that it needs before."""
+        """Return the official evaluator's result, or the request to a judge (`judge_request`) that it
+        needs before.
+        """
         current = self.episodes[episode]
         run = current.orchestrator._finalize()
         graded: dict[str, Any] = {
@@ -262,7 +273,10 @@ class EpisodeServer:
 
 
 def evaluated(current: Episode, run: Any, *, grading: str, judge_reply: str | None) -> Any:
-    """Evaluate with tau2. `grading` is tau2's term: `all` for the full reward basis of the task, `env` for the end state only."""
+    """Evaluate with tau2.
+
+    `grading` is tau2's term: `all` for the full reward basis of the task, `env` for the end state only.
+    """
     from tau2.data_model.message import AssistantMessage
     from tau2.evaluator import evaluator_nl_assertions
     from tau2.evaluator.evaluator import EvaluationType, evaluate_simulation
@@ -284,7 +298,9 @@ def evaluated(current: Episode, run: Any, *, grading: str, judge_reply: str | No
 
 
 def require_verdicts(judge_reply: str, *, num_assertions: int) -> None:
-    """Raises JudgeError unless every assertion has a verdict: the evaluator would count an empty list as success."""
+    """Raises JudgeError unless every assertion has a verdict: the evaluator would count an empty list as
+    success.
+    """
     try:
         verdicts = json.loads(judge_reply)["results"]
         is_valid = [
@@ -297,12 +313,15 @@ def require_verdicts(judge_reply: str, *, num_assertions: int) -> None:
         ) from error
     if not all(is_valid) or len(is_valid) != num_assertions:
         raise JudgeError(
-            f"the judge's answer has {sum(is_valid)} verdicts on {num_assertions} assertions: {judge_reply[:200]!r}"
+            f"the judge's answer has {sum(is_valid)} verdicts on {num_assertions} assertions: "
+            f"{judge_reply[:200]!r}"
         )
 
 
 def require_callable(action: dict[str, Any], tools: dict[str, dict[str, Any]], *, task: str) -> None:
-    """Raises ValueError for a gold action that no tool accepts: the evaluator would skip it and compare with a wrong end state."""
+    """Raises ValueError for a gold action that no tool accepts: the evaluator would skip it and compare
+    with a wrong end state.
+    """
     if action["name"] not in tools:
         raise ValueError(f"{task}: there is no tool {action['name']}")
     parameters = tools[action["name"]]
@@ -313,7 +332,8 @@ def require_callable(action: dict[str, Any], tools: dict[str, dict[str, Any]], *
     )
     if not required <= given or not given <= known:
         raise ValueError(
-            f"{task}: {action['name']} takes {', '.join(known) or 'nothing'}, not {', '.join(given) or 'nothing'}"
+            f"{task}: {action['name']} takes {', '.join(known) or 'nothing'}, not "
+            f"{', '.join(given) or 'nothing'}"
         )
 
 
@@ -330,7 +350,10 @@ def task_of(domain: str, task_id: str) -> Any:
 
 
 def task_from(definition: dict[str, Any]) -> Any:
-    """Return the task that a definition describes. As in tau-bench, it is graded by the end state and the communicated facts."""
+    """Return the task that a definition describes.
+
+    As in tau-bench, it is graded by the end state and the communicated facts.
+    """
     from tau2.data_model.tasks import Task
 
     actions = [{"action_id": str(number), **action} for number, action in enumerate(definition["actions"])]
@@ -371,7 +394,10 @@ def task_record(task: Any, environment: Any) -> dict[str, Any]:
 
 
 def prepare() -> None:
-    """Import tau2 without its log output, and cache the parsed database files. Raises ImportError for the unrelated package of that name."""
+    """Import tau2 without its log output, and cache the parsed database files.
+
+    Raises ImportError for the unrelated package of that name.
+    """
     os.environ.setdefault(
         "LITELLM_LOCAL_MODEL_COST_MAP", "True"
     )  # otherwise litellm sends a request when it is imported
@@ -385,7 +411,8 @@ def prepare() -> None:
         package = "tau2 of sierra-research/tau2-bench (PyPI's tau2 is an unrelated package)"
         raise ImportError(f"{sys.executable} has no {package}: {error}; run scripts/setup_tau.sh") from error
     assert registry.get_domains()
-    # Pydantic creates new records from the parsed text, so each episode has its own copy, and faster than with a deep copy.
+    # Pydantic creates new records from the parsed text, so each episode has its own copy, and faster than
+    # with a deep copy.
     tau2.environment.db.load_file = functools.cache(tau2.environment.db.load_file)
 
 

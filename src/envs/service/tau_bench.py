@@ -1,8 +1,9 @@
 """env=tau_bench: service domains that are graded as tau2-bench grades them.
 
-environment_kwargs=domain=toy_retail                                      the built-in domain, which needs no download
+environment_kwargs=domain=toy_retail the built-in domain, which needs no download
 environment_kwargs=domain=retail+airline,user_simulator=openai,user_model=m,user_base_url=http://127.0.0.1:8000/v1
-train_data=a.jsonl,b.parquet test_data=retail:test,shop=c.jsonl           tasks of files and splits, which name their domains
+train_data=a.jsonl,b.parquet test_data=retail:test,shop=c.jsonl tasks of files and splits, which name their
+domains
 """
 
 from __future__ import annotations
@@ -208,7 +209,8 @@ def open_tau2(
     """Open domains of tau2-bench."""
     if config.tasks_dir is not None:
         raise ConfigError(
-            f"tasks_dir cannot be used with domain={names}, whose tasks come from the benchmark or train_data; remove it"
+            f"tasks_dir cannot be used with domain={names}, whose tasks come from the benchmark or "
+            "train_data; remove it"
         )
     if config.tau2_home is None:
         raise ConfigError(
@@ -238,7 +240,9 @@ def open_tau2(
 
 
 def tau2_user_factory(model: UserModel | None) -> tau2.UserSimulatorFactory:
-    """Return the function that makes the user simulators of tau2 episodes; without a model they follow a script."""
+    """Return the function that makes the user simulators of tau2 episodes; without a model they follow a
+    script.
+    """
     if model is None:
         return tau2.scripted_user
 
@@ -259,7 +263,8 @@ def open_user_model(config: TrainerConfig, options: Options) -> UserModel | None
         base_url = options.pop("user_base_url", None)
         if name is None or base_url is None:
             raise ConfigError(
-                "environment_kwargs user_simulator=openai needs user_model=NAME and user_base_url=http://host:port/v1"
+                "environment_kwargs user_simulator=openai needs user_model=NAME and "
+                "user_base_url=http://host:port/v1"
             )
         return EndpointUserModel(open_endpoint(base_url, name), temperature=temperature)
     is_checkpoint = name is not None and name.startswith("tinker://")
@@ -279,7 +284,10 @@ def one_of[Choice: str](options: Options, name: str, choices: tuple[Choice, ...]
 
 
 def number(options: Options, name: str, default: float) -> float:
-    """Remove and return an option that must be above 0, or at least 0 if the default is 0. Raises ConfigError."""
+    """Remove and return an option that must be above 0, or at least 0 if the default is 0.
+
+    Raises ConfigError.
+    """
     text = options.pop(name, str(default))
     try:
         value = float(text)

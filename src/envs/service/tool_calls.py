@@ -8,8 +8,9 @@
     code       f(id="#1") on a line of its own, for a known tool
     bare_name  the name of a known tool and nothing else
 
-Any other answer is a message to the user. If the closing brackets of a JSON object are missing, the parser adds them and counts the repair.
-JSON that ends inside a string or number is a parse failure, and nothing is called. DEBUG_PARSER=1 logs every parse.
+Any other answer is a message to the user. If the closing brackets of a JSON object are missing, the parser
+adds them and counts the repair. JSON that ends inside a string or number is a parse failure, and nothing is
+called. DEBUG_PARSER=1 logs every parse.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class ParsedAnswer:
 
     @property
     def counts(self) -> dict[str, float]:
-        """Counts to be summed over an episode: `parse_failures / parse_attempts` is the parse failure rate."""
+        """Counts to be summed over an episode: `parse_failures / parse_attempts` is the parse failure
+        rate.
+        """
         return {
             "parse_attempts": float(self.strategy is not None),
             "parse_failures": float(bool(self.problem)),
@@ -75,14 +78,16 @@ class ParseError(ValueError):
 
 
 def parse(answer: str, tools: Collection[str]) -> ParsedAnswer:
-    """Parse an answer with the first strategy that finds an attempted call. `tools` are the names that may be called without JSON.
+    """Parse an answer with the first strategy that finds an attempted call.
+
+    `tools` are the names that may be called without JSON.
 
     A JSON call of an unknown tool is returned too: the environment reports the error.
 
     >>> parse('One moment.<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>', {"f"}).calls
     [ToolCall(name='f', arguments={'n': 1})]
     >>> parse("Hello!", {"f"})
-    Parsed(content='Hello!', calls=(), strategy=None, problem='', num_num_added=0)
+    ParsedAnswer(content='Hello!', calls=(), strategy=None, problem='', num_repaired=0)
     """
     text = without_thoughts(answer)
     parsed = next(
@@ -204,7 +209,10 @@ def _read(parts: Sequence[str], strategy: Strategy, *, content: str) -> ParsedAn
 def _parsed(
     values: Sequence[object], strategy: Strategy, *, content: str, num_repaired: int = 0
 ) -> ParsedAnswer:
-    """Validate parsed calls. Arguments that are not an object are replaced by no arguments and reported as a problem."""
+    """Validate parsed calls.
+
+    Arguments that are not an object are replaced by no arguments and reported as a problem.
+    """
     calls, problems = [], []
     for value in values:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:

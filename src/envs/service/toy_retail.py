@@ -1,12 +1,15 @@
-"""toy_retail, a small service domain: eight tools over a JSON database, a written policy, scripted users and tau2's grading.
+"""toy_retail, a small service domain: eight tools over a JSON database, a written policy, scripted users
+and tau2's grading.
 
 A folder contains the domain (datasets/toy_retail, or another folder of the same form):
 
     db.json       {"orders": {id: {...}}, "products": {name: {...}}, "customers": {id: {...}}}
     policy.md     the rules for the agent, which the tools do not enforce
-    tasks.json    rows: id, split, instruction, scripts (variants, each a list of lines), actions (gold), communicate (facts)
+    tasks.json    rows: id, split, instruction, scripts (variants, each a list of lines), actions (gold),
+                  communicate (facts)
 
-The reward is 1 if the database equals the result of the gold actions and the agent communicated every fact; otherwise it is 0.
+The reward is 1 if the database equals the result of the gold actions and the agent communicated every fact;
+otherwise it is 0.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ from src.policy.chat import Message
 NAME = "toy_retail"
 INSTRUCTIONS = (  # for a model that plays the user
     "You are a customer of a shop and talk to its service agent. {}\n"
-    "Say one short thing at a time and only what is asked or needed. Once you have what you want, or the agent says that it is not "
+    "Say one short thing at a time and only what is asked or needed. Once you have what you want, or the "
+    "agent says that it is not "
     f"possible, answer {STOP} and nothing else."
 )
 FOLDER = Path(__file__).resolve().parents[3] / "datasets" / NAME
@@ -308,7 +312,8 @@ def read_shop(folder: Path) -> Shop:
         rows = json.loads((folder / "tasks.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder} contains no {NAME} domain ({error}); give tasks_dir=FOLDER with db.json, policy.md, tasks.json"
+            f"{folder} contains no {NAME} domain ({error}); give tasks_dir=FOLDER with db.json, policy.md, "
+            "tasks.json"
         ) from error
     for row in rows:
         try:

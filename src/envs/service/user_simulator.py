@@ -1,8 +1,9 @@
 """User simulators: the other side of the conversation of a service agent.
 
-A user simulator follows a script, or is played by a language model behind an OpenAI-compatible or a Tinker endpoint. The model is not
-trained, and its seeds depend only on the task, the group member and the length of the conversation, so that a simulator behaves the same
-throughout a run. Its messages are observations of the agent and contribute no training tokens.
+A user simulator follows a script, or is played by a language model behind an OpenAI-compatible or a Tinker
+endpoint. The model is not trained, and its seeds depend only on the task, the group member and the length of
+the conversation, so that a simulator behaves the same throughout a run. Its messages are observations of the
+agent and contribute no training tokens.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ class UserSimulator(Protocol):
     async def reply(self, conversation: Sequence[Message]) -> str:
         """Return the user's next message.
 
-        `conversation` holds the agent's messages as `assistant` and the user's as `user`, without the agent's tool calls and their
-        results. It is empty if the user speaks first. A user with tools of its own writes its calls into the message, as an agent does;
-        `conversation` contains these calls and their results.
+        `conversation` holds the agent's messages as `assistant` and the user's as `user`, without the agent's
+        tool calls and their results. It is empty if the user speaks first. A user with tools of its own
+        writes its calls into the message, as an agent does; `conversation` contains these calls and their
+        results.
         """
         ...
 
@@ -63,7 +65,10 @@ class ScriptedUserSimulator:
 
 
 class UserModel(Protocol):
-    """A language model with fixed weights that plays users. The same request and seed give the same message."""
+    """A language model with fixed weights that plays users.
+
+    The same request and seed give the same message.
+    """
 
     async def say(self, messages: Sequence[Message], *, tools: Tools, seed: int) -> str:
         """Return the next `assistant` message. Raises BackendError if the model gives no answer."""
@@ -82,7 +87,9 @@ class ModelUserSimulator:
         self._tools = tools
 
     async def reply(self, conversation: Sequence[Message]) -> str:
-        """Raises SandboxError if every reply of the model is empty: an infrastructure failure, not the agent's."""
+        """Raises SandboxError if every reply of the model is empty: an infrastructure failure, not the
+        agent's.
+        """
         messages = [
             self._instructions,
             *(with_roles_swapped(message) for message in conversation or GREETING),
@@ -121,7 +128,10 @@ class EndpointUserModel:
 
 
 class TinkerUserModel:
-    """A base model or a checkpoint behind a Tinker endpoint. It connects at the first request, and again after a failed request."""
+    """A base model or a checkpoint behind a Tinker endpoint.
+
+    It connects at the first request, and again after a failed request.
+    """
 
     def __init__(
         self, settings: BackendSettings, sampler_path: str | None, chat: Chat, *, temperature: float
@@ -168,13 +178,18 @@ class TinkerUserModel:
 
 
 def with_roles_swapped(message: Message) -> Message:
-    """Return the message from the user's point of view, where the user is `assistant` and the agent is `user`."""
+    """Return the message from the user's point of view, where the user is `assistant` and the agent is
+    `user`.
+    """
     swapped = {"assistant": "user", "user": "assistant"}
     return {**message, "role": swapped.get(str(message["role"]), message["role"])}
 
 
 def with_json_arguments(message: Message) -> Message:
-    """Return the message with the arguments of its tool calls as JSON text, which OpenAI's format requires. Chat templates take objects."""
+    """Return the message with the arguments of its tool calls as JSON text, which OpenAI's format requires.
+
+    Chat templates take objects.
+    """
     calls = message.get("tool_calls")
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         return message

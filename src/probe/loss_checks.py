@@ -1,0 +1,93 @@
+"""Checks of the loss functions: their values, their settings, and the rejection of unknown ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from src.probe.endpoint_probe import TEXT, Defect, Probe, cross_entropy, datum, expect, near
+
+
+def policy_loss(
+    name: str, config: dict[str, float], logprobs: np.ndarray, sampled: np.ndarray, advantages: np.ndarray
+) -> float:
+    """Return a loss of Tinker, summed over tokens (tinker-docs.thinkingmachines.ai/losses)."""
+    ratio = np.exp(logprobs - sampled)
+    clipped = np.clip(ratio, config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2))
+    match name:
+        case "importance_sampling":
+            return float(-(ratio * advantages).sum())
+        case "ppo":
+            return float(-np.minimum(ratio * advantages, clipped * advantages).sum())
+        case _:
+            return float(-(clipped * logprobs * advantages).sum())
+
+
+def loss_of(probe: Probe, name: str, config: dict[str, float] | None) -> tuple[float, float]:
+    """Return the loss that the server reports and the expected loss, for ratios on both sides of every
+    clip threshold.
+    """
+    client = probe.client()
+    logprobs = probe.logprobs(client)
+    sampled = logprobs + np.resize([-0.5, 0.3, 0.05, -0.1], len(logprobs))
+    advantages = np.resize([1.0, -0.7, 0.4], len(logprobs))
+    data = datum(TEXT, logprobs=sampled.tolist(), advantages=advantages.tolist())
+    output = client.forward_backward([data], name, config).result()  # type: ignore[arg-type]
+    reported = output.metrics.get("loss:sum", float("nan"))
+    trained = output.loss_fn_outputs[0]["logprobs"].to_numpy().astype(np.float64)
+    return reported, policy_loss(
+        name, config or {}, trained, np.asarray(sampled, np.float32).astype(np.float64), advantages
+    )
+
+
+def check_loss(name: str) -> Callable[[Probe], str]:
+    def check(probe: Probe) -> str:
+        reported, expected = loss_of(probe, name, None)
+        expect(
+            near(reported, expected, 1e-3 * max(1.0, abs(expected))),
+            f"loss:sum is {reported:.5g}, its formula gives {expected:.5g}",
+        )
+        return f"loss:sum {reported:.5g}"
+
+    return check
+
+
+def check_cross_entropy(probe: Probe) -> str:
+    client = probe.client()
+    output = client.forward_backward([cross_entropy(TEXT, 0.5)], "cross_entropy").result()
+    expected = -0.5 * float(output.loss_fn_outputs[0]["logprobs"].to_numpy().astype(np.float64).sum())
+    reported = output.metrics.get("loss:sum", float("nan"))
+    expect(
+        near(reported, expected, 1e-3 * max(1.0, abs(expected))),
+        f"loss:sum is {reported:.5g}, the weighted sum is {expected:.5g}",
+    )
+    return f"loss:sum {reported:.5g}"
+
+
+def check_loss_settings(probe: Probe) -> str:
+    for name in ("ppo", "cispo"):
+        config = {"clip_low_threshold": 0.95, "clip_high_threshold": 1.5}
+        reported, expected = loss_of(probe, name, config)
+        expect(
+            near(reported, expected, 1e-3 * max(1.0, abs(expected))),
+            f"{name} with {config}: loss:sum is {reported:.5g}, its formula gives {expected:.5g}",
+        )
+    return "clip thresholds of ppo and cispo"
+
+
+def check_unknown_is_refused(probe: Probe) -> str:
+    data = datum(TEXT, logprobs=[-1.0] * (len(TEXT) - 1), advantages=[1.0] * (len(TEXT) - 1))
+    for what, call in (
+        ("the loss no_such_loss", lambda client: client.forward_backward([data], "no_such_loss")),
+        (
+            "the setting no_such_setting of ppo",
+            lambda client: client.forward_backward([data], "ppo", {"no_such_setting": 1.0}),
+        ),
+    ):
+        try:
+            call(probe.client()).result()
+        except Exception:  # any rejection is correct, including one by the SDK
+            continue
+        raise Defect(f"{what} was accepted")
+    return "loss and setting"

@@ -1,0 +1,186 @@
+"""Checks of gradients, of the Adam optimizer, of checkpoints and of the separation of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import tinker
+
+from src.probe.endpoint_probe import HUGE, OTHER, TEXT, Probe, cross_entropy, expect, near
+
+
+def check_sums(probe: Probe) -> str:
+    one = probe.one_step()
+    twice = probe.change(probe.client(), [1.0, 1.0])
+    client = probe.client()
+    client.forward_backward([cross_entropy(TEXT)], "cross_entropy").result()
+    before = probe.step(client, [0.0])
+    added = probe.mean(client) - before
+    expect(
+        0.8 <= added / one <= 1.2,
+        f"a second call with weight 0 changed the gradient: the step was {added / one:.2f} times as large",
+    )
+    client = probe.client()
+    both = client.forward_backward([cross_entropy(TEXT), cross_entropy(TEXT)], "cross_entropy").result()
+    expect(
+        len(both.loss_fn_outputs) == 2,
+        f"the server returned {len(both.loss_fn_outputs)} outputs for two texts",
+    )
+    batch = probe.step(client, [0.0])
+    batch = probe.mean(client) - batch
+    for what, moved in (("two calls", twice), ("a batch of two", batch)):
+        expect(
+            1.6 <= moved / one <= 2.4,
+            f"the step after {what} was {moved / one:.2f} times as large as after one; gradients must be "
+            "summed",
+        )
+    return f"two calls {twice / one:.2f}, a batch of two {batch / one:.2f} times one"
+
+
+def check_is_cleared(probe: Probe) -> str:
+    client, one = probe.stepped_client()
+    again = probe.change(client, [0.0])
+    expect(
+        abs(again) < 0.1 * one,
+        f"a step without a gradient was {again / one:.2f} times as large as the step before: the gradient "
+        "was not cleared",
+    )
+    return "the gradient is cleared after a step"
+
+
+def check_learning_rate(probe: Probe) -> str:
+    one = probe.one_step()
+    half = probe.change(probe.client(), [1.0], learning_rate=0.5 * probe.rate * HUGE)
+    expect(0.4 <= half / one <= 0.6, f"with half the rate the step was {half / one:.2f} times as large")
+    return f"half the rate gives {half / one:.2f} of the step"
+
+
+def check_eps(probe: Probe) -> str:
+    one = probe.one_step()
+    half = probe.change(probe.client(), [1.0], eps=2 * HUGE)
+    expect(
+        0.4 <= half / one <= 0.6,
+        f"with twice the epsilon the step was {half / one:.2f} times as large, not 0.5",
+    )
+    return f"twice the epsilon gives {half / one:.2f} of the step"
+
+
+def check_beta1(probe: Probe) -> str:
+    """After the gradients g and -g, the bias-corrected m is -g with beta1 = 0 and -0.053 g with beta1 =
+    0.9.
+    """
+    probe.one_step()
+    remaining = {}
+    for beta1 in (0.0, 0.9):
+        client = probe.client()
+        moved = probe.change(client, [1.0], beta1=beta1)
+        remaining[beta1] = 1 + probe.change(client, [-1.0], beta1=beta1) / moved
+    expect(
+        abs(remaining[0.0]) < 0.25,
+        f"beta1=0: {remaining[0.0]:.2f} of a step remains after the opposite step, not 0",
+    )
+    expect(
+        0.75 <= remaining[0.9] <= 1.1,
+        f"beta1=0.9: {remaining[0.9]:.2f} of a step remains after the opposite step, not 0.95",
+    )
+    return f"after a step and the opposite step {remaining[0.0]:.2f} (beta1=0) and {remaining[0.9]:.2f} (beta1=0.9) remain"
+
+
+def check_beta2(probe: Probe) -> str:
+    """After the gradients g and g / 10, without epsilon, the second step is 0.71 of the first with beta2 =
+    0.01 and 0.14 with 0.999.
+    """
+    ratio = {}
+    for beta2 in (0.01, 0.999):
+        client = probe.client()
+        options = {"learning_rate": 1e-4, "eps": 1e-12, "beta2": beta2}
+        first = probe.change(client, [1.0], **options)
+        ratio[beta2] = probe.change(client, [0.1], **options) / first
+    expect(
+        ratio[0.01] > 2.5 * ratio[0.999],
+        f"a weak step after a strong one: {ratio[0.01]:.2f} with beta2=0.01, {ratio[0.999]:.2f} with 0.999",
+    )
+    return f"a weak step after a strong one: {ratio[0.01]:.2f} with 0.01, {ratio[0.999]:.2f} with 0.999"
+
+
+def check_weight_decay(probe: Probe) -> str:
+    """A decay of half the weights removes at least half of the step's effect, because both factors of the
+    adapter shrink.
+    """
+    client, moved = probe.stepped_client()
+    rate = probe.rate * HUGE
+    kept = 1 + probe.change(client, [0.0], weight_decay=0.5 / rate) / moved
+    expect(kept < 0.7, f"a decay of half the weights left {kept:.2f} of the step's effect")
+    return f"a decay of half the weights leaves {kept:.2f} of the step's effect"
+
+
+def check_clipping(probe: Probe) -> str:
+    one = probe.one_step()
+    clipped = probe.change(probe.client(), [1.0], grad_clip_norm=1e-4)
+    expect(
+        abs(clipped) < 0.2 * one,
+        f"with a gradient clipped to a norm of 1e-4 the step was {clipped / one:.2f} times as large as "
+        "without clipping",
+    )
+    loose = probe.change(probe.client(), [1.0], grad_clip_norm=1e6)
+    expect(
+        0.8 <= loose / one <= 1.2,
+        f"a clipping norm above the norm of the gradient changed the step to {loose / one:.2f} of itself",
+    )
+    return f"norm 1e-4 gives {clipped / one:.3f} of the step, a large norm {loose / one:.2f}"
+
+
+def resumed(probe: Probe, load: Callable[[str], tinker.TrainingClient]) -> tuple[float, float, float]:
+    """After a step with momentum and a checkpoint, compare the model with the one that `load` returns for
+    the checkpoint.
+
+    Return the change by the opposite step of the model and of the loaded one, and the largest difference of
+    their logprobs before it.
+    """
+    options = {"beta1": 0.9}
+    probe.one_step()
+    client = probe.client()
+    probe.step(client, [1.0], **options)
+    path = client.save_state("probe", overwrite=True).result().path
+    loaded = load(path)
+    gap = float(np.abs(probe.logprobs(client) - probe.logprobs(loaded)).max())
+    return probe.change(client, [-1.0], **options), probe.change(loaded, [-1.0], **options), gap
+
+
+def check_load_with_optimizer(probe: Probe) -> str:
+    service = probe.service
+    kept, restored, gap = resumed(
+        probe, lambda path: service.create_training_client_from_state_with_optimizer(path).result()
+    )
+    expect(gap <= 1e-5, f"logprobs differ by {gap:.2g} after loading")
+    expect(
+        near(restored, kept, 0.05 * abs(kept) + 1e-5),
+        f"the change by the next step was {restored:.4f} after loading and {kept:.4f} without: the "
+        "optimizer state is missing",
+    )
+    return f"the change by the next step is {restored:.4f}, and {kept:.4f} without loading"
+
+
+def check_load_without_optimizer(probe: Probe) -> str:
+    service = probe.service
+    kept, fresh, gap = resumed(probe, lambda path: service.create_training_client_from_state(path).result())
+    expect(gap <= 1e-5, f"logprobs differ by {gap:.2g} after loading")
+    expect(
+        abs(fresh) > 3 * abs(kept),
+        f"the change by the next step was {fresh:.4f} after loading the weights and {kept:.4f} without: the "
+        "moments were loaded too",
+    )
+    return f"the change by a new optimizer is {fresh:.4f}, by the old one {kept:.4f}"
+
+
+def check_tenants(probe: Probe) -> str:
+    probe.one_step()
+    one, other = probe.client(seed=1), probe.client(seed=2)
+    probe.step(other, [1.0])
+    before = probe.logprobs(other)
+    probe.step(one, [1.0] * 4)
+    one.forward_backward([cross_entropy(OTHER)], "cross_entropy").result()
+    gap = float(np.abs(probe.logprobs(other) - before).max())
+    expect(gap <= 1e-6, f"training one model changed the logprobs of another by {gap:.2g}")
+    return "training one model does not change another"

@@ -1,0 +1,129 @@
+"""tau2-bench itself behind the adapter, in the folder that TAU2_HOME names."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.core.errors import ConfigError
+from src.core.trajectory import StopReason
+from src.envs.message_env import StepResult
+from src.envs.service import subprocess_pool, tau2
+from src.envs.service.service_env import REFUSAL, ServiceEnv
+from src.envs.service.task_files import TaskDefinition
+from src.envs.service.user_simulator import STOP, Tools, UserSimulator
+from tests.fakes.tau2 import FixedJudge, called
+
+pytestmark = pytest.mark.skipif(
+    "TAU2_HOME" not in os.environ, reason="TAU2_HOME is unset: scripts/setup_tau.sh creates the folder"
+)
+
+
+class Script:
+    """A user that ends the conversation after its lines."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines = list(lines)
+
+    async def reply(self, conversation: Sequence[object]) -> str:
+        return self.lines.pop(0) if self.lines else STOP
+
+
+async def episode(
+    domain: str,
+    task: str,
+    answers: Sequence[str],
+    *,
+    user: UserSimulator,
+    step_timeout_s: float = 60.0,
+    judge: FixedJudge | None = None,
+) -> list[StepResult]:
+    """Return the results of the real benchmark for the answers; the last answer is repeated."""
+    settings = tau2.worker_settings(
+        Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=step_timeout_s
+    )
+    found = next(one for one in tau2.official_tasks(settings, domain, "base") if one.row["task"] == task)
+    async with subprocess_pool.worker_pool(settings) as pool:
+        parts = tau2.Tau2Context(
+            pool=pool, make_user=lambda instructions, tools, seed: user, grading="all", judge=judge
+        )
+        env = ServiceEnv(tau2.Tau2Episode(found, 0, parts), parallel_tool_calls=True)
+        await env.start()
+        observations: list[StepResult] = []
+        while not observations or not observations[-1].is_done:
+            observations.append(await env.step(answers[min(len(observations), len(answers) - 1)]))
+        await env.close()
+        return observations
+
+
+async def test_real_mock_gold_is_worth_1_and_nothing_is_worth_0():
+    gold = called("create_task", user_id="user_1", title="Important Meeting")
+    last = (await episode("mock", "create_task_1", [gold, "Done."], user=Script("I need a task.")))[-1]
+    assert (last.reward, last.metrics["reward_db"], last.metrics["no_write_action"]) == (1.0, 1.0, 0.0)
+    last = (await episode("mock", "create_task_1", [REFUSAL], user=Script("I need a task.")))[-1]
+    assert (last.reward, last.metrics["no_write_action"]) == (0.0, 1.0)
+
+
+async def test_real_tasks_may_be_defined_by_rows():
+    settings = tau2.worker_settings(Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=60.0)
+    gold: dict[str, Any] = {"name": "create_task", "arguments": {"user_id": "user_1", "title": "Tea"}}
+    definition = TaskDefinition(instruction="You want a task called Tea.", actions=[gold], facts=["four"])
+    [task] = tau2.defined_tasks(settings, "mock", {"mine": definition})
+    assert (task.id, task.has_writes, task.row["needs_judge"]) == ("mock/mine", True, False)
+    instructions: list[str] = []
+
+    def make_user(text: str, tools: Tools, seed: int) -> UserSimulator:
+        instructions.append(text)
+        return Script("Hello.")
+
+    async with subprocess_pool.worker_pool(settings) as pool:
+        for answers, reward in (
+            ([called("create_task", user_id="user_1", title="Tea"), "It is at Four."], 1.0),
+            ([REFUSAL], 0.0),
+        ):
+            env = ServiceEnv(
+                tau2.Tau2Episode(task, 0, tau2.Tau2Context(pool=pool, make_user=make_user, grading="all"))
+            )
+            await env.start()
+            observations = [await env.step(answer) for answer in answers]
+            assert observations[-1].is_done and observations[-1].reward == reward
+            await env.close()
+    assert "You want a task called Tea." in instructions[0]
+    with pytest.raises(
+        ConfigError, match="tasks that rows define of mock: ValueError: mine: there is no tool fly"
+    ):
+        tau2.defined_tasks(
+            settings, "mock", {"mine": replace(definition, actions=[{"name": "fly", "arguments": {}}])}
+        )
+    for arguments in ({"user_id": "user_1"}, {**gold["arguments"], "colour": None}):
+        with pytest.raises(
+            ConfigError, match=r"mine: create_task takes user_id, title, description, not user_id"
+        ):
+            tau2.defined_tasks(
+                settings, "mock", {"mine": replace(definition, actions=[{**gold, "arguments": arguments}])}
+            )
+
+
+async def test_real_retail_keeps_its_deadline():
+    endless = called("calculate", expression="9**9**9")
+    [last] = await episode("retail", "0", [endless], user=Script("Hello."), step_timeout_s=2.0)
+    assert (last.reward, last.stop_reason) == (0.0, StopReason.TIMEOUT)
+
+
+@pytest.mark.parametrize(("met", "reward"), [(True, 1.0), (False, 0.0)])
+async def test_real_assertions_are_judged_by_whom_we_say(met: bool, reward: float):
+    settings = tau2.worker_settings(Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=60)
+    task = next(one for one in tau2.official_tasks(settings, "retail", "test") if one.row["needs_judge"])
+    actions, num_assertions = task.row["gold_actions"], task.row["num_assertions"]
+    assert isinstance(actions, list) and isinstance(num_assertions, int)
+    verdict = {"expectedOutcome": "x", "reasoning": "y", "metExpectation": met}
+    judge = FixedJudge(json.dumps({"results": [verdict] * num_assertions}))
+    answers = [*(called(action["name"], **action["arguments"]) for action in actions), "Done."]
+    last = (await episode("retail", str(task.row["task"]), answers, user=Script("Hello."), judge=judge))[-1]
+    assert (last.reward, last.metrics["reward_nl_assertion"], len(judge.asked)) == (reward, reward, 1)
