@@ -1,4 +1,6 @@
-"""Signal-aware against uniform sampling on a simulated pool: 60 % impossible, 20 % solved, 20 % in between.
+"""Thompson sampling of tasks compared with uniform sampling, on a simulated pool.
+
+60 % of the tasks are impossible, 20 % are always solved, and 20 % have pass rates in between.
 
 .venv/bin/python -m scripts.bench.signal_sampling [STEPS]
 """
@@ -15,18 +17,14 @@ from src.learning.curriculum import Curriculum, CurriculumSettings
 from src.learning.dynamic_sampling import is_good
 from src.rollouts.pipeline import ScheduleSettings, schedule
 
-POOL = (
-    (0.6, (0.0, 0.0)),
-    (0.2, (1.0, 1.0)),
-    (0.2, (0.2, 0.8)),
-)  # share of the tasks, range of their pass rates
+POOL = ((0.6, (0.0, 0.0)), (0.2, (1.0, 1.0)), (0.2, (0.2, 0.8)))  # share of the tasks, range of pass rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    informative: float  # share of the groups played
+    informative: float  # share of the groups that were played
     num_visited: int
-    longest_wait: int  # steps that some task had to wait
+    longest_wait: int  # largest number of steps between two groups of a task
 
 
 def simulated(
@@ -39,7 +37,7 @@ def simulated(
     floor: float,
     seed: int,
 ) -> Outcome:
-    """The trainer's own choice of tasks, played by coins instead of a model."""
+    """Run the trainer's task selection, with random rewards instead of a model."""
     rng = random.Random(seed)
     rates = [rng.uniform(*bounds) for share, bounds in POOL for _ in range(round(share * num_tasks))]
     tasks = [Task(id=f"task-{number:03d}", path=Path()) for number in range(len(rates))]
@@ -74,7 +72,7 @@ def group_of(task: Task, rate: float, group_size: int, rng: random.Random) -> Tr
 
 
 def main(num_steps: int) -> None:
-    print("100 tasks, 8 a step, groups of 8")
+    print("100 tasks, 8 tasks per step, groups of 8")
     for name, floor in (("uniform", 0.0), ("signal", 0.1), ("signal", 0.25)):
         outcomes = [
             simulated(

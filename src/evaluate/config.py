@@ -125,7 +125,7 @@ class EvaluateConfig:
             )
         if self.base_url is not None and self.use_native_tool_calling:
             raise ValueError(
-                "use_native_tool_calling needs the model's chat template, which base_url does not give; "
+                "use_native_tool_calling needs the model's own chat template, which base_url does not give; "
                 "remove one of them"
             )
         if self.n_samples < 1:

@@ -39,14 +39,14 @@ def test_pass_at_k_and_pass_hat_k_are_unbiased():
     assert expected["hat"] == pytest.approx(0.3**3)
 
 
-@pytest.mark.parametrize("pool", ["even", "hard", "bimodal", "alike"])
+@pytest.mark.parametrize("pool", ["uniform", "hard", "bimodal", "similar"])
 @pytest.mark.parametrize("size", [(20, 8), (40, 4), (100, 4)])
 def test_intervals_of_pass_at_1_cover_93_to_97_percent(pool, size):
     assert 0.93 <= coverage(POOLS[pool], size, "pass_at_1", repeats=1500, seed=1) <= 0.97
 
 
 @pytest.mark.parametrize("kind", ["pass_at_n", "pass_hat_n"])
-@pytest.mark.parametrize("pool", ["even", "bimodal"])
+@pytest.mark.parametrize("pool", ["uniform", "bimodal"])
 def test_intervals_of_other_rates_cover_93_to_97_percent(pool, kind):
     assert 0.93 <= coverage(POOLS[pool], (100, 4), kind, repeats=1500, seed=1) <= 0.97
 
