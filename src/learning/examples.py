@@ -1,6 +1,4 @@
-"""Training examples: the sequences of a trajectory with their advantages, and the shares of each optimizer
-step.
-"""
+"""Training examples of a batch, and their division into optimizer steps."""
 
 from __future__ import annotations
 

@@ -61,8 +61,9 @@ async def apply_kl_penalty(examples: Sequence[Example], reference: Policy, setti
 
 
 def kl_estimates(differences: np.ndarray, *, estimator: str) -> np.ndarray:
-    """Return Schulman's estimate per token, from `logp - logp_reference` (http://joschu.net/blog/kl-
-    approx.html).
+    """Return Schulman's estimate per token, from `logp - logp_reference`.
+
+    Source: http://joschu.net/blog/kl-approx.html
 
     >>> [round(float(kl_estimates(np.array(0.5), estimator=name)), 7) for name in ("k1", "k2", "k3")]
     [0.5, 0.125, 0.1065307]

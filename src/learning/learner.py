@@ -35,9 +35,7 @@ class LearnerSettings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedTokens:
-    """Logprobs of the trained tokens of one substep, from the sampler and from the trainer before the
-    update.
-    """
+    """Logprobs of the trained tokens of one substep, from the sampler and from the trainer."""
 
     sampled_logprobs: np.ndarray  # [N] float32
     trained_logprobs: np.ndarray  # [N] float32
@@ -52,9 +50,7 @@ class Learner:
         self._added: list[tuple[list[tinker.Datum], Awaitable[tinker.ForwardBackwardOutput]]] = []
 
     async def logprobs(self, datums: Sequence[tinker.Datum]) -> list[np.ndarray]:
-        """Return the trainer's current logprobs of each datum, [T] with 0 for the first token, by one
-        `forward` call.
-        """
+        """Return the trainer's logprobs of each datum, [T] with 0 for the first token. One `forward` call."""
         if not datums:
             return []
         with sdk_boundary("computing the trainer's logprobs"):
@@ -122,8 +118,7 @@ class Learner:
 
 
 def learning_rate(settings: LearnerSettings, *, step: int) -> float:
-    """Return the rate of one step: a linear warm-up to the full rate at step `lr_warmup_steps`, then the
-    schedule.
+    """Return the rate of one step: a linear warm-up over `lr_warmup_steps`, then the schedule.
 
     The schedule would reach 0 one step after the last: 4 steps of `linear` without warm-up have 1, 3/4, 1/2
     and 1/4 of the rate. All substeps of a batch have the same rate.
@@ -167,9 +162,7 @@ def sampler_trainer_kl(substeps: Sequence[TrainedTokens]) -> dict[str, float]:
 
 
 def clipping(substeps: Sequence[TrainedTokens], settings: LearnerSettings) -> dict[str, float]:
-    """Return the share of tokens with a ratio outside the clip bounds; nothing for losses that do not
-    clip.
-    """
+    """Return the share of tokens with a ratio outside the clip bounds, for losses that clip."""
     if settings.loss_fn not in ("ppo", "cispo"):
         return {}
     bounds = DEFAULT_CLIP | dict(settings.loss_fn_config)

@@ -102,9 +102,7 @@ class RunLog:
         return values
 
     def _send(self, step: int, metrics: Mapping[str, float], *, may_be_sent: bool = False) -> None:
-        """Send a line. wandb ignores a step that it has; trackio would store it twice, so it gets no
-        repetition.
-        """
+        """Send a line. wandb ignores a step that it has, and trackio, which would store it twice, gets none."""
         if self._wandb_run is not None:
             values = {name: value for name, value in metrics.items() if value is not None}
             self._wandb_run.log(values, step=step, commit=True)
@@ -226,9 +224,7 @@ def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, 
 
 
 def _trackio_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> TrackioRun:
-    """Start a trackio run, or continue the one that belongs to this folder. trackio identifies a run by its
-    name.
-    """
+    """Start a trackio run, or continue the one of this folder, which is identified by its name."""
     try:
         import trackio  # pyright: ignore[reportMissingImports]  # optional
     except ImportError as error:
