@@ -102,7 +102,7 @@ class RunLog:
         return values
 
     def _send(self, step: int, metrics: Mapping[str, float], *, may_be_sent: bool = False) -> None:
-        """Send a line. wandb ignores a step that it has, and trackio, which would store it twice, gets none."""
+        """Send a line. wandb ignores a repeated step; trackio would store it, so it gets none."""
         if self._wandb_run is not None:
             values = {name: value for name, value in metrics.items() if value is not None}
             self._wandb_run.log(values, step=step, commit=True)
