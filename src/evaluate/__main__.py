@@ -8,25 +8,19 @@ import sys
 from collections.abc import Sequence
 
 from src.cli.command_line import help_for, parse_as, print_help
+from src.cli.environment_variables import load_environment, with_server_from_environment
 from src.core.errors import INTERRUPTED, TrainerError
+from src.core.log_setup import set_log_levels
 from src.core.process import ended_by_signals, leave, until_signalled
 from src.evaluate.config import EvaluateConfig
-from src.train import load_environment, quieten, with_server_from_environment
 
 TITLE = ["python -m src.evaluate key=value ...", "", "Plays tasks with a model, and says how well it did."]
-SECTIONS = {
-    "model_name": "What is evaluated",
-    "n_samples": "Sampling",
-    "backend": "Back end and folder",
-    "max_turns": "Agent",
-    "environment_type": "Trials",
-}
 
 
 def main(argv: Sequence[str]) -> int:
     """Evaluates and says what went wrong in one line. TRAINER_DEBUG=1 shows tracebacks."""
     if any(argument in ("--help", "-h", "help") for argument in argv):
-        print_help(help_for(EvaluateConfig, title=TITLE, sections=SECTIONS))
+        print_help(help_for(EvaluateConfig, title=TITLE))
         return 0
     load_environment(argv)
     try:
@@ -37,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
                 run,
             )  # seconds of imports that --help and a typing mistake do not need
 
-            quieten()
+            set_log_levels()
             display = Display(terminal())
             return asyncio.run(until_signalled(run(config, display), display.say))
     except KeyboardInterrupt:

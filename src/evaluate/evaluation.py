@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from src.core.trajectory import Task, TrajectoryGroup
 from src.evaluate.eval_stats import Estimate, Tally, mean_rate, pass_rates
@@ -12,12 +11,6 @@ from src.evaluate.failure_patterns import pattern_counts
 from src.learning.metrics import SOLVED, by_environment, held_out_metrics
 from src.policy.sampling_policy import Policy
 from src.rollouts.group_rollout import RolloutPlan, Rollouts, TimedGroup, require_some_graded
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationSettings:
-    group_size: int
-    temperature: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,32 +57,25 @@ async def evaluate(
     rollouts: Rollouts,
     tasks: Sequence[Task],
     policy: Policy,
-    settings: EvaluationSettings,
+    plan: RolloutPlan,
     *,
-    step: int,
-    directory: Path,
     on_group: Callable[[TimedGroup], None],
 ) -> Evaluation:
-    """RubbleError when not one trial could be graded."""
-    plan = RolloutPlan(
-        step=step,
-        purpose="eval",
-        group_size=settings.group_size,
-        temperature=settings.temperature,
-        directory=directory,
-    )
-    groups = await rollouts.play(tasks, policy, plan, on_group)
+    """Roll out the tasks as `plan` says and estimate success. TooManyFailuresError if no trial could be graded."""
+    groups = [timed.group for timed in await rollouts.groups(tasks, policy, plan, on_group)]
     require_some_graded(groups, plan)
     floors = await rollouts.floors(tasks)
-    whole = block_of(groups, floors, group_size=settings.group_size)
+    whole = block_of(groups, floors, group_size=plan.group_size)
     domains = {
-        name: block_of(own, floors, group_size=settings.group_size)
+        name: block_of(own, floors, group_size=plan.group_size)
         for name, own in by_environment(groups).items()
     }
-    metrics = held_out_metrics(groups, group_size=settings.group_size) | block_metrics("test", whole)
+    metrics = held_out_metrics(groups, group_size=plan.group_size) | block_metrics("test", whole)
     for name, block in domains.items():
         metrics |= block_metrics(f"test/env/{name}", block)
-    return Evaluation(step=step, groups=groups, metrics=metrics, whole=whole, domains=domains, floors=floors)
+    return Evaluation(
+        step=plan.step, groups=groups, metrics=metrics, whole=whole, domains=domains, floors=floors
+    )
 
 
 def _without_tokens(group: TrajectoryGroup) -> TrajectoryGroup:

@@ -11,7 +11,6 @@ from typing import Any, TypedDict
 
 from pydantic import TypeAdapter
 
-from src.cli.console import MAX_DOMAINS, Display
 from src.core.errors import ConfigError, TooManyFailuresError
 from src.core.trajectory import TrajectoryGroup
 from src.evaluate.config import EvaluateConfig
@@ -20,6 +19,9 @@ from src.evaluate.eval_stats import Comparison, Estimate, Tally, compared
 from src.evaluate.evaluation import Evaluation, tally
 from src.records.atomic_io import replace_text
 from src.records.reading import Count, read_document, same
+from src.rollouts.run_events import RunEvents
+
+MAX_DOMAINS = 5  # with more domains only the results of all tasks are reported
 
 RESULTS_FILE = "results.json"
 SPLIT = {"success_write": "take a writing action", "success_nowrite": "take none"}
@@ -67,20 +69,20 @@ def floor_record(group: TrajectoryGroup, floors: Mapping[str, float]) -> dict[st
     return {"floor": floors[group.task.id]} if group.task.id in floors else {}
 
 
-def report(results: Mapping[str, Any], display: Display) -> None:
+def report(results: Mapping[str, Any], events: RunEvents) -> None:
     """What was found, the trials without a grade in a line of their own."""
     metrics = results["metrics"]
-    report_block(results, "test/env/all", metrics, display)
+    report_block(results, "test/env/all", metrics, events)
     for name, block in results["domains"].items() if 1 < len(results["domains"]) <= MAX_DOMAINS else ():
-        display.say(f"{name}:")
-        report_block(block, f"test/env/{name}", metrics, display, indent="  ")
+        events.say(f"{name}:")
+        report_block(block, f"test/env/{name}", metrics, events, indent="  ")
     stops = {
         name.rpartition("/")[2]: value
         for name, value in metrics.items()
         if name.startswith("test/env/all/stop_reason/")
     }
     calls = metrics.get("test/env/all/tool_calls")
-    display.say(
+    events.say(
         f"per trial: {metrics['test/env/all/turns']:.1f} turns"
         + ("" if calls is None else f", {calls:.1f} tool calls")
         + "; ended by "
@@ -89,30 +91,35 @@ def report(results: Mapping[str, Any], display: Display) -> None:
     failed = sum((Counter(task["failures"]) for task in results["tasks"]), Counter())
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(failed.items()))
     graded = sum(task["graded"] for task in results["tasks"])
-    display.say(
+    events.say(
         f"trials: {graded} graded"
         + (f", {failed.total()} without a grade, in no rate above: {kinds}" if failed else "")
     )
 
 
 def report_block(
-    block: Mapping[str, Any], prefix: str, metrics: Mapping[str, float], display: Display, *, indent: str = ""
+    block: Mapping[str, Any],
+    prefix: str,
+    metrics: Mapping[str, float],
+    events: RunEvents,
+    *,
+    indent: str = "",
 ) -> None:
     """Rates, what doing nothing solves, success by what the tasks take, and how the failed trials failed."""
     for name, rate in block["rates"].items():
-        display.say(f"{indent}{name.replace('_hat_', '^').replace('_at_', '@')}: {shown(Estimate(**rate))}")
+        events.say(f"{indent}{name.replace('_hat_', '^').replace('_at_', '@')}: {shown(Estimate(**rate))}")
     if block["floor"] is not None:
-        display.say(f"{indent}doing nothing: {shown(Estimate(**block['floor']))}")
+        events.say(f"{indent}doing nothing: {shown(Estimate(**block['floor']))}")
     split = {text: metrics.get(f"{prefix}/{name}") for name, text in SPLIT.items()}
     parts = [
         f"{value:.1%} of trials at tasks that {text}" for text, value in split.items() if value is not None
     ]
     if parts:
-        display.say(f"{indent}solved: {', '.join(parts)}")
+        events.say(f"{indent}solved: {', '.join(parts)}")
     shares = sorted(((count, name) for name, count in block["patterns"].items() if count), reverse=True)
     if shares:
         counted = ", ".join(f"{name.replace('_', ' ')} {count}" for count, name in shares)
-        display.say(f"{indent}of {block['num_failed']} failed trials: {counted}")
+        events.say(f"{indent}of {block['num_failed']} failed trials: {counted}")
 
 
 def require_enough(results: Mapping[str, Any], config: EvaluateConfig, directory: Path) -> None:
@@ -126,7 +133,7 @@ def require_enough(results: Mapping[str, Any], config: EvaluateConfig, directory
 
 
 def compare(
-    first: Mapping[str, Any], second: Mapping[str, Any], display: Display, *, write_to: Path | None = None
+    first: Mapping[str, Any], second: Mapping[str, Any], events: RunEvents, *, write_to: Path | None = None
 ) -> Comparison:
     """Task by task, those of equal content: what the second solves that the first does not. ConfigError where they share no task."""
     before, after = (
@@ -147,12 +154,12 @@ def compare(
             write_to,
             {"first_name": first["evaluated"], "second_name": second["evaluated"], **asdict(comparison)},
         )
-    display.say(f"{first['evaluated']} -> {second['evaluated']}, paired over {len(common)} tasks")
+    events.say(f"{first['evaluated']} -> {second['evaluated']}, paired over {len(common)} tasks")
     left_out = len(before) + len(after) - 2 * len(common)
     if left_out:
-        display.say(f"left out: {left_out} tasks that only one of them has graded")
+        events.say(f"left out: {left_out} tasks that only one of them has graded")
     difference = comparison.difference
-    display.say(
+    events.say(
         f"success {comparison.first:.1%} -> {comparison.second:.1%}, difference {100 * difference.value:+.1f} points "
         f"[{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]; {comparison.num_better} tasks better, {comparison.num_worse} worse; "
         f"p = {comparison.p_value:.3g} (exact sign-flip test)"

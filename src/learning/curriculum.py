@@ -17,15 +17,9 @@ from typing import Any
 
 from src.core.trajectory import Task, TrajectoryGroup
 from src.learning.metrics import SOLVED
+from src.learning.options import CurriculumSettings
 
 DECAY = 0.75  # the last four groups
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CurriculumSettings:
-    task_sampling: str  # "uniform" | "signal"
-    exploration_floor: float  # share of a batch for the tasks played longest ago
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,13 +10,8 @@ import numpy as np
 
 from src.learning.datums import TokenSequence
 from src.learning.examples import Example
+from src.learning.options import KlSettings
 from src.policy.sampling_policy import Policy
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KlSettings:
-    kl_penalty_coef: float
-    kl_estimator: str  # "k1" | "k2" | "k3"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

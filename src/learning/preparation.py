@@ -10,22 +10,15 @@ from dataclasses import dataclass, replace
 import tinker
 
 from src.learning.datums import TokenSequence, scaled, to_datums
-from src.learning.examples import AdvantageSettings, Example, substeps, weighted
+from src.learning.examples import Example, substeps, weighted
 from src.learning.filters import DropReason
-from src.learning.importance import ImportanceSettings, apply_tis
-from src.learning.kl_penalty import KlSettings, penalised
+from src.learning.importance import apply_tis
+from src.learning.kl_penalty import penalised
 from src.learning.learner import Learner
 from src.learning.metrics import batch_metrics
+from src.learning.options import PreparationSettings
 from src.learning.staleness import within_bound
 from src.policy.sampling_policy import Policy
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreparationSettings:
-    advantages: AdvantageSettings
-    kl: KlSettings
-    importance: ImportanceSettings
-    max_staleness: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,20 +42,20 @@ async def prepare(
 
     `version` is that of the weights the batch is to train; what is older than `max_staleness` allows is masked last of all.
     """
-    shares = substeps(examples_P_G, settings.advantages.num_substeps)
+    shares = substeps(examples_P_G, settings.num_substeps)
     metrics = batch_metrics(shares, dropped)
     if reference is not None:
-        penalties = [await penalised(share, reference, settings.kl) for share in shares]
+        penalties = [await penalised(share, reference, settings) for share in shares]
         shares = [penalty.examples for penalty in penalties]
         metrics["optim/kl_policy_base"] = (
             statistics.fmean(penalty.mean_kl for penalty in penalties) if penalties else 0.0
         )
-    shares = [weighted(share, settings.advantages) for share in shares]
-    if settings.importance.is_on:
+    shares = [weighted(share, settings) for share in shares]
+    if settings.is_on:
         before_the_update = await learner.logprobs(
             to_datums(sequence for share in shares for sequence in _sequences(share))
         )
-        shares, corrections = apply_tis(shares, before_the_update, settings.importance)
+        shares, corrections = apply_tis(shares, before_the_update, settings)
         metrics |= corrections
     if settings.max_staleness:
         shares, ages = within_bound(shares, version=version, max_staleness=settings.max_staleness)
@@ -76,7 +69,7 @@ def streamed(
     """The datums of one group out of a batch of `num_groups`. Each group weighs the same, whatever becomes of the others."""
     share = [
         replace(example, sequences=[scaled(sequence, 1 / num_groups) for sequence in example.sequences])
-        for example in weighted(examples, settings.advantages)
+        for example in weighted(examples, settings)
     ]
     (bounded,), _ = within_bound([share], version=version, max_staleness=settings.max_staleness)
     return to_datums(_sequences(bounded))

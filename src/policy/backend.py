@@ -16,28 +16,16 @@ from tinker.lib.base_url import DEFAULT_BASE_URL
 
 from src.core.errors import BackendError, ConfigError, ServerLost
 from src.core.process import deadline, in_thread
+from src.policy.options import BackendSettings
 from src.policy.sampling_policy import Policy, sdk_boundary
 
 logger = logging.getLogger(__name__)
 
-# Both are shorter where server_timeout_sec is.
+# Both are shorter where heartbeat_timeout_s is.
 HEALTH_TIMEOUT_S = 5.0  # of one request that is sent by hand
 CLOSE_TIMEOUT_S = 5.0  # the SDK would try a dead server for minutes
 DUMMY_KEY = "tml-dummy"  # the SDK refuses to start without a key of this form; our server takes any
 _KEY_FORMS = ("tml-", "eyJ")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackendSettings:
-    backend: Literal["tinker", "skyrl-tx"]
-    skyrl_tx_url: str | None
-    tinker_base_url: str | None
-    model_name: str
-    lora_rank: int
-    seed: int
-    context_limit: int
-    load_checkpoint_path: str | None  # a training state, optimizer included; None: a fresh adapter
-    server_timeout_sec: float
 
 
 class Backend(Protocol):
@@ -139,7 +127,7 @@ def address(settings: BackendSettings) -> str:
 
 
 def health_timeout_s(settings: BackendSettings) -> float:
-    return min(HEALTH_TIMEOUT_S, settings.server_timeout_sec)
+    return min(HEALTH_TIMEOUT_S, settings.heartbeat_timeout_s)
 
 
 async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
@@ -177,10 +165,10 @@ async def asked(url: str, *, key: str, request: Mapping[str, str] | None, timeou
 
 async def check_model(settings: BackendSettings, *, key: str | None) -> None:
     """ConfigError unless the server serves the model with the context asked for."""
-    what, limit_s = f"asking the server at {address(settings)} for its models", settings.server_timeout_sec
+    what, limit_s = f"asking the server at {address(settings)} for its models", settings.heartbeat_timeout_s
     with sdk_boundary(what):
         async with deadline(
-            limit_s, BackendError, f"{what}: no usable answer within server_timeout_sec={limit_s:g}"
+            limit_s, BackendError, f"{what}: no usable answer within heartbeat_timeout_s={limit_s:g}"
         ):
             client = await in_thread(lambda: tinker.RestClient(base_url=address(settings), api_key=key))
             capabilities = await client.get_server_capabilities()
@@ -285,7 +273,7 @@ async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:
         try:
             # In a thread: a session that is still being opened holds the lock that closing it takes.
             closing = in_thread(lambda: service.close(status).result())
-            await asyncio.wait_for(closing, min(CLOSE_TIMEOUT_S, settings.server_timeout_sec))
+            await asyncio.wait_for(closing, min(CLOSE_TIMEOUT_S, settings.heartbeat_timeout_s))
         except (TimeoutError, tinker.TinkerError) as error:
             logger.warning(
                 "the session at %s did not close cleanly (%s); the server will drop it",

@@ -39,7 +39,7 @@ class RunState(StrEnum):
     INTERRUPTED = "interrupted"  # Ctrl-C, SIGTERM
     SERVER_LOST = "server_lost"
     STORAGE = "storage"  # the run's files could not be written
-    RUBBLE = "rubble"  # too many trials could not be graded
+    TOO_MANY_FAILURES = "too_many_failures"  # of trials that could not be graded
     FAILED = "failed"
 
 

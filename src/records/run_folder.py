@@ -17,12 +17,12 @@ from typing import Any
 import chz
 from pydantic import TypeAdapter
 
-from src.config import TrainerConfig
 from src.core.errors import ConfigError, StorageError
 from src.records import checkpoints
 from src.records.atomic_io import remove, replace_text, storage_boundary
 from src.records.checkpoints import Checkpoint
 from src.records.journal import JOURNAL
+from src.records.options import RunFolderSettings
 from src.records.private_folder import make_parents, make_private, resolved
 from src.records.reading import read_document, same
 from src.records.rollout_store import any_graded
@@ -59,7 +59,7 @@ class RunFolder:
             path=self.path, checkpoint=checkpoints.last(self.path), delete_first=False, resumed=True
         )
 
-    def create(self, config: TrainerConfig) -> None:
+    def create(self, config: RunFolderSettings) -> None:
         """The folder with its config.json, emptied if that was asked for."""
         if self.delete_first:
             aside = self.path.with_name(f".{self.path.name}.deleted")
@@ -74,7 +74,7 @@ class RunFolder:
         replace_text(self.path / CONFIG_FILE, json.dumps(chz.asdict(config), indent=2) + "\n")
 
 
-def run_path(config: TrainerConfig, *, name: str) -> Path:
+def run_path(config: RunFolderSettings, *, name: str) -> Path:
     return resolved(Path(config.log_path or Path(config.logs_dir) / name))
 
 
@@ -109,7 +109,7 @@ def held(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def find_run_folder(config: TrainerConfig, *, name: str) -> RunFolder:
+def find_run_folder(config: RunFolderSettings, *, name: str) -> RunFolder:
     """ConfigError when the folder holds a run and the options do not say what to do with it."""
     path = run_path(config, name=name)
     if not path.exists() or (path.is_dir() and all(child.name.startswith(".") for child in path.iterdir())):
@@ -139,7 +139,7 @@ def _ask(path: Path) -> str:
     return {"r": "resume", "resume": "resume", "d": "delete", "delete": "delete"}.get(answer, "raise")
 
 
-def _check_same_run(path: Path, config: TrainerConfig) -> None:
+def _check_same_run(path: Path, config: RunFolderSettings) -> None:
     before = read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), same)
     now = json.loads(json.dumps(chz.asdict(config)))
     for name in IDENTITY:

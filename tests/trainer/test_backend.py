@@ -10,7 +10,8 @@ from skyrl_tx_server.http.http_handler import StartupState
 from src.core.errors import BackendError, ConfigError
 from src.learning.datums import sequences_of, to_datums
 from src.learning.learner import Learner
-from src.policy.backend import BackendSettings, address, connect, require_key
+from src.policy.backend import address, connect, require_key
+from src.policy.options import BackendSettings
 from tests.fakes.server import fake_context, serving
 from tests.fakes.trials import turn
 from tests.trainer.test_learner import settings as learner_settings
@@ -41,7 +42,7 @@ def settings(url: str, **changes) -> BackendSettings:
         "seed": 1,
         "context_limit": 64,
         "load_checkpoint_path": None,
-        "server_timeout_sec": 60.0,
+        "heartbeat_timeout_s": 60.0,
     }
     return BackendSettings(**(options | changes))
 

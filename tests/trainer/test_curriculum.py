@@ -4,17 +4,11 @@ import pytest
 
 from scripts.bench.signal_sampling import simulated
 from src.core.trajectory import TrajectoryGroup
-from src.learning.curriculum import (
-    DECAY,
-    Curriculum,
-    CurriculumSettings,
-    curriculum_metrics,
-    from_records,
-    to_record,
-)
+from src.learning.curriculum import DECAY, Curriculum, curriculum_metrics, from_records, to_record
+from src.learning.options import CurriculumSettings
 from tests.fakes.trials import failure, task, trajectory
 
-SIGNAL = CurriculumSettings(task_sampling="signal", exploration_floor=0.25, seed=0)
+SIGNAL = CurriculumSettings(task_sampling="thompson", exploration_floor=0.25, seed=0)
 TASKS = [task(name) for name in "abcdefgh"]
 
 
@@ -92,7 +86,7 @@ def test_the_state_survives_its_records_each_of_which_has_the_tasks_of_its_step(
 def test_a_pool_of_mostly_hopeless_tasks_gives_twice_the_signal_and_every_task_is_visited(seed):
     size = {"num_tasks": 100, "batch_size": 8, "group_size": 8, "num_steps": 150, "seed": seed}
     uniform = simulated("uniform", floor=0.1, **size)
-    signal = simulated("signal", floor=0.1, **size)
+    signal = simulated("thompson", floor=0.1, **size)
     assert signal.informative >= 2 * uniform.informative
     assert signal.num_visited == uniform.num_visited == 100
 

@@ -7,7 +7,6 @@ from src.core.errors import TrainerError
 from src.core.trajectory import TrajectoryGroup
 from src.learning.dynamic_sampling import (
     NOTHING,
-    DynamicSamplingSettings,
     is_good,
     refill,
     sample_groups,
@@ -15,7 +14,7 @@ from src.learning.dynamic_sampling import (
     sampling_metrics,
     with_bad_replaced,
 )
-from src.learning.filters import FilterSettings
+from src.learning.options import DynamicSamplingSettings, FilterSettings
 from tests.fakes.trials import failure, task, trajectory
 
 

@@ -150,7 +150,9 @@ def test_every_trained_token_of_a_terminal_trial_was_sampled_there(
     lengths = LengthLimits(
         max_input_length=600, max_generate_length=max_tokens, max_sequence_length=700, context_limit=700
     )
-    limits = SamplingLimits(temperature=1.0, seed=seed, lengths=lengths, max_length_stops=4, summarize=True)
+    limits = SamplingLimits(
+        temperature=1.0, seed=seed, lengths=lengths, max_consecutive_truncations=4, summarize=True
+    )
     llm = TinkerLLM(policy=engine, chat=chat, limits=limits, model_name="m")
     rewrites = asyncio.run(converse(llm, events, random.Random(seed)))
 

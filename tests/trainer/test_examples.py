@@ -3,9 +3,9 @@ import pytest
 
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, TrajectoryGroup
-from src.learning.examples import AdvantageSettings, examples_of, examples_of_batch, substeps, weighted
-from src.learning.filters import FilterSettings
-from src.learning.kl_penalty import KlSettings, kl_estimates, penalised
+from src.learning.examples import examples_of, examples_of_batch, substeps, weighted
+from src.learning.kl_penalty import kl_estimates, penalised
+from src.learning.options import AdvantageSettings, FilterSettings, KlSettings
 from tests.fakes.trials import task, trajectory, turn
 
 FILTERS = FilterSettings(

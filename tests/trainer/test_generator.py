@@ -26,7 +26,8 @@ from src.core.trajectory import (
 )
 from src.envs.message_env import EpisodeSettings, StepResult, run_episode, turn_seed
 from src.learning.datums import sequences_of, step_sequences_of
-from src.learning.filters import FilterSettings, apply_reward_rules, is_trainable, with_failures_rewarded
+from src.learning.filters import apply_reward_rules, is_trainable, with_failures_rewarded
+from src.learning.options import FilterSettings
 from src.policy.chat import Chat
 from src.policy.sampling_policy import Policy
 from tests.fakes.envs import ScriptedEnv, ending, saying

@@ -147,7 +147,7 @@ async def test_a_completion_awaiting_confirmation_in_the_last_turn_is_not_a_clea
 
 async def test_cut_answers_are_kept_and_end_the_episode_when_they_go_on(tmp_path: Path) -> None:
     outcome, _ = await play(
-        tmp_path, [SOLUTION[0], "word " * 1000], source(max_tokens=200, max_length_stops=2)
+        tmp_path, [SOLUTION[0], "word " * 1000], source(max_tokens=200, max_consecutive_truncations=2)
     )
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.LENGTH)

@@ -3,7 +3,8 @@ import pytest
 
 from src.learning.datums import scaled, sequences_of
 from src.learning.examples import Example
-from src.learning.importance import ImportanceSettings, apply_tis, correction
+from src.learning.importance import apply_tis, correction
+from src.learning.options import ImportanceSettings
 from tests.fakes.trials import trajectory, turn
 
 OLD, SAMPLED = np.array([-1.0, -2.0, -0.5]), np.array([-2.0, -2.0, -0.1])  # ratios e, 1, exp(-0.4)

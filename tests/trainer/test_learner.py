@@ -5,7 +5,8 @@ import pytest
 
 from src.core.errors import BackendError, TrainerError
 from src.learning.datums import sequences_of, to_datums
-from src.learning.learner import Learner, LearnerSettings, learning_rate
+from src.learning.learner import Learner, learning_rate
+from src.learning.options import LearnerSettings
 from tests.fakes.backend import BanditTrainingClient
 from tests.fakes.trials import turn
 

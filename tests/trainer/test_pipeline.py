@@ -4,14 +4,8 @@ import pytest
 
 from src.core.trajectory import TrajectoryGroup
 from src.rollouts.group_rollout import TimedGroup
-from src.rollouts.pipeline import (
-    Pipeline,
-    PipelineSettings,
-    Scheduled,
-    ScheduleSettings,
-    epoch_order,
-    schedule,
-)
+from src.rollouts.options import PipelineSettings, ScheduleSettings
+from src.rollouts.pipeline import Pipeline, Scheduled, epoch_order, schedule
 from tests.fakes.trials import task
 from tests.fakes.virtual_time import Schedule, lognormal_minutes, simulate
 

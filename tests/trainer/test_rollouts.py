@@ -7,14 +7,8 @@ from src.core.trajectory import FailureKind, TrajectoryGroup
 from src.policy.sampling_policy import Policy
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollouts
-from src.rollouts.group_rollout import (
-    RolloutPlan,
-    Rollouts,
-    RolloutSettings,
-    back_off,
-    require_some_graded,
-    trial_seed,
-)
+from src.rollouts.group_rollout import RolloutPlan, Rollouts, back_off, require_some_graded, trial_seed
+from src.rollouts.options import RolloutSettings
 from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
 
@@ -34,13 +28,14 @@ async def play(
     heard = []
     settings = RolloutSettings(
         n_parallel_envs=parallel,
-        trial_timeout_sec=deadline,
+        trial_timeout_s=deadline,
         trial_attempts=attempts,
-        retry_wait_sec=wait,
+        retry_wait_s=wait,
         seed=seed,
     )
     rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
-    groups = await rollouts.play(tasks, POLICY, plan(tmp_path, **changes), heard.append)
+    timed = await rollouts.groups(tasks, POLICY, plan(tmp_path, **changes), heard.append)
+    groups = [item.group for item in timed]
     return groups, source.made, heard
 
 
@@ -272,7 +267,7 @@ async def test_what_doing_nothing_earns_is_measured_once_and_may_be_unknown(tmp_
     source = Floored(train=(A, B))
     source.asked = []
     settings = RolloutSettings(
-        n_parallel_envs=1, trial_timeout_sec=None, trial_attempts=1, retry_wait_sec=0, seed=0
+        n_parallel_envs=1, trial_timeout_s=None, trial_attempts=1, retry_wait_s=0, seed=0
     )
     rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
     assert await rollouts.floors([A, B]) == await rollouts.floors([A, B]) == {"a": 1.0}

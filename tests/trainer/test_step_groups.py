@@ -10,17 +10,16 @@ from rich.console import Console
 
 from src.cli.console import Display
 from src.core.errors import ConfigError, ServerLost, TooManyFailuresError, TrainerError
-from src.learning.curriculum import CurriculumSettings
-from src.learning.dynamic_sampling import DynamicSamplingSettings
-from src.learning.filters import FilterSettings
+from src.learning.options import CurriculumSettings, DynamicSamplingSettings, FilterSettings
+from src.policy.options import WatchdogSettings
 from src.policy.sampling_policy import Policy
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
-from src.rollouts.batch_collector import GroupSettings, StepBatch, StepGroups
-from src.rollouts.group_rollout import Rollouts, RolloutSettings
-from src.rollouts.pipeline import Batch, PipelineSettings
-from src.rollouts.task_quarantine import FaultSettings
-from src.rollouts.watchdog import Watchdog, WatchdogSettings
+from src.rollouts.batch_collector import StepBatch, StepGroups
+from src.rollouts.group_rollout import Rollouts
+from src.rollouts.options import FaultSettings, GroupSettings, PipelineSettings, RolloutSettings
+from src.rollouts.pipeline import Batch
+from src.rollouts.watchdog import Watchdog
 from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
 
@@ -44,7 +43,7 @@ class Bench:
         self.journal = Journal(path)
         finished = FinishedRollouts(path, self.journal)
         once = RolloutSettings(
-            n_parallel_envs=99, trial_timeout_sec=None, trial_attempts=2, retry_wait_sec=0, seed=0
+            n_parallel_envs=99, trial_timeout_s=None, trial_attempts=2, retry_wait_s=0, seed=0
         )
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         options = {
@@ -59,7 +58,7 @@ class Bench:
             source=self.source,
             rollouts=Rollouts(self.source, once, finished),
             finished=finished,
-            watchdog=Watchdog(WatchdogSettings(server_timeout_sec=60, answer_timeout_sec=60), self.lost),
+            watchdog=Watchdog(WatchdogSettings(heartbeat_timeout_s=60, request_timeout_s=60), self.lost),
             display=Display(Console(file=io.StringIO())),
             settings=GroupSettings(
                 group_size=TRIALS,
@@ -166,7 +165,7 @@ async def test_too_many_lost_trials_and_no_task_that_is_left_end_the_run(tmp_pat
 
 async def test_chosen_tasks_are_those_of_the_step_and_what_was_learned_of_them_outlives_a_restart(tmp_path):
     """The journal says what was chosen, not what was scheduled; a task that is left out is chosen no more."""
-    bench, chosen = Bench(tmp_path, cursed="a", mixed="ef", task_sampling="signal"), []
+    bench, chosen = Bench(tmp_path, cursed="a", mixed="ef", task_sampling="thompson"), []
     for step in range(1, 9):
         gathered = await bench.gather(step, "ab")
         bench.settle(step)
@@ -175,7 +174,7 @@ async def test_chosen_tasks_are_those_of_the_step_and_what_was_learned_of_them_o
     assert sum("a" in names for names in chosen) == 1 and len({*map(frozenset, chosen)}) > 4
     state = bench.groups.state()
     assert state["curriculum"]["num_groups"] == 16 and set(state["curriculum"]["evidence"]) == {*chosen[-1]}
-    again = Bench(tmp_path, cursed="a", mixed="ef", task_sampling="signal", steps_done=8)
+    again = Bench(tmp_path, cursed="a", mixed="ef", task_sampling="thompson", steps_done=8)
     assert (await again.gather(9, "ab")).metrics == (await bench.gather(9, "ab")).metrics
     assert again.groups.state() == bench.groups.state() != state and again.journal.groups_of(
         9
@@ -185,7 +184,7 @@ async def test_chosen_tasks_are_those_of_the_step_and_what_was_learned_of_them_o
 
 async def test_chosen_refills_are_of_other_tasks_and_as_many_as_are_missing(tmp_path):
     for step in range(1, 9):
-        bench = Bench(tmp_path, mixed="ef", task_sampling="signal", dynamic_sampling="filter")
+        bench = Bench(tmp_path, mixed="ef", task_sampling="thompson", dynamic_sampling="filter")
         gathered = await bench.gather(step, "ab")
         assert sorted(group.task.id for group in gathered.to_learn) == ["e", "f"]
         counts = Counter(trial.task.id for trial in bench.source.made)
@@ -196,7 +195,7 @@ async def test_chosen_refills_are_of_other_tasks_and_as_many_as_are_missing(tmp_
         assert {trial.directory.name for trial in bench.source.made} == {
             f"{purpose}_{step:06d}" for purpose in purposes
         }
-    few = Bench(tmp_path / "few", "ab", task_sampling="signal", dynamic_sampling="filter")
+    few = Bench(tmp_path / "few", "ab", task_sampling="thompson", dynamic_sampling="filter")
     with pytest.raises(TrainerError, match="5 batches had equal rewards"):
         await few.gather(1, "ab")
     assert len(few.source.made) == 5 * 2 * TRIALS, "where there are no others the same again"

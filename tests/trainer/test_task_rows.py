@@ -20,7 +20,8 @@ from src.envs.registry import open_task_source
 from src.envs.service.task_files import Definition, Row, read_rows, without_nulls
 from src.envs.service.toy_retail import FOLDER
 from src.evaluate.config import EvaluateConfig
-from src.rollouts.pipeline import ScheduleSettings, schedule
+from src.rollouts.options import ScheduleSettings
+from src.rollouts.pipeline import schedule
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
@@ -239,8 +240,8 @@ def test_what_is_no_row_is_refused_in_a_line(tmp_path: Path, rows: list[dict[str
         ),
         (["domain_mixture=retail=0"], "domain_mixture retail needs a number above 0, not '0'"),
         (
-            ["domain_mixture=retail=1", "task_sampling=signal"],
-            "domain_mixture decides what each batch plays; drop task_sampling=signal",
+            ["domain_mixture=retail=1", "task_sampling=thompson"],
+            "domain_mixture decides what each batch plays; drop task_sampling=thompson",
         ),
     ],
 )

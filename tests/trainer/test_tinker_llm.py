@@ -25,7 +25,9 @@ def lengths(
     )
 
 
-LIMITS = SamplingLimits(temperature=0.7, seed=5, lengths=lengths(), max_length_stops=2, summarize=True)
+LIMITS = SamplingLimits(
+    temperature=0.7, seed=5, lengths=lengths(), max_consecutive_truncations=2, summarize=True
+)
 
 
 def llm_saying(*replies: str | Exception, limits: SamplingLimits = LIMITS) -> tuple[TinkerLLM, FakePolicy]:
@@ -102,7 +104,9 @@ class SilentPolicy(FakePolicy):
 async def test_empty_answers_are_counted_and_not_trained() -> None:
     chat = byte_chat()
     policy = SilentPolicy(chat, ["hello"])
-    llm = TinkerLLM(policy=policy, chat=chat, limits=replace(LIMITS, max_length_stops=3), model_name="m")
+    llm = TinkerLLM(
+        policy=policy, chat=chat, limits=replace(LIMITS, max_consecutive_truncations=3), model_name="m"
+    )
     conversation = HarborChat(llm)
     await conversation.chat("a")
     assert (await conversation.chat("b")).content == ""

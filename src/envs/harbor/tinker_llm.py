@@ -44,7 +44,7 @@ class SamplingLimits:
     temperature: float
     seed: int
     lengths: LengthLimits
-    max_length_stops: int  # cut or empty answers in a row
+    max_consecutive_truncations: int  # cut or empty answers in a row
     summarize: bool  # whether the agent has an answer to a full context
 
 
@@ -172,7 +172,7 @@ class TinkerLLM(BaseLLM):
             self.empty_completions += 1
         useless = turn.stop_reason == StopReason.LENGTH or not turn.completion_ids
         self._useless_in_a_row = self._useless_in_a_row + 1 if useless else 0
-        if self._useless_in_a_row >= self._limits.max_length_stops:
+        if self._useless_in_a_row >= self._limits.max_consecutive_truncations:
             raise EpisodeOver(StopReason.LENGTH)
 
     def _overflow(self, *, is_main: bool, tokens: int) -> BaseException:

@@ -26,12 +26,12 @@ from src.core.trajectory import (
     ZeroReason,
 )
 from src.envs.harbor.agent import Session, registered
-from src.envs.harbor.environment import HarborSettings
 from src.envs.harbor.grading import Grading, graded
 from src.envs.harbor.grading_choice import Choice
 from src.envs.harbor.tinker_llm import SamplingLimits, TinkerLLM
 from src.envs.harbor.trial_folder import JobsQuota, Kept
 from src.envs.harbor.verifier_reward import score
+from src.envs.options import HarborSettings
 from src.policy.chat import Chat
 from src.policy.sampling_policy import Policy
 
@@ -71,7 +71,7 @@ class HarborTrial:
             temperature=temperature,
             seed=seed,
             lengths=settings.length_limits,
-            max_length_stops=settings.max_length_stops,
+            max_consecutive_truncations=settings.max_consecutive_truncations,
             summarize=settings.enable_summarize,
         )
 

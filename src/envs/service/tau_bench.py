@@ -12,19 +12,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from src.config import TrainerConfig, pairs, subconfig
+import chz
+
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.base import TaskSource
 from src.envs.episodes import EnvSpec, episodes
 from src.envs.message_env import MessageEnv
+from src.envs.options import EnvironmentSettings
 from src.envs.service import tau2, toy_retail
 from src.envs.service.domain import ServiceEnv, do_nothing
 from src.envs.service.subprocess_pool import WorkerPool
 from src.envs.service.task_files import Definition
 from src.envs.service.task_sources import read_source, require_disjoint
 from src.envs.service.user_simulator import Customer, EndpointModel, Model, ModelCustomer, TinkerModel, Tools
-from src.policy.backend import BackendSettings
 from src.policy.chat import Chat, load_chat
 from src.policy.openai_client import ChatEndpoint, open_endpoint
 
@@ -48,9 +49,9 @@ class DomainProvider:
     close: Callable[[], Awaitable[None]]
 
 
-def open_tau_bench(config: TrainerConfig, chat: Chat) -> TaskSource:
+def open_tau_bench(config: EnvironmentSettings, chat: Chat) -> TaskSource:
     """The tasks of the named domains and of the files, each played by its own domain. ConfigError for what there is not."""
-    options = pairs(config.environment_kwargs, option="environment_kwargs")
+    options = config.environment_options
     trained = [read_source(text, SPLITS) for text in config.train_data or ()]
     held_out = [read_source(text, SPLITS, may_be_named=True) for text in config.test_data or ()]
     name = options.pop("domain", "" if trained or held_out else toy_retail.NAME)
@@ -103,7 +104,7 @@ def open_tau_bench(config: TrainerConfig, chat: Chat) -> TaskSource:
 
 
 def open_kinds(
-    config: TrainerConfig,
+    config: EnvironmentSettings,
     domains: set[str],
     options: Options,
     model: Model | None,
@@ -118,7 +119,7 @@ def open_kinds(
     return kinds
 
 
-def open_toy_retail(config: TrainerConfig, model: Model | None) -> DomainProvider:
+def open_toy_retail(config: EnvironmentSettings, model: Model | None) -> DomainProvider:
     customer = toy_retail.scripted if model is None else toy_retail.played_by(model)
     folder = Path(config.tasks_dir).expanduser() if config.tasks_dir else toy_retail.FOLDER
     shop = toy_retail.read_shop(folder)
@@ -164,7 +165,12 @@ def open_toy_retail(config: TrainerConfig, model: Model | None) -> DomainProvide
 
 
 def open_tau2(
-    config: TrainerConfig, options: Options, model: Model | None, judge: ChatEndpoint | None, *, names: str
+    config: EnvironmentSettings,
+    options: Options,
+    model: Model | None,
+    judge: ChatEndpoint | None,
+    *,
+    names: str,
 ) -> DomainProvider:
     """The benchmark's own domains."""
     if config.tasks_dir is not None:
@@ -206,7 +212,7 @@ def tau2_customers(model: Model | None) -> tau2.MakeCustomer:
     return played
 
 
-def customer_model(config: TrainerConfig, options: Options) -> Model | None:
+def customer_model(config: EnvironmentSettings, options: Options) -> Model | None:
     """What plays the customers, by the options customer, customer_model, customer_base_url and customer_temperature; None: a script."""
     kind = one_of(options, "customer", ("scripted", "openai", "tinker"))
     if kind == "scripted":
@@ -223,7 +229,7 @@ def customer_model(config: TrainerConfig, options: Options) -> Model | None:
     is_checkpoint = name is not None and name.startswith("tinker://")
     base_model = config.model_name if is_checkpoint or name is None else name
     chat = load_chat((config.tokenizer if base_model == config.model_name else None) or base_model)
-    settings = subconfig(config, BackendSettings, model_name=base_model, load_checkpoint_path=None)
+    settings = chz.replace(config, model_name=base_model, load_checkpoint_path=None)
     return TinkerModel(settings, name if is_checkpoint else None, chat, temperature=temperature)
 
 
