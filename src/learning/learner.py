@@ -30,7 +30,9 @@ class TrainedTokens:
 class Learner:
     """One training client and how to step it."""
 
-    def __init__(self, client: tinker.TrainingClient, settings: LearnerSettings, *, num_steps: int) -> None:
+    def __init__(
+        self, client: tinker.TrainingClient, settings: LearnerSettings, *, num_steps: int = 1
+    ) -> None:
         self._client = client
         self._settings = settings
         self._num_steps = num_steps  # of the whole run

@@ -41,6 +41,7 @@ def settings(url: str, **changes) -> BackendSettings:
         "lora_rank": 8,
         "seed": 1,
         "context_limit": 64,
+        "max_tokens": 16,
         "load_checkpoint_path": None,
         "heartbeat_timeout_s": 60.0,
     }

@@ -4,8 +4,8 @@ import pytest
 from src.cli.command_line import help_text, parse
 from src.config import REFUSED, SECTIONS, TrainerConfig, run_name
 from src.core.errors import ConfigError
-from src.learning.options import LearnerSettings
 from src.core.options import pairs, sections
+from src.learning.options import LearnerSettings
 
 BASE = ["model_name=Qwen/Qwen3-4B", "tasks_dir=./tasks"]
 OWN = [*BASE, "backend=skyrl-tx", "skyrl_tx_url=http://h:1"]

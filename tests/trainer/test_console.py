@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from src.cli.console import Display
-from src.loop.outcome import Success, outcome, signals
 from src.core.trajectory import FailureKind, TrajectoryGroup
 from src.evaluate.evaluation import Evaluation, block_of
+from src.loop.outcome import Success, outcome, signals
 from src.records.rollout_log import record_groups
 from tests.fakes.trials import failure, task, trajectory, turn
 

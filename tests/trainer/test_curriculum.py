@@ -1,5 +1,5 @@
-from dataclasses import replace
 
+import chz
 import pytest
 
 from scripts.bench.signal_sampling import simulated
@@ -60,7 +60,7 @@ def test_a_choice_depends_on_the_state_the_seed_and_the_place_alone():
 
 
 def test_a_floor_of_less_than_one_task_is_one_now_and_then_and_chance_decides_between_equals():
-    half = replace(SIGNAL, exploration_floor=0.125)  # of 4 tasks
+    half = chz.replace(SIGNAL, exploration_floor=0.125)  # of 4 tasks
     known = Curriculum().after(
         [group("a", *([0] * 8)), *(group(name, *([1] * 4 + [0] * 4)) for name in "bcdefgh")]
     )

@@ -47,7 +47,7 @@ def source(tasks_dir: Path = HELLO, **options: object) -> HarborTasks:
 
 def left_by(tasks: HarborTasks) -> set[str]:
     """What lies in the run's directory."""
-    return {path.name for path in run_directory(tasks.settings.run_label).iterdir()}
+    return {path.name for path in run_directory(tasks.run_label).iterdir()}
 
 
 async def play(

@@ -138,12 +138,6 @@ async def test_no_more_groups_are_under_way_than_asked_for_and_the_next_begins_w
         assert stage.under_way == "ab"
         await stage.end("a")
         assert stage.under_way == "bc" and await taking == "a"
-    on_policy = Stage("ab", max_staleness=0, stream_groups=True, max_groups_in_flight=1)
-    async with on_policy.pipeline:
-        taking = await started(on_policy)
-        assert on_policy.under_way == "a"
-        await on_policy.end("a")
-        await taking
 
 
 @pytest.mark.parametrize(

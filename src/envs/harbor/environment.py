@@ -50,12 +50,13 @@ class HarborTasks:
         from src.envs.harbor import task_folders
 
         self.settings = settings
+        self.run_label = new_run_label()
         self.environment_type = resolve_environment_type(settings.environment_type)
         self._chat = chat
         self._quota = JobsQuota(limit=int(settings.jobs_quota_gb * 2**30))
         given, option = take_option(settings.environment_options)
         self._environment = trial_environment(
-            self.environment_type, given, run_label=new_run_label(), n_parallel=settings.n_parallel_envs
+            self.environment_type, given, run_label=self.run_label, n_parallel=settings.n_parallel_envs
         )
         check = task_folders.check_for(self.environment_type, self._environment)
         tasks = task_folders.load_tasks(Path(settings.tasks_dir).expanduser(), check=check)
