@@ -17,7 +17,7 @@ from pathlib import Path
 
 from src.config import TrainerConfig
 from src.core.errors import BackendError, StorageError
-from src.core.event_loop import GapMeter
+from src.core.event_loop import LagMeter
 from src.core.process import deadline
 from src.core.trajectory import TrajectoryGroup
 from src.envs.base import TaskSource
@@ -29,7 +29,7 @@ from src.learning.metrics import group_metrics
 from src.learning.preparation import prepare, streamed, streamed_metrics
 from src.loop.training_events import TrainingEvents
 from src.policy.backend import Backend
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import Policy, ReferenceModel
 from src.records import checkpoints
 from src.records.checkpoints import Checkpoint
 from src.records.dumps import dump_evaluation, dump_examples
@@ -40,7 +40,7 @@ from src.records.tracking import RunLog
 from src.rollouts.batch_collector import BatchCollector
 from src.rollouts.group_rollout import RolloutPlan, Rollouts
 from src.rollouts.pipeline import Batch
-from src.rollouts.watchdog import Watchdog, WatchedPolicy
+from src.rollouts.watchdog import Watchdog, WatchedPolicy, WatchedReference
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Terminus2RLTrainer:
         self._dump_folder = config.dump_folder(log_path)
         self._epoch = 0
         self._is_in_doubt = False  # an update was sent to the server, and its answer has not arrived
-        self._gaps = GapMeter()
+        self._gaps = LagMeter()
         self._collector = BatchCollector(
             config,
             source=source,
@@ -149,7 +149,7 @@ class Terminus2RLTrainer:
             else:  # other options may have made it due, so that the line was held back
                 self._run_log.amend(step, {})
 
-    async def _step(self, batch: Batch, reference: Policy | None, *, num_steps: int) -> None:
+    async def _step(self, batch: Batch, reference: ReferenceModel | None, *, num_steps: int) -> None:
         started = time.monotonic()
         collected = await self._collect(batch)
         update = await _to_its_end(self._update(collected, reference))
@@ -212,7 +212,7 @@ class Terminus2RLTrainer:
         kept, dropped = keep_groups(groups, self._config)
         return kept, examples_of_batch(kept, self._config, self._config), dropped
 
-    async def _update(self, collected: Collected, reference: Policy | None) -> dict[str, float]:
+    async def _update(self, collected: Collected, reference: ReferenceModel | None) -> dict[str, float]:
         """Prepare the datums of a step and update the weights. Return the metrics of both.
 
         The caller lets it run to its end, so that `steps_done` and the weights on the server agree.
@@ -228,7 +228,9 @@ class Terminus2RLTrainer:
         self._is_in_doubt = False
         return metrics | {"time/update": time.monotonic() - started}
 
-    async def _prepare_and_update(self, collected: Collected, reference: Policy | None) -> dict[str, float]:
+    async def _prepare_and_update(
+        self, collected: Collected, reference: ReferenceModel | None
+    ) -> dict[str, float]:
         config, version = self._config, self.steps_done
         examples_P_G, dropped = collected.examples_P_G, collected.dropped
         if config.stream_groups:  # the server has the datums
@@ -267,9 +269,9 @@ class Terminus2RLTrainer:
         )
         return WatchedPolicy(policy, self._watchdog)
 
-    async def _reference(self) -> Policy:
-        return WatchedPolicy(
-            await self._watchdog.answer(self._backend.reference_policy(), "opening the base model"),
+    async def _reference(self) -> ReferenceModel:
+        return WatchedReference(
+            await self._watchdog.answer(self._backend.reference_model(), "opening the base model"),
             self._watchdog,
         )
 

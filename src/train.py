@@ -18,7 +18,7 @@ from src.cli.environment_variables import (
 )
 from src.core.errors import INTERRUPTED, TrainerError
 from src.core.log_setup import set_log_levels
-from src.core.process import ended_by_signals, leave, until_signalled
+from src.core.process import exit_on_signal, exit_process, run_until_signal
 
 STOPPING = "stopping: saving a checkpoint first (once more to stop at once)"
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     load_environment(argv)
     try:
-        with ended_by_signals():
+        with exit_on_signal():
             config = parse(with_judge_from_environment(with_server_from_environment(argv)))
             # These imports take seconds, for which --help and a mistyped option should not wait.
             from src.cli.console import Display, terminal
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
             set_log_levels()
             display = Display(terminal())
             return asyncio.run(
-                until_signalled(
+                run_until_signal(
                     run(config, display),
                     display.say,
                     announcement=STOPPING,
@@ -56,4 +56,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

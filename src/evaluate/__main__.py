@@ -11,7 +11,7 @@ from src.cli.command_line import help_for, parse_as, print_help
 from src.cli.environment_variables import load_environment, with_server_from_environment
 from src.core.errors import INTERRUPTED, TrainerError
 from src.core.log_setup import set_log_levels
-from src.core.process import ended_by_signals, leave, until_signalled
+from src.core.process import exit_on_signal, exit_process, run_until_signal
 from src.evaluate.config import EvaluateConfig
 
 TITLE = ["python -m src.evaluate key=value ...", "", "Plays tasks with a model, and says how well it did."]
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     load_environment(argv)
     try:
-        with ended_by_signals():
+        with exit_on_signal():
             config = parse_as(EvaluateConfig, with_server_from_environment(argv))
             from src.cli.console import Display, terminal
             from src.evaluate.run import (
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
             set_log_levels()
             display = Display(terminal())
-            return asyncio.run(until_signalled(run(config, display), display.say))
+            return asyncio.run(run_until_signal(run(config, display), display.say))
     except KeyboardInterrupt:
         return INTERRUPTED
     except TrainerError as error:
@@ -44,4 +44,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

@@ -102,7 +102,7 @@ def customer_faults(trajectory: Trajectory) -> list[str]:
         found.append("left its role")
     if is_stuck(trajectory.conversation):
         found.append("repeated itself")
-    if trajectory.metrics.get("customer_tool_errors"):
+    if trajectory.metrics.get("user_tool_errors"):
         found.append("could not use its own tools")
     return found
 

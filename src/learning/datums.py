@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import tinker
 
-from src.core.token_ids import begins_with
+from src.core.token_ids import starts_with
 from src.core.trajectory import Turn
 
 
@@ -47,7 +47,7 @@ def extends(turn: Turn, previous: Turn) -> bool:
     was rewritten it stands elsewhere, so that the long prompts are seldom compared in vain."""
     start = len(previous.prompt_ids)
     said = turn.prompt_ids[start : start + len(previous.completion_ids)]
-    return said == previous.completion_ids and begins_with(turn.prompt_ids, previous.prompt_ids)
+    return said == previous.completion_ids and starts_with(turn.prompt_ids, previous.prompt_ids)
 
 
 def sequences_of(turns: Sequence[Turn], *, advantage: float) -> list[TokenSequence]:

@@ -11,7 +11,7 @@ import numpy as np
 from src.learning.datums import TokenSequence
 from src.learning.examples import Example
 from src.learning.options import KlSettings
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import ReferenceModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,7 @@ class KlResult:
     mean_kl: float
 
 
-async def penalised(examples: Sequence[Example], reference: Policy, settings: KlSettings) -> KlResult:
+async def penalised(examples: Sequence[Example], reference: ReferenceModel, settings: KlSettings) -> KlResult:
     """Each sampled token's advantage plus `kl_penalty_coef * (mean penalty - its penalty)`.
 
     Subtracting from the mean over all sampled tokens leaves the batch's sum of advantages unchanged.

@@ -108,7 +108,7 @@ def success_split(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Success apart for tasks that take a writing action and for those that an agent who does nothing may solve."""
     found: dict[str, float] = {}
     for name, writes in (("success_write", True), ("success_nowrite", False)):
-        rewards = [reward for group in groups if group.task.gold_writes is writes for reward in group.rewards]
+        rewards = [reward for group in groups if group.task.has_writes is writes for reward in group.rewards]
         found |= {name: float(np.mean([reward >= SOLVED for reward in rewards]))} if rewards else {}
     return found
 

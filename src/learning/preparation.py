@@ -18,7 +18,7 @@ from src.learning.learner import Learner
 from src.learning.metrics import batch_metrics
 from src.learning.options import PreparationSettings
 from src.learning.staleness import within_bound
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import ReferenceModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ async def prepare(
     examples_P_G: Sequence[Sequence[Example]],
     dropped: Counter[DropReason],
     *,
-    reference: Policy | None,
+    reference: ReferenceModel | None,
     learner: Learner,
     settings: PreparationSettings,
     version: int = 0,

@@ -17,7 +17,7 @@ from tinker.lib.base_url import DEFAULT_BASE_URL
 from src.core.errors import BackendError, ConfigError, ServerLost
 from src.core.process import deadline, in_thread
 from src.policy.options import BackendSettings
-from src.policy.sampling_policy import Policy, sdk_boundary
+from src.policy.sampling_policy import Policy, ReferenceModel, TinkerPolicy, sdk_boundary
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Backend(Protocol):
         """The current weights, frozen."""
         ...
 
-    async def reference_policy(self) -> Policy:
+    async def reference_model(self) -> ReferenceModel:
         """The base model without the adapter."""
         ...
 
@@ -76,12 +76,12 @@ class TinkerBackend:
 
     async def policy(self, version: int) -> Policy:
         with sdk_boundary("preparing the weights for sampling"):
-            return Policy(await self.training_client.save_weights_and_get_sampling_client(), version)
+            return TinkerPolicy(await self.training_client.save_weights_and_get_sampling_client(), version)
 
-    async def reference_policy(self) -> Policy:
+    async def reference_model(self) -> ReferenceModel:
         with sdk_boundary("opening the base model"):
             name = self._settings.model_name
-            return Policy(
+            return TinkerPolicy(
                 await (await in_thread(lambda: self._service.create_sampling_client(base_model=name))), 0
             )
 
@@ -199,7 +199,7 @@ async def _blame_a_dead_server(settings: BackendSettings, error: Exception) -> N
         ) from gone
 
 
-class Endpoint:
+class TinkerEndpoint:
     """A checked connection, before anything was made on the server."""
 
     def __init__(self, service: tinker.ServiceClient, settings: BackendSettings) -> None:
@@ -231,11 +231,11 @@ class Endpoint:
         service, base_model = self._service, self._settings.model_name
         with sdk_boundary(f"opening {sampler_path or base_model}"):
             if sampler_path is not None:
-                return Policy(
+                return TinkerPolicy(
                     await (await in_thread(lambda: service.create_sampling_client(model_path=sampler_path))),
                     0,
                 )
-            return Policy(
+            return TinkerPolicy(
                 await (await in_thread(lambda: service.create_sampling_client(base_model=base_model))), 0
             )
 
@@ -252,7 +252,7 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:
+async def connect(settings: BackendSettings) -> AsyncIterator[TinkerEndpoint]:
     """An endpoint that answers and serves the model; the server's session ends with the block."""
     key = require_key(settings)
     url = address(settings)
@@ -262,7 +262,7 @@ async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:
     status: Literal["success", "errored", "interrupted"] = "interrupted"
     try:
         await check_model(settings, key=key)
-        yield Endpoint(service, settings)
+        yield TinkerEndpoint(service, settings)
         status = "success"
     except Exception as error:
         status = "errored"

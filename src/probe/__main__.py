@@ -29,7 +29,7 @@ from src.cli.console import terminal
 from src.cli.environment_variables import load_environment
 from src.core.option_aliases import present_argument
 from src.core.errors import INTERRUPTED, BackendError, ConfigError, TrainerError
-from src.core.process import deadline, ended_by_signals, in_thread, leave, until_signalled
+from src.core.process import deadline, exit_on_signal, exit_process, in_thread, run_until_signal
 from src.loop.capabilities import CAPABILITIES, Capabilities, Finding
 from src.policy.backend import DUMMY_KEY, check_alive
 from src.policy.sampling_policy import sdk_boundary
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     logging.getLogger("tinker").setLevel(logging.CRITICAL)  # refusals are what some checks look for
     console = terminal()
     try:
-        with ended_by_signals():
+        with exit_on_signal():
             url, options = arguments(argv)
             found: list[Capabilities] = []
             probing = _probe(
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
                 found,
                 on_finding=lambda finding: console.print(line(finding), highlight=False, markup=False),
             )
-            status = asyncio.run(until_signalled(probing, console.print))
+            status = asyncio.run(run_until_signal(probing, console.print))
     except KeyboardInterrupt:
         return INTERRUPTED
     except TrainerError as error:
@@ -194,4 +194,4 @@ def show(found: Capabilities, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

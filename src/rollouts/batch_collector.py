@@ -73,7 +73,7 @@ class BatchCollector:
     @asynccontextmanager
     async def running(self, batches: Sequence[Batch], policy: Policy) -> AsyncIterator[None]:
         """Roll out groups with `policy` and its successors while the block runs."""
-        self._policy.become(policy)
+        self._policy.set(policy)
         self._pipeline = self._pipeline_of(batches)
         async with self._pipeline:
             yield
@@ -82,7 +82,7 @@ class BatchCollector:
         self._pipeline.update_begins()
 
     def update_ended(self, policy: Policy) -> None:
-        self._policy.become(policy)
+        self._policy.set(policy)
         self._pipeline.update_ended()
 
     def state(self) -> dict[str, object]:

@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 from src.core.errors import BackendError
 from src.core.trajectory import Trajectory
 from src.policy.chat import Message
-from src.policy.openai_client import Reply
+from src.policy.openai_client import ChatReply
 from src.rollouts.options import JudgeSettings
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,9 @@ class Asks(Protocol):
 
     model: str
 
-    async def reply(self, messages: Sequence[Message], *, temperature: float, seed: int | None) -> Reply: ...
+    async def reply(
+        self, messages: Sequence[Message], *, temperature: float, seed: int | None
+    ) -> ChatReply: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

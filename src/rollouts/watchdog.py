@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from src.core.errors import BackendError, ServerLost
 from src.core.trajectory import Turn
 from src.policy.options import WatchdogSettings
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import Policy, PolicyWrapper, ReferenceModel, SampleRequest
 
 logger = logging.getLogger(__name__)
 
@@ -94,27 +94,23 @@ async def _probe(
                 )
 
 
-class WatchedPolicy(Policy):
-    """A policy whose every call is watched."""
+class WatchedPolicy(PolicyWrapper):
+    """A policy whose calls the watchdog bounds."""
 
     def __init__(self, policy: Policy, watchdog: Watchdog) -> None:
-        self.version = policy.version
-        self._policy = policy
+        super().__init__(policy)
+        self.watchdog = watchdog
+
+    async def sample(self, request: SampleRequest) -> Turn:
+        return await self.watchdog.answer(super().sample(request), "sampling")
+
+
+class WatchedReference:
+    """A reference model whose calls the watchdog bounds."""
+
+    def __init__(self, model: ReferenceModel, watchdog: Watchdog) -> None:
+        self._model = model
         self._watchdog = watchdog
 
-    async def sample(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None,
-        stop: list[int],
-    ) -> Turn:
-        call = self._policy.sample(
-            prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
-        )
-        return await self._watchdog.answer(call, "sampling")
-
     async def logprobs(self, token_ids: list[int]) -> list[float]:
-        return await self._watchdog.answer(self._policy.logprobs(token_ids), "computing logprobs")
+        return await self._watchdog.answer(self._model.logprobs(token_ids), "computing logprobs")

@@ -15,6 +15,7 @@ from unittest import mock
 
 from src.core import process
 from src.loop.connection import Dependencies
+from src.policy.sampling_policy import SampleRequest
 from tests.fakes.backend import BanditBackend, BanditTrainingClient
 from tests.fakes.run import FakeRun, groups_trained
 from tests.fakes.trials import FakeTasks, task, trajectory
@@ -162,7 +163,7 @@ def simulate(
                 FIRST_VERSION + version,
             ]
             turn = await policy.sample(
-                prompt, max_tokens=1, temperature=1.0, seed=trial.seed + len(said), stop=[]
+                SampleRequest(prompt_ids=prompt, max_tokens=1, temperature=1.0, seed=trial.seed + len(said))
             )
             assert turn.policy_version == version
             said.append(turn)

@@ -15,8 +15,8 @@ from src.evaluate.__main__ import main
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import content_hashes, write_hashes
 from src.evaluate.run import Evaluated, run
-from src.policy.sampling_policy import Policy
 from src.records.checkpoints import Checkpoint, append
+from tests.fakes.policy import UnusedPolicy
 from tests.fakes.trials import FakeTasks, failure, trajectory, turn
 
 SERVER = [
@@ -69,7 +69,7 @@ class Bench:
             return trajectory(trial.task.id, reward, [turn([1], [2])], name=name)
 
         yield Evaluated(
-            policy=Policy(None, 0), source=FakeTasks(train=self.tasks, play=play, floors=self.floors)
+            policy=UnusedPolicy(0), source=FakeTasks(train=self.tasks, play=play, floors=self.floors)
         )
 
     def results(self, name="results.json"):
@@ -104,7 +104,7 @@ async def test_an_evaluation_leaves_rates_with_intervals_and_every_task(tmp_path
 async def test_every_domain_has_its_own_rates_floor_split_and_failures_beside_those_of_all(tmp_path):
     bench = Bench(tmp_path, lambda checkpoint, task, member: task.startswith("air") or member == 0)
     bench.tasks = [
-        Task(id=f"{domain}/{n}", path=Path("t"), domain=domain, gold_writes=n == 0)
+        Task(id=f"{domain}/{n}", path=Path("t"), domain=domain, has_writes=n == 0)
         for domain in ("air", "shop")
         for n in (0, 1)
     ]

@@ -16,7 +16,7 @@ from src.core.errors import ServerLost, TrainerError
 from src.core.trajectory import FailureKind
 from src.loop.connection import Dependencies
 from src.loop.run import end_state
-from src.policy.sampling_policy import sdk_boundary
+from src.policy.sampling_policy import NewestPolicy, sdk_boundary
 from src.records.journal import RunState
 from src.rollouts.watchdog import WatchedPolicy
 from tests.fakes.disk_bandit import DiskBandit
@@ -209,8 +209,8 @@ async def hangs_in_the_verifier(bench, trial, policy):
 
 async def hangs_where_the_sampler_is_stuck(bench, trial, policy):
     if trial.task.id == "say-1":
-        watched = getattr(policy, "_newest", policy)
-        return await say_a_token(trial, WatchedPolicy(Stuck(policy.version), watched._watchdog))
+        watched = policy.policy if isinstance(policy, NewestPolicy) else policy
+        return await say_a_token(trial, WatchedPolicy(Stuck(policy.version), watched.watchdog))
     return None
 
 
@@ -218,7 +218,7 @@ class Stuck:
     def __init__(self, version):
         self.version = version
 
-    async def sample(self, *args, **kwargs):
+    async def sample(self, request):
         await for_ever()
 
 

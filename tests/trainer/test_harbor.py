@@ -24,6 +24,7 @@ from src.envs.harbor.environment import (
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.run_directory import run_directory
 from src.envs.validate import main as validate
+from src.policy.sampling_policy import SampleRequest
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
 from tests.fakes.tokenizer import byte_chat
 
@@ -251,10 +252,10 @@ class SilentPolicy(ScriptedPolicy):
 
     silent_after = 0
 
-    async def sample(self, *args: object, **kwargs: object) -> Turn:
+    async def sample(self, request: SampleRequest) -> Turn:
         if len(self.prompts) == self.silent_after:
             await asyncio.Event().wait()
-        return await super().sample(*args, **kwargs)  # type: ignore[arg-type]
+        return await super().sample(request)
 
 
 @pytest.mark.parametrize("answers", [0, 1])

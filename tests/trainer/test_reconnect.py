@@ -13,6 +13,7 @@ from skyrl_tx_server.http.http_handler import StartupState
 from src.core.errors import ServerLost
 from src.loop.connection import Dependencies
 from src.policy.backend import connect
+from src.policy.sampling_policy import SampleRequest
 from tests.fakes.run import FakeRun, groups_trained, untimed
 from tests.fakes.server import fake_context, reserved_port, serving
 from tests.fakes.trials import FakeTasks, task, trajectory
@@ -81,7 +82,7 @@ class Bench(FakeRun):
 
     async def _play(self, trial, policy):
         turn = await policy.sample(
-            [1, trial.seed % 50], max_tokens=2, temperature=1.0, seed=trial.seed, stop=[]
+            SampleRequest(prompt_ids=[1, trial.seed % 50], max_tokens=2, temperature=1.0, seed=trial.seed)
         )
         if self.on_trial is not None:
             await self.on_trial(trial, policy)
@@ -143,7 +144,7 @@ async def test_a_server_that_stays_away_ends_the_run_within_its_deadline_in_one_
         if policy.version == 1:
             await asyncio.to_thread(bench.stop)
             await policy.sample(
-                [1, 2], max_tokens=2, temperature=1.0, seed=1, stop=[]
+                SampleRequest(prompt_ids=[1, 2], max_tokens=2, temperature=1.0, seed=1)
             )  # the SDK alone would try for minutes
 
     bench.on_trial = pull_the_plug

@@ -4,16 +4,16 @@ import pytest
 
 from src.core.errors import BackendError, TrainerError
 from src.core.trajectory import FailureKind, TrajectoryGroup
-from src.policy.sampling_policy import Policy
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollouts
 from src.rollouts.group_rollout import RolloutPlan, Rollouts, back_off, require_some_graded, trial_seed
 from src.rollouts.options import RolloutSettings
+from tests.fakes.policy import UnusedPolicy
 from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
 
 A, B = task("a"), task("b")
-POLICY = Policy(None, 7)
+POLICY = UnusedPolicy(7)
 
 
 def plan(tmp_path, **changes):

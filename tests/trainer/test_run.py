@@ -11,7 +11,7 @@ from src.core.errors import ConfigError, TrainerError
 from src.core.log_setup import logging_to_file
 from src.core.trajectory import FailureKind, Task
 from src.loop.connection import Dependencies
-from src.policy.openai_client import Reply
+from src.policy.openai_client import ChatReply
 from src.rollouts.judge import MODES
 from tests.fakes.backend import BanditBackend
 from tests.fakes.run import FakeRun
@@ -510,7 +510,7 @@ class Praises:
 
     async def reply(self, messages, *, temperature, seed):
         self.num_asked += 1
-        return Reply(text=json.dumps(dict.fromkeys(MODES, False)))
+        return ChatReply(text=json.dumps(dict.fromkeys(MODES, False)))
 
     async def close(self):
         pass

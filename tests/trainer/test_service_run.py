@@ -10,7 +10,7 @@ import pytest
 from src.envs.registry import open_task_source
 from src.loop.connection import Dependencies
 from src.policy.chat import load_chat
-from src.policy.openai_client import Reply
+from src.policy.openai_client import ChatReply
 from src.rollouts.judge import MODES
 from tests.fakes.backend import BanditBackend
 from tests.fakes.run import FakeRun
@@ -26,7 +26,7 @@ class Judge:
 
     async def reply(self, messages, *, temperature, seed):
         self.asked.append(messages[1]["content"])
-        return Reply(text=json.dumps(dict.fromkeys(MODES, False)))
+        return ChatReply(text=json.dumps(dict.fromkeys(MODES, False)))
 
     async def close(self) -> None:
         pass

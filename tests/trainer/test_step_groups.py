@@ -11,7 +11,6 @@ from rich.console import Console
 from src.cli.console import Display
 from src.core.errors import ConfigError, ServerLost, TooManyFailuresError, TrainerError
 from src.policy.options import WatchdogSettings
-from src.policy.sampling_policy import Policy
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
 from src.rollouts.batch_collector import BatchCollector, StepBatch
@@ -19,6 +18,7 @@ from src.rollouts.group_rollout import Rollouts
 from src.rollouts.options import GroupSettings, RolloutSettings
 from src.rollouts.pipeline import Batch
 from src.rollouts.watchdog import Watchdog
+from tests.fakes.policy import UnusedPolicy
 from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
 
@@ -57,7 +57,7 @@ class Bench:
             events=Display(Console(file=io.StringIO())),
             steps_done=steps_done,
         )
-        self.groups.update_ended(Policy(None, steps_done))
+        self.groups.update_ended(UnusedPolicy(steps_done))
 
     async def _play(self, trial, policy):
         folder = trial.directory / f"{trial.task.id}-{trial.member}"
@@ -181,7 +181,7 @@ async def test_uniform_refills_are_whole_batches_of_a_shuffle_of_their_own(tmp_p
 
 async def test_a_server_that_is_lost_ends_the_wait_for_groups_that_are_played_ahead(tmp_path):
     bench = Bench(tmp_path, hold="ab", max_staleness=1)
-    async with bench.groups.running([batch(1, "ab")], Policy(None, 0)):
+    async with bench.groups.running([batch(1, "ab")], UnusedPolicy(0)):
         gathering = asyncio.ensure_future(bench.gather(1, "ab"))
         await asyncio.sleep(0)
         bench.lost.set_result("gone")
@@ -192,7 +192,7 @@ async def test_a_server_that_is_lost_ends_the_wait_for_groups_that_are_played_ah
 async def test_a_step_takes_what_has_ended_and_a_restarted_run_takes_the_same(tmp_path):
     batches = [batch(1, "ab"), batch(2, "cd"), batch(3, "ef")]
     bench = Bench(tmp_path, hold="a", cursed="c", max_staleness=1, quarantine_after=0)
-    async with bench.groups.running(batches, Policy(None, 0)):
+    async with bench.groups.running(batches, UnusedPolicy(0)):
         first = await bench.gather(1, "ab")
         groups = [(group.step, group.task.id) for group in first.to_learn]
         assert bench.heard == [name for _, name in groups] and "a" not in bench.heard
@@ -203,11 +203,11 @@ async def test_a_step_takes_what_has_ended_and_a_restarted_run_takes_the_same(tm
         assert bench.journal.groups_of(1) == groups and {step for step, _ in groups} == {1, 2}
         assert bench.source.ended == ["step_000001", "step_000002"]
     again = Bench(tmp_path, cursed="c", max_staleness=1, quarantine_after=0)
-    async with again.groups.running(batches, Policy(None, 0)):
+    async with again.groups.running(batches, UnusedPolicy(0)):
         await again.gather(1, "ab")
         assert sorted(again.heard) == sorted(bench.heard) and "b" not in again.played()
         again.groups.update_begins()
-        again.groups.update_ended(Policy(None, 1))
+        again.groups.update_ended(UnusedPolicy(1))
         second = await again.gather(2, "cd")
         assert not {group.task.id for group in second.to_learn} & set(bench.heard)
     again.source.train = again.source.train[2:]
@@ -217,10 +217,10 @@ async def test_a_step_takes_what_has_ended_and_a_restarted_run_takes_the_same(tm
 
 async def test_what_a_restarted_run_has_taken_up_from_disk_is_not_kept(tmp_path):
     first = Bench(tmp_path, max_staleness=1)
-    async with first.groups.running(batches := [batch(1, "ab"), batch(2, "cd")], Policy(None, 0)):
+    async with first.groups.running(batches := [batch(1, "ab"), batch(2, "cd")], UnusedPolicy(0)):
         await first.gather(1, "ab")
     again = Bench(tmp_path, max_staleness=1)
-    async with again.groups.running(batches, Policy(None, 0)):
+    async with again.groups.running(batches, UnusedPolicy(0)):
         assert (await again.gather(1, "ab")).played
         gc.collect()
         assert not any(isinstance(found, FinishedRollout) for found in gc.get_objects())
@@ -233,21 +233,21 @@ async def test_groups_that_are_played_ahead_are_reckoned_with(tmp_path):
     )
     batches = [batch(step, each) for step, each in enumerate(names, start=1)]
     quarantined = []
-    async with bench.groups.running(batches, Policy(None, 0)):
+    async with bench.groups.running(batches, UnusedPolicy(0)):
         for step, each in enumerate(names, start=1):
             metrics = (await bench.gather(step, each)).metrics
             quarantined.append(
                 (metrics["tasks/quarantined"], metrics["groups/quarantined"], metrics["trials/retries"])
             )
             bench.groups.update_begins()
-            bench.groups.update_ended(Policy(None, step))
+            bench.groups.update_ended(UnusedPolicy(step))
     assert quarantined == [(1, 0, TRIALS), (1, 0, 0), (1, 1, 0)]
     assert "a" in bench.played(folder="step_000001") and bench.played(folder="step_000003") == "b"
 
 
 async def test_a_group_that_begins_leaves_the_folders_of_those_beside_it_alone(tmp_path):
     bench = Bench(tmp_path, hold="b", max_staleness=1, max_groups_in_flight=2)
-    async with bench.groups.running([batch(1, "abc")], Policy(None, 0)):
+    async with bench.groups.running([batch(1, "abc")], UnusedPolicy(0)):
         gathering = asyncio.ensure_future(bench.gather(1, "abc"))
         await asyncio.wait_for(bench.begun["c"].wait(), 10)
         bench.held["b"].set()

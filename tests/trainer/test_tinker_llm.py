@@ -10,6 +10,7 @@ from src.core.errors import BackendError
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Turn
 from src.envs.harbor.tinker_llm import EpisodeOver, SamplingLimits, TinkerLLM
+from src.policy.sampling_policy import SampleRequest
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
@@ -96,8 +97,8 @@ async def test_a_cut_answer_is_an_answer_and_several_in_a_row_end_the_episode() 
 
 
 class SilentPolicy(FakePolicy):
-    async def sample(self, prompt_ids: list[int], **options: object) -> Turn:  # type: ignore[override]
-        turn = await super().sample(prompt_ids, **options)  # type: ignore[arg-type]
+    async def sample(self, request: SampleRequest) -> Turn:
+        turn = await super().sample(request)
         return replace(turn, completion_ids=[], logprobs=[]) if len(self.calls) > 1 else turn
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from src.core.errors import BackendError, ServerLost
 from src.policy.options import WatchdogSettings
-from src.policy.sampling_policy import Policy
-from src.rollouts.watchdog import WatchedPolicy, watching
+from src.policy.sampling_policy import SampleRequest
+from src.rollouts.watchdog import WatchedPolicy, WatchedReference, watching
 from tests.fakes.virtual_time import in_virtual_time
 
 SETTINGS = WatchdogSettings(heartbeat_timeout_s=0.1, request_timeout_s=0.05)
@@ -95,15 +95,18 @@ async def test_the_error_of_the_work_is_the_error_of_the_wait_and_cancelling_can
 
 @in_virtual_time
 async def test_a_watched_policy_is_the_policy_with_a_deadline():
-    class Stuck(Policy):
-        async def sample(self, *args, **kwargs):
+    class Stuck:
+        version = 5
+
+        async def sample(self, request):
             await asyncio.Event().wait()
 
         async def logprobs(self, token_ids):
             return [-1.0]
 
     async with watching(alive, SETTINGS) as watchdog:
-        policy = WatchedPolicy(Stuck(None, 5), watchdog)
-        assert policy.version == 5 and await policy.logprobs([1, 2]) == [-1.0]
+        policy = WatchedPolicy(Stuck(), watchdog)
+        assert policy.version == 5
+        assert await WatchedReference(Stuck(), watchdog).logprobs([1, 2]) == [-1.0]
         with pytest.raises(BackendError, match="sampling: no answer within"):
-            await policy.sample([1], max_tokens=1, temperature=1.0, seed=0, stop=[])
+            await policy.sample(SampleRequest(prompt_ids=[1], max_tokens=1, temperature=1.0))

@@ -26,7 +26,7 @@ from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Turn
 from src.envs.message_env import turn_seed
 from src.policy.chat import Chat
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import Policy, SampleRequest
 
 
 class EpisodeOver(BaseException):
@@ -150,11 +150,13 @@ class TinkerLLM(BaseLLM):
         try:
             with boundary(BackendError, "sampling"):
                 return await self._policy.sample(
-                    prompt_ids,
-                    max_tokens=max_tokens,
-                    temperature=self._limits.temperature,
-                    seed=seed,
-                    stop=self._chat.stop_token_ids,
+                    SampleRequest(
+                        prompt_ids=prompt_ids,
+                        max_tokens=max_tokens,
+                        temperature=self._limits.temperature,
+                        seed=seed,
+                        stop_token_ids=self._chat.stop_token_ids,
+                    )
                 )
         except TrainerError as error:
             raise EpisodeOver(error) from error
