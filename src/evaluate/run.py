@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 from src.config import tasks_name
 from src.core.errors import BackendError, ConfigError
 from src.core.log_setup import logging_to_file
+from src.core.option_aliases import present_options
 from src.core.process import deadline
 from src.core.trajectory import Task
 from src.envs.base import TaskSource, close_quietly
@@ -243,7 +244,7 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
         identity.pop(free)
         if before is not None:
             before.pop(free, None)
-    if before is not None and before != json.loads(json.dumps(identity)):
+    if before is not None and present_options(before) != json.loads(json.dumps(identity)):
         raise ConfigError(f"log_path {directory} holds another evaluation; give another log_path")
     if (
         before is None

@@ -18,6 +18,7 @@ import chz
 from pydantic import TypeAdapter
 
 from src.core.errors import ConfigError, StorageError
+from src.core.option_aliases import present_options
 from src.records import checkpoints
 from src.records.atomic_io import remove, replace_text, storage_boundary
 from src.records.checkpoints import Checkpoint
@@ -140,7 +141,7 @@ def _ask(path: Path) -> str:
 
 
 def _check_same_run(path: Path, config: RunFolderSettings) -> None:
-    before = read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), same)
+    before = present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), same))
     now = json.loads(json.dumps(chz.asdict(config)))
     for name in IDENTITY:
         if name in before and before[name] != now[name]:
