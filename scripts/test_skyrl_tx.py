@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from src.core.process import leave
+from src.cli.environment_variables import load_environment
+from src.core.process import exit_process
 from src.probe.__main__ import main
-from src.train import load_environment
 
 CHECKS = (
     "loss cross_entropy",
@@ -33,4 +33,4 @@ CHECKS = (
 if __name__ == "__main__":
     load_environment(["backend=skyrl-tx"])
     url = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("SKYRL_TX_URL", "http://localhost:8000")
-    leave(main([url, f"only={','.join(CHECKS)}", "output="]))
+    exit_process(main([url, f"only={','.join(CHECKS)}", "output="]))

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from src.core.trajectory import StopReason, Task, Trajectory, TrajectoryGroup
-from src.learning.curriculum import Curriculum, CurriculumSettings
+from src.learning.curriculum import Curriculum
 from src.learning.dynamic_sampling import is_good
-from src.rollouts.pipeline import ScheduleSettings, schedule
+from src.learning.options import CurriculumSettings
+from src.rollouts.options import ScheduleSettings
+from src.rollouts.pipeline import schedule
 
 POOL = ((0.6, (0.0, 0.0)), (0.2, (1.0, 1.0)), (0.2, (0.2, 0.8)))  # share of the tasks, range of pass rates
 
@@ -50,7 +52,7 @@ def simulated(
     visited: set[str] = set()
     for step in range(1, num_steps + 1):
         chosen = uniform[step - 1].tasks
-        if task_sampling == "signal":
+        if task_sampling == "thompson":
             chosen = state.choose(tasks, batch_size, settings, step=step, attempt=0)
         groups = [group_of(task, rates[tasks.index(task)], group_size, rng) for task in chosen]
         state = state.after(groups)
@@ -73,7 +75,7 @@ def group_of(task: Task, rate: float, group_size: int, rng: random.Random) -> Tr
 
 def main(num_steps: int) -> None:
     print("100 tasks, 8 tasks per step, groups of 8")
-    for name, floor in (("uniform", 0.0), ("signal", 0.1), ("signal", 0.25)):
+    for name, floor in (("uniform", 0.1), ("thompson", 0.1), ("thompson", 0.25)):
         outcomes = [
             simulated(
                 name, num_tasks=100, batch_size=8, group_size=8, num_steps=num_steps, floor=floor, seed=seed

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import tomllib
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,40 +23,33 @@ from src.config import TrainerConfig
 from src.core.trajectory import StopReason, Task, Trajectory, Turn
 from src.envs.harbor.environment import HarborTasks, open_harbor
 from src.policy.chat import load_chat
+from src.policy.sampling_policy import SampleRequest
 
 PARALLEL_TRIALS = 16
 
 
 class EnginePolicy:
-    """What a trial needs of `src.policy.sampling_policy.Policy`, straight from an engine."""
+    """A policy that samples from an engine in this process."""
 
     version = 0
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    async def sample(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None,
-        stop: list[int],
-    ) -> Turn:
+    async def sample(self, request: SampleRequest) -> Turn:
         settings = SamplingSettings(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            stop_token_ids=tuple(stop),
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            stop_token_ids=tuple(request.stop_token_ids),
             stop_at_eos=False,
         )
-        operation = Sample(weights=None, prompt=np.asarray(prompt_ids, np.int32), settings=settings)
+        operation = Sample(weights=None, prompt=np.asarray(request.prompt_ids, np.int32), settings=settings)
         result = await asyncio.wrap_future(self._engine.submit(operation))
         assert isinstance(result, SampleResult)
         [sequence] = result.sequences
         return Turn(
-            prompt_ids=prompt_ids,
+            prompt_ids=request.prompt_ids,
             completion_ids=sequence.tokens.tolist(),
             logprobs=sequence.logprobs.tolist(),
             stop_reason=StopReason(sequence.stop_reason),
@@ -73,9 +65,8 @@ async def evaluate(
 
     async def one(task: Task, seed: int, directory: Path) -> Trajectory | None:
         async with free:
-            result = await source.trial(task, directory=directory, seed=seed, temperature=temperature).run(
-                policy
-            )  # type: ignore[arg-type]
+            trial = source.trial(task, directory=directory, seed=seed, temperature=temperature)
+            result = await trial.run(policy)
         if isinstance(result, Trajectory):
             return result
         print(f"no grade: {result.task_id} {result.kind}: {result.message}")

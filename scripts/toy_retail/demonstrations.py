@@ -14,9 +14,9 @@ from enum import StrEnum
 
 from scripts.toy_retail.families import Action, Instance, Request, database
 from scripts.toy_retail.make_tasks import POLICY, row
-from src.envs.service.domain import ServiceEnv
+from src.envs.service.service_env import ServiceEnv
 from src.envs.service.toy_retail import ToyRetailEpisode
-from src.envs.service.user_simulator import ScriptedCustomer
+from src.envs.service.user_simulator import ScriptedUserSimulator
 from src.policy.chat import Chat
 
 
@@ -146,7 +146,7 @@ async def demonstrate(
             row("demonstration", instance, split="train"),
             database=database([instance]),
             policy=POLICY.strip(),
-            customer=ScriptedCustomer(script),
+            user=ScriptedUserSimulator(script),
         )
     )
     opening = await env.start()

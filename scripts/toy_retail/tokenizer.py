@@ -113,8 +113,11 @@ def main() -> None:
             sum(shown.learnt),
             shown.reward,
             shown.slips,
-            [chat.tokenizer.decode([i]) for i in shown.ids[20:]],
-        )  # type: ignore[call-arg]
+            [
+                chat.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+                for token in shown.ids[20:]
+            ],
+        )
 
 
 if __name__ == "__main__":

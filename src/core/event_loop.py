@@ -11,7 +11,7 @@ from types import TracebackType
 PERIOD_S = 0.1
 
 
-class GapMeter:
+class LagMeter:
     """Measures while the `async with` block runs.
 
     async with GapMeter() as gaps:
@@ -25,7 +25,7 @@ class GapMeter:
         self._due = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def __aenter__(self) -> GapMeter:
+    async def __aenter__(self) -> LagMeter:
         self._schedule()
         return self
 

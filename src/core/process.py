@@ -37,13 +37,13 @@ class AbandoningExecutor(ThreadPoolExecutor):
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
+def exit_on_signal() -> Iterator[None]:
     """A signal ends the process at once while the block runs: nothing has begun, so there is nothing to save."""
     with _handling(_end_at_once):
         yield
 
 
-async def until_signalled(
+async def run_until_signal(
     work: Coroutine[object, object, None],
     say: Callable[[str], None],
     *,
@@ -132,7 +132,7 @@ async def deadline(seconds: float, error: type[TrainerError], message: str) -> A
         raise
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """Ends the process, also where an abandoned thread still waits: such a thread would be joined for ever."""
 
     def end() -> None:

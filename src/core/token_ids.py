@@ -75,7 +75,7 @@ class TokenIds(Sequence[int]):
         return f"TokenIds({self[:]})"
 
 
-def begins_with(ids: Sequence[int], beginning: Sequence[int]) -> bool:
+def starts_with(ids: Sequence[int], beginning: Sequence[int]) -> bool:
     """Known at once of ids that share their memory; others are compared."""
     if isinstance(ids, TokenIds) and isinstance(beginning, TokenIds) and ids.shares_with(beginning):
         return len(beginning) <= len(ids)

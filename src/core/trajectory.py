@@ -61,7 +61,7 @@ class Task:
         default_factory=dict, hash=False
     )  # what its environment has to know of it
     grading: str = ""  # where only a part of its benchmark's grading counts, the name of the part, which rates of success then carry
-    gold_writes: bool | None = (
+    has_writes: bool | None = (
         None  # whether solving it takes an action that changes something; None: nobody says
     )
 
@@ -122,14 +122,14 @@ class TrajectoryGroup:
 
 
 @dataclass(kw_only=True, slots=True)
-class TimeSpent:
+class TrialTime:
     """Who used the time of a trial, from its first answer on: the agent and what it set going, or the sampler."""
 
     started: float  # all by the same clock
     first_answer: float | None = None
     sampling_s: float = 0.0  # since the first answer, what was not answered included
 
-    def is_mostly_the_agents(self, now: float) -> bool:
+    def agent_used_most(self, now: float) -> bool:
         """
         >>> TimeSpent(started=0, first_answer=2, sampling_s=3).is_mostly_the_agents(12), TimeSpent(started=0).is_mostly_the_agents(12)
         (True, False)

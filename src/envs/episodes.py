@@ -15,12 +15,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import FailureKind, Task, Trajectory, TrialFailure
 from src.envs.base import Trial
 from src.envs.message_env import EpisodeSettings, MessageEnv, run_episode
+from src.envs.options import EnvironmentSettings
 from src.envs.splits import hold_out, require_unique_ids
 from src.policy.chat import Chat
 from src.policy.sampling_policy import Policy
@@ -117,7 +117,7 @@ class EpisodeTasks:
         )
 
 
-def episodes(config: TrainerConfig, chat: Chat, domain: EnvSpec) -> EpisodeTasks:
+def episodes(config: EnvironmentSettings, chat: Chat, domain: EnvSpec) -> EpisodeTasks:
     """A domain as a run's options want it. ConfigError where two tasks share an id, or for held-out tasks that are none."""
     require_unique_ids([*domain.tasks, *domain.held_out])
     train, held_out = split(

@@ -26,7 +26,7 @@ from src.core.errors import AgentFault, BackendError, TrainerError, boundary
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn, ZeroReason
 from src.policy.chat import Chat, Message
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import Policy, SampleRequest
 
 logger = logging.getLogger(__name__)
 
@@ -218,11 +218,13 @@ class _Episode:
         settings, self._num_answers = self._settings, self._num_answers + 1
         with boundary(BackendError, "sampling"):
             turn = await self._policy.sample(
-                prompt_ids,
-                max_tokens=max_tokens,
-                temperature=settings.temperature,
-                seed=turn_seed(settings.seed, self._num_answers),
-                stop=self._chat.stop_token_ids,
+                SampleRequest(
+                    prompt_ids=prompt_ids,
+                    max_tokens=max_tokens,
+                    temperature=settings.temperature,
+                    seed=turn_seed(settings.seed, self._num_answers),
+                    stop_token_ids=self._chat.stop_token_ids,
+                )
             )
         self.stop_reason = turn.stop_reason
         self._num_cut += turn.stop_reason == StopReason.LENGTH

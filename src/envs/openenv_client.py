@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from src.config import TrainerConfig, pairs
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.base import TaskSource
 from src.envs.episodes import EnvSpec, episodes
 from src.envs.message_env import ResetResult, StepResult
+from src.envs.options import EnvironmentSettings
 from src.policy.chat import Chat, Message
 
 logger = logging.getLogger(__name__)
@@ -120,9 +120,9 @@ def field_of(observation: object, *, field: str) -> str:
     return str(observation[field])
 
 
-def open_openenv(config: TrainerConfig, chat: Chat) -> TaskSource:
+def open_openenv(config: EnvironmentSettings, chat: Chat) -> TaskSource:
     """ConfigError where the package or an option is missing."""
-    options = pairs(config.environment_kwargs, option="environment_kwargs")
+    options = config.environment_options
     url, action, field = (
         options.pop("url", ""),
         options.pop("action", "message"),

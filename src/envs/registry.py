@@ -11,12 +11,12 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from inspect import iscoroutinefunction
 
-from src.config import TrainerConfig
 from src.core.errors import ConfigError, boundary
 from src.envs.base import TaskSource
+from src.envs.options import EnvironmentSettings
 from src.policy.chat import Chat
 
-Factory = Callable[[TrainerConfig, Chat], TaskSource]
+Factory = Callable[[EnvironmentSettings, Chat], TaskSource]
 
 ENTRY_POINTS = "agent_trainer.environments"
 BUILT_IN = {  # imported when asked for: Harbor takes seconds
@@ -26,7 +26,7 @@ BUILT_IN = {  # imported when asked for: Harbor takes seconds
 }
 
 
-def open_task_source(config: TrainerConfig, chat: Chat) -> TaskSource:
+def open_task_source(config: EnvironmentSettings, chat: Chat) -> TaskSource:
     """The tasks of the run's environment. ConfigError for an unknown one, or for options it does not take."""
     factory = find(config.env)
     with boundary(ConfigError, f"env={config.env}"):

@@ -104,7 +104,7 @@ def customer_faults(trajectory: Trajectory) -> list[str]:
         faults.append("left its role")
     if is_stuck(trajectory.conversation):
         faults.append("repeated itself")
-    if trajectory.metrics.get("customer_tool_errors"):
+    if trajectory.metrics.get("user_tool_errors"):
         faults.append("could not use its own tools")
     return faults
 

@@ -18,16 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from src.core.trajectory import Task, TrajectoryGroup
+from src.learning.options import CurriculumSettings
 from src.learning.played_groups import SOLVED
 
 DECAY = 0.75  # about the last four groups count
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CurriculumSettings:
-    task_sampling: str  # "uniform" | "signal"
-    exploration_floor: float  # share of a batch for the tasks played longest ago
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

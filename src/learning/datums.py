@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import tinker
 
-from src.core.token_ids import begins_with
+from src.core.token_ids import starts_with
 from src.core.trajectory import Turn
 
 
@@ -54,7 +54,7 @@ def extends(turn: Turn, previous: Turn) -> bool:
     """
     start = len(previous.prompt_ids)
     continuation = turn.prompt_ids[start : start + len(previous.completion_ids)]
-    return continuation == previous.completion_ids and begins_with(turn.prompt_ids, previous.prompt_ids)
+    return continuation == previous.completion_ids and starts_with(turn.prompt_ids, previous.prompt_ids)
 
 
 def sequences_of(turns: Sequence[Turn], *, advantage: float) -> list[TokenSequence]:

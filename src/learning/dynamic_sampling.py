@@ -13,18 +13,11 @@ from dataclasses import dataclass, replace
 
 from src.core.errors import TrainerError
 from src.core.trajectory import Task, TrajectoryGroup
-from src.learning.filters import FilterSettings, apply_reward_rules, is_constant
+from src.learning.filters import apply_reward_rules, is_constant
+from src.learning.options import DynamicSamplingSettings, FilterSettings
 
 # Plays tasks; the number counts the batches of the step, 0 for its own tasks.
 Play = Callable[[Sequence[Task], int], Awaitable[list[TrajectoryGroup]]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DynamicSamplingSettings:
-    dynamic_sampling: str  # "off" | "filter" | "replace"
-    dynamic_sampling_max_batches: int  # 0: no limit
-    dynamic_sampling_min_replace_ratio: float
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,13 +13,8 @@ import numpy as np
 
 from src.learning.datums import TokenSequence
 from src.learning.examples import Example
-from src.policy.sampling_policy import Policy
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KlSettings:
-    kl_penalty_coef: float
-    kl_estimator: str  # "k1" | "k2" | "k3"
+from src.learning.options import KlSettings
+from src.policy.sampling_policy import ReferenceModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +25,9 @@ class KlResult:
     mean_kl: float
 
 
-async def apply_kl_penalty(examples: Sequence[Example], reference: Policy, settings: KlSettings) -> KlResult:
+async def apply_kl_penalty(
+    examples: Sequence[Example], reference: ReferenceModel, settings: KlSettings
+) -> KlResult:
     """Add `kl_penalty_coef * (mean penalty - penalty)` to the advantage of each sampled token.
 
     The mean is over all sampled tokens, so the sum of the advantages of the batch does not change.

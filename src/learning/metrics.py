@@ -111,7 +111,7 @@ def held_out_metrics(groups: Sequence[TrajectoryGroup], *, group_size: int) -> d
 
 def _success_where(played: PlayedGroups, writes: bool) -> float | None:
     return success_rate(
-        [r for group in played.groups if group.task.gold_writes is writes for r in group.rewards]
+        [r for group in played.groups if group.task.has_writes is writes for r in group.rewards]
     )
 
 

@@ -16,28 +16,16 @@ from tinker.lib.base_url import DEFAULT_BASE_URL
 
 from src.core.errors import BackendError, ConfigError, ServerLost
 from src.core.process import deadline, in_thread
-from src.policy.sampling_policy import Policy, sdk_boundary
+from src.policy.options import BackendSettings
+from src.policy.sampling_policy import Policy, ReferenceModel, TinkerPolicy, sdk_boundary
 
 logger = logging.getLogger(__name__)
 
-# Both are shorter where server_timeout_sec is.
+# Both are shorter where heartbeat_timeout_s is.
 HEALTH_TIMEOUT_S = 5.0  # of one request that is sent by hand
 CLOSE_TIMEOUT_S = 5.0  # the SDK would try a dead server for minutes
 DUMMY_KEY = "tml-dummy"  # the SDK refuses to start without a key of this form; our server takes any
 _KEY_FORMS = ("tml-", "eyJ")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackendSettings:
-    backend: Literal["tinker", "skyrl-tx"]
-    skyrl_tx_url: str | None
-    tinker_base_url: str | None
-    model_name: str
-    lora_rank: int
-    seed: int
-    context_limit: int
-    load_checkpoint_path: str | None  # a training state, optimizer included; None: a fresh adapter
-    server_timeout_sec: float
 
 
 class Backend(Protocol):
@@ -49,7 +37,7 @@ class Backend(Protocol):
         """The current weights, frozen."""
         ...
 
-    async def reference_policy(self) -> Policy:
+    async def reference_model(self) -> ReferenceModel:
         """The base model without the adapter."""
         ...
 
@@ -88,12 +76,12 @@ class TinkerBackend:
 
     async def policy(self, version: int) -> Policy:
         with sdk_boundary("preparing the weights for sampling"):
-            return Policy(await self.training_client.save_weights_and_get_sampling_client(), version)
+            return TinkerPolicy(await self.training_client.save_weights_and_get_sampling_client(), version)
 
-    async def reference_policy(self) -> Policy:
+    async def reference_model(self) -> ReferenceModel:
         with sdk_boundary("opening the base model"):
             name = self._settings.model_name
-            return Policy(
+            return TinkerPolicy(
                 await (await in_thread(lambda: self._service.create_sampling_client(base_model=name))), 0
             )
 
@@ -139,7 +127,7 @@ def address(settings: BackendSettings) -> str:
 
 
 def health_timeout_s(settings: BackendSettings) -> float:
-    return min(HEALTH_TIMEOUT_S, settings.server_timeout_sec)
+    return min(HEALTH_TIMEOUT_S, settings.heartbeat_timeout_s)
 
 
 async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
@@ -177,10 +165,10 @@ async def asked(url: str, *, key: str, request: Mapping[str, str] | None, timeou
 
 async def check_model(settings: BackendSettings, *, key: str | None) -> None:
     """ConfigError unless the server serves the model with the context asked for."""
-    what, limit_s = f"asking the server at {address(settings)} for its models", settings.server_timeout_sec
+    what, limit_s = f"asking the server at {address(settings)} for its models", settings.heartbeat_timeout_s
     with sdk_boundary(what):
         async with deadline(
-            limit_s, BackendError, f"{what}: no usable answer within server_timeout_sec={limit_s:g}"
+            limit_s, BackendError, f"{what}: no usable answer within heartbeat_timeout_s={limit_s:g}"
         ):
             client = await in_thread(lambda: tinker.RestClient(base_url=address(settings), api_key=key))
             capabilities = await client.get_server_capabilities()
@@ -211,7 +199,7 @@ async def _blame_a_dead_server(settings: BackendSettings, error: Exception) -> N
         ) from gone
 
 
-class Endpoint:
+class TinkerEndpoint:
     """A checked connection, before anything was made on the server."""
 
     def __init__(self, service: tinker.ServiceClient, settings: BackendSettings) -> None:
@@ -243,11 +231,11 @@ class Endpoint:
         service, base_model = self._service, self._settings.model_name
         with sdk_boundary(f"opening {sampler_path or base_model}"):
             if sampler_path is not None:
-                return Policy(
+                return TinkerPolicy(
                     await (await in_thread(lambda: service.create_sampling_client(model_path=sampler_path))),
                     0,
                 )
-            return Policy(
+            return TinkerPolicy(
                 await (await in_thread(lambda: service.create_sampling_client(base_model=base_model))), 0
             )
 
@@ -264,7 +252,7 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:
+async def connect(settings: BackendSettings) -> AsyncIterator[TinkerEndpoint]:
     """An endpoint that answers and serves the model; the server's session ends with the block."""
     key = require_key(settings)
     url = address(settings)
@@ -274,7 +262,7 @@ async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:
     status: Literal["success", "errored", "interrupted"] = "interrupted"
     try:
         await check_model(settings, key=key)
-        yield Endpoint(service, settings)
+        yield TinkerEndpoint(service, settings)
         status = "success"
     except Exception as error:
         status = "errored"
@@ -285,7 +273,7 @@ async def connect(settings: BackendSettings) -> AsyncIterator[Endpoint]:
         try:
             # In a thread: a session that is still being opened holds the lock that closing it takes.
             closing = in_thread(lambda: service.close(status).result())
-            await asyncio.wait_for(closing, min(CLOSE_TIMEOUT_S, settings.server_timeout_sec))
+            await asyncio.wait_for(closing, min(CLOSE_TIMEOUT_S, settings.heartbeat_timeout_s))
         except (TimeoutError, tinker.TinkerError) as error:
             logger.warning(
                 "the session at %s did not close cleanly (%s); the server will drop it",

@@ -26,7 +26,7 @@ _QUESTION: Message = {"role": "user", "content": "question"}
 _STAND_IN = "<<the sampled answer stands here>>"
 
 
-class Tokenizer(Protocol):
+class ChatTokenizer(Protocol):
     """The part of a Hugging Face tokenizer that a chat needs."""
 
     eos_token_id: int | None
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
 class Chat:
     """One model's conversation format."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
         self.tokenizer = tokenizer
         ending = self._encode(self._after_answer([], generation_prompt=False))
         if not ending:
@@ -148,7 +148,7 @@ def load_chat(model_name: str) -> Chat:
     return Chat(tokenizer)
 
 
-def _from_hub(name: str) -> Tokenizer:
+def _from_hub(name: str) -> ChatTokenizer:
     """Ask the hub, but not for the minute its own retries take when it cannot be reached."""
     from huggingface_hub import constants
     from transformers import AutoTokenizer

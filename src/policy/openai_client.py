@@ -21,7 +21,7 @@ from src.core.errors import BackendError, ConfigError, boundary
 from src.core.token_ids import TokenIds
 from src.core.trajectory import StopReason, Turn
 from src.policy.chat import Chat, Message
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import SampleRequest
 
 NUM_RETRIES = 5  # of a call, by the client itself, where the endpoint is busy or breaks off
 END = "\x03"  # of a message; control characters of these kinds are taken out of what is said
@@ -80,7 +80,7 @@ def endpoint_chat() -> Chat:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
+class ChatReply:
     """What an endpoint answered, and what that took."""
 
     text: str
@@ -105,7 +105,7 @@ class ChatEndpoint:
         seed: int | None,
         max_tokens: int | None = None,
         tools: Sequence[Mapping[str, object]] = (),
-    ) -> Reply:
+    ) -> ChatReply:
         """One answer to a conversation in OpenAI's format. BackendError when there is none."""
         request: dict[str, Any] = {
             "model": self.model,
@@ -121,7 +121,7 @@ class ChatEndpoint:
             raise BackendError(f"asking {self.model}: the reply holds no choice")
         [choice, *_], usage = answer.choices, answer.usage
         calls = [call.function for call in choice.message.tool_calls or () if call.type == "function"]
-        return Reply(
+        return ChatReply(
             text=choice.message.content or "",
             tool_calls=[{"name": function.name, "arguments": function.arguments} for function in calls],
             was_cut=choice.finish_reason == "length",
@@ -133,7 +133,7 @@ class ChatEndpoint:
         await self._client.close()
 
 
-class EndpointPolicy(Policy):
+class EndpointPolicy:
     """An endpoint's model as a policy. It has no versions."""
 
     def __init__(self, endpoint: ChatEndpoint) -> None:
@@ -141,33 +141,20 @@ class EndpointPolicy(Policy):
         self._endpoint = endpoint
         self._codec = MessageCodec()
 
-    async def sample(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None,
-        stop: list[int],
-    ) -> Turn:
-        messages = self._codec.messages(prompt_ids)
+    async def sample(self, request: SampleRequest) -> Turn:
+        messages = self._codec.messages(request.prompt_ids)
         reply = await self._endpoint.reply(
-            messages, max_tokens=max_tokens, temperature=temperature, seed=seed
+            messages, max_tokens=request.max_tokens, temperature=request.temperature, seed=request.seed
         )
         completion_ids = self._codec.encode(
             plain(reply.text) + ("" if reply.was_cut else END), add_special_tokens=False
         )
         return Turn(
-            prompt_ids=TokenIds.of(prompt_ids),
+            prompt_ids=TokenIds.of(request.prompt_ids),
             completion_ids=completion_ids,
             logprobs=[math.nan] * len(completion_ids),
             stop_reason=StopReason.LENGTH if reply.was_cut else StopReason.STOP,
             policy_version=0,
-        )
-
-    async def logprobs(self, token_ids: list[int]) -> list[float]:
-        raise BackendError(
-            f"{self._endpoint.model} is an OpenAI-compatible endpoint without token ids: it can be evaluated, not trained"
         )
 
 

@@ -1,10 +1,12 @@
-"""Policy: one version of the weights, which samples turns and scores tokens."""
+"""Policies, which sample the turns of the agent, and wrappers that add behaviour to a policy."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
 import tinker
 
@@ -30,27 +32,77 @@ def sdk_boundary(what: str) -> Iterator[None]:
         raise
 
 
-class Policy:
-    """A frozen snapshot of the weights behind a sampling client. `version` counts optimizer batches; the start is 0."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRequest:
+    """One completion to sample."""
+
+    prompt_ids: Sequence[int]
+    max_tokens: int
+    temperature: float
+    seed: int | None = None
+    stop_token_ids: Sequence[int] = ()
+
+
+class Policy(Protocol):
+    """Samples completions. `version` is the number of optimizer steps behind the weights; the first weights have version 0."""
+
+    @property
+    def version(self) -> int: ...
+
+    async def sample(self, request: SampleRequest) -> Turn:
+        """Return one completion, which includes its stop token. Raises BackendError."""
+        ...
+
+
+class ReferenceModel(Protocol):
+    """Scores token sequences with weights that training does not change."""
+
+    async def logprobs(self, token_ids: list[int]) -> list[float]:
+        """Return `log p(token | tokens before it)` of each token except the first: `len(token_ids) - 1` numbers."""
+        ...
+
+
+class PolicyWrapper:
+    """A policy that delegates to another policy. Subclasses override `sample` to add behaviour, so that wrappers compose."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    @property
+    def version(self) -> int:
+        return self.policy.version
+
+    async def sample(self, request: SampleRequest) -> Turn:
+        return await self.policy.sample(request)
+
+
+class NewestPolicy(PolicyWrapper):
+    """Samples each turn with the policy that was set last. `set` must be called before the first turn."""
+
+    def __init__(self) -> None: ...
+
+    def set(self, policy: Policy) -> None:
+        self.policy = policy
+
+
+class TinkerPolicy:
+    """A frozen snapshot of the weights behind a sampling client: a `Policy` and a `ReferenceModel`."""
 
     def __init__(self, sampling_client: tinker.SamplingClient, version: int) -> None:
         self.version = version
         self._client = sampling_client
 
-    async def sample(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None,
-        stop: list[int],
-    ) -> Turn:
-        """One completion, its stop token included. Raises BackendError, also when the sampler returns no logprobs."""
-        params = tinker.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop)
+    async def sample(self, request: SampleRequest) -> Turn:
+        """Return one completion. Raises BackendError, also if the server returns no finite logprob for some token."""
+        params = tinker.SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            stop=list(request.stop_token_ids),
+        )
         with sdk_boundary("sampling"):
             response = await self._client.sample(
-                tinker.ModelInput.from_ints(list(prompt_ids)), num_samples=1, sampling_params=params
+                tinker.ModelInput.from_ints(list(request.prompt_ids)), num_samples=1, sampling_params=params
             )
         sequence = response.sequences[0]
         if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
@@ -63,7 +115,7 @@ class Policy:
                 "sampling: logprobs that are no numbers came back; the weights have diverged, go back to a checkpoint"
             )
         return Turn(
-            prompt_ids=TokenIds.of(prompt_ids),
+            prompt_ids=TokenIds.of(request.prompt_ids),
             completion_ids=list(sequence.tokens),
             logprobs=list(sequence.logprobs),
             stop_reason=StopReason(sequence.stop_reason),
@@ -71,7 +123,6 @@ class Policy:
         )
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:
-        """Log-probability of each token but the first, given those before it: `len(token_ids) - 1` numbers."""
         with sdk_boundary("computing logprobs"):
             values = await self._client.compute_logprobs(tinker.ModelInput.from_ints(token_ids))
         known = [value for value in values[1:] if value is not None]
@@ -80,30 +131,3 @@ class Policy:
                 f"computing logprobs: {len(token_ids)} tokens came back with {len(known)} logprobs"
             )
         return known
-
-
-class NewestPolicy(Policy):
-    """Each turn is sampled by the newest weights there are when it begins, and says which ones these were."""
-
-    def __init__(self) -> None:
-        """Samples once it has become a policy."""
-
-    def become(self, policy: Policy) -> None:
-        self.version = policy.version
-        self._newest = policy
-
-    async def sample(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None,
-        stop: list[int],
-    ) -> Turn:
-        return await self._newest.sample(
-            prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
-        )
-
-    async def logprobs(self, token_ids: list[int]) -> list[float]:
-        return await self._newest.logprobs(token_ids)

@@ -1,9 +1,9 @@
 """python -m src.probe URL: what a Tinker-compatible endpoint honours, as a table and as capabilities.json.
 
     python -m src.probe URL [model_name=NAME] [output=capabilities.json, or nothing] [tolerance=0.02] [only=CHECK,CHECK]
-                            [answer_timeout_sec=600]
+                            [request_timeout_s=600]
 
-`answer_timeout_sec` bounds the wait for the list of models, for each check and for the end of the session.
+`request_timeout_s` bounds the wait for the list of models, for each check and for the end of the session.
 
 Exit status 0 when all holds that every run needs, 1 when something does not, 2 when the endpoint could not be asked.
 """
@@ -26,15 +26,16 @@ from rich.table import Table
 
 from src.cli.command_line import print_help
 from src.cli.console import terminal
+from src.cli.environment_variables import load_environment
 from src.core.errors import INTERRUPTED, BackendError, ConfigError, TrainerError
-from src.core.process import deadline, ended_by_signals, in_thread, leave, until_signalled
+from src.core.option_aliases import present_argument
+from src.core.process import deadline, exit_on_signal, exit_process, in_thread, run_until_signal
 from src.loop.capabilities import CAPABILITIES, Capabilities, Finding
 from src.policy.backend import DUMMY_KEY, check_alive
 from src.policy.sampling_policy import sdk_boundary
 from src.probe.checks import NEEDED, WHERE_ASKED_FOR, Defect, Probe
-from src.train import load_environment
 
-OPTIONS = ("model_name", "output", "tolerance", "only", "answer_timeout_sec")
+OPTIONS = ("model_name", "output", "tolerance", "only", "request_timeout_s")
 TOLERANCE = 0.02  # of a log-probability, on average: what bfloat16 takes
 ANSWER_TIMEOUT_S = 600.0
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     logging.getLogger("tinker").setLevel(logging.CRITICAL)  # refusals are what some checks look for
     console = terminal()
     try:
-        with ended_by_signals():
+        with exit_on_signal():
             url, options = arguments(argv)
             found: list[Capabilities] = []
             probing = _probe(
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
                 found,
                 on_finding=lambda finding: console.print(line(finding), highlight=False, markup=False),
             )
-            status = asyncio.run(until_signalled(probing, console.print))
+            status = asyncio.run(run_until_signal(probing, console.print))
     except KeyboardInterrupt:
         return INTERRUPTED
     except TrainerError as error:
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
     urls = [argument for argument in argv if argument.startswith(("http://", "https://"))]
-    pairs = [argument.partition("=") for argument in argv if argument not in urls]
+    pairs = [present_argument(argument).partition("=") for argument in argv if argument not in urls]
     for name, equals, _ in pairs:
         if not equals or name not in OPTIONS:
             raise ConfigError(
@@ -81,7 +82,7 @@ def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
     if len(urls) != 1:
         raise ConfigError("give the address of one endpoint: python -m src.probe http://localhost:8000")
     options = {"output": CAPABILITIES} | {name: value for name, _, value in pairs}
-    for name in ("tolerance", "answer_timeout_sec"):
+    for name in ("tolerance", "request_timeout_s"):
         try:
             value = float(options.get(name, 1.0))
         except ValueError as error:
@@ -114,12 +115,10 @@ async def probe(
 ) -> Capabilities:
     """Every check, or those in `only`. ConfigError when the endpoint does not serve the model. The SDK's calls block: each runs in a
     thread that is abandoned at its deadline."""
-    limit_s = float(options.get("answer_timeout_sec", ANSWER_TIMEOUT_S))
+    limit_s = float(options.get("request_timeout_s", ANSWER_TIMEOUT_S))
 
     async def answered[T](what: str, function: Callable[[], T]) -> T:
-        async with deadline(
-            limit_s, BackendError, f"{what}: no answer within answer_timeout_sec={limit_s:g}"
-        ):
+        async with deadline(limit_s, BackendError, f"{what}: no answer within request_timeout_s={limit_s:g}"):
             return await in_thread(function)
 
     key = os.environ.get("TINKER_API_KEY") or DUMMY_KEY
@@ -195,4 +194,4 @@ def show(found: Capabilities, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

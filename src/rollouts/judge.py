@@ -20,7 +20,8 @@ from typing import Literal, Protocol
 from src.core.errors import BackendError
 from src.core.trajectory import Trajectory
 from src.policy.chat import Message
-from src.policy.openai_client import Reply
+from src.policy.openai_client import ChatReply
+from src.rollouts.options import JudgeSettings
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +65,9 @@ class JudgeEndpoint(Protocol):
 
     model: str
 
-    async def reply(self, messages: Sequence[Message], *, temperature: float, seed: int | None) -> Reply: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JudgeSettings:
-    taxonomy_alpha: float
-    taxonomy_formula: Formula
-    judge_prompt_price: float  # USD per million tokens
-    judge_completion_price: float
+    async def reply(
+        self, messages: Sequence[Message], *, temperature: float, seed: int | None
+    ) -> ChatReply: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 import tinker
 
 from src.policy.backend import SavedPaths
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import TinkerPolicy
 
 VOCAB = 4  # tokens 0..3 are sampled; anything else only stands in prompts
 
@@ -113,12 +113,12 @@ class BanditBackend:
         self.saved: dict[str, np.ndarray] = {}
         self.versions: list[int] = []
 
-    async def policy(self, version: int) -> Policy:
+    async def policy(self, version: int) -> TinkerPolicy:
         self.versions.append(version)
-        return Policy(BanditSampler(self.training_client.logits.copy()), version)
+        return TinkerPolicy(BanditSampler(self.training_client.logits.copy()), version)
 
-    async def reference_policy(self) -> Policy:
-        return Policy(BanditSampler(np.zeros(VOCAB)), 0)
+    async def reference_model(self) -> TinkerPolicy:
+        return TinkerPolicy(BanditSampler(np.zeros(VOCAB)), 0)
 
     async def check(self) -> None:
         pass

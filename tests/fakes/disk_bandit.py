@@ -11,7 +11,7 @@ import numpy as np
 import tinker
 
 from src.policy.backend import SavedPaths
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import TinkerPolicy
 from tests.fakes.backend import VOCAB, BanditSampler, BanditTrainingClient, Ready
 
 Tick = Callable[[], None]  # heard before and after everything that a crash might come between
@@ -65,12 +65,12 @@ class DiskBandit:
             self.training_client.momentum = np.array(state["momentum"])
             self.training_client.history = state["history"]
 
-    async def policy(self, version: int) -> Policy:
+    async def policy(self, version: int) -> TinkerPolicy:
         self._tick()
-        return Policy(TickingSampler(self.training_client.logits.copy(), self._tick), version)
+        return TinkerPolicy(TickingSampler(self.training_client.logits.copy(), self._tick), version)
 
-    async def reference_policy(self) -> Policy:
-        return Policy(BanditSampler(np.zeros(VOCAB)), 0)
+    async def reference_model(self) -> TinkerPolicy:
+        return TinkerPolicy(BanditSampler(np.zeros(VOCAB)), 0)
 
     async def check(self) -> None:
         pass

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from src.core.trajectory import StopReason, Turn
 from src.policy.chat import Chat
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import SampleRequest
 
 ANSWER_MARK = "<|im_start|>assistant\n"
 
@@ -24,7 +24,7 @@ def solving(*commands: str) -> list[str]:
     return [answer(*commands), answer(done=True), answer(done=True)]
 
 
-class ScriptedPolicy(Policy):
+class ScriptedPolicy:
     """Answers by how many answers the prompt holds already, from the first script whose key occurs in the prompt.
 
     An exception in a script is raised. Answers are cut at max_tokens; every token has logprob -0.5.
@@ -40,14 +40,12 @@ class ScriptedPolicy(Policy):
         self._chat = chat
         self._scripts = scripts
 
-    async def sample(
-        self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]
-    ) -> Turn:
-        self.prompts.append(list(prompt_ids))
+    async def sample(self, request: SampleRequest) -> Turn:
+        self.prompts.append(list(request.prompt_ids))
         self.was_asked.set()
-        self.seeds.append(seed)
+        self.seeds.append(request.seed)
         text = self._chat.tokenizer.decode(
-            prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            request.prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         script = next(script for key, script in self._scripts.items() if key in text)
         reply = script[min(text.count(ANSWER_MARK) - 1, len(script) - 1)]
@@ -55,9 +53,9 @@ class ScriptedPolicy(Policy):
             raise reply
         ids = self._chat.tokenizer.encode(reply, add_special_tokens=False)
         ids = [*ids, self._chat.turn_end_id] if reply else []
-        completion = ids[:max_tokens]
+        completion = ids[: request.max_tokens]
         return Turn(
-            prompt_ids=list(prompt_ids),
+            prompt_ids=list(request.prompt_ids),
             completion_ids=completion,
             logprobs=[-0.5] * len(completion),
             stop_reason=StopReason.STOP if len(completion) == len(ids) else StopReason.LENGTH,

@@ -1,7 +1,7 @@
-"""Stands in for tau2's worker: one tiny domain in the same requests and replies, with the same ways of going wrong.
+"""A replacement for the tau2 worker: one small domain with the same requests, replies and failures.
 
-An episode is worth 1 when the agent has saved something. `calculate` never ends; the task `judged` has to be judged and `broken` cannot be
-evaluated. A worker that is told to `die` does so.
+The reward is 1 if the agent has called `save`. `calculate` never returns, the task `judged` needs a judge, the task `broken` cannot be
+evaluated, and the tool `die` ends the worker.
 """
 
 import json
@@ -22,7 +22,7 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def row(name: str, split: str) -> dict[str, Any]:
-    return {"id": f"{name}-{split}", "needs_judge": name == "judged", "gold_writes": name != "judged"}
+    return {"id": f"{name}-{split}", "needs_judge": name == "judged", "has_writes": name != "judged"}
 
 
 def tasks(
@@ -33,7 +33,7 @@ def tasks(
     if definitions is not None:
         return {
             "tasks": [
-                {"id": one["id"], "needs_judge": False, "gold_writes": bool(one["actions"])}
+                {"id": one["id"], "needs_judge": False, "has_writes": bool(one["actions"])}
                 for one in definitions
             ]
         }
@@ -52,36 +52,36 @@ def reset(
 ) -> dict[str, Any]:
     episodes[episode] = {
         "task": task,
-        "turn": "customer",
+        "speaker": "user",
         "saved": 0,
         "errors": 0,
         "opening": [GREETING],
-        "said": [],
+        "user_messages": [],
     }
     prompt = {"agent_prompt": f"policy of {domain}", "agent_tools": [schema("save"), schema("calculate")]}
-    wish = "save it" if definition is None else definition["instruction"]
-    customer = {
-        "customer_prompt": f"guidelines <scenario>\n{wish}\n</scenario>",
-        "customer_tools": [schema("look")],
+    scenario = "save it" if definition is None else definition["instruction"]
+    user = {
+        "user_prompt": f"guidelines <scenario>\n{scenario}\n</scenario>",
+        "user_tools": [schema("look")],
     }
-    return prompt | customer | state(episode, [GREETING])
+    return prompt | user | state(episode, [GREETING])
 
 
 def step(*, episode: str, content: str | None, tool_calls: list[dict[str, Any]]) -> dict[str, Any]:
     playing = episodes[episode]
-    if playing["turn"] == "customer":
+    if playing["speaker"] == "user":
         if tool_calls:
             looked = {"role": "tool", "tool_call_id": "c1", "content": f"saw {tool_calls[0]['arguments']}"}
             return state(episode, [{"role": "user", "content": "", "tool_calls": calls(tool_calls)}, looked])
-        playing["turn"] = "over" if "###" in str(content) else "agent"
-        playing["said"] = [{"role": "user", "content": content}]
+        playing["speaker"] = "over" if "###" in str(content) else "agent"
+        playing["user_messages"] = [{"role": "user", "content": content}]
         opening, playing["opening"] = playing["opening"], []
-        return state(episode, [*opening, *playing["said"]] if playing["turn"] == "agent" else [])
+        return state(episode, [*opening, *playing["user_messages"]] if playing["speaker"] == "agent" else [])
     if not tool_calls:
-        playing["turn"] = "customer"
+        playing["speaker"] = "user"
         return state(
-            episode, [*playing["said"], {"role": "assistant", "content": content}]
-        )  # its own words too, as tau2's worker does
+            episode, [*playing["user_messages"], {"role": "assistant", "content": content}]
+        )  # the user's own messages too, as in tau2's worker
     return state(episode, [{"role": "tool", "content": called(playing, call["name"])} for call in tool_calls])
 
 
@@ -95,13 +95,13 @@ def called(playing: dict[str, Any], name: str) -> str:
     return "saved" if name == "save" else "Error: no such tool"
 
 
-def finish(*, episode: str, grading: str, judged: str | None) -> dict[str, Any]:
+def finish(*, episode: str, grading: str, judge_reply: str | None) -> dict[str, Any]:
     playing = episodes[episode]
     if playing["task"].startswith("judged") and grading == "all":
-        if judged is None:
-            return {"ask": [{"role": "user", "content": "was it polite?"}]}
-        if judged != "yes":
-            return {"error": "Misjudged: the judge's answer cannot be read"}
+        if judge_reply is None:
+            return {"judge_request": [{"role": "user", "content": "was it polite?"}]}
+        if judge_reply != "yes":
+            return {"error": "JudgeError: the judge's answer cannot be read"}
     reward = float(playing["saved"] > 0)
     if playing["task"].startswith("broken"):
         return {
@@ -128,7 +128,7 @@ def calls(tool_calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def state(episode: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
     playing = episodes[episode]
     return {
-        "turn": playing["turn"],
+        "speaker": playing["speaker"],
         "messages": messages,
         "tool_errors": playing["errors"],
         "writes": playing["saved"],

@@ -1,12 +1,12 @@
-"""A worker that counts instead of playing tau2, and misbehaves when it is told to. It speaks the lines of `src/envs/service/subprocess_pool.py`.
+"""A worker for `src/envs/service/subprocess_pool.py` that sums numbers and fails on request.
 
 add {episode, n}         {"total": ...}, the sum of the episode's numbers so far
-hang {episode}           no answer, ever; an alarm would end it, were it not ignored
-alarm {episode}          computes until SIGALRM ends it, as tau2's worker would
-die {episode}            exits in the middle of a request, saying why on stderr
-nonsense {episode}       a line that is no reply
-once {episode, how, flag}  misbehaves as `how` says unless the file `flag` exists, which it makes
-forget {episode}
+hang {episode}           never answers
+alarm {episode}          runs until SIGALRM ends it, as in tau2's worker
+die {episode}            exits during a request, with a message on stderr
+nonsense {episode}       writes a line that is not a reply
+once {episode, how, flag}  fails in the manner `how` unless the file `flag` exists, and creates the file
+forget {episode}         discards the sum of the episode
 """
 
 import json

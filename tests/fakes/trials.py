@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, Turn
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import Policy, SampleRequest
 
 Play = Callable[["FakeTrial", Policy], Awaitable[Trajectory | TrialFailure]]
 
@@ -46,10 +46,12 @@ def failure(
 async def say_a_token(trial: FakeTrial, policy: Policy) -> Trajectory:
     """Two turns of one token each; the reward is 1 when the last token is 3."""
     prompt = [9, 8]
-    first = await policy.sample(prompt, max_tokens=1, temperature=trial.temperature, seed=trial.seed, stop=[])
+    first = await policy.sample(
+        SampleRequest(prompt_ids=prompt, max_tokens=1, temperature=trial.temperature, seed=trial.seed)
+    )
     again = [*prompt, *first.completion_ids, 7]
     second = await policy.sample(
-        again, max_tokens=1, temperature=trial.temperature, seed=trial.seed + 1, stop=[]
+        SampleRequest(prompt_ids=again, max_tokens=1, temperature=trial.temperature, seed=trial.seed + 1)
     )
     return trajectory(
         trial.task.id,

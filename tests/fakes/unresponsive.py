@@ -27,7 +27,7 @@ import uvicorn
 from src.config import TrainerConfig
 from src.core.trajectory import Trajectory
 from src.policy.chat import Chat
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import Policy, SampleRequest
 from tests.fakes.trials import FakeTasks, task, trajectory
 
 START = (
@@ -110,7 +110,7 @@ def open_one_answer(config: TrainerConfig, chat: Chat) -> FakeTasks:
 
     async def play(trial, policy: Policy) -> Trajectory:
         turn = await policy.sample(
-            [1, trial.seed % 50], max_tokens=2, temperature=1.0, seed=trial.seed, stop=[]
+            SampleRequest(prompt_ids=[1, trial.seed % 50], max_tokens=2, temperature=1.0, seed=trial.seed)
         )
         return trajectory(trial.task.id, float(trial.seed % 2), [turn], name=f"{trial.task.id}-{trial.seed}")
 
@@ -130,7 +130,7 @@ def main() -> None:
     import src.loop.run
     import src.probe.__main__
     import src.train
-    from src.core.process import leave
+    from src.core.process import exit_process
 
     programs = {
         "train": src.train.main,
@@ -157,7 +157,7 @@ def main() -> None:
             log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            leave(programs[order["module"]](order["argv"]))
+            exit_process(programs[order["module"]](order["argv"]))
         numbers[pid] = number
         os.write(1, (json.dumps({"number": number, "pid": pid}) + "\n").encode())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})

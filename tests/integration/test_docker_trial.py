@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from src.config import TrainerConfig
-from src.core.trajectory import StopReason, Trajectory
+from src.core.trajectory import StopReason, Trajectory, Turn
 from src.envs.harbor.environment import open_harbor
 from src.envs.sandbox.docker import OWNER_LABEL, RUN_LABEL, remove_dead, why_no_engine
 from src.envs.sandbox.run_directory import living_labels, run_directory
+from src.policy.sampling_policy import SampleRequest
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
 from tests.fakes.tokenizer import byte_chat
 
@@ -51,10 +52,10 @@ async def test_a_trial_on_docker_is_graded_and_leaves_nothing(tmp_path: Path) ->
     seen: list[list[str]] = []
 
     class Watching(ScriptedPolicy):
-        async def sample(self, prompt_ids: list[int], **options: object) -> object:  # type: ignore[override]
+        async def sample(self, request: SampleRequest) -> Turn:
             seen.append(labelled(label))
             remove_dead(keep=living_labels())  # as another trainer does at its start
-            return await super().sample(prompt_ids, **options)  # type: ignore[arg-type]
+            return await super().sample(request)
 
     script = [
         answer("rm -rf /tmp/*; cat /proc/1/comm; echo hello > /app/hello.txt", duration=1.0),

@@ -272,7 +272,7 @@ def test_a_prompt_beyond_the_limit_that_is_answered_is_found(
     assert not found.holds and "296 + 16 tokens were taken by a context of 300" in found.seen
 
 
-def test_our_own_server_raises_no_alarm_and_the_trainer_goes_by_what_was_found(
+def test_the_unchanged_server_passes_all_checks(
     endpoint: tuple[str, Defective], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, server = endpoint

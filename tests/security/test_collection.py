@@ -16,7 +16,7 @@ from harbor.models.task.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
 
 from src.config import TrainerConfig
-from src.core.event_loop import GapMeter
+from src.core.event_loop import LagMeter
 from src.core.trajectory import Trajectory
 from src.envs.harbor.environment import HarborTasks, load_harbor, open_harbor
 from src.envs.harbor.trial_folder import JobsQuota, bound
@@ -165,7 +165,7 @@ def block(seconds: float) -> None:
 
 
 async def test_a_gap_of_the_event_loop_is_measured_and_forgotten() -> None:
-    async with GapMeter(period_s=0.01) as gaps:
+    async with LagMeter(period_s=0.01) as gaps:
         block(0.3)
         assert gaps.take() >= 0.2
         block(0.3)
@@ -189,7 +189,7 @@ async def test_other_trials_go_on_while_20000_files_are_collected(tmp_path: Path
             "mkdir -p /logs/agent && cd /logs/agent && seq 1 20000 | xargs touch && echo last > zzz"
         )
         working = asyncio.create_task(neighbour())
-        async with GapMeter() as gaps:
+        async with LagMeter() as gaps:
             await made.download_dir("/logs/agent", tmp_path / "trial" / "agent")
             await made.upload_dir(tmp_path / "trial" / "agent", "/logs/again")
             longest = gaps.take()

@@ -19,7 +19,7 @@ from harbor.models.trial.config import ServiceVolumeConfig
 from harbor.models.trial.paths import TrialPaths
 
 from src.core.errors import SandboxError
-from src.core.event_loop import GapMeter
+from src.core.event_loop import LagMeter
 from src.envs.cleanup import main as cleanup
 from src.envs.sandbox.containers import MAX_OUTPUT_BYTES, ContainerEnvironment
 from src.envs.sandbox.docker import (
@@ -140,7 +140,7 @@ async def test_what_an_agent_leaves_in_a_container_is_bounded_and_reaches_no_hos
                 await asyncio.sleep(0.001)
 
         working = asyncio.create_task(neighbour())
-        async with GapMeter() as gaps:
+        async with LagMeter() as gaps:
             await one.download_dir("/logs/agent", tmp_path / "trial" / "agent")
             await one.download_dir("/logs/verifier", tmp_path / "trial" / "verifier")
             longest = gaps.take()

@@ -10,7 +10,9 @@ from skyrl_tx_server.http.http_handler import StartupState
 from src.core.errors import BackendError, ConfigError
 from src.learning.datums import sequences_of, to_datums
 from src.learning.learner import Learner
-from src.policy.backend import BackendSettings, address, connect, require_key
+from src.policy.backend import address, connect, require_key
+from src.policy.options import BackendSettings
+from src.policy.sampling_policy import SampleRequest
 from tests.fakes.server import fake_context, serving
 from tests.fakes.trials import turn
 from tests.trainer.test_learner import settings as learner_settings
@@ -40,8 +42,9 @@ def settings(url: str, **changes) -> BackendSettings:
         "lora_rank": 8,
         "seed": 1,
         "context_limit": 64,
+        "max_tokens": 16,
         "load_checkpoint_path": None,
-        "server_timeout_sec": 60.0,
+        "heartbeat_timeout_s": 60.0,
     }
     return BackendSettings(**(options | changes))
 
@@ -50,13 +53,15 @@ async def test_sample_train_sample_again_save_and_load(url):
     async with connect(settings(url)) as endpoint:
         backend = await endpoint.open_training()
         policy = await backend.policy(0)
-        first = await policy.sample([1, 2, 3], max_tokens=4, temperature=1.0, seed=5, stop=[])
+        first = await policy.sample(
+            SampleRequest(prompt_ids=[1, 2, 3], max_tokens=4, temperature=1.0, seed=5)
+        )
         assert first.policy_version == 0 and len(first.logprobs) == len(first.completion_ids) > 0
         datums = to_datums(sequences_of([turn([1, 2], [3, 4])], advantage=1.0))
         metrics = await Learner(backend.training_client, learner_settings()).update([datums, datums])
         assert metrics["optim/num_substeps"] == 2
         assert (await backend.policy(1)).version == 1
-        reference = await backend.reference_policy()
+        reference = await backend.reference_model()
         assert len(await reference.logprobs([1, 2, 3])) == 2
         paths = await backend.save("000001")
         assert paths.state_path.endswith("/weights/000001") and paths.sampler_path.endswith(
@@ -116,7 +121,7 @@ async def test_nothing_there_is_said_within_seconds():
             pass
 
 
-async def test_a_server_that_is_still_loading_is_not_taken_for_a_stranger():
+async def test_a_server_that_is_still_loading_is_reported_as_not_ready():
     with serving(StartupState()) as url, pytest.raises(BackendError, match="is not ready yet"):
         async with connect(settings(url)):
             pass

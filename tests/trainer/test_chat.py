@@ -24,7 +24,7 @@ def test_render_ends_with_the_generation_prompt_and_thinking_off():
     assert text(byte_chat().render(USER)) == "<|im_start|>user\ngo<|im_end|>\n" + GENERATION
 
 
-def test_extend_keeps_the_sampled_ids_even_where_encoding_them_again_would_differ():
+def test_extend_keeps_sampled_ids_that_would_encode_differently():
     chat = byte_chat()
     prompt = chat.render(USER)
     completion = [*encode("<think>secret</think>ab"), chat.turn_end_id]
@@ -76,7 +76,7 @@ def test_a_base_model_is_pointed_out(tmp_path, caplog):
     assert caplog.text == ""
 
 
-def test_a_template_that_knows_nothing_of_thinking_or_tools_is_not_troubled():
+def test_a_template_without_thinking_or_tools_works():
     tokenizer = deepcopy(byte_tokenizer())
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     assert text(Chat(tokenizer).render(USER)) == "[user]go<|im_end|>[assistant]"

@@ -135,14 +135,14 @@ def test_a_comparison_is_paired_by_task():
 
 def test_paired_comparisons_are_calibrated():
     rng = np.random.default_rng(3)
-    held = rejected = 0
+    lock_run_dir = rejected = 0
     for _ in range(600):
         chances = rng.beta(1, 1, size=20)
         first, second = (
             [Tally(solved=int(count), graded=4) for count in rng.binomial(4, chances)] for _ in range(2)
         )
         comparison = compare_paired(first, second)
-        held += comparison.difference.low <= 0 <= comparison.difference.high
+        lock_run_dir += comparison.difference.low <= 0 <= comparison.difference.high
         rejected += comparison.p_value < 0.05
-    assert 0.93 <= held / 600 <= 0.97
+    assert 0.93 <= lock_run_dir / 600 <= 0.97
     assert rejected / 600 <= 0.06

@@ -15,8 +15,8 @@ from src.evaluate.__main__ import main
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import content_hashes, write_hashes
 from src.evaluate.run import Evaluated, run
-from src.policy.sampling_policy import Policy
 from src.records.checkpoints import Checkpoint, append
+from tests.fakes.policy import UnusedPolicy
 from tests.fakes.trials import FakeTasks, failure, trajectory, turn
 
 SERVER = [
@@ -24,7 +24,7 @@ SERVER = [
     "skyrl_tx_url=http://h:1",
     "model_name=m",
     "tasks_dir=t",
-    "retry_wait_sec=0",
+    "retry_wait_s=0",
     "n_parallel_envs=4",
 ]
 TASKS = [
@@ -69,7 +69,7 @@ class Bench:
             return trajectory(trial.task.id, reward, [turn([1], [2])], name=name)
 
         yield Evaluated(
-            policy=Policy(None, 0), source=FakeTasks(train=self.tasks, play=play, floors=self.floors)
+            policy=UnusedPolicy(0), source=FakeTasks(train=self.tasks, play=play, floors=self.floors)
         )
 
     def results(self, name="results.json"):
@@ -104,7 +104,7 @@ async def test_results_have_rates_with_intervals_and_every_task(tmp_path):
 async def test_every_domain_has_a_section_of_results(tmp_path):
     bench = Bench(tmp_path, lambda checkpoint, task, member: task.startswith("air") or member == 0)
     bench.tasks = [
-        Task(id=f"{domain}/{n}", path=Path("t"), domain=domain, gold_writes=n == 0)
+        Task(id=f"{domain}/{n}", path=Path("t"), domain=domain, has_writes=n == 0)
         for domain in ("air", "shop")
         for n in (0, 1)
     ]

@@ -22,12 +22,12 @@ from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Trajectory, Turn
 from src.envs.harbor.tinker_llm import EpisodeOver, SamplingLimits, TinkerLLM
 from src.envs.message_env import EpisodeSettings, run_episode
-from src.envs.service.domain import ServiceEnv
+from src.envs.service.service_env import ServiceEnv
 from src.envs.service.toy_retail import TOOLS, Database, ToyRetailEpisode
-from src.envs.service.user_simulator import ScriptedCustomer
+from src.envs.service.user_simulator import ScriptedUserSimulator
 from src.learning.datums import TokenSequence, sequences_of, step_sequences_of, to_datum
 from src.policy.chat import Chat
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import SampleRequest
 from tests.fakes.envs import ScriptedEnv, saying
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat, byte_tokenizer, toy_chat
@@ -35,7 +35,7 @@ from tests.fakes.tokenizer import byte_chat, byte_tokenizer, toy_chat
 CHATS = {"thinking is stripped from history": byte_chat(), "history stays": toy_chat()}
 
 
-class Engine(Policy):
+class Engine:
     """Samples random ids, thinking and stray control tokens among them, and remembers every sample with its logprobs.
 
     Some answers are empty, some are cut, and some do not survive decoding and encoding.
@@ -58,9 +58,7 @@ class Engine(Policy):
         self._chat = chat
         self._rng = random.Random(seed)
 
-    async def sample(
-        self, prompt_ids: list[int], *, max_tokens: int, temperature: float, seed: int | None, stop: list[int]
-    ) -> Turn:
+    async def sample(self, request: SampleRequest) -> Turn:
         rng = self._rng
         text = rng.choice(self.sayings)
         ids = self._chat.tokenizer.encode(text, add_special_tokens=False)
@@ -68,9 +66,9 @@ class Engine(Policy):
             ids = [*ids, rng.choice([200, 201, 0x80 + 30])]  # a token that alone is no text
         if rng.random() < 0.85:
             ids = [*ids, self._chat.turn_end_id]
-        ids = ids[:max_tokens]
+        ids = ids[: request.max_tokens]
         turn = Turn(
-            prompt_ids=list(prompt_ids),
+            prompt_ids=list(request.prompt_ids),
             completion_ids=ids,
             logprobs=[-rng.uniform(0.001, 20) for _ in ids],
             stop_reason=StopReason.STOP if ids and ids[-1] == self._chat.turn_end_id else StopReason.LENGTH,
@@ -150,7 +148,9 @@ def test_every_trained_token_of_a_terminal_trial_was_sampled_there(
     lengths = LengthLimits(
         max_input_length=600, max_generate_length=max_tokens, max_sequence_length=700, context_limit=700
     )
-    limits = SamplingLimits(temperature=1.0, seed=seed, lengths=lengths, max_length_stops=4, summarize=True)
+    limits = SamplingLimits(
+        temperature=1.0, seed=seed, lengths=lengths, max_consecutive_truncations=4, summarize=True
+    )
     llm = TinkerLLM(policy=engine, chat=chat, limits=limits, model_name="m")
     rewrites = asyncio.run(converse(llm, events, random.Random(seed)))
 
@@ -247,7 +247,7 @@ def test_every_trained_token_of_an_episode_was_sampled_there(
     assert trajectory.reward == (trajectory.stop_reason != StopReason.CONTEXT_LENGTH)
 
 
-# What a service agent says: calls of every form, several at once, cut ones, and words to the customer.
+# What a service agent says: calls of every form, several at once, cut ones, and messages to the user.
 GET, PRICE = (
     '{"name": "get_order", "arguments": {"order": "kala"}}',
     '{"name": "get_product", "arguments": {"product": "mive"}}',
@@ -291,10 +291,8 @@ class Talker(Engine):
 
 def shop(lines: int) -> ServiceEnv:
     row = {"actions": [], "communicate": []}
-    customer = ScriptedCustomer([f"line {number}" for number in range(lines)])
-    return ServiceEnv(
-        ToyRetailEpisode(row, database=SHOP, policy="p", customer=customer), parallel_tool_calls=True
-    )
+    user = ScriptedUserSimulator([f"line {number}" for number in range(lines)])
+    return ServiceEnv(ToyRetailEpisode(row, database=SHOP, policy="p", user=user), parallel_tool_calls=True)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

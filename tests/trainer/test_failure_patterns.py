@@ -77,7 +77,7 @@ def test_a_solved_trial_shows_nothing():
     [
         ([f"I do not know. {OUT_OF_SCOPE}"], {}, "left its scenario"),
         (["<tool_call>{}</tool_call>"], {}, "left its role"),
-        (["Please."], {"customer_tool_errors": 1.0}, "could not use its own tools"),
+        (["Please."], {"user_tool_errors": 1.0}, "could not use its own tools"),
     ],
 )
 def test_a_customer_fault_is_no_false_completion(said: list[str], metrics: dict[str, Any], fault: str):

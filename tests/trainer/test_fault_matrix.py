@@ -14,8 +14,9 @@ import tinker
 
 from src.core.errors import ServerLost, TrainerError
 from src.core.trajectory import FailureKind
-from src.loop.run import Dependencies, end_state
-from src.policy.sampling_policy import sdk_boundary
+from src.loop.connection import Dependencies
+from src.loop.run import end_state
+from src.policy.sampling_policy import NewestPolicy, sdk_boundary
 from src.records.journal import RunState
 from src.rollouts.watchdog import WatchedPolicy
 from tests.fakes.disk_bandit import DiskBandit
@@ -40,7 +41,7 @@ def mode(request):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr("src.rollouts.watchdog.PROBE_PERIOD_S", 0.02)
-    monkeypatch.setattr("src.loop.run.RECONNECT_PERIOD_S", 0.02)
+    monkeypatch.setattr("src.loop.connection.RECONNECT_PERIOD_S", 0.02)
 
 
 class Future:
@@ -78,8 +79,8 @@ class Bench(FakeRun):
         finally:
             self.open_sandboxes -= 1
 
-    def _parts(self, config, settings):
-        backend = DiskBandit(self.root / "server", load=settings.load_checkpoint_path)
+    def _parts(self, config):
+        backend = DiskBandit(self.root / "server", load=config.load_checkpoint_path)
         client = backend.training_client
         for owner, names in ((backend, ("policy", "save")), (client, ("forward_backward", "optim_step"))):
             for name in names:
@@ -119,8 +120,8 @@ class Bench(FakeRun):
         ]
         usual += [
             "n_epochs=2",
-            "retry_wait_sec=0",
-            "answer_timeout_sec=0.5",
+            "retry_wait_s=0",
+            "request_timeout_s=0.5",
             "behavior_if_log_dir_exists=resume",
         ]
         await super().go(*usual, *MODES[self.mode], *options)
@@ -208,8 +209,8 @@ async def hangs_in_the_verifier(bench, trial, policy):
 
 async def hangs_where_the_sampler_is_stuck(bench, trial, policy):
     if trial.task.id == "say-1":
-        watched = getattr(policy, "_newest", policy)
-        return await say_a_token(trial, WatchedPolicy(Stuck(policy.version), watched._watchdog))
+        watched = policy.policy if isinstance(policy, NewestPolicy) else policy
+        return await say_a_token(trial, WatchedPolicy(Stuck(policy.version), watched.watchdog))
     return None
 
 
@@ -217,7 +218,7 @@ class Stuck:
     def __init__(self, version):
         self.version = version
 
-    async def sample(self, *args, **kwargs):
+    async def sample(self, request):
         await for_ever()
 
 
@@ -236,8 +237,8 @@ async def meets_a_burst_of_503(bench, trial, policy):
         (builds_no_sandbox, (), RunState.DONE, False),
         (builds_no_sandbox_anywhere, (), RunState.TOO_MANY_FAILURES, False),
         (builds_a_sandbox_the_third_time, (), RunState.DONE, True),
-        (hangs_in_the_verifier, ("trial_timeout_sec=0.5",), RunState.DONE, False),
-        (hangs_where_the_sampler_is_stuck, ("answer_timeout_sec=0.05",), RunState.DONE, False),
+        (hangs_in_the_verifier, ("trial_timeout_s=0.5",), RunState.DONE, False),
+        (hangs_where_the_sampler_is_stuck, ("request_timeout_s=0.05",), RunState.DONE, False),
         (meets_a_burst_of_503, (), RunState.DONE, True),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
@@ -326,7 +327,7 @@ async def test_calls_that_always_go_wrong_end_the_run(tmp_path, mode, name, do):
             await do(bench)
 
     bench = Bench(tmp_path, mode, calls=calls)
-    assert await bench.ends("answer_timeout_sec=0.2") is RunState.SERVER_LOST
+    assert await bench.ends("request_timeout_s=0.2") is RunState.SERVER_LOST
     assert bench.last_event()["state"] == "server_lost" and bench.text.getvalue().count("server lost") <= 3
     again = Bench(tmp_path, mode)
     assert await again.ends() is RunState.DONE

@@ -26,9 +26,10 @@ from src.core.trajectory import (
 )
 from src.envs.message_env import EpisodeSettings, StepResult, run_episode, turn_seed
 from src.learning.datums import sequences_of, step_sequences_of
-from src.learning.filters import FilterSettings, apply_reward_rules, is_trainable, with_failures_rewarded
+from src.learning.filters import apply_reward_rules, is_trainable, with_failures_rewarded
+from src.learning.options import FilterSettings
 from src.policy.chat import Chat
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import TinkerPolicy
 from tests.fakes.envs import ScriptedEnv, ending, saying
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import ToyTokenizer, byte_chat, toy_chat
@@ -222,7 +223,7 @@ async def test_l12_tokens_and_logprobs_of_different_lengths_are_refused():
             )
             return tinker.SampleResponse(sequences=[sequence])
 
-    result, _, environment = await play([ending()], [], policy=Policy(ShortOfALogprob(), 0))
+    result, _, environment = await play([ending()], [], policy=TinkerPolicy(ShortOfALogprob(), 0))
     assert isinstance(result, TrialFailure) and result.kind == FailureKind.BACKEND
     assert "3 tokens came back with 2 logprobs" in result.message and environment.answers == []
 
@@ -264,8 +265,8 @@ async def test_s4_without_an_observation_the_agent_goes_on_from_a_generation_pro
 
 async def test_s5_an_end_token_that_was_not_sampled_has_no_weight():
     class StopsAtABracket(FakePolicy):
-        async def sample(self, prompt_ids, **options):
-            turn = await super().sample(prompt_ids, **options)
+        async def sample(self, request):
+            turn = await super().sample(request)
             return replace(turn, completion_ids=turn.completion_ids[:-1], logprobs=turn.logprobs[:-1])
 
     chat = toy_chat()
@@ -484,8 +485,8 @@ async def test_an_environment_that_ends_the_process_while_it_closes_is_left():
 
 async def test_an_empty_answer_is_seen_by_the_environment_and_trains_nothing():
     class Silent(FakePolicy):
-        async def sample(self, prompt_ids, **options) -> Turn:
-            turn = await super().sample(prompt_ids, **options)
+        async def sample(self, request) -> Turn:
+            turn = await super().sample(request)
             return replace(turn, completion_ids=[], logprobs=[]) if len(self.calls) == 2 else turn
 
     chat = toy_chat()
@@ -499,8 +500,8 @@ async def test_an_empty_answer_is_seen_by_the_environment_and_trains_nothing():
 
 async def test_nothing_but_empty_answers_is_a_trajectory_without_tokens():
     class Mute(FakePolicy):
-        async def sample(self, prompt_ids, **options) -> Turn:
-            return replace(await super().sample(prompt_ids, **options), completion_ids=[], logprobs=[])
+        async def sample(self, request) -> Turn:
+            return replace(await super().sample(request), completion_ids=[], logprobs=[])
 
     trajectory, policy, _ = await play([StepResult()] * 100, [], limits(60), policy=Mute(toy_chat(), [""]))
     assert (trajectory.turns, trajectory.reward, trajectory.stop_reason) == ([], 0, StopReason.CONTEXT_LENGTH)
@@ -512,7 +513,7 @@ async def test_turns_are_bounded_and_seeded_by_their_number():
     assert trajectory.stop_reason == StopReason.MAX_TURNS and len(trajectory.turns) == 2
     assert [call.seed for call in policy.calls] == [turn_seed(5, 1), turn_seed(5, 2)]
     assert [call.temperature for call in policy.calls] == [0.7, 0.7]
-    assert [call.stop for call in policy.calls] == [[2], [2]]
+    assert [call.stop_token_ids for call in policy.calls] == [[2], [2]]
 
 
 async def test_metrics_of_the_environment_are_the_trajectorys():

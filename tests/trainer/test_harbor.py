@@ -24,6 +24,7 @@ from src.envs.harbor.environment import (
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.run_directory import run_directory
 from src.envs.validate import main as validate
+from src.policy.sampling_policy import SampleRequest
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
 from tests.fakes.tokenizer import byte_chat
 
@@ -47,7 +48,7 @@ def source(tasks_dir: Path = HELLO, **options: object) -> HarborTasks:
 
 def left_by(tasks: HarborTasks) -> set[str]:
     """What lies in the run's directory."""
-    return {path.name for path in run_directory(tasks.settings.run_label).iterdir()}
+    return {path.name for path in run_directory(tasks.run_label).iterdir()}
 
 
 async def play(
@@ -147,7 +148,7 @@ async def test_a_completion_awaiting_confirmation_in_the_last_turn_is_not_a_clea
 
 async def test_cut_answers_are_kept_and_end_the_episode_when_they_go_on(tmp_path: Path) -> None:
     outcome, _ = await play(
-        tmp_path, [SOLUTION[0], "word " * 1000], source(max_tokens=200, max_length_stops=2)
+        tmp_path, [SOLUTION[0], "word " * 1000], source(max_tokens=200, max_consecutive_truncations=2)
     )
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.LENGTH)
@@ -251,10 +252,10 @@ class SilentPolicy(ScriptedPolicy):
 
     silent_after = 0
 
-    async def sample(self, *args: object, **kwargs: object) -> Turn:
+    async def sample(self, request: SampleRequest) -> Turn:
         if len(self.prompts) == self.silent_after:
             await asyncio.Event().wait()
-        return await super().sample(*args, **kwargs)  # type: ignore[arg-type]
+        return await super().sample(request)
 
 
 @pytest.mark.parametrize("answers", [0, 1])

@@ -8,12 +8,13 @@ import pytest
 from src.core.errors import BackendError
 from src.core.trajectory import StopReason, Trajectory
 from src.policy.chat import Message
-from src.policy.openai_client import Reply
-from src.policy.sampling_policy import Policy
+from src.policy.openai_client import ChatReply
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollouts
-from src.rollouts.group_rollout import RolloutPlan, Rollouts, RolloutSettings
-from src.rollouts.judge import MODES, Formula, Judge, JudgeSettings, failures_in, transcript
+from src.rollouts.group_rollout import RolloutPlan, Rollouts
+from src.rollouts.judge import MODES, Formula, Judge, failures_in, transcript
+from src.rollouts.options import JudgeSettings, RolloutSettings
+from tests.fakes.policy import UnusedPolicy
 from tests.fakes.trials import FakeTasks, task
 
 LABELS = "\n".join(f"{number} {name.replace('_', ' ')}: yes" for number, name in enumerate(MODES))
@@ -32,13 +33,13 @@ class ScriptedJudge:
         self.answers = list(answers)
         self.asked: list[Sequence[Message]] = []
 
-    async def reply(self, messages: Sequence[Message], *, temperature: float, seed: int | None) -> Reply:
+    async def reply(self, messages: Sequence[Message], *, temperature: float, seed: int | None) -> ChatReply:
         self.asked.append(messages)
         await asyncio.sleep(0)
         text = self.answers[min(len(self.asked), len(self.answers)) - 1]
         if isinstance(text, Exception):
             raise text
-        return Reply(text=text, num_prompt_tokens=2_000, num_completion_tokens=100)
+        return ChatReply(text=text, num_prompt_tokens=2_000, num_completion_tokens=100)
 
 
 def played(text: str = "done", reward: float = 1.0) -> Trajectory:
@@ -88,7 +89,7 @@ def test_there_are_mast_s_fourteen_modes_in_words_of_ours():
     ],
     ids=range(15),
 )
-async def test_what_is_not_fourteen_booleans_is_an_error_of_the_judge_and_pays_nothing(text: str):
+async def test_a_reply_without_fourteen_booleans_gives_no_bonus(text: str):
     assert failures_in(text) is None
     result = await judge(ScriptedJudge(text)).judged(played())
     assert (result.reward, result.bonus) == (1.0, 0.0)
@@ -140,7 +141,7 @@ async def test_an_error_is_not_kept():
     assert len(endpoint.asked) == 3
 
 
-async def test_one_that_stops_waiting_does_not_take_the_verdict_from_the_others():
+async def test_a_cancelled_waiter_does_not_cancel_the_verdict():
     judging = judge(ScriptedJudge(answer()))
     first = asyncio.create_task(judging.judged(played()))
     second = asyncio.create_task(judging.judged(played()))
@@ -157,7 +158,7 @@ def test_nothing_that_is_said_can_pass_for_another_speaker():
 async def test_an_evaluation_beside_training_is_never_judged(tmp_path):
     endpoint = ScriptedJudge(answer())
     settings = RolloutSettings(
-        n_parallel_envs=4, trial_timeout_sec=None, trial_attempts=1, retry_wait_sec=0, seed=0
+        n_parallel_envs=4, trial_timeout_s=None, trial_attempts=1, retry_wait_s=0, seed=0
     )
 
     async def play(trial, policy):
@@ -169,9 +170,9 @@ async def test_an_evaluation_beside_training_is_never_judged(tmp_path):
 
     async def groups(purpose: str) -> list[float]:
         plan = RolloutPlan(step=1, purpose=purpose, group_size=3, temperature=1.0, directory=tmp_path)
-        [group] = await rollouts.play([task("a")], Policy(None, 0), plan, lambda finished: None)  # type: ignore[arg-type]
-        assert group.rewards == [1.0] * 3
-        return [member.bonus for member in group.trajectories]
+        [timed] = await rollouts.groups([task("a")], UnusedPolicy(0), plan, lambda finished: None)  # type: ignore[arg-type]
+        assert timed.group.rewards == [1.0] * 3
+        return [member.bonus for member in timed.group.trajectories]
 
     evaluated, trained = await asyncio.gather(groups("eval"), groups("step"))
     assert (evaluated, trained, len(endpoint.asked)) == ([0.0] * 3, [1.0] * 3, 3)

@@ -236,6 +236,7 @@ def test_the_model_is_trained_on_the_prompts_that_terminus_2_sends(chat: Chat, t
     from src.config import TrainerConfig
     from src.core.trajectory import StopReason, Trajectory, Turn
     from src.envs.harbor.environment import open_harbor
+    from src.policy.sampling_policy import SampleRequest
 
     options = {"environment_type": "sandbox", "max_turns": 4, "enable_summarize": False, "eval_split": 0.0}
     source = open_harbor(
@@ -253,18 +254,10 @@ def test_the_model_is_trained_on_the_prompts_that_terminus_2_sends(chat: Chat, t
     class Scripted:
         version = 0
 
-        async def sample(
-            self,
-            prompt_ids: list[int],
-            *,
-            max_tokens: int,
-            temperature: float,
-            seed: int | None,
-            stop: list[int],
-        ) -> Turn:
+        async def sample(self, request: SampleRequest) -> Turn:
             prompts.append(
                 chat.tokenizer.decode(
-                    prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                    request.prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
                 )
             )
             ids = [
@@ -272,14 +265,14 @@ def test_the_model_is_trained_on_the_prompts_that_terminus_2_sends(chat: Chat, t
                 chat.turn_end_id,
             ]
             return Turn(
-                prompt_ids=prompt_ids,
+                prompt_ids=request.prompt_ids,
                 completion_ids=ids,
                 logprobs=[0.0] * len(ids),
                 stop_reason=StopReason.STOP,
                 policy_version=0,
             )
 
-    result = asyncio.run(source.trial(task, directory=tmp_path, seed=0, temperature=1.0).run(Scripted()))  # type: ignore[arg-type]
+    result = asyncio.run(source.trial(task, directory=tmp_path, seed=0, temperature=1.0).run(Scripted()))
     assert isinstance(result, Trajectory) and result.reward == 1.0
     screen = Screen()
     if PROMPT in prompts[0]:  # else the shell was slower than the first look, as in some demonstrations

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from src.envs.registry import open_task_source
-from src.loop.run import Dependencies
+from src.loop.connection import Dependencies
 from src.policy.chat import load_chat
-from src.policy.openai_client import Reply
+from src.policy.openai_client import ChatReply
 from src.rollouts.judge import MODES
 from tests.fakes.backend import BanditBackend
 from tests.fakes.run import FakeRun
@@ -26,7 +26,7 @@ class Judge:
 
     async def reply(self, messages, *, temperature, seed):
         self.asked.append(messages[1]["content"])
-        return Reply(text=json.dumps(dict.fromkeys(MODES, False)))
+        return ChatReply(text=json.dumps(dict.fromkeys(MODES, False)))
 
     async def close(self) -> None:
         pass
@@ -39,7 +39,7 @@ async def test_a_run_with_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     chat = load_chat(str(MODEL))
     run = FakeRun(
         tmp_path / "run",
-        lambda config, settings: Dependencies(source=open_task_source(config, chat), backend=backend),
+        lambda config: Dependencies(source=open_task_source(config, chat), backend=backend),
     )
     argv = [
         "env=tau_bench",

@@ -1,4 +1,4 @@
-"""tau2-bench as an environment: against a stand-in worker always, against the benchmark itself where TAU2_HOME names it."""
+"""tau2-bench as an environment: always with a replacement worker, and with the benchmark itself if TAU2_HOME is set."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from src.envs.base import TaskSource
 from src.envs.message_env import StepResult
 from src.envs.registry import open_task_source
 from src.envs.service import subprocess_pool, tau2, tau2_worker, tau_bench
-from src.envs.service.domain import DECLINES, ServiceEnv
+from src.envs.service.service_env import REFUSAL, ServiceEnv
 from src.envs.service.subprocess_pool import WorkerPool
-from src.envs.service.task_files import Definition
-from src.envs.service.user_simulator import STOP, Customer, Tools
+from src.envs.service.task_files import TaskDefinition
+from src.envs.service.user_simulator import STOP, Tools, UserSimulator
 from src.evaluate.failure_patterns import Pattern, patterns
-from src.policy.openai_client import Reply
+from src.policy.openai_client import ChatReply
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
@@ -44,7 +44,7 @@ def called(name: str, **arguments: object) -> str:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A folder as scripts/setup_tau.sh makes it, whose Python runs the stand-in whatever it is told to."""
+    """A folder as scripts/setup_tau.sh creates it, whose Python always runs the replacement worker."""
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\nexec {sys.executable} {STANDIN}\n")
@@ -68,7 +68,7 @@ def config(home: Path, *options: str, kwargs: str = "domain=retail") -> TrainerC
 async def result(
     source: TaskSource, replies: Sequence[str | Exception], task: Task | None = None
 ) -> Trajectory | TrialFailure:
-    """One episode, after which the source is closed."""
+    """Run one episode and close the source."""
     trial = source.trial(task or source.train[0], directory=ROOT, seed=1, temperature=1.0)
     try:
         return await trial.run(FakePolicy(byte_chat(), replies))
@@ -84,22 +84,22 @@ async def played(
     return found
 
 
-async def test_an_episode_goes_from_the_policy_to_the_evaluator_and_back(home: Path):
+async def test_an_episode_reaches_the_official_evaluator(home: Path):
     trajectory = await played(home, [SAVE, "It is saved."])
     assert (trajectory.reward, trajectory.stop_reason, len(trajectory.turns)) == (1.0, StopReason.STOP, 8)
     roles = [message["role"] for message in trajectory.conversation]
     assert roles[:6] == ["system", "assistant", "user", "assistant", "tool", "assistant"]
-    assert trajectory.conversation[2]["content"] == "save it"  # the scenario, all at once
+    assert trajectory.conversation[2]["content"] == "save it"  # the whole scenario
     assert trajectory.metrics["reward_all"] == trajectory.metrics["reward_db"] == 1.0
-    assert trajectory.metrics["no_write_action"] == trajectory.metrics["customer_tool_errors"] == 0.0
+    assert trajectory.metrics["no_write_action"] == trajectory.metrics["user_tool_errors"] == 0.0
     assert trajectory.conversation[-1] == {
         "role": "user",
         "content": f"Thanks. {STOP}",
-    }  # what the customer left with
+    }  # the last message of the user
 
 
-async def test_doing_nothing_is_seen_as_such_and_is_the_floor(home: Path):
-    trajectory = await played(home, [DECLINES])
+async def test_refusing_everything_gives_the_noop_baseline(home: Path):
+    trajectory = await played(home, [REFUSAL])
     assert (trajectory.reward, trajectory.metrics["no_write_action"]) == (0.0, 1.0)
     assert patterns(trajectory) == {Pattern.NOTHING_DONE}
     source = open_task_source(config(home), byte_chat())
@@ -107,7 +107,7 @@ async def test_doing_nothing_is_seen_as_such_and_is_the_floor(home: Path):
     await source.close()
 
 
-async def test_partial_grading_has_a_name_of_its_own_and_needs_no_judge(home: Path):
+async def test_partial_grading_has_its_own_name_and_needs_no_judge(home: Path):
     trajectory = await played(home, [SAVE, "Saved."], kwargs="domain=retail,grading=env")
     assert trajectory.metrics["reward_env"] == 1.0 and "reward_all" not in trajectory.metrics
     source = open_task_source(config(home, kwargs="domain=retail,grading=env"), byte_chat())
@@ -121,38 +121,40 @@ async def test_partial_grading_has_a_name_of_its_own_and_needs_no_judge(home: Pa
         "retail/judged-test",
         "retail/broken-test",
     ]
-    assert {(task.grading, task.gold_writes) for task in source.eval} == {("env", True), ("env", False)}
+    assert {(task.grading, task.has_writes) for task in source.eval} == {("env", True), ("env", False)}
     assert {task.grading for task in open_task_source(config(home), byte_chat()).train} == {""}
 
 
-def test_tasks_that_nobody_can_judge_are_left_out_and_counted(home: Path, caplog: pytest.LogCaptureFixture):
+def test_tasks_that_need_a_missing_judge_are_skipped_and_counted(
+    home: Path, caplog: pytest.LogCaptureFixture
+):
     with caplog.at_level(logging.WARNING):
         source = open_task_source(config(home), byte_chat())
     assert [task.id for task in source.train] == ["retail/save-train", "retail/broken-train"]
-    assert "1 of 3 tasks need a judge (judge_model, judge_base_url) and are left out" in caplog.text
+    assert "1 of 3 tasks need a judge (judge_model, judge_base_url) and are skipped" in caplog.text
 
 
 class SaysVerdict:
-    """A judge that answers the same to everything."""
+    """A judge that always gives the same reply."""
 
     def __init__(self, answer: str) -> None:
         self.answer = answer
         self.asked: list[object] = []
 
-    async def reply(self, messages: object, *, temperature: float, seed: int | None) -> Reply:
+    async def reply(self, messages: object, *, temperature: float, seed: int | None) -> ChatReply:
         self.asked.append(messages)
-        return Reply(text=self.answer)
+        return ChatReply(text=self.answer)
 
 
 @pytest.mark.parametrize(("answer", "reward"), [("yes", 1.0), ("garbage", None)])
-async def test_a_judge_is_asked_by_us_and_its_nonsense_is_a_failure_and_no_reward(
+async def test_an_invalid_judge_reply_is_a_failure_and_not_a_reward(
     home: Path, answer: str, reward: float | None
 ):
     judge = SaysVerdict(answer)
     settings = tau2.worker_settings(home, num_workers=1, step_timeout_s=20)
     task = next(task for task in tau2.official_tasks(settings, "retail", "train") if task.row["needs_judge"])
     pool = WorkerPool(settings)
-    parts = tau2.Tau2Parts(pool=pool, make_customer=tau2.scripted_customer, grading="all", judge=judge)
+    parts = tau2.Tau2Context(pool=pool, make_user=tau2.scripted_user, grading="all", judge=judge)
     source = tau_bench.episodes(
         config(home, "eval_split=0"),
         byte_chat(),
@@ -165,23 +167,23 @@ async def test_a_judge_is_asked_by_us_and_its_nonsense_is_a_failure_and_no_rewar
     found = await result(source, [SAVE, "Saved."])
     assert judge.asked == [[{"role": "user", "content": "was it polite?"}]]
     if reward is None:
-        assert isinstance(found, TrialFailure) and "Misjudged" in found.message
+        assert isinstance(found, TrialFailure) and "JudgeError" in found.message
     else:
         assert isinstance(found, Trajectory) and found.reward == reward
 
 
-async def test_a_call_that_never_ends_ends_the_episode_without_a_reward(home: Path):
+async def test_a_call_that_times_out_ends_the_episode_with_reward_0(home: Path):
     trajectory = await played(home, [called("calculate", expression="9**9**9")])
     assert (trajectory.reward, trajectory.stop_reason) == (0.0, StopReason.TIMEOUT)
     assert trajectory.metrics["tool_timeouts"] == 1.0
 
 
-async def test_a_call_that_ends_two_workers_is_worth_0(home: Path):
+async def test_a_call_that_ends_two_workers_has_reward_0(home: Path):
     found = await result(open_task_source(config(home), byte_chat()), [called("die")])
     assert isinstance(found, Trajectory) and (found.reward, found.zero_reason) == (0.0, ZeroReason.ENV_ERROR)
 
 
-async def test_what_cannot_be_evaluated_is_a_reward_of_0_and_counted(home: Path):
+async def test_an_evaluation_error_gives_reward_0_and_is_counted(home: Path):
     source = open_task_source(config(home), byte_chat())
     found = await result(source, [SAVE, "Saved."], next(task for task in source.train if "broken" in task.id))
     assert isinstance(found, Trajectory) and (found.reward, found.metrics["eval_errors"]) == (0.0, 1.0)
@@ -203,13 +205,13 @@ async def test_ten_useless_answers_end_an_episode(home: Path, answer: str, count
 @pytest.mark.parametrize(
     ("kwargs", "num_saved"), [("domain=retail", 1), ("domain=retail,parallel_tool_calls=true", 2)]
 )
-async def test_of_two_calls_the_first_is_made_or_all(home: Path, kwargs: str, num_saved: int):
+async def test_parallel_tool_calls_selects_one_or_all_calls(home: Path, kwargs: str, num_saved: int):
     trajectory = await played(home, [SAVE + SAVE, "Saved."], kwargs=kwargs)
     assert sum(message["role"] == "tool" for message in trajectory.conversation) == num_saved
 
 
-class Looks:
-    """A customer that uses a tool of its own before it speaks."""
+class LookingUser:
+    """A user that calls its own tool before it speaks."""
 
     def __init__(self) -> None:
         self.conversations: list[list[object]] = []
@@ -219,18 +221,18 @@ class Looks:
         return [called("look", at="the phone"), "It says saved.", f"Bye {STOP}"][len(self.conversations) - 1]
 
 
-async def test_a_customer_calls_its_own_tools_and_the_agent_does_not_see_it(home: Path):
-    customer = Looks()
+async def test_the_agent_does_not_see_tool_calls_of_the_user(home: Path):
+    user = LookingUser()
     settings = tau2.worker_settings(home, num_workers=1, step_timeout_s=20)
     pool = WorkerPool(settings)
 
-    def make_customer(instructions: str, tools: Tools, seed: int) -> Customer:
+    def make_user(instructions: str, tools: Tools, seed: int) -> UserSimulator:
         assert instructions.startswith("guidelines") and seed == 7
-        return customer
+        return user
 
     task = tau2.official_tasks(settings, "retail", "train")[0]
     env = ServiceEnv(
-        tau2.Tau2Episode(task, 7, tau2.Tau2Parts(pool=pool, make_customer=make_customer, grading="all"))
+        tau2.Tau2Episode(task, 7, tau2.Tau2Context(pool=pool, make_user=make_user, grading="all"))
     )
     opening = await env.start()
     assert [message["content"] for message in opening.messages[1:]] == [
@@ -240,30 +242,34 @@ async def test_a_customer_calls_its_own_tools_and_the_agent_does_not_see_it(home
     assert (await env.step("Bye")).is_done
     await env.close()
     await pool.close()
-    assert [message["role"] for message in customer.conversations[1]] == ["assistant", "user", "tool"]  # type: ignore[index]
-    assert customer.conversations[1][2]["content"] == "saw {'at': 'the phone'}"  # type: ignore[index]
+    assert [message["role"] for message in user.conversations[1]] == ["assistant", "user", "tool"]  # type: ignore[index]
+    assert user.conversations[1][2]["content"] == "saw {'at': 'the phone'}"  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
     ("options", "kwargs", "message"),
     [
-        ([], "domain=retial", "domain=retial is none of toy_retail, retail, airline, telecom, mock"),
-        ([], "domain=retail+shoes", "environment_kwargs domain=shoes is none of toy_retail"),
-        ([], "domain=retail,grading=half", "grading=half is none of all, env"),
+        ([], "domain=retial", "domain=retial is not one of toy_retail, retail, airline, telecom, mock"),
+        ([], "domain=retail+shoes", "environment_kwargs domain=shoes is not one of toy_retail"),
+        ([], "domain=retail,grading=half", "grading=half is not one of all, env"),
         ([], "domain=retail,speed=3", "domain=retail has no option speed"),
-        ([], "domain=retail,step_timeout_s=soon", "step_timeout_s needs a number above 0, not 'soon'"),
+        ([], "domain=retail,step_timeout_s=soon", "step_timeout_s must be a number above 0, not 'soon'"),
         (
             [],
-            "domain=retail,customer=openai",
-            "customer=openai needs customer_model=NAME and customer_base_url",
+            "domain=retail,user_simulator=openai",
+            "user_simulator=openai needs user_model=NAME and user_base_url",
         ),
         ([], "domain=telecom", "tau2 cannot list the train tasks of telecom: FileNotFoundError"),
-        (["tasks_dir=x"], "domain=retail", "tasks_dir is not for domain=retail"),
-        (["tau2_home=/nowhere"], "domain=retail", "/nowhere holds no tau2-bench; run scripts/setup_tau.sh"),
-        (["tau2_home=None"], "domain=retail", "needs the benchmark itself: run scripts/setup_tau.sh"),
+        (["tasks_dir=x"], "domain=retail", "tasks_dir cannot be used with domain=retail"),
+        (
+            ["tau2_home=/nowhere"],
+            "domain=retail",
+            "/nowhere contains no tau2-bench; run scripts/setup_tau.sh",
+        ),
+        (["tau2_home=None"], "domain=retail", "needs tau2-bench: run scripts/setup_tau.sh"),
     ],
 )
-def test_what_cannot_be_played_is_refused_in_a_line(
+def test_invalid_options_are_rejected_with_one_line(
     home: Path, options: list[str], kwargs: str, message: str
 ):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
@@ -276,7 +282,7 @@ def test_several_domains_are_trained_on_together(home: Path):
     assert {task.domain for task in source.eval} == {"retail", "airline"}
 
 
-def test_the_unrelated_package_of_that_name_is_depended_on_nowhere():
+def test_the_unrelated_tau2_package_is_not_a_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [
         *project["dependencies"],
@@ -286,14 +292,14 @@ def test_the_unrelated_package_of_that_name_is_depended_on_nowhere():
     assert "tau2" not in (ROOT / "requirements.txt").read_text()
 
 
-def test_the_worker_imports_nothing_but_the_standard_library_and_tau2():
+def test_the_worker_imports_only_tau2_and_the_standard_library():
     tree = ast.parse(Path(tau2_worker.__file__).read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.partition(".")[0] for name in names} - sys.stdlib_module_names == {"tau2", "loguru"}
 
 
-async def test_a_python_with_another_tau2_is_refused_by_the_worker_itself(tmp_path: Path):
+async def test_the_worker_rejects_an_unrelated_tau2_package(tmp_path: Path):
     """PyPI's package of that name has no registry."""
     (tmp_path / "tau2").mkdir()
     (tmp_path / "tau2" / "__init__.py").write_text("")
@@ -318,7 +324,7 @@ async def test_a_python_with_another_tau2_is_refused_by_the_worker_itself(tmp_pa
         await subprocess_pool.start_worker(settings)
 
 
-# The benchmark itself
+# Tests with the benchmark itself
 
 needs_tau2 = pytest.mark.skipif(
     "TAU2_HOME" not in os.environ, reason="TAU2_HOME is unset: scripts/setup_tau.sh makes the folder it names"
@@ -326,7 +332,7 @@ needs_tau2 = pytest.mark.skipif(
 
 
 class Script:
-    """A customer that leaves after its lines."""
+    """A user that ends the conversation after its lines."""
 
     def __init__(self, *lines: str) -> None:
         self.lines = list(lines)
@@ -340,18 +346,18 @@ async def episode(
     task: str,
     answers: Sequence[str],
     *,
-    customer: Customer,
+    user: UserSimulator,
     step_timeout_s: float = 60.0,
     judge: SaysVerdict | None = None,
 ) -> list[StepResult]:
-    """What the real benchmark makes of the answers; the last one is repeated."""
+    """Return the results of the real benchmark for the answers; the last answer is repeated."""
     settings = tau2.worker_settings(
         Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=step_timeout_s
     )
     found = next(one for one in tau2.official_tasks(settings, domain, "base") if one.row["task"] == task)
     async with subprocess_pool.worker_pool(settings) as pool:
-        parts = tau2.Tau2Parts(
-            pool=pool, make_customer=lambda instructions, tools, seed: customer, grading="all", judge=judge
+        parts = tau2.Tau2Context(
+            pool=pool, make_user=lambda instructions, tools, seed: user, grading="all", judge=judge
         )
         env = ServiceEnv(tau2.Tau2Episode(found, 0, parts), parallel_tool_calls=True)
         await env.start()
@@ -365,9 +371,9 @@ async def episode(
 @needs_tau2
 async def test_real_mock_gold_is_worth_1_and_nothing_is_worth_0():
     gold = called("create_task", user_id="user_1", title="Important Meeting")
-    last = (await episode("mock", "create_task_1", [gold, "Done."], customer=Script("I need a task.")))[-1]
+    last = (await episode("mock", "create_task_1", [gold, "Done."], user=Script("I need a task.")))[-1]
     assert (last.reward, last.metrics["reward_db"], last.metrics["no_write_action"]) == (1.0, 1.0, 0.0)
-    last = (await episode("mock", "create_task_1", [DECLINES], customer=Script("I need a task.")))[-1]
+    last = (await episode("mock", "create_task_1", [REFUSAL], user=Script("I need a task.")))[-1]
     assert (last.reward, last.metrics["no_write_action"]) == (0.0, 1.0)
 
 
@@ -375,24 +381,22 @@ async def test_real_mock_gold_is_worth_1_and_nothing_is_worth_0():
 async def test_real_tasks_may_be_defined_by_rows():
     settings = tau2.worker_settings(Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=60.0)
     gold: dict[str, Any] = {"name": "create_task", "arguments": {"user_id": "user_1", "title": "Tea"}}
-    definition = Definition(instruction="You want a task called Tea.", actions=[gold], facts=["four"])
+    definition = TaskDefinition(instruction="You want a task called Tea.", actions=[gold], facts=["four"])
     [task] = tau2.defined_tasks(settings, "mock", {"mine": definition})
-    assert (task.id, task.gold_writes, task.row["needs_judge"]) == ("mock/mine", True, False)
+    assert (task.id, task.has_writes, task.row["needs_judge"]) == ("mock/mine", True, False)
     instructions: list[str] = []
 
-    def make_customer(text: str, tools: Tools, seed: int) -> Customer:
+    def make_user(text: str, tools: Tools, seed: int) -> UserSimulator:
         instructions.append(text)
         return Script("Hello.")
 
     async with subprocess_pool.worker_pool(settings) as pool:
         for answers, reward in (
             ([called("create_task", user_id="user_1", title="Tea"), "It is at Four."], 1.0),
-            ([DECLINES], 0.0),
+            ([REFUSAL], 0.0),
         ):
             env = ServiceEnv(
-                tau2.Tau2Episode(
-                    task, 0, tau2.Tau2Parts(pool=pool, make_customer=make_customer, grading="all")
-                )
+                tau2.Tau2Episode(task, 0, tau2.Tau2Context(pool=pool, make_user=make_user, grading="all"))
             )
             await env.start()
             observations = [await env.step(answer) for answer in answers]
@@ -429,7 +433,7 @@ def test_a_gold_action_has_the_arguments_of_its_tool():
 @needs_tau2
 async def test_real_retail_keeps_its_deadline():
     endless = called("calculate", expression="9**9**9")
-    [last] = await episode("retail", "0", [endless], customer=Script("Hello."), step_timeout_s=2.0)
+    [last] = await episode("retail", "0", [endless], user=Script("Hello."), step_timeout_s=2.0)
     assert (last.reward, last.stop_reason) == (0.0, StopReason.TIMEOUT)
 
 
@@ -443,7 +447,5 @@ async def test_real_assertions_are_judged_by_whom_we_say(met: bool, reward: floa
     verdict = {"expectedOutcome": "x", "reasoning": "y", "metExpectation": met}
     judge = SaysVerdict(json.dumps({"results": [verdict] * num_assertions}))
     answers = [*(called(action["name"], **action["arguments"]) for action in actions), "Done."]
-    last = (await episode("retail", str(task.row["task"]), answers, customer=Script("Hello."), judge=judge))[
-        -1
-    ]
+    last = (await episode("retail", str(task.row["task"]), answers, user=Script("Hello."), judge=judge))[-1]
     assert (last.reward, last.metrics["reward_nl_assertion"], len(judge.asked)) == (reward, reward, 1)

@@ -10,6 +10,7 @@ from src.core.errors import BackendError
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Turn
 from src.envs.harbor.tinker_llm import EpisodeOver, SamplingLimits, TinkerLLM
+from src.policy.sampling_policy import SampleRequest
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
@@ -25,7 +26,9 @@ def lengths(
     )
 
 
-LIMITS = SamplingLimits(temperature=0.7, seed=5, lengths=lengths(), max_length_stops=2, summarize=True)
+LIMITS = SamplingLimits(
+    temperature=0.7, seed=5, lengths=lengths(), max_consecutive_truncations=2, summarize=True
+)
 
 
 def llm_saying(*replies: str | Exception, limits: SamplingLimits = LIMITS) -> tuple[TinkerLLM, FakePolicy]:
@@ -94,15 +97,17 @@ async def test_a_cut_answer_is_an_answer_and_several_in_a_row_end_the_episode() 
 
 
 class SilentPolicy(FakePolicy):
-    async def sample(self, prompt_ids: list[int], **options: object) -> Turn:  # type: ignore[override]
-        turn = await super().sample(prompt_ids, **options)  # type: ignore[arg-type]
+    async def sample(self, request: SampleRequest) -> Turn:
+        turn = await super().sample(request)
         return replace(turn, completion_ids=[], logprobs=[]) if len(self.calls) > 1 else turn
 
 
 async def test_empty_answers_are_counted_and_not_trained() -> None:
     chat = byte_chat()
     policy = SilentPolicy(chat, ["hello"])
-    llm = TinkerLLM(policy=policy, chat=chat, limits=replace(LIMITS, max_length_stops=3), model_name="m")
+    llm = TinkerLLM(
+        policy=policy, chat=chat, limits=replace(LIMITS, max_consecutive_truncations=3), model_name="m"
+    )
     conversation = HarborChat(llm)
     await conversation.chat("a")
     assert (await conversation.chat("b")).content == ""

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from src.core.token_ids import TokenIds, begins_with
+from src.core.token_ids import TokenIds, starts_with
 from src.core.trajectory import StopReason, Trajectory, Turn
 from src.records.rollout_store import decoded, encoded
 from tests.fakes.tokenizer import byte_chat
@@ -29,7 +29,7 @@ def test_they_are_read_as_a_list_is():
         tokens[10]
 
 
-def test_what_was_extended_already_is_copied_and_none_of_them_changes():
+def test_extending_twice_copies_and_changes_neither():
     first = TokenIds([1, 2])
     second, other = first.extended([3]), first.extended([4])
     third = second.extended([5])
@@ -40,7 +40,7 @@ def test_what_was_extended_already_is_copied_and_none_of_them_changes():
         first[2]
 
 
-def test_whether_one_begins_with_another_is_known_whatever_they_are():
+def test_starts_with_compares_lists_and_token_ids():
     first = TokenIds([1, 2])
     longer = first.extended([3])
     for ids, beginning in [
@@ -51,7 +51,7 @@ def test_whether_one_begins_with_another_is_known_whatever_they_are():
         (TokenIds([1, 2, 3]), first),
         (first, first),
     ]:
-        assert begins_with(ids, beginning)
+        assert starts_with(ids, beginning)
     for ids, beginning in [
         (first, longer),
         ([1, 2], longer),
@@ -59,10 +59,10 @@ def test_whether_one_begins_with_another_is_known_whatever_they_are():
         (first.extended([4]), longer),
         ([], first),
     ]:
-        assert not begins_with(ids, beginning)
+        assert not starts_with(ids, beginning)
 
 
-def test_a_conversation_holds_every_token_once_on_its_way_and_when_it_is_read_again():
+def test_a_conversation_stores_every_token_once():
     chat, turns = byte_chat(), []
     prompt = TokenIds.of(chat.render([{"role": "user", "content": "go"}]))
     for _ in range(20):

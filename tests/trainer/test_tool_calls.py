@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from src.core.log_setup import set_log_levels
 from src.core.trajectory import Trajectory
-from src.envs.service.tool_calls import Parsed, Strategy, ToolCall, parse
+from src.envs.service.tool_calls import ParsedAnswer, Strategy, ToolCall, parse
 from src.learning.played_groups import parse_metrics
-from src.train import quieten
 from tests.fakes.trials import trajectory, turn
 
 TOOLS = {"get_order", "cancel", "list_orders"}
@@ -38,7 +38,7 @@ JSON = '{"name": "get_order", "arguments": {"id": "#1"}}'
 )
 def test_every_form_of_a_call_is_read(answer, strategy):
     parsed = parse(answer, TOOLS)
-    assert (list(parsed.calls), parsed.strategy, parsed.problem, parsed.num_mended) == (
+    assert (list(parsed.calls), parsed.strategy, parsed.problem, parsed.num_repaired) == (
         [ORDER],
         strategy,
         "",
@@ -48,7 +48,7 @@ def test_every_form_of_a_call_is_read(answer, strategy):
 
 
 def test_a_bare_name_is_a_call_without_arguments():
-    assert parse("list_orders", TOOLS) == Parsed(
+    assert parse("list_orders", TOOLS) == ParsedAnswer(
         calls=[ToolCall(name="list_orders", arguments={})], strategy=Strategy.BARE_NAME
     )
 
@@ -95,7 +95,7 @@ def test_missing_last_braces_are_mended_and_counted(form, missing):
 
 
 @pytest.mark.parametrize(
-    ("answer", "calls", "num_mended"),
+    ("answer", "calls", "num_repaired"),
     [
         (f"[{JSON[:-1]}", [ORDER], 1),  # a bracket of each kind, in their order
         (f"<tool_call>{JSON[:-1]}</tool_call><tool_call>{JSON[:-2]}", [ORDER, ORDER], 2),
@@ -113,17 +113,17 @@ def test_missing_last_braces_are_mended_and_counted(form, missing):
         ('{"name": "get_order", "arguments": {"a": {"b": {"c": "d"', [], 0),  # four are too many
     ],
 )
-def test_brackets_of_every_kind_are_mended_and_every_mended_call_is_counted(answer, calls, num_mended):
+def test_missing_brackets_are_added_and_counted(answer, calls, num_repaired):
     parsed = parse(answer, TOOLS)
     assert list(parsed.calls) == calls
     assert parsed.counts == {
         "parse_attempts": 1,
         "parse_failures": float(not calls),
-        "parse_recovered": num_mended,
+        "parse_recovered": num_repaired,
     }
 
 
-def test_an_object_with_a_tools_name_alone_is_a_call_and_one_with_another_is_none():
+def test_an_object_with_only_a_name_is_a_call_of_a_known_tool():
     assert list(parse('{"name": "list_orders"}', TOOLS).calls) == [ToolCall(name="list_orders", arguments={})]
     assert parse('{"name": "Ann"}', TOOLS).strategy is None
 
@@ -168,7 +168,7 @@ def test_arguments_that_are_no_object_become_none_and_a_failure(arguments):
 )
 def test_anything_else_is_said_to_the_user(text):
     parsed = parse(text, TOOLS)
-    assert parsed == Parsed(content=text.strip())
+    assert parsed == ParsedAnswer(content=text.strip())
     assert parsed.counts["parse_attempts"] == 0
 
 
@@ -215,7 +215,7 @@ def test_debug_parser_logs_every_parse(monkeypatch, caplog):
     parsing = logging.getLogger("src.envs.service.tool_calls")
     monkeypatch.setattr(parsing, "level", parsing.level)
     monkeypatch.setenv("DEBUG_PARSER", "1")
-    quieten()
+    set_log_levels()
     parse(JSON, TOOLS)
     assert "strategy whole" in caplog.text and "get_order" in caplog.text
 
@@ -247,7 +247,7 @@ def test_the_failure_rate_is_of_attempted_calls():
         f'{{"name": "get_order", "arguments": {{"id": {"9" * 5000}}}}}',
     ],
 )
-def test_what_python_or_json_choke_on_is_an_unreadable_call_and_no_error_of_the_environment(
+def test_text_that_breaks_json_or_python_is_an_unreadable_call(
     answer: str,
 ) -> None:
     parsed = parse(answer, TOOLS)

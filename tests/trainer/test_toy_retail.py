@@ -19,7 +19,7 @@ from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Task, Trajectory
 from src.envs.message_env import EpisodeSettings, MessageEnv, StepResult, run_episode
 from src.envs.registry import open_task_source
-from src.envs.service.domain import MAX_ERRORS, ServiceEnv, do_nothing
+from src.envs.service.service_env import MAX_ERRORS, ServiceEnv, do_nothing
 from src.envs.service.toy_retail import (
     FOLDER,
     TOOLS,
@@ -27,12 +27,12 @@ from src.envs.service.toy_retail import (
     ToyRetailEpisode,
     after_gold,
     call,
+    communicates,
     content_hash,
     read_shop,
     scripted,
-    tells,
 )
-from src.envs.service.user_simulator import OUT_OF_SCOPE, STOP, TRANSFER, ScriptedCustomer, ends
+from src.envs.service.user_simulator import OUT_OF_SCOPE, STOP, TRANSFER, ScriptedUserSimulator, ends
 from src.policy.chat import Chat, load_chat
 from tests.fakes.policy import FakePolicy
 
@@ -60,7 +60,7 @@ def saying(name: str, **arguments: object) -> str:
 
 
 def gold(row) -> list[str]:
-    """Every gold action, then all facts until the customer leaves."""
+    """Every gold action, then all facts until the user ends the conversation."""
     return [
         *(saying(action["name"], **action["arguments"]) for action in row["actions"]),
         f"Done. {' '.join(row['communicate'])}",
@@ -81,7 +81,7 @@ async def play(env: MessageEnv, answers: Sequence[str]) -> list[StepResult]:
 def service(actions=(), communicate=(), lines=("Hello.",), **options) -> ServiceEnv:
     row = {"actions": list(actions), "communicate": list(communicate)}
     return ServiceEnv(
-        ToyRetailEpisode(row, database=DATABASE, policy="p", customer=ScriptedCustomer(lines)), **options
+        ToyRetailEpisode(row, database=DATABASE, policy="p", user=ScriptedUserSimulator(lines)), **options
     )
 
 
@@ -100,7 +100,7 @@ def test_the_committed_domain_is_what_the_generator_writes(
         assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes()
 
 
-def test_sixty_tasks_of_which_twenty_are_held_out_and_share_no_name_with_the_others():
+def test_training_and_held_out_tasks_share_no_names():
     assert (len(DOMAIN.tasks), len(DOMAIN.held_out)) == (40, 20)
 
     def names(tasks: Sequence[Task]) -> set[str]:
@@ -118,7 +118,7 @@ def test_sixty_tasks_of_which_twenty_are_held_out_and_share_no_name_with_the_oth
     assert len(TOOLS) == 8
 
 
-def test_gold_replay_earns_1_on_every_task_however_the_customer_puts_it():
+def test_gold_actions_earn_1_with_every_script_of_every_task():
     for task in TASKS:
         for seed in range(3):
             last = asyncio.run(play(DOMAIN.make(task, seed), gold(task.row)))[-1]
@@ -135,7 +135,7 @@ def test_the_do_nothing_floor():
     assert all("refused" in task_id for ids in solved for task_id in ids)
 
 
-def test_a_customer_is_the_same_for_a_seed_and_puts_it_differently_for_others():
+def test_the_seed_determines_the_script_of_the_user():
     async def opening(seed: int) -> str:
         return await scripted(DOMAIN.tasks[0].row, seed).reply([])
 
@@ -143,7 +143,7 @@ def test_a_customer_is_the_same_for_a_seed_and_puts_it_differently_for_others():
     assert first == [asyncio.run(opening(seed)) for seed in range(20)] and len(set(first)) == 3
 
 
-def test_the_tokenizer_loses_nothing_and_is_what_the_generator_writes(chat: Chat):
+def test_the_tokenizer_is_lossless_and_reproducible(chat: Chat):
     assert build_tokenizer().to_str(pretty=True) == (FOLDER / "model" / "tokenizer.json").read_text()
     for task in TASKS:
         text = json.dumps(task.row)
@@ -176,7 +176,7 @@ def test_a_bad_call_is_an_error_that_changes_nothing(name, arguments, message):
     assert content_hash(DATABASE) == before
 
 
-def test_every_tool_has_a_schema_in_openais_form_and_the_writing_ones_write():
+def test_every_tool_has_a_schema_and_only_writers_write():
     arguments = {"order": "kala", "product": "sadu", "customer": "rone", "address": "9 nimu", "summary": "s"}
     for tool in TOOLS.values():
         function = tool.schema["function"]
@@ -211,14 +211,16 @@ async def test_the_reward_is_the_product_of_database_and_facts(answers, reward, 
     assert last.metrics["no_write_action"] == (not answers[0].startswith("<"))
 
 
-async def test_what_is_said_beside_a_call_does_not_reach_the_customer():
+async def test_text_next_to_a_call_does_not_reach_the_user():
     last = (await play(service([], ["1042"]), [f"1042 {saying('get_product', product='mive')}", "Bye."]))[-1]
     assert last.metrics["reward_communicate"] == 0
 
 
 def test_facts_are_compared_without_case_and_commas():
     assert (
-        tells(["Pending!"], "pending") and tells(["1,042 euros"], "1042") and not tells(["104", "2"], "1042")
+        communicates(["Pending!"], "pending")
+        and communicates(["1,042 euros"], "1042")
+        and not communicates(["104", "2"], "1042")
     )
 
 
@@ -263,13 +265,13 @@ async def test_missing_braces_are_mended_and_counted():
     "answer",
     ["", "  ", "<think>hm", saying("fly"), '<tool_call>{"name": "get_order", "arguments": {"order": "ka'],
 )
-async def test_an_agent_that_does_no_better_is_stopped_without_a_reward(answer):
+async def test_ten_errors_end_the_episode_without_a_reward(answer):
     observations = await play(service(), [answer])
     assert len(observations) == MAX_ERRORS and observations[-1].reward == 0
     assert all(observation.messages[0]["content"].startswith("Error: ") for observation in observations)  # type: ignore[union-attr]
 
 
-async def test_arguments_that_are_no_object_are_a_failure_and_the_call_fails():
+async def test_arguments_that_are_not_an_object_fail_the_call():
     first, *_ = await play(
         service(), ['<tool_call>{"name": "get_order", "arguments": 3}</tool_call>', "Bye."]
     )
@@ -279,14 +281,14 @@ async def test_arguments_that_are_no_object_are_a_failure_and_the_call_fails():
 @pytest.mark.parametrize(
     ("text", "is_end"), [(f"Thanks. {STOP}", True), (TRANSFER, True), (OUT_OF_SCOPE, True), ("Stop.", False)]
 )
-def test_a_customer_ends_the_conversation_in_tau2s_words(text, is_end):
+def test_the_user_ends_the_conversation_with_tau2s_markers(text, is_end):
     assert ends(text) == is_end
 
 
 # Through the registry, as a run plays it
 
 
-async def test_a_gold_episode_through_the_seam_shows_tools_natively_and_trains_what_was_said(chat):
+async def test_a_native_gold_episode_trains_the_agents_answers(chat):
     config = parse([*BASE, "use_native_tool_calling=true", "context_limit=2000", "max_tokens=100"])
     source = open_task_source(config, chat)
     assert (len(source.train), len(source.eval)) == (40, 20)
@@ -315,7 +317,7 @@ def test_every_quick_start_is_a_valid_run(kind):
     parse([*BASE[1:3], *(f"{name}={value}" for name, value in options.items())])
 
 
-async def test_in_text_mode_the_schemas_are_not_shown_and_the_task_is_solved_all_the_same(chat):
+async def test_the_task_is_solved_in_text_mode_without_schemas(chat):
     policy = FakePolicy(chat, gold(DOMAIN.tasks[0].row))
     settings = EpisodeSettings(temperature=1.0, seed=0)
     result = await run_episode(DOMAIN.make(DOMAIN.tasks[0], 0), policy, chat, LIMITS, settings, task_id="a")
@@ -337,18 +339,21 @@ async def test_an_episode_that_a_limit_ends_is_worth_nothing(chat):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("environment_kwargs=domain=shoes", "environment_kwargs domain=shoes is none of toy_retail"),
-        ("environment_kwargs=domain=toy_retail,speed=3", "domain=toy_retail has no option speed; drop it"),
-        ("environment_kwargs=customer=angry", "customer=angry is none of scripted, openai, tinker"),
-        ("tasks_dir=nowhere", "nowhere holds no toy_retail domain"),
+        ("environment_kwargs=domain=shoes", "environment_kwargs domain=shoes is not one of toy_retail"),
+        ("environment_kwargs=domain=toy_retail,speed=3", "domain=toy_retail has no option speed; remove it"),
+        (
+            "environment_kwargs=user_simulator=angry",
+            "user_simulator=angry is not one of scripted, openai, tinker",
+        ),
+        ("tasks_dir=nowhere", "nowhere contains no toy_retail domain"),
     ],
 )
-def test_what_the_environment_does_not_have_is_one_line(option, message, chat):
+def test_invalid_options_are_rejected_with_one_line(option, message, chat):
     with pytest.raises(ConfigError, match=message):
         open_task_source(parse([*BASE, option]), chat)
 
 
-def test_a_gold_action_that_cannot_be_made_is_found_at_once(tmp_path):
+def test_an_invalid_gold_action_is_rejected_when_the_tasks_load(tmp_path):
     for name in ("db.json", "policy.md"):
         (tmp_path / name).write_text((FOLDER / name).read_text())
     rows = json.loads((FOLDER / "tasks.json").read_text())

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from src.cli.command_line import parse
-from src.core.errors import INTERRUPTED
-from src.core.process import until_signalled
-from src.probe import __main__ as probe
-from src.train import (
+from src.cli.environment_variables import (
     load_environment,
-    main,
     with_judge_from_environment,
     with_server_from_environment,
 )
+from src.core.errors import INTERRUPTED
+from src.core.process import run_until_signal
+from src.probe import __main__ as probe
+from src.train import main
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = ["model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://127.0.0.1:9"]
@@ -137,7 +137,7 @@ async def test_the_first_signal_lets_the_run_clean_up(sent):
             await asyncio.sleep(0)
             cleaned.append(True)
 
-    assert await asyncio.wait_for(until_signalled(work(), said.append), 10) == INTERRUPTED
+    assert await asyncio.wait_for(run_until_signal(work(), said.append), 10) == INTERRUPTED
     assert cleaned == [True]
     assert said == ["stopping (once more to stop at once)"]
 
@@ -145,7 +145,7 @@ async def test_the_first_signal_lets_the_run_clean_up(sent):
 def test_the_second_signal_ends_the_process_at_once():
     script = """
         import asyncio, os, signal
-        from src.core.process import until_signalled
+        from src.core.process import run_until_signal
         async def stubborn():
             os.kill(os.getpid(), signal.SIGINT)
             try:
@@ -153,7 +153,7 @@ def test_the_second_signal_ends_the_process_at_once():
             finally:
                 os.kill(os.getpid(), signal.SIGINT)
                 await asyncio.Event().wait()
-        asyncio.run(until_signalled(stubborn(), print))
+        asyncio.run(run_until_signal(stubborn(), print))
     """
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     done = subprocess.run(

@@ -9,18 +9,17 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from src.config import TrainerConfig, pairs, subconfig
 from src.core.errors import ConfigError
-from src.core.length_limits import LengthLimits
 from src.core.trajectory import Task
 from src.envs.base import Trial
 from src.envs.cleanup import clean
 from src.envs.harbor.grading_choice import take_option, tell_choices
 from src.envs.harbor.trial_folder import JobsQuota
+from src.envs.options import EnvironmentSettings, HarborSettings
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.docker import ADDRESS_POOLS, why_no_engine
 from src.envs.sandbox.run_directory import run_directory
@@ -35,75 +34,36 @@ def new_run_label() -> str:
     return f"run-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HarborSettings:
-    """What of a run's options concerns Harbor trials."""
-
-    model_name: str
-    environment_type: str  # auto, docker, sandbox or one of Harbor's own names
-    environment_kwargs: Mapping[str, str]
-    max_turns: int | None
-    length_limits: LengthLimits
-    max_length_stops: int  # cut or empty answers in a row that end a trial
-    enable_summarize: bool
-    train_subagents: str  # "none" | "all": whether the answers of summarising sub-agents are trained
-    proactive_summarization_threshold: int
-    n_parallel_envs: int
-    jobs_quota_gb: float
-    run_label: str
-
-
-def open_harbor(config: TrainerConfig, chat: Chat) -> HarborTasks:
+def open_harbor(config: EnvironmentSettings, chat: Chat) -> HarborTasks:
     """env=harbor. ConfigError for a folder that holds no valid tasks."""
-    assert config.tasks_dir is not None
-    settings = subconfig(
-        config,
-        HarborSettings,
-        environment_kwargs=pairs(config.environment_kwargs, option="environment_kwargs"),
-        run_label=new_run_label(),
-    )
-    tasks_dir = Path(config.tasks_dir).expanduser()
-    return HarborTasks(
-        settings,
-        chat,
-        tasks_dir,
-        eval_tasks=config.eval_tasks or (),
-        eval_split=config.eval_split,
-        seed=config.seed,
-    )
+    return HarborTasks(config, chat)
 
 
 class HarborTasks:
     """The tasks of a folder, checked, split and ready to be tried. Implements `TaskSource`."""
 
-    def __init__(
-        self,
-        settings: HarborSettings,
-        chat: Chat,
-        tasks_dir: Path,
-        *,
-        eval_tasks: Sequence[str],
-        eval_split: float,
-        seed: int,
-    ) -> None:
-        """Raises ConfigError, one line per broken folder, before anything is started. `eval_tasks` are ids, globs or folders of tasks."""
+    def __init__(self, settings: HarborSettings, chat: Chat) -> None:
+        """Raises ConfigError, one line per broken folder, before anything is started."""
+        assert settings.tasks_dir is not None
+        eval_tasks = settings.eval_tasks or ()
         load_harbor()
         from src.envs.harbor import task_folders
 
         self.settings = settings
+        self.run_label = new_run_label()
         self.environment_type = resolve_environment_type(settings.environment_type)
         self._chat = chat
         self._quota = JobsQuota(limit=int(settings.jobs_quota_gb * 2**30))
-        given, option = take_option(settings.environment_kwargs)
+        given, option = take_option(settings.environment_options)
         self._environment = trial_environment(
-            self.environment_type, given, run_label=settings.run_label, n_parallel=settings.n_parallel_envs
+            self.environment_type, given, run_label=self.run_label, n_parallel=settings.n_parallel_envs
         )
         check = task_folders.check_for(self.environment_type, self._environment)
-        tasks = task_folders.load_tasks(Path(tasks_dir), check=check)
+        tasks = task_folders.load_tasks(Path(settings.tasks_dir).expanduser(), check=check)
         folders = [Path(name).expanduser() for name in eval_tasks if Path(name).expanduser().is_dir()]
         patterns = [name for name in eval_tasks if not Path(name).expanduser().is_dir()]
-        fraction = 0.0 if eval_tasks else eval_split
-        train, held_out = hold_out(tasks, patterns=patterns, fraction=fraction, seed=seed)
+        fraction = 0.0 if eval_tasks else settings.eval_split
+        train, held_out = hold_out(tasks, patterns=patterns, fraction=fraction, seed=settings.seed)
         taken = {task.id for task in tasks}
         for folder in folders:
             found = task_folders.load_tasks(folder, check=check)

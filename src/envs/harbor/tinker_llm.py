@@ -26,7 +26,7 @@ from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, Turn
 from src.envs.message_env import turn_seed
 from src.policy.chat import Chat
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import Policy, SampleRequest
 
 
 class EpisodeOver(BaseException):
@@ -44,7 +44,7 @@ class SamplingLimits:
     temperature: float
     seed: int
     lengths: LengthLimits
-    max_length_stops: int  # cut or empty answers in a row
+    max_consecutive_truncations: int  # cut or empty answers in a row
     summarize: bool  # whether the agent has an answer to a full context
 
 
@@ -150,11 +150,13 @@ class TinkerLLM(BaseLLM):
         try:
             with boundary(BackendError, "sampling"):
                 return await self._policy.sample(
-                    prompt_ids,
-                    max_tokens=max_tokens,
-                    temperature=self._limits.temperature,
-                    seed=seed,
-                    stop=self._chat.stop_token_ids,
+                    SampleRequest(
+                        prompt_ids=prompt_ids,
+                        max_tokens=max_tokens,
+                        temperature=self._limits.temperature,
+                        seed=seed,
+                        stop_token_ids=self._chat.stop_token_ids,
+                    )
                 )
         except TrainerError as error:
             raise EpisodeOver(error) from error
@@ -172,7 +174,7 @@ class TinkerLLM(BaseLLM):
             self.empty_completions += 1
         useless = turn.stop_reason == StopReason.LENGTH or not turn.completion_ids
         self._useless_in_a_row = self._useless_in_a_row + 1 if useless else 0
-        if self._useless_in_a_row >= self._limits.max_length_stops:
+        if self._useless_in_a_row >= self._limits.max_consecutive_truncations:
             raise EpisodeOver(StopReason.LENGTH)
 
     def _overflow(self, *, is_main: bool, tokens: int) -> BaseException:

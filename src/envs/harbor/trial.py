@@ -19,21 +19,21 @@ from src.core.trajectory import (
     FailureKind,
     StopReason,
     Task,
-    TimeSpent,
     Trajectory,
     TrialFailure,
+    TrialTime,
     Turn,
     ZeroReason,
 )
 from src.envs.harbor.agent import Session, registered
-from src.envs.harbor.environment import HarborSettings
 from src.envs.harbor.grading import Grading, graded
 from src.envs.harbor.grading_choice import Choice
 from src.envs.harbor.tinker_llm import SamplingLimits, TinkerLLM
 from src.envs.harbor.trial_folder import JobsQuota, Kept
 from src.envs.harbor.verifier_reward import score
+from src.envs.options import HarborSettings
 from src.policy.chat import Chat
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import Policy, PolicyWrapper, SampleRequest
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class HarborTrial:
             temperature=temperature,
             seed=seed,
             lengths=settings.length_limits,
-            max_length_stops=settings.max_length_stops,
+            max_consecutive_truncations=settings.max_consecutive_truncations,
             summarize=settings.enable_summarize,
         )
 
@@ -136,7 +136,7 @@ class HarborTrial:
         if self._played is None:
             return None
         trial, session, policy, grading, started = self._played
-        if not session.llm.turns or not policy.spent.is_mostly_the_agents(
+        if not session.llm.turns or not policy.spent.agent_used_most(
             grading.agent_ended_at or time.monotonic()
         ):
             return None
@@ -232,31 +232,20 @@ class HarborTrial:
         return TrialFailure(task_id=self._task.id, kind=kind, message=message, trial_name=self._name)
 
 
-class TimedPolicy(Policy):
+class TimedPolicy(PolicyWrapper):
     """A policy that knows for how long its last call went unanswered."""
 
     def __init__(self, policy: Policy) -> None:
-        self.version = policy.version
+        super().__init__(policy)
         self.unanswered_s = 0.0
-        self.spent = TimeSpent(started=time.monotonic())
-        self._policy = policy
+        self.spent = TrialTime(started=time.monotonic())
         self._last_prompt: Sequence[int] = ()
 
-    async def sample(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None,
-        stop: list[int],
-    ) -> Turn:
+    async def sample(self, request: SampleRequest) -> Turn:
         asked = time.monotonic()
-        self._last_prompt = prompt_ids
+        self._last_prompt = request.prompt_ids
         try:
-            turn = await self._policy.sample(
-                prompt_ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
-            )
+            turn = await super().sample(request)
         except asyncio.CancelledError:
             self.unanswered_s = time.monotonic() - asked
             raise
@@ -266,15 +255,12 @@ class TimedPolicy(Policy):
         self.spent.first_answer = self.spent.first_answer or time.monotonic()
         return turn
 
-    async def logprobs(self, token_ids: list[int]) -> list[float]:
-        return await self._policy.logprobs(token_ids)
-
     async def answers(self) -> bool:
         """Whether one token of an answer comes soon: then a late answer was a long one, and nothing was wrong with the server."""
         try:
             async with asyncio.timeout(ANSWERS_WITHIN_S):
-                await self._policy.sample(
-                    self._last_prompt[:1], max_tokens=1, temperature=1.0, seed=None, stop=[]
+                await self.policy.sample(
+                    SampleRequest(prompt_ids=self._last_prompt[:1], max_tokens=1, temperature=1.0)
                 )
         except Exception:
             return False

@@ -1,10 +1,10 @@
-"""Tasks of service domains as rows of a file, in the seeds' format, one JSON object per line or a parquet table:
+"""Task files of service domains: one JSON object per line, or a parquet table with the same columns.
 
     {"data_source": "tau_bench/retail", "env_class": "tau_bench", "prompt": [...], "reward_spec": {"ground_truth": [...]},
      "extra_info": {"domain": "retail", "task_id": "7", "instruction": "You are ...", "actions": [...], "outputs": [...]}}
 
-A row with an instruction and actions is a task of its own; one without names a task of the domain. `prompt` is not used: what the agent
-reads is the domain's own policy, and its customer's words.
+A row with an instruction and actions defines a new task. A row without them names a task of the domain. `prompt` is ignored: the agent
+reads the domain's policy and the messages of the user simulator.
 """
 
 from __future__ import annotations
@@ -21,71 +21,67 @@ from src.core.trajectory import Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Definition:
-    """A task in the row itself."""
+class TaskDefinition:
+    """A task that a row defines."""
 
-    instruction: str  # the customer's
-    actions: Sequence[Mapping[str, Any]]  # gold: name and arguments
-    facts: Sequence[str]  # what the agent has to tell
+    instruction: str  # of the user simulator
+    actions: Sequence[Mapping[str, Any]]  # the gold actions: name and arguments
+    facts: Sequence[str]  # the agent has to communicate each of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     domain: str
-    task: str  # its id in the domain
-    definition: Definition | None  # None: the domain knows the task
+    task: str  # the id within the domain
+    definition: TaskDefinition | None  # None: the row names a task of the domain
 
 
-class KnownTasks(Protocol):
-    """What plays a domain, asked for the tasks it has."""
+class TaskProvider(Protocol):
+    """Supplies the tasks of one or more domains."""
 
     def official(self, domain: str, split: str | None, /) -> list[Task]:
-        """The domain's own; None: of all splits. ConfigError for a split that there is not."""
+        """Return the domain's own tasks of a split, or of all splits if it is None. Raises ConfigError for an unknown split."""
         ...
 
-    def defined(self, domain: str, definitions: Mapping[str, Definition], /) -> list[Task]:
-        """Others, by id, in their order. ConfigError for gold actions that the domain does not have."""
+    def defined(self, domain: str, definitions: Mapping[str, TaskDefinition], /) -> list[Task]:
+        """Return a task for each definition, in order; keys are task ids. Raises ConfigError for gold actions that cannot be executed."""
         ...
 
 
-def tasks_of(rows: Sequence[Row], domains: Mapping[str, KnownTasks], *, path: Path) -> list[Task]:
-    """The tasks that rows stand for, in their order. ConfigError for one that its domain does not know."""
-    found: dict[tuple[str, str], Task] = {}
+def tasks_of(rows: Sequence[Row], providers: Mapping[str, TaskProvider], *, path: Path) -> list[Task]:
+    """Return the task of each row, in order; `providers` are by domain. Raises ConfigError for a task that its domain does not have."""
+    tasks: dict[tuple[str, str], Task] = {}
     for domain in sorted({row.domain for row in rows}):
-        own = [row for row in rows if row.domain == domain]
-        if any(row.definition is None for row in own):
-            found |= {
-                (domain, task.id.removeprefix(f"{domain}/")): task
-                for task in domains[domain].official(domain, None)
-            }
-        definitions = {row.task: row.definition for row in own if row.definition is not None}
+        provider, domain_rows = providers[domain], [row for row in rows if row.domain == domain]
+        if any(row.definition is None for row in domain_rows):
+            official = provider.official(domain, None)
+            tasks |= {(domain, task.id.removeprefix(f"{domain}/")): task for task in official}
+        definitions = {row.task: row.definition for row in domain_rows if row.definition is not None}
         if definitions:
-            found |= {
-                (domain, name): task
-                for name, task in zip(definitions, domains[domain].defined(domain, definitions), strict=True)
-            }
+            defined = provider.defined(domain, definitions)
+            tasks |= {(domain, name): task for name, task in zip(definitions, defined, strict=True)}
     for row in rows:
-        if (row.domain, row.task) not in found:
+        if (row.domain, row.task) not in tasks:
             raise ConfigError(
                 f"{path}: {row.domain} has no task {row.task}; give its id, or an instruction and actions"
             )
-    return [found[row.domain, row.task] for row in rows]
+    return [tasks[row.domain, row.task] for row in rows]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a .jsonl or .parquet file. ConfigError, with the row's number, for one that cannot be read."""
+    """Read the rows of a .jsonl or .parquet file. Raises ConfigError with the number of an invalid row."""
     match path.suffix:
         case ".jsonl":
             records = _from_lines(path)
         case ".parquet":
             records = _from_parquet(path)
         case _:
-            raise ConfigError(f"{path} is neither .jsonl nor .parquet; rows come in one of these")
+            raise ConfigError(f"{path} is neither a .jsonl nor a .parquet file; use one of these formats")
     return [row_of(record, where=f"{path}, row {number}") for number, record in enumerate(records, 1)]
 
 
 def row_of(record: object, *, where: str) -> Row:
-    """The domain is what the row says it is, else the last part of its data source.
+    """Parse one record. The domain is `extra_info.domain`, or else the last part of `data_source`.
 
     >>> row_of({"data_source": "tau_bench/airline", "extra_info": {"index": 3}}, where="here")
     Row(domain='airline', task='3', definition=None)
@@ -93,26 +89,26 @@ def row_of(record: object, *, where: str) -> Row:
     info = record.get("extra_info") if isinstance(record, Mapping) else None
     if not isinstance(record, Mapping) or not isinstance(info, Mapping):
         raise ConfigError(
-            f"{where}: has no extra_info; a row is an object with extra_info.domain and extra_info.task_id"
+            f"{where}: the row has no extra_info; a row must be an object with extra_info.domain and extra_info.task_id"
         )
     domain = info.get("domain") or str(record.get("data_source") or "").rpartition("/")[2]
     if not domain:
-        raise ConfigError(f"{where}: names no domain; give extra_info.domain or data_source")
+        raise ConfigError(f"{where}: the row names no domain; give extra_info.domain or data_source")
     definition = _definition(record, info, where=where)
     task = next((info[name] for name in ("task_id", "index") if info.get(name) is not None), None)
     if task is None and definition is None:
         raise ConfigError(
-            f"{where}: names no task; give extra_info.task_id, or extra_info.instruction and extra_info.actions"
+            f"{where}: the row names no task; give extra_info.task_id, or extra_info.instruction and extra_info.actions"
         )
     if task is None:
         task = hashlib.sha256(repr(definition).encode()).hexdigest()[:12]
     return Row(domain=str(domain), task=str(task), definition=definition)
 
 
-def _definition(record: Mapping[str, Any], info: Mapping[str, Any], *, where: str) -> Definition | None:
+def _definition(record: Mapping[str, Any], info: Mapping[str, Any], *, where: str) -> TaskDefinition | None:
     spec = record.get("reward_spec")
     truth = spec.get("ground_truth") if isinstance(spec, Mapping) else None
-    actions = _listed(info["actions"] if info.get("actions") is not None else truth)
+    actions = _as_list(info["actions"] if info.get("actions") is not None else truth)
     if not info.get("instruction") or actions is None:
         return None
     try:
@@ -125,14 +121,14 @@ def _definition(record: Mapping[str, Any], info: Mapping[str, Any], *, where: st
         ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{where}: its actions are not a list of objects with name and arguments"
+            f"{where}: the actions are not a list of objects with name and arguments"
         ) from error
-    facts = [str(fact) for fact in _listed(info.get("outputs")) or []]
-    return Definition(instruction=str(info["instruction"]), actions=gold, facts=facts)
+    facts = [str(fact) for fact in _as_list(info.get("outputs")) or []]
+    return TaskDefinition(instruction=str(info["instruction"]), actions=gold, facts=facts)
 
 
-def _listed(value: object) -> list[Any] | None:
-    """A list, also where it is written as JSON, as parquet tables like to have it; None for anything else."""
+def _as_list(value: object) -> list[Any] | None:
+    """Return a list, which may be given as JSON text, as is usual in parquet tables; None for any other value."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -162,7 +158,7 @@ def _from_parquet(path: Path) -> list[object]:
 
 
 def without_nulls(value: object) -> object:
-    """A value of a table, whose records all have the fields that any of them has, null where it was not theirs.
+    """Return a value of a table without its null fields. In a table all records have the union of their fields.
 
     >>> without_nulls([{"name": "cancel", "arguments": {"order": "W1", "items": None}}])
     [{'name': 'cancel', 'arguments': {'order': 'W1'}}]

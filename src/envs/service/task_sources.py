@@ -1,4 +1,4 @@
-"""Where a run's tasks come from when its options say so: rows of files, and splits of domains, `retail:test`."""
+"""The task sources that `train_data` and `test_data` name: files, and splits of domains such as `retail:test`."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from pathlib import Path
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
-from src.envs.service.task_files import KnownTasks, Row, read_rows, tasks_of
+from src.envs.service.task_files import Row, TaskProvider, read_rows, tasks_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSource:
-    """A file."""
+    """The rows of a file."""
 
     path: Path
     rows: Sequence[Row]
-    name: str  # whose metrics its tasks belong to; empty: each task's own domain's
+    name: str  # the domain name in metrics; empty: the domain of each task
 
     @property
     def domains(self) -> set[str]:
         return {row.domain for row in self.rows}
 
-    def tasks(self, kinds: Mapping[str, KnownTasks]) -> list[Task]:
-        return named(tasks_of(self.rows, kinds, path=self.path), self.name)
+    def tasks(self, providers: Mapping[str, TaskProvider]) -> list[Task]:
+        return named(tasks_of(self.rows, providers, path=self.path), self.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitSource:
-    """A split that a domain comes with."""
+    """An official split of a domain."""
 
     domain: str
     split: str
@@ -39,12 +39,12 @@ class SplitSource:
     def domains(self) -> set[str]:
         return {self.domain}
 
-    def tasks(self, kinds: Mapping[str, KnownTasks]) -> list[Task]:
-        return named(kinds[self.domain].official(self.domain, self.split), self.name)
+    def tasks(self, providers: Mapping[str, TaskProvider]) -> list[Task]:
+        return named(providers[self.domain].official(self.domain, self.split), self.name)
 
 
 def read_source(text: str, known: Collection[str], *, may_be_named: bool = False) -> RowSource | SplitSource:
-    """`[NAME=]FILE` or, of a `known` domain, `[NAME=]DOMAIN:SPLIT`. ConfigError for a file that cannot be read.
+    """Parse `[NAME=]FILE` or `[NAME=]DOMAIN:SPLIT` with a domain of `known`. Raises ConfigError for a file that cannot be read.
 
     >>> read_source("shop=retail:test", ["retail"], may_be_named=True)
     SplitSource(domain='retail', split='test', name='shop')
@@ -62,10 +62,10 @@ def named(tasks: Sequence[Task], name: str) -> list[Task]:
 
 
 def require_disjoint(tasks: Sequence[Task], held_out: Sequence[Task]) -> None:
-    """ConfigError where a task, by its domain and its id there, is in both."""
+    """Raises ConfigError if a task id, which includes the domain, occurs in both."""
     trained = {task.id for task in tasks}
     if both := [task.id for task in held_out if task.id in trained]:
         more = f" (and {len(both) - 1} more)" if len(both) > 1 else ""
         raise ConfigError(
-            f"held-out tasks are trained on: {both[0]}{more}; leave them out of train_data or of test_data"
+            f"held-out tasks are also training tasks: {both[0]}{more}; remove them from train_data or test_data"
         )

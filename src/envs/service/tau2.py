@@ -1,7 +1,7 @@
-"""Sierra's own tau2-bench: its tasks, tools and grading in worker processes of its own Python, the customer played on this side.
+"""Sierra's tau2-bench. Its tasks, tools and grading run in worker processes of its own Python; user simulators run in this process.
 
-scripts/setup_tau.sh makes the folder that `tau2_home` names (docs/tau-bench.md). Nothing here imports tau2: the package of that name on
-PyPI is another one, and what the benchmark pins conflicts with what Harbor needs.
+scripts/setup_tau.sh creates the folder that `tau2_home` names (docs/tau-bench.md). This module does not import tau2: the package of that
+name on PyPI is unrelated, and the benchmark's pinned dependencies conflict with Harbor's.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from src.core.errors import AgentFault, ConfigError, SandboxError, VerifierError
 from src.core.trajectory import StopReason, Task, ZeroReason
 from src.envs.message_env import ResetResult
 from src.envs.service import tau2_worker
-from src.envs.service.domain import Grade, Reaction, names_of
-from src.envs.service.subprocess_pool import Reply, WorkerPool, WorkerSettings, WorkerTimeout
-from src.envs.service.task_files import Definition
+from src.envs.service.service_env import ActionResult, Grade, names_of
+from src.envs.service.subprocess_pool import WorkerPool, WorkerReply, WorkerSettings, WorkerTimeout
+from src.envs.service.task_files import TaskDefinition
 from src.envs.service.tool_calls import ToolCall, parse
-from src.envs.service.user_simulator import Customer, ScriptedCustomer, Tools
+from src.envs.service.user_simulator import ScriptedUserSimulator, Tools, UserSimulator
 from src.policy.chat import Message
-from src.policy.openai_client import Reply as JudgesReply
+from src.policy.openai_client import ChatReply
 
 logger = logging.getLogger(__name__)
 
 WORKER_MEMORY_MB = 4096
 LISTING_TIMEOUT_S = 300.0
-NUM_CONSENTS = 6  # of a scripted customer, before it leaves
-STOP_REASONS = {"max_steps": StopReason.MAX_TURNS}  # of tau2's endings, those that a limit forced
+NUM_CONSENTS = 6  # that a scripted user gives before it ends the conversation
+STOP_REASONS = {"max_steps": StopReason.MAX_TURNS}  # for the termination reasons of tau2 that a limit causes
 
 Grading = Literal["all", "env"]
 GRADINGS: tuple[Grading, ...] = ("all", "env")
@@ -45,27 +45,26 @@ SPLITS: dict[str, tuple[str, str | None]] = {  # domain -> the official splits t
 }
 
 
-class JudgesAssertions(Protocol):
-    """The part of `ChatEndpoint` that judges what a task asserts in natural language."""
+class AssertionJudge(Protocol):
+    """Judges the natural-language assertions of a task. `ChatEndpoint` implements it."""
 
     async def reply(
         self, messages: Sequence[Message], *, temperature: float, seed: int | None
-    ) -> JudgesReply: ...
+    ) -> ChatReply: ...
 
 
-MakeCustomer = Callable[
-    [str, Tools, int], Customer
-]  # of the official instructions, the customer's own tools, and a seed
+# (official instructions, tools of the user, seed) -> user simulator
+UserSimulatorFactory = Callable[[str, Tools, int], UserSimulator]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tau2Parts:
-    """What all episodes share. `grading` is tau2's own word: `all` is the benchmark's reward, `env` what of it compares end states."""
+class Tau2Context:
+    """The resources and settings that all episodes share. `grading` is tau2's term: `all` is the full reward, `env` its end-state part."""
 
     pool: WorkerPool
-    make_customer: MakeCustomer
+    make_user: UserSimulatorFactory
     grading: Grading
-    judge: JudgesAssertions | None = None
+    judge: AssertionJudge | None = None
     max_steps: int = 200
     max_errors: int = 10
 
@@ -73,71 +72,71 @@ class Tau2Parts:
 class Tau2Episode:
     """One attempt at one task of the benchmark. Implements `ServiceEpisode`."""
 
-    def __init__(self, task: Task, seed: int, parts: Tau2Parts) -> None:
+    def __init__(self, task: Task, seed: int, context: Tau2Context) -> None:
         self._task = task
         self._seed = seed
-        self._parts = parts
+        self._context = context
         self._name = uuid4().hex
-        self._session = parts.pool.session(farewell={"op": "drop", "episode": self._name})
-        self._customer: Customer | None = None
-        self._customer_tools: Tools = ()
-        self._heard: list[Message] = []  # the conversation as the customer knows it
-        self._num_tool_errors = self._num_customer_errors = self._num_writes = 0
-        self._is_stuck = False
+        self._session = context.pool.session(close_request={"op": "drop", "episode": self._name})
+        self._user: UserSimulator | None = None
+        self._user_tools: Tools = ()
+        self._user_view: list[Message] = []  # the conversation as the user simulator sees it
+        self._num_tool_errors = self._num_user_tool_errors = self._num_writes = 0
+        self._has_timed_out = False
 
     async def start(self) -> ResetResult:
-        row, parts = self._task.row, self._parts
-        limits = {"max_steps": parts.max_steps, "max_errors": parts.max_errors}
+        row, context = self._task.row, self._context
+        limits = {"max_steps": context.max_steps, "max_errors": context.max_errors}
         opened = await self._ask(
             "reset", domain=row["domain"], task=row["task"], definition=row.get("definition"), **limits
         )
-        self._customer_tools = opened["customer_tools"]
-        self._customer = parts.make_customer(opened["customer_prompt"], self._customer_tools, self._seed)
+        self._user_tools = opened["user_tools"]
+        self._user = context.make_user(opened["user_prompt"], self._user_tools, self._seed)
         state = await self._until_agent(opened)
-        if state["turn"] == tau2_worker.OVER:
-            raise SandboxError("the customer left before the agent had said anything")
+        if state["speaker"] == tau2_worker.OVER:
+            raise SandboxError("the user simulator ended the conversation before the agent's first turn")
         messages = [{"role": "system", "content": opened["agent_prompt"]}, *state["messages"]]
         return ResetResult(messages=messages, tools=opened["agent_tools"], use_native_tool_calling=True)
 
-    async def step(self, content: str, calls: Sequence[ToolCall]) -> Reaction:
-        """A call that never ends, for which two workers were killed, ends the episode instead."""
+    async def step(self, content: str, calls: Sequence[ToolCall]) -> ActionResult:
+        """A call that exceeds its deadline on two workers ends the episode with the reward 0."""
         errors_before = self._num_tool_errors
         try:
             state = await self._say(content, calls)
         except WorkerTimeout:
             if not calls:
                 raise
-            self._is_stuck = True
-            return Reaction(is_done=True)
-        except SandboxError as error:  # what the agent called ended two workers, or cannot be done
+            self._has_timed_out = True
+            return ActionResult(is_done=True)
+        except SandboxError as error:  # the agent's call ended two workers, or the worker rejected it
             if not calls:
                 raise
             raise AgentFault(ZeroReason.ENV_ERROR, str(error)) from error
         num_errors = self._num_tool_errors - errors_before
         state = await self._until_agent(state)
-        return Reaction(
-            messages=state["messages"], is_done=state["turn"] == tau2_worker.OVER, num_errors=num_errors
+        return ActionResult(
+            messages=state["messages"], is_done=state["speaker"] == tau2_worker.OVER, num_errors=num_errors
         )
 
     async def grade(self) -> Grade:
-        """The official evaluator's reward, by the name of what it counts. VerifierError where a judge was needed and gave no verdict."""
-        if self._is_stuck:
+        """Return the reward of the official evaluator. Raises VerifierError if the task needs a judge and there is none."""
+        if self._has_timed_out:
             return Grade(
                 reward=0.0,
                 stop_reason=StopReason.TIMEOUT,
                 metrics=self._metrics(0.0) | {"tool_timeouts": 1.0},
             )
-        reply = await self._ask("finish", grading=self._parts.grading, judged=None)
-        if "ask" in reply:
-            if self._parts.judge is None:
+        reply = await self._ask("finish", grading=self._context.grading, judge_reply=None)
+        if "judge_request" in reply:
+            if self._context.judge is None:
                 raise VerifierError(
-                    f"{self._task.id} needs a judge; set judge_model and judge_base_url, or grading=env"
+                    f"{self._task.id} needs a judge; set judge_model and judge_base_url, or use grading=env"
                 )
-            judged = await self._parts.judge.reply(reply["ask"], temperature=0.0, seed=0)
-            reply = await self._ask("finish", grading=self._parts.grading, judged=judged.text)
+            judge_reply = await self._context.judge.reply(reply["judge_request"], temperature=0.0, seed=0)
+            reply = await self._ask("finish", grading=self._context.grading, judge_reply=judge_reply.text)
         if reply["eval_error"]:
             logger.warning(
-                "%s: tau2 could not evaluate the episode, which is reward 0 then: %s",
+                "%s: tau2 could not evaluate the episode, so its reward is 0: %s",
                 self._task.id,
                 reply["eval_error"],
             )
@@ -152,54 +151,54 @@ class Tau2Episode:
     async def close(self) -> None:
         await self._session.close()
 
-    async def _ask(self, op: str, **arguments: object) -> Reply:
+    async def _ask(self, op: str, **arguments: object) -> WorkerReply:
         return await self._session.ask({"op": op, "episode": self._name, **arguments})
 
-    async def _say(self, content: str, calls: Sequence[ToolCall]) -> Reply:
-        """The next message of whoever's turn it is."""
+    async def _say(self, content: str, calls: Sequence[ToolCall]) -> WorkerReply:
+        """Send the message of the agent or of the user, whichever speaks next."""
         record = [{"name": call.name, "arguments": call.arguments} for call in calls]
         state = await self._ask("step", content=content or None, tool_calls=record)
         self._num_tool_errors, self._num_writes = state["tool_errors"], state["writes"]
         return state
 
-    async def _until_agent(self, state: Reply) -> Reply:
-        """What the agent hears next, or the words that the customer left with."""
-        assert self._customer is not None
+    async def _until_agent(self, state: WorkerReply) -> WorkerReply:
+        """Let the user simulator speak until it is the agent's turn or the conversation is over. Return the last state."""
+        assert self._user is not None
         errors_before = self._num_tool_errors
-        while state["turn"] == tau2_worker.CUSTOMER:
-            self._heard += state["messages"]
-            said = await self._customer.reply(self._heard)
-            parsed = parse(said, names_of(self._customer_tools)) if self._customer_tools else None
+        while state["speaker"] == tau2_worker.USER:
+            self._user_view += state["messages"]
+            text = await self._user.reply(self._user_view)
+            parsed = parse(text, names_of(self._user_tools)) if self._user_tools else None
             state = (
                 await self._say(parsed.content, parsed.calls)
                 if parsed and parsed.calls
-                else await self._say(said, ())
+                else await self._say(text, ())
             )
-            if state["turn"] == tau2_worker.OVER:
-                state = {**state, "messages": [{"role": "user", "content": said}]}
-        self._num_customer_errors += self._num_tool_errors - errors_before
+            if state["speaker"] == tau2_worker.OVER:
+                state = {**state, "messages": [{"role": "user", "content": text}]}
+        self._num_user_tool_errors += self._num_tool_errors - errors_before
         return state
 
     def _metrics(self, reward: float) -> dict[str, float]:
-        customers = {"customer_tool_errors": float(self._num_customer_errors)} if self._customer_tools else {}
+        user_metrics = {"user_tool_errors": float(self._num_user_tool_errors)} if self._user_tools else {}
         return {
-            f"reward_{self._parts.grading}": reward,
+            f"reward_{self._context.grading}": reward,
             "no_write_action": float(self._num_writes == 0),
-        } | customers
+        } | user_metrics
 
 
-def scripted_customer(instructions: str, tools: Tools, seed: int) -> Customer:
-    """Recites its scenario and agrees to whatever it is asked. There is nothing to draw, and it uses no tools."""
+def scripted_user(instructions: str, tools: Tools, seed: int) -> UserSimulator:
+    """Return a user that states its scenario and then agrees to everything. It uses neither the tools nor the seed."""
     scenario = instructions.rpartition("<scenario>")[2].partition("</scenario>")[0]
-    return ScriptedCustomer([scenario.strip(), *["Yes, please go ahead."] * NUM_CONSENTS])
+    return ScriptedUserSimulator([scenario.strip(), *["Yes, please go ahead."] * NUM_CONSENTS])
 
 
 def worker_settings(home: Path, *, num_workers: int, step_timeout_s: float) -> WorkerSettings:
-    """How the benchmark in `home` is played. ConfigError where it is not set up."""
+    """Return the settings of workers for the benchmark in `home`. Raises ConfigError if it is not installed there."""
     python, data = home / "venv" / "bin" / "python", home / "source" / "data"
     if not python.exists() or not data.is_dir():
         raise ConfigError(
-            f"tau2_home {home} holds no tau2-bench; run scripts/setup_tau.sh, and set TAU2_HOME to the folder it names"
+            f"tau2_home {home} contains no tau2-bench; run scripts/setup_tau.sh, and set TAU2_HOME to the folder it prints"
         )
     return WorkerSettings(
         command=[str(python), "-I", str(Path(tau2_worker.__file__)), str(WORKER_MEMORY_MB)],
@@ -210,29 +209,33 @@ def worker_settings(home: Path, *, num_workers: int, step_timeout_s: float) -> W
 
 
 def official_tasks(settings: WorkerSettings, domain: str, split: str | None) -> list[Task]:
-    """The tasks of an official split, None: all of the domain's. Blocking. ConfigError with the benchmark's words where it cannot say."""
-    return _tasks(settings, domain, what=f"the {split or 'known'} tasks", split=split)
+    """Return the tasks of an official split, or of all splits if it is None. Blocks. Raises ConfigError with the benchmark's message."""
+    return _tasks(settings, domain, what=f"the {split or 'official'} tasks", split=split)
 
 
-def defined_tasks(settings: WorkerSettings, domain: str, definitions: Mapping[str, Definition]) -> list[Task]:
-    """Tasks in a domain of the benchmark that are not its own, by id. Blocking. ConfigError for actions that it does not have."""
+def defined_tasks(
+    settings: WorkerSettings, domain: str, definitions: Mapping[str, TaskDefinition]
+) -> list[Task]:
+    """Return a task of the domain for each definition. Blocks. Raises ConfigError for gold actions that the domain does not have."""
     records = {name: {"id": name, **asdict(definition)} for name, definition in definitions.items()}
-    found = _tasks(
-        settings, domain, what="the tasks that rows define", split=None, definitions=list(records.values())
-    )
+    tasks = _tasks(settings, domain, what="the defined tasks", split=None, definitions=list(records.values()))
     return [
         replace(task, row={**task.row, "definition": record})
-        for task, record in zip(found, records.values(), strict=True)
+        for task, record in zip(tasks, records.values(), strict=True)
     ]
 
 
 def _tasks(settings: WorkerSettings, domain: str, *, what: str, **arguments: object) -> list[Task]:
-    """What a worker of its own says of them."""
+    """List tasks with a worker process that ends afterwards."""
     request = {"id": 1, "timeout_s": LISTING_TIMEOUT_S, "op": "tasks", "domain": domain, **arguments}
     environment = {**os.environ, **settings.environment}
-    said = json.dumps(request) + "\n"
     listing = subprocess.run(
-        settings.command, input=said, env=environment, capture_output=True, text=True, check=False
+        settings.command,
+        input=json.dumps(request) + "\n",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     replies = [json.loads(line) for line in listing.stdout.splitlines()]
     problems = [reply["error"] for reply in replies if "error" in reply] or (
@@ -243,13 +246,13 @@ def _tasks(settings: WorkerSettings, domain: str, *, what: str, **arguments: obj
     path = Path(settings.environment["TAU2_DATA_DIR"]) / "tau2" / "domains" / domain / "tasks.json"
     rows = [{**row, "domain": domain, "task": row["id"]} for row in replies[1]["tasks"]]
     return [
-        Task(id=f"{domain}/{row['id']}", path=path, domain=domain, row=row, gold_writes=row["gold_writes"])
+        Task(id=f"{domain}/{row['id']}", path=path, domain=domain, row=row, has_writes=row["has_writes"])
         for row in rows
     ]
 
 
-def graded_by(grading: Grading, tasks: Sequence[Task]) -> list[Task]:
-    """Rates of success carry the name of a partial grading, which needs no judge."""
+def with_grading(grading: Grading, tasks: Sequence[Task]) -> list[Task]:
+    """Mark tasks with a partial grading, which becomes part of metric names and needs no judge."""
     return (
         list(tasks)
         if grading == "all"
@@ -257,14 +260,13 @@ def graded_by(grading: Grading, tasks: Sequence[Task]) -> list[Task]:
     )
 
 
-def gradable(tasks: Sequence[Task], *, has_judge: bool) -> list[Task]:
-    """Those that can be graded in full; the others are left out, and counted."""
+def gradable_tasks(tasks: Sequence[Task], *, has_judge: bool) -> list[Task]:
+    """Return the tasks that can be graded, and log the number of tasks that need a missing judge."""
     kept = [task for task in tasks if has_judge or not task.row.get("needs_judge")]
     if len(kept) < len(tasks):
-        left_out = len(tasks) - len(kept)
         logger.warning(
-            "tau2: %d of %d tasks need a judge (judge_model, judge_base_url) and are left out",
-            left_out,
+            "tau2: %d of %d tasks need a judge (judge_model, judge_base_url) and are skipped",
+            len(tasks) - len(kept),
             len(tasks),
         )
     return kept

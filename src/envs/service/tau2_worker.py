@@ -1,13 +1,13 @@
-"""The program that plays tau2 episodes, many at once, for `tau2.py`: a request per line on stdin, its reply per line on stdout.
+"""The worker program that runs tau2 episodes for `tau2.py`. It reads one JSON request per line from stdin and writes one reply per line.
 
-It is run by the Python of tau2's own environment and imports nothing but the standard library and tau2. It is driven where tau2's
-orchestrator takes turns: both sides of the conversation are played elsewhere, what is left here are the tools, the rules and the grading.
+It runs in the Python environment of tau2 and imports only the standard library and tau2. It steps tau2's orchestrator. The messages of the
+agent and of the user come from the trainer; the tools, the rules and the grading run here.
 
-    {"id": 1, "op": "reset", "episode": "a", "domain": "mock", "task": "create_task_1", ...}  ->  {"id": 1, "turn": "customer", ...}
-    {"id": 2, "op": "step", "episode": "a", "content": "Hello", "tool_calls": []}             ->  {"id": 2, "turn": "agent", ...}
-    {"id": 3, "op": "finish", "episode": "a", "grading": "all", "judged": null}               ->  {"id": 3, "reward": 1.0, ...}
+    {"id": 1, "op": "reset", "episode": "a", "domain": "mock", "task": "create_task_1", ...}  ->  {"id": 1, "speaker": "user", ...}
+    {"id": 2, "op": "step", "episode": "a", "content": "Hello", "tool_calls": []}             ->  {"id": 2, "speaker": "agent", ...}
+    {"id": 3, "op": "finish", "episode": "a", "grading": "all", "judge_reply": null}          ->  {"id": 3, "reward": 1.0, ...}
 
-Each request names its deadline, which the kernel keeps: a tool that computes for ever (`9**9**9`) ends this process by SIGALRM.
+Each request states its timeout. A timer of the kernel enforces it: SIGALRM ends this process if a tool does not return (`9**9**9`).
 """
 
 # pyright: reportMissingImports=false
@@ -25,11 +25,11 @@ import time
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-AGENT, CUSTOMER, OVER = "agent", "customer", "over"
+AGENT, USER, OVER = "agent", "user", "over"  # who speaks next
 
 
 class JudgeRequest(Exception):
-    """The evaluator wants a language model's answer, which is got elsewhere."""
+    """The evaluator needs the reply of a language model, which the trainer requests."""
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
         super().__init__()
@@ -37,11 +37,11 @@ class JudgeRequest(Exception):
 
 
 class JudgeError(Exception):
-    """The judge's answer is no verdict."""
+    """The reply of the judge contains no valid verdicts."""
 
 
 class ScriptedParticipant:
-    """A participant whose next message is put into its mouth; stands for the agent and for the customer alike."""
+    """An agent or user for the orchestrator that says `next_message`."""
 
     def __init__(self, stop_token: str | None) -> None:
         self.next_message: Any = None
@@ -61,11 +61,11 @@ class ScriptedParticipant:
         )
 
     def stop(self, message: Any = None, state: None = None) -> None:
-        """There is nothing to stop."""
+        """Nothing runs that would have to be stopped."""
 
 
 class Episode:
-    """One task being played; `turn` is whose message comes next."""
+    """One attempt at one task."""
 
     def __init__(self, domain: str, task: Any, *, max_steps: int, max_errors: int) -> None:
         from tau2.orchestrator.orchestrator import Orchestrator
@@ -73,36 +73,37 @@ class Episode:
         from tau2.user.user_simulator_base import STOP
 
         self.domain, self.task = domain, task
-        self._puppets = {AGENT: ScriptedParticipant(STOP), CUSTOMER: ScriptedParticipant(None)}
-        self._num_shown = {AGENT: 0, CUSTOMER: 0}
+        self._participants = {AGENT: ScriptedParticipant(STOP), USER: ScriptedParticipant(None)}
+        self._num_shown = {AGENT: 0, USER: 0}
         self._num_calls = 0
-        self.num_writes = 0  # calls of the agent's that may change the database
+        self.num_writes = 0  # calls by the agent of tools that may change the database
         self.environment = registry.get_env_constructor(domain)()
-        self.play = Orchestrator(
+        self.orchestrator = Orchestrator(
             domain=domain,
-            agent=self._puppets[AGENT],
-            user=self._puppets[CUSTOMER],
+            agent=self._participants[AGENT],
+            user=self._participants[USER],
             environment=self.environment,
             task=task,
             max_steps=max_steps,
             max_errors=max_errors,
         )
-        self.play._run_start_time, self.play._run_start_perf = "", time.perf_counter()
-        self.play.initialize()
+        self.orchestrator._run_start_time, self.orchestrator._run_start_perf = "", time.perf_counter()
+        self.orchestrator.initialize()
         self._advance()
 
     @property
-    def turn(self) -> str:
-        if self.play.done:
+    def speaker(self) -> str:
+        """Who speaks next: AGENT, USER, or OVER if the conversation has ended."""
+        if self.orchestrator.done:
             return OVER
-        return AGENT if self.play.to_role.value == "agent" else CUSTOMER
+        return AGENT if self.orchestrator.to_role.value == "agent" else USER
 
     def say(self, content: str | None, tool_calls: list[dict[str, Any]]) -> None:
-        """The message of whoever's turn it is. ValueError when it holds nothing."""
+        """Add a message of the current speaker. Raises ValueError if it is empty."""
         from tau2.data_model.message import AssistantMessage, ToolCall, UserMessage
         from tau2.utils.utils import get_now
 
-        requestor = "assistant" if self.turn == AGENT else "user"
+        requestor = "assistant" if self.speaker == AGENT else "user"
         calls = []
         for call in tool_calls:
             self._num_calls += 1
@@ -114,44 +115,44 @@ class Episode:
                     requestor=requestor,
                 )
             )
-        if self.turn == AGENT:
+        if self.speaker == AGENT:
             self.num_writes += sum(
                 self.environment._has_tool(call.name) and self.environment._is_mutating_tool(call.name)
                 for call in calls
             )
-        kind = AssistantMessage if self.turn == AGENT else UserMessage
-        self._puppets[self.turn].next_message = kind(
+        kind = AssistantMessage if self.speaker == AGENT else UserMessage
+        self._participants[self.speaker].next_message = kind(
             role=requestor, content=content, tool_calls=calls or None, timestamp=get_now()
         )
         self._step()
         self._advance()
 
-    def news(self) -> list[dict[str, Any]]:
-        """What whoever's turn it is has not been told yet, in OpenAI's format.
+    def unseen_messages(self) -> list[dict[str, Any]]:
+        """Return the messages that the current speaker has not seen, in OpenAI's format.
 
-        The customer's own messages are among it, with the ids of their calls; the agent has its own as it wrote them.
+        They include the user's own messages, with the ids of their calls, but not the agent's own messages.
         """
         from tau2.agent.base_agent import is_valid_agent_history_message
         from tau2.user.user_simulator_base import is_valid_user_history_message
 
-        if self.turn == OVER:
+        if self.speaker == OVER:
             return []
-        may_see = is_valid_agent_history_message if self.turn == AGENT else is_valid_user_history_message
-        messages = self.play.trajectory[self._num_shown[self.turn] :]
-        self._num_shown[self.turn] = len(self.play.trajectory) + (self.turn == AGENT)
+        may_see = is_valid_agent_history_message if self.speaker == AGENT else is_valid_user_history_message
+        messages = self.orchestrator.trajectory[self._num_shown[self.speaker] :]
+        self._num_shown[self.speaker] = len(self.orchestrator.trajectory) + (self.speaker == AGENT)
         return [as_openai(message) for message in messages if may_see(message)]
 
     def _advance(self) -> None:
-        while not self.play.done and self.play.to_role.value == "env":
+        while not self.orchestrator.done and self.orchestrator.to_role.value == "env":
             self._step()
 
     def _step(self) -> None:
-        self.play.step()
-        self.play._check_termination()
+        self.orchestrator.step()
+        self.orchestrator._check_termination()
 
 
 def as_openai(message: Any) -> dict[str, Any]:
-    """Agents are `assistant` and customers `user`, whoever looks."""
+    """Convert a message to OpenAI's format. The agent is always `assistant` and the user `user`."""
     if message.role == "tool":
         return {"role": "tool", "content": message.content, "tool_call_id": message.id}
     shown: dict[str, Any] = {"role": message.role, "content": message.content or ""}
@@ -164,8 +165,8 @@ def as_openai(message: Any) -> dict[str, Any]:
     return shown
 
 
-class Player:
-    """The operations, and the episodes they are about."""
+class EpisodeServer:
+    """The operations of the worker and the episodes that they act on."""
 
     def __init__(self) -> None:
         self.episodes: dict[str, Episode] = {}
@@ -173,15 +174,15 @@ class Player:
     def tasks(
         self, *, domain: str, split: str | None, definitions: list[dict[str, Any]] | None = None
     ) -> dict[str, Any]:
-        """The official tasks of a split (None: all of them), or those that are defined.
+        """Return the official tasks of a split (None: of all splits), or a task for each definition.
 
-        What only the grading may know is left out, but for the gold actions, which checks replay.
+        The gold actions are included because checks replay them. The rest of the grading criteria is not.
         """
         environment = environment_of(domain)
-        found = (
+        tasks = (
             official_tasks(domain, split)
             if definitions is None
-            else [defined(definition) for definition in definitions]
+            else [task_from(definition) for definition in definitions]
         )
         tools = (
             {tool.name: tool.openai_schema["function"]["parameters"] for tool in environment.get_tools()}
@@ -191,7 +192,7 @@ class Player:
         for definition in definitions or ():
             for action in definition["actions"]:
                 require_callable(action, tools, task=definition["id"])
-        return {"tasks": [described(task, environment) for task in found]}
+        return {"tasks": [task_record(task, environment) for task in tasks]}
 
     def reset(
         self,
@@ -206,32 +207,36 @@ class Player:
         from tau2.agent.llm_agent import AGENT_INSTRUCTION, SYSTEM_PROMPT
         from tau2.user.user_simulator import UserSimulator
 
-        found = task_of(domain, task) if definition is None else defined(definition)
-        begun = self.episodes[episode] = Episode(domain, found, max_steps=max_steps, max_errors=max_errors)
-        environment = begun.environment
-        customer_tools = (
-            None if environment.user_tools is None else environment.get_user_tools(include=found.user_tools)
+        tau2_task = task_of(domain, task) if definition is None else task_from(definition)
+        started = self.episodes[episode] = Episode(
+            domain, tau2_task, max_steps=max_steps, max_errors=max_errors
         )
-        simulator = UserSimulator(llm="", instructions=str(found.user_scenario), tools=customer_tools)
+        environment = started.environment
+        user_tools = (
+            None
+            if environment.user_tools is None
+            else environment.get_user_tools(include=tau2_task.user_tools)
+        )
+        simulator = UserSimulator(llm="", instructions=str(tau2_task.user_scenario), tools=user_tools)
         opening = {
             "agent_prompt": SYSTEM_PROMPT.format(
                 domain_policy=environment.get_policy(), agent_instruction=AGENT_INSTRUCTION
             ),
             "agent_tools": [tool.openai_schema for tool in environment.get_tools()],
-            "customer_prompt": simulator.system_prompt,
-            "customer_tools": [tool.openai_schema for tool in customer_tools or ()],
+            "user_prompt": simulator.system_prompt,
+            "user_tools": [tool.openai_schema for tool in user_tools or ()],
         }
-        return opening | self._state(begun)
+        return opening | self._state(started)
 
     def step(self, *, episode: str, content: str | None, tool_calls: list[dict[str, Any]]) -> dict[str, Any]:
-        playing = self.episodes[episode]
-        playing.say(content, tool_calls)
-        return self._state(playing)
+        current = self.episodes[episode]
+        current.say(content, tool_calls)
+        return self._state(current)
 
-    def finish(self, *, episode: str, grading: str, judged: str | None) -> dict[str, Any]:
-        """The official evaluator's word on an episode that is over, or what it wants to ask a judge (`ask`) before it has one."""
-        playing = self.episodes[episode]
-        run = playing.play._finalize()
+    def finish(self, *, episode: str, grading: str, judge_reply: str | None) -> dict[str, Any]:
+        """Return the official evaluator's result, or the request to a judge (`judge_request`) that it needs before."""
+        current = self.episodes[episode]
+        run = current.orchestrator._finalize()
         graded: dict[str, Any] = {
             "reward": 0.0,
             "breakdown": {},
@@ -239,10 +244,10 @@ class Player:
             "eval_error": None,
         }
         try:
-            info = evaluated(playing, run, grading=grading, judged=judged)
-        except JudgeRequest as asked:
-            return {"ask": asked.messages}
-        except ValueError as error:  # a replay that differs from what was played
+            info = evaluated(current, run, grading=grading, judge_reply=judge_reply)
+        except JudgeRequest as request:
+            return {"judge_request": request.messages}
+        except ValueError as error:  # the replay of the episode gave different results
             return graded | {"eval_error": str(error)}
         breakdown = {kind.value: value for kind, value in (info.reward_breakdown or {}).items()}
         return graded | {"reward": info.reward, "breakdown": breakdown}
@@ -251,62 +256,62 @@ class Player:
         self.episodes.pop(episode, None)
         return {}
 
-    def _state(self, playing: Episode) -> dict[str, Any]:
-        counts = {"tool_errors": playing.play.num_errors, "writes": playing.num_writes}
-        return {"turn": playing.turn, "messages": playing.news(), **counts}
+    def _state(self, current: Episode) -> dict[str, Any]:
+        counts = {"tool_errors": current.orchestrator.num_errors, "writes": current.num_writes}
+        return {"speaker": current.speaker, "messages": current.unseen_messages(), **counts}
 
 
-def evaluated(playing: Episode, run: Any, *, grading: str, judged: str | None) -> Any:
-    """`grading` is tau2's own name of what counts: `all` for the task's whole basis, `env` for the end state alone."""
+def evaluated(current: Episode, run: Any, *, grading: str, judge_reply: str | None) -> Any:
+    """Evaluate with tau2. `grading` is tau2's term: `all` for the full reward basis of the task, `env` for the end state only."""
     from tau2.data_model.message import AssistantMessage
     from tau2.evaluator import evaluator_nl_assertions
     from tau2.evaluator.evaluator import EvaluationType, evaluate_simulation
 
     def generate(*, messages: Any, **_: Any) -> Any:
-        if judged is None:
+        if judge_reply is None:
             raise JudgeRequest([{"role": message.role, "content": message.content} for message in messages])
-        require_verdicts(judged, num_assertions=len(playing.task.evaluation_criteria.nl_assertions))
-        return AssistantMessage(role="assistant", content=judged)
+        require_verdicts(judge_reply, num_assertions=len(current.task.evaluation_criteria.nl_assertions))
+        return AssistantMessage(role="assistant", content=judge_reply)
 
     evaluator_nl_assertions.generate = generate
     return evaluate_simulation(
         simulation=run,
-        task=playing.task,
+        task=current.task,
         evaluation_type=EvaluationType(grading),
         solo_mode=False,
-        domain=playing.domain,
+        domain=current.domain,
     )
 
 
-def require_verdicts(judged: str, *, num_assertions: int) -> None:
-    """Misjudged unless every assertion has its verdict: the evaluator would take an empty list for success."""
+def require_verdicts(judge_reply: str, *, num_assertions: int) -> None:
+    """Raises JudgeError unless every assertion has a verdict: the evaluator would count an empty list as success."""
     try:
-        verdicts = json.loads(judged)["results"]
-        fair = [
+        verdicts = json.loads(judge_reply)["results"]
+        is_valid = [
             type(verdict["metExpectation"]) is bool and verdict.keys() >= {"expectedOutcome", "reasoning"}
             for verdict in verdicts
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise JudgeError(
-            f"the judge's answer cannot be read ({type(error).__name__}): {judged[:200]!r}"
+            f"the judge's answer cannot be read ({type(error).__name__}): {judge_reply[:200]!r}"
         ) from error
-    if not all(fair) or len(fair) != num_assertions:
+    if not all(is_valid) or len(is_valid) != num_assertions:
         raise JudgeError(
-            f"the judge's answer has {sum(fair)} verdicts on {num_assertions} assertions: {judged[:200]!r}"
+            f"the judge's answer has {sum(is_valid)} verdicts on {num_assertions} assertions: {judge_reply[:200]!r}"
         )
 
 
 def require_callable(action: dict[str, Any], tools: dict[str, dict[str, Any]], *, task: str) -> None:
-    """ValueError for a gold action that no tool would take: the evaluator would pass over it, and compare with what it left undone."""
+    """Raises ValueError for a gold action that no tool accepts: the evaluator would skip it and compare with a wrong end state."""
     if action["name"] not in tools:
         raise ValueError(f"{task}: there is no tool {action['name']}")
     parameters = tools[action["name"]]
-    known, needed, given = (
+    known, required, given = (
         parameters.get("properties", {}).keys(),
         set(parameters.get("required", ())),
         action["arguments"].keys(),
     )
-    if not needed <= given or not given <= known:
+    if not required <= given or not given <= known:
         raise ValueError(
             f"{task}: {action['name']} takes {', '.join(known) or 'nothing'}, not {', '.join(given) or 'nothing'}"
         )
@@ -324,8 +329,8 @@ def task_of(domain: str, task_id: str) -> Any:
     return {task.id: task for task in official_tasks(domain, None)}[task_id]
 
 
-def defined(definition: dict[str, Any]) -> Any:
-    """A task that is not the benchmark's, graded as tau-bench's were: by the end state and what was told."""
+def task_from(definition: dict[str, Any]) -> Any:
+    """Return the task that a definition describes. As in tau-bench, it is graded by the end state and the communicated facts."""
     from tau2.data_model.tasks import Task
 
     actions = [{"action_id": str(number), **action} for number, action in enumerate(definition["actions"])]
@@ -347,7 +352,7 @@ def environment_of(domain: str) -> Any:
     return registry.get_env_constructor(domain)()
 
 
-def described(task: Any, environment: Any) -> dict[str, Any]:
+def task_record(task: Any, environment: Any) -> dict[str, Any]:
     criteria = task.evaluation_criteria
     actions = (criteria and criteria.actions) or []
     basis = [kind.value for kind in criteria.reward_basis] if criteria else []
@@ -356,17 +361,20 @@ def described(task: Any, environment: Any) -> dict[str, Any]:
         "reward_basis": basis,
         "needs_judge": bool("NL_ASSERTION" in basis and criteria.nl_assertions),
         "num_assertions": len((criteria and criteria.nl_assertions) or []),
-        "gold_writes": any(environment._is_mutating_tool(action.name) for action in actions),
+        "has_writes": any(environment._is_mutating_tool(action.name) for action in actions),
         "gold_actions": [
-            {"requestor": one.requestor, "name": one.name, "arguments": one.arguments} for one in actions
+            {"requestor": action.requestor, "name": action.name, "arguments": action.arguments}
+            for action in actions
         ],
         "communicate_info": (criteria and criteria.communicate_info) or [],
     }
 
 
 def prepare() -> None:
-    """Imports tau2 quietly, and has each database file parsed once. ImportError for the unrelated package of that name."""
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else litellm asks the network at import
+    """Import tau2 without its log output, and cache the parsed database files. Raises ImportError for the unrelated package of that name."""
+    os.environ.setdefault(
+        "LITELLM_LOCAL_MODEL_COST_MAP", "True"
+    )  # otherwise litellm sends a request when it is imported
     try:
         from loguru import logger
 
@@ -374,19 +382,19 @@ def prepare() -> None:
         import tau2.environment.db
         from tau2.registry import registry
     except ImportError as error:
-        wanted = "tau2 of sierra-research/tau2-bench (PyPI's tau2 is an unrelated package)"
-        raise ImportError(f"{sys.executable} has no {wanted}: {error}; run scripts/setup_tau.sh") from error
+        package = "tau2 of sierra-research/tau2-bench (PyPI's tau2 is an unrelated package)"
+        raise ImportError(f"{sys.executable} has no {package}: {error}; run scripts/setup_tau.sh") from error
     assert registry.get_domains()
-    # Pydantic builds every record anew from the parsed text; that is the copy each episode needs, in less time than a deep copy takes.
+    # Pydantic creates new records from the parsed text, so each episode has its own copy, and faster than with a deep copy.
     tau2.environment.db.load_file = functools.cache(tau2.environment.db.load_file)
 
 
-def answer(player: Player, request: dict[str, Any]) -> dict[str, Any]:
+def answer(server: EpisodeServer, request: dict[str, Any]) -> dict[str, Any]:
     arguments = {name: value for name, value in request.items() if name not in ("id", "op", "timeout_s")}
     signal.setitimer(signal.ITIMER_REAL, request["timeout_s"])
     try:
-        return getattr(player, request["op"])(**arguments)
-    except Exception as error:  # the border: one request fails, not the others' episodes
+        return getattr(server, request["op"])(**arguments)
+    except Exception as error:  # an error fails this request, not the other episodes
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -395,7 +403,7 @@ def answer(player: Player, request: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what tau2 prints is no reply
+    os.dup2(2, 1)  # output of tau2 must not mix with the replies
     limit = int(sys.argv[1]) << 20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
@@ -408,10 +416,10 @@ def main() -> None:
         reply({"id": 0, "error": str(error)})
         return
     reply({"id": 0})
-    player = Player()
+    server = EpisodeServer()
     for line in sys.stdin:
         request = json.loads(line)
-        reply({"id": request["id"]} | answer(player, request))
+        reply({"id": request["id"]} | answer(server, request))
 
 
 if __name__ == "__main__":

@@ -1,56 +1,72 @@
-"""env=tau_bench: service domains graded as tau2-bench grades them, by name.
+"""env=tau_bench: service domains that are graded as tau2-bench grades them.
 
-environment_kwargs=domain=toy_retail                                      our own, no download
-environment_kwargs=domain=retail+airline,customer=openai,customer_model=m,customer_base_url=http://127.0.0.1:8000/v1
-train_data=a.jsonl,b.parquet test_data=retail:test,shop=c.jsonl           tasks of files and splits; their domains are found in them
+environment_kwargs=domain=toy_retail                                      the built-in domain, which needs no download
+environment_kwargs=domain=retail+airline,user_simulator=openai,user_model=m,user_base_url=http://127.0.0.1:8000/v1
+train_data=a.jsonl,b.parquet test_data=retail:test,shop=c.jsonl           tasks of files and splits, which name their domains
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from src.config import TrainerConfig, pairs, subconfig
+import chz
+
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.base import TaskSource
 from src.envs.episodes import EnvSpec, episodes
 from src.envs.message_env import MessageEnv
+from src.envs.options import EnvironmentSettings
 from src.envs.service import tau2, toy_retail
-from src.envs.service.domain import ServiceEnv, do_nothing
+from src.envs.service.service_env import ServiceEnv, do_nothing
 from src.envs.service.subprocess_pool import WorkerPool
-from src.envs.service.task_files import Definition
+from src.envs.service.task_files import TaskDefinition
 from src.envs.service.task_sources import read_source, require_disjoint
-from src.envs.service.user_simulator import Customer, EndpointModel, Model, ModelCustomer, TinkerModel, Tools
-from src.policy.backend import BackendSettings
+from src.envs.service.user_simulator import (
+    EndpointUserModel,
+    ModelUserSimulator,
+    TinkerUserModel,
+    Tools,
+    UserModel,
+    UserSimulator,
+)
 from src.policy.chat import Chat, load_chat
 from src.policy.openai_client import ChatEndpoint, open_endpoint
 
+logger = logging.getLogger(__name__)
+
 NUM_WORKERS = 4
 STEP_TIMEOUT_S = 60.0
-SPLITS: dict[str, tuple[str, str | None]] = {
-    toy_retail.NAME: ("train", "test"),
-    **tau2.SPLITS,
-}  # what is trained on, and held out
+# Domain -> the split to train on and the split to hold out.
+SPLITS: dict[str, tuple[str, str | None]] = {toy_retail.NAME: ("train", "test"), **tau2.SPLITS}
+# Former names of options, accepted for one release.
+RENAMED_OPTIONS = {
+    "customer": "user_simulator",
+    "customer_model": "user_model",
+    "customer_base_url": "user_base_url",
+    "customer_temperature": "user_temperature",
+}
 
-Options = dict[str, str]  # a domain takes out what it honours; what is left over is refused
+Options = dict[str, str]  # each function removes the options that it reads; the rest is rejected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DomainProvider:
-    """What knows and plays the tasks of some domains. Implements `KnownTasks`."""
+    """The tasks of one or more domains and their environments. Implements `TaskProvider`."""
 
     official: Callable[[str, str | None], list[Task]]
-    defined: Callable[[str, Mapping[str, Definition]], list[Task]]
+    defined: Callable[[str, Mapping[str, TaskDefinition]], list[Task]]
     make: Callable[[Task, int], MessageEnv]
     close: Callable[[], Awaitable[None]]
 
 
-def open_tau_bench(config: TrainerConfig, chat: Chat) -> TaskSource:
-    """The tasks of the named domains and of the files, each played by its own domain. ConfigError for what there is not."""
-    options = pairs(config.environment_kwargs, option="environment_kwargs")
+def open_tau_bench(config: EnvironmentSettings, chat: Chat) -> TaskSource:
+    """Open the named domains and the task files. Raises ConfigError for unknown domains, tasks or options."""
+    options = with_new_names(config.environment_options)
     trained = [read_source(text, SPLITS) for text in config.train_data or ()]
     held_out = [read_source(text, SPLITS, may_be_named=True) for text in config.test_data or ()]
     name = options.pop("domain", "" if trained or held_out else toy_retail.NAME)
@@ -58,86 +74,105 @@ def open_tau_bench(config: TrainerConfig, chat: Chat) -> TaskSource:
     domains = {*names, *(domain for source in (*trained, *held_out) for domain in source.domains)}
     if unknown := sorted(domains - SPLITS.keys()):
         where = "environment_kwargs" if unknown[0] in names else "train_data or test_data:"
-        raise ConfigError(f"{where} domain={unknown[0]} is none of {', '.join(SPLITS)}")
-    model = customer_model(config, options)
+        raise ConfigError(f"{where} domain={unknown[0]} is not one of {', '.join(SPLITS)}")
+    model = open_user_model(config, options)
     judge = (
         open_endpoint(config.judge_base_url, config.judge_model)
         if config.judge_base_url and config.judge_model
         else None
     )
-    kinds = open_kinds(config, domains, options, model, judge)
+    providers = open_domains(config, domains, options, model, judge)
     if options:
+        option = next(iter(options))
         raise ConfigError(
-            f"environment_kwargs: domain={'+'.join(sorted(domains))} has no option {next(iter(options))}; drop it"
+            f"environment_kwargs: domain={'+'.join(sorted(domains))} has no option {option}; remove it"
         )
-    tasks = [task for name in names for task in kinds[name].official(name, SPLITS[name][0])]
-    tasks += [task for source in trained for task in source.tasks(kinds)]
+    tasks = [task for name in names for task in providers[name].official(name, SPLITS[name][0])]
+    tasks += [task for source in trained for task in source.tasks(providers)]
     if held_out:
-        tests = [task for source in held_out for task in source.tasks(kinds)]
+        tests = [task for source in held_out for task in source.tasks(providers)]
     else:
         tests = [
             task
             for name in names
             if (split := SPLITS[name][1]) is not None
-            for task in kinds[name].official(name, split)
+            for task in providers[name].official(name, split)
         ]
     require_disjoint(tasks, tests)
 
     async def close() -> None:
         for close in {
-            *(kind.close for kind in kinds.values()),
+            *(provider.close for provider in providers.values()),
             *(resource.close for resource in (model, judge) if resource is not None),
         }:
             await close()
 
     def make(task: Task, seed: int) -> MessageEnv:
-        return kinds[str(task.row["domain"])].make(task, seed)
+        return providers[str(task.row["domain"])].make(task, seed)
 
-    has_judge = judge is not None
-    gradable = [tau2.gradable(found, has_judge=has_judge) for found in (tasks, tests)]
     return episodes(
         config,
         chat,
-        EnvSpec(tasks=gradable[0], held_out=gradable[1], make=make, do_nothing=do_nothing, close=close),
+        EnvSpec(
+            tasks=tau2.gradable_tasks(tasks, has_judge=judge is not None),
+            held_out=tau2.gradable_tasks(tests, has_judge=judge is not None),
+            make=make,
+            do_nothing=do_nothing,
+            close=close,
+        ),
     )
 
 
-def open_kinds(
-    config: TrainerConfig,
+def with_new_names(options: Options) -> Options:
+    """Return the options under their present names, with a warning for each former name."""
+    for old in options.keys() & RENAMED_OPTIONS.keys():
+        logger.warning("environment_kwargs: %s is now called %s", old, RENAMED_OPTIONS[old])
+    return {RENAMED_OPTIONS.get(name, name): value for name, value in options.items()}
+
+
+def open_domains(
+    config: EnvironmentSettings,
     domains: set[str],
     options: Options,
-    model: Model | None,
+    model: UserModel | None,
     judge: ChatEndpoint | None,
 ) -> dict[str, DomainProvider]:
-    """Domain -> what knows and plays it."""
-    kinds: dict[str, DomainProvider] = {}
+    """Return the provider of each domain."""
+    providers: dict[str, DomainProvider] = {}
     if toy_retail.NAME in domains:
-        kinds[toy_retail.NAME] = open_toy_retail(config, model)
+        providers[toy_retail.NAME] = open_toy_retail(config, model)
     if benchmark := sorted(domains & tau2.SPLITS.keys()):
-        kinds |= dict.fromkeys(benchmark, open_tau2(config, options, model, judge, names="+".join(benchmark)))
-    return kinds
+        provider = open_tau2(config, options, model, judge, names="+".join(benchmark))
+        providers |= dict.fromkeys(benchmark, provider)
+    return providers
 
 
-def open_toy_retail(config: TrainerConfig, model: Model | None) -> DomainProvider:
-    customer = toy_retail.scripted if model is None else toy_retail.played_by(model)
+def open_toy_retail(config: EnvironmentSettings, model: UserModel | None) -> DomainProvider:
+    make_user = toy_retail.scripted if model is None else toy_retail.played_by(model)
     folder = Path(config.tasks_dir).expanduser() if config.tasks_dir else toy_retail.FOLDER
     shop = toy_retail.read_shop(folder)
-    domain = shop.domain(customer)
+    domain = shop.domain(make_user)
     splits = {"train": domain.tasks, "test": domain.held_out, None: [*domain.tasks, *domain.held_out]}
 
     def official(name: str, split: str | None) -> list[Task]:
         if split not in splits:
-            raise ConfigError(f"{name} has no split {split}; it has train and test")
+            raise ConfigError(f"{name} has no split {split}; its splits are train and test")
         return [
-            replace(task, row={**task.row, "domain": name}, gold_writes=writes(task.row["actions"]))
+            replace(task, row={**task.row, "domain": name}, has_writes=writes(task.row["actions"]))
             for task in splits[split]
         ]
 
-    def defined(name: str, definitions: Mapping[str, Definition]) -> list[Task]:
+    def defined(name: str, definitions: Mapping[str, TaskDefinition]) -> list[Task]:
         tasks, path = list[Task](), folder / "tasks.json"
-        for task_id, one in definitions.items():
-            scripted = {"scripts": [[one.instruction]], "actions": one.actions, "communicate": one.facts}
-            row = {"id": task_id, "domain": name, "instruction": one.instruction, **scripted}
+        for task_id, definition in definitions.items():
+            row = {
+                "id": task_id,
+                "domain": name,
+                "instruction": definition.instruction,
+                "scripts": [[definition.instruction]],
+                "actions": definition.actions,
+                "communicate": definition.facts,
+            }
             try:
                 toy_retail.after_gold(shop.database, row)
             except toy_retail.ToolError as error:
@@ -146,10 +181,10 @@ def open_toy_retail(config: TrainerConfig, model: Model | None) -> DomainProvide
                 Task(
                     id=task_id,
                     path=path,
-                    instruction=one.instruction,
+                    instruction=definition.instruction,
                     domain=name,
                     row=row,
-                    gold_writes=writes(one.actions),
+                    has_writes=writes(definition.actions),
                 )
             )
         return tasks
@@ -158,22 +193,27 @@ def open_toy_retail(config: TrainerConfig, model: Model | None) -> DomainProvide
         return any(toy_retail.TOOLS[action["name"]].writes for action in actions)
 
     async def close() -> None:
-        """Its episodes share nothing."""
+        """The episodes share no resources."""
 
     return DomainProvider(official=official, defined=defined, make=domain.make, close=close)
 
 
 def open_tau2(
-    config: TrainerConfig, options: Options, model: Model | None, judge: ChatEndpoint | None, *, names: str
+    config: EnvironmentSettings,
+    options: Options,
+    model: UserModel | None,
+    judge: ChatEndpoint | None,
+    *,
+    names: str,
 ) -> DomainProvider:
-    """The benchmark's own domains."""
+    """Open domains of tau2-bench."""
     if config.tasks_dir is not None:
         raise ConfigError(
-            f"tasks_dir is not for domain={names}, whose tasks are the benchmark's own or train_data's; drop it"
+            f"tasks_dir cannot be used with domain={names}, whose tasks come from the benchmark or train_data; remove it"
         )
     if config.tau2_home is None:
         raise ConfigError(
-            f"domain={names} needs the benchmark itself: run scripts/setup_tau.sh, and set TAU2_HOME or tau2_home"
+            f"domain={names} needs tau2-bench: run scripts/setup_tau.sh, and set TAU2_HOME or tau2_home"
         )
     grading: tau2.Grading = one_of(options, "grading", tau2.GRADINGS)
     workers = tau2.worker_settings(
@@ -183,66 +223,69 @@ def open_tau2(
     )
     is_parallel = one_of(options, "parallel_tool_calls", ("false", "true")) == "true"
     pool = WorkerPool(workers)
-    parts = tau2.Tau2Parts(pool=pool, make_customer=tau2_customers(model), grading=grading, judge=judge)
+    context = tau2.Tau2Context(pool=pool, make_user=tau2_user_factory(model), grading=grading, judge=judge)
     return DomainProvider(
-        official=lambda domain, split: tau2.graded_by(grading, tau2.official_tasks(workers, domain, split)),
-        defined=lambda domain, definitions: tau2.graded_by(
+        official=lambda domain, split: tau2.with_grading(
+            grading, tau2.official_tasks(workers, domain, split)
+        ),
+        defined=lambda domain, definitions: tau2.with_grading(
             grading, tau2.defined_tasks(workers, domain, definitions)
         ),
         make=lambda task, seed: ServiceEnv(
-            tau2.Tau2Episode(task, seed, parts), parallel_tool_calls=is_parallel
+            tau2.Tau2Episode(task, seed, context), parallel_tool_calls=is_parallel
         ),
         close=pool.close,
     )
 
 
-def tau2_customers(model: Model | None) -> tau2.MakeCustomer:
+def tau2_user_factory(model: UserModel | None) -> tau2.UserSimulatorFactory:
+    """Return the function that makes the user simulators of tau2 episodes; without a model they follow a script."""
     if model is None:
-        return tau2.scripted_customer
+        return tau2.scripted_user
 
-    def played(instructions: str, tools: Tools, seed: int) -> Customer:
-        return ModelCustomer(model, instructions, seed=seed, tools=tools)
+    def played(instructions: str, tools: Tools, seed: int) -> UserSimulator:
+        return ModelUserSimulator(model, instructions, seed=seed, tools=tools)
 
     return played
 
 
-def customer_model(config: TrainerConfig, options: Options) -> Model | None:
-    """What plays the customers, by the options customer, customer_model, customer_base_url and customer_temperature; None: a script."""
-    kind = one_of(options, "customer", ("scripted", "openai", "tinker"))
+def open_user_model(config: EnvironmentSettings, options: Options) -> UserModel | None:
+    """Open the model that the options `user_*` name; None for scripted user simulators."""
+    kind = one_of(options, "user_simulator", ("scripted", "openai", "tinker"))
     if kind == "scripted":
         return None
-    temperature = number(options, "customer_temperature", 0.0)
-    name = options.pop("customer_model", None)
+    temperature = number(options, "user_temperature", 0.0)
+    name = options.pop("user_model", None)
     if kind == "openai":
-        base_url = options.pop("customer_base_url", None)
+        base_url = options.pop("user_base_url", None)
         if name is None or base_url is None:
             raise ConfigError(
-                "environment_kwargs customer=openai needs customer_model=NAME and customer_base_url=http://host:port/v1"
+                "environment_kwargs user_simulator=openai needs user_model=NAME and user_base_url=http://host:port/v1"
             )
-        return EndpointModel(open_endpoint(base_url, name), temperature=temperature)
+        return EndpointUserModel(open_endpoint(base_url, name), temperature=temperature)
     is_checkpoint = name is not None and name.startswith("tinker://")
     base_model = config.model_name if is_checkpoint or name is None else name
     chat = load_chat((config.tokenizer if base_model == config.model_name else None) or base_model)
-    settings = subconfig(config, BackendSettings, model_name=base_model, load_checkpoint_path=None)
-    return TinkerModel(settings, name if is_checkpoint else None, chat, temperature=temperature)
+    settings = chz.replace(config, model_name=base_model, load_checkpoint_path=None)
+    return TinkerUserModel(settings, name if is_checkpoint else None, chat, temperature=temperature)
 
 
 def one_of[Choice: str](options: Options, name: str, choices: tuple[Choice, ...]) -> Choice:
-    """The option's value, the first choice where it is not given. ConfigError for any other."""
+    """Remove and return an option, by default the first choice. Raises ConfigError for any other value."""
     text = options.pop(name, choices[0])
-    found = next((choice for choice in choices if choice == text), None)
-    if found is None:
-        raise ConfigError(f"environment_kwargs {name}={text} is none of {', '.join(choices)}")
-    return found
+    choice = next((choice for choice in choices if choice == text), None)
+    if choice is None:
+        raise ConfigError(f"environment_kwargs {name}={text} is not one of {', '.join(choices)}")
+    return choice
 
 
 def number(options: Options, name: str, default: float) -> float:
-    """The option's value, which has to be a number above 0, or 0 where that is the default."""
+    """Remove and return an option that must be above 0, or at least 0 if the default is 0. Raises ConfigError."""
     text = options.pop(name, str(default))
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if value < 0 or (value == 0 and default > 0):
-        raise ConfigError(f"environment_kwargs {name} needs a number above 0, not {text!r}")
+        raise ConfigError(f"environment_kwargs {name} must be a number above 0, not {text!r}")
     return value

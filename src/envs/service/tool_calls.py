@@ -1,15 +1,15 @@
-"""What an agent's answer asks to be called. One parser for every environment, with its strategies in a fixed order:
+"""The parser of tool calls in an agent's answer, for all environments. It tries these strategies in order:
 
-    whole      {"name": "f", "arguments": {...}}, or a list of such, and nothing else
-    tagged     <tool_call>{...}</tool_call>, the form of Qwen's and Hermes' templates
+    whole      {"name": "f", "arguments": {...}}, or a list of such objects, and nothing else
+    tagged     <tool_call>{...}</tool_call>, as in the chat templates of Qwen and Hermes
     fenced     the same object between ``` and ```
-    embedded   the same object somewhere in a text
+    embedded   the same object inside other text
     react      Action: f / Action Input: {...}
     code       f(id="#1") on a line of its own, for a known tool
     bare_name  the name of a known tool and nothing else
 
-Whatever matches none of them is said to the user. JSON whose last brackets are missing is mended and counted; JSON that ends inside a
-string or number is a failure, and nothing is called. DEBUG_PARSER=1 logs every parse.
+Any other answer is a message to the user. If the closing brackets of a JSON object are missing, the parser adds them and counts the repair.
+JSON that ends inside a string or number is a parse failure, and nothing is called. DEBUG_PARSER=1 logs every parse.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from enum import StrEnum
 
 logger = logging.getLogger(__name__)
 
-MAX_MENDED = 3  # missing closing brackets
+MAX_ADDED_BRACKETS = 3  # closing brackets that the parser may add
 SPECIAL = re.compile(r"<\|[a-z_]+\|>")
 THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
@@ -51,43 +51,43 @@ class ToolCall:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parsed:
-    """An answer, taken apart."""
+class ParsedAnswer:
+    """A parsed answer."""
 
-    content: str = ""  # what the user gets to see
+    content: str = ""  # the message to the user
     calls: Sequence[ToolCall] = ()
-    strategy: Strategy | None = None  # None: no call was attempted
-    problem: str = ""  # why a call, or its arguments, could not be read; "" where there was nothing wrong
-    num_mended: int = 0
+    strategy: Strategy | None = None  # None: the answer contains no attempted call
+    problem: str = ""  # why a call or its arguments could not be parsed; "" if there was no problem
+    num_repaired: int = 0
 
     @property
     def counts(self) -> dict[str, float]:
-        """To be added up over an episode: `parse_failures / parse_attempts` is the parse failure rate."""
+        """Counts to be summed over an episode: `parse_failures / parse_attempts` is the parse failure rate."""
         return {
             "parse_attempts": float(self.strategy is not None),
             "parse_failures": float(bool(self.problem)),
-            "parse_recovered": float(self.num_mended),
+            "parse_recovered": float(self.num_repaired),
         }
 
 
-class Unreadable(ValueError):
-    """What stands where a call should stand is none. A failure of the agent, never raised to callers."""
+class ParseError(ValueError):
+    """A call cannot be parsed. Raised and handled within this module only."""
 
 
-def parse(answer: str, tools: Collection[str]) -> Parsed:
-    """The first strategy that finds an attempted call decides. `tools` are the names that a text may call without JSON.
+def parse(answer: str, tools: Collection[str]) -> ParsedAnswer:
+    """Parse an answer with the first strategy that finds an attempted call. `tools` are the names that may be called without JSON.
 
-    A name that is none of them is passed on: the environment has an error for that.
+    A JSON call of an unknown tool is returned too: the environment reports the error.
 
     >>> parse('One moment.<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>', {"f"}).calls
     [ToolCall(name='f', arguments={'n': 1})]
     >>> parse("Hello!", {"f"})
-    Parsed(content='Hello!', calls=(), strategy=None, problem='', num_mended=0)
+    Parsed(content='Hello!', calls=(), strategy=None, problem='', num_num_added=0)
     """
-    text = visible(answer)
+    text = without_thoughts(answer)
     parsed = next(
-        (found for strategy in STRATEGIES if (found := strategy(text, tools)) is not None),
-        Parsed(content=text),
+        (parsed for strategy in STRATEGIES if (parsed := strategy(text, tools)) is not None),
+        ParsedAnswer(content=text),
     )
     logger.debug(
         "parsed %r: strategy %s, calls %s, problem %r",
@@ -99,31 +99,31 @@ def parse(answer: str, tools: Collection[str]) -> Parsed:
     return parsed
 
 
-def visible(answer: str) -> str:
-    """The answer without special tokens and thoughts, finished or not."""
+def without_thoughts(answer: str) -> str:
+    """Return the answer without special tokens and without thoughts, also if a thought is unfinished."""
     text = THOUGHT.sub("", answer)
     return SPECIAL.sub("", text.rpartition("</think>")[2]).strip()
 
 
-def _whole(text: str, tools: Collection[str]) -> Parsed | None:
+def _whole(text: str, tools: Collection[str]) -> ParsedAnswer | None:
     return _read([text], Strategy.WHOLE, content="") if _looks_like_a_call(text, tools) else None
 
 
-def _tagged(text: str, tools: Collection[str]) -> Parsed | None:
+def _tagged(text: str, tools: Collection[str]) -> ParsedAnswer | None:
     parts = TAGGED.findall(text)
     return _read(parts, Strategy.TAGGED, content=TAGGED.sub("", text).strip()) if parts else None
 
 
-def _fenced(text: str, tools: Collection[str]) -> Parsed | None:
+def _fenced(text: str, tools: Collection[str]) -> ParsedAnswer | None:
     parts = [part for part in FENCED.findall(text) if _looks_like_a_call(part, tools)]
     return _read(parts, Strategy.FENCED, content=FENCED.sub("", text).strip()) if parts else None
 
 
-def _embedded(text: str, tools: Collection[str]) -> Parsed | None:
-    found = EMBEDDED.search(text)
-    if found is None:
+def _embedded(text: str, tools: Collection[str]) -> ParsedAnswer | None:
+    match = EMBEDDED.search(text)
+    if match is None:
         return None
-    before, part = text[: found.start()], text[found.start() :]
+    before, part = text[: match.start()], text[match.start() :]
     try:
         _, end = json.JSONDecoder().raw_decode(part)
     except (ValueError, RecursionError):
@@ -133,47 +133,50 @@ def _embedded(text: str, tools: Collection[str]) -> Parsed | None:
     return _read([part[:end]], Strategy.EMBEDDED, content=(before + part[end:]).strip())
 
 
-def _react(text: str, tools: Collection[str]) -> Parsed | None:
-    found = REACT.search(text)
-    if found is None:
+def _react(text: str, tools: Collection[str]) -> ParsedAnswer | None:
+    match = REACT.search(text)
+    if match is None:
         return None
-    content = text[: found.start()].strip()
+    content = text[: match.start()].strip()
     try:
-        arguments, num_mended = _json(found[2].strip() or "{}")
-    except Unreadable as error:
-        return Parsed(content=content, strategy=Strategy.REACT, problem=str(error))
+        arguments, num_repaired = _json(match[2].strip() or "{}")
+    except ParseError as error:
+        return ParsedAnswer(content=content, strategy=Strategy.REACT, problem=str(error))
     return _parsed(
-        [{"name": found[1], "arguments": arguments}], Strategy.REACT, content=content, num_mended=num_mended
+        [{"name": match[1], "arguments": arguments}],
+        Strategy.REACT,
+        content=content,
+        num_repaired=num_repaired,
     )
 
 
-def _code(text: str, tools: Collection[str]) -> Parsed | None:
-    found = next((match for match in CODE.finditer(text) if match[1] in tools), None)
-    if found is None:
+def _code(text: str, tools: Collection[str]) -> ParsedAnswer | None:
+    match = next((call for call in CODE.finditer(text) if call[1] in tools), None)
+    if match is None:
         return None
-    content = (text[: found.start()] + text[found.end() :]).strip()
+    content = (text[: match.start()] + text[match.end() :]).strip()
     try:
-        call = ast.parse(found[0].strip(), mode="eval").body
+        call = ast.parse(match[0].strip(), mode="eval").body
         if not isinstance(call, ast.Call):
             raise ValueError("it is more than one call")
         if call.args:
             raise ValueError("arguments need names")
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        json.dumps(arguments)  # Python has values that no tool knows, {1, 2} and b"x" among them
+        json.dumps(arguments)  # rejects Python values without a JSON form, such as {1, 2} and b"x"
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        return Parsed(
-            content=content, strategy=Strategy.CODE, problem=f"{found[0].strip()} cannot be read: {error}"
+        return ParsedAnswer(
+            content=content, strategy=Strategy.CODE, problem=f"{match[0].strip()} cannot be read: {error}"
         )
-    return _parsed([{"name": found[1], "arguments": arguments}], Strategy.CODE, content=content)
+    return _parsed([{"name": match[1], "arguments": arguments}], Strategy.CODE, content=content)
 
 
-def _bare_name(text: str, tools: Collection[str]) -> Parsed | None:
+def _bare_name(text: str, tools: Collection[str]) -> ParsedAnswer | None:
     return (
         _parsed([{"name": text, "arguments": {}}], Strategy.BARE_NAME, content="") if text in tools else None
     )
 
 
-STRATEGIES: tuple[Callable[[str, Collection[str]], Parsed | None], ...] = (
+STRATEGIES: tuple[Callable[[str, Collection[str]], ParsedAnswer | None], ...] = (
     _whole,
     _tagged,
     _fenced,
@@ -184,49 +187,55 @@ STRATEGIES: tuple[Callable[[str, Collection[str]], Parsed | None], ...] = (
 )
 
 
-def _read(parts: Sequence[str], strategy: Strategy, *, content: str) -> Parsed:
-    """The calls of some pieces of JSON. One that cannot be read spoils all: a half of what was meant is not called."""
+def _read(parts: Sequence[str], strategy: Strategy, *, content: str) -> ParsedAnswer:
+    """Parse the calls in several JSON texts. If one text is invalid, no call is made."""
     values: list[object] = []
-    num_mended = 0
+    num_repaired = 0
     for part in parts:
         try:
-            value, mended = _json(part.strip())
-        except Unreadable as error:
-            return Parsed(content=content, strategy=strategy, problem=str(error))
+            value, num_added = _json(part.strip())
+        except ParseError as error:
+            return ParsedAnswer(content=content, strategy=strategy, problem=str(error))
         values += value if isinstance(value, list) else [value]
-        num_mended += mended
-    return _parsed(values, strategy, content=content, num_mended=num_mended)
+        num_repaired += num_added
+    return _parsed(values, strategy, content=content, num_repaired=num_repaired)
 
 
-def _parsed(values: Sequence[object], strategy: Strategy, *, content: str, num_mended: int = 0) -> Parsed:
-    """Arguments that are no object become none at all, which is a failure of its own."""
+def _parsed(
+    values: Sequence[object], strategy: Strategy, *, content: str, num_repaired: int = 0
+) -> ParsedAnswer:
+    """Validate parsed calls. Arguments that are not an object are replaced by no arguments and reported as a problem."""
     calls, problems = [], []
     for value in values:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-            return Parsed(content=content, strategy=strategy, problem="a call needs a name")
+            return ParsedAnswer(content=content, strategy=strategy, problem="a call needs a name")
         arguments = value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, str):
             try:
-                arguments, mended = _json(arguments)
-                num_mended += mended
-            except Unreadable as error:
-                return Parsed(content=content, strategy=strategy, problem=str(error))
+                arguments, num_added = _json(arguments)
+                num_repaired += num_added
+            except ParseError as error:
+                return ParsedAnswer(content=content, strategy=strategy, problem=str(error))
         if not isinstance(arguments, dict):
             problems.append(f"the arguments of {value['name']} are no object")
             arguments = {}
         calls.append(ToolCall(name=value["name"], arguments=arguments))
-    return Parsed(
-        content=content, calls=calls, strategy=strategy, problem="; ".join(problems), num_mended=num_mended
+    return ParsedAnswer(
+        content=content,
+        calls=calls,
+        strategy=strategy,
+        problem="; ".join(problems),
+        num_repaired=num_repaired,
     )
 
 
 def _looks_like_a_call(text: str, tools: Collection[str]) -> bool:
-    """Not every object with a name is a call; one that is broken may have been meant as one."""
+    """Return whether the text is a call or a broken call. Not every JSON object with a name is one."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         return EMBEDDED.match(text) is not None and error.msg != "Extra data"
-    except (ValueError, RecursionError):  # a number of thousands of digits, brackets thousands deep
+    except (ValueError, RecursionError):  # e.g. a number with thousands of digits or deeply nested brackets
         return EMBEDDED.match(text) is not None
     first = value[0] if isinstance(value, list) and value else value
     return (
@@ -237,7 +246,7 @@ def _looks_like_a_call(text: str, tools: Collection[str]) -> bool:
 
 
 def _json(text: str) -> tuple[object, int]:
-    """(value, 1 if closing brackets had to be added). Raises Unreadable."""
+    """Return the value, and 1 if closing brackets were added, else 0. Raises ParseError."""
     try:
         return json.loads(text), 0
     except (ValueError, RecursionError) as error:
@@ -245,11 +254,11 @@ def _json(text: str) -> tuple[object, int]:
     try:
         return json.loads(text + _missing_brackets(text)), 1
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"no JSON: {error if isinstance(error, Unreadable) else problem}") from error
+        raise ParseError(f"no JSON: {error if isinstance(error, ParseError) else problem}") from error
 
 
 def _missing_brackets(text: str) -> str:
-    """What would close the brackets that are open at the text's end. Raises Unreadable where that would be a guess."""
+    """Return the brackets that close the text. Raises ParseError if the completion is ambiguous."""
     open_brackets: list[str] = []
     in_string = escaped = False
     for character in text:
@@ -262,7 +271,7 @@ def _missing_brackets(text: str) -> str:
         elif open_brackets and character == open_brackets[-1]:
             open_brackets.pop()
     if in_string or text[-1:].isdigit():
-        raise Unreadable(f"it ends inside a {'string' if in_string else 'number'}")
-    if not 1 <= len(open_brackets) <= MAX_MENDED:
-        raise Unreadable(f"{len(open_brackets)} brackets are open")
+        raise ParseError(f"it ends inside a {'string' if in_string else 'number'}")
+    if not 1 <= len(open_brackets) <= MAX_ADDED_BRACKETS:
+        raise ParseError(f"{len(open_brackets)} brackets are open")
     return "".join(reversed(open_brackets))

@@ -1,12 +1,12 @@
-"""toy_retail, our own small service domain: eight tools over a JSON database, a written policy, scripted customers, tau2's way of grading.
+"""toy_retail, a small service domain: eight tools over a JSON database, a written policy, scripted users and tau2's grading.
 
-A folder holds the domain (datasets/toy_retail, or another of the same form):
+A folder contains the domain (datasets/toy_retail, or another folder of the same form):
 
     db.json       {"orders": {id: {...}}, "products": {name: {...}}, "customers": {id: {...}}}
-    policy.md     what the agent must and must not do; the tools do not enforce it
-    tasks.json    rows: id, split, instruction, scripts (ways of saying it, lines each), actions (gold), communicate (facts)
+    policy.md     the rules for the agent, which the tools do not enforce
+    tasks.json    rows: id, split, instruction, scripts (variants, each a list of lines), actions (gold), communicate (facts)
 
-An episode is worth 1 when the customer ended it, the database is what the gold actions make of it, and every fact was told.
+The reward is 1 if the database equals the result of the gold actions and the agent communicated every fact; otherwise it is 0.
 """
 
 from __future__ import annotations
@@ -24,13 +24,20 @@ from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.episodes import EnvSpec
 from src.envs.message_env import ResetResult
-from src.envs.service.domain import Grade, Reaction, ServiceEnv
+from src.envs.service.service_env import ActionResult, Grade, ServiceEnv
 from src.envs.service.tool_calls import ToolCall
-from src.envs.service.user_simulator import STOP, Customer, Model, ModelCustomer, ScriptedCustomer, ends
+from src.envs.service.user_simulator import (
+    STOP,
+    ModelUserSimulator,
+    ScriptedUserSimulator,
+    UserModel,
+    UserSimulator,
+    ends,
+)
 from src.policy.chat import Message
 
 NAME = "toy_retail"
-INSTRUCTIONS = (  # of a customer whom a model plays
+INSTRUCTIONS = (  # for a model that plays the user
     "You are a customer of a shop and talk to its service agent. {}\n"
     "Say one short thing at a time and only what is asked or needed. Once you have what you want, or the agent says that it is not "
     f"possible, answer {STOP} and nothing else."
@@ -41,20 +48,20 @@ Database = dict[str, dict[str, dict[str, Any]]]  # table -> key -> record
 
 
 class ToolError(ValueError):
-    """A call that failed; the agent is told why."""
+    """A call failed. The agent sees the message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tool:
     name: str
     description: str
-    parameters: Sequence[str]  # all of them strings, all of them needed
-    run: Callable[..., Mapping[str, object]]  # (database, **arguments) -> what the agent reads
+    parameters: Sequence[str]  # all are required strings
+    run: Callable[..., Mapping[str, object]]  # (database, **arguments) -> the result that the agent sees
     writes: bool = False
 
     @property
     def schema(self) -> dict[str, object]:
-        """As OpenAI writes it."""
+        """The tool in OpenAI's format."""
         properties = {name: {"type": "string"} for name in self.parameters}
         parameters = {"type": "object", "properties": properties, "required": list(self.parameters)}
         return {
@@ -162,7 +169,7 @@ TOOLS = {
 
 
 def call(database: Database, name: str, arguments: Mapping[str, object]) -> Mapping[str, object]:
-    """What a tool answers; it may change `database`. Raises ToolError."""
+    """Execute a tool, which may change `database`, and return its result. Raises ToolError."""
     if name not in TOOLS:
         raise ToolError(f"there is no tool {name}")
     tool = TOOLS[name]
@@ -178,34 +185,34 @@ def content_hash(database: Database) -> str:
 
 
 def after_gold(database: Database, row: Mapping[str, Any]) -> Database:
-    """A copy of the database that the row's gold actions have been made on. Raises ToolError for actions that are no gold."""
+    """Return a copy of the database after the row's gold actions. Raises ToolError if an action fails."""
     replayed = copy.deepcopy(database)
     for action in row["actions"]:
         call(replayed, action["name"], action["arguments"])
     return replayed
 
 
-def tells(said: Sequence[str], fact: str) -> bool:
-    """Whether one of the agent's messages holds the fact: as tau2 compares, in any case and without commas."""
-    return any(fact.lower() in text.lower().replace(",", "") for text in said)
+def communicates(messages: Sequence[str], fact: str) -> bool:
+    """Return whether a message contains the fact. As in tau2, the comparison ignores case and commas."""
+    return any(fact.lower() in text.lower().replace(",", "") for text in messages)
 
 
 class ToyRetailEpisode:
     """Implements `ServiceEpisode`."""
 
     def __init__(
-        self, row: Mapping[str, Any], *, database: Database, policy: str, customer: Customer
+        self, row: Mapping[str, Any], *, database: Database, policy: str, user: UserSimulator
     ) -> None:
         self._row = row
         self._policy = policy
-        self._customer = customer
+        self._user = user
         self._before = database
         self._database = copy.deepcopy(database)
         self._conversation: list[Message] = []
         self._has_written = False
 
     async def start(self) -> ResetResult:
-        request = await self._customer_says()
+        request = await self._user_message()
         messages: list[Message] = [
             {"role": "system", "content": self._policy},
             {"role": "user", "content": request},
@@ -214,21 +221,23 @@ class ToyRetailEpisode:
             messages=messages, tools=[tool.schema for tool in TOOLS.values()], use_native_tool_calling=True
         )
 
-    async def step(self, content: str, calls: Sequence[ToolCall]) -> Reaction:
+    async def step(self, content: str, calls: Sequence[ToolCall]) -> ActionResult:
         if calls:
-            results = [self._call(one) for one in calls]
+            results = [self._call(tool_call) for tool_call in calls]
             messages = [{"role": "tool", "content": result} for result, _ in results]
-            return Reaction(messages=messages, num_errors=sum(failed for _, failed in results))
+            return ActionResult(messages=messages, num_errors=sum(failed for _, failed in results))
         self._conversation.append({"role": "assistant", "content": content})
         if STOP in content:
-            return Reaction(is_done=True)
-        said = await self._customer_says()
-        return Reaction(messages=[{"role": "user", "content": said}], is_done=ends(said))
+            return ActionResult(is_done=True)
+        reply = await self._user_message()
+        return ActionResult(messages=[{"role": "user", "content": reply}], is_done=ends(reply))
 
     async def grade(self) -> Grade:
-        said = [str(message["content"]) for message in self._conversation if message["role"] == "assistant"]
+        answers = [
+            str(message["content"]) for message in self._conversation if message["role"] == "assistant"
+        ]
         database = float(content_hash(self._database) == content_hash(after_gold(self._before, self._row)))
-        communicate = float(all(tells(said, fact) for fact in self._row["communicate"]))
+        communicate = float(all(communicates(answers, fact) for fact in self._row["communicate"]))
         metrics = {
             "reward_db": database,
             "reward_communicate": communicate,
@@ -239,51 +248,49 @@ class ToyRetailEpisode:
     async def close(self) -> None:
         pass
 
-    async def _customer_says(self) -> str:
-        said = await self._customer.reply(self._conversation)
-        self._conversation.append({"role": "user", "content": said})
-        return said
+    async def _user_message(self) -> str:
+        text = await self._user.reply(self._conversation)
+        self._conversation.append({"role": "user", "content": text})
+        return text
 
-    def _call(self, one: ToolCall) -> tuple[str, bool]:
-        """(what the agent reads, whether the call failed)"""
+    def _call(self, tool_call: ToolCall) -> tuple[str, bool]:
+        """Return the text that the agent sees, and whether the call failed."""
         try:
-            result = call(self._database, one.name, one.arguments)
+            result = call(self._database, tool_call.name, tool_call.arguments)
         except ToolError as error:
             return f"Error: {error}", True
-        self._has_written |= TOOLS[one.name].writes
+        self._has_written |= TOOLS[tool_call.name].writes
         return json.dumps(result), False
 
 
-def scripted(row: Mapping[str, Any], seed: int) -> Customer:
-    """The customer of a task who puts it in one of its ways."""
-    return ScriptedCustomer(random.Random(seed).choice(row["scripts"]))
+def scripted(row: Mapping[str, Any], seed: int) -> UserSimulator:
+    """Return a user that follows one of the task's scripts, drawn with the seed."""
+    return ScriptedUserSimulator(random.Random(seed).choice(row["scripts"]))
 
 
-def played_by(model: Model) -> Callable[[Mapping[str, Any], int], Customer]:
-    """Customers that a model plays, each by its task's instruction."""
-    return lambda row, seed: ModelCustomer(model, INSTRUCTIONS.format(row["instruction"]), seed=seed)
+def played_by(model: UserModel) -> Callable[[Mapping[str, Any], int], UserSimulator]:
+    """Return the factory of users that a model plays, each with the instruction of its task."""
+    return lambda row, seed: ModelUserSimulator(model, INSTRUCTIONS.format(row["instruction"]), seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shop:
-    """What a folder of the domain holds."""
+    """The contents of a domain folder."""
 
     folder: Path
     database: Database
     policy: str
     rows: Sequence[Mapping[str, Any]]
 
-    def domain(self, customer: Callable[[Mapping[str, Any], int], Customer] = scripted) -> EnvSpec:
+    def domain(self, make_user: Callable[[Mapping[str, Any], int], UserSimulator] = scripted) -> EnvSpec:
         return EnvSpec(
             tasks=self._tasks("train"),
             held_out=self._tasks("test"),
-            make=lambda task, seed: self._env(task, customer(task.row, seed)),
+            make=lambda task, seed: self._env(task, make_user(task.row, seed)),
         )
 
-    def _env(self, task: Task, customer: Customer) -> ServiceEnv:
-        return ServiceEnv(
-            ToyRetailEpisode(task.row, database=self.database, policy=self.policy, customer=customer)
-        )
+    def _env(self, task: Task, user: UserSimulator) -> ServiceEnv:
+        return ServiceEnv(ToyRetailEpisode(task.row, database=self.database, policy=self.policy, user=user))
 
     def _tasks(self, split: str) -> list[Task]:
         path, chosen = self.folder / "tasks.json", [row for row in self.rows if row["split"] == split]
@@ -294,14 +301,14 @@ class Shop:
 
 
 def read_shop(folder: Path) -> Shop:
-    """ConfigError where a file is missing, or a task's gold actions cannot be made."""
+    """Read a domain folder. Raises ConfigError if a file is missing or a gold action fails."""
     try:
         database: Database = json.loads((folder / "db.json").read_text())
         policy = (folder / "policy.md").read_text().strip()
         rows = json.loads((folder / "tasks.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder} holds no {NAME} domain ({error}); give tasks_dir=FOLDER with db.json, policy.md, tasks.json"
+            f"{folder} contains no {NAME} domain ({error}); give tasks_dir=FOLDER with db.json, policy.md, tasks.json"
         ) from error
     for row in rows:
         try:

@@ -1,7 +1,8 @@
-"""Who the agent serves: a customer with a script, or one that a model plays, behind an OpenAI-compatible endpoint or sampled by Tinker.
+"""User simulators: the other side of the conversation of a service agent.
 
-A customer is fixed through a run: nothing trains the model, and its seeds depend on the task, the sample and how much has been said. Its
-words are observations and train nothing.
+A user simulator follows a script, or is played by a language model behind an OpenAI-compatible or a Tinker endpoint. The model is not
+trained, and its seeds depend only on the task, the group member and the length of the conversation, so that a simulator behaves the same
+throughout a run. Its messages are observations of the agent and contribute no training tokens.
 """
 
 from __future__ import annotations
@@ -17,84 +18,85 @@ from src.envs.message_env import turn_seed
 from src.policy.backend import BackendSettings, connect
 from src.policy.chat import Chat, Message
 from src.policy.openai_client import ChatEndpoint
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import Policy, SampleRequest
 
 STOP = "###STOP###"
 TRANSFER = "###TRANSFER###"
 OUT_OF_SCOPE = "###OUT-OF-SCOPE###"
-ENDINGS = (STOP, TRANSFER, OUT_OF_SCOPE)  # any of them in what a customer says ends the conversation
-MAX_TOKENS = 512  # of what a model says at once
-MAX_TRIES = 3  # to make a model say anything
-GREETING: Sequence[Message] = (
-    {"role": "assistant", "content": "Hi! How can I help you today?"},
-)  # to a customer who is to begin
+END_MARKERS = (STOP, TRANSFER, OUT_OF_SCOPE)  # each ends the conversation if the user simulator says it
+MAX_TOKENS = 512  # per message of a model
+MAX_TRIES = 3  # to get a message that is not empty
+# Shown to a simulator that has to speak first.
+GREETING: Sequence[Message] = ({"role": "assistant", "content": "Hi! How can I help you today?"},)
 
 Tools = Sequence[Mapping[str, object]]  # OpenAI schemas
 
 
-class Customer(Protocol):
-    """One customer in one conversation."""
+class UserSimulator(Protocol):
+    """The user in one conversation."""
 
     async def reply(self, conversation: Sequence[Message]) -> str:
-        """What the customer says next. The conversation is the agent's view without calls and their results: the agent's words are
-        `assistant`, the customer's own are `user`; it is empty where the customer begins.
+        """Return the user's next message.
 
-        A customer with tools of its own calls them as agents do, in the text; calls and results are then in the conversation."""
+        `conversation` holds the agent's messages as `assistant` and the user's as `user`, without the agent's tool calls and their
+        results. It is empty if the user speaks first. A user with tools of its own writes its calls into the message, as an agent does;
+        `conversation` contains these calls and their results.
+        """
         ...
 
 
 def ends(text: str) -> bool:
-    return any(ending in text for ending in ENDINGS)
+    """Return whether a message of the user ends the conversation."""
+    return any(marker in text for marker in END_MARKERS)
 
 
-class ScriptedCustomer:
-    """Says its lines one after the other, whatever it hears, and then goodbye."""
+class ScriptedUserSimulator:
+    """Says its lines in order, whatever the agent answers, and then ends the conversation."""
 
     def __init__(self, lines: Sequence[str], *, goodbye: str = "Thanks.") -> None:
         self._lines = lines
         self._goodbye = goodbye
 
     async def reply(self, conversation: Sequence[Message]) -> str:
-        said = sum(message["role"] == "user" for message in conversation)
-        return self._lines[said] if said < len(self._lines) else f"{self._goodbye} {STOP}"
+        num_said = sum(message["role"] == "user" for message in conversation)
+        return self._lines[num_said] if num_said < len(self._lines) else f"{self._goodbye} {STOP}"
 
 
-class Model(Protocol):
-    """What plays customers. Frozen: the same seed says the same."""
+class UserModel(Protocol):
+    """A language model with fixed weights that plays users. The same request and seed give the same message."""
 
     async def say(self, messages: Sequence[Message], *, tools: Tools, seed: int) -> str:
-        """The next message of the assistant, which the customer is to its own model. BackendError when it cannot be asked."""
+        """Return the next `assistant` message. Raises BackendError if the model gives no answer."""
         ...
 
     async def close(self) -> None: ...
 
 
-class ModelCustomer:
-    """A customer that a model plays by written instructions."""
+class ModelUserSimulator:
+    """A user that a language model plays according to `instructions`."""
 
-    def __init__(self, model: Model, instructions: str, *, seed: int, tools: Tools = ()) -> None:
+    def __init__(self, model: UserModel, instructions: str, *, seed: int, tools: Tools = ()) -> None:
         self._model = model
         self._instructions: Message = {"role": "system", "content": instructions}
         self._seed = seed
         self._tools = tools
 
     async def reply(self, conversation: Sequence[Message]) -> str:
-        """SandboxError when it has nothing to say: that is not the agent's fault."""
+        """Raises SandboxError if every reply of the model is empty: an infrastructure failure, not the agent's."""
         messages = [
             self._instructions,
-            *(seen_from_the_other_side(message) for message in conversation or GREETING),
+            *(with_roles_swapped(message) for message in conversation or GREETING),
         ]
         for attempt in range(MAX_TRIES):
-            said = await self._model.say(
-                messages, tools=self._tools, seed=turn_seed(self._seed, len(messages) * MAX_TRIES + attempt)
-            )
-            if said.strip():
-                return said
-        raise SandboxError(f"the customer said nothing, {MAX_TRIES} times over")
+            seed = turn_seed(self._seed, len(messages) * MAX_TRIES + attempt)
+            text = await self._model.say(messages, tools=self._tools, seed=seed)
+            if text.strip():
+                return text
+        raise SandboxError(f"the user simulator's model gave an empty reply {MAX_TRIES} times")
 
 
-class EndpointModel:
-    """A model behind an endpoint, our own server's chat route for one."""
+class EndpointUserModel:
+    """A model behind an OpenAI-compatible endpoint."""
 
     def __init__(self, endpoint: ChatEndpoint, *, temperature: float) -> None:
         self._endpoint = endpoint
@@ -102,7 +104,7 @@ class EndpointModel:
 
     async def say(self, messages: Sequence[Message], *, tools: Tools, seed: int) -> str:
         reply = await self._endpoint.reply(
-            [with_arguments_as_text(message) for message in messages],
+            [with_json_arguments(message) for message in messages],
             temperature=self._temperature,
             seed=seed,
             max_tokens=MAX_TOKENS,
@@ -118,8 +120,8 @@ class EndpointModel:
         await self._endpoint.close()
 
 
-class TinkerModel:
-    """A frozen sampling client: a base model or a checkpoint. It connects when it is first asked, and anew after a loss."""
+class TinkerUserModel:
+    """A base model or a checkpoint behind a Tinker endpoint. It connects at the first request, and again after a failed request."""
 
     def __init__(
         self, settings: BackendSettings, sampler_path: str | None, chat: Chat, *, temperature: float
@@ -134,15 +136,15 @@ class TinkerModel:
 
     async def say(self, messages: Sequence[Message], *, tools: Tools, seed: int) -> str:
         chat, policy = self._chat, await self._connected()
-        prompt_ids = chat.render(messages, tools=tools)
+        request = SampleRequest(
+            prompt_ids=chat.render(messages, tools=tools),
+            max_tokens=MAX_TOKENS,
+            temperature=self._temperature,
+            seed=seed,
+            stop_token_ids=chat.stop_token_ids,
+        )
         try:
-            turn = await policy.sample(
-                prompt_ids,
-                max_tokens=MAX_TOKENS,
-                temperature=self._temperature,
-                seed=seed,
-                stop=chat.stop_token_ids,
-            )
+            turn = await policy.sample(request)
         except BackendError:
             await self._disconnect(policy)
             raise
@@ -165,20 +167,20 @@ class TinkerModel:
                 await self._connection.aclose()
 
 
-def seen_from_the_other_side(message: Message) -> Message:
-    """To the model that plays the customer, the agent is the user."""
-    other = {"assistant": "user", "user": "assistant"}
-    return {**message, "role": other.get(str(message["role"]), message["role"])}
+def with_roles_swapped(message: Message) -> Message:
+    """Return the message from the user's point of view, where the user is `assistant` and the agent is `user`."""
+    swapped = {"assistant": "user", "user": "assistant"}
+    return {**message, "role": swapped.get(str(message["role"]), message["role"])}
 
 
-def with_arguments_as_text(message: Message) -> Message:
-    """OpenAI's format has a call's arguments as a JSON text, chat templates have them as an object."""
+def with_json_arguments(message: Message) -> Message:
+    """Return the message with the arguments of its tool calls as JSON text, which OpenAI's format requires. Chat templates take objects."""
     calls = message.get("tool_calls")
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         return message
-    return {**message, "tool_calls": [{**call, "function": _in_text(call["function"])} for call in calls]}
+    return {**message, "tool_calls": [{**call, "function": _as_json(call["function"])} for call in calls]}
 
 
-def _in_text(function: Mapping[str, object]) -> Mapping[str, object]:
+def _as_json(function: Mapping[str, object]) -> Mapping[str, object]:
     arguments = function["arguments"]
     return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}

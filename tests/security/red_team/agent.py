@@ -6,11 +6,10 @@ import base64
 import gzip
 import re
 import textwrap
-from collections.abc import Sequence
 
 from src.core.trajectory import StopReason, Turn
 from src.policy.chat import Chat
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import SampleRequest
 from tests.fakes.scripted_policy import answer
 
 LAST_MESSAGE = "<|im_start|>user\n"
@@ -28,7 +27,7 @@ def command_line(script: str) -> str:
     )
 
 
-class Agent(Policy):
+class Agent:
     """Plays one trial. `holes` is what the script reported, as pairs of an attack's name and a text."""
 
     def __init__(self, chat: Chat, script: str, *, end: str, last_command: str, patience_s: float) -> None:
@@ -41,24 +40,18 @@ class Agent(Policy):
         self._patience = patience_s / TICK_S
         self._replies = [answer(command_line(script), duration=TICK_S)]
 
-    async def sample(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None,
-        stop: list[int],
-    ) -> Turn:
+    async def sample(self, request: SampleRequest) -> Turn:
         text = self._chat.tokenizer.decode(
-            list(prompt_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            list(request.prompt_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         self._look(text.rsplit(LAST_MESSAGE, 1)[-1])
         ids = [*self._chat.tokenizer.encode(self._reply(), add_special_tokens=False), self._chat.turn_end_id]
-        assert len(ids) <= max_tokens or max_tokens == 1, f"the script takes {len(ids)} tokens"
-        completion = ids[:max_tokens]
+        assert len(ids) <= request.max_tokens or request.max_tokens == 1, (
+            f"the script takes {len(ids)} tokens"
+        )
+        completion = ids[: request.max_tokens]
         return Turn(
-            prompt_ids=list(prompt_ids),
+            prompt_ids=list(request.prompt_ids),
             completion_ids=completion,
             logprobs=[-0.5] * len(completion),
             stop_reason=StopReason.STOP if len(completion) == len(ids) else StopReason.LENGTH,

@@ -3,7 +3,7 @@ import tinker
 
 from src.core.errors import BackendError
 from src.core.trajectory import StopReason
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import SampleRequest, TinkerPolicy
 from tests.fakes.backend import Ready
 
 
@@ -29,12 +29,12 @@ class Broken:
         raise OSError("connection lost")
 
 
-async def sample(client, **changes):
-    options = {"max_tokens": 5, "temperature": 0.7, "seed": 3, "stop": [9]} | changes
-    return await Policy(client, version=4).sample([1, 2], **options)
+async def sample(client):
+    request = SampleRequest(prompt_ids=[1, 2], max_tokens=5, temperature=0.7, seed=3, stop_token_ids=[9])
+    return await TinkerPolicy(client, version=4).sample(request)
 
 
-async def test_a_turn_is_exactly_what_the_sampler_saw_and_returned():
+async def test_a_turn_holds_the_ids_and_logprobs_of_the_sampler():
     client = OneAnswer([7, 9], [-0.25, -1.0])
     turn = await sample(client)
     assert (turn.prompt_ids, turn.completion_ids, turn.logprobs) == ([1, 2], [7, 9], [-0.25, -1.0])
@@ -44,7 +44,7 @@ async def test_a_turn_is_exactly_what_the_sampler_saw_and_returned():
     assert (params.max_tokens, params.temperature, params.seed, params.stop) == (5, 0.7, 3, [9])
 
 
-async def test_a_cut_answer_is_kept_and_says_length():
+async def test_a_completion_cut_at_max_tokens_has_stop_reason_length():
     assert (await sample(OneAnswer([7], [-1.0], stop_reason="length"))).stop_reason is StopReason.LENGTH
 
 
@@ -54,13 +54,13 @@ async def test_missing_logprobs_are_an_error_not_zeros(logprobs):
         await sample(OneAnswer([7, 9], logprobs))
 
 
-async def test_a_foreign_error_is_attributed_to_the_backend():
+async def test_an_error_of_the_client_is_a_backend_error():
     with pytest.raises(BackendError, match="sampling: OSError: connection lost"):
         await sample(Broken())
 
 
 async def test_logprobs_leave_out_the_first_token():
-    policy = Policy(OneAnswer([], [], prompt_logprobs=[None, -1.0, -2.0]), version=0)
+    policy = TinkerPolicy(OneAnswer([], [], prompt_logprobs=[None, -1.0, -2.0]), version=0)
     assert await policy.logprobs([5, 6, 7]) == [-1.0, -2.0]
     with pytest.raises(BackendError, match="4 tokens came back with 2"):
         await policy.logprobs([5, 6, 7, 8])

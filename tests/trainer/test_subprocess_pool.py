@@ -13,9 +13,9 @@ import pytest
 from src.core.errors import ConfigError, SandboxError
 from src.envs.service import subprocess_pool
 from src.envs.service.subprocess_pool import (
-    Session,
     WorkerLost,
     WorkerPool,
+    WorkerSession,
     WorkerSettings,
     WorkerTimeout,
     worker_pool,
@@ -38,7 +38,7 @@ class Counter:
 
     def __init__(self, pool: WorkerPool, name: str) -> None:
         self.name = name
-        self.session: Session = pool.session(farewell={"op": "forget", "episode": name})
+        self.session: WorkerSession = pool.session(close_request={"op": "forget", "episode": name})
 
     async def ask(self, op: str, **arguments: object) -> dict:
         return dict(await self.session.ask({"op": op, "episode": self.name, **arguments}))
@@ -47,14 +47,14 @@ class Counter:
         return (await self.ask("add", n=n))["total"]
 
 
-async def test_episodes_share_a_worker_and_are_answered_each_for_itself():
+async def test_episodes_share_a_worker_and_get_their_own_replies():
     async with pool_of() as pool:
         one, two = Counter(pool, "one"), Counter(pool, "two")
         assert await asyncio.gather(one.add(1), two.add(10), one.add(2), two.add(20)) == [1, 10, 3, 30]
         assert len(pool.pids) == 1
 
 
-async def test_a_session_goes_to_the_worker_with_the_fewest_and_is_forgotten_when_it_closes():
+async def test_a_session_uses_the_least_loaded_worker_until_it_closes():
     async with pool_of(2) as pool:
         counters = [Counter(pool, str(number)) for number in range(4)]
         pids = [(await counter.ask("add", n=0, pid=True))["pid"] for counter in counters]
@@ -68,7 +68,7 @@ async def test_a_session_goes_to_the_worker_with_the_fewest_and_is_forgotten_whe
 
 
 @pytest.mark.parametrize("how", ["alarm", "die", "nonsense"])
-async def test_an_episode_goes_on_in_another_worker_as_if_nothing_had_happened(how: str, tmp_path: Path):
+async def test_an_episode_is_replayed_on_another_worker(how: str, tmp_path: Path):
     async with pool_of() as pool:
         one, bystander = Counter(pool, "one"), Counter(pool, "bystander")
         assert (await one.add(5), await bystander.add(7)) == (5, 7)
@@ -95,14 +95,12 @@ async def test_a_hung_worker_is_killed_by_the_parent_too(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [
-        ("alarm", WorkerTimeout, "a worker was still at work after 20 s"),
-        ("die", WorkerLost, "ended with status 3: MemoryError: out of it"),
-        ("nonsense", WorkerLost, "answered nonsense: b'INFO: not a reply"),
+        ("alarm", WorkerTimeout, "a worker did not answer within 20 s"),
+        ("die", WorkerLost, "exited with status 3: MemoryError: out of it"),
+        ("nonsense", WorkerLost, "sent an invalid reply: b'INFO: not a reply"),
     ],
 )
-async def test_a_request_that_costs_a_second_worker_is_a_failure_and_others_play_on(
-    how: str, error: type, message: str
-):
+async def test_a_request_that_loses_a_second_worker_fails_alone(how: str, error: type, message: str):
     async with pool_of() as pool:
         guilty, bystander = Counter(pool, "guilty"), Counter(pool, "bystander")
         await asyncio.gather(guilty.add(1), bystander.add(3))
@@ -151,22 +149,20 @@ async def test_a_cancelled_request_leaves_the_worker_to_the_others():
         assert await one.add(0) == 3
 
 
-async def test_a_request_that_a_worker_cannot_do_is_its_episodes_failure_alone():
+async def test_an_operation_error_fails_only_its_episode():
     async with pool_of() as pool:
         counter = Counter(pool, "one")
-        with pytest.raises(SandboxError, match="could not fly: ValueError: no such thing as fly"):
+        with pytest.raises(SandboxError, match="operation fly failed: ValueError: no such thing as fly"):
             await counter.ask("fly")
         assert await counter.add(1) == 1
 
 
-async def test_what_is_answered_differently_the_second_time_is_a_failure():
+async def test_a_different_reply_in_a_replay_is_a_failure():
     async with pool_of() as pool:
         counter = Counter(pool, "one")
         await counter.ask("add", n=1, pid=True)
         os.kill(pool.pids[0], signal.SIGKILL)
-        with pytest.raises(
-            SandboxError, match="cannot go on in another worker: add was answered differently"
-        ):
+        with pytest.raises(SandboxError, match="cannot continue on another worker: the reply to add differs"):
             await counter.add(1)
             await counter.add(1)
 

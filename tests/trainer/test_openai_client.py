@@ -15,6 +15,7 @@ from src.policy.openai_client import (
     connect_endpoint,
     endpoint_chat,
 )
+from src.policy.sampling_policy import SampleRequest
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "grüß \x03Gott\n"}]
 
@@ -45,14 +46,16 @@ def test_text_comes_back_as_it_was(text):
     assert len(ids) == math.ceil(len(text.encode()) / 4)
 
 
-async def test_a_conversation_grows_by_the_answers_and_reaches_the_endpoint_as_messages():
+async def test_a_conversation_reaches_the_endpoint_as_messages():
     chat, asked = endpoint_chat(), []
 
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append(json.loads(request.content))
         return reply("sure \x02thing")
 
-    first = await policy(answer).sample(chat.render(MESSAGES), max_tokens=9, temperature=0.5, seed=3, stop=[])
+    first = await policy(answer).sample(
+        SampleRequest(prompt_ids=chat.render(MESSAGES), max_tokens=9, temperature=0.5, seed=3)
+    )
     assert asked[0] == {
         **{"model": "big", "max_tokens": 9, "temperature": 0.5, "seed": 3},
         "messages": [MESSAGES[0], {"role": "user", "content": "grüß Gott\n"}],
@@ -63,17 +66,17 @@ async def test_a_conversation_grows_by_the_answers_and_reaches_the_endpoint_as_m
     )
     again = chat.extend(first.prompt_ids, first.completion_ids, [{"role": "user", "content": "go on"}])
     assert again[: len(first.prompt_ids)] == first.prompt_ids
-    await policy(answer).sample(again, max_tokens=9, temperature=0.5, seed=3, stop=[])
+    await policy(answer).sample(SampleRequest(prompt_ids=again, max_tokens=9, temperature=0.5, seed=3))
     assert asked[1]["messages"][2:] == [
         {"role": "assistant", "content": "sure thing"},
         {"role": "user", "content": "go on"},
     ]
 
 
-async def test_an_answer_that_was_cut_says_so_and_the_conversation_goes_on():
+async def test_a_cut_answer_is_reported_and_can_be_extended():
     chat = endpoint_chat()
     turn = await policy(lambda _: reply("half", "length")).sample(
-        chat.render(MESSAGES), max_tokens=1, temperature=1, seed=1, stop=[]
+        SampleRequest(prompt_ids=chat.render(MESSAGES), max_tokens=1, temperature=1, seed=1)
     )
     assert (turn.stop_reason, chat.decode(turn.completion_ids)) == (StopReason.LENGTH, "half")
     messages = MessageCodec().messages(
@@ -82,22 +85,22 @@ async def test_an_answer_that_was_cut_says_so_and_the_conversation_goes_on():
     assert [message["content"] for message in messages[2:]] == ["half", "x"]
 
 
-async def test_an_answer_of_nothing_is_an_empty_one():
+async def test_a_reply_without_content_is_an_empty_completion():
     turn = await policy(lambda _: reply(None)).sample(
-        endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1, stop=[]
+        SampleRequest(prompt_ids=endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1)
     )
     assert endpoint_chat().decode(turn.completion_ids) == ""
 
 
-async def test_an_endpoint_that_fails_is_a_failure_of_the_back_end_and_never_trains():
+async def test_a_failing_endpoint_is_a_failure_of_the_backend():
     failing = policy(lambda _: httpx.Response(500, json={"error": {"message": "out of order"}}))
     with pytest.raises(BackendError, match="asking big: InternalServerError"):
-        await failing.sample(endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1, stop=[])
-    with pytest.raises(BackendError, match="it can be evaluated, not trained"):
-        await failing.logprobs([1, 2])
+        await failing.sample(
+            SampleRequest(prompt_ids=endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1)
+        )
 
 
-async def test_nobody_at_the_address_is_one_line():
+async def test_an_unreachable_endpoint_is_reported_in_one_line():
     with pytest.raises(
         BackendError,
         match=r"no OpenAI-compatible server answers at http://127.0.0.1:9/v1 \(APIConnectionError\)",
@@ -106,7 +109,7 @@ async def test_nobody_at_the_address_is_one_line():
             pass
 
 
-async def test_an_endpoint_is_asked_with_tools_and_says_what_its_answer_took():
+async def test_an_endpoint_gets_tools_and_reports_token_counts():
     tool = {
         "type": "function",
         "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},

@@ -7,9 +7,9 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
+import chz
 import pytest
 
 from src.cli.command_line import parse, parse_as
@@ -17,10 +17,11 @@ from src.core.errors import ConfigError
 from src.core.trajectory import Task, Trajectory
 from src.envs.base import TaskSource
 from src.envs.registry import open_task_source
-from src.envs.service.task_files import Definition, Row, read_rows, without_nulls
+from src.envs.service.task_files import Row, TaskDefinition, read_rows, without_nulls
 from src.envs.service.toy_retail import FOLDER
 from src.evaluate.config import EvaluateConfig
-from src.rollouts.pipeline import ScheduleSettings, schedule
+from src.rollouts.options import ScheduleSettings
+from src.rollouts.pipeline import schedule
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
@@ -99,11 +100,11 @@ def test_a_row_is_a_task_of_its_own_or_names_one(tmp_path: Path):
         Row(
             domain="retail",
             task="8",
-            definition=Definition(instruction="You want it.", actions=[gold], facts=["12"]),
+            definition=TaskDefinition(instruction="You want it.", actions=[gold], facts=["12"]),
         ),
     ]
     assert (
-        found[3].definition == Definition(instruction="You want it.", actions=[], facts=[])
+        found[3].definition == TaskDefinition(instruction="You want it.", actions=[], facts=[])
         and len(found[3].task) == 12
     )
     assert found[4].definition is not None and found[4].definition.actions == [gold]
@@ -136,11 +137,11 @@ async def test_rows_of_two_domains_are_played_each_by_its_own(tmp_path: Path, ho
         FakePolicy(byte_chat(), ['<tool_call>{"name": "save", "arguments": {}}</tool_call>', "Saved."])
     )
     assert isinstance(found, Trajectory) and found.reward == 1.0
-    assert found.conversation[2]["content"] == "keep it"  # the row's instruction is the customer's scenario
+    assert found.conversation[2]["content"] == "keep it"  # the row's instruction is the user's scenario
     await source.close()
 
 
-def test_data_beside_a_domain_adds_to_it_and_takes_the_place_of_its_held_out_tasks(tmp_path: Path):
+def test_files_add_training_tasks_and_replace_held_out_tasks(tmp_path: Path):
     mine = written(tmp_path / "mine.jsonl", row("toy_retail", "mine", instruction="Hello.", actions=[]))
     source = opened(
         "environment_kwargs=domain=toy_retail", f"train_data={mine}", "test_data=held=toy_retail:test"
@@ -164,21 +165,19 @@ def test_an_evaluation_plays_what_it_is_given_and_nothing_else():
 def test_a_partial_grading_is_that_of_the_benchmarks_tasks_alone(home: Path):
     source = opened("environment_kwargs=domain=retail+toy_retail,grading=env,workers=1", f"tau2_home={home}")
     assert {(task.domain, task.grading) for task in source.train} == {("retail", "env"), ("toy_retail", "")}
-    assert {task.gold_writes for task in source.train if task.domain == "toy_retail"} == {True, False}
+    assert {task.has_writes for task in source.train if task.domain == "toy_retail"} == {True, False}
 
 
-def test_training_and_held_out_tasks_are_disjoint_by_domain_and_task_or_the_run_does_not_start(
-    tmp_path: Path, home: Path
-):
+def test_a_task_in_both_training_and_test_data_is_rejected(tmp_path: Path, home: Path):
     again = written(tmp_path / "again.jsonl", row("retail", "save-train"))
     with pytest.raises(
         ConfigError,
-        match="held-out tasks are trained on: retail/save-train; leave them out of train_data or of test_data",
+        match="held-out tasks are also training tasks: retail/save-train; remove them from train_data or test_data",
     ):
         opened("environment_kwargs=domain=retail,workers=1", f"test_data=other={again}", f"tau2_home={home}")
 
 
-def test_an_action_of_a_table_has_no_argument_that_others_brought_into_its_columns():
+def test_null_columns_of_a_table_are_not_arguments():
     table = {
         "extra_info": {
             "task_id": None,
@@ -206,13 +205,16 @@ def test_a_parquet_table_has_the_same_rows(tmp_path: Path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"domain": "retail"}], "row 1: has no extra_info"),
-        ([{"extra_info": {"task_id": 1}}], "row 1: names no domain; give extra_info.domain or data_source"),
-        ([row("retail", "1"), row("retail")], "row 2: names no task"),
-        ([row("retail", "1", instruction="x", actions=[1])], "row 1: its actions are not a list of objects"),
+        ([{"domain": "retail"}], "row 1: the row has no extra_info"),
+        (
+            [{"extra_info": {"task_id": 1}}],
+            "row 1: the row names no domain; give extra_info.domain or data_source",
+        ),
+        ([row("retail", "1"), row("retail")], "row 2: the row names no task"),
+        ([row("retail", "1", instruction="x", actions=[1])], "row 1: the actions are not a list of objects"),
         (
             [row("healthcare", "1")],
-            "train_data or test_data: domain=healthcare is none of toy_retail, retail",
+            "train_data or test_data: domain=healthcare is not one of toy_retail, retail",
         ),
         ([row("toy_retail", "nowhere")], "toy_retail has no task nowhere"),
         (
@@ -222,7 +224,7 @@ def test_a_parquet_table_has_the_same_rows(tmp_path: Path):
         ([row("toy_retail", "cancel-train-1")] * 2, "two tasks are called cancel-train-1"),
     ],
 )
-def test_what_is_no_row_is_refused_in_a_line(tmp_path: Path, rows: list[dict[str, object]], message: str):
+def test_invalid_rows_are_rejected_with_one_line(tmp_path: Path, rows: list[dict[str, object]], message: str):
     with pytest.raises(ConfigError, match=message):
         opened(f"train_data={written(tmp_path / 'rows.jsonl', *rows)}")
 
@@ -230,17 +232,17 @@ def test_what_is_no_row_is_refused_in_a_line(tmp_path: Path, rows: list[dict[str
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["train_data=rows.csv"], "rows.csv is neither .jsonl nor .parquet"),
+        (["train_data=rows.csv"], "rows.csv is neither a .jsonl nor a .parquet file"),
         (["train_data=nowhere.jsonl"], "nowhere.jsonl cannot be read as JSON lines"),
-        (["test_data=toy_retail:dev"], "toy_retail has no split dev; it has train and test"),
+        (["test_data=toy_retail:dev"], "toy_retail has no split dev; its splits are train and test"),
         (
             ["env=harbor", "tasks_dir=.", "train_data=a.jsonl", "enable_summarize=false"],
             "train_data is for env=tau_bench, not env=harbor",
         ),
         (["domain_mixture=retail=0"], "domain_mixture retail needs a number above 0, not '0'"),
         (
-            ["domain_mixture=retail=1", "task_sampling=signal"],
-            "domain_mixture decides what each batch plays; drop task_sampling=signal",
+            ["domain_mixture=retail=1", "task_sampling=thompson"],
+            "domain_mixture decides what each batch holds; remove task_sampling=thompson",
         ),
     ],
 )
@@ -260,7 +262,7 @@ def tasks(**numbers: int) -> list[Task]:
 def test_a_mixture_gives_each_domain_its_share_of_every_batch():
     pool = tasks(airline=4, retail=16)
     settings = ScheduleSettings(
-        batch_size=4, n_epochs=4, max_steps=None, seed=0, domain_shares={"airline": 0.5, "retail": 0.5}
+        batch_size=4, n_epochs=4, max_steps=None, seed=0, domain_mixture=["airline=1", "retail=1"]
     )
     plan = schedule(pool, settings)
     assert len(plan) == 20 and [batch.epoch for batch in plan[::5]] == [0, 1, 2, 3]
@@ -274,14 +276,14 @@ def test_a_mixture_gives_each_domain_its_share_of_every_batch():
     assert len({tuple(airlines[at : at + 4]) for at in range(0, 40, 4)}) > 5, (
         "each round has an order of its own"
     )
-    assert schedule(pool, replace(settings, seed=1)) != plan
-    assert schedule(pool, replace(settings, max_steps=3)) == plan[:3]
-    assert schedule(pool, replace(settings, batch_size=8))  # all airlines in every batch
+    assert schedule(pool, chz.replace(settings, seed=1)) != plan
+    assert schedule(pool, chz.replace(settings, max_steps=3)) == plan[:3]
+    assert schedule(pool, chz.replace(settings, batch_size=8))  # all airlines in every batch
 
 
 def test_shares_that_no_batch_can_have_are_exact_over_the_run():
     settings = ScheduleSettings(
-        batch_size=3, n_epochs=10, max_steps=None, seed=0, domain_shares={"airline": 0.25, "retail": 0.75}
+        batch_size=3, n_epochs=10, max_steps=None, seed=0, domain_mixture=["airline=1", "retail=3"]
     )
     plan = schedule(tasks(airline=4, retail=8), settings)
     assert Counter(task.domain for batch in plan for task in batch.tasks) == {"airline": 30, "retail": 90}
@@ -296,7 +298,7 @@ def test_shares_that_no_batch_can_have_are_exact_over_the_run():
 )
 def test_a_mixture_that_the_tasks_do_not_allow_is_refused(numbers: dict[str, int], message: str):
     settings = ScheduleSettings(
-        batch_size=4, n_epochs=1, max_steps=None, seed=0, domain_shares={"airline": 0.5, "retail": 0.5}
+        batch_size=4, n_epochs=1, max_steps=None, seed=0, domain_mixture=["airline=1", "retail=1"]
     )
     with pytest.raises(ConfigError, match=message):
         schedule(tasks(**numbers), settings)

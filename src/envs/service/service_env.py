@@ -1,0 +1,134 @@
+"""`ServiceEnv`: a service agent talks to a simulated user and calls tools until the conversation ends and is graded.
+
+`ServiceEnv` is the message environment of all service domains. It parses the agent's answers, counts errors and ends hopeless episodes.
+A `ServiceEpisode` supplies the rest: `ToyRetailEpisode` in this process, `Tau2Episode` in a worker process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from src.core.trajectory import StopReason
+from src.envs.message_env import MessageEnv, ResetResult, StepResult
+from src.envs.service.tool_calls import ToolCall, parse
+from src.policy.chat import Message
+
+# Unreadable answers, empty answers and failed calls that end an episode without a reward, as in tau2.
+MAX_ERRORS = 10
+MAX_REFUSALS = 30
+REFUSAL = "I am sorry, I cannot help with that."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActionResult:
+    """The effect of one answer of the agent."""
+
+    messages: Sequence[Message] = ()  # the results of the calls, or the reply of the user simulator
+    is_done: bool = False  # the agent or the user simulator ended the conversation
+    num_errors: int = 0  # calls that failed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grade:
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)  # e.g. reward_db, reward_communicate
+    stop_reason: StopReason | None = None  # set if a limit of the domain ended the episode
+
+
+class ServiceEpisode(Protocol):
+    """One attempt at one task of a domain, with its user simulator and its database."""
+
+    async def start(self) -> ResetResult:
+        """Return the domain's policy as system message, the messages before the agent's first turn, and the tools."""
+        ...
+
+    async def step(self, content: str, calls: Sequence[ToolCall]) -> ActionResult:
+        """Execute `calls`. If there are none, pass `content` to the user simulator; otherwise `content` is not delivered."""
+        ...
+
+    async def grade(self) -> Grade:
+        """Grade the conversation. Called once, after it has ended."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class ServiceEnv:
+    """Implements `MessageEnv`. As in tau2, an episode that a limit ends has the reward 0."""
+
+    def __init__(self, episode: ServiceEpisode, *, parallel_tool_calls: bool = False) -> None:
+        """Without `parallel_tool_calls`, only the first call of an answer is executed."""
+        self._episode = episode
+        self._parallel_tool_calls = parallel_tool_calls
+        self._tool_names: set[str] = set()
+        self._counts: Counter[str] = Counter()
+
+    async def start(self) -> ResetResult:
+        result = await self._episode.start()
+        self._tool_names = names_of(result.tools)
+        return result
+
+    async def step(self, answer: str) -> StepResult:
+        parsed = parse(answer, self._tool_names)
+        self._counts.update(parsed.counts)
+        if parsed.problem and not parsed.calls:
+            return self._unusable(f"Error: the call could not be read: {parsed.problem}", role="tool")
+        if not parsed.calls and not parsed.content:
+            return self._unusable("Error: the answer was empty.", role="user")
+        calls = parsed.calls if self._parallel_tool_calls else parsed.calls[:1]
+        result = await self._episode.step(parsed.content, calls)
+        self._counts.update(tool_calls=len(calls), tool_errors=result.num_errors)
+        if result.is_done:
+            grade = await self._episode.grade()
+            return StepResult(
+                messages=result.messages,
+                reward=grade.reward,
+                is_done=True,
+                stop_reason=grade.stop_reason,
+                metrics={**self._metrics(), **grade.metrics},
+            )
+        return StepResult(
+            messages=result.messages, is_done=self._has_too_many_errors(), metrics=self._metrics()
+        )
+
+    async def close(self) -> None:
+        await self._episode.close()
+
+    def _unusable(self, error: str, *, role: str) -> StepResult:
+        """Count an answer that reaches neither a tool nor the user simulator, and show `error` to the agent."""
+        self._counts.update(unusable_answers=1)
+        return StepResult(
+            messages=[{"role": role, "content": error}],
+            is_done=self._has_too_many_errors(),
+            metrics=self._metrics(),
+        )
+
+    def _has_too_many_errors(self) -> bool:
+        return self._counts["tool_errors"] + self._counts["unusable_answers"] >= MAX_ERRORS
+
+    def _metrics(self) -> dict[str, float]:
+        counts = {name: float(count) for name, count in self._counts.items()}
+        return counts | {"too_many_errors": float(self._has_too_many_errors())}
+
+
+def names_of(tools: Sequence[Mapping[str, object]]) -> set[str]:
+    """Return the function names of OpenAI tool schemas."""
+    return {str(function["name"]) for tool in tools if isinstance(function := tool["function"], Mapping)}
+
+
+async def do_nothing(env: MessageEnv) -> float:
+    """Return the reward of an agent that refuses every request, for at most `MAX_REFUSALS` turns: the no-op baseline of the task."""
+    reward = 0.0
+    try:
+        await env.start()
+        for _ in range(MAX_REFUSALS):
+            result = await env.step(REFUSAL)
+            reward += result.reward
+            if result.is_done:
+                break
+    finally:
+        await env.close()
+    return reward
