@@ -8,7 +8,7 @@ import chz
 
 from src.core.length_limits import LengthSettings
 from src.core.options import Options, SeedSettings, above, at_least, pairs, require
-from src.learning.advantages import Estimator
+from src.learning.advantages import Estimator, describe_estimators
 
 # The thresholds of the losses that clip, as absolute bounds of the ratio.
 CLIP_THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
@@ -117,8 +117,7 @@ class AdvantageSettings(StepWiseSettings, LengthSettings):
 
     advantage_estimator: Estimator = chz.field(
         default="grpo",
-        doc="grpo: (r - mean) / std of the group; dr_grpo: r - mean; rloo: r - mean of the others; "
-        "maxrl: (r - mean) / mean; reinforce++: whitened over the batch's tokens",
+        doc=describe_estimators(),
     )
     normalize_advantages_by_std: bool = chz.field(
         default=True,
