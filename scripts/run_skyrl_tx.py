@@ -49,7 +49,7 @@ QUICKSTART_OPTIONS = {
     "max_tokens": "160",
     "context_limit": "2048",
     "loss_fn": "importance_sampling",
-    "trial_timeout_sec": "120",
+    "trial_timeout_s": "120",
     "save_every": "100",
 }
 QUICKSTART_SERVER = (

@@ -20,9 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from src.cli.environment_variables import load_environment
 from src.core.process import exit_process
 from src.probe.__main__ import main
-from src.train import load_environment
 
 CHECKS = (
     "loss cross_entropy",

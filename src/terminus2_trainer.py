@@ -1,4 +1,9 @@
-"""Terminus2RLTrainer: the training loop, and only the loop."""
+"""The training loop. The name of the module and of its class are the user's.
+
+Each step is `collect -> prepare -> update -> report`: the batch's groups are rolled out, filtered and given advantages; their
+datums are made and the weights are updated; then the held-out tasks are evaluated, the metrics are logged and a checkpoint is
+saved, each if it is due. A checkpoint is saved last, so that it implies logged metrics.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +15,19 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from src.cli.console import Display
+from src.config import TrainerConfig
 from src.core.errors import BackendError, StorageError
 from src.core.event_loop import LagMeter
 from src.core.process import deadline
 from src.core.trajectory import TrajectoryGroup
 from src.envs.base import TaskSource
-from src.evaluate.evaluation import Evaluation, EvaluationSettings, evaluate
+from src.evaluate.evaluation import Evaluation, evaluate
 from src.learning.examples import Example, examples_of_batch
 from src.learning.filters import DropReason, keep_groups, zeroed_metrics
 from src.learning.learner import Learner
 from src.learning.metrics import group_metrics
-from src.learning.preparation import PreparationSettings, prepare, stream_datums, stream_metrics
+from src.learning.preparation import prepare, stream_datums, stream_metrics
+from src.loop.training_events import TrainingEvents
 from src.policy.backend import Backend
 from src.policy.sampling_policy import Policy, ReferenceModel
 from src.records import checkpoints
@@ -31,8 +37,8 @@ from src.records.journal import GroupKey
 from src.records.rollout_log import record_groups
 from src.records.rollout_store import FinishedRollouts
 from src.records.tracking import RunLog
-from src.rollouts.batch_collector import GroupSettings, StepGroups
-from src.rollouts.group_rollout import Rollouts
+from src.rollouts.batch_collector import BatchCollector
+from src.rollouts.group_rollout import RolloutPlan, Rollouts
 from src.rollouts.pipeline import Batch
 from src.rollouts.watchdog import Watchdog, WatchedPolicy, WatchedReference
 
@@ -40,23 +46,36 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoopSettings:
-    log_path: Path
-    export_path: Path | None  # None: nothing is dumped
-    save_every: int
-    eval_every: int
-    eval_before_train: bool
-    stop_timeout_sec: float
-    evaluation: EvaluationSettings
-    groups: GroupSettings
-    preparation: PreparationSettings
+class Collected:
+    """What one step learns from."""
+
+    batch: Batch
+    groups: Sequence[TrajectoryGroup]  # those that passed the filters
+    examples_P_G: Sequence[Sequence[Example]]  # of these groups
+    dropped: Counter[DropReason]  # why the other groups were left out
+    metrics: dict[str, float]
+
+    @property
+    def trained(self) -> list[GroupKey]:
+        """The groups with at least one example."""
+        pairs = zip(self.groups, self.examples_P_G, strict=True)
+        return [(group.step, group.task.id) for group, examples in pairs if examples]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completed[T]:
+    """The result of work that a stop of the run did not interrupt."""
+
+    value: T
+    is_stopped: bool  # whether the run was told to stop in the meantime
 
 
 class Terminus2RLTrainer:
-    """Plays batches, learns from them, evaluates and saves. `steps_done` is always what the weights on the server have seen."""
+    """Trains on batches, evaluates and saves. `steps_done` is the number of updates that the weights on the server have seen."""
 
     def __init__(
         self,
+        config: TrainerConfig,
         *,
         backend: Backend,
         watchdog: Watchdog,
@@ -65,11 +84,12 @@ class Terminus2RLTrainer:
         rollouts: Rollouts,
         finished: FinishedRollouts,
         run_log: RunLog,
-        display: Display,
-        settings: LoopSettings,
+        events: TrainingEvents,
+        log_path: Path,
         steps_done: int,
     ) -> None:
         self.steps_done = steps_done
+        self._config = config
         self._backend = backend
         self._watchdog = watchdog
         self._learner = learner
@@ -78,165 +98,170 @@ class Terminus2RLTrainer:
         self._finished = finished
         self._journal = finished.journal
         self._run_log = run_log
-        self._display = display
-        self._settings = settings
+        self._events = events
+        self._log_path = log_path
+        self._dump_folder = config.dump_folder(log_path)
         self._epoch = 0
-        self._is_in_doubt = False  # whether an update was sent to the server and its answer did not come
+        self._is_in_doubt = False  # an update was sent to the server, and its answer has not arrived
         self._gaps = LagMeter()
-        self._groups = StepGroups(
+        self._collector = BatchCollector(
+            config,
             source=source,
             rollouts=rollouts,
             finished=finished,
             watchdog=watchdog,
-            display=display,
-            settings=settings.groups,
+            events=events,
             steps_done=steps_done,
         )
-        self._saved_step = steps_done if steps_done else None  # a resumed run stands on its checkpoint
+        self._saved_step = steps_done or None  # a resumed run starts from a checkpoint
         self._first_evaluation: Evaluation | None = None
 
     async def train(self, batches: Sequence[Batch]) -> None:
-        """Every batch after `steps_done`. What was learned is saved on the way out, unless the weights or the files are in doubt."""
+        """Train on every batch after `steps_done`.
+
+        If the run is stopped or fails, the weights are saved, unless the state of the weights or of the files is unknown.
+        """
         try:
             policy = await self._policy()
-            reference = await self._reference() if self._settings.preparation.kl.kl_penalty_coef > 0 else None
-            if self.steps_done == 0 and self._settings.eval_before_train:
-                self._run_log.log(0, await self._evaluate(policy))
-                self._journal.evaluated(0)
-            elif self.steps_done and not self._journal.is_evaluated(self.steps_done):
-                if self._is_evaluation_due(
-                    num_batches=len(batches)
-                ):  # the run was interrupted in the middle of it
-                    self._run_log.amend(self.steps_done, await self._evaluate(policy))
-                    self._journal.evaluated(self.steps_done)
-                else:  # perhaps it was due then, by other options, and the line waits to be sent
-                    self._run_log.amend(self.steps_done, {})
-            async with self._gaps, self._groups.played(batches, policy):
+            reference = await self._reference() if self._config.kl_penalty_coef > 0 else None
+            await self._evaluate_start(policy, num_steps=len(batches))
+            async with self._gaps, self._collector.running(batches, policy):
                 for batch in batches[self.steps_done :]:
                     self._epoch = batch.epoch
-                    await self._batch(batch, reference, num_batches=len(batches))
+                    await self._step(batch, reference, num_steps=len(batches))
         except (BackendError, StorageError):
             raise
         except BaseException:
-            await _uninterrupted(self._save_on_the_way_out(final=self.steps_done == len(batches)))
+            await _run_to_its_end(self._save_after_failure(final=self.steps_done == len(batches)))
             raise
 
-    async def _batch(self, batch: Batch, reference: ReferenceModel | None, *, num_batches: int) -> None:
-        """One step, its evaluation where one is due, its line in the log, and only then its checkpoint: what a checkpoint stands for is
-        on disk already. The line is written even if the evaluation fails, and the journal says `evaluated` once it holds one."""
-        settings, last = self._settings, batch.step == num_batches
+    async def _evaluate_start(self, policy: Policy, *, num_steps: int) -> None:
+        """Evaluate the weights that the process starts from, if that is due and no earlier process has done it."""
+        step = self.steps_done
+        if step == 0:
+            if self._config.eval_before_train:
+                self._run_log.log(0, await self._evaluate(policy))
+                self._journal.evaluated(0)
+        elif not self._journal.is_evaluated(step):
+            if self._is_evaluation_due(num_steps=num_steps):  # an earlier process was interrupted during it
+                self._run_log.amend(step, await self._evaluate(policy))
+                self._journal.evaluated(step)
+            else:  # other options may have made it due, so that the line was held back
+                self._run_log.amend(step, {})
+
+    async def _step(self, batch: Batch, reference: ReferenceModel | None, *, num_steps: int) -> None:
         started = time.monotonic()
-        metrics = {
-            "progress/batch": float(batch.step),
-            "progress/epoch": float(batch.epoch),
-            "progress/done_frac": batch.step / num_batches,
-        }
-        evaluated = False
-        try:
-            await self._step(batch, reference, metrics)
-            self._display.step(f"step {batch.step}/{num_batches}", metrics)
+        collected = await self._collect(batch)
+        update = await _to_its_end(self._update(collected, reference))
+        metrics = collected.metrics | update.value
+        evaluation: dict[str, float] | None = None
+        try:  # the line of the step is written whatever happens to its evaluation
+            if update.is_stopped:
+                raise asyncio.CancelledError
+            self._events.step_finished(batch.step, num_steps=num_steps, metrics=metrics)
             policy = await self._policy()
-            self._groups.update_ended(policy)
-            if self._is_evaluation_due(num_batches=num_batches):
-                metrics |= await self._evaluate(policy)
-                evaluated = True
+            self._collector.update_ended(policy)
+            if self._is_evaluation_due(num_steps=num_steps):
+                evaluation = await self._evaluate(policy)
         finally:
-            if self.steps_done == batch.step:
-                is_whole = evaluated or not self._is_evaluation_due(num_batches=num_batches)
-                metrics |= {
-                    "time/total": time.monotonic() - started,
-                    "time/max_event_loop_gap_s": self._gaps.take(),
-                }
-                self._run_log.log(batch.step, metrics, is_whole=is_whole)
-        if evaluated:
-            self._journal.evaluated(batch.step)
-        if last or _due(batch.step, settings.save_every):
-            await _uninterrupted(self._save(final=last))
-
-    async def _step(self, batch: Batch, reference: ReferenceModel | None, metrics: dict[str, float]) -> None:
-        """Get the groups of one step and learn from them. What there is to say of it is added to `metrics`."""
-        settings = self._settings
-        played = time.monotonic()
-        gathered = await self._groups.gather(batch, self._streamer(batch))
-        kept, examples_P_G, dropped = self._examples(gathered.to_learn)
-        self._record(batch, gathered.played, examples_P_G)
-        if settings.export_path is not None:
-            await asyncio.to_thread(
-                dump_examples, settings.export_path, batch.step, gathered.played, self._source.text
+            metrics |= evaluation or {}
+            self._report(
+                batch, metrics, num_steps=num_steps, started=started, is_evaluated=evaluation is not None
             )
-        learned = time.monotonic()
-        metrics |= group_metrics(gathered.played, group_size=settings.groups.group_size) | gathered.metrics
-        metrics |= zeroed_metrics(gathered.played, settings.groups.filters)
-        metrics["time/rollouts"] = learned - played
-        metrics["throughput/sampled_tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / max(
-            1e-9, learned - played
-        )
-        trained = [
-            (group.step, group.task.id)
-            for group, examples in zip(kept, examples_P_G, strict=True)
-            if examples
-        ]
-        self._groups.update_begins()
-        await _uninterrupted(self._learn(batch, trained, examples_P_G, dropped, reference, metrics))
-        metrics["time/update"] = time.monotonic() - learned
+        if batch.step == num_steps or _is_due(batch.step, self._config.save_every):
+            await _run_to_its_end(self._save(final=batch.step == num_steps))
 
-    def _streamer(self, batch: Batch) -> Callable[[TrajectoryGroup], None]:
-        """What is done with each group as it comes: its gradient sets out at once, or nothing yet."""
-        settings, num_groups = self._settings.preparation, len(batch.tasks)
+    async def _collect(self, batch: Batch) -> Collected:
+        """Roll out the groups of one step, and give them advantages."""
+        config, started = self._config, time.monotonic()
+        collected = await self._collector.collect(batch, self._stream_of(batch))
+        kept, examples_P_G, dropped = self._examples(collected.to_learn)
+        self._record(batch, collected.played, examples_P_G)
+        if self._dump_folder is not None:
+            await asyncio.to_thread(
+                dump_examples, self._dump_folder, batch.step, collected.played, self._source.text
+            )
+        seconds = time.monotonic() - started
+        metrics = group_metrics(collected.played, group_size=config.group_size) | collected.metrics
+        metrics |= zeroed_metrics(collected.played, config) | {"time/rollouts": seconds}
+        sampled = metrics.get("tokens/sampled", 0.0)
+        metrics["throughput/sampled_tokens_per_s"] = sampled / max(1e-9, seconds)
+        return Collected(
+            batch=batch, groups=kept, examples_P_G=examples_P_G, dropped=dropped, metrics=metrics
+        )
+
+    def _stream_of(self, batch: Batch) -> Callable[[TrajectoryGroup], None]:
+        """Return what to do with each group as soon as it ends: with stream_groups, send its gradient on its way."""
+        if not self._config.stream_groups:
+            return lambda group: None
 
         def stream(group: TrajectoryGroup) -> None:
-            for examples in self._examples([group])[1]:
-                self._learner.add(
-                    stream_datums(examples, settings, version=self.steps_done, num_groups=num_groups)
+            _, examples_P_G, _ = self._examples([group])
+            for examples in examples_P_G:
+                datums = stream_datums(
+                    examples, self._config, version=self.steps_done, num_groups=len(batch.tasks)
                 )
+                self._learner.add(datums)
 
-        return stream if self._settings.groups.pipeline.stream_groups else lambda group: None
+        return stream
 
     def _examples(
         self, groups: Sequence[TrajectoryGroup]
     ) -> tuple[list[TrajectoryGroup], list[list[Example]], Counter[DropReason]]:
-        """The groups that stay, their examples, and why the others go."""
-        settings = self._settings
-        kept, dropped = keep_groups(groups, settings.groups.filters)
-        return (
-            kept,
-            examples_of_batch(kept, settings.preparation.advantages, settings.groups.filters),
-            dropped,
-        )
+        """Return the groups that pass the filters, their examples, and why the others do not pass."""
+        kept, dropped = keep_groups(groups, self._config)
+        return kept, examples_of_batch(kept, self._config, self._config), dropped
 
-    async def _learn(
-        self,
-        batch: Batch,
-        trained: Sequence[GroupKey],
-        examples_P_G: Sequence[Sequence[Example]],
-        dropped: Counter[DropReason],
-        reference: ReferenceModel | None,
-        metrics: dict[str, float],
-    ) -> None:
-        """The optimizer steps of one batch. Runs to its end once begun, so that `steps_done` and the server's weights agree."""
+    async def _update(self, collected: Collected, reference: ReferenceModel | None) -> dict[str, float]:
+        """Prepare the datums of a step and update the weights. Return the metrics of both.
+
+        The caller lets it run to its end, so that `steps_done` and the weights on the server agree.
+        """
+        step, started = collected.batch.step, time.monotonic()
+        self._collector.update_begins()
         self._is_in_doubt = True
-        metrics |= await self._watchdog.answer(
-            self._update(examples_P_G, dropped, reference), f"training step {batch.step}"
+        metrics = await self._watchdog.answer(
+            self._prepare_and_update(collected, reference), f"training step {step}"
         )
-        self._journal.trained(batch.step, groups=trained, state=self._groups.state())
+        self._journal.trained(step, groups=collected.trained, state=self._collector.state())
         self.steps_done += 1
         self._is_in_doubt = False
+        return metrics | {"time/update": time.monotonic() - started}
 
-    async def _update(
-        self,
-        examples_P_G: Sequence[Sequence[Example]],
-        dropped: Counter[DropReason],
-        reference: ReferenceModel | None,
+    async def _prepare_and_update(
+        self, collected: Collected, reference: ReferenceModel | None
     ) -> dict[str, float]:
-        settings, version = self._settings.preparation, self.steps_done
-        if self._settings.groups.pipeline.stream_groups:  # their gradient is on its way
-            metrics = stream_metrics(examples_P_G, dropped, settings, version=version)
+        config, version = self._config, self.steps_done
+        examples_P_G, dropped = collected.examples_P_G, collected.dropped
+        if config.stream_groups:  # the server has the datums
+            metrics = stream_metrics(examples_P_G, dropped, config, version=version)
             return metrics | await self._learner.update(step=version + 1)
-        learner = self._learner
         prepared = await prepare(
-            examples_P_G, dropped, reference=reference, learner=learner, settings=settings, version=version
+            examples_P_G,
+            dropped,
+            reference=reference,
+            learner=self._learner,
+            settings=config,
+            version=version,
         )
-        return prepared.metrics | await learner.update(prepared.datums_per_substep, step=version + 1)
+        return prepared.metrics | await self._learner.update(prepared.datums_per_substep, step=version + 1)
+
+    def _report(
+        self, batch: Batch, metrics: dict[str, float], *, num_steps: int, started: float, is_evaluated: bool
+    ) -> None:
+        """Log one step. A line without the evaluation that is due is amended by the process that resumes the run."""
+        line = {
+            "progress/batch": float(batch.step),
+            "progress/epoch": float(batch.epoch),
+            "progress/done_frac": batch.step / num_steps,
+            **metrics,
+            "time/total": time.monotonic() - started,
+            "time/max_event_loop_gap_s": self._gaps.take(),
+        }
+        is_whole = is_evaluated or not self._is_evaluation_due(num_steps=num_steps)
+        self._run_log.log(batch.step, line, is_whole=is_whole)
+        if is_evaluated:
+            self._journal.evaluated(batch.step)
 
     async def _policy(self) -> Policy:
         policy = await self._watchdog.answer(
@@ -250,47 +275,56 @@ class Terminus2RLTrainer:
             self._watchdog,
         )
 
-    def _is_evaluation_due(self, *, num_batches: int) -> bool:
-        return self.steps_done == num_batches or _due(self.steps_done, self._settings.eval_every)
+    def _is_evaluation_due(self, *, num_steps: int) -> bool:
+        return self.steps_done == num_steps or _is_due(self.steps_done, self._config.eval_every)
 
     async def _evaluate(self, policy: Policy) -> dict[str, float]:
-        tasks, settings = self._source.eval, self._settings.evaluation
+        """Evaluate `policy` on the held-out tasks. Return the metrics, none without held-out tasks."""
+        tasks, config, step = self._source.eval, self._config, self.steps_done
         if not tasks:
             return {}
-        step = self.steps_done
-        self._display.begin(
-            f"evaluation after step {step}", num_groups=len(tasks), group_size=settings.group_size
-        )
         started = time.monotonic()
-        directory = self._finished.job_directory("eval", step)
+        plan = RolloutPlan(
+            step=step,
+            purpose="eval",
+            group_size=config.eval_group_size or config.group_size,
+            temperature=config.temperature if config.eval_temperature is None else config.eval_temperature,
+            directory=self._finished.job_directory("eval", step),
+        )
+        self._events.batch_started(
+            f"evaluation after step {step}", num_groups=len(tasks), group_size=plan.group_size
+        )
         evaluating = evaluate(
             self._rollouts,
             tasks,
             policy,
-            settings,
-            step=step,
-            directory=directory,
-            on_group=self._display.group,
+            plan,
+            on_group=lambda timed: self._events.group_finished(timed.group, duration_s=timed.duration_s),
         )
-        result = await self._watchdog.guard(evaluating, f"evaluating after step {step}")
-        await asyncio.to_thread(self._source.batch_ended, directory)
-        record_groups(self._settings.log_path / "rollouts" / f"eval_{step:06d}.jsonl", result.groups, {})
-        if (path := self._settings.export_path) is not None:
+        evaluation = await self._watchdog.guard(evaluating, f"evaluating after step {step}")
+        await asyncio.to_thread(self._source.batch_ended, plan.directory)
+        record_groups(self._log_path / "rollouts" / f"eval_{step:06d}.jsonl", evaluation.groups, {})
+        if self._dump_folder is not None:
             await asyncio.to_thread(
-                dump_evaluation, path, step, result.groups, result.metrics, self._source.text
+                dump_evaluation,
+                self._dump_folder,
+                step,
+                evaluation.groups,
+                evaluation.metrics,
+                self._source.text,
             )
-        self._display.evaluation(result, self._first_evaluation)
-        self._first_evaluation = self._first_evaluation or result.without_tokens()
-        return result.metrics | {"time/evaluation": time.monotonic() - started}
+        self._events.evaluation_finished(evaluation, self._first_evaluation)
+        self._first_evaluation = self._first_evaluation or evaluation.without_tokens()
+        return evaluation.metrics | {"time/evaluation": time.monotonic() - started}
 
     async def _save(self, *, final: bool) -> None:
-        """A checkpoint of the weights as they are now, unless there is one."""
+        """Save a checkpoint of the present weights, unless there is one."""
         if self._saved_step == self.steps_done:
             return
         name = f"{self.steps_done:06d}"
         paths = await self._watchdog.answer(self._backend.save(name), f"saving checkpoint {name}")
         checkpoints.append(
-            self._settings.log_path,
+            self._log_path,
             Checkpoint(
                 name=name,
                 batch=self.steps_done,
@@ -302,56 +336,66 @@ class Terminus2RLTrainer:
         )
         self._journal.checkpointed(self.steps_done, paths.state_path)
         self._saved_step = self.steps_done
-        self._display.say(f"checkpoint after step {self.steps_done}: {paths.state_path}")
+        self._events.say(f"checkpoint after step {self.steps_done}: {paths.state_path}")
 
-    async def _save_on_the_way_out(self, *, final: bool) -> None:
-        """For a failed or interrupted run. Its own failure must not hide the cause, nor may a dead server hold the process."""
-        limit_s = self._settings.stop_timeout_sec
+    async def _save_after_failure(self, *, final: bool) -> None:
+        """Save the weights of a run that failed or was stopped.
+
+        An error of the save is reported and not raised, so that it does not hide the cause. A server that does not answer
+        delays the end of the process by at most `stop_timeout_s`.
+        """
+        step, limit_s = self.steps_done, self._config.stop_timeout_s
+        too_late = f"not saved within stop_timeout_s={limit_s:g}"
         if self._is_in_doubt:
-            self._display.say(
-                f"no checkpoint is saved: nobody knows whether the server has trained step {self.steps_done + 1}"
+            self._events.say(
+                f"no checkpoint is saved: it is unknown whether the server has trained step {step + 1}"
             )
             return
         try:
-            async with deadline(limit_s, BackendError, f"not saved within stop_timeout_sec={limit_s:g}"):
+            async with deadline(limit_s, BackendError, too_late):
                 await self._backend.check()
                 await self._save(final=final)
         except asyncio.CancelledError:
-            self._display.say(
-                f"no checkpoint was saved after step {self.steps_done}: not saved within stop_timeout_sec={limit_s:g}"
-            )
+            self._events.say(f"no checkpoint was saved after step {step}: {too_late}")
             raise
         except Exception as error:
-            self._display.say(
-                f"no checkpoint could be saved after step {self.steps_done}: {type(error).__name__} {error}".rstrip()
-            )
-            logger.debug("saving on the way out failed", exc_info=True)
+            reason = f"{type(error).__name__} {error}".rstrip()
+            self._events.say(f"no checkpoint could be saved after step {step}: {reason}")
+            logger.debug("saving after a failure failed", exc_info=True)
 
     def _record(
         self, batch: Batch, groups: Sequence[TrajectoryGroup], examples_P_G: Sequence[Sequence[Example]]
     ) -> None:
         advantages = {
             (example.trajectory.task_id, example.trajectory.trial_name): example.advantage
-            for group in examples_P_G
-            for example in group
+            for examples in examples_P_G
+            for example in examples
         }
-        record_groups(
-            self._settings.log_path / "rollouts" / f"step_{batch.step:06d}.jsonl", groups, advantages
-        )
+        record_groups(self._log_path / "rollouts" / f"step_{batch.step:06d}.jsonl", groups, advantages)
 
 
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-async def _uninterrupted[T](work: Coroutine[object, object, T]) -> T:
-    """Finishes `work` even when cancelled in the middle, and is cancelled afterwards."""
+async def _to_its_end[T](work: Coroutine[object, object, T]) -> Completed[T]:
+    """Finish `work` even if the caller is cancelled meanwhile. If `work` fails then, CancelledError is raised."""
     task = asyncio.ensure_future(work)
     try:
-        return await asyncio.shield(task)
+        return Completed(value=await asyncio.shield(task), is_stopped=False)
     except asyncio.CancelledError:
+        if task.cancelled():
+            raise
         try:
-            await task
-        except Exception as error:  # the stop goes on; what the work left behind is in doubt already
+            return Completed(value=await task, is_stopped=True)
+        except Exception as error:
             logger.warning("failed while stopping: %s: %s", type(error).__name__, error)
-        raise
+            raise asyncio.CancelledError from error
+
+
+async def _run_to_its_end[T](work: Coroutine[object, object, T]) -> T:
+    """Finish `work` even if the caller is cancelled meanwhile, and raise CancelledError afterwards."""
+    completed = await _to_its_end(work)
+    if completed.is_stopped:
+        raise asyncio.CancelledError
+    return completed.value

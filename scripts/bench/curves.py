@@ -1,9 +1,10 @@
-"""How cost grows with the work: context, batch, adapters, turns and group, each with the fitted order.
+"""Growth of the cost with context, batch, adapters, turns and group size, with the fitted order.
 
     taskset -c 0,1 python -m scripts.bench.curves [only=context,batch]
 
-The order is the slope of log(seconds) over log(size), over the upper half of the sizes, where what a call costs at all no longer
-counts; 1 is linear. CPU-seconds are fitted, because another's load does not count in them.
+The order is the slope of log(seconds) over log(size), so 1 is linear. It is fitted over the upper half of the
+sizes, where the constant cost of a call is small, and to CPU seconds, which do not include the load of other
+processes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main(config: CurvesConfig) -> None:
 
 
 def context(config: CurvesConfig, model_dir: Path) -> None:
-    """One sequence of each length; attention is quadratic, everything else linear."""
+    """Train one sequence of each length. Attention is quadratic, and everything else is linear."""
     lengths = [512, 1024, 2048, 4096, 8192]
     with running(model_dir, max_context_length=8192, max_num_seqs=1, train_tokens_per_batch=512) as ours:
         runs = {length: partial(ours.train, random_sequences([length])) for length in lengths}
@@ -52,6 +53,7 @@ def context(config: CurvesConfig, model_dir: Path) -> None:
 
 
 def prefill(config: CurvesConfig, model_dir: Path) -> None:
+    """Prefill one prompt of each length."""
     lengths = [512, 1024, 2048, 4096, 8000]
     with running(model_dir, max_context_length=8192, max_num_seqs=1) as ours:
         curve(
@@ -60,43 +62,44 @@ def prefill(config: CurvesConfig, model_dir: Path) -> None:
 
 
 def batch(config: CurvesConfig, model_dir: Path) -> None:
-    rows = [1, 2, 4, 8, 16, 32, 64]
+    """Sample and train batches of each size."""
+    sizes = [1, 2, 4, 8, 16, 32, 64]
     with running(model_dir, max_context_length=512, max_num_seqs=64) as ours:
         curve(
-            f"generation, rows of 64 + {NEW} tokens in 64 slots",
-            {count: fresh(ours, [64] * count, NEW) for count in rows},
+            f"generation, sequences of 64 + {NEW} tokens in 64 slots",
+            {count: fresh(ours, [64] * count, NEW) for count in sizes},
             config,
         )
-        runs = {count: partial(ours.train, random_sequences([129] * count)) for count in rows}
+        runs = {count: partial(ours.train, random_sequences([129] * count)) for count in sizes}
         curve("training, sequences of 128 tokens", runs, config)
 
 
 def adapters(config: CurvesConfig, model_dir: Path) -> None:
-    """A training step of one model while so many are in training."""
+    """Train one model while up to 32 models are loaded for training."""
     timings = {}
     with running(
         model_dir, max_models=32, max_context_length=256, train_tokens_per_batch=256, max_num_seqs=1
     ) as ours:
         for count in (1, 2, 4, 8, 16, 32):
-            for number in range(count // 2, count if count > 1 else 0):  # the first is there from the start
+            for number in range(count // 2, count if count > 1 else 0):  # `running` creates the first model
                 ours.engine.submit(CreateModel(model_id=f"model-{number}", lora=LORA)).result()
             run = timed(partial(ours.train, random_sequences([257])))
             timings |= interleave({str(count): run}, repeats=config.repeats, between_s=0.0)
-    show("training one of so many models", timings)
+    show("training one of several models", timings)
 
 
 def turns(config: CurvesConfig, model_dir: Path) -> None:
-    """Four trajectories, each turn 16 observed and 16 sampled tokens."""
+    """Play four trajectories whose turns have 16 observed and 16 sampled tokens."""
     seeds = itertools.count()
 
     def play(ours: Ours, count: int) -> None:
         tokens = random_sequences([128] * 4, seed=next(seeds))
         for _ in range(count):
             tokens = [
-                known + new
-                for known, new in zip(tokens, random_sequences([16] * 4, seed=next(seeds)), strict=True)
+                context + new
+                for context, new in zip(tokens, random_sequences([16] * 4, seed=next(seeds)), strict=True)
             ]
-            tokens = [known + new for known, new in zip(tokens, ours.sample(tokens, 16), strict=True)]
+            tokens = [context + new for context, new in zip(tokens, ours.sample(tokens, 16), strict=True)]
 
     with running(model_dir, max_context_length=2048, max_num_seqs=4) as ours:
         curve(
@@ -107,7 +110,7 @@ def turns(config: CurvesConfig, model_dir: Path) -> None:
 
 
 def group(config: CurvesConfig, model_dir: Path) -> None:
-    """Prompt 512, responses of 64: sampled, then trained on."""
+    """Sample and train groups with a prompt of 512 tokens and responses of 64."""
     sizes = [1, 2, 4, 8, 16, 32]
     with running(model_dir, max_context_length=1024, max_num_seqs=32) as ours:
         curve(
@@ -132,7 +135,7 @@ CURVES = {
 def fresh(
     ours: Ours, lengths: Sequence[int], new_tokens: int, *, num_samples: int = 1
 ) -> Callable[[], object]:
-    """Sampling on prompts that are new each time."""
+    """Return a function that samples from new random prompts at each call."""
     seeds = itertools.count()
     return lambda: ours.sample(
         random_sequences(lengths, seed=next(seeds)), new_tokens, num_samples=num_samples
@@ -155,6 +158,7 @@ def show(title: str, timings: Mapping[str, Timing]) -> None:
 
 
 def order(timings: Mapping[str, Timing]) -> float:
+    """Return the slope of log(CPU seconds) over log(size) for the upper half of the sizes."""
     upper = list(timings.items())[(len(timings) - 1) // 2 :]
     return float(
         np.polyfit(

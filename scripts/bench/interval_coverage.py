@@ -1,8 +1,9 @@
-"""How often 95 % intervals hold the truth on simulated tasks: ours beside the percentile bootstrap over tasks.
+"""Coverage of the 95 % intervals on simulated tasks, compared with the percentile bootstrap over tasks.
 
     .venv/bin/python -m scripts.bench.interval_coverage [REPEATS]
 
-Tasks are drawn from a distribution of pass rates, trials from the tasks; the truth is the distribution's own mean rate.
+The pass rates of tasks are drawn from a Beta distribution, and trials from the pass rates. The true value is
+the mean rate of the distribution.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import numpy as np
 from src.evaluate.eval_stats import Tally, mean_rate, pass_at_k, pass_hat_k
 
 POOLS = {  # Beta parameters of the tasks' pass rates
-    "even": (1.0, 1.0),
+    "uniform": (1.0, 1.0),
     "hard": (0.7, 2.0),
     "bimodal": (0.4, 0.4),
-    "alike": (20.0, 20.0),
+    "similar": (20.0, 20.0),
 }
-SIZES = ((10, 4), (20, 1), (20, 8), (40, 4), (100, 4))  # tasks, trials of each
+SIZES = ((10, 4), (20, 1), (20, 8), (40, 4), (100, 4))  # tasks, trials per task
 
 
 def rates(
     rng: np.random.Generator, pool: tuple[float, float], size: tuple[int, int], kind: str
 ) -> list[float]:
+    """Simulate one evaluation and return the rate of each task."""
     solved = rng.binomial(size[1], rng.beta(*pool, size=size[0]))
     tallies = [Tally(solved=int(count), graded=size[1]) for count in solved]
     match kind:
@@ -37,17 +39,17 @@ def rates(
 
 
 def truth(pool: tuple[float, float], trials: int, kind: str) -> float:
-    """Exact: the moments of a Beta distribution."""
+    """Return the true mean rate, from the moments of the Beta distribution."""
     a, b = pool
     k = 1 if kind == "pass_at_1" else trials
-    none = float(np.prod([(b + i) / (a + b + i) for i in range(k)]))
-    return float(np.prod([(a + i) / (a + b + i) for i in range(k)])) if kind == "pass_hat_n" else 1 - none
+    all_fail = float(np.prod([(b + i) / (a + b + i) for i in range(k)]))
+    return float(np.prod([(a + i) / (a + b + i) for i in range(k)])) if kind == "pass_hat_n" else 1 - all_fail
 
 
 def coverage(
     pool: tuple[float, float], size: tuple[int, int], kind: str, *, repeats: int, seed: int
 ) -> float:
-    """The share of `repeats` evaluations whose interval holds the truth."""
+    """Return the share of `repeats` evaluations whose interval contains the true value."""
     rng = np.random.default_rng(seed)
     true = truth(pool, size[1], kind)
     estimates = (
@@ -59,6 +61,7 @@ def coverage(
 def bootstrap_coverage(
     pool: tuple[float, float], size: tuple[int, int], kind: str, *, repeats: int, seed: int
 ) -> float:
+    """Return the same for the percentile bootstrap over tasks, with 500 samples."""
     rng = np.random.default_rng(seed)
     true, hits = truth(pool, size[1], kind), 0
     for _ in range(repeats):
@@ -70,13 +73,13 @@ def bootstrap_coverage(
 
 
 def main(repeats: int) -> None:
-    print(f"{'pool':8} {'tasks':>5} {'trials':>6} {'rate':11} {'ours':>7} {'bootstrap':>9}")
+    print(f"{'pool':8} {'tasks':>5} {'trials':>6} {'rate':11} {'Wilson':>7} {'bootstrap':>9}")
     for name, pool in POOLS.items():
         for size in SIZES:
             for kind in ("pass_at_1", "pass_at_n", "pass_hat_n") if size[1] > 1 else ("pass_at_1",):
-                ours = coverage(pool, size, kind, repeats=repeats, seed=0)
-                usual = bootstrap_coverage(pool, size, kind, repeats=max(1, repeats // 4), seed=0)
-                print(f"{name:8} {size[0]:5} {size[1]:6} {kind:11} {ours:7.1%} {usual:9.1%}")
+                wilson = coverage(pool, size, kind, repeats=repeats, seed=0)
+                bootstrap = bootstrap_coverage(pool, size, kind, repeats=max(1, repeats // 4), seed=0)
+                print(f"{name:8} {size[0]:5} {size[1]:6} {kind:11} {wilson:7.1%} {bootstrap:9.1%}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Signal-aware against uniform sampling on a simulated pool: 60 % impossible, 20 % solved, 20 % in between.
+"""Thompson sampling of tasks compared with uniform sampling, on a simulated pool.
+
+60 % of the tasks are impossible, 20 % are always solved, and 20 % have pass rates in between.
 
 .venv/bin/python -m scripts.bench.signal_sampling [STEPS]
 """
@@ -11,26 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from src.core.trajectory import StopReason, Task, Trajectory, TrajectoryGroup
-from src.learning.curriculum import Curriculum, CurriculumSettings
+from src.learning.curriculum import Curriculum
 from src.learning.dynamic_sampling import is_good
-from src.rollouts.pipeline import ScheduleSettings, schedule
+from src.learning.options import CurriculumSettings
+from src.rollouts.options import ScheduleSettings
+from src.rollouts.pipeline import schedule
 
-POOL = (
-    (0.6, (0.0, 0.0)),
-    (0.2, (1.0, 1.0)),
-    (0.2, (0.2, 0.8)),
-)  # share of the tasks, range of their pass rates
+POOL = ((0.6, (0.0, 0.0)), (0.2, (1.0, 1.0)), (0.2, (0.2, 0.8)))  # share of the tasks, range of pass rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    informative: float  # share of the groups played
+    informative: float  # share of the groups that were played
     num_visited: int
-    longest_wait: int  # steps that some task had to wait
+    longest_wait: int  # largest number of steps between two groups of a task
 
 
 def simulated(
-    task_sampling: str,
+    task_sampling: Literal["uniform", "thompson"],
     *,
     num_tasks: int,
     batch_size: int,
@@ -39,7 +39,7 @@ def simulated(
     floor: float,
     seed: int,
 ) -> Outcome:
-    """The trainer's own choice of tasks, played by coins instead of a model."""
+    """Run the trainer's task selection, with random rewards instead of a model."""
     rng = random.Random(seed)
     rates = [rng.uniform(*bounds) for share, bounds in POOL for _ in range(round(share * num_tasks))]
     tasks = [Task(id=f"task-{number:03d}", path=Path()) for number in range(len(rates))]
@@ -52,7 +52,7 @@ def simulated(
     visited: set[str] = set()
     for step in range(1, num_steps + 1):
         chosen = uniform[step - 1].tasks
-        if task_sampling == "signal":
+        if task_sampling == "thompson":
             chosen = state.choose(tasks, batch_size, settings, step=step, attempt=0)
         groups = [group_of(task, rates[tasks.index(task)], group_size, rng) for task in chosen]
         state = state.after(groups)
@@ -74,8 +74,8 @@ def group_of(task: Task, rate: float, group_size: int, rng: random.Random) -> Tr
 
 
 def main(num_steps: int) -> None:
-    print("100 tasks, 8 a step, groups of 8")
-    for name, floor in (("uniform", 0.0), ("signal", 0.1), ("signal", 0.25)):
+    print("100 tasks, 8 tasks per step, groups of 8")
+    for name, floor in (("uniform", 0.1), ("thompson", 0.1), ("thompson", 0.25)):
         outcomes = [
             simulated(
                 name, num_tasks=100, batch_size=8, group_size=8, num_steps=num_steps, floor=floor, seed=seed

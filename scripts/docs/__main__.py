@@ -1,6 +1,6 @@
 """Generate documentation pages from the tables in the code.
 
-python -m scripts.docs [metrics] [advantages]
+python -m scripts.docs [metrics] [advantages] [options]
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-PAGES = {name: f"docs/{name}.md" for name in ("metrics", "advantages")}  # made by the modules of these names
+PAGES = {
+    name: f"docs/{name}.md" for name in ("metrics", "advantages", "options")
+}  # made by the modules of these names
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -1,4 +1,7 @@
-"""argv -> a program's options, the trainer's or another's: --help by section, and one line for every mistake."""
+"""Parse the command line of a program, `key=value ...`, into its configuration, and print its help.
+
+Every mistake is a ConfigError of one line. Former names of options are accepted with a notice (src/core/option_aliases.py).
+"""
 
 from __future__ import annotations
 
@@ -8,129 +11,141 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin
 
 import chz
 from chz.tiepin import type_repr
 
-from src.config import REFUSED, TrainerConfig
+from src.config import REFUSED, SECTIONS, TrainerConfig
 from src.core.errors import ConfigError
+from src.core.option_aliases import present_argument
+from src.core.options import sections
 
-# The option that opens each section of --help.
-SECTIONS = {
-    "model_name": "Model and back end",
-    "logs_dir": "Run folder and tracking",
-    "lora_rank": "Adapter and optimizer",
-    "batch_size": "Batches and loss",
-    "max_staleness": "Rollouts ahead of training",
-    "max_turns": "Agent",
-    "environment_type": "Trials",
-    "trial_attempts": "Faults",
-    "tau2_home": "tau-bench and judges",
-    "eval_split": "Held-out tasks",
-}
+MAX_HELP_WIDTH = 110
 
 
 def parse(argv: Sequence[str]) -> TrainerConfig:
-    """The run's options. ConfigError, one line, for anything that is not understood."""
+    """Return the trainer's configuration. Raises ConfigError for every mistake."""
     return parse_as(TrainerConfig, argv)
 
 
 def parse_as[Config](kind: type[Config], argv: Sequence[str]) -> Config:
-    """The options of the program that `kind` is the config of."""
+    """Return the configuration of the program whose options `kind` declares. Raises ConfigError for every mistake."""
     known = list(chz.chz_fields(kind))
+    argv = [_renamed(argument) for argument in argv]
     for argument in argv:
         name, equals, _ = argument.partition("=")
         if not equals:
-            raise ConfigError(
-                f"{argument!r} is not key=value; write {nearest(argument.lstrip('-'), known) or 'key'}=VALUE, or --help"
-            )
+            guess = nearest(argument.lstrip("-"), known) or "key"
+            raise ConfigError(f"{argument!r} is not key=value; write {guess}=VALUE, or --help")
         if name in REFUSED:
             raise ConfigError(f"{name} cannot be honoured: {REFUSED[name]}")
         if name not in known:
             guess = nearest(name.lstrip("-"), known)
-            raise ConfigError(
-                f"unknown option {name!r}"
-                + (f"; did you mean {guess}?" if guess else "; --help lists them all")
-            )
+            advice = f"; did you mean {guess}?" if guess else "; --help lists them all"
+            raise ConfigError(f"unknown option {name!r}{advice}")
     try:
-        return chz.Blueprint(kind).make_from_argv([_none_in_any_case(argument) for argument in argv])
+        return chz.Blueprint(kind).make_from_argv([_with_none(argument) for argument in argv])
     except chz.blueprint.MissingBlueprintArg as error:
         missing = str(error).rpartition(": ")[2]
         raise ConfigError(f"missing: {missing}; e.g. {missing.split(',')[0]}=..., or --help") from error
     except chz.blueprint.InvalidBlueprintArg as error:
         raise ConfigError(_bad_value(kind, str(error), argv)) from error
-    except ValueError as error:  # a rule of the config
+    except ValueError as error:  # of a validator
         raise ConfigError(str(error)) from error
 
 
 def help_text() -> str:
-    """Every option of the trainer with its type, default and meaning."""
+    """Return the trainer's help: every option with its type, default and meaning."""
     title = [
         "python -m src.train key=value ...",
         "",
-        "Trains an agent with GRPO through the Tinker API: on Harbor tasks, or in env=...",
+        "Train an agent with GRPO through the Tinker API, on Harbor tasks or in another environment (env=...).",
     ]
-    return help_for(TrainerConfig, title=title, sections=SECTIONS)
+    return help_for(TrainerConfig, title=title)
 
 
-def help_for(kind: type[object], *, title: Sequence[str], sections: Mapping[str, str]) -> str:
-    """`sections` maps the option that opens a section to its heading."""
-    width = min(shutil.get_terminal_size().columns, 110)
-    defaults = inspect.signature(kind).parameters
-    lines = list(title)
-    for name, field in chz.chz_fields(kind).items():
-        if name in sections:
-            lines += ["", sections[name]]
-        default = defaults[name].default
-        shown = "(required)" if default is inspect.Parameter.empty else f"= {default}"
-        lines += [
-            f"  {name} {shown}   {values_of(field.final_type)}",
-            *(f"      {line}" for line in textwrap.wrap(field._doc, width - 6)),
-        ]
+def help_for(kind: type[object], *, title: Sequence[str]) -> str:
+    """Return the help of a program."""
+    width = min(shutil.get_terminal_size().columns, MAX_HELP_WIDTH)
+    fields, lines = chz.chz_fields(kind), list(title)
+    for heading, names in sections_of(kind).items():
+        lines += ["", heading]
+        for name in names:
+            lines.append(f"  {name} {shown_default(kind, name)}   {values_of(fields[name].final_type)}")
+            lines += [f"      {line}" for line in textwrap.wrap(fields[name]._doc, width - 6)]
     return "\n".join(lines)
 
 
+def sections_of(kind: type[object]) -> dict[str, list[str]]:
+    """Return the names of the options by section. An option of the trainer's has its section there."""
+    fields, trainer_fields = chz.chz_fields(kind), chz.chz_fields(TrainerConfig)
+    trainer_headings = {name: heading for heading, names in sections(TrainerConfig).items() for name in names}
+    by_heading: dict[str, list[str]] = {}
+    for heading, names in sections(kind).items():
+        for name in names:
+            is_shared = name in trainer_fields and trainer_fields[name].final_type == fields[name].final_type
+            by_heading.setdefault(trainer_headings[name] if is_shared else heading, []).append(name)
+    others = [heading for heading in by_heading if heading not in SECTIONS]
+    order = [*others, *(heading for heading in SECTIONS if heading in by_heading)]
+    return {heading: by_heading[heading] for heading in order}
+
+
+def shown_default(kind: type[object], name: str) -> str:
+    """Return `= VALUE`, or `(required)` for an option without a default."""
+    default = inspect.signature(kind).parameters[name].default
+    return "(required)" if default is inspect.Parameter.empty else f"= {default}"
+
+
 def values_of(kind: object) -> str:
-    """What an option takes: its type, or its choices.
+    """Return the type of an option, or its choices.
 
     >>> values_of(int | None), values_of(Literal["ppo", "cispo"])
     ('int | None', 'ppo | cispo')
     """
     choices: list[str] = []
     for part in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
-        choices += (
-            [str(choice) for choice in get_args(part)] if get_origin(part) is Literal else [type_repr(part)]
-        )
+        is_literal = get_origin(part) is Literal
+        choices += [str(choice) for choice in get_args(part)] if is_literal else [type_repr(part)]
     return " | ".join(choices).replace("NoneType", "None")
 
 
 def print_help(text: str) -> None:
-    """To a reader that may have read enough before the end, as `head` has."""
+    """Print `text` to a reader that may close the pipe before the end, as `head` does."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # else Python says so again when it exits
+        # Python would report the closed pipe once more when it flushes standard output at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The option a typing mistake most likely meant."""
+    """Return the option that a mistyped name most likely means."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.55)
     return close[0] if close else None
 
 
-def _none_in_any_case(argument: str) -> str:
-    """`max_turns=none` and `max_turns=null` mean None as much as `max_turns=None` does."""
+def _renamed(argument: str) -> str:
+    """Return the argument under its present name, and print a notice if it has a former one."""
+    present = present_argument(argument)
+    if present != argument:
+        print(
+            f"note: write {present} instead of {argument}; the former name will be removed", file=sys.stderr
+        )
+    return present
+
+
+def _with_none(argument: str) -> str:
+    """Return the argument with None for `none` and `null` in any case."""
     name, _, value = argument.partition("=")
     return f"{name}=None" if value.lower() in ("none", "null") else argument
 
 
 def _bad_value(kind: type[object], message: str, argv: Sequence[str]) -> str:
-    """chz names the option between quotes, and explains itself at length."""
+    """Return one line for chz's long message, which names the option between quotes."""
     name = message.partition("for param '")[2].partition("'")[0]
-    given = [argument.partition("=")[2] for argument in argv if argument.startswith(f"{name}=")]
-    return f"{name}={given[-1] if given else ''}: expected {values_of(chz.chz_fields(kind)[name].final_type)}"
+    values = [argument.partition("=")[2] for argument in argv if argument.startswith(f"{name}=")]
+    expected = values_of(chz.chz_fields(kind)[name].final_type)
+    return f"{name}={values[-1] if values else ''}: expected {expected}"

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import chz
+
+from src.core.options import Options, at_least, require
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthLimits:
@@ -26,3 +30,59 @@ class LengthLimits:
         if num_prompt_tokens > self.max_input_length:
             return 0
         return max(0, min(self.max_generate_length, self.context_limit - num_prompt_tokens))
+
+
+@chz.chz
+class LengthSettings(Options):
+    """Agent and lengths"""
+
+    max_tokens: int = chz.field(default=1024, doc="Tokens per answer", validator=at_least(1))
+    context_limit: int = chz.field(
+        default=32_000, doc="Tokens of a whole conversation, the last answer included", validator=at_least(1)
+    )
+    max_input_length: int | None = chz.field(
+        default=None,
+        doc="SkyRL's limit of the prompt: a longer conversation is not answered; "
+        "None: context_limit - 1, and the last answer is cut to fit",
+        validator=at_least(1),
+    )
+    max_generate_length: int | None = chz.field(
+        default=None, doc="SkyRL's name of max_tokens; None: max_tokens", validator=at_least(1)
+    )
+    max_sequence_length: int | None = chz.field(
+        default=None,
+        doc="SkyRL's limit of a training sequence: a longer one trains no token; None: context_limit",
+        validator=at_least(1),
+    )
+
+    @property
+    def length_limits(self) -> LengthLimits:
+        """The limits with defaults that follow the options that were given."""
+        max_input_length = self.context_limit - 1 if self.max_input_length is None else self.max_input_length
+        return LengthLimits(
+            max_input_length=max_input_length,
+            max_generate_length=self.max_generate_length or self.max_tokens,
+            max_sequence_length=self.max_sequence_length or self.context_limit,
+            context_limit=self.context_limit,
+        )
+
+    @chz.validate
+    def _lengths_fit(self) -> None:
+        limits = self.length_limits
+        name = "max_tokens" if self.max_generate_length is None else "max_generate_length"
+        require(
+            limits.max_generate_length < self.context_limit,
+            f"{name}={limits.max_generate_length} leaves no room for a prompt in "
+            f"context_limit={self.context_limit}; lower {name}",
+        )
+        require(
+            limits.max_sequence_length <= self.context_limit,
+            f"max_sequence_length={limits.max_sequence_length} is above context_limit={self.context_limit}; "
+            "lower it",
+        )
+        longest = limits.max_input_length + limits.max_generate_length
+        require(
+            self.max_input_length is None or longest <= limits.max_sequence_length,
+            f"max_input_length={limits.max_input_length} + {name}={limits.max_generate_length} exceed "
+            f"max_sequence_length={limits.max_sequence_length}; lower max_input_length",
+        )

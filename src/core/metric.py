@@ -35,8 +35,7 @@ class Reduction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric[Source]:
-    """One metric, or a family of metrics whose names differ in the parts in angle brackets:
-    `trials/failed/<kind>`.
+    """One metric, or a family of metrics such as `trials/failed/<kind>`.
 
     `compute` returns the value; None if the step has none; a mapping of full names to values for a family. It
     is None for a metric that its producer computes together with others.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from src.core.trajectory import Task, Trajectory, TrialFailure
 from src.policy.sampling_policy import Policy
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 60.0
 
 
 class Trial(Protocol):
@@ -67,3 +73,12 @@ class TaskSource(Protocol):
     def text(self, token_ids: Sequence[int], clean: bool) -> str:
         """Decode tokens for dumps. `clean` omits special tokens."""
         ...
+
+
+async def close_quietly(source: TaskSource) -> None:
+    """Close the source. An error or a timeout is logged and not raised, so that it does not hide how the run went."""
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await source.close()
+    except Exception as error:
+        logger.warning("the environment did not close: %s: %s", type(error).__name__, error)

@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from src.config import TrainerConfig, pairs
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.base import TaskSource
 from src.envs.episodes import EnvSpec, episodes
 from src.envs.message_env import ResetResult, StepResult
+from src.envs.options import EnvironmentSettings
 from src.policy.chat import Chat, Message
 
 logger = logging.getLogger(__name__)
@@ -125,11 +125,11 @@ def observation_text(observation: object, *, field: str) -> str:
     return str(observation[field])
 
 
-def open_openenv(config: TrainerConfig, chat: Chat) -> TaskSource:
+def open_openenv(config: EnvironmentSettings, chat: Chat) -> TaskSource:
     """Return the task source of env=openenv. Raises ConfigError if the package is missing or an option is
     invalid.
     """
-    options = pairs(config.environment_kwargs, option="environment_kwargs")
+    options = config.environment_options
     url = options.pop("url", "")
     action_field = options.pop("action", "message")
     observation_field = options.pop("observation", "")

@@ -21,8 +21,8 @@ from pathlib import Path
 import chz
 
 from src.cli.command_line import help_for, parse_as, print_help
-from src.config import pairs
 from src.core.errors import INTERRUPTED, TrainerError
+from src.core.options import pairs
 from src.envs.harbor.environment import (
     import_harbor,
     new_run_label,
@@ -88,7 +88,7 @@ def run(config: ValidateConfig) -> int:
 
 def main(argv: Sequence[str]) -> int:
     if any(argument in ("--help", "-h", "help") for argument in argv):
-        print_help(help_for(ValidateConfig, title=["python -m src.envs.validate key=value ..."], sections={}))
+        print_help(help_for(ValidateConfig, title=["python -m src.envs.validate key=value ..."]))
         return 0
     try:
         return run(parse_as(ValidateConfig, argv))

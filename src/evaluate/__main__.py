@@ -8,29 +8,23 @@ import sys
 from collections.abc import Sequence
 
 from src.cli.command_line import help_for, parse_as, print_help
+from src.cli.environment_variables import load_environment, with_server_from_environment
 from src.core.errors import INTERRUPTED, TrainerError
+from src.core.log_setup import set_log_levels
 from src.core.process import exit_on_signal, exit_process, run_until_signal
 from src.evaluate.config import EvaluateConfig
-from src.train import load_environment, quieten, with_server_from_environment
 
 TITLE = [
     "python -m src.evaluate key=value ...",
     "",
     "Evaluates a model, a checkpoint or an endpoint on a set of tasks.",
 ]
-SECTIONS = {
-    "model_name": "Policy and tasks",
-    "n_samples": "Sampling",
-    "backend": "Back end and folder",
-    "max_turns": "Agent",
-    "environment_type": "Trials",
-}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run an evaluation and return the exit status. Errors are one line; TRAINER_DEBUG=1 shows tracebacks."""
     if any(argument in ("--help", "-h", "help") for argument in argv):
-        print_help(help_for(EvaluateConfig, title=TITLE, sections=SECTIONS))
+        print_help(help_for(EvaluateConfig, title=TITLE))
         return 0
     load_environment(argv)
     try:
@@ -39,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
             from src.cli.console import Display, terminal
             from src.evaluate.run import run  # takes seconds, which --help does not need
 
-            quieten()
+            set_log_levels()
             display = Display(terminal())
             return asyncio.run(run_until_signal(run(config, display), display.say))
     except KeyboardInterrupt:

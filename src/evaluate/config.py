@@ -19,7 +19,7 @@ def _trainers(name: str, *, doc: str = "") -> Any:
 
 @chz.chz
 class EvaluateConfig:
-    """Options of `python -m src.evaluate key=value ...`."""
+    """What is evaluated"""
 
     model_name: str | None = chz.field(
         default=None, doc="Model as the server or the endpoint names it; not needed with results="
@@ -71,7 +71,7 @@ class EvaluateConfig:
     max_tokens: int = _trainers("max_tokens")
     context_limit: int = _trainers("context_limit")
     max_input_length: int | None = _trainers("max_input_length")
-    max_length_stops: int = _trainers("max_length_stops")
+    max_consecutive_truncations: int = _trainers("max_consecutive_truncations")
     enable_summarize: bool = _trainers("enable_summarize")
     proactive_summarization_threshold: int = _trainers("proactive_summarization_threshold")
     environment_type: Literal["auto", "docker", "sandbox", "daytona", "modal", "e2b", "runloop"] = _trainers(
@@ -83,11 +83,11 @@ class EvaluateConfig:
     judge_model: str | None = _trainers("judge_model")
     judge_base_url: str | None = _trainers("judge_base_url")
     n_parallel_envs: int = _trainers("n_parallel_envs")
-    trial_timeout_sec: float | None = _trainers("trial_timeout_sec")
+    trial_timeout_s: float | None = _trainers("trial_timeout_s")
     trial_attempts: int = _trainers("trial_attempts")
-    retry_wait_sec: float = _trainers("retry_wait_sec")
-    server_timeout_sec: float = _trainers("server_timeout_sec")
-    answer_timeout_sec: float = _trainers("answer_timeout_sec", doc="Timeout of one request to the server")
+    retry_wait_s: float = _trainers("retry_wait_s")
+    heartbeat_timeout_s: float = _trainers("heartbeat_timeout_s")
+    request_timeout_s: float = _trainers("request_timeout_s", doc="Timeout of one request to the server")
     max_failure_rate: float = chz.field(
         default=0.5, doc="Fail after writing the results if more than this share of the trials is ungraded"
     )
@@ -125,7 +125,7 @@ class EvaluateConfig:
             )
         if self.base_url is not None and self.use_native_tool_calling:
             raise ValueError(
-                "use_native_tool_calling needs the model's chat template, which base_url does not give; "
+                "use_native_tool_calling needs the model's own chat template, which base_url does not give; "
                 "remove one of them"
             )
         if self.n_samples < 1:

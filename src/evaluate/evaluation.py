@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from src.core.trajectory import Task, TrajectoryGroup
 from src.evaluate.eval_stats import Estimate, Tally, mean_rate, pass_rates
@@ -15,12 +14,6 @@ from src.policy.sampling_policy import Policy
 from src.rollouts.group_rollout import RolloutPlan, Rollouts, TimedGroup, require_some_graded
 
 MAX_DOMAINS = 5  # reports show each domain if there are at most this many
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationSettings:
-    group_size: int
-    temperature: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,33 +60,29 @@ async def evaluate(
     rollouts: Rollouts,
     tasks: Sequence[Task],
     policy: Policy,
-    settings: EvaluationSettings,
+    plan: RolloutPlan,
     *,
-    step: int,
-    directory: Path,
     on_group: Callable[[TimedGroup], None],
 ) -> Evaluation:
-    """Play all tasks and return the results. Raises TooManyFailuresError if no trial could be graded."""
-    plan = RolloutPlan(
-        step=step,
-        purpose="eval",
-        group_size=settings.group_size,
-        temperature=settings.temperature,
-        directory=directory,
-    )
-    groups = await rollouts.play(tasks, policy, plan, on_group)
+    """Play all tasks as `plan` says. Raises TooManyFailuresError if no trial could be graded."""
+    groups = [timed.group for timed in await rollouts.groups(tasks, policy, plan, on_group)]
     require_some_graded(groups, plan)
     noop_rewards = await rollouts.floors(tasks)
-    whole = section_of(groups, noop_rewards, group_size=settings.group_size)
+    whole = section_of(groups, noop_rewards, group_size=plan.group_size)
     domains = {
-        name: section_of(members, noop_rewards, group_size=settings.group_size)
+        name: section_of(members, noop_rewards, group_size=plan.group_size)
         for name, members in by_environment(groups).items()
     }
-    metrics = held_out_metrics(groups, group_size=settings.group_size) | section_metrics("test", whole)
+    metrics = held_out_metrics(groups, group_size=plan.group_size) | section_metrics("test", whole)
     for name, section in domains.items():
         metrics |= section_metrics(f"test/env/{name}", section)
     return Evaluation(
-        step=step, groups=groups, metrics=metrics, whole=whole, domains=domains, noop_rewards=noop_rewards
+        step=plan.step,
+        groups=groups,
+        metrics=metrics,
+        whole=whole,
+        domains=domains,
+        noop_rewards=noop_rewards,
     )
 
 

@@ -13,23 +13,24 @@ from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import chz
 from pydantic import TypeAdapter
 
-from src.config import subconfig, tasks_name
+from src.config import tasks_name
 from src.core.errors import BackendError, ConfigError
+from src.core.log_setup import logging_to_file
+from src.core.option_aliases import present_options
 from src.core.process import deadline
 from src.core.trajectory import Task
-from src.envs.base import TaskSource
+from src.envs.base import TaskSource, close_quietly
 from src.envs.registry import find_factory, open_task_source
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import HASHES_FILE, content_hashes, read_hashes, require_held_out
-from src.evaluate.evaluation import EvaluationSettings, evaluate
+from src.evaluate.evaluation import evaluate
 from src.evaluate.results import (
     RESULTS_FILE,
-    Printer,
     compare,
     read_results,
     report,
@@ -37,21 +38,20 @@ from src.evaluate.results import (
     results_of,
     write_json,
 )
-from src.policy.backend import BackendSettings, connect
+from src.policy.backend import connect
 from src.policy.chat import load_chat
 from src.policy.openai_client import EndpointPolicy, connect_endpoint, endpoint_chat
 from src.policy.sampling_policy import Policy
 from src.records import checkpoints
 from src.records.journal import Journal
-from src.records.log_file import logging_to_file
 from src.records.private_folder import make_private, resolved
 from src.records.reading import read_document, unchanged
 from src.records.rollout_log import record_groups
 from src.records.rollout_store import FinishedRollouts
 from src.records.run_folder import lock_run_dir
-from src.rollouts.closing import closed
-from src.rollouts.group_rollout import Rollouts, RolloutSettings, TimedGroup
-from src.rollouts.watchdog import Watchdog, WatchdogSettings, WatchedPolicy, watching
+from src.rollouts.group_rollout import RolloutPlan, Rollouts
+from src.rollouts.run_events import RunEvents
+from src.rollouts.watchdog import Watchdog, WatchedPolicy, watching
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,14 +63,6 @@ class Evaluated:
     watchdog: Watchdog | None = None  # ends the evaluation when the endpoint is lost; None: nothing does
 
 
-class EvaluationDisplay(Printer, Protocol):
-    """Where the progress of an evaluation is shown."""
-
-    def begin(self, what: str, *, num_groups: int, group_size: int) -> None: ...
-
-    def group(self, finished: TimedGroup) -> None: ...
-
-
 Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evaluated]]
 
 
@@ -78,26 +70,25 @@ Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evalua
 async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> AsyncIterator[Evaluated]:
     """Connect to the Tinker or OpenAI-compatible endpoint and load the tasks of the environment."""
     trials = config.trials
-    limits = subconfig(trials, WatchdogSettings)
     await asyncio.to_thread(find_factory, trials.env)
     if config.base_url is not None:
-        limit_s = config.server_timeout_sec
+        limit_s = config.heartbeat_timeout_s
         async with AsyncExitStack() as stack:
             async with deadline(
                 limit_s,
                 BackendError,
-                f"{config.base_url} did not answer within server_timeout_sec={limit_s:g}",
+                f"{config.base_url} did not answer within heartbeat_timeout_s={limit_s:g}",
             ):
                 endpoint = await stack.enter_async_context(
                     connect_endpoint(config.base_url, trials.model_name)
                 )
-            watchdog = await stack.enter_async_context(watching(_unprobed, limits))
+            watchdog = await stack.enter_async_context(watching(_unprobed, trials))
             source = await asyncio.to_thread(open_task_source, trials, endpoint_chat())
             yield Evaluated(policy=WatchedPolicy(EndpointPolicy(endpoint), watchdog), source=source)
         return
     async with (
-        connect(subconfig(trials, BackendSettings)) as endpoint,
-        watching(endpoint.check, limits) as watchdog,
+        connect(trials) as endpoint,
+        watching(endpoint.check, trials) as watchdog,
     ):
         policy = WatchedPolicy(
             await watchdog.answer(endpoint.open_policy(checkpoint), "opening the policy"), watchdog
@@ -108,32 +99,30 @@ async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> Asyn
         )
 
 
-async def run(
-    config: EvaluateConfig, display: EvaluationDisplay, *, open_evaluated: Open = open_evaluated
-) -> None:
+async def run(config: EvaluateConfig, events: RunEvents, *, open_evaluated: Open = open_evaluated) -> None:
     """Run the evaluation that `config` describes, and the comparison if one is configured."""
     if config.results is not None:
         assert config.compare_with is not None
-        compare(read_results(Path(config.results)), read_results(Path(config.compare_with)), display)
+        compare(read_results(Path(config.results)), read_results(Path(config.compare_with)), events)
         return
     directory = evaluation_folder(config)
     second = None if config.compare_with is None else compared_with(config.compare_with)
     first = await play(
-        config, sampler_path(config.checkpoint), directory, display, open_evaluated=open_evaluated
+        config, sampler_path(config.checkpoint), directory, events, open_evaluated=open_evaluated
     )
     if second is None:
         return
     if isinstance(second, str):
         path = None if second == "base" else sampler_path(second)
-        second = await play(config, path, directory / "compared", display, open_evaluated=open_evaluated)
-    compare(second, first, display, write_to=directory / "comparison.json")
+        second = await play(config, path, directory / "compared", events, open_evaluated=open_evaluated)
+    compare(second, first, events, write_to=directory / "comparison.json")
 
 
 async def play(
     config: EvaluateConfig,
     checkpoint: str | None,
     directory: Path,
-    display: EvaluationDisplay,
+    events: RunEvents,
     *,
     open_evaluated: Open,
 ) -> Mapping[str, Any]:
@@ -142,21 +131,31 @@ async def play(
         f"{config.model_name} at {config.base_url}" if config.base_url else str(config.model_name)
     )
     async with open_evaluated(config, checkpoint) as evaluated, AsyncExitStack() as source_open:
-        source_open.push_async_callback(closed, evaluated.source)
+        source_open.push_async_callback(close_quietly, evaluated.source)
         tasks = chosen([*evaluated.source.train, *evaluated.source.eval], config.tasks)
         if (trained := training_hashes(config)) is not None:
             await asyncio.to_thread(require_held_out, tasks, trained, chosen_by="tasks")
         source_open.enter_context(lock_run_dir(directory))
         prepare_folder(directory, name, config)
-        display.say(f"evaluating {name}, files: {directory}")
+        events.say(f"evaluating {name}, files: {directory}")
         with logging_to_file(directory / "logs.log"):
             finished = FinishedRollouts(directory, Journal(directory))
-            rollouts = Rollouts(evaluated.source, subconfig(config.trials, RolloutSettings), finished)
-            display.begin("evaluation", num_groups=len(tasks), group_size=config.n_samples)
+            rollouts = Rollouts(evaluated.source, config.trials, finished)
+            events.batch_started("evaluation", num_groups=len(tasks), group_size=config.n_samples)
             jobs = finished.job_directory("eval", 0)
-            settings = EvaluationSettings(group_size=config.n_samples, temperature=config.temperature)
+            plan = RolloutPlan(
+                step=0,
+                purpose="eval",
+                group_size=config.n_samples,
+                temperature=config.temperature,
+                directory=jobs,
+            )
             evaluating = evaluate(
-                rollouts, tasks, evaluated.policy, settings, step=0, directory=jobs, on_group=display.group
+                rollouts,
+                tasks,
+                evaluated.policy,
+                plan,
+                on_group=lambda timed: events.group_finished(timed.group, duration_s=timed.duration_s),
             )
             result = await (
                 evaluated.watchdog.guard(evaluating, "evaluating") if evaluated.watchdog else evaluating
@@ -165,7 +164,7 @@ async def play(
             record_groups(directory / "rollouts" / "eval_000000.jsonl", result.groups, {})
     results = await asyncio.to_thread(results_of, name, config, result)
     write_json(directory / RESULTS_FILE, results)
-    report(results, display)
+    report(results, events)
     require_enough(results, config, directory)
     return results
 
@@ -246,7 +245,7 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
         identity.pop(option)
         if before is not None:
             before.pop(option, None)
-    if before is not None and before != json.loads(json.dumps(identity)):
+    if before is not None and present_options(before) != json.loads(json.dumps(identity)):
         raise ConfigError(f"log_path {directory} belongs to another evaluation; give another log_path")
     if (
         before is None

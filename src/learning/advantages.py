@@ -1,5 +1,4 @@
-"""Advantage estimators, and the weight per token that turns Tinker's sum over tokens into the configured
-mean.
+"""Advantage estimators, and the token weights that express the loss reduction.
 
 The estimators are SkyRL's, for one reward per trajectory. `gae` is missing because the Tinker API has no
 critic.
@@ -94,8 +93,7 @@ def group_advantages(rewards_G: Sequence[float], *, estimator: Estimator, single
 
 
 def whiten(returns_S: Sequence[float], num_tokens_S: Sequence[int]) -> list[float]:
-    """Center the returns of the sequences of a batch and divide them by their standard deviation
-    (REINFORCE++).
+    """Center the returns of a batch and divide them by their standard deviation (REINFORCE++).
 
     Each return counts once per trained token, since with one final reward and no discount all tokens of a
     sequence have the same return. Fewer than two tokens give zeros.

@@ -1,5 +1,4 @@
-"""Task selection by Thompson sampling: prefer tasks with a pass rate near one half, whose groups have
-differing rewards.
+"""Task selection by Thompson sampling. It prefers tasks with a pass rate near one half.
 
 Each task has a Beta posterior of its pass rate, with the prior Beta(1, 1). A step draws a rate for every task
 from its posterior and selects the tasks whose draws are closest to one half. Uncertain tasks are therefore
@@ -19,16 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from src.core.trajectory import Task, TrajectoryGroup
+from src.learning.options import CurriculumSettings
 from src.learning.played_groups import SOLVED
 
 DECAY = 0.75  # about the last four groups count
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CurriculumSettings:
-    task_sampling: str  # "uniform" | "signal"
-    exploration_floor: float  # share of a batch for the tasks played longest ago
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +65,7 @@ class Curriculum:
     def choose(
         self, tasks: Sequence[Task], count: int, settings: CurriculumSettings, *, step: int, attempt: int
     ) -> list[Task]:
-        """Return `count` different tasks for a step or its nth refill, as a function of state, seed, step
-        and attempt.
-        """
+        """Return `count` different tasks, as a function of the state, the seed, the step and the attempt."""
         rng = random.Random(f"{settings.seed}/curriculum/{step}/{attempt}")
         order = sorted(tasks, key=lambda task: task.id)
         rng.shuffle(order)  # so that ties are broken at random
@@ -97,9 +88,7 @@ class Curriculum:
 def curriculum_metrics(
     state: Curriculum, tasks: Sequence[Task], settings: CurriculumSettings
 ) -> dict[str, float]:
-    """Return the number of tasks never played, and of tasks with an estimated rate below 0.1, above 0.9 or
-    between.
-    """
+    """Return the numbers of unplayed tasks, and of played tasks by estimated pass rate."""
     if settings.task_sampling == "uniform":
         return {}
     means = [state.posterior(task).mean for task in tasks if state.posterior(task).last_played >= 0]
@@ -112,9 +101,7 @@ def curriculum_metrics(
 
 
 def to_record(state: Curriculum, *, since: int) -> dict[str, object]:
-    """Return the changes since `since` groups were played, so that a large pool is not written after every
-    step.
-    """
+    """Return the changes since `since` groups were played. A large pool is not written after every step."""
     changed = {task: item for task, item in state.evidence.items() if item.last_played >= since}
     evidence = {task: [item.solved, item.failed, item.last_played] for task, item in changed.items()}
     return {"evidence": evidence, "num_groups": state.num_groups}

@@ -13,18 +13,11 @@ from dataclasses import dataclass, replace
 
 from src.core.errors import TrainerError
 from src.core.trajectory import Task, TrajectoryGroup
-from src.learning.filters import FilterSettings, apply_reward_rules, is_constant
+from src.learning.filters import apply_reward_rules, is_constant
+from src.learning.options import DynamicSamplingSettings, FilterSettings
 
 # Plays tasks; the number counts the batches of the step, 0 for its own tasks.
 Play = Callable[[Sequence[Task], int], Awaitable[list[TrajectoryGroup]]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DynamicSamplingSettings:
-    dynamic_sampling: str  # "off" | "filter" | "replace"
-    dynamic_sampling_max_batches: int  # 0: no limit
-    dynamic_sampling_min_replace_ratio: float
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +40,7 @@ EMPTY = SamplingState(played=[], kept=[], is_complete=False)
 
 
 def is_good(group: TrajectoryGroup) -> bool:
-    """Return whether rewards differ or there is only one (SkyRL). A group without a graded trial is not
-    good.
-    """
+    """Return whether rewards differ or there is only one, as in SkyRL. Ungraded groups are not good."""
     return bool(group.rewards) and (len(group.rewards) == 1 or not is_constant(group.rewards))
 
 
@@ -62,9 +53,7 @@ async def sample_groups(
     *,
     step: int,
 ) -> SamplingState:
-    """Play `tasks`, and batches of `refills` if dynamic sampling needs them, until the step has its
-    groups.
-    """
+    """Play `tasks`, and batches of `refills` if needed, until the step has its groups."""
     state = EMPTY
     while not state.is_complete:
         attempt = state.num_batches
@@ -119,9 +108,7 @@ def add_batch(
 
 
 def replace_bad_groups(groups: Sequence[TrajectoryGroup], rng: random.Random) -> list[TrajectoryGroup]:
-    """Replace each bad group by a good one: by different ones if there are enough, otherwise with
-    repetition.
-    """
+    """Replace each bad group by a good one, without repetition if there are enough good groups."""
     good = [group for group in groups if is_good(group)]
     num_bad = len(groups) - len(good)
     drawn = iter(rng.sample(good, num_bad) if len(good) >= num_bad else rng.choices(good, k=num_bad))
@@ -140,9 +127,7 @@ def sampling_metrics(state: SamplingState, settings: DynamicSamplingSettings) ->
 
 
 def refill[T](tasks: Sequence[T], count: int, *, seed: int, step: int, attempt: int) -> list[T]:
-    """Return the tasks of a further batch of a step, by a shuffle that does not change the order of later
-    steps.
-    """
+    """Return the tasks of a further batch, by a shuffle that does not affect later steps."""
     order = list(tasks)
     random.Random(f"{seed}/refill/{step}/{attempt}").shuffle(order)
     return order[:count]

@@ -1,6 +1,4 @@
-"""Training examples: the sequences of a trajectory with their advantages, and the shares of each optimizer
-step.
-"""
+"""Training examples of a batch, and their division into optimizer steps."""
 
 from __future__ import annotations
 
@@ -8,15 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from src.core.length_limits import LengthLimits
 from src.core.trajectory import Trajectory, TrajectoryGroup
-from src.learning.advantages import (
-    ADVANTAGE_ESTIMATORS,
-    Estimator,
-    group_advantages,
-    token_weights,
-    whiten,
-)
+from src.learning.advantages import ADVANTAGE_ESTIMATORS, group_advantages, token_weights, whiten
 from src.learning.datums import (
     TokenSequence,
     scale_advantages,
@@ -24,17 +15,8 @@ from src.learning.datums import (
     step_sequences_of,
     with_advantage,
 )
-from src.learning.filters import FilterSettings, is_trainable
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdvantageSettings:
-    estimator: Estimator
-    singleton_advantage: str  # "zero" | "raw"
-    loss_reduction: str
-    length_limits: LengthLimits
-    num_substeps: int
-    step_wise_trajectories: bool = False
+from src.learning.filters import is_trainable
+from src.learning.options import AdvantageSettings, FilterSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 
 from src.core.trajectory import StopReason, Trajectory, TrajectoryGroup
 from src.learning.advantages import EPSILON
+from src.learning.options import FilterSettings
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +33,6 @@ class DropReason(StrEnum):
     UNGRADED = "ungraded"  # no trial of the group could be graded
     TOO_SMALL = "too_small"  # fewer graded trials than min_group_size
     CONSTANT_REWARD = "constant_reward"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FilterSettings:
-    remove_constant_reward_groups: bool
-    min_group_size: int
-    failed_trial_reward: float | None
-    apply_overlong_filtering: str  # "off" | "stop_reason" | "eos"
-    zero_reward_on_non_stop: bool = False
-    zero_reward_on_length_threshold: bool = False
-    max_assistant_response_tokens: int = 2048
 
 
 def keep_groups(

@@ -16,28 +16,11 @@ import numpy as np
 
 from src.learning.datums import TokenSequence, has_gradient
 from src.learning.examples import Example
+from src.learning.options import ImportanceSettings
 
 MAX_LOG_RATIO = 20.0
 CAPS = {"token": 2.0, "sequence": 5.0}
 SEQUENCE_BOUNDS = {"geometric": (0.99, 1.01), "product": (0.5, 2.0), "outlier": (1e-4, 100.0)}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImportanceSettings:
-    """None stands for SkyRL's value, and for no bound where it is a token's."""
-
-    tis: str  # "off" | "token" | "sequence"
-    tis_cap: float | None
-    tis_sequence_mask: str  # "off" | "geometric" | "product" | "outlier"
-    tis_sequence_mask_low: float | None
-    tis_sequence_mask_high: float | None
-    tis_token_mask_low: float | None
-    tis_token_mask_high: float | None
-
-    @property
-    def is_on(self) -> bool:
-        masks = (self.tis_token_mask_low, self.tis_token_mask_high)
-        return self.tis != "off" or self.tis_sequence_mask != "off" or masks != (None, None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -13,13 +13,8 @@ import numpy as np
 
 from src.learning.datums import TokenSequence
 from src.learning.examples import Example
+from src.learning.options import KlSettings
 from src.policy.sampling_policy import ReferenceModel
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KlSettings:
-    kl_penalty_coef: float
-    kl_estimator: str  # "k1" | "k2" | "k3"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +25,8 @@ class KlResult:
     mean_kl: float
 
 
-async def apply_kl_penalty(examples: Sequence[Example], reference: ReferenceModel, settings: KlSettings) -> KlResult:
+async def apply_kl_penalty(examples: Sequence[Example], reference: ReferenceModel, settings: KlSettings
+) -> KlResult:
     """Add `kl_penalty_coef * (mean penalty - penalty)` to the advantage of each sampled token.
 
     The mean is over all sampled tokens, so the sum of the advantages of the batch does not change.
@@ -61,8 +57,9 @@ async def apply_kl_penalty(examples: Sequence[Example], reference: ReferenceMode
 
 
 def kl_estimates(differences: np.ndarray, *, estimator: str) -> np.ndarray:
-    """Return Schulman's estimate per token, from `logp - logp_reference` (http://joschu.net/blog/kl-
-    approx.html).
+    """Return Schulman's estimate per token, from `logp - logp_reference`.
+
+    Source: http://joschu.net/blog/kl-approx.html
 
     >>> [round(float(kl_estimates(np.array(0.5), estimator=name)), 7) for name in ("k1", "k2", "k3")]
     [0.5, 0.125, 0.1065307]

@@ -6,38 +6,22 @@ All requests of an update are sent before the first result is awaited.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import tinker
 
 from src.core.errors import TrainerError
+from src.learning.options import LearnerSettings
 from src.policy.sampling_policy import sdk_boundary
 
 DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker's bounds of the ratio
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LearnerSettings:
-    loss_fn: tinker.types.LossFnType
-    loss_fn_config: Mapping[str, float]
-    learning_rate: float
-    adam_beta1: float
-    adam_beta2: float
-    adam_eps: float
-    weight_decay: float
-    grad_clip_norm: float
-    lr_schedule: str = "constant"  # "constant" | "linear" | "cosine"
-    lr_warmup_steps: int = 0
-    num_steps: int = 1  # of the whole run
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainedTokens:
-    """Logprobs of the trained tokens of one substep, from the sampler and from the trainer before the
-    update.
-    """
+    """Logprobs of the trained tokens of one substep, from the sampler and from the trainer."""
 
     sampled_logprobs: np.ndarray  # [N] float32
     trained_logprobs: np.ndarray  # [N] float32
@@ -46,20 +30,21 @@ class TrainedTokens:
 class Learner:
     """Sends datums and optimizer steps to one training client."""
 
-    def __init__(self, client: tinker.TrainingClient, settings: LearnerSettings) -> None:
+    def __init__(
+        self, client: tinker.TrainingClient, settings: LearnerSettings, *, num_steps: int = 1
+    ) -> None:
         self._client = client
         self._settings = settings
+        self._num_steps = num_steps  # of the whole run
         self._added: list[tuple[list[tinker.Datum], Awaitable[tinker.ForwardBackwardOutput]]] = []
 
     async def logprobs(self, datums: Sequence[tinker.Datum]) -> list[np.ndarray]:
-        """Return the trainer's current logprobs of each datum, [T] with 0 for the first token, by one
-        `forward` call.
-        """
+        """Return the trainer's logprobs of each datum, [T] with 0 for the first token. One `forward` call."""
         if not datums:
             return []
         with sdk_boundary("computing the trainer's logprobs"):
             output = await self._client.forward(
-                list(datums), self._settings.loss_fn, dict(self._settings.loss_fn_config) or None
+                list(datums), self._settings.loss_fn, self._settings.loss_settings or None
             )
         return [
             np.concatenate([[0.0], answer["logprobs"].to_numpy()]).astype(np.float32)
@@ -81,7 +66,7 @@ class Learner:
         logprobs are not finite.
         """
         settings = self._settings
-        rate = learning_rate(settings, step=step)
+        rate = learning_rate(settings, step=step, num_steps=self._num_steps)
         adam = tinker.AdamParams(
             learning_rate=rate,
             beta1=settings.adam_beta1,
@@ -117,13 +102,12 @@ class Learner:
 
     def _gradient(self, datums: Sequence[tinker.Datum]) -> Awaitable[tinker.ForwardBackwardOutput]:
         return self._client.forward_backward(
-            list(datums), self._settings.loss_fn, dict(self._settings.loss_fn_config) or None
+            list(datums), self._settings.loss_fn, self._settings.loss_settings or None
         )
 
 
-def learning_rate(settings: LearnerSettings, *, step: int) -> float:
-    """Return the rate of one step: a linear warm-up to the full rate at step `lr_warmup_steps`, then the
-    schedule.
+def learning_rate(settings: LearnerSettings, *, step: int, num_steps: int) -> float:
+    """Return the rate of one step: a linear warm-up over `lr_warmup_steps`, then the schedule.
 
     The schedule would reach 0 one step after the last: 4 steps of `linear` without warm-up have 1, 3/4, 1/2
     and 1/4 of the rate. All substeps of a batch have the same rate.
@@ -131,7 +115,7 @@ def learning_rate(settings: LearnerSettings, *, step: int) -> float:
     warmup = settings.lr_warmup_steps
     if step <= warmup:
         return settings.learning_rate * step / warmup
-    done = min(1.0, (step - warmup - 1) / max(1, settings.num_steps - warmup))
+    done = min(1.0, (step - warmup - 1) / max(1, num_steps - warmup))
     factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[
         settings.lr_schedule
     ]
@@ -167,12 +151,10 @@ def sampler_trainer_kl(substeps: Sequence[TrainedTokens]) -> dict[str, float]:
 
 
 def clipping(substeps: Sequence[TrainedTokens], settings: LearnerSettings) -> dict[str, float]:
-    """Return the share of tokens with a ratio outside the clip bounds; nothing for losses that do not
-    clip.
-    """
+    """Return the share of tokens with a ratio outside the clip bounds, for losses that clip."""
     if settings.loss_fn not in ("ppo", "cispo"):
         return {}
-    bounds = DEFAULT_CLIP | dict(settings.loss_fn_config)
+    bounds = DEFAULT_CLIP | settings.loss_settings
     ratios = np.concatenate(
         [np.exp(tokens.trained_logprobs - tokens.sampled_logprobs) for tokens in substeps]
     )

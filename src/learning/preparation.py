@@ -10,22 +10,15 @@ from dataclasses import dataclass, replace
 import tinker
 
 from src.learning.datums import TokenSequence, scale_advantages, to_datums
-from src.learning.examples import AdvantageSettings, Example, apply_loss_reduction, substeps
+from src.learning.examples import Example, apply_loss_reduction, substeps
 from src.learning.filters import DropReason
-from src.learning.importance import ImportanceSettings, apply_tis
-from src.learning.kl_penalty import KlSettings, apply_kl_penalty
+from src.learning.importance import apply_tis
+from src.learning.kl_penalty import apply_kl_penalty
 from src.learning.learner import Learner
 from src.learning.metrics import batch_metrics
+from src.learning.options import PreparationSettings
 from src.learning.staleness import mask_stale
 from src.policy.sampling_policy import ReferenceModel
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PreparationSettings:
-    advantages: AdvantageSettings
-    kl: KlSettings
-    importance: ImportanceSettings
-    max_staleness: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,20 +43,20 @@ async def prepare(
     `reference` gives the logprobs for the KL penalty, and `learner` those for importance correction.
     `version` is that of the weights to be trained; tokens older than `max_staleness` are masked last.
     """
-    shares = substeps(examples_P_G, settings.advantages.num_substeps)
+    shares = substeps(examples_P_G, settings.num_substeps)
     metrics = batch_metrics(shares, dropped)
     if reference is not None:
-        penalties = [await apply_kl_penalty(share, reference, settings.kl) for share in shares]
+        penalties = [await apply_kl_penalty(share, reference, settings) for share in shares]
         shares = [penalty.examples for penalty in penalties]
         metrics["optim/kl_policy_base"] = (
             statistics.fmean(penalty.mean_kl for penalty in penalties) if penalties else 0.0
         )
-    shares = [apply_loss_reduction(share, settings.advantages) for share in shares]
-    if settings.importance.is_on:
+    shares = [apply_loss_reduction(share, settings) for share in shares]
+    if settings.is_on:
         before_the_update = await learner.logprobs(
             to_datums(sequence for share in shares for sequence in _sequences(share))
         )
-        shares, corrections = apply_tis(shares, before_the_update, settings.importance)
+        shares, corrections = apply_tis(shares, before_the_update, settings)
         metrics |= corrections
     if settings.max_staleness:
         shares, ages = mask_stale(shares, version=version, max_staleness=settings.max_staleness)
@@ -79,7 +72,7 @@ def stream_datums(
         replace(
             example, sequences=[scale_advantages(sequence, 1 / num_groups) for sequence in example.sequences]
         )
-        for example in apply_loss_reduction(examples, settings.advantages)
+        for example in apply_loss_reduction(examples, settings)
     ]
     (bounded,), _ = mask_stale([share], version=version, max_staleness=settings.max_staleness)
     return to_datums(_sequences(bounded))

@@ -20,28 +20,16 @@ from tinker.lib.base_url import DEFAULT_BASE_URL
 
 from src.core.errors import BackendError, ConfigError, ServerLost
 from src.core.process import deadline, in_thread
+from src.policy.options import BackendSettings
 from src.policy.sampling_policy import Policy, ReferenceModel, TinkerPolicy, sdk_boundary
 
 logger = logging.getLogger(__name__)
 
-# server_timeout_sec bounds both timeouts from above.
+# heartbeat_timeout_s bounds both timeouts from above.
 HEALTH_TIMEOUT_S = 5.0  # per health request, which is sent without the SDK
 CLOSE_TIMEOUT_S = 5.0  # to close the session; the SDK alone would retry for minutes
 DUMMY_KEY = "tml-dummy"  # the SDK requires a key with this prefix; our server accepts any key
 _KEY_PREFIXES = ("tml-", "eyJ")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackendSettings:
-    backend: Literal["tinker", "skyrl-tx"]
-    skyrl_tx_url: str | None
-    tinker_base_url: str | None
-    model_name: str
-    lora_rank: int
-    seed: int
-    context_limit: int
-    load_checkpoint_path: str | None  # a training checkpoint with optimizer state; None: a new adapter
-    server_timeout_sec: float
 
 
 class Backend(Protocol):
@@ -150,7 +138,7 @@ def base_url(settings: BackendSettings) -> str:
 
 
 def health_timeout_s(settings: BackendSettings) -> float:
-    return min(HEALTH_TIMEOUT_S, settings.server_timeout_sec)
+    return min(HEALTH_TIMEOUT_S, settings.heartbeat_timeout_s)
 
 
 async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
@@ -192,10 +180,10 @@ async def request_status(url: str, *, key: str, request: Mapping[str, str] | Non
 
 async def check_model(settings: BackendSettings, *, key: str | None) -> None:
     """Raises ConfigError unless the server serves the model with a context of `context_limit`."""
-    action, limit_s = f"asking the server at {base_url(settings)} for its models", settings.server_timeout_sec
+    action, limit_s = f"asking the server at {base_url(settings)} for its models", settings.heartbeat_timeout_s
     with sdk_boundary(action):
         async with deadline(
-            limit_s, BackendError, f"{action}: no usable answer within server_timeout_sec={limit_s:g}"
+            limit_s, BackendError, f"{action}: no usable answer within heartbeat_timeout_s={limit_s:g}"
         ):
             client = await in_thread(lambda: tinker.RestClient(base_url=base_url(settings), api_key=key))
             capabilities = await client.get_server_capabilities()
@@ -309,7 +297,7 @@ async def connect(settings: BackendSettings) -> AsyncIterator[TinkerEndpoint]:
         try:
             # In a thread: closing needs a lock, which a session that is still opening holds.
             closing = in_thread(lambda: service.close(status).result())
-            await asyncio.wait_for(closing, min(CLOSE_TIMEOUT_S, settings.server_timeout_sec))
+            await asyncio.wait_for(closing, min(CLOSE_TIMEOUT_S, settings.heartbeat_timeout_s))
         except (TimeoutError, tinker.TinkerError) as error:
             logger.warning(
                 "the session at %s was not closed cleanly (%s); the server will end it",

@@ -3,9 +3,9 @@ capabilities.json.
 
     python -m src.probe URL [model_name=NAME] [output=capabilities.json, or empty] [tolerance=0.02]
                             [only=CHECK,CHECK]
-                            [answer_timeout_sec=600]
+                            [request_timeout_s=600]
 
-`answer_timeout_sec` is the timeout of the list of models, of each check and of closing the session.
+`request_timeout_s` is the timeout of the list of models, of each check and of closing the session.
 
 The exit status is 0 if every required check holds, 1 if one does not hold, and 2 if the endpoint could not be
 checked.
@@ -29,16 +29,17 @@ from rich.table import Table
 
 from src.cli.command_line import print_help
 from src.cli.console import terminal
+from src.cli.environment_variables import load_environment
 from src.core.errors import INTERRUPTED, BackendError, ConfigError, TrainerError
+from src.core.option_aliases import present_argument
 from src.core.process import deadline, exit_on_signal, exit_process, in_thread, run_until_signal
 from src.loop.capabilities import CAPABILITIES, Capabilities, Finding
 from src.policy.backend import DUMMY_KEY, check_alive
 from src.policy.sampling_policy import sdk_boundary
 from src.probe.checks import OPTIONAL, REQUIRED
 from src.probe.endpoint_probe import Defect, Probe
-from src.train import load_environment
 
-OPTIONS = ("model_name", "output", "tolerance", "only", "answer_timeout_sec")
+OPTIONS = ("model_name", "output", "tolerance", "only", "request_timeout_s")
 TOLERANCE = 0.02  # of the mean difference of log-probabilities; bfloat16 needs this much
 ANSWER_TIMEOUT_S = 600.0
 
@@ -78,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
     urls = [argument for argument in argv if argument.startswith(("http://", "https://"))]
-    pairs = [argument.partition("=") for argument in argv if argument not in urls]
+    pairs = [present_argument(argument).partition("=") for argument in argv if argument not in urls]
     for name, equals, _ in pairs:
         if not equals or name not in OPTIONS:
             raise ConfigError(
@@ -88,7 +89,7 @@ def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
     if len(urls) != 1:
         raise ConfigError("give the address of one endpoint: python -m src.probe http://localhost:8000")
     options = {"output": CAPABILITIES} | {name: value for name, _, value in pairs}
-    for name in ("tolerance", "answer_timeout_sec"):
+    for name in ("tolerance", "request_timeout_s"):
         try:
             value = float(options.get(name, 1.0))
         except ValueError as error:
@@ -123,12 +124,10 @@ async def probe(
 
     The calls of the SDK block, so each check runs in a thread, which is abandoned at its deadline.
     """
-    limit_s = float(options.get("answer_timeout_sec", ANSWER_TIMEOUT_S))
+    limit_s = float(options.get("request_timeout_s", ANSWER_TIMEOUT_S))
 
     async def bounded[T](action: str, function: Callable[[], T]) -> T:
-        async with deadline(
-            limit_s, BackendError, f"{action}: no answer within answer_timeout_sec={limit_s:g}"
-        ):
+        async with deadline(limit_s, BackendError, f"{action}: no answer within request_timeout_s={limit_s:g}"):
             return await in_thread(function)
 
     key = os.environ.get("TINKER_API_KEY") or DUMMY_KEY

@@ -52,7 +52,7 @@ SAMPLING_METRICS: tuple[Metric[Any], ...] = (
         "Groups being played ahead (`max_staleness` or `stream_groups`)."),
     Metric("async/groups_waiting", COUNT, LAST, "Finished groups that no step has trained on."),
     Metric("curriculum/tasks_unplayed", COUNT, LAST,
-        "Training tasks without a trial (`task_sampling=signal`)."),
+        "Training tasks without a trial (`task_sampling=thompson`)."),
     Metric("curriculum/tasks_hard", COUNT, LAST, "Tasks with an estimated pass rate below 0.1."),
     Metric("curriculum/tasks_mid", COUNT, LAST, "Tasks with an estimated pass rate from 0.1 to 0.9."),
     Metric("curriculum/tasks_easy", COUNT, LAST, "Tasks with an estimated pass rate above 0.9."),

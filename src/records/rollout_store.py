@@ -135,8 +135,7 @@ class FinishedRollouts:
         )
 
     def job_directory(self, purpose: str, step: int) -> Path:
-        """Return the folder for the trials of a step or evaluation, without unfinished trials of earlier
-        processes.
+        """Return the trial folder of a step or evaluation, without unfinished trials of earlier processes.
 
         The folder is created by whoever writes to it.
         """

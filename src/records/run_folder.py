@@ -20,12 +20,13 @@ from typing import Any
 import chz
 from pydantic import TypeAdapter
 
-from src.config import TrainerConfig
 from src.core.errors import ConfigError, StorageError
+from src.core.option_aliases import present_options
 from src.records import checkpoints
 from src.records.atomic_io import remove, replace_text, storage_boundary
 from src.records.checkpoints import Checkpoint
 from src.records.journal import JOURNAL
+from src.records.options import RunFolderSettings
 from src.records.private_folder import make_parents, make_private, resolved
 from src.records.reading import read_document, unchanged
 from src.records.rollout_store import any_graded
@@ -62,7 +63,7 @@ class RunFolder:
             path=self.path, checkpoint=checkpoints.last(self.path), delete_first=False, resumed=True
         )
 
-    def create(self, config: TrainerConfig) -> None:
+    def create(self, config: RunFolderSettings) -> None:
         """Create the folder and config.json. An old run is deleted first if that was requested."""
         if self.delete_first:
             deleted = self.path.with_name(f".{self.path.name}.deleted")
@@ -77,7 +78,7 @@ class RunFolder:
         replace_text(self.path / CONFIG_FILE, json.dumps(chz.asdict(config), indent=2) + "\n")
 
 
-def run_path(config: TrainerConfig, *, name: str) -> Path:
+def run_path(config: RunFolderSettings, *, name: str) -> Path:
     return resolved(Path(config.log_path or Path(config.logs_dir) / name))
 
 
@@ -114,7 +115,7 @@ def lock_run_dir(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def find_run_folder(config: TrainerConfig, *, name: str) -> RunFolder:
+def find_run_folder(config: RunFolderSettings, *, name: str) -> RunFolder:
     """Return the folder to use.
 
     Raises ConfigError if it has a run and the options do not say what to do with it.
@@ -148,8 +149,8 @@ def _ask(path: Path) -> str:
     return {"r": "resume", "resume": "resume", "d": "delete", "delete": "delete"}.get(answer, "raise")
 
 
-def _check_same_run(path: Path, config: TrainerConfig) -> None:
-    before = read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged)
+def _check_same_run(path: Path, config: RunFolderSettings) -> None:
+    before = present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged))
     now = json.loads(json.dumps(chz.asdict(config)))
     for name in IDENTITY:
         if name in before and before[name] != now[name]:

@@ -14,7 +14,6 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +22,7 @@ from pydantic import TypeAdapter
 from src.core.errors import ConfigError
 from src.records.atomic_io import append_record, replace_text
 from src.records.metrics_table import ALL_TASKS, RENAMED, RENAMED_NOTICE, aliases_of, with_aliases
+from src.records.options import TrackingSettings
 from src.records.reading import MetricsLine, read_lines, read_word, unchanged
 
 if TYPE_CHECKING:
@@ -43,13 +43,6 @@ class TrackioRun(Protocol):
     def log(self, metrics: dict[str, float], step: int | None = None) -> None: ...
 
     def finish(self) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrackingSettings:
-    wandb_project: str | None
-    trackio_project: str | None
-    taxonomy_feedback: bool = False  # whether a judge has a part in the reward
 
 
 class RunLog:
@@ -102,9 +95,7 @@ class RunLog:
         return values
 
     def _send(self, step: int, metrics: Mapping[str, float], *, may_be_sent: bool = False) -> None:
-        """Send a line. wandb ignores a step that it has; trackio would store it twice, so it gets no
-        repetition.
-        """
+        """Send a line. wandb ignores a repeated step; trackio would store it, so it gets none."""
         if self._wandb_run is not None:
             values = {name: value for name, value in metrics.items() if value is not None}
             self._wandb_run.log(values, step=step, commit=True)
@@ -115,15 +106,23 @@ class RunLog:
 
 @contextmanager
 def open_run_log(
-    log_path: Path, settings: TrackingSettings, *, name: str, config: Mapping[str, object]
+    log_path: Path,
+    settings: TrackingSettings,
+    *,
+    name: str,
+    config: Mapping[str, object],
+    is_judged: bool = False,
 ) -> Iterator[RunLog]:
-    """Open the log of the run in `log_path`. On exit, finish its wandb and trackio runs."""
+    """Open the log of the run in `log_path`, and finish its wandb and trackio runs on exit.
+
+    `is_judged` says whether a judge's bonus is part of the reward.
+    """
     with ExitStack() as stack:
         wandb_run = trackio_run = None
         if settings.wandb_project is not None:
             wandb_run = _wandb_run(
                 log_path,
-                project=project_name(settings.wandb_project, is_judged=settings.taxonomy_feedback),
+                project=project_name(settings.wandb_project, is_judged=is_judged),
                 name=name,
                 config=config,
             )
@@ -226,9 +225,7 @@ def _wandb_run(log_path: Path, *, project: str, name: str, config: Mapping[str, 
 
 
 def _trackio_run(log_path: Path, *, project: str, name: str, config: Mapping[str, object]) -> TrackioRun:
-    """Start a trackio run, or continue the one that belongs to this folder. trackio identifies a run by its
-    name.
-    """
+    """Start a trackio run, or continue the one of this folder, which is identified by its name."""
     try:
         import trackio  # pyright: ignore[reportMissingImports]  # optional
     except ImportError as error:

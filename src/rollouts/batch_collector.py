@@ -1,92 +1,79 @@
-"""What each step learns from: its own tasks, played now, or the groups that end first of those played ahead; and what their losses say."""
+"""Collect the groups that each step learns from.
+
+On-policy, the groups of the step's own tasks are rolled out when the step begins. With `max_staleness` or `stream_groups` they are
+rolled out ahead, and a step takes those that end first. Failures are counted in the order of the batch (`task_quarantine`).
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from src.cli.console import Display
 from src.core.errors import ConfigError, TooManyFailuresError
 from src.core.trajectory import Task, TrajectoryGroup
 from src.envs.base import TaskSource
 from src.learning import curriculum
-from src.learning.curriculum import CurriculumSettings, curriculum_metrics
-from src.learning.dynamic_sampling import (
-    DynamicSamplingSettings,
-    SamplingState,
-    refill,
-    sample_groups,
-    sampling_metrics,
-)
-from src.learning.filters import FilterSettings, apply_reward_rules
+from src.learning.curriculum import curriculum_metrics
+from src.learning.dynamic_sampling import SamplingState, refill, sample_groups, sampling_metrics
+from src.learning.filters import apply_reward_rules
 from src.policy.sampling_policy import NewestPolicy, Policy
 from src.records.journal import GroupKey, RolloutKey
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
 from src.rollouts.group_rollout import RolloutPlan, Rollouts, TimedGroup, all_failed, require_some_graded
-from src.rollouts.pipeline import Batch, Pipeline, PipelineSettings, Scheduled
-from src.rollouts.task_quarantine import FaultSettings, diagnosis, from_record, to_record
+from src.rollouts.options import GroupSettings
+from src.rollouts.pipeline import Batch, Pipeline, Scheduled
+from src.rollouts.run_events import RunEvents
+from src.rollouts.task_quarantine import diagnosis, from_record, to_record
 from src.rollouts.watchdog import Watchdog
 
 OnGroup = Callable[[TrajectoryGroup], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupSettings:
-    group_size: int
-    temperature: float
-    filters: FilterSettings
-    curriculum: CurriculumSettings
-    dynamic_sampling: DynamicSamplingSettings
-    pipeline: PipelineSettings
-    faults: FaultSettings
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
-    """The groups of one step: all that were played for it, and those it may learn from."""
+    """The groups of one step: all that were rolled out for it, and those it may learn from."""
 
     played: list[TrajectoryGroup]
     to_learn: list[TrajectoryGroup]
     metrics: dict[str, float]
 
 
-class StepGroups:
-    """Hands each step its groups. Knows which tasks are at fault, and which have something to teach, after `steps_done` steps."""
+class BatchCollector:
+    """Collects the groups of each step. Keeps the state of failures and of the curriculum after `steps_done` steps."""
 
     def __init__(
         self,
+        settings: GroupSettings,
         *,
         source: TaskSource,
         rollouts: Rollouts,
         finished: FinishedRollouts,
         watchdog: Watchdog,
-        display: Display,
-        settings: GroupSettings,
+        events: RunEvents,
         steps_done: int,
     ) -> None:
+        self._settings = settings
         self._source = source
         self._rollouts = rollouts
         self._finished = finished
         self._journal = finished.journal
         self._watchdog = watchdog
-        self._display = display
-        self._settings = settings
+        self._events = events
         states = self._journal.states_until(steps_done)
         self._faults = from_record(states[-1] if states else {})
         self._curriculum = curriculum.from_records(state.get("curriculum", {}) for state in states)
         self._num_groups_before = 0  # of the run, when the step began
         self._policy = NewestPolicy()
-        self._ahead: dict[
-            int, tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]
-        ] = {}  # by step; what is on disk and was not taken up yet
+        # By step: the plan, and the rollouts that are on disk and that no group has used yet.
+        self._ahead: dict[int, tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]] = {}
         self._pipeline = self._pipeline_of([])
 
     @asynccontextmanager
-    async def played(self, batches: Sequence[Batch], policy: Policy) -> AsyncIterator[None]:
-        """While the run trains: groups are played by `policy` and its successors, and none any more when the block ends."""
+    async def running(self, batches: Sequence[Batch], policy: Policy) -> AsyncIterator[None]:
+        """Roll out groups with `policy` and its successors while the block runs."""
         self._policy.set(policy)
         self._pipeline = self._pipeline_of(batches)
         async with self._pipeline:
@@ -100,184 +87,191 @@ class StepGroups:
         self._pipeline.update_ended()
 
     def state(self) -> dict[str, object]:
-        """What the steps to come need to know of the one gone by."""
-        if self._settings.curriculum.task_sampling == "uniform":
+        """Return what a process that resumes the run needs to know of the step that has ended."""
+        if self._settings.task_sampling == "uniform":
             return to_record(self._faults)
         return to_record(self._faults) | {
             "curriculum": curriculum.to_record(self._curriculum, since=self._num_groups_before)
         }
 
-    async def gather(self, batch: Batch, on_group: OnGroup) -> StepBatch:
-        """The groups of one step. Where they are played ahead, `on_group` hears of each as it comes."""
+    async def collect(self, batch: Batch, on_group: OnGroup) -> StepBatch:
+        """Return the groups of one step. If they are rolled out ahead, `on_group` is called with each as it is taken."""
         self._num_groups_before = self._curriculum.num_groups
-        gathered = await (
-            self._take(batch, on_group) if self._settings.pipeline.is_ahead else self._sample(batch)
-        )
-        gathered.metrics["tasks/quarantined"] = float(len(self._faults.quarantined))
-        return gathered
+        if self._settings.is_ahead:
+            collected = await self._take(batch, on_group)
+        else:
+            collected = await self._sample(batch)
+        collected.metrics["tasks/quarantined"] = float(len(self._faults.quarantined))
+        return collected
 
     def _pipeline_of(self, batches: Sequence[Batch]) -> Pipeline:
-        """Every group that no step has taken yet; none where each step plays its own."""
-        settings = self._settings.pipeline
+        """Return a pipeline of every group that no step has taken yet. Without rollouts ahead it is empty."""
+        settings = self._settings
         scheduled = (Scheduled(step=batch.step, task=task) for batch in batches for task in batch.tasks)
-        left = [group for group in scheduled if settings.is_ahead and not self._journal.is_taken(group.key)]
-        return Pipeline(
-            left, self._play_ahead, settings, is_left_out=lambda task: task.id in self._faults.quarantined
-        )
+        ahead = [group for group in scheduled if settings.is_ahead and not self._journal.is_taken(group.key)]
+        return Pipeline(ahead, self._roll_out_ahead, settings, is_left_out=self._is_quarantined)
 
     async def _sample(self, batch: Batch) -> StepBatch:
-        """Plays the step's own tasks."""
+        """Roll out the step's own tasks, and refills if there is dynamic sampling."""
         settings = self._settings
-        scheduled = self._chosen(batch)
-        tasks = [task for task in scheduled if task.id not in self._faults.quarantined]
-        num_retries: list[int] = []
+        scheduled = self._tasks_of(batch)
+        tasks = [task for task in scheduled if not self._is_quarantined(task)]
         self._journal.batch_fixed(batch.step, [(batch.step, task.id) for task in scheduled])
-        play = partial(self._play, batch, num_retries)
+        rolled_out: list[TimedGroup] = []
+
+        async def roll_out(tasks: Sequence[Task], attempt: int) -> list[TrajectoryGroup]:
+            timed_groups = await self._roll_out(batch, tasks, attempt)
+            rolled_out.extend(timed_groups)
+            return [timed.group for timed in timed_groups]
+
         refills = partial(self._refills, batch)
-        state = await sample_groups(
-            play, tasks, refills, settings.dynamic_sampling, settings.filters, step=batch.step
-        )
-        metrics = sampling_metrics(state, settings.dynamic_sampling)
-        metrics |= curriculum_metrics(self._curriculum, self._source.train, settings.curriculum)
+        sampled = await sample_groups(roll_out, tasks, refills, settings, settings, step=batch.step)
+        metrics = sampling_metrics(sampled, settings)
+        metrics |= curriculum_metrics(self._curriculum, self._source.train, settings)
         metrics |= {
-            "trials/retries": float(sum(num_retries)),
+            "trials/retries": float(sum(timed.num_retries for timed in rolled_out)),
             "groups/quarantined": float(len(scheduled) - len(tasks)),
         }
-        return StepBatch(played=state.played, to_learn=state.kept, metrics=metrics)
+        return StepBatch(played=sampled.played, to_learn=sampled.kept, metrics=metrics)
 
     async def _take(self, batch: Batch, on_group: OnGroup) -> StepBatch:
-        """As many groups as the batch has tasks, whichever have ended; those the step took before the run was killed, where it was."""
-        settings, title = self._settings, f"step {batch.step}"
-        self._display.begin(title, num_groups=len(batch.tasks), group_size=settings.group_size)
+        """Take as many groups as the batch has tasks, in the order in which they end.
+
+        If an earlier process was killed after it had taken the step's groups, the same groups are taken.
+        """
+        title = f"step {batch.step}"
+        self._events.batch_started(title, num_groups=len(batch.tasks), group_size=self._settings.group_size)
         metrics = self._pipeline.metrics()
         taken: list[TimedGroup] = []
         to_learn: list[TrajectoryGroup] = []
 
-        def take(finished: TimedGroup) -> None:
-            taken.append(finished)
-            self._display.group(finished)
-            [group] = apply_reward_rules([finished.group], settings.filters)
+        def take(timed: TimedGroup) -> None:
+            taken.append(timed)
+            self._events.group_finished(timed.group, duration_s=timed.duration_s)
+            [group] = apply_reward_rules([timed.group], self._settings)
             to_learn.append(group)
             on_group(group)
 
         before = self._journal.groups_of(batch.step)
         if before is not None:
-            replayed = asyncio.gather(*map(self._play_ahead, self._scheduled(before)))
-            for finished in await self._watchdog.guard(replayed, f"playing {title}"):
-                take(finished)
+            replayed = asyncio.gather(*map(self._roll_out_ahead, self._scheduled(before)))
+            for timed in await self._watchdog.guard(replayed, f"playing {title}"):
+                take(timed)
         else:
             for _ in batch.tasks:
-                if (
-                    ended := await self._watchdog.guard(self._pipeline.take(batch.step), f"playing {title}")
-                ) is None:
+                taking = self._pipeline.take(batch.step)
+                if (timed := await self._watchdog.guard(taking, f"playing {title}")) is None:
                     break
-                take(ended)
-        groups = [finished.group for finished in taken]
+                take(timed)
+        groups = [timed.group for timed in taken]
         for step in sorted({group.step for group in groups}):
             await asyncio.to_thread(self._source.batch_ended, self._ahead[step][0].directory)
         self._journal.batch_fixed(batch.step, [(group.step, group.task.id) for group in groups])
-        self._reckon(groups, self._plan_ahead(batch.step)[0])
-        num_retries = sum(finished.num_retries for finished in taken)
+        self._update_faults(groups, self._plan_ahead(batch.step)[0])
         metrics |= {
-            "trials/retries": float(num_retries),
+            "trials/retries": float(sum(timed.num_retries for timed in taken)),
             "groups/quarantined": float(len(batch.tasks) - len(groups)),
         }
         return StepBatch(played=groups, to_learn=to_learn, metrics=metrics)
 
     def _scheduled(self, groups: Sequence[GroupKey]) -> list[Scheduled]:
+        """Return the groups with their tasks. ConfigError if a task is missing from the environment."""
         tasks = {task.id: task for task in self._source.train}
-        if gone := [task for _, task in groups if task not in tasks]:
+        if missing := [task for _, task in groups if task not in tasks]:
             raise ConfigError(
-                f"this run has learned from {', '.join(gone)}, which tasks_dir holds no more; put them back, or give another log_path"
+                f"this run has learned from {', '.join(missing)}, which tasks_dir does not hold; put them back, or "
+                "give another log_path"
             )
         return [Scheduled(step=step, task=tasks[task]) for step, task in groups]
 
-    async def _play_ahead(self, scheduled: Scheduled) -> TimedGroup:
-        plan, kept = self._plan_ahead(scheduled.step)
-        own = {
-            place: kept.pop(place) for place in [*kept] if place.task == scheduled.task.id
-        }  # a run of many steps keeps none of them
-        return await self._rollouts.group(scheduled.task, self._policy, plan, own)
+    async def _roll_out_ahead(self, scheduled: Scheduled) -> TimedGroup:
+        plan, on_disk = self._plan_ahead(scheduled.step)
+        # Removed from `on_disk`, so that a long run does not keep the rollouts of all its steps in memory.
+        rollouts = {key: on_disk.pop(key) for key in [*on_disk] if key.task == scheduled.task.id}
+        return await self._rollouts.group(scheduled.task, self._policy, plan, rollouts)
 
     def _plan_ahead(self, step: int) -> tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]:
-        """Made once, since its folder is tidied then, and what is on disk is read."""
+        """Return the plan of a step and its rollouts on disk. They are read once, which also tidies the step's folder."""
         if step not in self._ahead:
             plan = self._plan("step", step)
             self._ahead[step] = plan, dict(self._rollouts.kept(plan))
         return self._ahead[step]
 
     def _plan(self, purpose: str, step: int) -> RolloutPlan:
-        settings = self._settings
         return RolloutPlan(
             step=step,
             purpose=purpose,
-            group_size=settings.group_size,
-            temperature=settings.temperature,
+            group_size=self._settings.group_size,
+            temperature=self._settings.temperature,
             directory=self._finished.job_directory(purpose, step),
         )
 
-    def _chosen(self, batch: Batch) -> Sequence[Task]:
-        """The step's tasks: as scheduled, or as many of those that promise most to learn from."""
-        settings = self._settings.curriculum
-        if settings.task_sampling == "uniform":
+    def _tasks_of(self, batch: Batch) -> Sequence[Task]:
+        """Return the step's tasks: the scheduled ones, or as many that the curriculum chooses."""
+        if self._settings.task_sampling == "uniform":
             return batch.tasks
         return self._curriculum.choose(
-            self._playable(), len(batch.tasks), settings, step=batch.step, attempt=0
+            self._available_tasks(), len(batch.tasks), self._settings, step=batch.step, attempt=0
         )
 
     def _refills(self, batch: Batch, state: SamplingState, num_wanted: int) -> Sequence[Task]:
-        """Uniform refills are as large as the batch (SkyRL). Chosen ones are likely to be good: as many as are missing, of other tasks."""
-        settings, tasks = self._settings.curriculum, self._playable()
+        """Return the tasks of the next refill.
+
+        Uniform refills are as large as the batch (SkyRL). The curriculum chooses as many tasks as groups are missing, if possible
+        tasks that this step has not rolled out.
+        """
+        settings, tasks = self._settings, self._available_tasks()
         place = {"step": batch.step, "attempt": state.num_batches}
         if settings.task_sampling == "uniform":
             return refill(tasks, num_wanted, seed=settings.seed, **place)
-        played, num_missing = {group.task.id for group in state.played}, num_wanted - len(state.kept)
-        others = [task for task in tasks if task.id not in played]
-        return self._curriculum.choose(
-            others if len(others) >= num_missing else tasks, num_missing, settings, **place
-        )
+        rolled_out, num_missing = {group.task.id for group in state.played}, num_wanted - len(state.kept)
+        others = [task for task in tasks if task.id not in rolled_out]
+        candidates = others if len(others) >= num_missing else tasks
+        return self._curriculum.choose(candidates, num_missing, settings, **place)
 
-    def _playable(self) -> list[Task]:
-        return [task for task in self._source.train if task.id not in self._faults.quarantined]
+    def _available_tasks(self) -> list[Task]:
+        return [task for task in self._source.train if not self._is_quarantined(task)]
 
-    async def _play(
-        self, batch: Batch, num_retries: list[int], tasks: Sequence[Task], attempt: int
-    ) -> list[TrajectoryGroup]:
-        """The groups of the step's tasks, or of its nth refill, whose losses have been reckoned with. Retries go into `num_retries`."""
-        settings = self._settings
-        purpose = f"refill-{attempt}" if attempt else "step"
+    def _is_quarantined(self, task: Task) -> bool:
+        return task.id in self._faults.quarantined
+
+    async def _roll_out(self, batch: Batch, tasks: Sequence[Task], attempt: int) -> list[TimedGroup]:
+        """Roll out the step's tasks (attempt 0) or its nth refill, and count their failures."""
+        plan = self._plan(f"refill-{attempt}" if attempt else "step", batch.step)
         title = f"step {batch.step}" + (f", refill {attempt}" if attempt else "")
-        plan = self._plan(purpose, batch.step)
-        self._display.begin(title, num_groups=len(tasks), group_size=settings.group_size)
-
-        def on_group(finished: TimedGroup) -> None:
-            num_retries.append(finished.num_retries)
-            self._display.group(finished)
-
-        groups = await self._watchdog.guard(
-            self._rollouts.play(tasks, self._policy, plan, on_group), f"playing {title}"
+        self._events.batch_started(title, num_groups=len(tasks), group_size=plan.group_size)
+        playing = self._rollouts.groups(
+            tasks,
+            self._policy,
+            plan,
+            lambda timed: self._events.group_finished(timed.group, duration_s=timed.duration_s),
         )
+        timed_groups = await self._watchdog.guard(playing, f"playing {title}")
         await asyncio.to_thread(self._source.batch_ended, plan.directory)
-        self._reckon(groups, plan)
-        return groups
+        self._update_faults([timed.group for timed in timed_groups], plan)
+        return timed_groups
 
-    def _reckon(self, groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
-        """What the batch's losses say. RubbleError when training on what is left would teach nothing, or the wrong thing."""
-        settings, before = self._settings.faults, self._faults
-        if (
-            len({group.task.id for group in groups}) > 1
-        ):  # a single task may be at fault itself, and is quarantined then
+    def _update_faults(self, groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
+        """Count the failures of the groups, and quarantine tasks.
+
+        Raises TooManyFailuresError if training on the other groups would teach nothing, or the wrong thing.
+        """
+        settings, before = self._settings, self._faults
+        if len({group.task.id for group in groups}) > 1:  # a single task may cause its own failures
             require_some_graded(groups, plan)
         self._faults = before.after(groups, settings)
         self._curriculum = self._curriculum.after(groups)
-        if self._faults.is_rubble(settings):
+        if self._faults.has_too_many_failures(settings):
             raise TooManyFailuresError(diagnosis(self._faults, groups, settings))
+        self._tell_quarantined(before.quarantined, plan)
+        if all(self._is_quarantined(task) for task in self._source.train):
+            raise TooManyFailuresError(f"every training task is quarantined; {all_failed(groups, plan)}")
+
+    def _tell_quarantined(self, before: Mapping[str, str], plan: RolloutPlan) -> None:
         for task, cause in self._faults.quarantined.items():
-            if task not in before.quarantined:
+            if task not in before:
                 self._journal.quarantined(plan.step, task, cause)
                 num_groups = self._faults.strikes[task]
-                self._display.say(
+                self._events.say(
                     f"{task} is left out from now on: {num_groups} groups without a graded trial ({cause})"
                 )
-        if all(task.id in self._faults.quarantined for task in self._source.train):
-            raise TooManyFailuresError(f"every training task is quarantined; {all_failed(groups, plan)}")

@@ -18,6 +18,7 @@ from src.policy.sampling_policy import Policy
 from src.records.journal import RolloutKey
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
 from src.rollouts.judge import Judge
+from src.rollouts.options import RolloutSettings
 
 logger = logging.getLogger(__name__)
 
@@ -26,15 +27,6 @@ CLEANING_S = 90.0  # what a cancelled trial may take to free its sandbox
 LONGEST_WAIT_S = 60.0
 # Nothing the agent did: the same trial may well succeed when it is played again.
 INFRASTRUCTURE = frozenset({FailureKind.SANDBOX, FailureKind.BACKEND, FailureKind.VERIFIER})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutSettings:
-    n_parallel_envs: int
-    trial_timeout_sec: float | None
-    trial_attempts: int
-    retry_wait_sec: float
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,18 +74,18 @@ class Rollouts:
         self._slots = asyncio.Semaphore(settings.n_parallel_envs)
         self._floors: dict[str, float | None] = {}  # by task; None: it has none that could be measured
 
-    async def play(
+    async def groups(
         self, tasks: Sequence[Task], policy: Policy, plan: RolloutPlan, on_group: Callable[[TimedGroup], None]
-    ) -> list[TrajectoryGroup]:
-        """One group per task, in order; `on_group` hears of each as it ends."""
+    ) -> list[TimedGroup]:
+        """Roll out one group per task and return them in the order of the tasks. Call `on_group` with each as it ends."""
         kept = self.kept(plan)
 
-        async def play(task: Task) -> TrajectoryGroup:
-            finished = await self.group(task, policy, plan, kept)
-            on_group(finished)
-            return finished.group
+        async def roll_out(task: Task) -> TimedGroup:
+            timed = await self.group(task, policy, plan, kept)
+            on_group(timed)
+            return timed
 
-        return await _all(play(task) for task in tasks)
+        return await _all(roll_out(task) for task in tasks)
 
     async def floors(self, tasks: Sequence[Task]) -> dict[str, float]:
         """What an agent that does nothing earns at each task, measured once; tasks of which nobody can say are left out."""
@@ -103,7 +95,7 @@ class Rollouts:
     async def _measure_floor(self, task: Task) -> None:
         async with self._slots:
             try:
-                async with asyncio.timeout(self._settings.trial_timeout_sec or DEFAULT_DEADLINE_S):
+                async with asyncio.timeout(self._settings.trial_timeout_s or DEFAULT_DEADLINE_S):
                     self._floors[task.id] = await self._source.noop_baseline(task)
             except Exception as error:  # the border of a trial
                 logger.warning(
@@ -164,7 +156,7 @@ class Rollouts:
                 or attempts >= settings.trial_attempts
             ):
                 break
-            wait_s = back_off(settings.retry_wait_sec, attempts, seed)
+            wait_s = back_off(settings.retry_wait_s, attempts, seed)
             logger.warning(
                 "%s: trial lost (%s: %s); trying again in %.1f s",
                 task.id,
@@ -184,7 +176,7 @@ class Rollouts:
     async def _trial(
         self, task: Task, policy: Policy, plan: RolloutPlan, seed: int, member: int
     ) -> Trajectory | TrialFailure:
-        deadline_s = self._settings.trial_timeout_sec or DEFAULT_DEADLINE_S
+        deadline_s = self._settings.trial_timeout_s or DEFAULT_DEADLINE_S
         trial = self._source.trial(
             task, directory=plan.directory, seed=seed, temperature=plan.temperature, member=member
         )

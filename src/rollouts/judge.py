@@ -21,6 +21,7 @@ from src.core.errors import BackendError
 from src.core.trajectory import Trajectory
 from src.policy.chat import Message
 from src.policy.openai_client import ChatReply
+from src.rollouts.options import JudgeSettings
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +68,6 @@ class JudgeEndpoint(Protocol):
     async def reply(
         self, messages: Sequence[Message], *, temperature: float, seed: int | None
     ) -> ChatReply: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JudgeSettings:
-    taxonomy_alpha: float
-    taxonomy_formula: Formula
-    judge_prompt_price: float  # USD per million tokens
-    judge_completion_price: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

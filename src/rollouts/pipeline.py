@@ -11,12 +11,13 @@ import random
 import statistics
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.records.journal import GroupKey
 from src.rollouts.group_rollout import TimedGroup
+from src.rollouts.options import PipelineSettings, ScheduleSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,17 +27,6 @@ class Batch:
     step: int
     epoch: int
     tasks: list[Task]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleSettings:
-    batch_size: int
-    n_epochs: int
-    max_steps: int | None
-    seed: int
-    domain_shares: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of each domain in a batch; none: every task once per epoch
 
 
 def schedule(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
@@ -111,19 +101,6 @@ def epoch_order(tasks: Sequence[Task], *, seed: int, epoch: int) -> list[Task]:
     order = sorted(tasks, key=lambda task: task.id)
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineSettings:
-    max_staleness: int
-    max_groups_in_flight: int | None  # None: two batches
-    stream_groups: bool
-    batch_size: int
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether steps take groups as they end, instead of playing a batch each."""
-        return self.max_staleness > 0 or self.stream_groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

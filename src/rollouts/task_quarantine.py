@@ -12,14 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from src.core.trajectory import FailureKind, TrajectoryGroup
+from src.rollouts.options import FaultSettings
 
 FEWEST_GROUPS = 4  # a rate over fewer groups may be one task's fault
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FaultSettings:
-    quarantine_after: int
-    max_failure_rate: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +53,7 @@ class FaultState:
             self, strikes=strikes, quarantined=quarantined, recent=recent[-max(FEWEST_GROUPS, len(groups)) :]
         )
 
-    def is_rubble(self, settings: FaultSettings) -> bool:
+    def has_too_many_failures(self, settings: FaultSettings) -> bool:
         """Whether more of the latest trials were lost than the run may bear."""
         trials = sum(lost.trials for lost in self.recent)
         num_lost = sum(sum(lost.causes.values()) for lost in self.recent)

@@ -3,8 +3,8 @@ never comes ends its own after a deadline.
 
 The SDK retries for minutes on its own, with no word to its caller. Here every call runs beside a probe of the server:
 
-    probe fails for server_timeout_sec, or says "unknown model"   ->  every wait raises ServerLost
-    one call unanswered for answer_timeout_sec                    ->  that call raises BackendError
+    probe fails for heartbeat_timeout_s, or says "unknown model"   ->  every wait raises ServerLost
+    one call unanswered for request_timeout_s                    ->  that call raises BackendError
 """
 
 from __future__ import annotations
@@ -13,21 +13,15 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from src.core.errors import BackendError, ServerLost
 from src.core.trajectory import Turn
+from src.policy.options import WatchdogSettings
 from src.policy.sampling_policy import Policy, PolicyWrapper, ReferenceModel, SampleRequest
 
 logger = logging.getLogger(__name__)
 
 PROBE_PERIOD_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WatchdogSettings:
-    server_timeout_sec: float
-    answer_timeout_sec: float
 
 
 class Watchdog:
@@ -39,7 +33,7 @@ class Watchdog:
 
     async def answer[T](self, work: Awaitable[T], what: str) -> T:
         """The answer of one call to the back end."""
-        return await self._first(work, what, timeout_s=self._settings.answer_timeout_sec)
+        return await self._first(work, what, timeout_s=self._settings.request_timeout_s)
 
     async def guard[T](self, work: Awaitable[T], what: str) -> T:
         """The result of work that has deadlines of its own, while the server lives."""
@@ -53,7 +47,7 @@ class Watchdog:
                 return task.result()
             if self._lost.done():
                 raise ServerLost(f"{what}: {self._lost.result()}")
-            raise BackendError(f"{what}: no answer within answer_timeout_sec={timeout_s:g}")
+            raise BackendError(f"{what}: no answer within request_timeout_s={timeout_s:g}")
         finally:
             if not task.done():
                 task.cancel()
@@ -83,7 +77,7 @@ async def _probe(
         None  # not "since the last answer": this process itself may have been held up
     )
     while not lost.done():
-        await asyncio.sleep(min(PROBE_PERIOD_S, settings.server_timeout_sec / 4))
+        await asyncio.sleep(min(PROBE_PERIOD_S, settings.heartbeat_timeout_s / 4))
         asked = now()
         try:
             await check()
@@ -94,9 +88,9 @@ async def _probe(
             failing_since = failing_since or asked
             silent_s = now() - failing_since
             logger.warning("the server did not answer a probe (%s); silent for %.0f s", error, silent_s)
-            if silent_s >= settings.server_timeout_sec:
+            if silent_s >= settings.heartbeat_timeout_s:
                 lost.set_result(
-                    f"the server has not answered for server_timeout_sec={settings.server_timeout_sec:g} ({error})"
+                    f"the server has not answered for heartbeat_timeout_s={settings.heartbeat_timeout_s:g} ({error})"
                 )
 
 

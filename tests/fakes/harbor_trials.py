@@ -34,7 +34,7 @@ def harbor_tasks(tasks_dir: Path = HELLO, **options: object) -> HarborTasks:
 
 def remaining_files(tasks: HarborTasks) -> set[str]:
     """The names in the directory of the run. After its trials, only the lock and shared files may remain."""
-    return {path.name for path in run_directory(tasks.settings.run_label).iterdir()}
+    return {path.name for path in run_directory(tasks.run_label).iterdir()}
 
 
 async def play(

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from src.config import TrainerConfig
 from src.core.trajectory import FailureKind
-from src.loop.run import Dependencies
-from src.policy.backend import BackendSettings
+from src.loop.connection import Dependencies
 from tests.fakes.disk_bandit import DiskBandit
 from tests.fakes.run import FakeRun, groups_trained, untimed
 from tests.fakes.run_files import records
@@ -39,7 +38,7 @@ OPTIONS = (
         "eval_every=3",
         "eval_group_size=2",
     ),
-    *("retry_wait_sec=0", "kl_penalty_coef=0.1", "quarantine_after=2", "max_failure_rate=0.9"),
+    *("retry_wait_s=0", "kl_penalty_coef=0.1", "quarantine_after=2", "max_failure_rate=0.9"),
 )
 MODES = {
     "synchronous": (),
@@ -136,10 +135,10 @@ def play(path: Path, at: int | None, *options: str) -> int:
         play=sometimes_lost,
     )
 
-    def parts(config: TrainerConfig, settings: BackendSettings) -> Dependencies:
+    def parts(config: TrainerConfig) -> Dependencies:
         return Dependencies(
             source=source,
-            backend=DiskBandit(path / "server", load=settings.load_checkpoint_path, tick=killer.tick),
+            backend=DiskBandit(path / "server", load=config.load_checkpoint_path, tick=killer.tick),
         )
 
     asyncio.run(FakeRun(path / "run", parts).go(*OPTIONS, *options))

@@ -14,8 +14,8 @@ from rich.console import Console
 from src.cli.command_line import parse
 from src.cli.console import Display
 from src.config import TrainerConfig
-from src.loop.run import Dependencies, run
-from src.policy.backend import BackendSettings
+from src.loop.connection import Dependencies
+from src.loop.run import run
 from src.records.journal import JOURNAL, GroupKey
 from src.records.tracking import is_wall_clock
 from tests.fakes.run_files import records
@@ -26,9 +26,7 @@ OWN_SERVER = ("model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1")
 class FakeRun:
     """`make` makes the parts of each connection, where no subclass opens them. `path` is the run's folder, `text` what it says."""
 
-    def __init__(
-        self, path: Path, make: Callable[[TrainerConfig, BackendSettings], Dependencies] | None = None
-    ) -> None:
+    def __init__(self, path: Path, make: Callable[[TrainerConfig], Dependencies] | None = None) -> None:
         self.path = path
         self.text = io.StringIO()
         self._make = make
@@ -36,12 +34,12 @@ class FakeRun:
     async def go(self, *options: str) -> None:
         """A later option overrides an earlier one of its name."""
         config = parse([*OWN_SERVER, f"log_path={self.path}", *options])
-        await run(config, Display(Console(file=self.text, width=160)), open_parts=self.opened)
+        await run(config, Display(Console(file=self.text, width=160)), connect=self.opened)
 
     @asynccontextmanager
-    async def opened(self, config, settings, display, source):
+    async def opened(self, config, events, source):
         assert self._make is not None
-        yield self._make(config, settings)
+        yield self._make(config)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return records(self.path / name)

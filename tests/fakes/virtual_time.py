@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 from src.core import process
-from src.loop.run import Dependencies
+from src.loop.connection import Dependencies
 from src.policy.sampling_policy import SampleRequest
 from tests.fakes.backend import BanditBackend, BanditTrainingClient
 from tests.fakes.run import FakeRun, groups_trained
@@ -184,11 +184,11 @@ def simulate(
     ]
     required += [
         "max_failure_rate=1",
-        "server_timeout_sec=1e6",
-        "answer_timeout_sec=1e6",
-        "trial_timeout_sec=1e9",
+        "heartbeat_timeout_s=1e6",
+        "request_timeout_s=1e6",
+        "trial_timeout_s=1e9",
     ]
-    played_out = FakeRun(path, lambda config, settings: Dependencies(source=source, backend=backend))
+    played_out = FakeRun(path, lambda config: Dependencies(source=source, backend=backend))
     loop = VirtualTimeLoop()
     try:
         loop.run_until_complete(played_out.go(*required, f"batch_size={batch_size}", *options))

@@ -165,7 +165,7 @@ def test_a_server_that_is_killed_and_started_again_under_a_run_costs_nothing(
 ) -> None:
     log_path = tmp_path / "run"
     server, url = start_server(model_dir, tmp_path / "checkpoints")
-    options = ("max_steps=2", "save_every=1", "server_timeout_sec=5", "kl_penalty_coef=0", "num_substeps=1")
+    options = ("max_steps=2", "save_every=1", "heartbeat_timeout_s=5", "kl_penalty_coef=0", "num_substeps=1")
     text = ""
     with subprocess.Popen(
         command(url, model_dir, log_path, *options), cwd=ROOT, stdout=subprocess.PIPE, text=True

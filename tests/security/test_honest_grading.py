@@ -103,7 +103,7 @@ async def play(
     outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(
         policy
     )
-    left = {path.name for path in run_directory(tasks.settings.run_label).iterdir()}
+    left = {path.name for path in run_directory(tasks.run_label).iterdir()}
     assert left <= {"lock", "skeleton", "labels.yaml"}, "an environment of this trial is left"
     return outcome
 

@@ -10,7 +10,8 @@ from skyrl_tx_server.http.http_handler import StartupState
 from src.core.errors import BackendError, ConfigError
 from src.learning.datums import sequences_of, to_datums
 from src.learning.learner import Learner
-from src.policy.backend import BackendSettings, base_url, connect, require_key
+from src.policy.backend import base_url, connect, require_key
+from src.policy.options import BackendSettings
 from src.policy.sampling_policy import SampleRequest
 from tests.fakes.server import fake_context, serving
 from tests.fakes.trials import turn
@@ -41,8 +42,9 @@ def settings(url: str, **changes) -> BackendSettings:
         "lora_rank": 8,
         "seed": 1,
         "context_limit": 64,
+        "max_tokens": 16,
         "load_checkpoint_path": None,
-        "server_timeout_sec": 60.0,
+        "heartbeat_timeout_s": 60.0,
     }
     return BackendSettings(**(options | changes))
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from src.cli.console import Display, Success, outcome, signals
+from src.cli.console import Display
 from src.core.trajectory import FailureKind, TrajectoryGroup
 from src.evaluate.evaluation import Evaluation, section_of
+from src.loop.outcome import Success, outcome, signals
 from src.records.rollout_log import record_groups
-from src.rollouts.group_rollout import TimedGroup
 from tests.fakes.trials import failure, task, trajectory, turn
 
 
@@ -45,13 +45,11 @@ def evaluation(step, *groups, floors=None):
 
 def test_a_line_per_group_says_task_solved_turns_seconds_and_losses():
     def show(display):
-        display.begin("step 1", num_groups=2, group_size=3)
-        display.group(
-            TimedGroup(
-                group=group("copy-01", 1, 0, failures=[failure(kind=FailureKind.VERIFIER)]), duration_s=2.345
-            )
+        display.batch_started("step 1", num_groups=2, group_size=3)
+        display.group_finished(
+            group("copy-01", 1, 0, failures=[failure(kind=FailureKind.VERIFIER)]), duration_s=2.345
         )
-        display.group(TimedGroup(group=group("a[b]", failures=[failure()] * 3), duration_s=1))
+        display.group_finished(group("a[b]", failures=[failure()] * 3), duration_s=1)
 
     assert shown(show) == [
         "step 1: 2 tasks x 3 trials",
@@ -62,12 +60,12 @@ def test_a_line_per_group_says_task_solved_turns_seconds_and_losses():
 
 def test_partial_rewards_are_seen_where_nothing_is_solved():
     first, later = evaluation(0, group("walk", 0.25, 0.0)), evaluation(4, group("walk", 0.5, 0.75))
-    lines = [line.split() for line in shown(lambda display: display.evaluation(later, first))]
+    lines = [line.split() for line in shown(lambda display: display.evaluation_finished(later, first))]
     assert lines[1:] == [
         ["walk", "0/2", "(0.12)", "0/2", "(0.62)"],
         ["held-out", "success:", "0.0%", "(0/2);", "mean", "reward", "0.625"],
     ]
-    (line,) = shown(lambda display: display.group(TimedGroup(group=group("walk", 0.5, 0.75), duration_s=1)))
+    (line,) = shown(lambda display: display.group_finished(group("walk", 0.5, 0.75), duration_s=1))
     assert line.endswith("walk: 0/2 solved, reward 0.62, 1.0 turns, 1.0 s")
 
 
@@ -84,7 +82,7 @@ def test_a_step_is_a_table_that_fits_eighty_columns():
         "time/rollouts": 1234.5,
         "time/update": 123.4,
     }
-    title, head, row = shown(lambda display: display.step("step 3/9", metrics))
+    title, head, row = shown(lambda display: display.step_finished(3, num_steps=9, metrics=metrics))
     assert title == "step 3/9"
     assert head.split() == [
         "reward",
@@ -115,19 +113,21 @@ def test_a_step_is_a_table_that_fits_eighty_columns():
 
 
 def test_a_step_without_an_update_leaves_its_columns_out():
-    _, head, _ = shown(lambda display: display.step("step 1/1", {"env/all/reward/total": 0.0}))
+    _, head, _ = shown(
+        lambda display: display.step_finished(1, num_steps=1, metrics={"env/all/reward/total": 0.0})
+    )
     assert head.split() == ["reward"]
 
 
 def test_an_evaluation_stands_beside_the_first_one():
     first = evaluation(0, group("copy-01", 0, 0), group("move-01", 1, 0))
     later = evaluation(4, group("copy-01", 1, 1), group("move-01", 1, 0))
-    lines = [line.split() for line in shown(lambda display: display.evaluation(later, first))]
+    lines = [line.split() for line in shown(lambda display: display.evaluation_finished(later, first))]
     assert lines[0] == ["held-out", "task", "step", "0", "step", "4"]
     assert lines[1:3] == [["copy-01", "0/2", "2/2"], ["move-01", "1/2", "1/2"]]
     assert lines[3] == ["held-out", "success:", "75.0%", "(3/4)"]
     beside = shown(
-        lambda display: display.evaluation(
+        lambda display: display.evaluation_finished(
             evaluation(4, group("copy-01", 1, 1), floors={"copy-01": 1.0}), None
         )
     )[-1]
@@ -135,7 +135,7 @@ def test_an_evaluation_stands_beside_the_first_one():
     graded = group("copy-01", 1, 1)
     partly = replace(graded, task=replace(graded.task, grading="env"))
     assert (
-        shown(lambda display: display.evaluation(evaluation(4, partly), None))[-1]
+        shown(lambda display: display.evaluation_finished(evaluation(4, partly), None))[-1]
         == "held-out success, graded in part: 100.0% (2/2)"
     )
 

@@ -1,20 +1,13 @@
-from dataclasses import replace
-
+import chz
 import pytest
 
 from scripts.bench.signal_sampling import simulated
 from src.core.trajectory import TrajectoryGroup
-from src.learning.curriculum import (
-    DECAY,
-    Curriculum,
-    CurriculumSettings,
-    curriculum_metrics,
-    from_records,
-    to_record,
-)
+from src.learning.curriculum import DECAY, Curriculum, curriculum_metrics, from_records, to_record
+from src.learning.options import CurriculumSettings
 from tests.fakes.trials import failure, task, trajectory
 
-SIGNAL = CurriculumSettings(task_sampling="signal", exploration_floor=0.25, seed=0)
+SIGNAL = CurriculumSettings(task_sampling="thompson", exploration_floor=0.25, seed=0)
 TASKS = [task(name) for name in "abcdefgh"]
 
 
@@ -69,7 +62,7 @@ def test_choice_depends_on_state_seed_and_step_only():
 
 
 def test_a_small_exploration_floor_is_drawn_at_random():
-    half = replace(SIGNAL, exploration_floor=0.125)  # of 4 tasks
+    half = chz.replace(SIGNAL, exploration_floor=0.125)  # of 4 tasks
     known = Curriculum().after(
         [group("a", *([0] * 8)), *(group(name, *([1] * 4 + [0] * 4)) for name in "bcdefgh")]
     )
@@ -95,7 +88,7 @@ def test_the_state_is_restored_from_the_records_of_all_steps():
 def test_signal_sampling_doubles_the_signal_of_a_hard_pool(seed):
     size = {"num_tasks": 100, "batch_size": 8, "group_size": 8, "num_steps": 150, "seed": seed}
     uniform = simulated("uniform", floor=0.1, **size)
-    signal = simulated("signal", floor=0.1, **size)
+    signal = simulated("thompson", floor=0.1, **size)
     assert signal.informative >= 2 * uniform.informative
     assert signal.num_visited == uniform.num_visited == 100
 

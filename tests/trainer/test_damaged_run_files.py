@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from src.core.errors import ConfigError, StorageError
-from src.loop.run import Dependencies
+from src.loop.connection import Dependencies
 from tests.fakes.backend import BanditBackend
 from tests.fakes.run import FakeRun
 from tests.fakes.trials import FakeTasks, say_a_token, task
@@ -35,7 +35,7 @@ OPTIONS = (
         "eval_group_size=1",
         "kl_penalty_coef=0",
     ),
-    *("task_sampling=signal", "max_failure_rate=1", "dump_eval_results=false"),
+    *("task_sampling=thompson", "max_failure_rate=1", "dump_eval_results=false"),
 )
 READ = ("journal.jsonl", "checkpoints.jsonl", "metrics.jsonl", "config.json", "finished/step_000002.jsonl")
 WORDS: list[Any] = [
@@ -82,7 +82,7 @@ class Resumable(FakeRun):
             eval=[task("held-0"), task("held-1")],
             play=say_a_token,
         )
-        super().__init__(path, lambda config, settings: Dependencies(source=source, backend=BanditBackend()))
+        super().__init__(path, lambda config: Dependencies(source=source, backend=BanditBackend()))
 
 
 @pytest.fixture(scope="module")

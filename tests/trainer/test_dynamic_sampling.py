@@ -7,7 +7,6 @@ from src.core.errors import TrainerError
 from src.core.trajectory import TrajectoryGroup
 from src.learning.dynamic_sampling import (
     EMPTY,
-    DynamicSamplingSettings,
     add_batch,
     is_good,
     refill,
@@ -15,7 +14,7 @@ from src.learning.dynamic_sampling import (
     sample_groups,
     sampling_metrics,
 )
-from src.learning.filters import FilterSettings
+from src.learning.options import DynamicSamplingSettings, FilterSettings
 from tests.fakes.trials import failure, task, trajectory
 
 

@@ -23,7 +23,7 @@ from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import content_hash
 from src.evaluate.run import Evaluated
 from src.evaluate.run import run as run_evaluation
-from src.loop.run import Dependencies
+from src.loop.connection import Dependencies
 from tests.fakes.backend import BanditBackend
 from tests.fakes.policy import FakePolicy
 from tests.fakes.run import OWN_SERVER, FakeRun
@@ -84,9 +84,7 @@ class Bench(FakeRun):
         backend: Any = BanditBackend()
         super().__init__(
             path / "run",
-            lambda config, settings: Dependencies(
-                source=open_task_source(config, toy_chat()), backend=backend
-            ),
+            lambda config: Dependencies(source=open_task_source(config, toy_chat()), backend=backend),
         )
 
     async def trained(self, *options: str) -> list[dict]:
@@ -288,7 +286,7 @@ def test_rows_of_one_file_have_different_content_hashes():
     ("options", "message"),
     [
         (["environment_type=docker"], "environment_type is for env=harbor, not env=tests"),
-        (["max_length_stops=1"], "max_length_stops is for env=harbor"),
+        (["max_consecutive_truncations=1"], "max_consecutive_truncations is for env=harbor"),
         (["env=harbor"], "missing: tasks_dir"),
         (["env=harbor", "tasks_dir=t", "use_native_tool_calling=true"], "Terminus-2 calls no tools"),
     ],

@@ -24,7 +24,7 @@ SERVER = [
     "skyrl_tx_url=http://h:1",
     "model_name=m",
     "tasks_dir=t",
-    "retry_wait_sec=0",
+    "retry_wait_s=0",
     "n_parallel_envs=4",
 ]
 TASKS = [

@@ -151,7 +151,9 @@ def test_terminal_trials_train_the_sampled_tokens(
     lengths = LengthLimits(
         max_input_length=600, max_generate_length=max_tokens, max_sequence_length=700, context_limit=700
     )
-    limits = SamplingLimits(temperature=1.0, seed=seed, lengths=lengths, max_length_stops=4, summarize=True)
+    limits = SamplingLimits(
+        temperature=1.0, seed=seed, lengths=lengths, max_consecutive_truncations=4, summarize=True
+    )
     llm = TinkerLLM(policy=policy, chat=chat, limits=limits, model_name="m")
     rewrites = asyncio.run(converse(llm, events, random.Random(seed)))
 

@@ -1,17 +1,10 @@
 import numpy as np
 import pytest
 
-from src.core.length_limits import LengthLimits
 from src.core.trajectory import StopReason, TrajectoryGroup
-from src.learning.examples import (
-    AdvantageSettings,
-    apply_loss_reduction,
-    examples_of,
-    examples_of_batch,
-    substeps,
-)
-from src.learning.filters import FilterSettings
-from src.learning.kl_penalty import KlSettings, apply_kl_penalty, kl_estimates
+from src.learning.examples import apply_loss_reduction, examples_of, examples_of_batch, substeps
+from src.learning.kl_penalty import apply_kl_penalty, kl_estimates
+from src.learning.options import AdvantageSettings, FilterSettings, KlSettings
 from tests.fakes.trials import task, trajectory, turn
 
 FILTERS = FilterSettings(
@@ -24,13 +17,10 @@ FILTERS = FilterSettings(
 
 def settings(**changes):
     options = {
-        "estimator": "dr_grpo",
-        "singleton_advantage": "zero",
-        "loss_reduction": "token_mean",
-        "length_limits": LengthLimits(
-            max_input_length=5, max_generate_length=5, max_sequence_length=10, context_limit=10
-        ),
-        "num_substeps": 1,
+        "advantage_estimator": "dr_grpo",
+        "max_input_length": 5,
+        "max_tokens": 5,
+        "context_limit": 10,
     }
     return AdvantageSettings(**(options | changes))
 
@@ -129,7 +119,7 @@ def test_reinforce_plus_plus_compares_over_the_batch():
         TrajectoryGroup(task=task("a"), trajectories=[trajectory("a", 1, [turn([1], [2, 3, 4])])]),
         TrajectoryGroup(task=task("b"), trajectories=[trajectory("b", 0, [turn([1], [2, 3, 4])])]),
     ]
-    [[first], [second]] = examples_of_batch(groups, settings(estimator="reinforce++"), FILTERS)
+    [[first], [second]] = examples_of_batch(groups, settings(advantage_estimator="reinforce++"), FILTERS)
     assert token_advantages(first) == pytest.approx([0.9128709] * 3)
     assert token_advantages(second) == pytest.approx([-0.9128709] * 3)
     assert (first.advantage, second.advantage) == pytest.approx((0.9128709, -0.9128709))

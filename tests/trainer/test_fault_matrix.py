@@ -17,7 +17,8 @@ import tinker
 
 from src.core.errors import ServerLost, TrainerError
 from src.core.trajectory import FailureKind
-from src.loop.run import Dependencies, end_state
+from src.loop.connection import Dependencies
+from src.loop.run import end_state
 from src.policy.sampling_policy import PolicyWrapper, sdk_boundary
 from src.records.journal import RunState
 from tests.fakes.disk_bandit import DiskBandit
@@ -42,7 +43,7 @@ def mode(request):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr("src.rollouts.watchdog.PROBE_PERIOD_S", 0.02)
-    monkeypatch.setattr("src.loop.run.RECONNECT_PERIOD_S", 0.02)
+    monkeypatch.setattr("src.loop.connection.RECONNECT_PERIOD_S", 0.02)
 
 
 class Future:
@@ -97,8 +98,8 @@ class Bench(FakeRun):
         finally:
             self.open_sandboxes -= 1
 
-    def _parts(self, config, settings):
-        backend: Any = DiskBandit(self.root / "server", load=settings.load_checkpoint_path)
+    def _parts(self, config):
+        backend: Any = DiskBandit(self.root / "server", load=config.load_checkpoint_path)
         client = backend.training_client
         for owner, names in ((backend, ("policy", "save")), (client, ("forward_backward", "optim_step"))):
             for name in names:
@@ -145,8 +146,8 @@ class Bench(FakeRun):
         ]
         defaults += [
             "n_epochs=2",
-            "retry_wait_sec=0",
-            "answer_timeout_sec=0.5",
+            "retry_wait_s=0",
+            "request_timeout_s=0.5",
             "behavior_if_log_dir_exists=resume",
         ]
         await super().go(*defaults, *MODES[self.mode], *options)
@@ -256,8 +257,8 @@ async def meets_a_burst_of_503(bench, trial, policy):
         (cannot_build_a_sandbox, (), RunState.DONE, False),
         (cannot_build_any_sandbox, (), RunState.TOO_MANY_FAILURES, False),
         (builds_a_sandbox_at_the_third_attempt, (), RunState.DONE, True),
-        (hangs_in_the_verifier, ("trial_timeout_sec=0.5",), RunState.DONE, False),
-        (hangs_in_the_sampler, ("answer_timeout_sec=0.05",), RunState.DONE, False),
+        (hangs_in_the_verifier, ("trial_timeout_s=0.5",), RunState.DONE, False),
+        (hangs_in_the_sampler, ("request_timeout_s=0.05",), RunState.DONE, False),
         (meets_a_burst_of_503, (), RunState.DONE, True),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
@@ -350,7 +351,7 @@ async def test_a_permanent_fault_of_a_call_ends_the_run(tmp_path, mode, name, fa
             await fault(bench)
 
     bench = Bench(tmp_path, mode, before_call=before_call)
-    assert await bench.ends("answer_timeout_sec=0.2") is RunState.SERVER_LOST
+    assert await bench.ends("request_timeout_s=0.2") is RunState.SERVER_LOST
     assert bench.last_event()["state"] == "server_lost" and bench.text.getvalue().count("server lost") <= 3
     again = Bench(tmp_path, mode)
     assert await again.ends() is RunState.DONE

@@ -1,5 +1,6 @@
 from src.core.trajectory import FailureKind, TrajectoryGroup
-from src.rollouts.task_quarantine import FaultSettings, FaultState, diagnosis, from_record, to_record
+from src.rollouts.options import FaultSettings
+from src.rollouts.task_quarantine import FaultState, diagnosis, from_record, to_record
 from tests.fakes.trials import failure, task, trajectory
 
 SETTINGS = FaultSettings(quarantine_after=2, max_failure_rate=0.5)
@@ -33,17 +34,17 @@ def test_an_agent_that_fails_by_itself_is_no_ground_for_quarantine():
 
 def test_a_rate_needs_four_groups_and_forgets_old_ones():
     bad, good = group("a", lost=4), group("b", graded=4)
-    assert not FaultState().after([bad, bad, bad], SETTINGS).is_rubble(SETTINGS)
+    assert not FaultState().after([bad, bad, bad], SETTINGS).has_too_many_failures(SETTINGS)
     assert (
-        not FaultState().after([bad, bad, good, good], SETTINGS).is_rubble(SETTINGS)
+        not FaultState().after([bad, bad, good, good], SETTINGS).has_too_many_failures(SETTINGS)
     )  # half is not more than half
     rubble = FaultState().after([good, bad, bad, bad], SETTINGS)
-    assert rubble.is_rubble(SETTINGS)
-    assert not rubble.after([good, good], SETTINGS).is_rubble(SETTINGS)
+    assert rubble.has_too_many_failures(SETTINGS)
+    assert not rubble.after([good, good], SETTINGS).has_too_many_failures(SETTINGS)
     assert (
         not FaultState()
         .after([bad] * 4, SETTINGS)
-        .is_rubble(FaultSettings(quarantine_after=0, max_failure_rate=1))
+        .has_too_many_failures(FaultSettings(quarantine_after=0, max_failure_rate=1))
     )
 
 

@@ -3,16 +3,10 @@ from dataclasses import replace
 
 import pytest
 
+from src.core.log_setup import set_log_levels
 from src.core.trajectory import StopReason, TrajectoryGroup
-from src.learning.filters import (
-    DropReason,
-    FilterSettings,
-    apply_reward_rules,
-    is_trainable,
-    keep_groups,
-    zeroed_metrics,
-)
-from src.train import quieten
+from src.learning.filters import DropReason, apply_reward_rules, is_trainable, keep_groups, zeroed_metrics
+from src.learning.options import FilterSettings
 from tests.fakes.trials import failure, task, trajectory, turn
 
 
@@ -154,7 +148,7 @@ def test_debug_length_filtering_logs_every_decision(monkeypatch, caplog):
     filtering = logging.getLogger("src.learning.filters")
     monkeypatch.setattr(filtering, "level", filtering.level)
     monkeypatch.setenv("DEBUG_LENGTH_FILTERING", "1")
-    quieten()
+    set_log_levels()
     answers = TrajectoryGroup(task=task("a"), trajectories=[trajectory("a", 1, [turn([1], [2] * 9)])])
     apply_reward_rules(
         [answers], settings(zero_reward_on_length_threshold=True, max_assistant_response_tokens=4)

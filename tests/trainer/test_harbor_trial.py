@@ -75,7 +75,7 @@ async def test_an_unconfirmed_completion_in_the_last_turn_is_max_turns(
 
 async def test_consecutive_cut_answers_end_the_episode(tmp_path: Path) -> None:
     outcome, _ = await play(
-        tmp_path, [SOLUTION[0], "word " * 1000], harbor_tasks(max_tokens=200, max_length_stops=2)
+        tmp_path, [SOLUTION[0], "word " * 1000], harbor_tasks(max_tokens=200, max_consecutive_truncations=2)
     )
     assert isinstance(outcome, Trajectory)
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.LENGTH)
@@ -278,7 +278,7 @@ async def test_a_debian_image_needs_no_dockerfile(tmp_path: Path) -> None:
 def test_another_image_is_refused(tmp_path: Path) -> None:
     folder = variant(tmp_path, task_toml='[environment]\ndocker_image = "postgres:16"\n')
     (folder / "environment" / "Dockerfile").unlink()
-    message = "the sandbox cannot replace the image postgres:16; use environment_type=docker"
+    message = "the sandbox cannot stand in for the image postgres:16; use environment_type=docker"
     with pytest.raises(ConfigError, match=message):
         harbor_tasks(folder)
 

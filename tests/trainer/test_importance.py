@@ -3,7 +3,8 @@ import pytest
 
 from src.learning.datums import scale_advantages, sequences_of
 from src.learning.examples import Example
-from src.learning.importance import ImportanceSettings, apply_tis, token_factors
+from src.learning.importance import apply_tis, token_factors
+from src.learning.options import ImportanceSettings
 from tests.fakes.trials import trajectory, turn
 
 OLD, SAMPLED = np.array([-1.0, -2.0, -0.5]), np.array([-2.0, -2.0, -0.1])  # ratios e, 1, exp(-0.4)
@@ -47,13 +48,18 @@ def test_a_sequence_has_one_ratio():
         ("product", {}, False),  # 0.5 <= 1.822 <= 2
         ("outlier", {"tis_sequence_mask_high": 2.0}, True),  # e > 2
         ("outlier", {}, False),
-        ("product", {"tis_sequence_mask_low": 1.9}, True),
+        ("product", {"tis_sequence_mask_high": 1.5}, True),
     ],
 )
 def test_a_sequence_out_of_bounds_is_masked_as_a_whole(kind, bounds, is_masked):
     result = token_factors(OLD, SAMPLED, settings(tis_sequence_mask=kind, **bounds))
     assert result.is_masked is is_masked
     assert result.factors.tolist() == [0.0 if is_masked else 1.0] * 3
+
+
+def test_a_sequence_below_the_lower_bound_is_masked():
+    masked = settings(tis_sequence_mask="product", tis_sequence_mask_low=0.6)
+    assert token_factors(SAMPLED, OLD, masked).is_masked  # 1 / 1.822 < 0.6
 
 
 def test_the_token_mask_keeps_its_bounds():

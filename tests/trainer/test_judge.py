@@ -11,8 +11,9 @@ from src.policy.chat import Message
 from src.policy.openai_client import ChatReply
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollouts
-from src.rollouts.group_rollout import RolloutPlan, Rollouts, RolloutSettings
-from src.rollouts.judge import MODES, Formula, Judge, JudgeSettings, failures_in, transcript
+from src.rollouts.group_rollout import RolloutPlan, Rollouts
+from src.rollouts.judge import MODES, Formula, Judge, failures_in, transcript
+from src.rollouts.options import JudgeSettings, RolloutSettings
 from tests.fakes.policy import UnusedPolicy
 from tests.fakes.trials import FakeTasks, task
 
@@ -157,7 +158,7 @@ def test_no_message_can_imitate_another_speaker():
 async def test_an_evaluation_during_training_is_not_judged(tmp_path):
     endpoint = ScriptedJudge(answer())
     settings = RolloutSettings(
-        n_parallel_envs=4, trial_timeout_sec=None, trial_attempts=1, retry_wait_sec=0, seed=0
+        n_parallel_envs=4, trial_timeout_s=None, trial_attempts=1, retry_wait_s=0, seed=0
     )
 
     async def play(trial, policy):
@@ -169,9 +170,9 @@ async def test_an_evaluation_during_training_is_not_judged(tmp_path):
 
     async def groups(purpose: str) -> list[float]:
         plan = RolloutPlan(step=1, purpose=purpose, group_size=3, temperature=1.0, directory=tmp_path)
-        [group] = await rollouts.play([task("a")], UnusedPolicy(0), plan, lambda finished: None)  # type: ignore[arg-type]
-        assert group.rewards == [1.0] * 3
-        return [member.bonus for member in group.trajectories]
+        [timed] = await rollouts.groups([task("a")], UnusedPolicy(0), plan, lambda finished: None)  # type: ignore[arg-type]
+        assert timed.group.rewards == [1.0] * 3
+        return [member.bonus for member in timed.group.trajectories]
 
     evaluated, trained = await asyncio.gather(groups("eval"), groups("step"))
     assert (evaluated, trained, len(endpoint.asked)) == ([0.0] * 3, [1.0] * 3, 3)

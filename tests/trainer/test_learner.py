@@ -5,7 +5,8 @@ import pytest
 
 from src.core.errors import BackendError, TrainerError
 from src.learning.datums import sequences_of, to_datums
-from src.learning.learner import Learner, LearnerSettings, learning_rate
+from src.learning.learner import Learner, learning_rate
+from src.learning.options import LearnerSettings
 from tests.fakes.backend import BanditTrainingClient
 from tests.fakes.trials import turn
 
@@ -15,7 +16,6 @@ QUARTER = math.log(0.25)
 def settings(**changes):
     options = {
         "loss_fn": "ppo",
-        "loss_fn_config": {},
         "learning_rate": 0.5,
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,
@@ -87,7 +87,7 @@ async def test_sampler_and_trainer_are_compared_on_the_trained_tokens():
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "config", "clipped"), [("cispo", {"clip_high_threshold": 1.6}, 0.0), ("ppo", {}, 1.0)]
+    ("loss_fn", "config", "clipped"), [("cispo", ["clip_high_threshold=1.6"], 0.0), ("ppo", None, 1.0)]
 )
 async def test_the_clip_bounds_are_the_ones_in_use(loss_fn, config, clipped):
     learner = Learner(BanditTrainingClient(), settings(loss_fn=loss_fn, loss_fn_config=config))
@@ -130,13 +130,13 @@ async def test_a_failing_server_is_a_backend_error():
     ],
 )
 def test_the_learning_rate_follows_its_schedule(schedule, warmup, rates):
-    given = settings(learning_rate=1.0, lr_schedule=schedule, lr_warmup_steps=warmup, num_steps=4)
-    assert [learning_rate(given, step=step) for step in range(1, 5)] == pytest.approx(rates)
+    given = settings(learning_rate=1.0, lr_schedule=schedule, lr_warmup_steps=warmup)
+    assert [learning_rate(given, step=step, num_steps=4) for step in range(1, 5)] == pytest.approx(rates)
 
 
 async def test_every_substep_of_a_batch_has_the_batchs_rate():
     client = BanditTrainingClient()
-    metrics = await Learner(client, settings(lr_schedule="linear", num_steps=4)).update(
+    metrics = await Learner(client, settings(lr_schedule="linear"), num_steps=4).update(
         [datums(3), datums(2)], step=3
     )
     assert [adam.learning_rate for adam in client.adam] == [0.25, 0.25]

@@ -22,7 +22,7 @@ class SmallRun(FakeRun):
     def __init__(self, path: Path) -> None:
         tasks = FakeTasks(train=[task(f"say-{number}") for number in range(4)], eval=[task("held")])
         super().__init__(
-            path / "run", lambda config, settings: Dependencies(source=tasks, backend=BanditBackend())
+            path / "run", lambda config: Dependencies(source=tasks, backend=BanditBackend())
         )
 
     async def go(self, *options: str) -> None:
@@ -40,7 +40,7 @@ def test_the_page_is_current():
         ("max_staleness=1",),
         ("stream_groups=true", "loss_reduction=sequence_mean"),
         ("tis=token", "kl_penalty_coef=0.1", "loss_fn=importance_sampling"),
-        ("task_sampling=signal", "dynamic_sampling=filter", "temperature=1"),
+        ("task_sampling=thompson", "dynamic_sampling=filter", "temperature=1"),
         ("zero_reward_on_non_stop=true", "apply_overlong_filtering=stop_reason", "num_substeps=2"),
     ],
     ids=lambda options: options[0].partition("=")[0] if options else "defaults",

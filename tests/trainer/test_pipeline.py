@@ -4,14 +4,8 @@ import pytest
 
 from src.core.trajectory import TrajectoryGroup
 from src.rollouts.group_rollout import TimedGroup
-from src.rollouts.pipeline import (
-    Pipeline,
-    PipelineSettings,
-    Scheduled,
-    ScheduleSettings,
-    epoch_order,
-    schedule,
-)
+from src.rollouts.options import PipelineSettings, ScheduleSettings
+from src.rollouts.pipeline import Pipeline, Scheduled, epoch_order, schedule
 from tests.fakes.trials import task
 from tests.fakes.virtual_time import Schedule, lognormal_minutes, simulate
 
@@ -144,12 +138,6 @@ async def test_no_more_groups_are_under_way_than_asked_for_and_the_next_begins_w
         assert stage.under_way == "ab"
         await stage.end("a")
         assert stage.under_way == "bc" and await taking == "a"
-    on_policy = Stage("ab", max_staleness=0, stream_groups=True, max_groups_in_flight=1)
-    async with on_policy.pipeline:
-        taking = await started(on_policy)
-        assert on_policy.under_way == "a"
-        await on_policy.end("a")
-        await taking
 
 
 @pytest.mark.parametrize(

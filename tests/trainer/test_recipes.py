@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from src.cli.command_line import parse
-from src.config import TrainerConfig, loss_settings
+from src.config import TrainerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "scripts" / "recipes").glob("*.args"))
@@ -35,7 +35,7 @@ def test_every_recipe_loads_and_validates(name: str):
     )
     assert config.env == "tau_bench" and config.use_native_tool_calling
     assert config.zero_reward_on_non_stop is False and config.learning_rate >= 1e-6
-    assert loss_settings(config.loss_fn_config, loss_fn="ppo") == {
+    assert config.loss_settings == {
         "clip_low_threshold": 0.9,
         "clip_high_threshold": 1.1,
     }

@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_tx_server.http.http_handler import StartupState
 from src.core.errors import ServerLost
-from src.loop.run import Dependencies
+from src.loop.connection import Dependencies
 from src.policy.backend import connect
 from src.policy.sampling_policy import SampleRequest
 from tests.fakes.run import FakeRun, groups_trained, untimed
@@ -26,7 +26,7 @@ def quick_and_quiet(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("src.rollouts.watchdog.PROBE_PERIOD_S", 0.05)
     monkeypatch.setattr("src.policy.backend.CLOSE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr("src.loop.run.RECONNECT_PERIOD_S", 0.1)
+    monkeypatch.setattr("src.loop.connection.RECONNECT_PERIOD_S", 0.1)
     caplog.set_level(logging.CRITICAL)
 
 
@@ -71,13 +71,13 @@ class Bench(FakeRun):
             "context_limit=64",
             "enable_summarize=false",
             "save_every=2",
-            "retry_wait_sec=0.05",
+            "retry_wait_s=0.05",
         ]
-        await super().go(*usual, "server_timeout_sec=0.5", *options)
+        await super().go(*usual, "heartbeat_timeout_s=0.5", *options)
 
     @asynccontextmanager
-    async def opened(self, config, settings, display, source):
-        async with connect(settings) as endpoint:
+    async def opened(self, config, events, source):
+        async with connect(config) as endpoint:
             yield Dependencies(source=self.source, backend=await endpoint.open_training())
 
     async def _play(self, trial, policy):
@@ -120,7 +120,7 @@ async def test_a_server_that_restarts_is_taken_up_again_and_what_was_lost_is_rep
 
     bench.on_trial = restart_in_step_four
     bench.start()
-    await asyncio.wait_for(bench.go("server_timeout_sec=30"), 300)
+    await asyncio.wait_for(bench.go("heartbeat_timeout_s=30"), 300)
     bench.stop()
     assert len(sampled) >= 4
     assert json.dumps(untimed(bench.path)) == json.dumps(untimed(unbroken.path))
@@ -151,9 +151,9 @@ async def test_a_server_that_stays_away_ends_the_run_within_its_deadline_in_one_
     bench.start()
     with pytest.raises(
         ServerLost,
-        match=r"no server answers at .*; it stayed away for reconnect_timeout_sec=0.5; start it again and resume",
+        match=r"no server answers at .*; it stayed away for reconnect_timeout_s=0.5; start it again and resume",
     ) as error:
-        await asyncio.wait_for(bench.go("reconnect_timeout_sec=0.5"), 120)
+        await asyncio.wait_for(bench.go("reconnect_timeout_s=0.5"), 120)
     assert "\n" not in str(error.value)
     assert bench.lines("journal.jsonl")[-1]["state"] == "server_lost"
     assert len(asyncio.all_tasks()) == 1
@@ -171,7 +171,7 @@ async def test_it_can_be_told_not_to_wait(tmp_path, port):
     bench.start()
     with pytest.raises(
         ServerLost,
-        match=r"playing step 2: the server has not answered for server_timeout_sec=0\.5 .*start it again and resume",
+        match=r"playing step 2: the server has not answered for heartbeat_timeout_s=0\.5 .*start it again and resume",
     ):
-        await asyncio.wait_for(bench.go("reconnect_timeout_sec=0"), 120)
+        await asyncio.wait_for(bench.go("reconnect_timeout_s=0"), 120)
     assert "waiting up to" not in bench.text.getvalue()

@@ -6,14 +6,8 @@ from src.core.errors import BackendError, TrainerError
 from src.core.trajectory import FailureKind, TrajectoryGroup
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollouts
-from src.rollouts.group_rollout import (
-    RolloutPlan,
-    Rollouts,
-    RolloutSettings,
-    back_off,
-    require_some_graded,
-    trial_seed,
-)
+from src.rollouts.group_rollout import RolloutPlan, Rollouts, back_off, require_some_graded, trial_seed
+from src.rollouts.options import RolloutSettings
 from tests.fakes.policy import UnusedPolicy
 from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
@@ -34,13 +28,14 @@ async def play(
     heard = []
     settings = RolloutSettings(
         n_parallel_envs=parallel,
-        trial_timeout_sec=deadline,
+        trial_timeout_s=deadline,
         trial_attempts=attempts,
-        retry_wait_sec=wait,
+        retry_wait_s=wait,
         seed=seed,
     )
     rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
-    groups = await rollouts.play(tasks, POLICY, plan(tmp_path, **changes), heard.append)
+    timed = await rollouts.groups(tasks, POLICY, plan(tmp_path, **changes), heard.append)
+    groups = [item.group for item in timed]
     return groups, source.made, heard
 
 
@@ -58,8 +53,10 @@ async def test_groups_come_in_the_order_of_the_tasks_with_every_member(tmp_path)
     assert [finished.group.task.id for finished in heard] == ["b", "a"]
     assert all(trial.directory == tmp_path and trial.temperature == 0.7 for trial in made)
     assert [(trial.task.id, trial.member) for trial in made] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    admitted = [line for line in records(tmp_path / "journal.jsonl") if line["event"] == "rollout_started"]
-    assert [line["policy_version"] for line in admitted] == [7] * 4
+    rollout_started = [
+        line for line in records(tmp_path / "journal.jsonl") if line["event"] == "rollout_started"
+    ]
+    assert [line["policy_version"] for line in rollout_started] == [7] * 4
 
 
 async def test_what_is_on_disk_is_not_played_again_but_under_another_seed(tmp_path):
@@ -272,7 +269,7 @@ async def test_what_doing_nothing_earns_is_measured_once_and_may_be_unknown(tmp_
     source = Floored(train=(A, B))
     source.asked = []
     settings = RolloutSettings(
-        n_parallel_envs=1, trial_timeout_sec=None, trial_attempts=1, retry_wait_sec=0, seed=0
+        n_parallel_envs=1, trial_timeout_s=None, trial_attempts=1, retry_wait_s=0, seed=0
     )
     rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
     assert await rollouts.floors([A, B]) == await rollouts.floors([A, B]) == {"a": 1.0}

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from src.core.errors import ConfigError, TrainerError
+from src.core.log_setup import logging_to_file
 from src.core.trajectory import FailureKind, Task
-from src.loop.run import Dependencies, logging_to_file
+from src.loop.connection import Dependencies
 from src.policy.openai_client import ChatReply
 from src.rollouts.judge import MODES
 from tests.fakes.backend import BanditBackend
@@ -36,12 +37,12 @@ class Bench(FakeRun):
             "group_size=4",
             "learning_rate=2",
             "loss_reduction=sequence_mean",
-            "retry_wait_sec=0",
+            "retry_wait_s=0",
         )
         await super().go(*usual, *options)
 
-    def _parts(self, config, settings):
-        self.asked.append(settings)
+    def _parts(self, config):
+        self.asked.append(config)
         return Dependencies(source=self.source, backend=self.backend)
 
 
@@ -286,7 +287,7 @@ async def test_an_environment_that_does_not_close_does_not_hide_how_the_run_went
         await (asyncio.sleep(0) if fails else asyncio.Event().wait())
         raise ZeroDivisionError
 
-    monkeypatch.setattr("src.rollouts.closing.CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("src.envs.base.CLOSE_TIMEOUT_S", 0.05)
     bench = Bench(tmp_path)
     bench.source.close = close
     await asyncio.wait_for(bench.go("max_steps=1"), 60)
@@ -459,7 +460,7 @@ async def test_a_rate_of_full_fine_tuning_is_pointed_out(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("max_steps=1", "learning_rate=5e-7", "eval_every=0", "eval_before_train=false")
     assert (
-        "learning_rate=5e-07 is one for full fine-tuning; an adapter wants ten times that or more"
+        "learning_rate=5e-07 is one for full fine-tuning; an adapter needs ten times that or more"
         in bench.text.getvalue()
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from src.envs.registry import open_task_source
-from src.loop.run import Dependencies
+from src.loop.connection import Dependencies
 from src.policy.chat import load_chat
 from src.policy.openai_client import ChatReply
 from src.rollouts.judge import MODES
@@ -41,7 +41,7 @@ async def test_a_run_with_native_tools_and_a_judge(
     chat = load_chat(str(MODEL))
     run = FakeRun(
         tmp_path / "run",
-        lambda config, settings: Dependencies(source=open_task_source(config, chat), backend=backend),
+        lambda config: Dependencies(source=open_task_source(config, chat), backend=backend),
     )
     argv = [
         "env=tau_bench",

@@ -10,16 +10,14 @@ from rich.console import Console
 
 from src.cli.console import Display
 from src.core.errors import ConfigError, ServerLost, TooManyFailuresError, TrainerError
-from src.learning.curriculum import CurriculumSettings
-from src.learning.dynamic_sampling import DynamicSamplingSettings
-from src.learning.filters import FilterSettings
+from src.policy.options import WatchdogSettings
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
-from src.rollouts.batch_collector import GroupSettings, StepBatch, StepGroups
-from src.rollouts.group_rollout import Rollouts, RolloutSettings
-from src.rollouts.pipeline import Batch, PipelineSettings
-from src.rollouts.task_quarantine import FaultSettings
-from src.rollouts.watchdog import Watchdog, WatchdogSettings
+from src.rollouts.batch_collector import BatchCollector, StepBatch
+from src.rollouts.group_rollout import Rollouts
+from src.rollouts.options import GroupSettings, RolloutSettings
+from src.rollouts.pipeline import Batch
+from src.rollouts.watchdog import Watchdog
 from tests.fakes.policy import UnusedPolicy
 from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
@@ -36,59 +34,27 @@ class Bench:
 
     def __init__(self, path, names="abcdef", *, cursed="", mixed="", hold=(), steps_done=0, **changes):
         self.path, self.cursed, self.mixed = path, cursed, mixed
-        self.held = {name: asyncio.Event() for name in hold}
+        self.lock_run_dir = {name: asyncio.Event() for name in hold}
         self.source = FakeTasks(train=[task(name) for name in names], play=self._play)
-        self.begun: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.batch_fixed: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self.heard: list[str] = []
         self.missing: list[str] = []
         self.journal = Journal(path)
         finished = FinishedRollouts(path, self.journal)
         once = RolloutSettings(
-            n_parallel_envs=99, trial_timeout_sec=None, trial_attempts=2, retry_wait_sec=0, seed=0
+            n_parallel_envs=99, trial_timeout_s=None, trial_attempts=2, retry_wait_s=0, seed=0
         )
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        options = {
-            "task_sampling": "uniform",
-            "dynamic_sampling": "off",
-            "max_staleness": 0,
-            "in_flight": None,
-            "quarantine_after": 1,
-        }
-        options |= {"max_failure_rate": 1.0} | changes
-        self.groups = StepGroups(
+        options = {"quarantine_after": 1, "max_failure_rate": 1.0, "batch_size": 2, "exploration_floor": 1e-9}
+        self.groups = BatchCollector(
+            GroupSettings(
+                group_size=TRIALS, temperature=1.0, dynamic_sampling_max_batches=5, **(options | changes)
+            ),
             source=self.source,
             rollouts=Rollouts(self.source, once, finished),
             finished=finished,
-            watchdog=Watchdog(WatchdogSettings(server_timeout_sec=60, answer_timeout_sec=60), self.lost),
-            display=Display(Console(file=io.StringIO())),
-            settings=GroupSettings(
-                group_size=TRIALS,
-                temperature=1.0,
-                filters=FilterSettings(
-                    remove_constant_reward_groups=False,
-                    min_group_size=1,
-                    failed_trial_reward=None,
-                    apply_overlong_filtering="off",
-                ),
-                curriculum=CurriculumSettings(
-                    task_sampling=options["task_sampling"], exploration_floor=0.0, seed=0
-                ),
-                dynamic_sampling=DynamicSamplingSettings(
-                    dynamic_sampling=options["dynamic_sampling"],
-                    dynamic_sampling_max_batches=5,
-                    dynamic_sampling_min_replace_ratio=0.3,
-                    seed=0,
-                ),
-                pipeline=PipelineSettings(
-                    max_staleness=options["max_staleness"],
-                    max_groups_in_flight=options["in_flight"],
-                    stream_groups=False,
-                    batch_size=2,
-                ),
-                faults=FaultSettings(
-                    quarantine_after=options["quarantine_after"], max_failure_rate=options["max_failure_rate"]
-                ),
-            ),
+            watchdog=Watchdog(WatchdogSettings(heartbeat_timeout_s=60, request_timeout_s=60), self.lost),
+            events=Display(Console(file=io.StringIO())),
             steps_done=steps_done,
         )
         self.groups.update_ended(UnusedPolicy(steps_done))
@@ -96,9 +62,9 @@ class Bench:
     async def _play(self, trial, policy):
         folder = trial.directory / f"{trial.task.id}-{trial.member}"
         folder.mkdir(parents=True, exist_ok=True)
-        self.begun[trial.task.id].set()
-        if trial.task.id in self.held:
-            await self.held[trial.task.id].wait()
+        self.batch_fixed[trial.task.id].set()
+        if trial.task.id in self.lock_run_dir:
+            await self.lock_run_dir[trial.task.id].wait()
         if not folder.exists():
             self.missing.append(folder.name)
         if trial.task.id in self.cursed:
@@ -109,7 +75,7 @@ class Bench:
 
     async def gather(self, step: int, names: str) -> StepBatch:
         return await asyncio.wait_for(
-            self.groups.gather(batch(step, names), lambda group: self.heard.append(group.task.id)), 10
+            self.groups.collect(batch(step, names), lambda group: self.heard.append(group.task.id)), 10
         )
 
     def settle(self, step: int) -> None:
@@ -166,7 +132,7 @@ async def test_too_many_lost_trials_and_no_task_that_is_left_end_the_run(tmp_pat
 
 async def test_chosen_tasks_are_those_of_the_step_and_what_was_learned_of_them_outlives_a_restart(tmp_path):
     """The journal says what was chosen, not what was scheduled; a task that is left out is chosen no more."""
-    bench, chosen = Bench(tmp_path, cursed="a", mixed="ef", task_sampling="signal"), []
+    bench, chosen = Bench(tmp_path, cursed="a", mixed="ef", task_sampling="thompson"), []
     for step in range(1, 9):
         gathered = await bench.gather(step, "ab")
         bench.settle(step)
@@ -175,7 +141,7 @@ async def test_chosen_tasks_are_those_of_the_step_and_what_was_learned_of_them_o
     assert sum("a" in names for names in chosen) == 1 and len({*map(frozenset, chosen)}) > 4
     state = bench.groups.state()
     assert state["curriculum"]["num_groups"] == 16 and set(state["curriculum"]["evidence"]) == {*chosen[-1]}
-    again = Bench(tmp_path, cursed="a", mixed="ef", task_sampling="signal", steps_done=8)
+    again = Bench(tmp_path, cursed="a", mixed="ef", task_sampling="thompson", steps_done=8)
     assert (await again.gather(9, "ab")).metrics == (await bench.gather(9, "ab")).metrics
     assert again.groups.state() == bench.groups.state() != state and again.journal.groups_of(
         9
@@ -185,7 +151,7 @@ async def test_chosen_tasks_are_those_of_the_step_and_what_was_learned_of_them_o
 
 async def test_chosen_refills_are_of_other_tasks_and_as_many_as_are_missing(tmp_path):
     for step in range(1, 9):
-        bench = Bench(tmp_path, mixed="ef", task_sampling="signal", dynamic_sampling="filter")
+        bench = Bench(tmp_path, mixed="ef", task_sampling="thompson", dynamic_sampling="filter")
         gathered = await bench.gather(step, "ab")
         assert sorted(group.task.id for group in gathered.to_learn) == ["e", "f"]
         counts = Counter(trial.task.id for trial in bench.source.made)
@@ -196,7 +162,7 @@ async def test_chosen_refills_are_of_other_tasks_and_as_many_as_are_missing(tmp_
         assert {trial.directory.name for trial in bench.source.made} == {
             f"{purpose}_{step:06d}" for purpose in purposes
         }
-    few = Bench(tmp_path / "few", "ab", task_sampling="signal", dynamic_sampling="filter")
+    few = Bench(tmp_path / "few", "ab", task_sampling="thompson", dynamic_sampling="filter")
     with pytest.raises(TrainerError, match="5 batches had equal rewards"):
         await few.gather(1, "ab")
     assert len(few.source.made) == 5 * 2 * TRIALS, "where there are no others the same again"
@@ -215,7 +181,7 @@ async def test_uniform_refills_are_whole_batches_of_a_shuffle_of_their_own(tmp_p
 
 async def test_a_server_that_is_lost_ends_the_wait_for_groups_that_are_played_ahead(tmp_path):
     bench = Bench(tmp_path, hold="ab", max_staleness=1)
-    async with bench.groups.played([batch(1, "ab")], UnusedPolicy(0)):
+    async with bench.groups.running([batch(1, "ab")], UnusedPolicy(0)):
         gathering = asyncio.ensure_future(bench.gather(1, "ab"))
         await asyncio.sleep(0)
         bench.lost.set_result("gone")
@@ -226,7 +192,7 @@ async def test_a_server_that_is_lost_ends_the_wait_for_groups_that_are_played_ah
 async def test_a_step_takes_what_has_ended_and_a_restarted_run_takes_the_same(tmp_path):
     batches = [batch(1, "ab"), batch(2, "cd"), batch(3, "ef")]
     bench = Bench(tmp_path, hold="a", cursed="c", max_staleness=1, quarantine_after=0)
-    async with bench.groups.played(batches, UnusedPolicy(0)):
+    async with bench.groups.running(batches, UnusedPolicy(0)):
         first = await bench.gather(1, "ab")
         groups = [(group.step, group.task.id) for group in first.to_learn]
         assert bench.heard == [name for _, name in groups] and "a" not in bench.heard
@@ -237,7 +203,7 @@ async def test_a_step_takes_what_has_ended_and_a_restarted_run_takes_the_same(tm
         assert bench.journal.groups_of(1) == groups and {step for step, _ in groups} == {1, 2}
         assert bench.source.ended == ["step_000001", "step_000002"]
     again = Bench(tmp_path, cursed="c", max_staleness=1, quarantine_after=0)
-    async with again.groups.played(batches, UnusedPolicy(0)):
+    async with again.groups.running(batches, UnusedPolicy(0)):
         await again.gather(1, "ab")
         assert sorted(again.heard) == sorted(bench.heard) and "b" not in again.played()
         again.groups.update_begins()
@@ -245,26 +211,29 @@ async def test_a_step_takes_what_has_ended_and_a_restarted_run_takes_the_same(tm
         second = await again.gather(2, "cd")
         assert not {group.task.id for group in second.to_learn} & set(bench.heard)
     again.source.train = again.source.train[2:]
-    with pytest.raises(ConfigError, match="this run has learned from b, which tasks_dir holds no more"):
+    with pytest.raises(ConfigError, match="this run has learned from b, which tasks_dir does not hold"):
         await again.gather(1, "ab")
 
 
 async def test_what_a_restarted_run_has_taken_up_from_disk_is_not_kept(tmp_path):
     first = Bench(tmp_path, max_staleness=1)
-    async with first.groups.played(batches := [batch(1, "ab"), batch(2, "cd")], UnusedPolicy(0)):
+    async with first.groups.running(batches := [batch(1, "ab"), batch(2, "cd")], UnusedPolicy(0)):
         await first.gather(1, "ab")
     again = Bench(tmp_path, max_staleness=1)
-    async with again.groups.played(batches, UnusedPolicy(0)):
+    async with again.groups.running(batches, UnusedPolicy(0)):
         assert (await again.gather(1, "ab")).played
         gc.collect()
         assert not any(isinstance(found, FinishedRollout) for found in gc.get_objects())
 
 
 async def test_groups_that_are_played_ahead_are_reckoned_with(tmp_path):
-    bench, names = Bench(tmp_path, cursed="a", max_staleness=1, in_flight=1), ("ab", "cd", "ab")
+    bench, names = (
+        Bench(tmp_path, cursed="a", max_staleness=1, max_groups_in_flight=1, batch_size=1),
+        ("ab", "cd", "ab"),
+    )
     batches = [batch(step, each) for step, each in enumerate(names, start=1)]
     quarantined = []
-    async with bench.groups.played(batches, UnusedPolicy(0)):
+    async with bench.groups.running(batches, UnusedPolicy(0)):
         for step, each in enumerate(names, start=1):
             metrics = (await bench.gather(step, each)).metrics
             quarantined.append(
@@ -277,10 +246,10 @@ async def test_groups_that_are_played_ahead_are_reckoned_with(tmp_path):
 
 
 async def test_a_group_that_begins_leaves_the_folders_of_those_beside_it_alone(tmp_path):
-    bench = Bench(tmp_path, hold="b", max_staleness=1, in_flight=2)
-    async with bench.groups.played([batch(1, "abc")], UnusedPolicy(0)):
+    bench = Bench(tmp_path, hold="b", max_staleness=1, max_groups_in_flight=2)
+    async with bench.groups.running([batch(1, "abc")], UnusedPolicy(0)):
         gathering = asyncio.ensure_future(bench.gather(1, "abc"))
-        await asyncio.wait_for(bench.begun["c"].wait(), 10)
-        bench.held["b"].set()
+        await asyncio.wait_for(bench.batch_fixed["c"].wait(), 10)
+        bench.lock_run_dir["b"].set()
         await gathering
     assert not bench.missing and len(bench.heard) == 3

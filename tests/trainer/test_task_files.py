@@ -7,9 +7,9 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
+import chz
 import pytest
 
 from src.cli.command_line import parse, parse_as
@@ -20,7 +20,8 @@ from src.envs.registry import open_task_source
 from src.envs.service.task_files import Row, TaskDefinition, read_rows, without_nulls
 from src.envs.service.toy_retail import FOLDER
 from src.evaluate.config import EvaluateConfig
-from src.rollouts.pipeline import ScheduleSettings, schedule
+from src.rollouts.options import ScheduleSettings
+from src.rollouts.pipeline import schedule
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
 
@@ -241,8 +242,8 @@ def test_invalid_rows_are_rejected_with_one_line(tmp_path: Path, rows: list[dict
         ),
         (["domain_mixture=retail=0"], "domain_mixture retail needs a number above 0, not '0'"),
         (
-            ["domain_mixture=retail=1", "task_sampling=signal"],
-            "domain_mixture decides what each batch plays; drop task_sampling=signal",
+            ["domain_mixture=retail=1", "task_sampling=thompson"],
+            "domain_mixture decides what each batch holds; remove task_sampling=thompson",
         ),
     ],
 )
@@ -262,7 +263,7 @@ def tasks(**numbers: int) -> list[Task]:
 def test_a_mixture_gives_each_domain_its_share_of_every_batch():
     pool = tasks(airline=4, retail=16)
     settings = ScheduleSettings(
-        batch_size=4, n_epochs=4, max_steps=None, seed=0, domain_shares={"airline": 0.5, "retail": 0.5}
+        batch_size=4, n_epochs=4, max_steps=None, seed=0, domain_mixture=["airline=1", "retail=1"]
     )
     plan = schedule(pool, settings)
     assert len(plan) == 20 and [batch.epoch for batch in plan[::5]] == [0, 1, 2, 3]
@@ -276,14 +277,14 @@ def test_a_mixture_gives_each_domain_its_share_of_every_batch():
     assert len({tuple(airlines[at : at + 4]) for at in range(0, 40, 4)}) > 5, (
         "each round has an order of its own"
     )
-    assert schedule(pool, replace(settings, seed=1)) != plan
-    assert schedule(pool, replace(settings, max_steps=3)) == plan[:3]
-    assert schedule(pool, replace(settings, batch_size=8))  # all airlines in every batch
+    assert schedule(pool, chz.replace(settings, seed=1)) != plan
+    assert schedule(pool, chz.replace(settings, max_steps=3)) == plan[:3]
+    assert schedule(pool, chz.replace(settings, batch_size=8))  # all airlines in every batch
 
 
 def test_fractional_shares_are_exact_over_the_run():
     settings = ScheduleSettings(
-        batch_size=3, n_epochs=10, max_steps=None, seed=0, domain_shares={"airline": 0.25, "retail": 0.75}
+        batch_size=3, n_epochs=10, max_steps=None, seed=0, domain_mixture=["airline=1", "retail=3"]
     )
     plan = schedule(tasks(airline=4, retail=8), settings)
     assert Counter(task.domain for batch in plan for task in batch.tasks) == {"airline": 30, "retail": 90}
@@ -298,7 +299,7 @@ def test_fractional_shares_are_exact_over_the_run():
 )
 def test_an_impossible_mixture_is_rejected(numbers: dict[str, int], message: str):
     settings = ScheduleSettings(
-        batch_size=4, n_epochs=1, max_steps=None, seed=0, domain_shares={"airline": 0.5, "retail": 0.5}
+        batch_size=4, n_epochs=1, max_steps=None, seed=0, domain_mixture=["airline=1", "retail=1"]
     )
     with pytest.raises(ConfigError, match=message):
         schedule(tasks(**numbers), settings)

@@ -28,7 +28,9 @@ def lengths(
     )
 
 
-LIMITS = SamplingLimits(temperature=0.7, seed=5, lengths=lengths(), max_length_stops=2, summarize=True)
+LIMITS = SamplingLimits(
+    temperature=0.7, seed=5, lengths=lengths(), max_consecutive_truncations=2, summarize=True
+)
 
 
 def llm_saying(*replies: str | Exception, limits: SamplingLimits = LIMITS) -> tuple[TinkerLLM, FakePolicy]:

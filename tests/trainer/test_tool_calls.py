@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from src.core.log_setup import set_log_levels
 from src.core.trajectory import Trajectory
 from src.envs.service.tool_calls import ParsedAnswer, Strategy, ToolCall, parse
 from src.learning.played_groups import parse_metrics
-from src.train import quieten
 from tests.fakes.trials import trajectory, turn
 
 TOOLS = {"get_order", "cancel", "list_orders"}
@@ -215,7 +215,7 @@ def test_debug_parser_logs_every_parse(monkeypatch, caplog):
     parsing = logging.getLogger("src.envs.service.tool_calls")
     monkeypatch.setattr(parsing, "level", parsing.level)
     monkeypatch.setenv("DEBUG_PARSER", "1")
-    quieten()
+    set_log_levels()
     parse(JSON, TOOLS)
     assert "strategy whole" in caplog.text and "get_order" in caplog.text
 

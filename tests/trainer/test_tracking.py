@@ -9,7 +9,8 @@ import types
 import pytest
 
 from src.core.errors import ConfigError
-from src.records.tracking import RunLog, TrackingSettings, open_run_log, project_name, recorded
+from src.records.options import TrackingSettings
+from src.records.tracking import RunLog, open_run_log, project_name, recorded
 
 NOWHERE = TrackingSettings(wandb_project=None, trackio_project=None)
 WANDB = TrackingSettings(wandb_project="p", trackio_project=None)

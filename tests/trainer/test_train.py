@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from src.cli.command_line import parse
-from src.core.errors import INTERRUPTED
-from src.core.process import run_until_signal
-from src.probe import __main__ as probe
-from src.train import (
+from src.cli.environment_variables import (
     load_environment,
-    main,
     with_judge_from_environment,
     with_server_from_environment,
 )
+from src.core.errors import INTERRUPTED
+from src.core.process import run_until_signal
+from src.probe import __main__ as probe
+from src.train import main
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = ["model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://127.0.0.1:9"]

@@ -35,12 +35,12 @@ OPTIONS = (
         "env=tests.fakes.unresponsive:open_one_answer",
         "backend=skyrl-tx",
     ),
-    *("max_tokens=4", "context_limit=64", "trial_attempts=1", "server_timeout_sec=4", "answer_timeout_sec=3"),
+    *("max_tokens=4", "context_limit=64", "trial_attempts=1", "heartbeat_timeout_s=4", "request_timeout_s=3"),
 )
 TRAIN = (
     *(
-        "reconnect_timeout_sec=0",
-        "stop_timeout_sec=2",
+        "reconnect_timeout_s=0",
+        "stop_timeout_s=2",
         "batch_size=2",
         "group_size=2",
         "lora_rank=4",
@@ -70,8 +70,8 @@ def all_but(*names: str) -> Callable[[str], bool]:
     return lambda path: not path.startswith(names)
 
 
-NO_SAMPLES = r"failed by backend, e\.g\. sampling: no answer within answer_timeout_sec=3"
-NO_MODELS = r"asking the server at \S+ for its models: no usable answer within server_timeout_sec=4"
+NO_SAMPLES = r"failed by backend, e\.g\. sampling: no answer within request_timeout_s=3"
+NO_MODELS = r"asking the server at \S+ for its models: no usable answer within heartbeat_timeout_s=4"
 PLACES = {
     "everything hangs": Place(is_bad=all_but("/healthz"), says=NO_MODELS),
     "everything fails": Place(is_bad=all_but("/healthz"), says=NO_MODELS, manner=Manner.FAILS),
@@ -84,14 +84,14 @@ PLACES = {
     ),
     "creating the session": Place(
         is_bad=path_of("/create_session"),
-        says="opening the training client: no answer within answer_timeout_sec=3",
+        says="opening the training client: no answer within request_timeout_s=3",
     ),
     "creating the adapter": Place(
-        is_bad=all_but(*START), says="opening the training client: no answer within answer_timeout_sec=3"
+        is_bad=all_but(*START), says="opening the training client: no answer within request_timeout_s=3"
     ),
     "opening fails": Place(
         is_bad=all_but(*START),
-        says="opening the training client: no answer within answer_timeout_sec=3",
+        says="opening the training client: no answer within request_timeout_s=3",
         manner=Manner.FAILS,
     ),
     "sampling": Place(
@@ -100,27 +100,27 @@ PLACES = {
     ),
     "forward_backward": Place(
         is_bad=path_of("/forward_backward"),
-        says="training step 1: no answer within answer_timeout_sec=3; start it again and resume",
+        says="training step 1: no answer within request_timeout_s=3; start it again and resume",
     ),
     "saving": Place(
         is_bad=lambda path: path == "/save_weights",
-        says="saving checkpoint 000001: no answer within answer_timeout_sec=3",
+        says="saving checkpoint 000001: no answer within request_timeout_s=3",
     ),
     "evaluate: everything hangs": Place(is_bad=all_but("/healthz"), says=NO_MODELS, module="evaluate"),
     "evaluate: opening": Place(
         is_bad=all_but(*START),
-        says="opening the policy: no answer within answer_timeout_sec=3",
+        says="opening the policy: no answer within request_timeout_s=3",
         module="evaluate",
     ),
     "evaluate: sampling": Place(is_bad=path_of("/asample"), says=NO_SAMPLES, module="evaluate"),
     "probe: everything hangs": Place(
         is_bad=all_but("/healthz"),
-        says=r"asking the server at \S+ for its models: no answer within answer_timeout_sec=3",
+        says=r"asking the server at \S+ for its models: no answer within request_timeout_s=3",
         module="probe",
     ),
     "probe: forward": Place(
         is_bad=path_of("/forward"),
-        says="check 'logprobs agree': no answer within answer_timeout_sec=3",
+        says="check 'logprobs agree': no answer within request_timeout_s=3",
         module="probe",
     ),
 }
@@ -217,7 +217,7 @@ def play(programs: Programs, root: Path, place: Place, sent: signal.Signals | No
         argv = {
             "train": [*OPTIONS, *TRAIN, f"skyrl_tx_url={url}", f"log_path={root / 'run'}", *place.options],
             "evaluate": [*OPTIONS, f"skyrl_tx_url={url}", f"log_path={root / 'run'}", *place.options],
-            "probe": [url, "answer_timeout_sec=3", "only=logprobs agree", "output=", *place.options],
+            "probe": [url, "request_timeout_s=3", "only=logprobs agree", "output=", *place.options],
         }[place.module]
         number, pid = programs.start(place.module, argv, root / "log")
         if not reached.wait(PATIENCE_S):

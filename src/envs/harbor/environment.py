@@ -15,14 +15,13 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from src.config import TrainerConfig, pairs, subconfig
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.base import Trial
 from src.envs.cleanup import clean
 from src.envs.harbor.grading_method import grading_methods, parse_grading_option
-from src.envs.harbor.settings import HarborSettings
 from src.envs.harbor.trial_folder import JobsQuota
+from src.envs.options import EnvironmentSettings, HarborSettings
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.docker import ADDRESS_POOLS, why_no_engine
 from src.envs.sandbox.run_directory import run_directory
@@ -39,62 +38,41 @@ def new_run_label() -> str:
     return f"run-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def open_harbor(config: TrainerConfig, chat: Chat) -> HarborTasks:
+def open_harbor(config: EnvironmentSettings, chat: Chat) -> HarborTasks:
     """Return the task source of env=harbor. Raises ConfigError if no task or an invalid task is found."""
-    assert config.tasks_dir is not None
-    settings = subconfig(
-        config,
-        HarborSettings,
-        environment_kwargs=pairs(config.environment_kwargs, option="environment_kwargs"),
-        run_label=new_run_label(),
-    )
-    return HarborTasks(
-        settings,
-        chat,
-        Path(config.tasks_dir).expanduser(),
-        eval_tasks=config.eval_tasks or (),
-        eval_split=config.eval_split,
-        seed=config.seed,
-    )
+    return HarborTasks(config, chat)
 
 
 class HarborTasks:
     """The tasks of a folder, after the checks and the split. Implements `TaskSource`."""
 
-    def __init__(
-        self,
-        settings: HarborSettings,
-        chat: Chat,
-        tasks_dir: Path,
-        *,
-        eval_tasks: Sequence[str],
-        eval_split: float,
-        seed: int,
-    ) -> None:
-        """Load and check the tasks. `eval_tasks` are ids, globs or folders of tasks.
-
-        Raises ConfigError with one line per reason before any environment is started.
+    def __init__(self, settings: HarborSettings, chat: Chat) -> None:
+        """Load and check the tasks. Raises ConfigError with one line per reason before an environment is
+        started.
         """
+        assert settings.tasks_dir is not None
+        eval_tasks = settings.eval_tasks or ()
         import_harbor()
         from src.envs.harbor import task_folders
 
         self.settings = settings
+        self.run_label = new_run_label()
         self.environment_type = resolve_environment_type(settings.environment_type)
         self._chat = chat
         self._quota = JobsQuota(limit=int(settings.jobs_quota_gb * 2**30))
-        environment_kwargs, grading_option = parse_grading_option(settings.environment_kwargs)
+        environment_kwargs, grading_option = parse_grading_option(settings.environment_options)
         self._environment = trial_environment(
             self.environment_type,
             environment_kwargs,
-            run_label=settings.run_label,
+            run_label=self.run_label,
             n_parallel=settings.n_parallel_envs,
         )
         check = task_folders.check_for(self.environment_type, self._environment)
-        tasks = task_folders.load_tasks(Path(tasks_dir), check=check)
+        tasks = task_folders.load_tasks(Path(settings.tasks_dir).expanduser(), check=check)
         folders = [Path(name).expanduser() for name in eval_tasks if Path(name).expanduser().is_dir()]
         patterns = [name for name in eval_tasks if not Path(name).expanduser().is_dir()]
-        fraction = 0.0 if eval_tasks else eval_split
-        train, held_out = hold_out(tasks, patterns=patterns, fraction=fraction, seed=seed)
+        fraction = 0.0 if eval_tasks else settings.eval_split
+        train, held_out = hold_out(tasks, patterns=patterns, fraction=fraction, seed=settings.seed)
         used_ids = {task.id for task in tasks}
         for folder in folders:
             held_out += [

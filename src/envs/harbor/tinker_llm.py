@@ -45,7 +45,7 @@ class SamplingLimits:
     temperature: float
     seed: int
     lengths: LengthLimits
-    max_length_stops: int  # consecutive cut or empty answers that end the trial
+    max_consecutive_truncations: int  # consecutive cut or empty answers that end the trial
     summarize: bool  # whether the agent summarizes its history when the context is full
 
 
@@ -77,7 +77,8 @@ class TinkerLLM(BaseLLM):
         it is.
 
         Raises ContextLengthExceededError if the agent can shorten its context. Raises EpisodeEnd if it
-        cannot, after `max_length_stops` consecutive cut or empty answers, and for errors of the back end.
+        cannot, after `max_consecutive_truncations` consecutive cut or empty answers, and for errors of the
+        back end.
         """
         history: Sequence[Mapping[str, Any]] | None = kwargs.get("message_history")
         is_main = history is not None and not self._is_subagent
@@ -175,7 +176,7 @@ class TinkerLLM(BaseLLM):
             self.empty_completions += 1
         is_truncated = turn.stop_reason == StopReason.LENGTH or not turn.completion_ids
         self._consecutive_truncations = self._consecutive_truncations + 1 if is_truncated else 0
-        if self._consecutive_truncations >= self._limits.max_length_stops:
+        if self._consecutive_truncations >= self._limits.max_consecutive_truncations:
             raise EpisodeEnd(StopReason.LENGTH)
 
     def _overflow(self, *, is_main: bool, num_tokens: int) -> BaseException:

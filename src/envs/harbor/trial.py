@@ -19,7 +19,6 @@ from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, Trial
 from src.envs.harbor.agent import AgentSession, register_session
 from src.envs.harbor.grading import Grading, graded
 from src.envs.harbor.grading_method import GradingMethod
-from src.envs.harbor.settings import HarborSettings
 from src.envs.harbor.timed_policy import TimedPolicy
 from src.envs.harbor.tinker_llm import SamplingLimits, TinkerLLM
 from src.envs.harbor.trial_folder import FolderSummary, JobsQuota
@@ -32,6 +31,7 @@ from src.envs.harbor.trial_result import (
     zero_reason,
 )
 from src.envs.harbor.verifier_reward import score
+from src.envs.options import HarborSettings
 from src.policy.chat import Chat
 from src.policy.sampling_policy import Policy
 
@@ -78,7 +78,7 @@ class HarborTrial:
             temperature=temperature,
             seed=seed,
             lengths=settings.length_limits,
-            max_length_stops=settings.max_length_stops,
+            max_consecutive_truncations=settings.max_consecutive_truncations,
             summarize=settings.enable_summarize,
         )
 

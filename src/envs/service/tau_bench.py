@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from src.config import TrainerConfig, pairs, subconfig
+import chz
+
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.envs.base import TaskSource
 from src.envs.episodes import EnvSpec, episodes
 from src.envs.message_env import MessageEnv
+from src.envs.options import EnvironmentSettings
 from src.envs.service import tau2, toy_retail
 from src.envs.service.service_env import ServiceEnv, do_nothing
 from src.envs.service.subprocess_pool import WorkerPool
@@ -33,7 +35,6 @@ from src.envs.service.user_simulator import (
     UserModel,
     UserSimulator,
 )
-from src.policy.backend import BackendSettings
 from src.policy.chat import Chat, load_chat
 from src.policy.openai_client import ChatEndpoint, open_endpoint
 
@@ -64,9 +65,9 @@ class DomainProvider:
     close: Callable[[], Awaitable[None]]
 
 
-def open_tau_bench(config: TrainerConfig, chat: Chat) -> TaskSource:
+def open_tau_bench(config: EnvironmentSettings, chat: Chat) -> TaskSource:
     """Open the named domains and the task files. Raises ConfigError for unknown domains, tasks or options."""
-    options = with_new_names(pairs(config.environment_kwargs, option="environment_kwargs"))
+    options = with_new_names(config.environment_options)
     trained = [read_source(text, SPLITS) for text in config.train_data or ()]
     held_out = [read_source(text, SPLITS, may_be_named=True) for text in config.test_data or ()]
     name = options.pop("domain", "" if trained or held_out else toy_retail.NAME)
@@ -131,7 +132,7 @@ def with_new_names(options: Options) -> Options:
 
 
 def open_domains(
-    config: TrainerConfig,
+    config: EnvironmentSettings,
     domains: set[str],
     options: Options,
     model: UserModel | None,
@@ -147,7 +148,7 @@ def open_domains(
     return providers
 
 
-def open_toy_retail(config: TrainerConfig, model: UserModel | None) -> DomainProvider:
+def open_toy_retail(config: EnvironmentSettings, model: UserModel | None) -> DomainProvider:
     make_user = toy_retail.scripted if model is None else toy_retail.played_by(model)
     folder = Path(config.tasks_dir).expanduser() if config.tasks_dir else toy_retail.FOLDER
     shop = toy_retail.read_shop(folder)
@@ -199,7 +200,7 @@ def open_toy_retail(config: TrainerConfig, model: UserModel | None) -> DomainPro
 
 
 def open_tau2(
-    config: TrainerConfig,
+    config: EnvironmentSettings,
     options: Options,
     model: UserModel | None,
     judge: ChatEndpoint | None,
@@ -252,7 +253,7 @@ def tau2_user_factory(model: UserModel | None) -> tau2.UserSimulatorFactory:
     return played
 
 
-def open_user_model(config: TrainerConfig, options: Options) -> UserModel | None:
+def open_user_model(config: EnvironmentSettings, options: Options) -> UserModel | None:
     """Open the model that the options `user_*` name; None for scripted user simulators."""
     kind = one_of(options, "user_simulator", ("scripted", "openai", "tinker"))
     if kind == "scripted":
@@ -270,7 +271,7 @@ def open_user_model(config: TrainerConfig, options: Options) -> UserModel | None
     is_checkpoint = name is not None and name.startswith("tinker://")
     base_model = config.model_name if is_checkpoint or name is None else name
     chat = load_chat((config.tokenizer if base_model == config.model_name else None) or base_model)
-    settings = subconfig(config, BackendSettings, model_name=base_model, load_checkpoint_path=None)
+    settings = chz.replace(config, model_name=base_model, load_checkpoint_path=None)
     return TinkerUserModel(settings, name if is_checkpoint else None, chat, temperature=temperature)
 
 

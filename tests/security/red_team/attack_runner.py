@@ -158,9 +158,9 @@ class AttackRunner:
             for pid, command in host.descendants().items()
             if pid not in running
         ]
-        found += host.marked_cgroups(self.tasks.settings.run_label)
+        found += host.marked_cgroups(self.tasks.run_label)
         if self.where is EnvironmentKind.DOCKER:
-            found += host.marked_docker_objects(self.tasks.settings.run_label) + host.marked_docker_objects(
+            found += host.marked_docker_objects(self.tasks.run_label) + host.marked_docker_objects(
                 self.prefix
             )
         words = {unit.word: unit for unit in units}

@@ -1,0 +1,40 @@
+"""Environment variables that stand in for options, and the files that set them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from dotenv import load_dotenv
+
+
+def load_environment(argv: Sequence[str]) -> None:
+    """Load `.env`, and `.env.skyrl-tx` with backend=skyrl-tx. Neither overrides a variable that is set."""
+    load_dotenv(Path(".env"))
+    if "backend=skyrl-tx" in argv:
+        load_dotenv(Path(".env.skyrl-tx"))
+        os.environ.setdefault("TINKER_TELEMETRY", "0")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it warns that torch is missing
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else importing Harbor requests prices
+
+
+def with_server_from_environment(argv: Sequence[str]) -> list[str]:
+    """Add skyrl_tx_url from SKYRL_TX_URL and tau2_home from TAU2_HOME, unless they are given."""
+    url = os.environ.get("SKYRL_TX_URL") if "backend=skyrl-tx" in argv else None
+    defaults = {"skyrl_tx_url": url, "tau2_home": os.environ.get("TAU2_HOME")}
+    given = {argument.partition("=")[0] for argument in argv}
+    return [*argv, *(f"{name}={value}" for name, value in defaults.items() if value and name not in given)]
+
+
+def with_judge_from_environment(argv: Sequence[str]) -> list[str]:
+    """Add the options that the seeds' variables set: TAXONOMY_FEEDBACK=true and TAXONOMY_ALPHA.
+
+    With another SKYRL_MODE than `train`, TAXONOMY_FEEDBACK has no effect.
+    """
+    os.environ.setdefault("SKYRL_MODE", "train")
+    feedback, alpha = os.environ.get("TAXONOMY_FEEDBACK", ""), os.environ.get("TAXONOMY_ALPHA")
+    is_on = feedback.lower() == "true" and os.environ["SKYRL_MODE"] == "train"
+    options = ["taxonomy_feedback=true"] if is_on else []
+    return [*argv, *options, *([f"taxonomy_alpha={alpha}"] if alpha else [])]

@@ -1,0 +1,50 @@
+"""Which log records are shown, and the log file of a run."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+THIRD_PARTIES = ("httpx", "httpcore", "LiteLLM", "harbor", "openai", "tinker", "urllib3")
+# The seeds' environment variables -> the logger that each sets to DEBUG.
+DEBUG_VARIABLES = {
+    "DEBUG_PARSER": "src.envs.service.tool_calls",
+    "DEBUG_LENGTH_FILTERING": "src.learning.filters",
+}
+
+
+class LogFile(logging.FileHandler):
+    """A log file that stays silent about a full disk: the run ends with an error of its own in that case."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Print no traceback."""
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
+def set_log_levels() -> None:
+    """Log at INFO, third parties at WARNING, and at DEBUG what an environment variable of DEBUG_VARIABLES asks for."""
+    logging.getLogger().setLevel(logging.INFO)
+    for name in THIRD_PARTIES:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for variable, name in DEBUG_VARIABLES.items():
+        if os.environ.get(variable) == "1":
+            logging.getLogger(name).setLevel(logging.DEBUG)
+
+
+@contextmanager
+def logging_to_file(path: Path) -> Iterator[None]:
+    """Write every record that is logged while the block runs to `path`."""
+    handler = LogFile(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()

@@ -1,0 +1,110 @@
+"""Base class and validators of option classes.
+
+Each package declares the options of its components as chz classes in its module `options`. A component takes its own class;
+a program's configuration inherits all classes that it needs, so that it can be passed to every component as it is. The
+`options` modules import nothing that is slow, because `--help` and every mistyped option have to wait for them.
+
+The first line of a class's docstring is the heading of its section in `--help` and in docs/options.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import chz
+
+Validator = Callable[[Any, str], None]
+
+
+class Options:
+    """Base of all option classes. A class that inherits several others keeps the validators of all of them."""
+
+    def __init_subclass__(cls) -> None:
+        """Collect the validators. chz by itself keeps those of the first base only, unless `cls` has its own."""
+        super().__init_subclass__()
+        validators: list[Callable[[Any], None]] = []
+        for base in reversed(cls.__mro__):
+            inherited = vars(base).get("__chz_validators__", ())
+            validators += [validator for validator in inherited if validator not in validators]
+        cls.__chz_validators__ = validators
+
+
+def at_least(minimum: float) -> Validator:
+    """Return a field validator that accepts None and numbers of at least `minimum`."""
+    phrase = "must not be negative" if minimum == 0 else f"must be at least {minimum:g}"
+
+    def validate(options: Any, name: str) -> None:
+        value = _value(options, name)
+        require(value is None or value >= minimum, f"{_name(name)} {phrase}, not {value}")
+
+    return validate
+
+
+def above(minimum: float) -> Validator:
+    """Return a field validator that accepts None and numbers greater than `minimum`."""
+
+    def validate(options: Any, name: str) -> None:
+        value = _value(options, name)
+        require(value is None or value > minimum, f"{_name(name)} must be above {minimum:g}, not {value}")
+
+    return validate
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError with `message` unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def pairs(items: list[str] | None, *, option: str) -> dict[str, str]:
+    """Split the items of an option that takes pairs: `["cpus=2", "image=a"]` -> `{"cpus": "2", "image": "a"}`."""
+    split = [item.partition("=") for item in items or []]
+    for (key, equals, _), item in zip(split, items or [], strict=True):
+        require(
+            bool(key and equals),
+            f"{option} takes key=value pairs, not {item!r}; write {option}=key=value,other=value",
+        )
+    return {key: value for key, _, value in split}
+
+
+def is_default(options: Options, name: str) -> bool:
+    """Whether the option `name` has its default value."""
+    return _value(options, name) == inspect.signature(type(options)).parameters[name].default
+
+
+@chz.chz
+class SeedSettings(Options):
+    """Batches and schedule"""
+
+    seed: int = chz.field(
+        default=0,
+        doc="Seed of the adapter, the task order and every sample",
+        validator=at_least(0),
+    )
+
+
+def sections(kind: type[object]) -> dict[str, list[str]]:
+    """Return the names of the options of `kind` by the heading of their section, in the order of declaration.
+
+    Classes with the same heading share a section. An option that a derived class declares again belongs to that class.
+    """
+    by_heading: dict[str, list[str]] = {}
+    declared: set[str] = set()
+    for owner in kind.__mro__:
+        names = [name for name in inspect.get_annotations(owner) if name in chz.chz_fields(kind)]
+        heading = (owner.__doc__ or "").partition("\n")[0].rstrip(".")
+        if new := [name for name in names if name not in declared]:
+            by_heading[heading] = [*new, *by_heading.get(heading, [])]
+            declared.update(new)
+    return by_heading
+
+
+def _value(options: Any, name: str) -> Any:
+    return vars(options)[f"X_{_name(name)}"]
+
+
+def _name(name: str) -> str:
+    """The option's name: chz passes the name of the field's raw value."""
+    return name.removeprefix("X_")

@@ -1,0 +1,163 @@
+"""Options of environments and of their trials. A factory of `env=...` takes `EnvironmentSettings`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import chz
+
+from src.core.length_limits import LengthSettings
+from src.core.options import Options, SeedSettings, above, at_least, is_default, pairs, require
+from src.learning.options import StepWiseSettings
+from src.policy.options import BackendSettings, JudgeEndpointSettings, ModelSettings
+
+HARBOR_ONLY = ("environment_type", "train_subagents", "max_consecutive_truncations", "jobs_quota_gb")
+TAU_BENCH_ONLY = ("train_data", "test_data")
+
+
+@chz.chz
+class TaskSettings(SeedSettings):
+    """Environment and tasks"""
+
+    env: str = chz.field(
+        default="harbor",
+        doc="Kind of environment: harbor, tau_bench, openenv, one that a package registers, or your own as "
+        "module:factory",
+    )
+    tasks_dir: str | None = chz.field(
+        default=None,
+        doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/); env=harbor needs it",
+    )
+    environment_kwargs: list[str] | None = chz.field(
+        default=None, doc="Settings of the environment as key=value,..."
+    )
+    eval_split: float = chz.field(
+        default=0.2, doc="Share of the tasks held out when eval_tasks is not given; 0: none"
+    )
+    eval_tasks: list[str] | None = chz.field(
+        default=None,
+        doc="Held-out tasks: ids or globs, or (env=harbor) one folder of tasks; eval_split is then ignored",
+    )
+
+    @property
+    def environment_options(self) -> dict[str, str]:
+        """The pairs of `environment_kwargs`."""
+        return pairs(self.environment_kwargs, option="environment_kwargs")
+
+    @chz.validate
+    def _tasks_can_be_split(self) -> None:
+        require(0 <= self.eval_split < 1, f"eval_split must be at least 0 and below 1, not {self.eval_split}")
+        assert self.environment_options is not None
+
+
+@chz.chz
+class AgentSettings(LengthSettings):
+    """Agent and lengths"""
+
+    max_turns: int | None = chz.field(
+        default=None, doc="Turns per trial; None: no limit", validator=at_least(1)
+    )
+    temperature: float = chz.field(
+        default=0.7, doc="Sampling temperature of training trials", validator=at_least(0)
+    )
+    use_native_tool_calling: bool = chz.field(
+        default=False,
+        doc="Show an environment's tools in the model's own chat template, where the environment allows it; "
+        "else in words",
+    )
+
+
+@chz.chz
+class TrialSettings(Options):
+    """Trials"""
+
+    n_parallel_envs: int = chz.field(default=8, doc="Trials running at once", validator=at_least(1))
+    trial_timeout_s: float | None = chz.field(
+        default=None, doc="Deadline of one whole trial in seconds; None: two hours", validator=above(0)
+    )
+
+
+@chz.chz
+class HarborSettings(ModelSettings, TrialSettings, TaskSettings, AgentSettings):
+    """Harbor trials and Terminus-2"""
+
+    environment_type: Literal["auto", "docker", "sandbox", "daytona", "modal", "e2b", "runloop"] = chz.field(
+        default="auto",
+        doc="Where trials run; auto: Docker if an engine answers, else the sandbox, which needs no engine",
+    )
+    jobs_quota_gb: float = chz.field(
+        default=20.0,
+        doc="GiB that the trials' files may take in the run's jobs/; past it a trial keeps only its result, "
+        "reward and log",
+        validator=above(0),
+    )
+    max_consecutive_truncations: int = chz.field(
+        default=3,
+        doc="End a trial after this many answers in a row that were cut at max_tokens",
+        validator=at_least(1),
+    )
+    train_subagents: Literal["none", "all"] = chz.field(
+        default="none", doc="all: also train what Terminus-2's summarising sub-agents say"
+    )
+    enable_summarize: bool = chz.field(
+        default=True, doc="Let Terminus-2 summarise its history when the context runs out"
+    )
+    proactive_summarization_threshold: int = chz.field(
+        default=8000,
+        doc="Summarise once fewer tokens than this are free; 0: only when the context is full",
+        validator=at_least(0),
+    )
+
+    @chz.validate
+    def _harbor_has_what_it_needs(self) -> None:
+        if self.env != "harbor":
+            for name in HARBOR_ONLY:
+                require(
+                    is_default(self, name), f"{name} is for env=harbor, not env={self.env}; remove {name}"
+                )
+            return
+        require(self.tasks_dir is not None, "missing: tasks_dir; e.g. tasks_dir=..., or --help")
+        require(
+            not self.use_native_tool_calling,
+            "use_native_tool_calling: Terminus-2 calls no tools, it types; remove use_native_tool_calling",
+        )
+        limits, threshold = self.length_limits, self.proactive_summarization_threshold
+        longest_input = min(limits.max_input_length, self.context_limit - limits.max_generate_length)
+        require(
+            not self.enable_summarize or threshold < longest_input,
+            f"proactive_summarization_threshold={threshold} would summarise every turn of at most {longest_input} "
+            "tokens; lower it, or set enable_summarize=false",
+        )
+
+
+@chz.chz
+class TauBenchSettings(JudgeEndpointSettings, BackendSettings, TaskSettings):
+    """tau-bench"""
+
+    tau2_home: str | None = chz.field(
+        default=None,
+        doc="Folder that scripts/setup_tau.sh made of Sierra's tau2-bench (env=tau_bench); None: TAU2_HOME",
+    )
+    train_data: list[str] | None = chz.field(
+        default=None,
+        doc="Training tasks (env=tau_bench) in addition to those of environment_kwargs=domain=...: .jsonl or "
+        ".parquet files of rows in the seeds' format, or DOMAIN:SPLIT",
+    )
+    test_data: list[str] | None = chz.field(
+        default=None,
+        doc="Held-out tasks in place of the domains' own (env=tau_bench): as train_data, or NAME=... for metrics "
+        "under that name",
+    )
+
+    @chz.validate
+    def _tau_bench_alone_reads_files_of_rows(self) -> None:
+        for name in TAU_BENCH_ONLY:
+            require(
+                self.env == "tau_bench" or is_default(self, name),
+                f"{name} is for env=tau_bench, not env={self.env}; remove {name}",
+            )
+
+
+@chz.chz
+class EnvironmentSettings(StepWiseSettings, HarborSettings, TauBenchSettings):
+    """All environments"""

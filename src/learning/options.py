@@ -1,0 +1,293 @@
+"""Options of everything between a graded group and an optimizer step."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import chz
+
+from src.core.length_limits import LengthSettings
+from src.core.options import Options, SeedSettings, above, at_least, pairs, require
+from src.learning.advantages import Estimator, describe_estimators
+
+# The thresholds of the losses that clip, as absolute bounds of the ratio.
+CLIP_THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
+CLIPPED_LOSSES = ("ppo", "cispo")
+
+
+@chz.chz
+class LearnerSettings(Options):
+    """Optimizer and loss"""
+
+    learning_rate: float = chz.field(default=5e-4, doc="Adam's learning rate", validator=above(0))
+    lr_schedule: Literal["constant", "linear", "cosine"] = chz.field(
+        default="constant", doc="How learning_rate decays to 0 by the end of the run"
+    )
+    lr_warmup_steps: int = chz.field(
+        default=0,
+        doc="Steps over which the learning rate rises from 0 to learning_rate",
+        validator=at_least(0),
+    )
+    adam_beta1: float = chz.field(default=0.9, doc="Adam's decay of the mean")
+    adam_beta2: float = chz.field(default=0.95, doc="Adam's decay of the variance")
+    adam_eps: float = chz.field(default=1e-8, doc="Adam's epsilon")
+    weight_decay: float = chz.field(default=0.0, doc="Decoupled weight decay", validator=at_least(0))
+    grad_clip_norm: float = chz.field(
+        default=0.0, doc="Clip the global gradient norm to this; 0: off", validator=at_least(0)
+    )
+    # No dro: its quadratic term has no mask, so it would also train every token that was never sampled.
+    loss_fn: Literal["importance_sampling", "ppo", "cispo"] = chz.field(
+        default="ppo", doc="Policy-gradient loss"
+    )
+    loss_fn_config: list[str] | None = chz.field(
+        default=None,
+        doc="Settings of the loss as key=value,..., e.g. clip_low_threshold=0.8,clip_high_threshold=1.28",
+    )
+
+    @property
+    def loss_settings(self) -> dict[str, float]:
+        """The numbers of `loss_fn_config`. ValueError for a setting that the loss does not have."""
+        known = CLIP_THRESHOLDS if self.loss_fn in CLIPPED_LOSSES else ()
+        settings: dict[str, float] = {}
+        for key, value in pairs(self.loss_fn_config, option="loss_fn_config").items():
+            require(
+                key in known,
+                f"loss_fn={self.loss_fn} has no setting {key!r}; it takes {', '.join(known) or 'none'}",
+            )
+            try:
+                settings[key] = float(value)
+            except ValueError as error:
+                raise ValueError(f"loss_fn_config {key} needs a number, not {value!r}") from error
+        low, high = (settings.get(name, 1.0) for name in CLIP_THRESHOLDS)
+        require(
+            0 <= low <= 1 <= high,
+            f"loss_fn_config: clip_low_threshold={low:g} and clip_high_threshold={high:g} bound the ratio itself "
+            "and must have 1 between them; for an epsilon write 1 - eps and 1 + eps",
+        )
+        return settings
+
+    @chz.validate
+    def _loss_has_its_settings(self) -> None:
+        assert self.loss_settings is not None
+
+
+@chz.chz
+class FilterSettings(Options):
+    """Reward rules and group filters"""
+
+    remove_constant_reward_groups: bool = chz.field(
+        default=False, doc="Leave groups whose rewards are all equal out of the batch"
+    )
+    min_group_size: int = chz.field(
+        default=1, doc="Leave out groups with fewer graded trials", validator=at_least(1)
+    )
+    failed_trial_reward: Literal[0] | None = chz.field(
+        default=None,
+        doc="None: trials that could not be graded leave the group; 0: they count as reward 0 (SkyRL's behaviour)",
+    )
+    apply_overlong_filtering: Literal["off", "stop_reason", "eos"] = chz.field(
+        default="off",
+        doc="Trajectories that keep their reward in the group but train no token (DAPO): "
+        "stop_reason: those ended by a limit; eos: those whose last answer was cut",
+    )
+    zero_reward_on_non_stop: bool = chz.field(
+        default=False, doc="Reward 0 for trajectories that a limit ended, before advantages"
+    )
+    zero_reward_on_length_threshold: bool = chz.field(
+        default=False,
+        doc="Reward 0 for trajectories with an answer longer than max_assistant_response_tokens, before advantages",
+    )
+    max_assistant_response_tokens: int = chz.field(
+        default=2048, doc="See zero_reward_on_length_threshold", validator=at_least(1)
+    )
+
+
+@chz.chz
+class StepWiseSettings(Options):
+    """Advantages and loss reduction"""
+
+    step_wise_trajectories: bool = chz.field(
+        default=False, doc="Each turn is a training sequence of its own, as in SkyRL's second mode"
+    )
+
+
+@chz.chz
+class AdvantageSettings(StepWiseSettings, LengthSettings):
+    """Advantages and loss reduction"""
+
+    advantage_estimator: Estimator = chz.field(
+        default="grpo",
+        doc=describe_estimators(),
+    )
+    normalize_advantages_by_std: bool = chz.field(
+        default=True,
+        doc="Divide centred rewards by their group's standard deviation; false turns grpo into dr_grpo",
+    )
+    singleton_advantage: Literal["zero", "raw"] = chz.field(
+        default="zero",
+        doc="Advantage of a group's only graded trial: nothing, or its reward (SkyRL's behaviour)",
+    )
+    loss_reduction: Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"] = (
+        chz.field(
+            default="token_mean",
+            doc="Mean over tokens, over trajectories' token means, over trajectories' "
+            "token sums / max_sequence_length, or over prompts' token means",
+        )
+    )
+    num_substeps: int = chz.field(
+        default=1,
+        doc="Optimizer steps per batch, each on its own share of the groups "
+        "(of the trajectories, where there are fewer groups)",
+        validator=at_least(1),
+    )
+
+    @property
+    def estimator(self) -> Estimator:
+        """The advantage estimator that `advantage_estimator` and `normalize_advantages_by_std` choose."""
+        is_unscaled = self.advantage_estimator == "grpo" and not self.normalize_advantages_by_std
+        return "dr_grpo" if is_unscaled else self.advantage_estimator
+
+    @chz.validate
+    def _estimator_agrees(self) -> None:
+        require(
+            self.normalize_advantages_by_std or self.advantage_estimator in ("grpo", "dr_grpo"),
+            f"normalize_advantages_by_std=false is for advantage_estimator=grpo, not {self.advantage_estimator}; "
+            "remove it",
+        )
+        require(
+            not (self.step_wise_trajectories and self.advantage_estimator == "reinforce++"),
+            "step_wise_trajectories=true and advantage_estimator=reinforce++ exclude each other; "
+            "use another estimator",
+        )
+
+
+@chz.chz
+class KlSettings(Options):
+    """KL penalty"""
+
+    kl_penalty_coef: float = chz.field(
+        default=0.0,
+        doc="Weight of the KL penalty towards the base model, inside the advantages",
+        validator=at_least(0),
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = chz.field(
+        default="k1", doc="Schulman's estimator of the KL penalty, per token"
+    )
+
+
+@chz.chz
+class ImportanceSettings(Options):
+    """Importance sampling between sampler and trainer"""
+
+    tis: Literal["off", "token", "sequence"] = chz.field(
+        default="off",
+        doc="Truncated importance sampling between sampler and trainer, with one extra forward pass per step",
+    )
+    tis_cap: float | None = chz.field(
+        default=None, doc="Largest ratio; None: 2 by token, 5 by sequence", validator=above(0)
+    )
+    tis_sequence_mask: Literal["off", "geometric", "product", "outlier"] = chz.field(
+        default="off",
+        doc="Train no token of a trajectory whose mean ratio, product of ratios or any single ratio is out of bounds",
+    )
+    tis_sequence_mask_low: float | None = chz.field(
+        default=None, doc="Lower bound; None: 0.99 geometric, 0.5 product, 1e-4 outlier"
+    )
+    tis_sequence_mask_high: float | None = chz.field(
+        default=None, doc="Upper bound; None: 1.01 geometric, 2 product, 100 outlier"
+    )
+    tis_token_mask_low: float | None = chz.field(
+        default=None, doc="Train no token whose ratio is below; None: no bound"
+    )
+    tis_token_mask_high: float | None = chz.field(
+        default=None, doc="Train no token whose ratio is above; None: no bound"
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is corrected or masked by its ratio."""
+        masks = (self.tis_token_mask_low, self.tis_token_mask_high)
+        return self.tis != "off" or self.tis_sequence_mask != "off" or masks != (None, None)
+
+    @chz.validate
+    def _bounds_enclose_one(self) -> None:
+        require(self.tis != "off" or self.tis_cap is None, "tis_cap needs tis=token or tis=sequence")
+        sequence_bounds = (self.tis_sequence_mask_low, self.tis_sequence_mask_high)
+        require(
+            self.tis_sequence_mask != "off" or sequence_bounds == (None, None),
+            "tis_sequence_mask_low and tis_sequence_mask_high need tis_sequence_mask=geometric, product or outlier",
+        )
+        token_bounds = (self.tis_token_mask_low, self.tis_token_mask_high)
+        for name, (low, high) in {
+            "tis_sequence_mask": sequence_bounds,
+            "tis_token_mask": token_bounds,
+        }.items():
+            require(
+                (low is None or low <= 1) and (high is None or high >= 1),
+                f"{name}_low={low} and {name}_high={high} must have 1 between them, the ratio of a token on which "
+                "both agree",
+            )
+
+
+@chz.chz
+class StalenessSettings(Options):
+    """Rollouts ahead of training"""
+
+    max_staleness: int = chz.field(
+        default=0,
+        doc="0: on-policy. n: roll out while training, and train no token sampled more than n updates before "
+        "(docs/staleness.md)",
+        validator=at_least(0),
+    )
+
+
+@chz.chz
+class CurriculumSettings(SeedSettings):
+    """Choice of tasks"""
+
+    task_sampling: Literal["uniform", "thompson"] = chz.field(
+        default="uniform",
+        doc="uniform: every task once per epoch; thompson: tasks whose pass rate may lie near one half, "
+        "from a posterior of each task's",
+    )
+    exploration_floor: float = chz.field(
+        default=0.1, doc="thompson: share of a batch that goes to the tasks that were chosen longest ago"
+    )
+
+    @chz.validate
+    def _every_task_is_explored(self) -> None:
+        require(
+            0 < self.exploration_floor <= 1,
+            "exploration_floor must be above 0, so that every task is chosen at some time, and at most 1, "
+            f"not {self.exploration_floor}",
+        )
+
+
+@chz.chz
+class DynamicSamplingSettings(SeedSettings):
+    """Dynamic sampling"""
+
+    dynamic_sampling: Literal["off", "filter", "replace"] = chz.field(
+        default="off",
+        doc="filter: sample further tasks until batch_size groups have differing rewards (DAPO); "
+        "replace: groups with differing rewards take the place of the others",
+    )
+    dynamic_sampling_max_batches: int = chz.field(
+        default=30, doc="Batches one step may sample before the run stops; 0: no limit", validator=at_least(0)
+    )
+    dynamic_sampling_min_replace_ratio: float = chz.field(
+        default=0.3,
+        doc="replace: share of groups with differing rewards above which no batch is sampled anew",
+    )
+
+    @chz.validate
+    def _ratio_is_a_share(self) -> None:
+        ratio = self.dynamic_sampling_min_replace_ratio
+        require(
+            0 <= ratio < 1, f"dynamic_sampling_min_replace_ratio must be at least 0 and below 1, not {ratio}"
+        )
+
+
+@chz.chz
+class PreparationSettings(KlSettings, ImportanceSettings, StalenessSettings, AdvantageSettings):
+    """Preparation of datums"""

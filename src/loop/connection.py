@@ -1,0 +1,133 @@
+"""The connection of a run to its server: open it, and open it again after the server was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+import chz
+
+from src.config import TrainerConfig
+from src.core.errors import BackendError, ServerLost
+from src.envs.base import TaskSource
+from src.envs.registry import find_factory, open_task_source
+from src.policy.backend import Backend, base_url, connect
+from src.policy.chat import load_chat
+from src.records.journal import Journal
+from src.records.run_folder import RunFolder
+from src.rollouts.run_events import RunEvents
+from src.rollouts.watchdog import watching
+
+RECONNECT_PERIOD_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dependencies:
+    """What a run needs of the outside world."""
+
+    source: TaskSource
+    backend: Backend
+
+
+# Takes the source of an earlier connection, None for the first one.
+Connect = Callable[[TrainerConfig, RunEvents, TaskSource | None], AbstractAsyncContextManager[Dependencies]]
+
+
+@asynccontextmanager
+async def open_dependencies(
+    config: TrainerConfig, events: RunEvents, source: TaskSource | None = None
+) -> AsyncIterator[Dependencies]:
+    """Open the Tinker endpoint, and the tasks of the environment unless there is a `source`."""
+    await asyncio.to_thread(find_factory, config.env)  # a wrong name is reported without waiting for the server
+    events.say(f"server: {base_url(config)}")
+    async with connect(config) as endpoint:
+        if source is None:
+            chat = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)
+            events.say(
+                f"model: {config.model_name}, LoRA rank {config.lora_rank}, context {config.context_limit}"
+            )
+            source = await asyncio.to_thread(open_task_source, config, chat)
+        async with watching(endpoint.check, config) as watchdog:
+            backend = await watchdog.answer(endpoint.open_training(), "opening the training client")
+        yield Dependencies(source=source, backend=backend)
+
+
+class Connection:
+    """Open dependencies. The context manager closes them, except for the task source."""
+
+    def __init__(self, dependencies: Dependencies, stack: AsyncExitStack) -> None:
+        self.dependencies = dependencies
+        self._stack = stack
+
+    async def __aenter__(self) -> Dependencies:
+        return self.dependencies
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._stack.__aexit__(kind, error, trace)
+
+
+class Connector:
+    """Opens the dependencies of one run, and opens them again after the server was lost."""
+
+    def __init__(self, config: TrainerConfig, events: RunEvents, connect: Connect) -> None:
+        self._config = config
+        self._events = events
+        self._connect = connect
+
+    async def open(self, folder: RunFolder, source: TaskSource | None = None) -> Connection:
+        """Open the dependencies with the weights of the folder's checkpoint, or with those that the options name."""
+        config = self._config
+        if folder.checkpoint is not None:
+            config = chz.replace(config, load_checkpoint_path=folder.checkpoint.state_path)
+        async with AsyncExitStack() as stack:
+            context = self._connect(config, self._events, source)
+            dependencies = await stack.enter_async_context(context)
+            return Connection(dependencies, stack.pop_all())
+
+    async def reopen(self, folder: RunFolder, source: TaskSource) -> Connection:
+        """Wait for the server to come back and open a connection. ServerLost after `reconnect_timeout_s`."""
+        limit_s = self._config.reconnect_timeout_s
+        self._events.say(f"waiting up to {limit_s:g} s for it to come back")
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                return await self.open(folder, source)
+            except BackendError as error:
+                if time.monotonic() > deadline:
+                    raise ServerLost(
+                        f"{error}; it stayed away for reconnect_timeout_s={limit_s:g}; start it again and resume"
+                    ) from error
+            await asyncio.sleep(min(RECONNECT_PERIOD_S, limit_s / 4))
+
+    async def run_with_reconnect(
+        self,
+        train: Callable[[Dependencies, RunFolder], Awaitable[None]],
+        connection: Connection,
+        folder: RunFolder,
+        journal: Journal,
+    ) -> None:
+        """Call `train` until it ends. After each loss of the server it continues from the last checkpoint.
+
+        Raises the error if the server is lost again before a trial was graded or a step was trained.
+        """
+        progress = -1
+        while True:
+            try:
+                async with connection as dependencies:
+                    await train(dependencies, folder)
+                return
+            except BackendError as error:
+                if self._config.reconnect_timeout_s == 0:
+                    raise ServerLost(f"{error}; start it again and resume the run") from error
+                if journal.progress <= progress:
+                    raise
+                progress = journal.progress
+                self._events.say(f"server lost: {error}")
+            folder = folder.at_last_checkpoint()
+            connection = await self.reopen(folder, connection.dependencies.source)

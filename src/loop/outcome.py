@@ -1,0 +1,111 @@
+"""The outcome of a run, from its metrics.jsonl: held-out success before and after, and what there was to learn from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from src.evaluate.results import MAX_DOMAINS
+from src.records.metrics_table import ALL_TASKS
+from src.records.tracking import recorded, recorded_variances
+
+MIN_SIGNAL = 0.25  # with fewer steps of differing rewards, tasks and model do not fit each other
+# The files of a run with which a reader begins.
+FILES = ("metrics.jsonl", "checkpoints.jsonl", "rollouts/", "dumped_evals/", "jobs/", "logs.log")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Success:
+    """Held-out success rates of a run. None: nothing was held out, or the floor is unknown."""
+
+    before: float | None
+    after: float | None
+    floor: float | None  # of an agent that does nothing
+    is_partial: bool = False  # only a part of a benchmark's grading counted
+    rewards: tuple[float, float] | None = None  # the mean before and after, if rewards may be partial
+
+
+def report(log_path: Path, *, wall_s: float) -> list[str]:
+    """Return the last lines of a run that took `wall_s` seconds."""
+    metrics_file = log_path / "metrics.jsonl"
+    steps = max(recorded(metrics_file, "progress/batch"), default=0)
+    variances = signals(recorded_variances(metrics_file))
+    return outcome(success_of(metrics_file), variances, steps=steps, wall_s=wall_s, log_path=log_path)
+
+
+def success_of(metrics_file: Path) -> Success:
+    """Return the held-out success rates of the run before and after training."""
+    rates, floors = (
+        recorded(metrics_file, "test/env/all/success"),
+        recorded(metrics_file, "test/noop_success"),
+    )
+    rewards = recorded(metrics_file, "test/env/all/reward/total")
+    is_reward_partial = any(
+        not math.isclose(reward, rates.get(step, reward), abs_tol=1e-9) for step, reward in rewards.items()
+    )
+    return Success(
+        before=rates.get(0),
+        after=rates[max(rates)] if rates else None,
+        floor=floors[max(floors)] if floors else None,
+        # With a partial grading the rates have its name in front: test/<part>_pass_at_1.
+        is_partial=not recorded(metrics_file, "test/pass_at_1"),
+        rewards=(rewards[0], rewards[max(rewards)]) if 0 in rewards and is_reward_partial else None,
+    )
+
+
+def outcome(
+    success: Success, signal_lines: Sequence[str], *, steps: int, wall_s: float, log_path: Path
+) -> list[str]:
+    """Return the last lines of a run."""
+    lines = [f"done: {counted(steps, 'step')} in {_duration(wall_s)}"]
+    before, after = success.before, success.after
+    if before is not None and after is not None:
+        floor = "" if success.floor is None else f"; doing nothing: {success.floor:.1%}"
+        rewards = ""
+        if success.rewards is not None:
+            rewards = "; mean reward {:.3f} before, {:.3f} after".format(*success.rewards)
+        lines.append(
+            f"{success_name(success.is_partial)}: {before:.1%} before, {after:.1%} after "
+            f"({100 * (after - before):+.1f} points){rewards}{floor}"
+        )
+    files = [name for name in FILES if (log_path / name).exists()]
+    return [*lines, *signal_lines, f"files: {log_path} ({', '.join(files)})"]
+
+
+def signals(variances: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return a line for all tasks, and one for each domain if there are at most MAX_DOMAINS."""
+    domains = {name: values for name, values in variances.items() if name != ALL_TASKS}
+    shown = domains if 1 < len(domains) <= MAX_DOMAINS else {}
+    return [signal(name, values) for name, values in variances.items() if name == ALL_TASKS or name in shown]
+
+
+def signal(name: str, variances: Sequence[float]) -> str:
+    """Return what the steps had to learn from. Two successes of four have the variance 0.25, one of four has 0.1875.
+
+    >>> signal("retail", [0.1875, 0.0, 0.0, 0.0, 0.0])
+    'signal of retail: mean variance per prompt 0.0375, 20% of 5 steps with any; too hard or too easy for this model'
+    """
+    num_steps = len(variances)
+    share, mean = sum(variance > 0 for variance in variances) / num_steps, sum(variances) / num_steps
+    verdict = "" if share >= MIN_SIGNAL else "; too hard or too easy for this model"
+    return f"signal of {name}: mean variance per prompt {mean:.4f}, {share:.0%} of {num_steps} steps with any{verdict}"
+
+
+def success_name(is_partial: bool) -> str:
+    return "held-out success, graded in part" if is_partial else "held-out success"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return the count with its noun.
+
+    >>> counted(1, "step"), counted(2, "step")
+    ('1 step', '2 steps')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

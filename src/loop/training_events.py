@@ -1,0 +1,21 @@
+"""The events of training, in addition to those of its rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from src.evaluate.evaluation import Evaluation
+from src.rollouts.run_events import RunEvents
+
+
+class TrainingEvents(RunEvents, Protocol):
+    """Receives the events of a training run, on the event loop and in their order."""
+
+    def step_finished(self, step: int, *, num_steps: int, metrics: Mapping[str, float]) -> None:
+        """The weights have been updated by `step`."""
+        ...
+
+    def evaluation_finished(self, evaluation: Evaluation, first: Evaluation | None) -> None:
+        """The held-out tasks have been evaluated. `first` is the run's first evaluation, None if this one is."""
+        ...

@@ -1,0 +1,104 @@
+"""Options of the model and of the endpoints that serve it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import chz
+
+from src.core.length_limits import LengthSettings
+from src.core.options import Options, SeedSettings, above, at_least, require
+
+CLOUD_CONTEXT_LIMIT = 32_000  # of Tinker's cloud
+
+
+@chz.chz
+class ModelSettings(Options):
+    """Model and server"""
+
+    model_name: str = chz.field(doc="Base model as the server names it, e.g. Qwen/Qwen3-4B")
+    tokenizer: str | None = chz.field(
+        default=None, doc="Tokenizer directory or hub id; None: the model's own, by model_name"
+    )
+    lora_rank: int = chz.field(default=32, doc="LoRA rank, within the server's limit", validator=at_least(1))
+    load_checkpoint_path: str | None = chz.field(
+        default=None, doc="tinker:// path of a training state to start from, optimizer included"
+    )
+
+
+@chz.chz
+class WatchdogSettings(Options):
+    """Failures and timeouts"""
+
+    heartbeat_timeout_s: float = chz.field(
+        default=120,
+        doc="The server is lost when it has not answered a probe for this long",
+        validator=above(0),
+    )
+    request_timeout_s: float = chz.field(
+        default=3600,
+        doc="Longest time that one request to the server may take: open, sample, train or save",
+        validator=above(0),
+    )
+
+
+@chz.chz
+class BackendSettings(ModelSettings, WatchdogSettings, SeedSettings, LengthSettings):
+    """Model and server"""
+
+    backend: Literal["tinker", "skyrl-tx"] = chz.field(
+        default="tinker", doc="tinker: the cloud; skyrl-tx: a server of your own"
+    )
+    skyrl_tx_url: str | None = chz.field(
+        default=None, doc="Address of your server, e.g. http://localhost:8000 (backend=skyrl-tx)"
+    )
+    tinker_base_url: str | None = chz.field(
+        default=None, doc="Another address of the Tinker cloud; None: the SDK's own"
+    )
+
+    @chz.validate
+    def _backend_is_complete(self) -> None:
+        if self.backend == "skyrl-tx":
+            require(
+                (self.skyrl_tx_url or "").startswith(("http://", "https://")),
+                "backend=skyrl-tx needs skyrl_tx_url=http://host:port",
+            )
+            require(
+                self.tinker_base_url is None,
+                "tinker_base_url is for backend=tinker; use skyrl_tx_url, or remove tinker_base_url",
+            )
+            return
+        require(
+            self.skyrl_tx_url is None,
+            "skyrl_tx_url needs backend=skyrl-tx; add it, or remove skyrl_tx_url",
+        )
+        require(
+            self.context_limit <= CLOUD_CONTEXT_LIMIT,
+            f"context_limit={self.context_limit} exceeds backend=tinker's {CLOUD_CONTEXT_LIMIT}; "
+            "lower it or use backend=skyrl-tx",
+        )
+
+
+@chz.chz
+class JudgeEndpointSettings(Options):
+    """Judge"""
+
+    judge_model: str | None = chz.field(
+        default=None,
+        doc="Model at judge_base_url that grades what tau2's tasks assert in words, and that "
+        "taxonomy_feedback asks",
+    )
+    judge_base_url: str | None = chz.field(
+        default=None, doc="OpenAI-compatible endpoint of the judge; OPENAI_API_KEY is its key"
+    )
+
+    @chz.validate
+    def _both_or_none(self) -> None:
+        require(
+            self.judge_model is None or self.judge_base_url is not None,
+            "judge_model needs judge_base_url as well",
+        )
+        require(
+            self.judge_base_url is None or self.judge_model is not None,
+            "judge_base_url needs judge_model as well",
+        )

@@ -1,0 +1,47 @@
+"""Options of what a run writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import chz
+
+from src.core.options import Options
+
+
+@chz.chz
+class RunFolderSettings(Options):
+    """Run folder"""
+
+    logs_dir: str = chz.field(default="/tmp/terminus2-training", doc="Parent folder of runs")
+    log_path: str | None = chz.field(default=None, doc="This run's folder; None: logs_dir/<run name>")
+    behavior_if_log_dir_exists: Literal["ask", "delete", "resume", "raise"] = chz.field(
+        default="raise",
+        doc="What to do when the run's folder holds a run; resume continues from its last checkpoint",
+    )
+    export_path: str | None = chz.field(
+        default=None, doc="Folder of the dumped evaluations and training examples; None: the run's own"
+    )
+    dump_eval_results: bool = chz.field(
+        default=True, doc="Dump every evaluation, and examples of training steps 1, 11, 21, ..."
+    )
+
+    def dump_folder(self, log_path: Path) -> Path | None:
+        """Return the folder of the dumps of the run in `log_path`. None: nothing is dumped."""
+        if not self.dump_eval_results:
+            return None
+        return Path(self.export_path).expanduser() if self.export_path else log_path
+
+
+@chz.chz
+class TrackingSettings(Options):
+    """Experiment tracking"""
+
+    wandb_project: str | None = chz.field(default=None, doc="Weights & Biases project; None: no wandb")
+    wandb_name: str | None = chz.field(
+        default=None, doc="Name of the run; None: <tasks>-<model>-rank<r>-lr<lr>-g<group>-b<batch>-<date>"
+    )
+    trackio_project: str | None = chz.field(
+        default=None, doc="trackio project, kept on this machine (scripts/setup.sh trackio); None: no trackio"
+    )

@@ -1,0 +1,177 @@
+"""Options of the schedule of a run and of its rollouts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import chz
+
+from src.core.options import Options, SeedSettings, at_least, pairs, require
+from src.envs.options import AgentSettings, TrialSettings
+from src.learning.options import (
+    CurriculumSettings,
+    DynamicSamplingSettings,
+    FilterSettings,
+    StalenessSettings,
+)
+from src.policy.options import JudgeEndpointSettings
+
+
+@chz.chz
+class BatchSettings(Options):
+    """Batches and schedule"""
+
+    batch_size: int = chz.field(default=1, doc="Tasks (groups) per step", validator=at_least(1))
+    group_size: int = chz.field(default=8, doc="Trials per task", validator=at_least(1))
+
+
+@chz.chz
+class ScheduleSettings(BatchSettings, SeedSettings):
+    """Batches and schedule"""
+
+    n_epochs: int = chz.field(default=1, doc="Passes over the training tasks", validator=at_least(1))
+    max_steps: int | None = chz.field(
+        default=None, doc="Stop after this many steps; None: all epochs", validator=at_least(1)
+    )
+    domain_mixture: list[str] | None = chz.field(
+        default=None,
+        doc="Shares of the domains in every batch, e.g. retail=0.7,airline=0.3; None: every task once per epoch",
+    )
+
+    @property
+    def domain_shares(self) -> dict[str, float]:
+        """The share of each domain in a batch; the shares add up to 1. Empty without a mixture.
+
+        >>> ScheduleSettings(domain_mixture=["retail=3", "airline=1"]).domain_shares
+        {'retail': 0.75, 'airline': 0.25}
+        """
+        weights: dict[str, float] = {}
+        for domain, text in pairs(self.domain_mixture, option="domain_mixture").items():
+            try:
+                weights[domain] = float(text)
+            except ValueError:
+                weights[domain] = 0.0
+            require(
+                0 < weights[domain] < float("inf"),
+                f"domain_mixture {domain} needs a number above 0, not {text!r}",
+            )
+        return {domain: weight / sum(weights.values()) for domain, weight in weights.items()}
+
+    @chz.validate
+    def _mixture_has_shares(self) -> None:
+        assert self.domain_shares is not None
+
+
+@chz.chz
+class PipelineSettings(BatchSettings, StalenessSettings):
+    """Rollouts ahead of training"""
+
+    max_groups_in_flight: int | None = chz.field(
+        default=None, doc="Groups rolled out at once where max_staleness > 0; None: 2 batches"
+    )
+    stream_groups: bool = chz.field(
+        default=False,
+        doc="Send each group to the server's gradient as soon as it ends, while others are rolled out; "
+        "each group weighs the same",
+    )
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether steps take groups as they end, instead of rolling out a batch each."""
+        return self.max_staleness > 0 or self.stream_groups
+
+    @chz.validate
+    def _groups_in_flight_fill_a_batch(self) -> None:
+        in_flight = self.max_groups_in_flight
+        require(
+            in_flight is None or self.max_staleness > 0,
+            "max_groups_in_flight needs max_staleness=1 or more; add it, or remove max_groups_in_flight",
+        )
+        require(
+            in_flight is None or in_flight >= self.batch_size,
+            f"max_groups_in_flight={in_flight} is below batch_size={self.batch_size}; raise it",
+        )
+
+
+@chz.chz
+class RolloutSettings(TrialSettings, SeedSettings):
+    """Trials"""
+
+    trial_attempts: int = chz.field(
+        default=3,
+        doc="Attempts at a trial that fails by its sandbox, the server or the verifier",
+        validator=at_least(1),
+    )
+    retry_wait_s: float = chz.field(
+        default=1.0,
+        doc="Wait before the second attempt; doubles with each further one, up to a minute",
+        validator=at_least(0),
+    )
+
+
+@chz.chz
+class FaultSettings(Options):
+    """Failures and timeouts"""
+
+    quarantine_after: int = chz.field(
+        default=2,
+        doc="Leave a task out once this many of its groups in a row had no trial that could be graded; 0: never",
+        validator=at_least(0),
+    )
+    max_failure_rate: float = chz.field(
+        default=0.5, doc="Stop when more than this share of the latest trials could not be graded; 1: never"
+    )
+
+    @chz.validate
+    def _rate_is_a_share(self) -> None:
+        require(
+            0 <= self.max_failure_rate <= 1,
+            f"max_failure_rate must lie between 0 and 1, not {self.max_failure_rate}",
+        )
+
+
+@chz.chz
+class JudgeSettings(JudgeEndpointSettings):
+    """Judge"""
+
+    taxonomy_feedback: bool = chz.field(
+        default=False,
+        doc="Add a bonus for the absence of MAST's 14 failure modes to training rewards; "
+        "TAXONOMY_FEEDBACK=true does it too",
+    )
+    taxonomy_alpha: float = chz.field(
+        default=1.0,
+        doc="The bonus of an episode without failures; TAXONOMY_ALPHA overrides it",
+        validator=at_least(0),
+    )
+    taxonomy_formula: Literal["one_plus_failures", "inverse_failures"] = chz.field(
+        default="one_plus_failures",
+        doc="one_plus_failures: alpha / (1 + failures); inverse_failures: alpha / max(1, failures)",
+    )
+    judge_prompt_price: float = chz.field(
+        default=0.0,
+        doc="Price of the judge's input in USD per million tokens, for judge_cost_usd",
+        validator=at_least(0),
+    )
+    judge_completion_price: float = chz.field(
+        default=0.0, doc="Price of the judge's output in USD per million tokens", validator=at_least(0)
+    )
+
+    @chz.validate
+    def _feedback_needs_a_judge(self) -> None:
+        require(
+            not self.taxonomy_feedback or self.judge_model is not None,
+            "taxonomy_feedback needs a judge: set judge_model=NAME and judge_base_url=http://host:port/v1",
+        )
+
+
+@chz.chz
+class GroupSettings(
+    PipelineSettings,
+    FilterSettings,
+    CurriculumSettings,
+    DynamicSamplingSettings,
+    FaultSettings,
+    AgentSettings,
+):
+    """Collection of batches"""
