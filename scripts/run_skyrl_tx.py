@@ -72,7 +72,8 @@ class QuickStart:
 QUICKSTARTS = {
     "harbor": QuickStart(
         folder=QUICKSTART,
-        says="a small model learns terminal tasks by GRPO on this machine; about six minutes on two CPU cores",
+        says="a small model learns terminal tasks by GRPO on this machine; about six minutes on two CPU "
+        "cores",
         options={
             "model_name": "local/quickstart",
             "tasks_dir": str(QUICKSTART / "train"),
@@ -84,7 +85,8 @@ QUICKSTARTS = {
     ),
     "tau_bench": QuickStart(
         folder=ROOT / "datasets" / "toy_retail",
-        says="a small model learns to serve a shop's customers by GRPO on this machine; three to six minutes on two CPU cores",
+        says="a small model learns to serve a shop's customers by GRPO on this machine; three to six "
+        "minutes on two CPU cores",
         options={
             "model_name": "local/toy-retail",
             "use_native_tool_calling": "true",
@@ -136,11 +138,13 @@ def quick_start(given: dict[str, str]) -> int:
     kind = given.get("env", "harbor")
     if kind not in QUICKSTARTS:
         return fail(
-            f"env={kind} has no quick start; give model_name=MODEL, or one of env={', env='.join(QUICKSTARTS)}"
+            f"env={kind} has no quick start; give model_name=MODEL, or one of "
+            f"env={', env='.join(QUICKSTARTS)}"
         )
     if "skyrl_tx_url" in given:
         return fail(
-            "the quick start starts a server of its own; leave skyrl_tx_url= out, or give model_name= for a run on that one"
+            "the quick start starts a server of its own; leave skyrl_tx_url= out, or give model_name= for "
+            "a run on that one"
         )
     chosen = QUICKSTARTS[kind]
     say(f"quick start: {chosen.says}")
@@ -167,7 +171,8 @@ def quick_start(given: dict[str, str]) -> int:
     )
     status = train(options, server, key=key)
     say(
-        f"everything took {(time.monotonic() - started) / 60:.1f} min; server log and checkpoints: {side_files}"
+        f"everything took {(time.monotonic() - started) / 60:.1f} min; server log and checkpoints: "
+        f"{side_files}"
     )
     return status
 
@@ -177,7 +182,8 @@ def full_recipe(given: dict[str, str]) -> int:
     options = {**RECIPE_OPTIONS, **RECIPE_OF_KIND.get(kind, {}), **given}
     if kind == "harbor" and "tasks_dir" not in options:
         return fail(
-            "model_name needs tasks_dir=FOLDER_OF_HARBOR_TASKS, for example tasks_dir=./datasets/terminal-bench-2"
+            "model_name needs tasks_dir=FOLDER_OF_HARBOR_TASKS, for example "
+            "tasks_dir=./datasets/terminal-bench-2"
         )
     url = options.setdefault("skyrl_tx_url", os.environ.get("SKYRL_TX_URL", "http://localhost:8000"))
     base_model = options["model_name"]
@@ -189,11 +195,13 @@ def full_recipe(given: dict[str, str]) -> int:
         say(f"using the server at {url}")
     elif httpx.URL(url).host not in ("localhost", "127.0.0.1"):
         return fail(
-            f"no server answers at skyrl_tx_url={url}; start it there with scripts/start_skyrl_tx.sh {base_model}"
+            f"no server answers at skyrl_tx_url={url}; start it there with scripts/start_skyrl_tx.sh "
+            f"{base_model}"
         )
     elif httpx.URL(url).scheme != "http":
         return fail(
-            f"no server answers at skyrl_tx_url={url}, or its certificate is not trusted here: set SSL_CERT_FILE=CERT.pem"
+            f"no server answers at skyrl_tx_url={url}, or its certificate is not trusted here: set "
+            "SSL_CERT_FILE=CERT.pem"
         )
     else:
         options["skyrl_tx_url"] = url = f"http://127.0.0.1:{httpx.URL(url).port or 8000}"
@@ -255,7 +263,8 @@ def say_programs(url: str, *, key: str) -> None:
         return  # the server is gone, and the trainer has said so
     programs = ", ".join(f"{name} {count}" for name, count in engine["programs"].items())
     say(
-        f"XLA programs: {sum(engine['programs'].values())} ({programs}), {engine['programs_from_cache']} from the cache"
+        f"XLA programs: {sum(engine['programs'].values())} ({programs}), {engine['programs_from_cache']} "
+        "from the cache"
     )
 
 
@@ -300,7 +309,8 @@ def start_server(
             lines = [line for line in said(log_file, starts_at) if line.strip()]
             sys.exit(
                 fail(
-                    f"the server stopped with status {server.returncode}: {lines[-1] if lines else 'no output'}"
+                    f"the server stopped with status {server.returncode}: "
+                    f"{lines[-1] if lines else 'no output'}"
                 )
             )
         if time.monotonic() - started > START_TIMEOUT_S:

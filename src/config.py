@@ -1,6 +1,8 @@
-"""The trainer's configuration: the options of all components, those of the training loop, and the rules between them.
+"""The trainer's configuration: the options of all components, those of the training loop, and the rules
+between them.
 
-The command line is flat: `python -m src.train key=value ...`. `TrainerConfig` and the options of the seeds' `CLIConfig` have
+The command line is flat: `python -m src.train key=value ...`. `TrainerConfig` and the options of the seeds'
+`CLIConfig` have
 the user's names. Each component declares its options once, in the module `options` of its package.
 """
 
@@ -83,7 +85,8 @@ class TrainerConfig(
 
     capabilities: str | None = chz.field(
         default=None,
-        doc="capabilities.json of python -m src.probe; options that the probed endpoint does not honour are refused",
+        doc="capabilities.json of python -m src.probe; options that the probed endpoint does not honour "
+        "are refused",
     )
     allow_unclipped_staleness: bool = chz.field(
         default=False,
@@ -104,12 +107,14 @@ class TrainerConfig(
     )
     reconnect_timeout_s: float = chz.field(
         default=600,
-        doc="Wait this long for a lost server to come back, then continue from the last checkpoint; 0: stop at once",
+        doc="Wait this long for a lost server to come back, then continue from the last checkpoint; 0: "
+        "stop at once",
         validator=at_least(0),
     )
     stop_timeout_s: float = chz.field(
         default=120,
-        doc="Longest time that a stop (SIGINT, SIGTERM) or a failure takes to finish the present step and save a "
+        doc="Longest time that a stop (SIGINT, SIGTERM) or a failure takes to finish the present step and "
+        "save a "
         "checkpoint",
         validator=above(0),
     )
@@ -128,7 +133,8 @@ class TrainerConfig(
         num_trajectories = self.batch_size * self.group_size
         require(
             self.num_substeps <= num_trajectories,
-            f"num_substeps={self.num_substeps} is more than the {num_trajectories} trajectories of a step; lower it",
+            f"num_substeps={self.num_substeps} is more than the {num_trajectories} trajectories of a step; "
+            "lower it",
         )
         require(
             self.dynamic_sampling == "off" or not self.remove_constant_reward_groups,
@@ -155,7 +161,8 @@ class TrainerConfig(
             )
             require(
                 self.task_sampling == "uniform",
-                f"{mode} rolls out tasks in the order of the schedule; remove task_sampling={self.task_sampling}",
+                f"{mode} rolls out tasks in the order of the schedule; remove "
+                f"task_sampling={self.task_sampling}",
             )
 
     @chz.validate
@@ -188,7 +195,8 @@ class TrainerConfig(
         for option, needs_whole_batch in whole_batch.items():
             require(
                 not needs_whole_batch,
-                f"stream_groups=true cannot go with {option}, which needs the whole batch; remove one of them",
+                f"stream_groups=true cannot go with {option}, which needs the whole batch; remove one of "
+                "them",
             )
 
 

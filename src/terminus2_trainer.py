@@ -1,7 +1,9 @@
 """The training loop. The name of the module and of its class are the user's.
 
-Each step is `collect -> prepare -> update -> report`: the batch's groups are rolled out, filtered and given advantages; their
-datums are made and the weights are updated; then the held-out tasks are evaluated, the metrics are logged and a checkpoint is
+Each step is `collect -> prepare -> update -> report`: the batch's groups are rolled out, filtered and given
+advantages; their
+datums are made and the weights are updated; then the held-out tasks are evaluated, the metrics are logged and
+a checkpoint is
 saved, each if it is due. A checkpoint is saved last, so that it implies logged metrics.
 """
 
@@ -71,7 +73,10 @@ class Completed[T]:
 
 
 class Terminus2RLTrainer:
-    """Trains on batches, evaluates and saves. `steps_done` is the number of updates that the weights on the server have seen."""
+    """Trains on batches, evaluates and saves.
+
+    `steps_done` is the number of updates that the weights on the server have seen.
+    """
 
     def __init__(
         self,
@@ -119,7 +124,8 @@ class Terminus2RLTrainer:
     async def train(self, batches: Sequence[Batch]) -> None:
         """Train on every batch after `steps_done`.
 
-        If the run is stopped or fails, the weights are saved, unless the state of the weights or of the files is unknown.
+        If the run is stopped or fails, the weights are saved, unless the state of the weights or of the files
+        is unknown.
         """
         try:
             policy = await self._policy()
@@ -136,7 +142,9 @@ class Terminus2RLTrainer:
             raise
 
     async def _evaluate_start(self, policy: Policy, *, num_steps: int) -> None:
-        """Evaluate the weights that the process starts from, if that is due and no earlier process has done it."""
+        """Evaluate the weights that the process starts from, if that is due and no earlier process has
+        done it.
+        """
         step = self.steps_done
         if step == 0:
             if self._config.eval_before_train:
@@ -191,7 +199,10 @@ class Terminus2RLTrainer:
         )
 
     def _stream_of(self, batch: Batch) -> Callable[[TrajectoryGroup], None]:
-        """Return what to do with each group as soon as it ends: with stream_groups, send its gradient on its way."""
+        """Return what to do with each group as soon as it ends:
+
+        with stream_groups, send its gradient on its way.
+        """
         if not self._config.stream_groups:
             return lambda group: None
 
@@ -249,7 +260,10 @@ class Terminus2RLTrainer:
     def _report(
         self, batch: Batch, metrics: dict[str, float], *, num_steps: int, started: float, is_evaluated: bool
     ) -> None:
-        """Log one step. A line without the evaluation that is due is amended by the process that resumes the run."""
+        """Log one step.
+
+        A line without the evaluation that is due is amended by the process that resumes the run.
+        """
         line = {
             "progress/batch": float(batch.step),
             "progress/epoch": float(batch.epoch),
@@ -341,7 +355,8 @@ class Terminus2RLTrainer:
     async def _save_after_failure(self, *, final: bool) -> None:
         """Save the weights of a run that failed or was stopped.
 
-        An error of the save is reported and not raised, so that it does not hide the cause. A server that does not answer
+        An error of the save is reported and not raised, so that it does not hide the cause. A server that
+        does not answer
         delays the end of the process by at most `stop_timeout_s`.
         """
         step, limit_s = self.steps_done, self._config.stop_timeout_s
@@ -379,7 +394,10 @@ def _is_due(step: int, every: int) -> bool:
 
 
 async def _to_its_end[T](work: Coroutine[object, object, T]) -> Completed[T]:
-    """Finish `work` even if the caller is cancelled meanwhile. If `work` fails then, CancelledError is raised."""
+    """Finish `work` even if the caller is cancelled meanwhile.
+
+    If `work` fails then, CancelledError is raised.
+    """
     task = asyncio.ensure_future(work)
     try:
         return Completed(value=await asyncio.shield(task), is_stopped=False)

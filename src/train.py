@@ -1,4 +1,5 @@
-"""Command line of the trainer: `python -m src.train key=value ...`. Exit status: 0, 1 (failed), 2 (wrong options), 130 (interrupted).
+"""Command line of the trainer: `python -m src.train key=value ...`. Exit status: 0, 1 (failed), 2 (wrong
+options), 130 (interrupted).
 
 The package is called `src` because the user's documents call it so.
 """

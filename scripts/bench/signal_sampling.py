@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import random
+from typing import Literal
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Parse the command line of a program, `key=value ...`, into its configuration, and print its help.
 
-Every mistake is a ConfigError of one line. Former names of options are accepted with a notice (src/core/option_aliases.py).
+Every mistake is a ConfigError of one line. Former names of options are accepted with a notice
+(src/core/option_aliases.py).
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def parse(argv: Sequence[str]) -> TrainerConfig:
 
 
 def parse_as[Config](kind: type[Config], argv: Sequence[str]) -> Config:
-    """Return the configuration of the program whose options `kind` declares. Raises ConfigError for every mistake."""
+    """Return the configuration of the program whose options `kind` declares.
+
+    Raises ConfigError for every mistake.
+    """
     known = list(chz.chz_fields(kind))
     argv = [_renamed(argument) for argument in argv]
     for argument in argv:
@@ -62,7 +66,8 @@ def help_text() -> str:
     title = [
         "python -m src.train key=value ...",
         "",
-        "Train an agent with GRPO through the Tinker API, on Harbor tasks or in another environment (env=...).",
+        "Train an agent with GRPO through the Tinker API, on Harbor tasks or in another environment "
+        "(env=...).",
     ]
     return help_for(TrainerConfig, title=title)
 

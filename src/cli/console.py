@@ -1,4 +1,7 @@
-"""Show the events of a run on a terminal or in a pipe: a line per event, and a table per step and per evaluation."""
+"""Show the events of a run on a terminal or in a pipe:
+
+a line per event, and a table per step and per evaluation.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,10 @@ class Display:
         self.say(f"{title}: {counted(num_groups, 'task')} x {counted(group_size, 'trial')}")
 
     def group_finished(self, group: TrajectoryGroup, *, duration_s: float) -> None:
-        """One line: task, how many trials solved it, the mean of partial rewards, turns, seconds and failures."""
+        """One line:
+
+        task, how many trials solved it, the mean of partial rewards, turns, seconds and failures.
+        """
         self._num_finished += 1
         turns = [len(trajectory.turns) for trajectory in group.trajectories]
         parts = [f"{_solved(group.rewards)} solved"]
@@ -98,7 +104,10 @@ class Display:
         )
 
     def _show(self, content: RenderableType, *, soft_wrap: bool = False) -> None:
-        """Print `content`. If that fails, stay silent from then on: the run's folder has everything that is shown."""
+        """Print `content`.
+
+        If that fails, stay silent from then on: the run's folder has everything that is shown.
+        """
         try:
             # Without emoji codes, because a model id may contain `:train:`.
             self._console.print(content, emoji=False, highlight=False, soft_wrap=soft_wrap)
@@ -111,7 +120,10 @@ class Terminal(Console):
     """Standard output. Its reader may end before the program: Ctrl-C also ends the `tee` behind a run."""
 
     def on_broken_pipe(self) -> None:
-        """Stay silent. Rich would raise SystemExit, which ends the event loop before a checkpoint is saved."""
+        """Stay silent.
+
+        Rich would raise SystemExit, which ends the event loop before a checkpoint is saved.
+        """
         logger.warning("nobody reads the output any more")
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

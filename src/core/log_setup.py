@@ -28,7 +28,9 @@ class LogFile(logging.FileHandler):
 
 
 def set_log_levels() -> None:
-    """Log at INFO, third parties at WARNING, and at DEBUG what an environment variable of DEBUG_VARIABLES asks for."""
+    """Log at INFO, third parties at WARNING, and at DEBUG what an environment variable of DEBUG_VARIABLES
+    asks for.
+    """
     logging.getLogger().setLevel(logging.INFO)
     for name in THIRD_PARTIES:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,8 +1,11 @@
 """Base class and validators of option classes.
 
-Each package declares the options of its components as chz classes in its module `options`. A component takes its own class;
-a program's configuration inherits all classes that it needs, so that it can be passed to every component as it is. The
-`options` modules import nothing that is slow, because `--help` and every mistyped option have to wait for them.
+Each package declares the options of its components as chz classes in its module `options`. A component takes
+its own class;
+a program's configuration inherits all classes that it needs, so that it can be passed to every component as
+it is. The
+`options` modules import nothing that is slow, because `--help` and every mistyped option have to wait for
+them.
 
 The first line of a class's docstring is the heading of its section in `--help` and in docs/options.md.
 """
@@ -19,10 +22,16 @@ Validator = Callable[[Any, str], None]
 
 
 class Options:
-    """Base of all option classes. A class that inherits several others keeps the validators of all of them."""
+    """Base of all option classes.
+
+    A class that inherits several others keeps the validators of all of them.
+    """
 
     def __init_subclass__(cls) -> None:
-        """Collect the validators. chz by itself keeps those of the first base only, unless `cls` has its own."""
+        """Collect the validators.
+
+        chz by itself keeps those of the first base only, unless `cls` has its own.
+        """
         super().__init_subclass__()
         validators: list[Callable[[Any], None]] = []
         for base in reversed(cls.__mro__):
@@ -59,7 +68,10 @@ def require(condition: bool, message: str) -> None:
 
 
 def pairs(items: list[str] | None, *, option: str) -> dict[str, str]:
-    """Split the items of an option that takes pairs: `["cpus=2", "image=a"]` -> `{"cpus": "2", "image": "a"}`."""
+    """Split the items of an option that takes pairs:
+
+    `["cpus=2", "image=a"]` -> `{"cpus": "2", "image": "a"}`.
+    """
     split = [item.partition("=") for item in items or []]
     for (key, equals, _), item in zip(split, items or [], strict=True):
         require(
@@ -88,7 +100,8 @@ class SeedSettings(Options):
 def sections(kind: type[object]) -> dict[str, list[str]]:
     """Return the names of the options of `kind` by the heading of their section, in the order of declaration.
 
-    Classes with the same heading share a section. An option that a derived class declares again belongs to that class.
+    Classes with the same heading share a section. An option that a derived class declares again belongs to
+    that class.
     """
     by_heading: dict[str, list[str]] = {}
     declared: set[str] = set()

@@ -26,7 +26,8 @@ class TaskSettings(SeedSettings):
     )
     tasks_dir: str | None = chz.field(
         default=None,
-        doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/); env=harbor needs it",
+        doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/); env=harbor needs "
+        "it",
     )
     environment_kwargs: list[str] | None = chz.field(
         default=None, doc="Settings of the environment as key=value,..."
@@ -125,7 +126,8 @@ class HarborSettings(ModelSettings, TrialSettings, TaskSettings, AgentSettings):
         longest_input = min(limits.max_input_length, self.context_limit - limits.max_generate_length)
         require(
             not self.enable_summarize or threshold < longest_input,
-            f"proactive_summarization_threshold={threshold} would summarise every turn of at most {longest_input} "
+            f"proactive_summarization_threshold={threshold} would summarise every turn of at most "
+            f"{longest_input} "
             "tokens; lower it, or set enable_summarize=false",
         )
 
@@ -145,7 +147,8 @@ class TauBenchSettings(JudgeEndpointSettings, BackendSettings, TaskSettings):
     )
     test_data: list[str] | None = chz.field(
         default=None,
-        doc="Held-out tasks in place of the domains' own (env=tau_bench): as train_data, or NAME=... for metrics "
+        doc="Held-out tasks in place of the domains' own (env=tau_bench): as train_data, or NAME=... for "
+        "metrics "
         "under that name",
     )
 

@@ -61,7 +61,8 @@ class LearnerSettings(Options):
         low, high = (settings.get(name, 1.0) for name in CLIP_THRESHOLDS)
         require(
             0 <= low <= 1 <= high,
-            f"loss_fn_config: clip_low_threshold={low:g} and clip_high_threshold={high:g} bound the ratio itself "
+            f"loss_fn_config: clip_low_threshold={low:g} and clip_high_threshold={high:g} bound the ratio "
+            "itself "
             "and must have 1 between them; for an epsilon write 1 - eps and 1 + eps",
         )
         return settings
@@ -83,7 +84,8 @@ class FilterSettings(Options):
     )
     failed_trial_reward: Literal[0] | None = chz.field(
         default=None,
-        doc="None: trials that could not be graded leave the group; 0: they count as reward 0 (SkyRL's behaviour)",
+        doc="None: trials that could not be graded leave the group; 0: they count as reward 0 (SkyRL's "
+        "behaviour)",
     )
     apply_overlong_filtering: Literal["off", "stop_reason", "eos"] = chz.field(
         default="off",
@@ -95,7 +97,8 @@ class FilterSettings(Options):
     )
     zero_reward_on_length_threshold: bool = chz.field(
         default=False,
-        doc="Reward 0 for trajectories with an answer longer than max_assistant_response_tokens, before advantages",
+        doc="Reward 0 for trajectories with an answer longer than max_assistant_response_tokens, before "
+        "advantages",
     )
     max_assistant_response_tokens: int = chz.field(
         default=2048, doc="See zero_reward_on_length_threshold", validator=at_least(1)
@@ -151,7 +154,8 @@ class AdvantageSettings(StepWiseSettings, LengthSettings):
     def _estimator_agrees(self) -> None:
         require(
             self.normalize_advantages_by_std or self.advantage_estimator in ("grpo", "dr_grpo"),
-            f"normalize_advantages_by_std=false is for advantage_estimator=grpo, not {self.advantage_estimator}; "
+            f"normalize_advantages_by_std=false is for advantage_estimator=grpo, not "
+            f"{self.advantage_estimator}; "
             "remove it",
         )
         require(
@@ -188,7 +192,8 @@ class ImportanceSettings(Options):
     )
     tis_sequence_mask: Literal["off", "geometric", "product", "outlier"] = chz.field(
         default="off",
-        doc="Train no token of a trajectory whose mean ratio, product of ratios or any single ratio is out of bounds",
+        doc="Train no token of a trajectory whose mean ratio, product of ratios or any single ratio is out "
+        "of bounds",
     )
     tis_sequence_mask_low: float | None = chz.field(
         default=None, doc="Lower bound; None: 0.99 geometric, 0.5 product, 1e-4 outlier"
@@ -215,7 +220,8 @@ class ImportanceSettings(Options):
         sequence_bounds = (self.tis_sequence_mask_low, self.tis_sequence_mask_high)
         require(
             self.tis_sequence_mask != "off" or sequence_bounds == (None, None),
-            "tis_sequence_mask_low and tis_sequence_mask_high need tis_sequence_mask=geometric, product or outlier",
+            "tis_sequence_mask_low and tis_sequence_mask_high need tis_sequence_mask=geometric, product or "
+            "outlier",
         )
         token_bounds = (self.tis_token_mask_low, self.tis_token_mask_high)
         for name, (low, high) in {
@@ -224,7 +230,8 @@ class ImportanceSettings(Options):
         }.items():
             require(
                 (low is None or low <= 1) and (high is None or high >= 1),
-                f"{name}_low={low} and {name}_high={high} must have 1 between them, the ratio of a token on which "
+                f"{name}_low={low} and {name}_high={high} must have 1 between them, the ratio of a token "
+                "on which "
                 "both agree",
             )
 

@@ -1,4 +1,7 @@
-"""capabilities.json: what an endpoint was seen to honour. Written by `python -m src.probe`, read before a run that depends on it."""
+"""capabilities.json:
+
+what an endpoint was seen to honour. Written by `python -m src.probe`, read before a run that depends on it.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,8 @@ def require(capabilities: Capabilities, config: TrainerConfig) -> None:
     """ConfigError, naming the option, for what the run asks for and the endpoint was seen not to honour."""
     if capabilities.model_name != config.model_name:
         raise ConfigError(
-            f"capabilities={config.capabilities} is about {capabilities.model_name}, not model_name={config.model_name}; probe again"
+            f"capabilities={config.capabilities} is about {capabilities.model_name}, not "
+            f"model_name={config.model_name}; probe again"
         )
     asked_for = {
         f"loss {config.loss_fn}": f"loss_fn={config.loss_fn}",

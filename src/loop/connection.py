@@ -81,7 +81,9 @@ class Connector:
         self._connect = connect
 
     async def open(self, folder: RunFolder, source: TaskSource | None = None) -> Connection:
-        """Open the dependencies with the weights of the folder's checkpoint, or with those that the options name."""
+        """Open the dependencies with the weights of the folder's checkpoint, or with those that the
+        options name.
+        """
         config = self._config
         if folder.checkpoint is not None:
             config = chz.replace(config, load_checkpoint_path=folder.checkpoint.state_path)
@@ -101,7 +103,8 @@ class Connector:
             except BackendError as error:
                 if time.monotonic() > deadline:
                     raise ServerLost(
-                        f"{error}; it stayed away for reconnect_timeout_s={limit_s:g}; start it again and resume"
+                        f"{error}; it stayed away for reconnect_timeout_s={limit_s:g}; start it again and "
+                        "resume"
                     ) from error
             await asyncio.sleep(min(RECONNECT_PERIOD_S, limit_s / 4))
 

@@ -1,4 +1,7 @@
-"""The outcome of a run, from its metrics.jsonl: held-out success before and after, and what there was to learn from."""
+"""The outcome of a run, from its metrics.jsonl:
+
+held-out success before and after, and what there was to learn from.
+"""
 
 from __future__ import annotations
 
@@ -82,10 +85,12 @@ def signals(variances: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def signal(name: str, variances: Sequence[float]) -> str:
-    """Return what the steps had to learn from. Two successes of four have the variance 0.25, one of four has 0.1875.
+    """Return what the steps had to learn from. Two successes of four have the variance 0.25, one of four has
+    0.1875.
 
     >>> signal("retail", [0.1875, 0.0, 0.0, 0.0, 0.0])
-    'signal of retail: mean variance per prompt 0.0375, 20% of 5 steps with any; too hard or too easy for this model'
+    'signal of retail: mean variance per prompt 0.0375, 20% of 5 steps with any; too hard or too easy for this
+    model'
     """
     num_steps = len(variances)
     share, mean = sum(variance > 0 for variance in variances) / num_steps, sum(variances) / num_steps

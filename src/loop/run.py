@@ -1,4 +1,7 @@
-"""One training run from its options to its outcome: check everything, then create the run's folder, then train."""
+"""One training run from its options to its outcome:
+
+check everything, then create the run's folder, then train.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +44,15 @@ SMALLEST_LORA_RATE = 1e-6
 
 
 async def run(config: TrainerConfig, events: TrainingEvents, *, connect: Connect = open_dependencies) -> None:
-    """Run the training to its end. Raises a TrainerError for whatever the user can fix. Cancel it to stop the run."""
+    """Run the training to its end.
+
+    Raises a TrainerError for whatever the user can fix. Cancel it to stop the run.
+    """
     started = time.monotonic()
     if config.learning_rate < SMALLEST_LORA_RATE:
         events.say(
-            f"learning_rate={config.learning_rate:g} is one for full fine-tuning; an adapter needs ten times that or "
+            f"learning_rate={config.learning_rate:g} is one for full fine-tuning; an adapter needs ten "
+            "times that or "
             "more"
         )
     if config.capabilities is not None:
@@ -77,7 +84,10 @@ async def run(config: TrainerConfig, events: TrainingEvents, *, connect: Connect
 
 
 async def checked_tasks(config: TrainerConfig, source: TaskSource) -> dict[str, str]:
-    """Return the content hashes of the training tasks. ConfigError if there are none, or if one is also held out."""
+    """Return the content hashes of the training tasks.
+
+    ConfigError if there are none, or if one is also held out.
+    """
     if not source.train:
         raise ConfigError(
             f"{tasks_name(config)} leaves no task to train on; lower eval_split or shorten eval_tasks"

@@ -17,5 +17,8 @@ class TrainingEvents(RunEvents, Protocol):
         ...
 
     def evaluation_finished(self, evaluation: Evaluation, first: Evaluation | None) -> None:
-        """The held-out tasks have been evaluated. `first` is the run's first evaluation, None if this one is."""
+        """The held-out tasks have been evaluated.
+
+        `first` is the run's first evaluation, None if this one is.
+        """
         ...

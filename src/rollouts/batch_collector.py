@@ -1,7 +1,9 @@
 """Collect the groups that each step learns from.
 
-On-policy, the groups of the step's own tasks are rolled out when the step begins. With `max_staleness` or `stream_groups` they are
-rolled out ahead, and a step takes those that end first. Failures are counted in the order of the batch (`task_quarantine`).
+On-policy, the groups of the step's own tasks are rolled out when the step begins. With `max_staleness` or
+`stream_groups` they are
+rolled out ahead, and a step takes those that end first. Failures are counted in the order of the batch
+(`task_quarantine`).
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ class StepBatch:
 
 
 class BatchCollector:
-    """Collects the groups of each step. Keeps the state of failures and of the curriculum after `steps_done` steps."""
+    """Collects the groups of each step.
+
+    Keeps the state of failures and of the curriculum after `steps_done` steps.
+    """
 
     def __init__(
         self,
@@ -95,7 +100,10 @@ class BatchCollector:
         }
 
     async def collect(self, batch: Batch, on_group: OnGroup) -> StepBatch:
-        """Return the groups of one step. If they are rolled out ahead, `on_group` is called with each as it is taken."""
+        """Return the groups of one step.
+
+        If they are rolled out ahead, `on_group` is called with each as it is taken.
+        """
         self._num_groups_before = self._curriculum.num_groups
         if self._settings.is_ahead:
             collected = await self._take(batch, on_group)
@@ -179,7 +187,8 @@ class BatchCollector:
         tasks = {task.id: task for task in self._source.train}
         if missing := [task for _, task in groups if task not in tasks]:
             raise ConfigError(
-                f"this run has learned from {', '.join(missing)}, which tasks_dir does not hold; put them back, or "
+                f"this run has learned from {', '.join(missing)}, which tasks_dir does not hold; put them "
+                "back, or "
                 "give another log_path"
             )
         return [Scheduled(step=step, task=tasks[task]) for step, task in groups]
@@ -191,7 +200,10 @@ class BatchCollector:
         return await self._rollouts.group(scheduled.task, self._policy, plan, rollouts)
 
     def _plan_ahead(self, step: int) -> tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]:
-        """Return the plan of a step and its rollouts on disk. They are read once, which also tidies the step's folder."""
+        """Return the plan of a step and its rollouts on disk.
+
+        They are read once, which also tidies the step's folder.
+        """
         if step not in self._ahead:
             plan = self._plan("step", step)
             self._ahead[step] = plan, dict(self._rollouts.kept(plan))
@@ -217,7 +229,8 @@ class BatchCollector:
     def _refills(self, batch: Batch, state: SamplingState, num_wanted: int) -> Sequence[Task]:
         """Return the tasks of the next refill.
 
-        Uniform refills are as large as the batch (SkyRL). The curriculum chooses as many tasks as groups are missing, if possible
+        Uniform refills are as large as the batch (SkyRL). The curriculum chooses as many tasks as groups are
+        missing, if possible
         tasks that this step has not rolled out.
         """
         settings, tasks = self._settings, self._available_tasks()

@@ -1,4 +1,7 @@
-"""Groups of trials: one semaphore for all, a deadline and a few tries for each, and the border where a trial's error becomes a record."""
+"""Roll out groups of trials: one semaphore for all trials, a deadline and several attempts for each.
+
+An error of a trial becomes a `TrialFailure` here.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ INFRASTRUCTURE = frozenset({FailureKind.SANDBOX, FailureKind.BACKEND, FailureKin
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutPlan:
-    """How one batch of groups is played."""
+    """How the groups of one batch are rolled out."""
 
     step: int
     purpose: str  # "step" | "refill-1", ... | "eval": part of the folder's name and of the seeds
@@ -41,23 +44,24 @@ class RolloutPlan:
 
     @property
     def is_training(self) -> bool:
-        """The phase of its episodes; an evaluation may well be played beside them."""
+        """Whether the groups are trained on. An evaluation may run at the same time."""
         return self.purpose != "eval"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedGroup:
-    """A group and how long it took from its first trial's start to its last one's end."""
+    """A group, and the time from the start of its first trial to the end of its last."""
 
     group: TrajectoryGroup
     duration_s: float
-    num_retries: int = 0  # tries beyond each rollout's first
+    num_retries: int = 0  # attempts after the first one of each rollout
 
 
 class Rollouts:
-    """Plays trials, never more than `n_parallel_envs` at once over all groups. What is on disk already is not played again.
+    """Runs trials, at most `n_parallel_envs` at once over all groups. Rollouts that are on disk are not
+    repeated.
 
-    A `judge` has its say on training episodes alone.
+    A `judge` adds its bonus to training episodes only.
     """
 
     def __init__(
@@ -77,7 +81,10 @@ class Rollouts:
     async def groups(
         self, tasks: Sequence[Task], policy: Policy, plan: RolloutPlan, on_group: Callable[[TimedGroup], None]
     ) -> list[TimedGroup]:
-        """Roll out one group per task and return them in the order of the tasks. Call `on_group` with each as it ends."""
+        """Roll out one group per task and return them in the order of the tasks.
+
+        Call `on_group` with each as it ends.
+        """
         kept = self.kept(plan)
 
         async def roll_out(task: Task) -> TimedGroup:
@@ -88,7 +95,10 @@ class Rollouts:
         return await _all(roll_out(task) for task in tasks)
 
     async def floors(self, tasks: Sequence[Task]) -> dict[str, float]:
-        """What an agent that does nothing earns at each task, measured once; tasks of which nobody can say are left out."""
+        """Return the reward of an agent that does nothing for each task.
+
+        It is measured once; tasks without one are left out.
+        """
         await asyncio.gather(*(self._measure_floor(task) for task in tasks if task.id not in self._floors))
         return {task.id: floor for task in tasks if (floor := self._floors[task.id]) is not None}
 
@@ -97,7 +107,7 @@ class Rollouts:
             try:
                 async with asyncio.timeout(self._settings.trial_timeout_s or DEFAULT_DEADLINE_S):
                     self._floors[task.id] = await self._source.noop_baseline(task)
-            except Exception as error:  # the border of a trial
+            except Exception as error:  # whatever an environment raises
                 logger.warning(
                     "%s: what doing nothing earns could not be measured: %s: %s",
                     task.id,
@@ -107,13 +117,13 @@ class Rollouts:
                 self._floors[task.id] = None
 
     def kept(self, plan: RolloutPlan) -> Mapping[RolloutKey, FinishedRollout]:
-        """What is on disk of the batch already."""
+        """Return the rollouts of the batch that are on disk."""
         return self._finished.load(plan.purpose, plan.step)
 
     async def group(
         self, task: Task, policy: Policy, plan: RolloutPlan, kept: Mapping[RolloutKey, FinishedRollout]
     ) -> TimedGroup:
-        """The group of one of the plan's tasks; what is in `kept` is not played again."""
+        """Roll out the group of one task. Rollouts in `kept` are not repeated."""
         started: list[float] = []
         rollouts = await _all(
             self._member(task, policy, plan, member, kept, started) for member in range(plan.group_size)
@@ -137,7 +147,9 @@ class Rollouts:
         kept: Mapping[RolloutKey, FinishedRollout],
         started: list[float],
     ) -> FinishedRollout:
-        """One rollout: from disk, or played until it is graded, fails for good, or has used up its tries. The seed stays the same."""
+        """Return one rollout from disk, or run it until it is graded, fails for good or has used its
+        attempts, all with one seed.
+        """
         settings = self._settings
         place = RolloutKey(purpose=plan.purpose, step=plan.step, task=task.id, member=member)
         seed = trial_seed(settings.seed, plan, task.id, member)
@@ -158,7 +170,7 @@ class Rollouts:
                 break
             wait_s = back_off(settings.retry_wait_s, attempts, seed)
             logger.warning(
-                "%s: trial lost (%s: %s); trying again in %.1f s",
+                "%s: trial failed (%s: %s); trying again in %.1f s",
                 task.id,
                 result.kind,
                 result.message,
@@ -209,7 +221,7 @@ class Rollouts:
 
 
 async def _ended(playing: asyncio.Future[Trajectory | TrialFailure], task: Task) -> None:
-    """Cancels what still plays, and waits for it to free its sandbox: for a while, not for ever."""
+    """Cancel a trial that still runs, and wait up to CLEANING_S for it to free its sandbox."""
     if not playing.done():
         playing.cancel()
         await asyncio.wait({playing}, timeout=CLEANING_S)
@@ -222,25 +234,25 @@ async def _ended(playing: asyncio.Future[Trajectory | TrialFailure], task: Task)
 
 
 def back_off(wait_s: float, attempts: int, seed: int) -> float:
-    """Doubles with each attempt; the seed spreads the members of a group over half of it."""
+    """Return how long to wait: it doubles with each attempt, and the seed adds up to half of it."""
     return min(LONGEST_WAIT_S, wait_s * 2 ** (attempts - 1)) * (1 + (seed % 1000) / 2000)
 
 
 def trial_seed(seed: int, plan: RolloutPlan, task_id: str, member: int) -> int:
-    """A 31-bit seed that depends on nothing but the run's seed and the trial's place in it."""
+    """Return a 31-bit seed that depends only on the run's seed and on which trial it is."""
     step = plan.step if plan.is_training else 0  # evaluations differ by their weights alone
     place = f"{seed}/{plan.purpose}/{step}/{task_id}/{member}"
     return int.from_bytes(hashlib.sha256(place.encode()).digest()[:4], "big") >> 1
 
 
 def require_some_graded(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
-    """RubbleError when trials were played and not one could be graded."""
+    """Raise TooManyFailuresError if no trial of the groups could be graded."""
     if groups and not any(group.trajectories for group in groups):
         raise TooManyFailuresError(all_failed(groups, plan))
 
 
 def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:
-    """The one line that says what went wrong most often, with an example."""
+    """Return one line with the most frequent failure and an example of it."""
     failures = [failure for group in groups for failure in group.failures]
     kind, count = Counter(failure.kind for failure in failures).most_common(1)[0]
     example = next(failure.message for failure in failures if failure.kind == kind)
@@ -248,13 +260,17 @@ def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:
     what = "step" if plan.is_training else "evaluation"
     log = plan.directory.parents[1] / "logs.log"  # beside jobs/, where only Harbor's trials leave files
     return (
-        f"none of the {len(failures)} trials of {what} {plan.step} could be graded; {count} failed by {kind}, e.g. {first_line}; "
+        f"none of the {len(failures)} trials of {what} {plan.step} could be graded; {count} failed by "
+        f"{kind}, e.g. {first_line}; "
         f"see {plan.directory if plan.directory.is_dir() else log}"
     )
 
 
 async def _all[T](works: Iterable[Coroutine[object, object, T]]) -> list[T]:
-    """What all of them return, in order. The first error ends the others, and is raised as it is."""
+    """Return the results in order.
+
+    The first error cancels the others and is raised itself, not in a group.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]

@@ -35,7 +35,8 @@ class ScheduleSettings(BatchSettings, SeedSettings):
     )
     domain_mixture: list[str] | None = chz.field(
         default=None,
-        doc="Shares of the domains in every batch, e.g. retail=0.7,airline=0.3; None: every task once per epoch",
+        doc="Shares of the domains in every batch, e.g. retail=0.7,airline=0.3; None: every task once per "
+        "epoch",
     )
 
     @property
@@ -115,7 +116,8 @@ class FaultSettings(Options):
 
     quarantine_after: int = chz.field(
         default=2,
-        doc="Leave a task out once this many of its groups in a row had no trial that could be graded; 0: never",
+        doc="Leave a task out once this many of its groups in a row had no trial that could be graded; 0: "
+        "never",
         validator=at_least(0),
     )
     max_failure_rate: float = chz.field(

@@ -1,7 +1,9 @@
-"""Which policy rolls out which tasks when.
+"""The schedule of tasks, and the pipeline that rolls out groups ahead of training.
 
-Synchronous: each batch is played by the policy that the batch before it made. Ahead: groups are played while others are learned from,
-each turn by the newest weights; docs/staleness.md has the policy and what was rejected.
+On-policy, each batch is rolled out with the weights that the previous step made. Ahead of training, groups
+are rolled out while
+others are trained on, and each turn is sampled with the newest weights. docs/staleness.md explains the rules
+and the alternatives.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from src.rollouts.options import PipelineSettings, ScheduleSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """The tasks of one step. `step` counts from 1 over the whole run; step n turns policy version n - 1 into n."""
+    """The tasks of one step.
+
+    `step` counts from 1 over the whole run; step n turns policy version n - 1 into n.
+    """
 
     step: int
     epoch: int
@@ -30,9 +35,10 @@ class Batch:
 
 
 def schedule(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
-    """Every batch of the run, a pure function of the tasks and the seed, so that a resumed run meets the same ones.
+    """Return every batch of the run. The result depends only on the tasks and the options, so a resumed run
+    gets the same.
 
-    Epochs never mix within a batch, so that the last batch of an epoch may be smaller.
+    A batch never holds tasks of two epochs, so the last batch of an epoch may be smaller.
     """
     if settings.domain_shares:
         return mixed(tasks, settings)
@@ -49,7 +55,10 @@ def schedule(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
 
 
 def mixed(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
-    """As many full batches as there would be, each domain with its share of all places; its tasks come round in epochs of its own."""
+    """Return as many full batches as without a mixture.
+
+    Each domain has its share of all places and its own epochs.
+    """
     domains = {
         domain: [task for task in tasks if task.domain == domain]
         for domain in sorted({task.domain for task in tasks})
@@ -83,21 +92,25 @@ def mixed(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
 
 
 def require_shares(domains: Mapping[str, Sequence[Task]], settings: ScheduleSettings) -> None:
-    """ConfigError where the shares are not those of the tasks' domains, or a domain has not tasks enough for its share of a batch."""
+    """ConfigError where the shares are not those of the tasks' domains, or a domain has not tasks enough
+    for its share of a batch.
+    """
     if domains.keys() != settings.domain_shares.keys():
         raise ConfigError(
-            f"domain_mixture has shares of {', '.join(sorted(settings.domain_shares))}; the training tasks are of {', '.join(domains)}"
+            f"domain_mixture has shares of {', '.join(sorted(settings.domain_shares))}; the training tasks "
+            f"are of {', '.join(domains)}"
         )
     for domain, own in domains.items():
         wanted = settings.domain_shares[domain] * settings.batch_size
         if len(own) < wanted:
             raise ConfigError(
-                f"domain_mixture: {domain} has {len(own)} tasks, its share of a batch is {wanted:g}; lower one of them"
+                f"domain_mixture: {domain} has {len(own)} tasks, its share of a batch is {wanted:g}; lower "
+                "one of them"
             )
 
 
 def epoch_order(tasks: Sequence[Task], *, seed: int, epoch: int) -> list[Task]:
-    """A shuffle that depends on the tasks' ids, the seed and the epoch, and on nothing else."""
+    """Return the tasks in an order that depends only on their ids, the seed and the epoch."""
     order = sorted(tasks, key=lambda task: task.id)
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
@@ -116,10 +129,12 @@ class Scheduled:
 
 
 class Pipeline:
-    """Plays groups ahead of the steps that learn from them; a step takes those that end first, so that a slow one holds up nobody.
+    """Rolls out groups ahead of the steps that take them. A step takes those that end first, so it does not
+    wait for slow ones.
 
-    On-policy (`max_staleness=0`) only the groups of the step itself are played. Otherwise up to `max_groups_in_flight` are under way,
-    and fewer where training is what takes the time: those that end must find their turn before they are too old.
+    On-policy (`max_staleness=0`) only the groups of the step itself are rolled out. Otherwise up to
+    `max_groups_in_flight` groups
+    are, and fewer if training is slower than the rollouts: a group must be trained before it is too old.
     """
 
     def __init__(
@@ -147,16 +162,19 @@ class Pipeline:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Nothing goes on playing."""
+        """Cancel all rollouts and wait for their end."""
         rolling = list(self._rolling)
         for playing in rolling:
             playing.cancel()
         await asyncio.gather(*rolling, *self._waiting, return_exceptions=True)
 
     async def take(self, step: int) -> TimedGroup | None:
-        """The group that ended first of those no step has taken; None when the schedule holds no more for `step`."""
+        """Return the group that ended first of those that no step has taken.
+
+        None: the schedule has no more groups for `step`.
+        """
         self._step = step
-        self._admit()
+        self._start_groups()
         while not self._waiting:
             if not self._rolling:
                 return None
@@ -169,9 +187,9 @@ class Pipeline:
         self._update_began = asyncio.get_running_loop().time()
 
     def update_ended(self) -> None:
-        """There is a newer policy to play with."""
+        """Note that the weights have changed, and start further groups."""
         self._update_s = asyncio.get_running_loop().time() - self._update_began
-        self._admit()
+        self._start_groups()
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -179,8 +197,8 @@ class Pipeline:
             "async/groups_waiting": float(len(self._waiting)),
         }
 
-    def _admit(self) -> None:
-        while self._ahead and len(self._rolling) < self._room():
+    def _start_groups(self) -> None:
+        while self._ahead and len(self._rolling) < self._admission_limit():
             if self._settings.max_staleness == 0 and self._ahead[0].step > self._step:
                 return
             scheduled = self._ahead.popleft()
@@ -189,11 +207,13 @@ class Pipeline:
                 self._rolling.add(playing)
                 playing.add_done_callback(self._on_end)
 
-    def _room(self) -> int:
-        """How many groups may be under way.
+    def _admission_limit(self) -> int:
+        """Return how many groups may be rolled out at once.
 
-        A group that ends while the weights change is trained `1 + n // batch_size` updates later, where n are waiting before it. So no
-        more than `max_staleness` batches may end during one update, and the rest of those under way must be busy for longer than that.
+        A group that ends while the weights change is trained `1 + n // batch_size` updates later, where n
+        groups wait before it.
+        So at most `max_staleness` batches may end during one update, and the other groups must take longer
+        than an update.
         """
         settings = self._settings
         limit = settings.max_groups_in_flight or 2 * settings.batch_size
@@ -221,4 +241,4 @@ class Pipeline:
             self._waiting.append(playing)
             self._ended.set()
             if playing.exception() is None:
-                self._admit()
+                self._start_groups()

@@ -1,7 +1,8 @@
-"""What lost trials add up to: tasks to leave out, and the point from which on a run would train on rubble. Pure bookkeeping.
+"""Count failed trials: which tasks to quarantine, and when a run has too many failures to go on.
 
-A lost trial is never a reward. What it says about its task or the machine is reckoned here, group by group in the order of the batch, so
-that the outcome does not depend on which trial ended first.
+A trial that could not be graded is never a reward. Failures are counted group by group in the order of the
+batch, so that the
+result does not depend on which trial ended first.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 from src.core.trajectory import FailureKind, TrajectoryGroup
 from src.rollouts.options import FaultSettings
 
-FEWEST_GROUPS = 4  # a rate over fewer groups may be one task's fault
+MIN_GROUPS = 4  # the failures of fewer groups may all come from one task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lost:
-    """The trials of one group and what they were lost to; the counts of `causes` are no more than `trials`."""
+class GroupFailures:
+    """The number of trials of one group, and how many failed by which cause."""
 
     trials: int
     causes: Mapping[str, int]
@@ -27,16 +28,16 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultState:
-    """What the steps so far say. Part of every checkpoint."""
+    """The failures up to some step. Part of every checkpoint."""
 
     strikes: Mapping[str, int] = field(
         default_factory=dict
     )  # by task: groups in a row without one graded trial
     quarantined: Mapping[str, str] = field(default_factory=dict)  # task -> its commonest cause
-    recent: Sequence[Lost] = ()  # the latest groups, oldest first
+    recent: Sequence[GroupFailures] = ()  # the latest groups, oldest first
 
     def after(self, groups: Sequence[TrajectoryGroup], settings: FaultSettings) -> FaultState:
-        """The state once `groups` have been reckoned with."""
+        """Return the state with the failures of `groups` added."""
         strikes, quarantined = dict(self.strikes), dict(self.quarantined)
         for group in groups:
             causes = Counter(
@@ -48,23 +49,23 @@ class FaultState:
             strikes[group.task.id] = strikes.get(group.task.id, 0) + 1
             if settings.quarantine_after and strikes[group.task.id] >= settings.quarantine_after:
                 quarantined[group.task.id] = str(causes.most_common(1)[0][0])
-        recent = [*self.recent, *map(lost_in, groups)]
+        recent = [*self.recent, *map(failures_of, groups)]
         return replace(
-            self, strikes=strikes, quarantined=quarantined, recent=recent[-max(FEWEST_GROUPS, len(groups)) :]
+            self, strikes=strikes, quarantined=quarantined, recent=recent[-max(MIN_GROUPS, len(groups)) :]
         )
 
     def has_too_many_failures(self, settings: FaultSettings) -> bool:
-        """Whether more of the latest trials were lost than the run may bear."""
-        trials = sum(lost.trials for lost in self.recent)
-        num_lost = sum(sum(lost.causes.values()) for lost in self.recent)
-        return len(self.recent) >= FEWEST_GROUPS and num_lost > settings.max_failure_rate * trials
+        """Whether more than `max_failure_rate` of the latest trials could not be graded."""
+        trials = sum(group_failures.trials for group_failures in self.recent)
+        num_lost = sum(sum(group_failures.causes.values()) for group_failures in self.recent)
+        return len(self.recent) >= MIN_GROUPS and num_lost > settings.max_failure_rate * trials
 
 
 def diagnosis(state: FaultState, groups: Sequence[TrajectoryGroup], settings: FaultSettings) -> str:
-    """Why a run stops before it trains on what is left: the causes by how often, and an example of the commonest."""
+    """Return why the run stops: the causes by frequency, and an example of the most frequent one."""
     causes: Counter[str] = Counter()
-    for lost in state.recent:
-        causes.update(lost.causes)
+    for group_failures in state.recent:
+        causes.update(group_failures.causes)
     commonest = causes.most_common(1)[0][0]
     examples = (
         failure.message for group in groups for failure in group.failures if failure.kind == commonest
@@ -72,26 +73,35 @@ def diagnosis(state: FaultState, groups: Sequence[TrajectoryGroup], settings: Fa
     example = (next(examples, "").splitlines() or [""])[0]
     shares = ", ".join(f"{count} by {cause}" for cause, count in causes.most_common())
     return (
-        f"{causes.total()} of the last {sum(lost.trials for lost in state.recent)} trials could not be graded, more than "
+        f"{causes.total()} of the last {sum(group_failures.trials for group_failures in state.recent)} "
+        "trials could not be graded, more than "
         f"max_failure_rate={settings.max_failure_rate:g}: {shares}"
         + (f"; e.g. {example}" if example else "")
-        + "; mend that and resume"
+        + "; fix the cause and resume"
     )
 
 
-def lost_in(group: TrajectoryGroup) -> Lost:
+def failures_of(group: TrajectoryGroup) -> GroupFailures:
     causes = Counter(str(failure.kind) for failure in group.failures)
-    return Lost(trials=len(group.trajectories) + len(group.failures), causes=dict(sorted(causes.items())))
+    return GroupFailures(
+        trials=len(group.trajectories) + len(group.failures), causes=dict(sorted(causes.items()))
+    )
 
 
 def to_record(state: FaultState) -> dict[str, object]:
-    recent = [{"trials": lost.trials, "causes": dict(lost.causes)} for lost in state.recent]
+    recent = [
+        {"trials": group_failures.trials, "causes": dict(group_failures.causes)}
+        for group_failures in state.recent
+    ]
     return {"strikes": dict(state.strikes), "quarantined": dict(state.quarantined), "recent": recent}
 
 
 def from_record(record: Mapping[str, Any]) -> FaultState:
-    """The inverse; an empty record is a run's beginning."""
-    recent = [Lost(trials=lost["trials"], causes=lost["causes"]) for lost in record.get("recent", [])]
+    """Return the state of a record. An empty record is the state before the first step."""
+    recent = [
+        GroupFailures(trials=group_failures["trials"], causes=group_failures["causes"])
+        for group_failures in record.get("recent", [])
+    ]
     return FaultState(
         strikes=record.get("strikes", {}), quarantined=record.get("quarantined", {}), recent=recent
     )

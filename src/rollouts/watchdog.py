@@ -1,7 +1,7 @@
-"""Watchdog: the owner of every wait on the back end. A server that is gone, or has forgotten us, ends the waits at once; an answer that
-never comes ends its own after a deadline.
+"""The watchdog bounds every wait for the server.
 
-The SDK retries for minutes on its own, with no word to its caller. Here every call runs beside a probe of the server:
+The SDK retries for minutes without telling its caller. A probe of the server therefore runs next to every
+call:
 
     probe fails for heartbeat_timeout_s, or says "unknown model"   ->  every wait raises ServerLost
     one call unanswered for request_timeout_s                    ->  that call raises BackendError
@@ -58,7 +58,10 @@ class Watchdog:
 async def watching(
     check: Callable[[], Awaitable[None]], settings: WatchdogSettings
 ) -> AsyncIterator[Watchdog]:
-    """A watchdog that probes with `check` while the block runs. `check` raises BackendError, or ServerLost when waiting has no point."""
+    """A watchdog that probes with `check` while the block runs.
+
+    `check` raises BackendError, or ServerLost when waiting has no point.
+    """
     lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     probing = asyncio.create_task(_probe(check, settings, lost))
     try:
@@ -90,7 +93,8 @@ async def _probe(
             logger.warning("the server did not answer a probe (%s); silent for %.0f s", error, silent_s)
             if silent_s >= settings.heartbeat_timeout_s:
                 lost.set_result(
-                    f"the server has not answered for heartbeat_timeout_s={settings.heartbeat_timeout_s:g} ({error})"
+                    f"the server has not answered for heartbeat_timeout_s={settings.heartbeat_timeout_s:g} "
+                    f"({error})"
                 )
 
 

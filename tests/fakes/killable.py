@@ -2,7 +2,8 @@
 
     python -m tests.fakes.killable DIR POINTS SEED MODE [OPTION ...]
 
-A point is a moment just before or after a write to disk, a sampling call, an optimizer call or a checkpoint. Every run is a forked child,
+A point is a moment just before or after a write to disk, a sampling call, an optimizer call or a checkpoint.
+Every run is a forked child,
 so that a kill is a real one and the next process knows only what is on disk.
 """
 
@@ -184,9 +185,11 @@ def admitted_since(path: Path, num_records: int) -> set[tuple[str, str, int]]:
 
 
 def faults_of(path: Path, kills: list[int], unbroken: Outcome, mode: str, *options: str) -> list[str]:
-    """Kills a fresh run at each of `kills` in turn, lets it end, and says in what it differs from the unbroken one.
+    """Kills a fresh run at each of `kills` in turn, lets it end, and says in what it differs from the
+    unbroken one.
 
-    Ahead of training, time decides which groups make a step; what remains is that each is trained once, and none is lost.
+    Ahead of training, time decides which groups make a step; what remains is that each is trained once, and
+    none is lost.
     """
     wrong = []
     for at in [*kills, None]:
@@ -223,7 +226,10 @@ def inexact(found: Outcome) -> list[str]:
 
 
 def main(directory: Path, num_points: int, seed: int, mode: str, *options: str) -> int:
-    """Single kills at random points, then a chain of kills over one run. Prints one line, and each fault; 0 when there is none."""
+    """Single kills at random points, then a chain of kills over one run.
+
+    Prints one line, and each fault; 0 when there is none.
+    """
     started = time.monotonic()
     total = play_in_child(directory / "unbroken", None, *MODES[mode], *options)
     unbroken = outcome(directory / "unbroken")
@@ -243,8 +249,10 @@ def main(directory: Path, num_points: int, seed: int, mode: str, *options: str) 
     num_bad = sum(map(bool, found.values()))
     as_expected = "the unbroken one" if mode == "synchronous" else "they should"
     print(
-        f"{mode}: {num_kills} SIGKILLs over {total} points in {time.monotonic() - started:.0f} s: {len(found) - num_bad} of {len(found)} "
-        f"runs ended as {as_expected} ({len(unbroken.metrics)} lines of metrics, {unbroken.trained.total()} groups, "
+        f"{mode}: {num_kills} SIGKILLs over {total} points in {time.monotonic() - started:.0f} s: "
+        f"{len(found) - num_bad} of {len(found)} "
+        f"runs ended as {as_expected} ({len(unbroken.metrics)} lines of metrics, "
+        f"{unbroken.trained.total()} groups, "
         f"{unbroken.metrics[-1]['tasks/quarantined']:g} task quarantined)"
     )
     return 1 if num_bad else 0

@@ -24,7 +24,10 @@ OWN_SERVER = ("model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1")
 
 
 class FakeRun:
-    """`make` makes the parts of each connection, where no subclass opens them. `path` is the run's folder, `text` what it says."""
+    """`make` makes the parts of each connection, where no subclass opens them.
+
+    `path` is the run's folder, `text` what it says.
+    """
 
     def __init__(self, path: Path, make: Callable[[TrainerConfig], Dependencies] | None = None) -> None:
         self.path = path
@@ -46,7 +49,10 @@ class FakeRun:
 
 
 def untimed(log_path: Path) -> list[dict[str, Any]]:
-    """The metrics of a run, apart from times: the same in an unbroken run and in one that was killed and resumed."""
+    """The metrics of a run, apart from times:
+
+    the same in an unbroken run and in one that was killed and resumed.
+    """
     lines = records(log_path / "metrics.jsonl")
     return [{name: value for name, value in line.items() if not is_wall_clock(name)} for line in lines]
 

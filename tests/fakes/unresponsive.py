@@ -1,8 +1,10 @@
 """A server that answers some requests badly, programs that meet it, and the environment they play.
 
-    python -m tests.fakes.unresponsive        starts programs as forks of a process that has imported them: a start takes milliseconds
+    python -m tests.fakes.unresponsive        starts programs as forks of a process that has imported them: a
+    start takes milliseconds
 
-Each line of its input is a JSON object of `module`, `argv` and `log`; each line of its output is one of `number` and `status`. It says
+Each line of its input is a JSON object of `module`, `argv` and `log`; each line of its output is one of
+`number` and `status`. It says
 `{"number": n, "pid": p}` when program n has started.
 """
 

@@ -1,4 +1,7 @@
-"""A real run on a clock that jumps to the next event: hours of rollouts in seconds, and the same every time."""
+"""A real run on a clock that jumps to the next event:
+
+hours of rollouts in seconds, and the same every time.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,10 @@ class _Impatient(selectors.DefaultSelector):
 
 
 def in_virtual_time[**P](test: Callable[P, Coroutine[object, object, None]]) -> Callable[P, None]:
-    """A test whose waits take no time: what it waits for comes before what waits longer, however slow the machine."""
+    """A test whose waits take no time:
+
+    what it waits for comes before what waits longer, however slow the machine.
+    """
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -71,7 +77,9 @@ def in_virtual_time[**P](test: Callable[P, Coroutine[object, object, None]]) -> 
 
 
 class SlowFuture:
-    """An answer of the server that takes its time from when it was asked for, once what was asked before it is done."""
+    """An answer of the server that takes its time from when it was asked for, once what was asked before
+    it is done.
+    """
 
     def __init__(self, value, until: float) -> None:
         self._value = value
@@ -147,7 +155,9 @@ def simulate(
     seed: int = 0,
     turns: int = TURNS,
 ) -> Result:
-    """One run of the real trainer over `num_steps * batch_size` tasks, whose groups take `minutes` each, all turns alike."""
+    """One run of the real trainer over `num_steps * batch_size` tasks, whose groups take `minutes` each,
+    all turns alike.
+    """
     draw = random.Random(seed)
     names = [f"task-{number}" for number in range(num_steps * batch_size)]
     duration_s = {name: 60 * minutes(draw) for name in names}

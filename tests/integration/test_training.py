@@ -1,4 +1,7 @@
-"""The trainer as its users start it: `python -m src.train` against a real server, with Terminus-2 in real sandboxes."""
+"""The trainer as its users start it:
+
+`python -m src.train` against a real server, with Terminus-2 in real sandboxes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random two-layer model with the quick start's tokenizer: it speaks nonsense, which is all these tests need."""
+    """A random two-layer model with the quick start's tokenizer:
+
+    it speaks nonsense, which is all these tests need.
+    """
     directory = tmp_path_factory.mktemp("models") / "tiny"
     directory.mkdir()
     tokenizer = json.loads((QUICKSTART / "model" / "tokenizer.json").read_text())
@@ -160,9 +166,7 @@ def test_two_steps_then_a_third_after_an_interruption(url: str, model_dir: Path,
     assert [record["step"] for record in lines(log_path / "metrics.jsonl")] == list(range(last + 1))
 
 
-def test_a_server_that_is_killed_and_started_again_under_a_run_costs_nothing(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_killed_and_restarted_server_costs_a_run_nothing(model_dir: Path, tmp_path: Path) -> None:
     log_path = tmp_path / "run"
     server, url = start_server(model_dir, tmp_path / "checkpoints")
     options = ("max_steps=2", "save_every=1", "heartbeat_timeout_s=5", "kl_penalty_coef=0", "num_substeps=1")
@@ -191,9 +195,7 @@ def test_a_server_that_is_killed_and_started_again_under_a_run_costs_nothing(
     ]
 
 
-def test_the_base_model_is_evaluated_through_both_of_the_servers_doors_and_compared(
-    url: str, model_dir: Path, tmp_path: Path
-) -> None:
+def test_the_base_model_is_evaluated_over_both_apis(url: str, model_dir: Path, tmp_path: Path) -> None:
     shared = [
         f"tasks_dir={QUICKSTART / 'train'}",
         "tasks=count-01,copy-01",

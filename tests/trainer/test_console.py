@@ -43,7 +43,7 @@ def evaluation(step, *groups, floors=None):
     )
 
 
-def test_a_line_per_group_says_task_solved_turns_seconds_and_losses():
+def test_a_group_is_one_line():
     def show(display):
         display.batch_started("step 1", num_groups=2, group_size=3)
         display.group_finished(
@@ -140,7 +140,7 @@ def test_an_evaluation_stands_beside_the_first_one():
     )
 
 
-def test_the_outcome_compares_before_and_after_and_names_the_files_that_there_are(tmp_path):
+def test_the_outcome_compares_success_and_names_the_files(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "jobs").mkdir()
     rates = Success(before=0.25, after=0.5, floor=None)
@@ -166,7 +166,7 @@ def test_the_outcome_compares_before_and_after_and_names_the_files_that_there_ar
     )
 
 
-def test_every_trial_is_one_line_with_its_advantage_or_its_failure(tmp_path):
+def test_every_trial_is_a_line_with_its_advantage_or_failure(tmp_path):
     path = tmp_path / "rollouts" / "step_000001.jsonl"
     record_groups(
         path, [group("copy-01", 1.0, failures=[failure("copy-01")])], {("copy-01", "copy-01__0"): 0.5}
@@ -185,7 +185,7 @@ def test_every_trial_is_one_line_with_its_advantage_or_its_failure(tmp_path):
     assert failed == {"task": "copy-01", "trial": "f", "failure": "sandbox", "message": "no tmux"}
 
 
-def test_a_trials_metric_that_is_no_number_is_null_since_json_has_no_nan(tmp_path):
+def test_a_metric_of_nan_is_written_as_null(tmp_path):
     path = tmp_path / "rollouts" / "step_000001.jsonl"
     measured = [
         replace(each, metrics={"loss": float("nan"), "steps": 2.0})
@@ -195,7 +195,7 @@ def test_a_trials_metric_that_is_no_number_is_null_since_json_has_no_nan(tmp_pat
     assert '"metrics": {"loss": null, "steps": 2.0}' in path.read_text()
 
 
-def test_signal_has_a_line_for_each_domain_of_a_few_and_none_for_families_by_the_dozen():
+def test_signal_has_a_line_per_domain_if_there_are_few():
     few = {"airline": [0.0], "all tasks": [0.1], "retail": [0.2]}
     assert [line.split(":")[0] for line in signals(few)] == [
         "signal of airline",

@@ -19,7 +19,7 @@ def test_sigkill_at_random_points_changes_nothing(tmp_path, mode):
     assert "9 of 9 runs ended as" in done.stdout
 
 
-def test_sigkill_changes_nothing_where_tasks_are_chosen_by_what_was_learned_of_them(tmp_path):
+def test_sigkill_changes_nothing_with_thompson_sampling(tmp_path):
     options = ("task_sampling=thompson", "exploration_floor=0.5", "dynamic_sampling=filter")
     command = [sys.executable, "-m", "tests.fakes.killable", str(tmp_path), "2", "3", "synchronous", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

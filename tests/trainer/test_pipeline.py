@@ -95,7 +95,7 @@ async def started(stage, step=1):
     return taking
 
 
-async def test_a_step_takes_what_ends_first_and_a_straggler_holds_up_nobody():
+async def test_a_step_takes_the_groups_that_end_first():
     stage = Stage("abcdef")
     async with stage.pipeline:
         first = await started(stage)
@@ -114,7 +114,7 @@ async def test_a_step_takes_what_ends_first_and_a_straggler_holds_up_nobody():
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_no_more_groups_end_during_an_update_than_the_next_ones_can_take():
+async def test_groups_that_end_during_an_update_are_bounded():
     stage = Stage("abcdefgh", max_groups_in_flight=8)
     async with stage.pipeline:
         stage.pipeline.update_begins()  # so early that no group takes longer
@@ -131,7 +131,7 @@ async def test_no_more_groups_end_during_an_update_than_the_next_ones_can_take()
         assert stage.under_way == "ef"
 
 
-async def test_no_more_groups_are_under_way_than_asked_for_and_the_next_begins_when_one_ends():
+async def test_groups_in_flight_are_limited():
     stage = Stage("abcd", max_groups_in_flight=2)
     async with stage.pipeline:
         taking = await started(stage)
@@ -143,9 +143,7 @@ async def test_no_more_groups_are_under_way_than_asked_for_and_the_next_begins_w
 @pytest.mark.parametrize(
     ("max_staleness", "stream_groups", "is_ahead"), [(0, False, False), (0, True, True), (1, False, True)]
 )
-def test_steps_take_groups_as_they_end_where_they_are_streamed_or_may_be_old(
-    max_staleness, stream_groups, is_ahead
-):
+def test_staleness_or_streaming_rolls_out_ahead(max_staleness, stream_groups, is_ahead):
     settings = PipelineSettings(
         max_staleness=max_staleness, max_groups_in_flight=None, stream_groups=stream_groups, batch_size=2
     )
@@ -175,7 +173,7 @@ async def test_quarantined_tasks_are_passed_over_and_the_schedule_ends():
         assert await stage.taken(1) is None
 
 
-async def test_an_error_reaches_the_step_that_waits_and_nothing_begins_after_it():
+async def test_an_error_reaches_the_waiting_step_and_stops_new_groups():
     stage = Stage("abc", max_groups_in_flight=2)
     async with stage.pipeline:
         waiting = asyncio.ensure_future(stage.pipeline.take(1))
@@ -195,7 +193,7 @@ REFERENCE = {
 }
 
 
-def test_playing_ahead_takes_a_quarter_of_the_time_and_wastes_nothing(tmp_path):
+def test_rolling_out_ahead_takes_a_quarter_of_the_time(tmp_path):
     synchronous = simulate(tmp_path / "sync", **REFERENCE)
     ahead = simulate(tmp_path / "ahead", "max_staleness=1", **REFERENCE)
     assert ahead.minutes_per_step < synchronous.minutes_per_step / 3
@@ -207,6 +205,6 @@ def test_playing_ahead_takes_a_quarter_of_the_time_and_wastes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(2000, 2020))
-def test_whatever_takes_how_long_no_token_beyond_the_bound_is_trained(tmp_path, seed):
+def test_no_token_beyond_the_staleness_bound_is_trained(tmp_path, seed):
     schedule = Schedule.draw(seed)
     assert schedule.faults(schedule.play(tmp_path / "run")) == []

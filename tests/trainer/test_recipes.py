@@ -97,7 +97,7 @@ def test_later_recipes_and_options_of_ones_own_win():
     assert config.taxonomy_feedback and config.model_name == "Qwen/Qwen3-4B-Instruct-2507"
 
 
-def test_a_judges_recipe_without_a_judge_and_an_unknown_recipe_are_one_line():
+def test_a_recipe_that_cannot_be_used_is_one_line():
     with pytest.raises(ValueError, match="taxonomy_feedback needs a judge"):
         recipe("retail_3b", "taxonomy")
     unknown = said("retail_5b")

@@ -1,4 +1,7 @@
-"""A server that goes away under a running trainer: through the real SDK, against our server's HTTP side on a fake engine."""
+"""A server that goes away under a running trainer:
+
+through the real SDK, against our server's HTTP side on a fake engine.
+"""
 
 import asyncio
 import contextlib
@@ -37,7 +40,9 @@ def port():
 
 
 class Bench(FakeRun):
-    """A run of the real trainer and SDK on a server that a test can stop and start again, at the same address and with the same disk."""
+    """A run of the real trainer and SDK on a server that a test can stop and start again, at the same
+    address and with the same disk.
+    """
 
     def __init__(self, path, port):
         super().__init__(path / "run")
@@ -100,9 +105,7 @@ class Bench(FakeRun):
     ],
     ids=["while a trial waits", "when training goes on"],
 )
-async def test_a_server_that_restarts_is_taken_up_again_and_what_was_lost_is_replayed(
-    tmp_path, port, waits, noticed
-):
+async def test_a_run_continues_when_its_server_restarts(tmp_path, port, waits, noticed):
     unbroken, bench = Bench(tmp_path / "a", port), Bench(tmp_path / "b", port)
     unbroken.start()
     await unbroken.go()
@@ -137,7 +140,7 @@ async def test_a_server_that_restarts_is_taken_up_again_and_what_was_lost_is_rep
     assert re.search(noticed, said) and "was restarted" in said and "resuming after step 2" in said
 
 
-async def test_a_server_that_stays_away_ends_the_run_within_its_deadline_in_one_line(tmp_path, port):
+async def test_a_server_that_stays_away_ends_the_run_in_one_line(tmp_path, port):
     bench = Bench(tmp_path, port)
 
     async def pull_the_plug(trial, policy):

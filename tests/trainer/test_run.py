@@ -129,7 +129,7 @@ async def test_the_bandit_learns_with_every_family_of_options(tmp_path, options)
         assert metrics[1]["tis/mean_factor"] == pytest.approx(1.0, abs=1e-5)
 
 
-async def test_dynamic_sampling_goes_on_until_the_batch_is_full_of_groups_that_differ(tmp_path):
+async def test_dynamic_sampling_fills_the_batch_with_differing_groups(tmp_path):
     calls = {"n": 0}
 
     async def same_at_first(trial, policy):
@@ -160,7 +160,7 @@ async def test_the_learning_rate_schedule_spans_the_run(tmp_path):
     )
 
 
-async def test_each_batch_is_played_by_the_weights_the_batch_before_made(tmp_path):
+async def test_each_batch_uses_the_weights_of_the_previous_step(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("num_substeps=2")
     assert bench.backend.versions == [0, 1, 2]
@@ -171,7 +171,7 @@ async def test_each_batch_is_played_by_the_weights_the_batch_before_made(tmp_pat
     assert played == [(0, 0), (1, 1)]
 
 
-async def test_a_resumed_run_takes_the_steps_that_are_left_from_its_checkpoint(tmp_path):
+async def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
     unbroken = Bench(tmp_path / "a")
     await unbroken.go()
     first = Bench(tmp_path / "b")
@@ -226,7 +226,7 @@ async def test_a_folder_that_is_no_run_is_never_deleted(tmp_path):
     assert (bench.path / "thesis.tex").exists()
 
 
-async def test_a_run_that_stopped_before_its_first_result_leaves_its_folder_free(tmp_path):
+async def test_a_run_without_results_leaves_its_folder_free(tmp_path):
     async def fail(trial, policy):
         return failure(trial.task.id)
 
@@ -239,7 +239,10 @@ async def test_a_run_that_stopped_before_its_first_result_leaves_its_folder_free
 
 
 async def cancelled_with_version(bench: Bench, version: int, *options: str) -> None:
-    """The run, up to where it plays with these weights: in the step after so many, or in the evaluation after the last."""
+    """The run, up to where it plays with these weights:
+
+    in the step after so many, or in the evaluation after the last.
+    """
     reached = asyncio.Event()
 
     async def hang(trial, policy):
@@ -268,7 +271,9 @@ async def test_cancelling_saves_what_was_learned_and_the_run_can_go_on(tmp_path)
 
 @pytest.mark.parametrize("ahead", [["max_staleness=1", "loss_fn=ppo"], ["stream_groups=true"]])
 async def test_a_run_that_takes_groups_as_they_end_goes_on_doing_so(tmp_path, ahead):
-    """A step that played its own batch would train again what an earlier one took of it, and never what that one left of its own."""
+    """A step that played its own batch would train again what an earlier one took of it, and never what
+    that one left of its own.
+    """
     bench = Bench(tmp_path)
     await bench.go("max_steps=1", *ahead)
     with pytest.raises(
@@ -280,9 +285,7 @@ async def test_a_run_that_takes_groups_as_they_end_goes_on_doing_so(tmp_path, ah
 
 
 @pytest.mark.parametrize("fails", [True, False])
-async def test_an_environment_that_does_not_close_does_not_hide_how_the_run_went(
-    tmp_path, monkeypatch, caplog, fails
-):
+async def test_a_failing_close_does_not_hide_the_outcome(tmp_path, monkeypatch, caplog, fails):
     async def close():
         await (asyncio.sleep(0) if fails else asyncio.Event().wait())
         raise ZeroDivisionError
@@ -295,16 +298,14 @@ async def test_an_environment_that_does_not_close_does_not_hide_how_the_run_went
     assert "the environment did not close" in caplog.text
 
 
-async def test_a_run_that_is_cancelled_in_its_last_evaluation_has_its_final_checkpoint(tmp_path):
+async def test_a_run_stopped_in_its_last_evaluation_is_checkpointed(tmp_path):
     bench = Bench(tmp_path)
     await cancelled_with_version(bench, 2)
     assert [(line["batch"], line["final"]) for line in bench.lines("checkpoints.jsonl")][-1] == (2, True)
 
 
 @pytest.mark.parametrize("max_steps", [2, 3])
-async def test_wandb_has_a_step_whose_evaluation_was_cut_short_once_the_run_goes_on(
-    tmp_path, monkeypatch, max_steps
-):
+async def test_wandb_gets_an_interrupted_step_after_the_resume(tmp_path, monkeypatch, max_steps):
     """With its evaluation where that is still due; else, by options that have changed, as it is."""
     sent = []
     monkeypatch.setattr(
@@ -320,7 +321,7 @@ async def test_wandb_has_a_step_whose_evaluation_was_cut_short_once_the_run_goes
     assert sent[2:] == ([(2, True)] if max_steps == 2 else [(2, False), (3, True)])
 
 
-async def test_an_update_that_has_begun_is_finished_before_the_run_stops(tmp_path):
+async def test_an_update_that_has_begun_is_finished_before_a_stop(tmp_path):
     bench = Bench(tmp_path)
     client = bench.backend.training_client
     queued = asyncio.Event()
@@ -344,7 +345,7 @@ async def test_an_update_that_has_begun_is_finished_before_the_run_stops(tmp_pat
     assert bench.lines("checkpoints.jsonl")[0]["batch"] == 1
 
 
-async def test_when_every_trial_fails_the_run_stops_with_the_commonest_cause(tmp_path):
+async def test_a_run_whose_trials_all_fail_names_the_main_cause(tmp_path):
     async def fail(trial, policy):
         if policy.version == 0:
             return await say_a_token(trial, policy)
@@ -376,7 +377,7 @@ async def test_failed_trials_leave_their_group_and_are_counted(tmp_path):
     )
 
 
-async def test_a_run_killed_in_its_first_evaluation_is_not_thrown_away_by_accident(tmp_path):
+async def test_a_run_killed_in_its_first_evaluation_is_kept(tmp_path):
     started = asyncio.Event()
 
     async def hang_after_one(trial, policy):
@@ -413,7 +414,7 @@ async def test_a_folder_whose_tasks_have_changed_is_refused_by_name(tmp_path):
         await bench.go("behavior_if_log_dir_exists=resume")
 
 
-def test_a_full_disk_does_not_fill_the_terminal_with_the_logs_tracebacks(capsys):
+def test_a_full_disk_prints_no_logging_tracebacks(capsys):
     with logging_to_file(Path("/dev/full")):
         logging.getLogger("src").warning("lost")
     assert capsys.readouterr().err == ""
@@ -427,7 +428,7 @@ async def test_the_kl_penalty_is_measured_against_the_base_model(tmp_path):
     assert records[2]["optim/kl_policy_base"] != 0
 
 
-async def test_a_held_out_copy_of_a_training_task_is_refused_before_anything_is_written(tmp_path):
+async def test_a_held_out_copy_of_a_training_task_is_refused(tmp_path):
     bench = Bench(tmp_path)
     for name in ("a", "b"):
         (tmp_path / name / "tests").mkdir(parents=True)
@@ -483,7 +484,7 @@ EVERY_STEP = {  # the seeds' names
 }
 
 
-async def test_every_step_has_the_seeds_names_and_every_evaluation_its_own(tmp_path):
+async def test_steps_and_evaluations_have_the_seeds_metric_names(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("n_epochs=2", "eval_every=2")
     lines = bench.lines("metrics.jsonl")
@@ -492,7 +493,7 @@ async def test_every_step_has_the_seeds_names_and_every_evaluation_its_own(tmp_p
     assert [line["step"] for line in lines if "eval/all/avg_score" in line] == [0, 2, 4]
 
 
-async def test_without_held_out_tasks_there_is_nothing_to_evaluate_and_nothing_breaks(tmp_path):
+async def test_a_run_without_held_out_tasks_evaluates_nothing(tmp_path):
     bench = Bench(tmp_path)
     bench.source.eval = []
     await bench.go("max_steps=1", "eval_every=1")
@@ -518,7 +519,7 @@ class Praises:
         pass
 
 
-async def test_a_judge_shapes_what_is_learned_from_and_no_rate_of_success(tmp_path, monkeypatch):
+async def test_a_judge_changes_training_rewards_but_no_success_rate(tmp_path, monkeypatch):
     bench, asked = Bench(tmp_path), Praises()
     monkeypatch.setattr("src.loop.run.open_endpoint", lambda base_url, model: asked)
     await bench.go(

@@ -198,7 +198,7 @@ def test_the_seeds_switches_of_the_judge(environment, added, monkeypatch):
     assert os.environ["SKYRL_MODE"] == environment.get("SKYRL_MODE", "train")
 
 
-def test_the_environments_alpha_comes_before_the_options_and_that_before_1(monkeypatch):
+def test_alpha_is_the_environments_then_the_options_then_1(monkeypatch):
     monkeypatch.delenv("TAXONOMY_ALPHA", raising=False)
     assert parse(with_judge_from_environment(GOOD)).taxonomy_alpha == 1.0
     assert parse(with_judge_from_environment([*GOOD, "taxonomy_alpha=3"])).taxonomy_alpha == 3.0

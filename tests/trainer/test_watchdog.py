@@ -79,7 +79,7 @@ async def test_a_few_failed_probes_are_no_loss():
 
 
 @in_virtual_time
-async def test_the_error_of_the_work_is_the_error_of_the_wait_and_cancelling_cancels_it():
+async def test_errors_and_cancellation_pass_through_the_watchdog():
     freed = []
     async with watching(alive, SETTINGS) as watchdog:
         with pytest.raises(BackendError, match=r"^no server answers$"):

@@ -59,7 +59,7 @@ async def test_groups_come_in_the_order_of_the_tasks_with_every_member(tmp_path)
     assert [line["policy_version"] for line in rollout_started] == [7] * 4
 
 
-async def test_what_is_on_disk_is_not_played_again_but_under_another_seed(tmp_path):
+async def test_rollouts_on_disk_are_reused_for_the_same_seed(tmp_path):
     await play(tmp_path, win)
     groups, made, heard = await play(tmp_path, win)
     assert (
@@ -71,7 +71,7 @@ async def test_what_is_on_disk_is_not_played_again_but_under_another_seed(tmp_pa
     assert len(made) == 4
 
 
-async def test_a_group_takes_from_its_first_trials_start_to_the_end_of_its_last(tmp_path):
+async def test_the_duration_of_a_group_is_from_first_start_to_last_end(tmp_path):
     async def slow(trial, policy):
         await asyncio.sleep(0.02)
         return await win(trial, policy)
@@ -105,7 +105,7 @@ async def test_never_more_trials_at_once_than_asked_for(tmp_path):
         (FailureKind.HARBOR, 1),
     ],
 )
-async def test_infrastructure_failures_get_one_more_trial_with_the_same_seed(tmp_path, kind, tries):
+async def test_infrastructure_failures_are_retried_with_the_same_seed(tmp_path, kind, tries):
     async def fail_a(trial, policy):
         return failure("a", kind) if trial.task is A else await win(trial, policy)
 
@@ -116,7 +116,7 @@ async def test_infrastructure_failures_get_one_more_trial_with_the_same_seed(tmp
     assert [failed.kind for failed in groups[0].failures] == [kind]
 
 
-def test_the_wait_before_another_try_doubles_up_to_a_minute_and_differs_within_a_group():
+def test_the_wait_before_a_retry_doubles_and_is_spread():
     assert [back_off(2.0, attempts, seed=0) for attempts in (1, 2, 3, 9)] == [2, 4, 8, 60]
     assert [back_off(2.0, 1, seed) for seed in (500, 999)] == [2.5, 2.999]
 
@@ -156,7 +156,7 @@ async def test_a_second_trial_can_still_win(tmp_path):
     assert group.rewards == [1, 1] and not group.failures
 
 
-async def test_a_trial_that_overruns_the_deadline_is_cancelled_and_counted(tmp_path):
+async def test_a_trial_past_its_deadline_is_cancelled_and_counted(tmp_path):
     freed = []
 
     async def hang(trial, policy):
@@ -265,7 +265,7 @@ class Floored(FakeTasks):
         return 1.0
 
 
-async def test_what_doing_nothing_earns_is_measured_once_and_may_be_unknown(tmp_path, caplog):
+async def test_the_noop_reward_is_measured_once_and_may_be_unknown(tmp_path, caplog):
     source = Floored(train=(A, B))
     source.asked = []
     settings = RolloutSettings(

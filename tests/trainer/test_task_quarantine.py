@@ -14,7 +14,7 @@ def group(name, *, graded=0, lost=0, kind=FailureKind.SANDBOX):
     )
 
 
-def test_a_task_is_quarantined_after_groups_in_a_row_without_a_graded_trial():
+def test_groups_in_a_row_without_a_grade_quarantine_a_task():
     once = FaultState().after([group("a", lost=2), group("b", lost=1, graded=1)], SETTINGS)
     assert once.strikes == {"a": 1} and not once.quarantined
     assert once.after([group("a", graded=1, lost=1)], SETTINGS).strikes == {}
@@ -25,7 +25,7 @@ def test_a_task_is_quarantined_after_groups_in_a_row_without_a_graded_trial():
     ).quarantined
 
 
-def test_an_agent_that_fails_by_itself_is_no_ground_for_quarantine():
+def test_failures_of_the_agent_quarantine_no_task():
     state = FaultState()
     for _ in range(3):
         state = state.after([group("a", lost=2, kind=FailureKind.AGENT)], SETTINGS)
@@ -57,7 +57,7 @@ def test_the_diagnosis_names_the_commonest_cause_with_an_example():
     ]
     assert diagnosis(FaultState().after(groups, SETTINGS), groups, SETTINGS) == (
         "6 of the last 7 trials could not be graded, more than max_failure_rate=0.5: 4 by sandbox, 2 by verifier; e.g. no tmux; "
-        "mend that and resume"
+        "fix the cause and resume"
     )
 
 

@@ -1,4 +1,7 @@
-"""What each step learns from, and what stays known of the groups gone by: played for the step or ahead of it."""
+"""What each step learns from, and what stays known of the groups gone by:
+
+played for the step or ahead of it.
+"""
 
 import asyncio
 import gc
@@ -30,7 +33,10 @@ def batch(step: int, names: str) -> Batch:
 
 
 class Bench:
-    """Step groups over what is on disk in `path`. The sandboxes of `cursed` tasks never build; `mixed` ones are solved now and then."""
+    """Step groups over what is on disk in `path`.
+
+    The sandboxes of `cursed` tasks never build; `mixed` ones are solved now and then.
+    """
 
     def __init__(self, path, names="abcdef", *, cursed="", mixed="", hold=(), steps_done=0, **changes):
         self.path, self.cursed, self.mixed = path, cursed, mixed
@@ -88,7 +94,7 @@ class Bench:
         )
 
 
-async def test_a_task_that_cannot_be_graded_is_left_out_from_then_on_and_after_a_restart(tmp_path):
+async def test_a_quarantined_task_stays_left_out_after_a_restart(tmp_path):
     bench = Bench(tmp_path, cursed="a")
     first = await bench.gather(1, "ab")
     assert [group.task.id for group in first.played] == ["a", "b"]
@@ -114,14 +120,14 @@ async def test_a_strike_is_no_quarantine(tmp_path):
     assert [(await bench.gather(step, "ab")).metrics["tasks/quarantined"] for step in (1, 2)] == [0, 1]
 
 
-async def test_a_batch_without_a_grade_ends_the_run_unless_one_task_is_all_of_it(tmp_path):
+async def test_a_batch_without_a_grade_ends_the_run(tmp_path):
     bench = Bench(tmp_path, cursed="abc")
     assert not (await bench.gather(1, "a")).played[0].trajectories
     with pytest.raises(TooManyFailuresError, match="none of the 6 trials of step 2"):
         await bench.gather(2, "bc")
 
 
-async def test_too_many_lost_trials_and_no_task_that_is_left_end_the_run(tmp_path):
+async def test_too_many_failures_or_no_task_left_end_the_run(tmp_path):
     with pytest.raises(TooManyFailuresError, match=r"9 of the last 12 trials could not be graded"):
         await Bench(tmp_path / "a", cursed="abc", max_failure_rate=0.7).gather(1, "abcd")
     bench = Bench(tmp_path / "b", "ab", cursed="ab")
@@ -130,7 +136,7 @@ async def test_too_many_lost_trials_and_no_task_that_is_left_end_the_run(tmp_pat
         await bench.gather(2, "b")
 
 
-async def test_chosen_tasks_are_those_of_the_step_and_what_was_learned_of_them_outlives_a_restart(tmp_path):
+async def test_the_curriculum_continues_after_a_restart(tmp_path):
     """The journal says what was chosen, not what was scheduled; a task that is left out is chosen no more."""
     bench, chosen = Bench(tmp_path, cursed="a", mixed="ef", task_sampling="thompson"), []
     for step in range(1, 9):
@@ -149,7 +155,7 @@ async def test_chosen_tasks_are_those_of_the_step_and_what_was_learned_of_them_o
     assert "curriculum" not in Bench(tmp_path / "uniform").groups.state()
 
 
-async def test_chosen_refills_are_of_other_tasks_and_as_many_as_are_missing(tmp_path):
+async def test_chosen_refills_are_other_tasks_as_many_as_are_missing(tmp_path):
     for step in range(1, 9):
         bench = Bench(tmp_path, mixed="ef", task_sampling="thompson", dynamic_sampling="filter")
         gathered = await bench.gather(step, "ab")
@@ -168,7 +174,7 @@ async def test_chosen_refills_are_of_other_tasks_and_as_many_as_are_missing(tmp_
     assert len(few.source.made) == 5 * 2 * TRIALS, "where there are no others the same again"
 
 
-async def test_uniform_refills_are_whole_batches_of_a_shuffle_of_their_own(tmp_path):
+async def test_uniform_refills_are_whole_shuffled_batches(tmp_path):
     bench = Bench(tmp_path / "none", dynamic_sampling="filter")
     with pytest.raises(TrainerError, match="5 batches had equal rewards"):
         await bench.gather(1, "ab")
@@ -179,7 +185,7 @@ async def test_uniform_refills_are_whole_batches_of_a_shuffle_of_their_own(tmp_p
     assert len(bench.played(folder="refill-1_")) == 2, "though one is missing"
 
 
-async def test_a_server_that_is_lost_ends_the_wait_for_groups_that_are_played_ahead(tmp_path):
+async def test_a_lost_server_ends_the_wait_for_groups_ahead(tmp_path):
     bench = Bench(tmp_path, hold="ab", max_staleness=1)
     async with bench.groups.running([batch(1, "ab")], UnusedPolicy(0)):
         gathering = asyncio.ensure_future(bench.gather(1, "ab"))
@@ -189,7 +195,7 @@ async def test_a_server_that_is_lost_ends_the_wait_for_groups_that_are_played_ah
             await gathering
 
 
-async def test_a_step_takes_what_has_ended_and_a_restarted_run_takes_the_same(tmp_path):
+async def test_a_restarted_run_takes_the_same_groups(tmp_path):
     batches = [batch(1, "ab"), batch(2, "cd"), batch(3, "ef")]
     bench = Bench(tmp_path, hold="a", cursed="c", max_staleness=1, quarantine_after=0)
     async with bench.groups.running(batches, UnusedPolicy(0)):
@@ -245,7 +251,7 @@ async def test_groups_that_are_played_ahead_are_reckoned_with(tmp_path):
     assert "a" in bench.played(folder="step_000001") and bench.played(folder="step_000003") == "b"
 
 
-async def test_a_group_that_begins_leaves_the_folders_of_those_beside_it_alone(tmp_path):
+async def test_a_group_leaves_the_folders_of_other_groups_alone(tmp_path):
     bench = Bench(tmp_path, hold="b", max_staleness=1, max_groups_in_flight=2)
     async with bench.groups.running([batch(1, "abc")], UnusedPolicy(0)):
         gathering = asyncio.ensure_future(bench.gather(1, "abc"))
