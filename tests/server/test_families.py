@@ -139,7 +139,7 @@ def mixture(tmp_path: Path) -> Iterator[Engine]:
     engine.stop()
 
 
-def test_what_a_mixture_samples_under_several_adapters_agrees_with_what_it_trains(mixture: Engine) -> None:
+def test_a_mixture_samples_what_it_trains_under_each_adapter(mixture: Engine) -> None:
     random = np.random.default_rng(0)
 
     def run(op):

@@ -91,7 +91,7 @@ def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
     ("seed", "rows", "heads", "kv_heads", "head_dim", "dtype", "tolerance"),
     [(0, 2, 4, 2, 16, "float32", 1e-5), (1, 1, 3, 1, 24, "bfloat16", 0.04)],
 )
-def test_the_tree_kernels_attend_and_differentiate_as_the_loop_does(
+def test_tree_kernels_and_loop_have_equal_values_and_gradients(
     seed: int, rows: int, heads: int, kv_heads: int, head_dim: int, dtype: str, tolerance: float
 ) -> None:
     layout = layout_of(forest(seed=seed, rows=rows))
@@ -161,7 +161,7 @@ def reference(
     return Attended(out, highest, total)  # type: ignore[arg-type]
 
 
-def test_what_a_row_gets_does_not_depend_on_those_who_read_its_pages_with_it() -> None:
+def test_a_sequence_does_not_depend_on_those_sharing_its_pages() -> None:
     """Six rows share two parts and some of a third, one has their first part alone, one is nobody's and one is too long to be cut alike."""
     heads, kv_heads, head_dim, page, width = 8, 2, 16, 16, 150
     tables = np.arange(9 * width, dtype=np.int32).reshape(9, width)
@@ -195,7 +195,7 @@ def test_what_a_row_gets_does_not_depend_on_those_who_read_its_pages_with_it() -
 @pytest.mark.parametrize(
     ("heads", "many"), [(4, 1), (4, 1000), (6, 1)]
 )  # two heads share a program, one alone, an odd group
-def test_prompts_attend_by_the_kernel_as_by_the_loop_and_whatever_their_company(
+def test_prefill_attention_of_kernel_and_loop_are_equal(
     heads: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three prompts of different lengths, one of them begun before and NaN where it ends, and a block of padding."""
@@ -227,7 +227,7 @@ def test_prompts_attend_by_the_kernel_as_by_the_loop_and_whatever_their_company(
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "transposed"), [(1, 32, 48, False), (8, 48, 32, True), (20, 160, 96, False)]
 )
-def test_grouped_products_are_each_blocks_with_its_experts_weight(
+def test_grouped_products_equal_each_tile_times_its_expert(
     rows: int, inputs: int, outputs: int, transposed: bool
 ) -> None:
     blocks, experts = normal(0, 6, rows, inputs), np.array([0, 0, 3, 4, 4, 1], np.int32)
@@ -281,7 +281,7 @@ def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.Monkey
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_decode_step_attends_over_pages_as_over_what_is_read_from_them() -> None:
+def test_decode_attention_over_pages_equals_that_over_segments() -> None:
     config = replace(tiny_qwen3.CONFIG, num_layers=2, num_kv_heads=2, head_dim=16)
     cache = KVCache(keys=normal(0, 2, 7, 2, 16, PAGE_SIZE), values=normal(1, 2, 7, 2, PAGE_SIZE, 16))
     q, recent = normal(2, 3, 1, 4, 16), Segment(keys=normal(3, 3, 2, 16, 8), values=normal(4, 3, 2, 8, 16))
@@ -297,7 +297,7 @@ def test_a_decode_step_attends_over_pages_as_over_what_is_read_from_them() -> No
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(
+def test_a_server_with_the_kernel_samples_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group, and a sample of another prompt beside it; the group's prompt is read for several members at once."""
@@ -352,7 +352,7 @@ def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(
 
 
 @pytest.mark.filterwarnings(TRITON_IS_LEAVING)
-def test_a_decode_block_lowers_for_a_gpu_and_reads_pages_in_the_kernel_alone() -> None:
+def test_decode_steps_lower_for_a_gpu_with_one_kernel_a_layer() -> None:
     config = replace(tiny_qwen3.CONFIG, head_dim=64)
     params = jax.eval_shape(partial(init_params, config, dtype=jnp.bfloat16), jax.random.key(0))
     bank = jax.tree.map(lambda leaf: np.stack([leaf] * 2), zero_adapter(config, tiny_qwen3.MAX_RANK))
