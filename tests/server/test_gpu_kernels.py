@@ -263,7 +263,7 @@ def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.Monkey
     )
 
     def everything() -> list[np.ndarray]:
-        mix = partial(experts._mix, choice, layer=jnp.int32(1))
+        mix = partial(experts.mix_experts, choice, layer=jnp.int32(1))
         loss = jax.jit(
             jax.value_and_grad(
                 lambda x, one: jnp.sin(mix(x, routed, gate_up, down, one)).sum(),

@@ -1,4 +1,4 @@
-"""One new query per row over what lies in the row's pages and over the decode block's own positions."""
+"""Attention of decoding: one query per sequence over its KV pages and over the positions that the current dispatch has added."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyrl_tx_server.model.mesh import BATCH, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
 
 HEADS = PartitionSpec(BATCH, None, "tensor")
-"""Of queries [B, 1, H, hd] that are decoded: beside the keys and values of their rows."""
+"""The sharding of the queries [B, 1, H, hd]: on the devices that hold the keys and values of their sequences."""
 
 
 def attend_over_segments(
