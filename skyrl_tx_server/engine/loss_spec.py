@@ -1,7 +1,7 @@
 """The losses this server computes: what each reads from a datum and which options it takes.
 
-This table imports no jax. The request parser checks requests with it, the executor reads how to prepare the data, and
-`training.losses.LOSS_FUNCTIONS` holds the formula of each loss.
+This table imports no jax. The request parser checks requests with it, the executor reads how to prepare the
+data, and `training.losses.LOSS_FUNCTIONS` holds the formula of each loss.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ class LossSpec:
         [TrainDatum], np.ndarray
     ]  # [N] bool, the positions whose loss depends on the logprob
     takes_several_targets: bool = False  # `target_tokens` may be [N, K]
-    # For a loss with a term over the whole sequence: return the datum with this term in place of the sampler's
-    # logprobs, computed from the model's own logprobs [N]. It costs a forward pass before the forward-backward pass.
+    # For a loss with a term over the whole sequence: return the datum with this term in place of the
+    # sampler's
+    # logprobs, computed from the model's own logprobs [N]. It costs a forward pass before the
+    # forward-backward pass.
     add_sequence_term: Callable[[TrainDatum, np.ndarray], TrainDatum] | None = None
 
 
@@ -86,7 +88,8 @@ def _everywhere(datum: TrainDatum) -> np.ndarray:
 
 
 def mean_log_ratio(datum: TrainDatum, logprobs: np.ndarray) -> TrainDatum:
-    """Put gspo's sequence term, the mean of `logprobs` - the sampler's over the mask, in place of the sampler's logprobs."""
+    """Put gspo's sequence term, the mean of `logprobs` - the sampler's over the mask, in place of the
+    sampler's logprobs."""
     assert datum.logprobs is not None and datum.sequence_ratio_mask is not None, (
         "the request parser requires both"
     )

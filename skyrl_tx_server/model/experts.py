@@ -1,9 +1,11 @@
-"""A mixture of experts: the router chooses a few experts for each token, and tokens are sorted so that each expert multiplies matrices.
+"""A mixture of experts: the router chooses a few experts for each token, and tokens are sorted so that each
+expert multiplies matrices.
 
-Assignments (a token and one of its experts) are sorted by expert into tiles that belong to one expert each. A loop over the tiles in use
-multiplies each by the weight of its expert. Neither the program nor its memory grows with the number of experts, and no token is dropped.
-`jax.lax.ragged_dot` computes the same, but without a kernel XLA multiplies every token by every expert: 17 times slower on a CPU
-(64 experts, 4,096 tokens, 256 x 256). Example with tiles of 2 and experts a, b, c:
+Assignments (a token and one of its experts) are sorted by expert into tiles that belong to one expert each. A
+loop over the tiles in use multiplies each by the weight of its expert. Neither the program nor its memory
+grows with the number of experts, and no token is dropped. `jax.lax.ragged_dot` computes the same, but without
+a kernel XLA multiplies every token by every expert: 17 times slower on a CPU (64 experts, 4,096 tokens, 256 x
+256). Example with tiles of 2 and experts a, b, c:
 
     assignments  b a b b c   ->   tiles  a . | b b | b . | c .
 """
@@ -113,7 +115,8 @@ class Router(NamedTuple):
 
 
 def route(experts: Experts, router: Router, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(weights in x's dtype, experts) of x [B, T, D], both [B, T, per_token]; softmax and sigmoid in float32."""
+    """(weights in x's dtype, experts) of x [B, T, D], both [B, T, per_token]; softmax and sigmoid in
+    float32."""
     tokens = x.reshape(-1, x.shape[-1])
     if experts.groups is None:
         scores = jax.nn.softmax((tokens @ router.weight.T).astype(jnp.float32), axis=-1)
@@ -151,11 +154,13 @@ def mix_experts(
     first: jax.Array | int = 0,
     fsdp: str | None = None,
 ) -> jax.Array:
-    """The weighted outputs [B, T, D] of the experts whose weights `gate_up` [E, 2F, D] and `down` [E, D, F] are, `first` being the first,
-    for x as `route` says. With a `layer` both are stacked over layers. `fsdp` is the mesh's axis that divides the outputs of both, if any:
-    those of the first are brought together, those of the second stay.
+    """The weighted outputs [B, T, D] of the experts whose weights `gate_up` [E, 2F, D] and `down` [E, D, F]
+    are, `first` being the first, for x as `route` says. With a `layer` both are stacked over layers. `fsdp`
+    is the mesh's axis that divides the outputs of both, if any: those of the first are brought together,
+    those of the second stay.
 
-    The adapter's modules are one for the batch (A [E, in, ...]), or all LoRA slots with their indices (A [S, L, E, in, ...]).
+    The adapter's modules are one for the batch (A [E, in, ...]), or all LoRA slots with their indices (A [S,
+    L, E, in, ...]).
     """
     count, offset = gate_up.shape[-3], 0 if layer is None else layer * gate_up.shape[-3]
     gate_up, down = (jnp.reshape(matrices, (-1, *matrices.shape[-2:])) for matrices in (gate_up, down))
@@ -213,7 +218,8 @@ def _shared_mix(
 def _module_specs(
     modules: tuple[LoraWeights, LoraWeights], rows: Axes, fsdp: str | None
 ) -> tuple[LoraWeights, LoraWeights]:
-    """A PartitionSpec in every leaf's place: B is divided like its weight's outputs, which are its last axis, A like its inputs."""
+    """A PartitionSpec in every leaf's place: B is divided like its weight's outputs, which are its last axis,
+    A like its inputs."""
     slot_axes = () if modules[0].indices is None else (None, None)
 
     def of(module: LoraWeights, inputs: str | None, outputs: str | None) -> LoraWeights:
@@ -232,12 +238,13 @@ def _module_specs(
     return of(modules[0], None, "tensor"), of(modules[1], "tensor", fsdp)
 
 
-# --- blocks ---------------------------------------------------------------------------------------------------------
+# --- blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileLayout:
-    """The place of each of R assignments in `len(groups)` tiles; assignments to experts of other devices have none."""
+    """The place of each of R assignments in `len(groups)` tiles; assignments to experts of other devices have
+    none."""
 
     block: int
     groups: jax.Array  # [tiles] int32, the group of each tile
@@ -256,7 +263,8 @@ class TileLayout:
 
 
 def tile_size(assignments: int, experts: int) -> int:
-    """Return about the number of assignments of an expert: smaller tiles make more products, larger ones more padding."""
+    """Return about the number of assignments of an expert: smaller tiles make more products, larger ones more
+    padding."""
     return min(
         max(
             MIN_EXPERT_TILE,
@@ -267,7 +275,8 @@ def tile_size(assignments: int, experts: int) -> int:
 
 
 def lay_out_tiles(local_R: jax.Array, count: int, *, block: int) -> TileLayout:
-    """Lay out assignments to the groups 0 .. count - 1 in tiles of one group each; any other number belongs to another device."""
+    """Lay out assignments to the groups 0 .. count - 1 in tiles of one group each; any other number belongs
+    to another device."""
     assignments = local_R.shape[0]
     groups = jnp.where((local_R >= 0) & (local_R < count), local_R, count)
     sizes = jnp.bincount(groups, length=count + 1)[:count]
@@ -289,7 +298,8 @@ def lay_out_tiles(local_R: jax.Array, count: int, *, block: int) -> TileLayout:
 
 
 def _of_tiles(module: LoraWeights, experts: jax.Array, slot: jax.Array | None) -> LoraWeights:
-    """Return the factors of each tile, every leaf with a leading axis of tiles. `slot` [tiles] is the LoRA slot, if `module` has slots."""
+    """Return the factors of each tile, every leaf with a leading axis of tiles. `slot` [tiles] is the LoRA
+    slot, if `module` has slots."""
     if slot is None:
         return LoraWeights(a=module.a[experts], b=tuple(b[experts] for b in module.b), scale=module.scale)
     at = (slot, module.layer, experts)
@@ -302,7 +312,8 @@ def _of_tiles(module: LoraWeights, experts: jax.Array, slot: jax.Array | None) -
 
 @jax.custom_vjp
 def tile_products(blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array) -> Any:
-    """blocks [n, block, in] through weight[experts] [n, out, in], for the first `used` blocks; zeros beyond. `weight` takes no gradient."""
+    """blocks [n, block, in] through weight[experts] [n, out, in], for the first `used` blocks; zeros beyond.
+    `weight` takes no gradient."""
     return _products(blocks, weight, experts, used, transposed=False)
 
 

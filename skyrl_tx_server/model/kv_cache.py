@@ -1,11 +1,12 @@
-"""Keys and values of sequences that are being sampled, or may be continued, in pages of PAGE positions (Kwon et al., arXiv:2309.06180).
+"""Keys and values of sequences that are being sampled, or may be continued, in pages of PAGE positions (Kwon
+et al., arXiv:2309.06180).
 
-Which pages a sequence has, and in which order, says its table, a row of page numbers that `pages` keeps on the host. Sequences that begin
-alike may have pages in common; nobody writes into a page that others read. Heads come before positions, because a decode step reads one
-head's positions in a row.
+Which pages a sequence has, and in which order, says its table, a row of page numbers that `pages` keeps on
+the host. Sequences that begin alike may have pages in common; nobody writes into a page that others read.
+Heads come before positions, because a decode step reads one head's positions in a row.
 
-On several devices each of the batch's devices has an equal share of the pages, numbered one after the other, and the first page of each
-share belongs to nobody: what is to be written nowhere goes there.
+On several devices each of the batch's devices has an equal share of the pages, numbered one after the other,
+and the first page of each share belongs to nobody: what is to be written nowhere goes there.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class KVCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Keys and values of n consecutive positions, of one layer, for each of B rows; stacked over layers where it says so."""
+    """Keys and values of n consecutive positions, of one layer, for each of B rows; stacked over layers where
+    it says so."""
 
     keys: jax.Array  # [B, K, hd, n]
     values: jax.Array  # [B, K, n, hd]
@@ -54,13 +56,15 @@ EACH_ROW = PartitionSpec(None, "tensor")
 def segment_of(k: jax.Array, v: jax.Array) -> Segment:
     """A segment from a layer's keys and values [B, T, K, hd].
 
-    Values are made finite: a page's next owner masks what is left in it by a weight of zero, and zero times NaN is NaN.
+    Values are made finite: a page's next owner masks what is left in it by a weight of zero, and zero times
+    NaN is NaN.
     """
     return Segment(keys=k.transpose(0, 2, 3, 1), values=jnp.nan_to_num(v.transpose(0, 2, 1, 3)))
 
 
 def stacked(segments: Sequence[Segment]) -> Segment:
-    """Layer by layer: as one concatenation it would be computed anew wherever it is read, and take as long to compile as all layers."""
+    """Layer by layer: as one concatenation it would be computed anew wherever it is read, and take as long to
+    compile as all layers."""
     whole = jax.tree.map(lambda leaf: jnp.zeros((len(segments), *leaf.shape), leaf.dtype), segments[0])
     for index, segment in enumerate(segments):
         whole = jax.tree.map(
@@ -98,7 +102,8 @@ def keep_cache(config: ModelConfig, cache: KVCache) -> KVCache:
 def read_rows(
     config: ModelConfig, cache: KVCache, tables_BW: ArrayLike, ends: Sequence[int]
 ) -> list[list[Segment]]:
-    """By layer, each row's positions up to the last of `ends` (multiples of PAGE), in segments that end there."""
+    """By layer, each row's positions up to the last of `ends` (multiples of PAGE), in segments that end
+    there."""
     read = partial(_read_own_rows, config, ends)
     if config.mesh is not None:
         read = shard_map_over(config, read, (PAGES, PartitionSpec(BATCH)), ROWS)
@@ -114,8 +119,8 @@ def write_layer(
     starts_B: ArrayLike,
     counts_B: ArrayLike,
 ) -> KVCache:
-    """Put the first `counts_B` positions of each row of `new`, which is one layer's, at position `starts_B` of the rows that `tables_BW`
-    describes."""
+    """Put the first `counts_B` positions of each row of `new`, which is one layer's, at position `starts_B`
+    of the rows that `tables_BW` describes."""
     write = partial(_write_own_layer, config)
     if config.mesh is not None:
         write = shard_map_over(
@@ -136,8 +141,9 @@ def write_rows(
     *,
     scatter: bool = False,
 ) -> KVCache:
-    """Put the first `counts_B` positions of each row of `new`, stacked over layers, at position `starts_B` of the rows of `tables_BW`: page
-    by page, or with `scatter` number by number in one operation, for a GPU, whose host would run the loops."""
+    """Put the first `counts_B` positions of each row of `new`, stacked over layers, at position `starts_B` of
+    the rows of `tables_BW`: page by page, or with `scatter` number by number in one operation, for a GPU,
+    whose host would run the loops."""
     write, rows = partial(_scatter_own_rows if scatter else _write_own_rows, config), PartitionSpec(BATCH)
     if config.mesh is not None:
         write = shard_map_over(config, write, (PAGES, STACKED_ROWS, rows, rows, rows), PAGES)
@@ -145,14 +151,15 @@ def write_rows(
 
 
 def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: ArrayLike) -> KVCache:
-    """Pages into pages, from the first of each pair to the second, one after the other; a pair of -1 and all after it are none."""
+    """Pages into pages, from the first of each pair to the second, one after the other; a pair of -1 and all
+    after it are none."""
     copy = partial(_copy_own_pages, config)
     if config.mesh is not None:
         copy = shard_map_over(config, copy, (PAGES, EVERYWHERE), PAGES)
     return copy(cache, jnp.asarray(copies_C2))
 
 
-# --- on one device, or on one of several: the pages that lie there ----------------------------------------------------
+# --- on one device, or on one of several: the pages that lie there
 
 
 def own_pages(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,5 @@
-"""Several devices that share one model: their axes, what lies where, and the constraints that keep programs to it.
+"""Several devices that share one model: their axes, what lies where, and the constraints that keep programs
+to it.
 
     axis     divides                                                     and so holds
     data     the rows of a batch                                         everything else once per device
@@ -6,12 +7,14 @@
     tensor   heads, the perceptron's width, the vocabulary               a part of every matrix and of the cache
     expert   a mixture's experts                                         some experts, and their adapters
 
-Training gathers what `fsdp` divides of a layer before its products, which is less than what its many tokens make; sampling leaves matrices
-where they lie (`weight_stationary`) and sends its few tokens round.
+Training gathers what `fsdp` divides of a layer before its products, which is less than what its many tokens
+make; sampling leaves matrices where they lie (`weight_stationary`) and sends its few tokens round.
 
-An adapter lies on every device, its experts' factors beside their experts. With `config.mesh` None everything here is the identity.
+An adapter lies on every device, its experts' factors beside their experts. With `config.mesh` None everything
+here is the identity.
 
-The devices may be those of several processes, as many of each: the first axes divide the processes, the last ones each one's devices.
+The devices may be those of several processes, as many of each: the first axes divide the processes, the last
+ones each one's devices.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ def on_gpu() -> bool:
 
 
 def check_device() -> None:
-    """ConfigError on NVIDIA's devices before Ampere, for which Triton compiles nothing: a server would start and fail every request."""
+    """ConfigError on NVIDIA's devices before Ampere, for which Triton compiles nothing: a server would start
+    and fail every request."""
     device = jax.local_devices()[0]
     major = str(getattr(device, "compute_capability", "")).partition(".")[0]
     if on_gpu() and major.isdigit() and int(major) < OLDEST_GPU:
@@ -101,7 +105,8 @@ def replicate(config: ModelConfig, array: jax.Array | np.ndarray) -> jax.Array:
 
 
 def put(tree: Any, shardings: Any) -> Any:
-    """A tree of arrays, which is the same in every process, to where `shardings` (a tree like it, one for all, or None) say."""
+    """A tree of arrays, which is the same in every process, to where `shardings` (a tree like it, one for
+    all, or None) say."""
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
 
@@ -138,8 +143,9 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def weight_stationary(config: ModelConfig) -> ModelConfig:
-    """For a program of few tokens, which go to the matrices where `fsdp` has put them; it then divides products, as `tensor` does. If
-    matrices were gathered, all weights would go to all devices at every decode step."""
+    """For a program of few tokens, which go to the matrices where `fsdp` has put them; it then divides
+    products, as `tensor` does. If matrices were gathered, all weights would go to all devices at every decode
+    step."""
     return replace(config, weight_stationary=config.mesh is not None)
 
 
@@ -151,7 +157,8 @@ def gathers(config: ModelConfig) -> bool:
 def gathered(
     config: ModelConfig, specs: Mapping[str, PartitionSpec], leaves: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Inside a program: matrices that lie as `specs` say without `fsdp`'s division, unless they are `weight_stationary`."""
+    """Inside a program: matrices that lie as `specs` say without `fsdp`'s division, unless they are
+    `weight_stationary`."""
     if not gathers(config):
         return dict(leaves)
     return {
@@ -166,7 +173,8 @@ def _without_fsdp(axes: Axes) -> Axes:
 
 
 def batch_axes(config: ModelConfig, rows: int) -> Axes:
-    """What divides the rows of x [rows, T, ...] where it meets matrices; all of `fsdp`'s devices have them if these are `weight_stationary`."""
+    """What divides the rows of x [rows, T, ...] where it meets matrices; all of `fsdp`'s devices have them if
+    these are `weight_stationary`."""
     if config.mesh is None:
         return None
     axes = ("data",) if config.weight_stationary else BATCH
@@ -179,8 +187,8 @@ def shard_batch(config: ModelConfig, x: jax.Array, *, features: Axes = None) -> 
 
 
 def product_by_rows(config: ModelConfig, x: jax.Array, by: str | None) -> jax.Array:
-    """Inside a program: x [rows, T, outputs of a matrix] by rows, and its outputs by the axis `by`; they are brought together from where a
-    matrix that is `weight_stationary` has them made."""
+    """Inside a program: x [rows, T, outputs of a matrix] by rows, and its outputs by the axis `by`; they are
+    brought together from where a matrix that is `weight_stationary` has them made."""
     made = (
         shard_batch(config, x, features=("fsdp",) if by is None else (by, "fsdp"))
         if config.weight_stationary

@@ -1,7 +1,7 @@
 """The training programs: forward, forward and backward into an accumulator, and one Adam step.
 
-Each compiles once per training shape, whatever the loss, its settings, the adapter's rank or the optimizer's settings.
-Pass host numpy for everything that changes from call to call.
+Each compiles once per training shape, whatever the loss, its settings, the adapter's rank or the optimizer's
+settings. Pass host numpy for everything that changes from call to call.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ from skyrl_tx_server.training.packing import PackedBatch
 CHUNKS = 16
 MIN_CHUNK_ENTRIES = 64
 MAX_CHUNK_LOGITS = 1 << 26
-"""The head takes a batch's entries in chunks, so that their logits [E, V] never lie in memory whole: a sixteenth of them at a time, and
-at most this many numbers (256 MiB in float32)."""
+"""The head takes a batch's entries in chunks, so that their logits [E, V] never lie in memory whole: a
+sixteenth of them at a time, and at most this many numbers (256 MiB in float32)."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
-    """A `PackedBatch` as the device sees it: streams [R, T] and entries [R, E]. With K targets per position, which is a program of its
-    own, targets and weights are [R, E, K] and the other two loss inputs [R, E, 1]."""
+    """A `PackedBatch` as the device sees it: streams [R, T] and entries [R, E]. With K targets per position,
+    which is a program of its own, targets and weights are [R, E, K] and the other two loss inputs [R, E,
+    1]."""
 
     tokens: ArrayLike  # int32
     positions: ArrayLike  # int32
@@ -92,7 +93,8 @@ def train_batch(packed: PackedBatch) -> TrainBatch:
 
 
 def adam_scalars(settings: AdamSettings) -> np.ndarray:
-    """The settings as one float32 array [6], in the order of their fields: each array that goes to a program takes time of its own."""
+    """The settings as one float32 array [6], in the order of their fields: each array that goes to a program
+    takes time of its own."""
     return np.array(astuple(settings), np.float32)
 
 
@@ -124,7 +126,8 @@ def forward_backward(
 ) -> tuple[Adapter, TokenOutputs]:
     """`grad_sum` and this batch's gradient, added; losses are summed over tokens, as Tinker defines them.
 
-    Nothing is donated: `grad_sum` may be what a model goes back to when the operation fails, or the zeros that every model begins with.
+    Nothing is donated: `grad_sum` may be what a model goes back to when the operation fails, or the zeros
+    that every model begins with.
     """
 
     def run_layers(layers: tuple[LayerAdapter, ...]) -> jax.Array:
@@ -161,10 +164,12 @@ def forward(
 def adam_step(
     adapter: Adapter, gradient: Adapter, state: AdamState, mask: Adapter, settings: ArrayLike
 ) -> tuple[Adapter, AdamState, jax.Array]:
-    """One Adam step with decoupled weight decay. Nothing is donated: whoever finds the new adapter unfit still has the old one.
+    """One Adam step with decoupled weight decay. Nothing is donated: whoever finds the new adapter unfit
+    still has the old one.
 
-    `mask` is the adapter's `trainable_mask`: what it leaves out counts neither in the norm nor in the update. `settings` are
-    `adam_scalars`. The report is [2] float32: the gradient's norm before clipping, and 1 if every number of the new adapter is finite.
+    `mask` is the adapter's `trainable_mask`: what it leaves out counts neither in the norm nor in the update.
+    `settings` are `adam_scalars`. The report is [2] float32: the gradient's norm before clipping, and 1 if
+    every number of the new adapter is finite.
     """
     learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm = jnp.asarray(settings)
     grads = jax.tree.map(jnp.multiply, gradient, mask)
@@ -220,7 +225,7 @@ def adam_from_arrays(
     )
 
 
-# --- the head, a chunk of entries at a time --------------------------------------------------------------------------
+# --- the head, a chunk of entries at a time
 
 
 def _entry_states(
@@ -267,8 +272,9 @@ def _head_gradient(
 ) -> tuple[TokenOutputs, jax.Array, LoraWeights]:
     """Outputs, gradient on `hidden`, and gradient on the head's adapter.
 
-    The loss is a sum of functions of one entry's logprob, so a chunk's gradient is complete as soon as its logits are there:
-    two passes over the head weight instead of the three of recomputing logits in the backward pass, and one where nothing trains.
+    The loss is a sum of functions of one entry's logprob, so a chunk's gradient is complete as soon as its
+    logits are there: two passes over the head weight instead of the three of recomputing logits in the
+    backward pass, and one where nothing trains.
     """
 
     def differentiate(chunk: _Chunk) -> tuple[LoraWeights, jax.Array, jax.Array, jax.Array]:

@@ -1,4 +1,5 @@
-"""Checkpoints to PEFT and Hugging Face and back: what leaves is what was trained, and every mistake is one line."""
+"""Checkpoints to PEFT and Hugging Face and back: what leaves is what was trained, and every mistake is one
+line."""
 
 from __future__ import annotations
 

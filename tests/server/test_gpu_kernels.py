@@ -116,7 +116,8 @@ def test_tree_kernels_and_loop_have_equal_values_and_gradients(
 
 
 def test_a_row_attends_to_its_pages_alone() -> None:
-    """Shared pages, a row of length 0, a part of a page, one that is not of any row and NaN beyond every row's end."""
+    """Shared pages, a row of length 0, a part of a page, one that is not of any row and NaN beyond every
+    row's end."""
     heads, kv_heads, head_dim, page = 6, 2, 24, 16
     tables = np.array([[0, 1, 2, 5], [0, 1, 3, 5], [4, 5, 5, 5], [5, 5, 5, 5], [3, 2, 1, 0]], np.int32)
     lengths = np.array([48, 37, 1, 0, 64], np.int32)
@@ -162,7 +163,8 @@ def reference(
 
 
 def test_a_sequence_does_not_depend_on_those_sharing_its_pages() -> None:
-    """Six rows share two parts and some of a third, one has their first part alone, one is nobody's and one is too long to be cut alike."""
+    """Six rows share two parts and some of a third, one has their first part alone, one is nobody's and one
+    is too long to be cut alike."""
     heads, kv_heads, head_dim, page, width = 8, 2, 16, 16, 150
     tables = np.arange(9 * width, dtype=np.int32).reshape(9, width)
     tables[1:6, :20], tables[6, :8] = tables[0, :20], tables[0, :8]
@@ -198,7 +200,8 @@ def test_a_sequence_does_not_depend_on_those_sharing_its_pages() -> None:
 def test_prefill_attention_of_kernel_and_loop_are_equal(
     heads: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three prompts of different lengths, one of them begun before and NaN where it ends, and a block of padding."""
+    """Three prompts of different lengths, one of them begun before and NaN where it ends, and a block of
+    padding."""
     monkeypatch.setattr(paged_kernel, "MANY_TILES", many)
     cache = KVCache(keys=normal(0, 2, 12, 2, 24, PAGE_SIZE), values=normal(1, 2, 12, 2, PAGE_SIZE, 24))
     q = normal(2, 5, PREFILL_TILE, heads, 24)
@@ -241,7 +244,8 @@ def test_grouped_products_equal_each_tile_times_its_expert(
 
 
 def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the second layer of a stack: values and gradients under one adapter, and values where each row has one of a bank's."""
+    """Of the second layer of a stack: values and gradients under one adapter, and values where each row has
+    one of a bank's."""
     hidden, width, count, rank, choice = 32, 16, 5, 2, Experts(count=5, per_token=2, normalized=True)
     x = normal(0, 3, 7, hidden)
     routed = experts.route(choice, experts.Router(normal(1, count, hidden)), x)
@@ -300,7 +304,8 @@ def test_decode_attention_over_pages_equals_that_over_segments() -> None:
 def test_a_server_with_the_kernel_samples_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A group, and a sample of another prompt beside it; the group's prompt is read for several members at once."""
+    """A group, and a sample of another prompt beside it; the group's prompt is read for several members at
+    once."""
     model_dir = make_model(
         tmp_path / "model", replace(TINY, max_position_embeddings=1200, head_dim=16)
     )  # as the kernels take them

@@ -1,4 +1,5 @@
-"""Several devices compute what one does. They are virtual ones, which jax must be told of before it starts: hence a process of its own.
+"""Several devices compute what one does. They are virtual ones, which jax must be told of before it starts:
+hence a process of its own.
 
 `scripts/check_mesh.py` holds whole servers on more meshes against one device.
 """

@@ -1,4 +1,5 @@
-"""Qwen3 with a sliding window in some layers, against Hugging Face transformers (scripts/make_reference_fixtures.py)."""
+"""Qwen3 with a sliding window in some layers, against Hugging Face transformers
+(scripts/make_reference_fixtures.py)."""
 
 import json
 from collections.abc import Iterator

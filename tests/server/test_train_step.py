@@ -51,7 +51,8 @@ def gradient(
     adapter: Adapter | None = None,
     grad_sum: Adapter | None = None,
 ) -> tuple[Adapter, float, tuple[np.ndarray, ...]]:
-    """(accumulated gradient, summed loss, logprobs per datum) of one request, micro-batch by micro-batch as the executor runs it."""
+    """(accumulated gradient, summed loss, logprobs per datum) of one request, micro-batch by micro-batch as
+    the executor runs it."""
     adapter = adapter or tiny_qwen3.adapter()
     grad_sum = grad_sum or jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     if (add_term := LOSSES[loss_fn].add_sequence_term) is not None:
@@ -135,7 +136,8 @@ def tensors(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]
 def test_gradients_match_differences_of_the_float64_reference(
     loss_fn: LossFn, config: dict[str, float]
 ) -> None:
-    """Along each parameter's own gradient the loss must rise by that gradient's norm; the loss is the reference's, not ours."""
+    """Along each parameter's own gradient the loss must rise by that gradient's norm; the loss is the
+    reference's, not ours."""
     adapter = tiny_qwen3.adapter()
     data = tiny_qwen3.data((30, 20), weights=loss_fn is LossFn.CROSS_ENTROPY)
     start = logprobs_of(adapter, data)
@@ -287,7 +289,8 @@ def test_two_calls_add_up_and_one_batch_equals_its_micro_batches() -> None:
 
 
 def test_a_group_with_one_prompt_trains_as_its_members_alone() -> None:
-    """Within 1e-5: the prompt is computed once, its gradient is the sum over the group; its end trains too, with weights of its own."""
+    """Within 1e-5: the prompt is computed once, its gradient is the sum over the group; its end trains too,
+    with weights of its own."""
     random = np.random.default_rng(3)
     prompt, common = (
         random.integers(0, CONFIG.vocab_size, 90),
@@ -372,7 +375,8 @@ def test_the_head_never_holds_every_logit_at_once() -> None:
 
 
 def numpy_adam(value, grads_per_step, settings: AdamSettings):
-    """Adam with decoupled weight decay and global-norm clipping in float64 (Loshchilov and Hutter, arXiv:1711.05101)."""
+    """Adam with decoupled weight decay and global-norm clipping in float64 (Loshchilov and Hutter,
+    arXiv:1711.05101)."""
     value = [np.asarray(leaf, np.float64) for leaf in value]
     first, second = ([np.zeros_like(leaf) for leaf in value] for _ in range(2))
     norms = []

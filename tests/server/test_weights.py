@@ -77,9 +77,7 @@ def test_a_missing_or_misshapen_tensor_is_one_clear_line(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(np.int8, "I8"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")])
-def test_eight_bit_weights_without_quantization_are_refused(
-    tmp_path, dtype, name: str
-) -> None:
+def test_eight_bit_weights_without_quantization_are_refused(tmp_path, dtype, name: str) -> None:
     config = load_model_config(FIXTURES / "tied")
     tensors = {
         key: value.astype(dtype) for key, value in load_file(FIXTURES / "tied" / "model.safetensors").items()

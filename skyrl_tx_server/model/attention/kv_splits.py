@@ -1,8 +1,10 @@
-"""Which sequences of a decode batch read which KV pages together (cascade attention, Juravsky et al., arXiv:2402.05099).
+"""Which sequences of a decode batch read which KV pages together (cascade attention, Juravsky et al.,
+arXiv:2402.05099).
 
-The pages of a sequence are divided into parts. A part that several sequences share, as the members of a group share their prompt, is read
-once for several of them. The division depends on the length of the sequence alone, so the result of a sequence does not depend on the
-other sequences. The host computes the splits once per dispatch of decode steps.
+The pages of a sequence are divided into parts. A part that several sequences share, as the members of a group
+share their prompt, is read once for several of them. The division depends on the length of the sequence
+alone, so the result of a sequence does not depend on the other sequences. The host computes the splits once
+per dispatch of decode steps.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from skyrl_tx_server.model.shapes import PAGE_SIZE
 MIN_PART, MAX_PARTS = 8, 16
 """A part has at least MIN_PART pages. The size doubles until a sequence has at most MAX_PARTS parts."""
 MIN_QUERIES, MIN_TOGETHER = 16, 4
-"""A matrix product on a GPU takes at least MIN_QUERIES queries, and a split at least MIN_TOGETHER sequences."""
+"""A matrix product on a GPU takes at least MIN_QUERIES queries, and a split at least MIN_TOGETHER
+sequences."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVSplits:
-    """N splits for each of the batch's devices. A split is one part of up to R sequences on that device, which share its pages."""
+    """N splits for each of the batch's devices. A split is one part of up to R sequences on that device,
+    which share its pages."""
 
     rows: ArrayLike  # [devices * N, R] int32, indices of sequences on the device, padded with -1
     part: ArrayLike  # [devices * N] int32, the part's number
@@ -65,7 +69,8 @@ def max_parts(pages: int) -> int:
 def kv_splits_of(
     tables_BW: np.ndarray, lengths_B: np.ndarray, *, group: int, devices: int = 1, page: int = PAGE_SIZE
 ) -> KVSplits:
-    """Return the splits of sequences with these block tables and lengths, an equal share of them on each device; `group` queries per KV head.
+    """Return the splits of sequences with these block tables and lengths, an equal share of them on each
+    device; `group` queries per KV head.
 
     >>> found = stretches_of(np.array([[1, 2], [1, 2], [3, 4]]), np.array([128, 128, 70]), group=4)
     >>> found.counts, found.rows[:2].tolist(), found.end[:2]

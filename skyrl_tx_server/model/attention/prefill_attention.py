@@ -1,8 +1,9 @@
-"""Attention of prefill: tiles of prompts over the KV pages of their prompts, which already hold the keys and values of the tiles.
+"""Attention of prefill: tiles of prompts over the KV pages of their prompts, which already hold the keys and
+values of the tiles.
 
-The keys are read in the same groups of pages whichever tokens are computed together, so neither the other prompts of a batch nor the
-boundaries of prefill chunks change a bit of the result. (Keys and values that a decode step wrote differ from those of prefill in the last
-bits.)
+The keys are read in the same groups of pages whichever tokens are computed together, so neither the other
+prompts of a batch nor the boundaries of prefill chunks change a bit of the result. (Keys and values that a
+decode step wrote differ from those of prefill in the last bits.)
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def _attend_where_pages_lie(
     blocks: PrefillTiles,
     q: jax.Array,
 ) -> jax.Array:
-    """Each device computes the tiles whose pages it holds, and the sum over devices gives all tiles. One device holds all pages of a tile."""
+    """Each device computes the tiles whose pages it holds, and the sum over devices gives all tiles. One
+    device holds all pages of a tile."""
     tables, here = own_pages(config, cache, jnp.asarray(blocks.tables))
     mine = here[:, 0] & (jnp.asarray(blocks.lengths) > 0)
     own = PrefillTiles(
@@ -79,7 +81,8 @@ def _attend_where_pages_lie(
 def _attend_here(
     spec: AttentionSpec, cache: KVCache, layer: jax.Array, blocks: PrefillTiles, q: jax.Array
 ) -> jax.Array:
-    """Run the kernel on NVIDIA's devices; elsewhere, and for heads and windows that it does not support, run the loop."""
+    """Run the kernel on NVIDIA's devices; elsewhere, and for heads and windows that it does not support, run
+    the loop."""
     if spec.sliding_window is not None or not reads_as_they_lie(q.shape[-1]):
         return attend_by_loop(spec, cache, layer, blocks, q)
     kernel, loop = partial(attend_by_kernel, spec), partial(attend_by_loop, spec)
@@ -121,7 +124,8 @@ def attend_by_loop(
     )  # padding sees what is there
 
     def of(rows: int) -> jax.Array:
-        """Attend with the queries of each tile, or, if all tiles belong to one prompt, with all queries together."""
+        """Attend with the queries of each tile, or, if all tiles belong to one prompt, with all queries
+        together."""
         own = q.reshape(rows, -1, *q.shape[2:])
         return _attend(
             spec, cache, layer, own, tables[:rows], last_seen.reshape(rows, -1), ends.max()
@@ -141,7 +145,8 @@ def _attend(
     last_seen: jax.Array,
     end: jax.Array,
 ) -> jax.Array:
-    """q [M, T, H, hd] over the pages of M prompts, whose positions up to `last_seen` [M, T] each query sees; none lies behind `end`."""
+    """q [M, T, H, hd] over the pages of M prompts, whose positions up to `last_seen` [M, T] each query sees;
+    none lies behind `end`."""
     (rows, length), kv_heads = q.shape[:2], cache.keys.shape[2]
     grouped = q.reshape(rows, length, kv_heads, -1, q.shape[-1]).transpose(0, 2, 1, 3, 4)
     at_once = PAGES_AT_ONCE * PAGE_SIZE
@@ -169,7 +174,8 @@ def _attend(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Attended:
-    """The state of a softmax to the base of two over some of the keys, for T queries of G heads per key-value head K of M prompts; float32."""
+    """The state of a softmax to the base of two over some of the keys, for T queries of G heads per key-value
+    head K of M prompts; float32."""
 
     highest: jax.Array  # [M, K, T, G]
     total: jax.Array  # [M, K, T, G]

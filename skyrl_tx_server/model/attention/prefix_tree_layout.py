@@ -12,7 +12,8 @@ from skyrl_tx_server.model.lora.lora_math import ArrayLike
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeLayout:
-    """The layout arrays of `training.packing.PackedBatch`, with a leading axis of streams R; each stream has N tiles."""
+    """The layout arrays of `training.packing.PackedBatch`, with a leading axis of streams R; each stream has
+    N tiles."""
 
     ends: ArrayLike  # [R, T] int32
     key_blocks: ArrayLike  # [R, N, N] int32
