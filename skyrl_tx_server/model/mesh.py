@@ -1,5 +1,4 @@
-"""Several devices that share one model: their axes, what lies where, and the constraints that keep programs
-to it.
+"""A mesh of devices that share one model: its axes, the sharding of arrays, and constraints for programs.
 
     axis     divides                                                     and so holds
     data     the rows of a batch                                         everything else once per device
@@ -7,11 +6,11 @@ to it.
     tensor   heads, the perceptron's width, the vocabulary               a part of every matrix and of the cache
     expert   a mixture's experts                                         some experts, and their adapters
 
-Training gathers what `fsdp` divides of a layer before its products, which is less than what its many tokens
-make; sampling leaves matrices where they lie (`weight_stationary`) and sends its few tokens round.
+Training gathers the matrices of a layer that `fsdp` divides before its products, because they are smaller than the
+activations of its tokens. Sampling leaves matrices in place (`weight_stationary`) and sends its few tokens.
 
-An adapter lies on every device, its experts' factors beside their experts. With `config.mesh` None everything
-here is the identity.
+Every device holds an adapter, except the factors of experts, which are on the devices of their experts. If
+`config.mesh` is None, all functions here are the identity.
 
 The devices may be those of several processes, as many of each: the first axes divide the processes, the last
 ones each one's devices.
@@ -100,7 +99,7 @@ def place(
 
 
 def replicate(config: ModelConfig, array: jax.Array | np.ndarray) -> jax.Array:
-    """The whole array on every device."""
+    """Copy the whole array to every device."""
     return put(array, None if config.mesh is None else NamedSharding(config.mesh, PartitionSpec()))
 
 
@@ -131,7 +130,7 @@ def to_host[Tree](tree: Tree) -> Tree:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """What a tree of arrays, or of their shapes, takes on each device."""
+    """Return the bytes that a tree of arrays, or of their shapes, takes on each device."""
 
     def of(leaf: Any) -> int:
         return (
@@ -143,14 +142,13 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def weight_stationary(config: ModelConfig) -> ModelConfig:
-    """For a program of few tokens, which go to the matrices where `fsdp` has put them; it then divides
-    products, as `tensor` does. If matrices were gathered, all weights would go to all devices at every decode
-    step."""
+    """Return the config for a program of few tokens: matrices stay on the devices where `fsdp` placed them, and
+    `fsdp` divides products as `tensor` does. With gathered matrices all weights would be sent at every decode step."""
     return replace(config, weight_stationary=config.mesh is not None)
 
 
 def gathers(config: ModelConfig) -> bool:
-    """Whether `fsdp` divides matrices that are brought together for their products."""
+    """Whether `fsdp` divides matrices that must be gathered for their products."""
     return config.mesh is not None and not config.weight_stationary and config.mesh.shape["fsdp"] > 1
 
 
@@ -198,17 +196,17 @@ def product_by_rows(config: ModelConfig, x: jax.Array, by: str | None) -> jax.Ar
 
 
 def keep_replicated[Tree](config: ModelConfig, tree: Tree) -> Tree:
-    """Inside a program: a tree of arrays lies whole on every device, as `replicate` has it."""
+    """Inside a program: replicate a tree of arrays on every device."""
     return jax.tree.map(lambda leaf: constrain(config.mesh, leaf, PartitionSpec()), tree)
 
 
 def shard_map_over[**Inputs, Output](
     config: ModelConfig, function: Callable[Inputs, Output], in_specs: Any, out_specs: Any
 ) -> Callable[Inputs, Output]:
-    """`function` run by every device on what lies there, as the specs of its inputs and outputs say."""
+    """Return `function` as every device runs it on its shards, which the specs of inputs and outputs describe."""
     return jax.shard_map(function, mesh=config.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def constrain(mesh: Mesh | None, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Inside a program: x lies as `spec` says."""
+    """Inside a program: constrain x to `spec`."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

@@ -1,7 +1,7 @@
-"""A model as pure functions over stacked weights: one layer body for training, prefill and decode.
+"""A model as pure functions over stacked weights. Training, prefill and decoding share one layer function.
 
-The three differ in how a token attends, so `layer` takes that as a callback. Weights are kept in the
-checkpoint's dtype; norms, rotary angles, softmax and logits are computed in float32.
+They differ in how a token attends, so `layer` takes attention as a callback. Weights have the dtype of the
+checkpoint; norms, rotary angles, softmax and logits are computed in float32.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Params:
 
 
 class Remat(StrEnum):
-    """What the backward pass recomputes. Memory falls and time rises down the list."""
+    """What the backward pass recomputes, in the order of less memory and more time."""
 
     NOTHING = "nothing"
     ACTIVATIONS = "activations"  # norms, rotary, silu and attention again; matmul results kept
@@ -58,8 +58,8 @@ class Remat(StrEnum):
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
-    """Random weights: norms one, matrices normal with standard deviation 0.02. Call it jitted, it is many
-    small operations otherwise."""
+    """Return random weights: norms are one, matrices normal with standard deviation 0.02. Call it inside jax.jit,
+    because it consists of many small operations."""
     stacks = stacks_of(config)
     *keys, embed_key, head_key = jax.random.split(key, sum(len(stack.weights) for stack in stacks) + 2)
     remaining = iter(keys)
@@ -130,7 +130,7 @@ def cut_stack(config: ModelConfig, stack: LayerParams) -> tuple[LayerParams, Lay
 
 
 def by_layer(config: ModelConfig, params: Params) -> list[LayerParams]:
-    """The weights of each layer."""
+    """Return the weights of each layer."""
     layers = []
     for stack in params.layers:
         cut, whole = cut_stack(config, stack)
@@ -202,7 +202,7 @@ def head_of(params: Params) -> jax.Array:
 
 
 def with_gathered_head(config: ModelConfig, params: Params) -> Params:
-    """For a program that makes many products with the head, of some entries each."""
+    """Gather the head once, for a program that multiplies it with many chunks."""
     if not gathers(config):
         return params
     return replace(params, **gathered(config, {"head": VOCABULARY}, {"head": head_of(params)}))
