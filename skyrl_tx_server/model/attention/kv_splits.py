@@ -42,7 +42,7 @@ class KVSplits:
 def queries_per_sequence(group: int) -> int:
     """Return the queries of a key-value head with `group` queries, rounded up to a power of two.
 
-    >>> queries_per_row(1), queries_per_row(5)
+    >>> queries_per_sequence(1), queries_per_sequence(5)
     (1, 8)
     """
     return 1 << (group - 1).bit_length()
@@ -51,7 +51,7 @@ def queries_per_sequence(group: int) -> int:
 def sequences_per_split(group: int) -> int:
     """Return the number of sequences in a split if a key-value head has `group` queries.
 
-    >>> [rows_together(group) for group in (1, 2, 4, 8)]
+    >>> [sequences_per_split(group) for group in (1, 2, 4, 8)]
     [16, 8, 4, 4]
     """
     return max(MIN_TOGETHER, MIN_QUERIES // queries_per_sequence(group))
@@ -72,8 +72,8 @@ def kv_splits_of(
     """Return the splits of sequences with these block tables and lengths, an equal share of them on each
     device; `group` queries per KV head.
 
-    >>> found = stretches_of(np.array([[1, 2], [1, 2], [3, 4]]), np.array([128, 128, 70]), group=4)
-    >>> found.counts, found.rows[:2].tolist(), found.end[:2]
+    >>> splits = kv_splits_of(np.array([[1, 2], [1, 2], [3, 4]]), np.array([128, 128, 70]), group=4)
+    >>> splits.counts, splits.rows[:2].tolist(), splits.end[:2]
     (array([2], dtype=int32), [[0, 1, -1, -1], [2, -1, -1, -1]], array([128,  70], dtype=int32))
     """
     shares = zip(np.split(tables_BW, devices), np.split(lengths_B, devices), strict=True)
