@@ -113,7 +113,7 @@ class ModelConfig:
         None  # then the one key-value head is the latent vector beside the rotated key
     )
     mesh: Mesh | None = None  # the devices that share it, see `mesh.py`; None: one device
-    weight_stationary: bool = False  # on a mesh, within a program: see `mesh.at_rest`
+    weight_stationary: bool = False  # on a mesh, within a program: see `mesh.weight_stationary`
 
     @property
     def tensor_shards(self) -> int:

@@ -337,7 +337,7 @@ def test_a_server_with_the_kernel_samples_the_same_tokens(
         return splits
 
     monkeypatch.setattr(model_runner, "on_gpu", lambda: True)
-    monkeypatch.setattr(decode_batch, "stretches_of", noted)
+    monkeypatch.setattr(decode_batch, "kv_splits_of", noted)
     monkeypatch.setattr(
         decode_attention, "paged_attention", lambda *args, scale, interpret: INTERPRETED(*args, scale=scale)
     )

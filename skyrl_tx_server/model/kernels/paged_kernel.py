@@ -1,6 +1,6 @@
 """Attention over pages of keys and values for a GPU: Pallas kernels, compiled by Triton.
 
-Decoding: a program takes one stretch of pages after the other (`page_stretches`) and attends for the queries
+Decoding: a program processes one KV split after the other (`kv_splits`) and attends for the queries
 of one key-value head of all rows that have it in common. Long rows keep more of the device busy than they
 have heads, since each of their parts is a stretch (FlashDecoding), and a prompt that a group shares is read
 once for several of its members, whose queries fill up a matrix product that one row's would not. What a row
