@@ -1,13 +1,15 @@
-"""Whether the sampler and the trainer agree in bfloat16: the KL divergence per token of what the engine samples and what it recomputes.
+"""Whether the sampler and the trainer agree in bfloat16: the KL divergence per token of what the engine
+samples and what it recomputes.
 
     taskset -c 0,1 python -m scripts.check_bf16
     python -m scripts.check_bf16 layers=36 hidden=2560 heads=32 kv_heads=8      # on an accelerator
     NPROC=32 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m scripts.check_bf16 fsdp_parallel=8
 
-A random Qwen3 with an adapter that training has moved far from zero; its final norm is scaled so that it is as sure of the next token as a
-trained model is. Samples come through the engine, some alone, some as a group, some continuing an earlier turn; `forward` then scores them.
-With d = trainer's - sampler's log-probability the estimate is the mean of exp(d) - 1 - d over sampled tokens (Schulman, "Approximating KL
-Divergence", k3). Exits with 1 where it is above 1e-4.
+A random Qwen3 with an adapter that training has moved far from zero; its final norm is scaled so that it is
+as sure of the next token as a trained model is. Samples come through the engine, some alone, some as a group,
+some continuing an earlier turn; `forward` then scores them. With d = trainer's - sampler's log-probability
+the estimate is the mean of exp(d) - 1 - d over sampled tokens (Schulman, "Approximating KL Divergence", k3).
+Exits with 1 where it is above 1e-4.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Holds an exported adapter and a merged model against `peft`, in two steps, because torch is not in our environment.
+"""Holds an exported adapter and a merged model against `peft`, in two steps, because torch is not in our
+environment.
 
     .venv/bin/python scripts/check_export.py write BASE_MODEL_DIR DIR [train_mlp=false]    # our side: adapter, merged model, our logits
     PEFT_PYTHON scripts/check_export.py read DIR                         # torch's side: prints the differences, exit status 1 over 1e-4
 
-train_mlp=false is for DeepSeek-V3, of whose perceptrons peft 0.21 under transformers 5 loads the routed experts' factors alone.
-PEFT_PYTHON is a Python 3.11 with torch==2.13.0 transformers==5.23.0 peft safetensors.
+train_mlp=false is for DeepSeek-V3, of whose perceptrons peft 0.21 under transformers 5 loads the routed
+experts' factors alone. PEFT_PYTHON is a Python 3.11 with torch==2.13.0 transformers==5.23.0 peft safetensors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ RANK = 4
 
 
 def write(base: Path, directory: Path, *, train_mlp: bool) -> int:
-    """A random adapter of `base` exported and merged by our commands, and the logits of our own forward pass."""
+    """A random adapter of `base` exported and merged by our commands, and the logits of our own forward
+    pass."""
     from skyrl_tx_server.engine.operations import LoraSpec
     from skyrl_tx_server.export import main
     from skyrl_tx_server.files.base_model import fingerprint

@@ -1,16 +1,16 @@
-"""Compiles for NVIDIA H200s that need not be there, down to machine code: a training step at Qwen3-4B's shapes, prefill passes, a decode
-block, and the paged kernel.
+"""Compiles for NVIDIA H200s that need not be there, down to machine code: a training step at Qwen3-4B's
+shapes, prefill passes, a decode block, and the paged kernel.
 
     uv venv --python 3.12 CUDA
     uv pip install --python CUDA/bin/python -c requirements.txt '.[server,gpu]'
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=. CUDA/bin/python -W ignore -m scripts.check_gpu
     ... -m scripts.check_gpu model=32b layers=2 fsdp_parallel=8     # each of eight
 
-Prints how long each takes to compile, what XLA allots beside its inputs, where a host is asked how to go on, the longest message between
-devices, and which of our kernels are in it. With
-XLA_FLAGS="--xla_dump_to=DIR --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*" their PTX lies in DIR, for `ptxas -v -arch=sm_90a` to count
-registers and spills.
-Nothing is run: that the kernels are right is shown by `tests/server/test_gpu_kernels.py`, in Pallas' interpreter.
+Prints how long each takes to compile, what XLA allots beside its inputs, where a host is asked how to go on,
+the longest message between devices, and which of our kernels are in it. With XLA_FLAGS="--xla_dump_to=DIR
+--xla_gpu_dump_llvmir --xla_dump_emitter_re=.*" their PTX lies in DIR, for `ptxas -v -arch=sm_90a` to count
+registers and spills. Nothing is run: that the kernels are right is shown by
+`tests/server/test_gpu_kernels.py`, in Pallas' interpreter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Makes tests/fixtures/{qwen3,families}: tiny random models with Hugging Face's logits, and LoRA gradients by torch autograd.
+"""Makes tests/fixtures/{qwen3,families}: tiny random models with Hugging Face's logits, and LoRA gradients by
+torch autograd.
 
 The server is tested against these files, so that its tests need no torch. Rebuild them with Python 3.11 and
 torch==2.13.0 transformers==5.23.0 safetensors:
@@ -168,7 +169,8 @@ def main(output: Path) -> None:
 
 
 def make_model(config: PreTrainedConfig, directory: Path, *, sharded: bool) -> None:
-    """A model whose norms are not all one and whose biases are not zero, so that a forgotten one would show."""
+    """A model whose norms are not all one and whose biases are not zero, so that a forgotten one would
+    show."""
 
     def weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
         yield from model.named_parameters()
@@ -239,7 +241,8 @@ def use_old_rope_keys(path: Path) -> None:
 
 
 def save_lora_gradients(model: PreTrainedModel, directory: Path) -> None:
-    """A random adapter under PEFT's names, and the gradient of the weighted cross-entropy sum of two sequences."""
+    """A random adapter under PEFT's names, and the gradient of the weighted cross-entropy sum of two
+    sequences."""
     model.requires_grad_(False)
     adapter: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
@@ -284,7 +287,8 @@ def save_lora_gradients(model: PreTrainedModel, directory: Path) -> None:
 
 
 class Adapted(torch.nn.Module):
-    """All experts' matrices [E, out, in] plus their factors' products; `factors` are of the parts of `out`, (A, B) of each expert."""
+    """All experts' matrices [E, out, in] plus their factors' products; `factors` are of the parts of `out`,
+    (A, B) of each expert."""
 
     def __init__(self, factors: list[list[tuple[torch.Tensor, torch.Tensor]]], rank: int) -> None:
         super().__init__()
@@ -296,7 +300,8 @@ class Adapted(torch.nn.Module):
 
 
 def adapt_experts(name: str, module: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
-    """Random factors of every expert under PEFT's names, added to the stacked matrices that transformers 5 keeps them in."""
+    """Random factors of every expert under PEFT's names, added to the stacked matrices that transformers 5
+    keeps them in."""
     found: dict[str, torch.Tensor] = {}
     for field, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
         count, outputs, inputs = getattr(module, field).shape

@@ -5,7 +5,7 @@
 #
 # MODEL is a Hugging Face id or directory (default Qwen/Qwen3-4B), TENSOR_PARALLEL the devices that share each layer (default 1).
 # fsdp_parallel=, data_parallel= and expert_parallel= use more; coordinator_address=, num_processes=, process_id= and
-# cluster_key_file= those of several hosts: docs/models-and-devices.md. Further options: python -m skyrl_tx_server --help
+# cluster_key_file= those of several hosts: docs/devices.md. Further options: python -m skyrl_tx_server --help
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh

@@ -1,10 +1,11 @@
 """Checkpoints out to PEFT and Hugging Face, and PEFT adapters back in.
 
-    python -m skyrl_tx_server.export adapter checkpoint=tinker://... output=DIR
-    python -m skyrl_tx_server.export merge checkpoint=tinker://... base_model=DIR output=DIR
-    python -m skyrl_tx_server.export import adapter=DIR base_model=DIR checkpoint=tinker://NEW_RUN/weights/NAME
+    python -m skyrl_tx_server.export adapter checkpoint=tinker://... output=DIR python -m
+skyrl_tx_server.export merge checkpoint=tinker://... base_model=DIR output=DIR python -m
+skyrl_tx_server.export import adapter=DIR base_model=DIR checkpoint=tinker://NEW_RUN/weights/NAME
 
-No server need run, and a running one is not disturbed. Further options (checkpoints_dir=, dtype=, ...): `adapter --help` and so on.
+No server need run, and a running one is not disturbed. Further options (checkpoints_dir=, dtype=, ...):
+`adapter --help` and so on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What many adapters cost: 32 models training in turn against one, 4 active adapters in a decode batch against one, an optimizer step.
+"""What many adapters cost: 32 models training in turn against one, 4 active adapters in a decode batch
+against one, an optimizer step.
 
 taskset -c 0,1 python -m scripts.bench.adapters
 """

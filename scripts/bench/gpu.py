@@ -1,11 +1,13 @@
-"""The engine on one GPU against what the hardware allows: decoding, prefill, LoRA training, shared beginnings, adapters, the host's part.
+"""The engine on one GPU against what the hardware allows: decoding, prefill, LoRA training, shared
+beginnings, adapters, the host's part.
 
     . scripts/gpu_flags.sh && python -m scripts.bench.gpu model=4b
     python -m scripts.bench.gpu model=8b hf=PYTHON      # with torch for CUDA; give JAX less memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.6
     taskset -c 0,1 python -m scripts.bench.gpu model=tiny rows=4 context=256 train_length=256      # no GPU: proves the script
 
-Qwen3's shapes with random weights made here in the dtype they run in. Nothing is timed but the executor's own calls. The ceilings are what
-an H200 was measured to reach: 4.3 TB/s and 790 TFLOP/s in bfloat16. What must be moved and computed at least:
+Qwen3's shapes with random weights made here in the dtype they run in. Nothing is timed but the executor's own
+calls. The ceilings are what an H200 was measured to reach: 4.3 TB/s and 790 TFLOP/s in bfloat16. What must be
+moved and computed at least:
 
     decode step    weights once, and each row's keys and values          bytes = 2 N + sum of contexts * 4 L K hd
     prefill        per token                                              2 N + 2 L H hd T

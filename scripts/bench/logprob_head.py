@@ -2,7 +2,8 @@
 
     taskset -c 0,1 python -m scripts.bench.logprob_head
 
-A model of one narrow layer, so that the head is all there is; memory is what the compiler plans, which no load changes.
+A model of one narrow layer, so that the head is all there is; memory is what the compiler plans, which no
+load changes.
 """
 
 from __future__ import annotations

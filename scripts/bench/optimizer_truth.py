@@ -2,8 +2,9 @@
 
     python -m scripts.bench.optimizer_truth
 
-Reads two training checkpoints, before and after an optimizer step. An entry has an update where Adam's moments give one that float32 can
-add to it, half its last place or more. What bfloat16 masters would have kept of the same step is printed beside it.
+Reads two training checkpoints, before and after an optimizer step. An entry has an update where Adam's
+moments give one that float32 can add to it, half its last place or more. What bfloat16 masters would have
+kept of the same step is printed beside it.
 """
 
 from __future__ import annotations

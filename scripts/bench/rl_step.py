@@ -1,4 +1,5 @@
-"""A whole RL step against both peers: 2 groups of 8, prompt 512, 3 turns of 48 observed and 32 sampled tokens, then one update.
+"""A whole RL step against both peers: 2 groups of 8, prompt 512, 3 turns of 48 observed and 32 sampled
+tokens, then one update.
 
 taskset -c 0,1 python -m scripts.bench.rl_step hf=PYTHON tx=PYTHON
 """

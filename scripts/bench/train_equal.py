@@ -1,4 +1,5 @@
-"""forward_backward of 8 sequences of 512 tokens, against both peers, without and with recomputation of activations.
+"""forward_backward of 8 sequences of 512 tokens, against both peers, without and with recomputation of
+activations.
 
 taskset -c 0,1 python -m scripts.bench.train_equal hf=PYTHON tx=PYTHON
 """

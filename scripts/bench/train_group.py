@@ -1,9 +1,11 @@
-"""forward_backward of one GRPO group (prompt 512, 8 responses of 128): its prompt computed once against once per member.
+"""forward_backward of one GRPO group (prompt 512, 8 responses of 128): its prompt computed once against once
+per member.
 
     taskset -c 0,1 python -m scripts.bench.train_group
 
-Flat is the same work on a group whose members differ in their first token. Exactness: the group in one request and one member per
-request, which leaves nothing to share, must give the same summed loss and gradient norm.
+Flat is the same work on a group whose members differ in their first token. Exactness: the group in one
+request and one member per request, which leaves nothing to share, must give the same summed loss and gradient
+norm.
 """
 
 from __future__ import annotations

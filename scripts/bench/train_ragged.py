@@ -1,8 +1,10 @@
-"""forward_backward of 32 ragged sequences: packed rows against one bucket for all, and against skyrl-tx, which pads so.
+"""forward_backward of 32 ragged sequences: packed rows against one bucket for all, and against skyrl-tx,
+which pads so.
 
     taskset -c 0,1 python -m scripts.bench.train_ragged tx=PYTHON
 
-The lengths are lognormal, mean 286, longest 1,025. One bucket is our own engine given every sequence padded to the longest.
+The lengths are lognormal, mean 286, longest 1,025. One bucket is our own engine given every sequence padded
+to the longest.
 """
 
 from __future__ import annotations

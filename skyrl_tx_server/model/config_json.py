@@ -16,7 +16,8 @@ DEFAULT_ROPE_THETA = 10_000.0  # Hugging Face's, when config.json names none
 
 
 def load_model_config(model_dir: Path) -> ModelConfig:
-    """Read config.json (and the stop tokens of generation_config.json). Raises ConfigError for what no family here computes."""
+    """Read config.json (and the stop tokens of generation_config.json). Raises ConfigError for what no family
+    here computes."""
     path = model_dir / "config.json"
     raw = _read_json(path)
     model_type = raw.get("model_type")

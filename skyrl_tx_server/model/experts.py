@@ -1,11 +1,13 @@
-"""A mixture of experts: each token goes through the few that its router chooses, grouped so that each expert's tokens are matrix products.
+"""A mixture of experts: the router chooses a few experts for each token, and tokens are sorted so that each
+expert multiplies matrices.
 
-Assignments (a token and one of its experts) are sorted by expert and laid out in blocks that belong to one expert each; a loop over the
-blocks in use multiplies each by its expert's weight. Neither the program nor its memory grows with the number of experts, and no token is
-dropped. `jax.lax.ragged_dot` computes the same, but where XLA has no kernel for it every token meets every expert: 17x slower on a CPU
-(64 experts, 4,096 rows, 256 x 256). Example, blocks of 2, experts a b c:
+Assignments (a token and one of its experts) are sorted by expert into tiles that belong to one expert each. A
+loop over the tiles in use multiplies each by the weight of its expert. Neither the program nor its memory
+grows with the number of experts, and no token is dropped. `jax.lax.ragged_dot` computes the same, but without
+a kernel XLA multiplies every token by every expert: 17 times slower on a CPU (64 experts, 4,096 tokens, 256 x
+256). Example with tiles of 2 and experts a, b, c:
 
-    assignments  b a b b c   ->   blocks  a . | b b | b . | c .
+    assignments  b a b b c   ->   tiles  a . | b b | b . | c .
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from skyrl_tx_server.model.model_config import ExpertGroups, Experts, ModelConfi
 
 MIN_EXPERT_TILE, MAX_EXPERT_TILE = 8, 128
 TINY = 1e-20
-"""Kept from a division by zero where every chosen score is zero."""
+"""Added to the sum of the chosen scores, so that it is not zero."""
 
 
 def expert_weights(config: ModelConfig) -> dict[str, Weight]:
@@ -84,7 +86,7 @@ def add_experts(
         params["down"],
     )
     modules = None if adapter is None else (adapter["gate_up"], adapter["down"])
-    mix, layer = partial(_mix, config.experts), params.get(STACK_INDEX)
+    mix, layer = partial(mix_experts, config.experts), params.get(STACK_INDEX)
     if config.experts.shared:
         x = x + mlp(config, normed, params, adapter, prefix="shared_")
     if config.mesh is None:
@@ -113,7 +115,8 @@ class Router(NamedTuple):
 
 
 def route(experts: Experts, router: Router, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(weights in x's dtype, experts) of x [B, T, D], both [B, T, per_token]; softmax and sigmoid in float32."""
+    """(weights in x's dtype, experts) of x [B, T, D], both [B, T, per_token]; softmax and sigmoid in
+    float32."""
     tokens = x.reshape(-1, x.shape[-1])
     if experts.groups is None:
         scores = jax.nn.softmax((tokens @ router.weight.T).astype(jnp.float32), axis=-1)
@@ -139,7 +142,7 @@ def _within_groups(groups: ExpertGroups, scores: jax.Array) -> jax.Array:
     return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
-def _mix(
+def mix_experts(
     experts: Experts,
     x: jax.Array,
     routed: tuple[jax.Array, jax.Array],
@@ -151,11 +154,13 @@ def _mix(
     first: jax.Array | int = 0,
     fsdp: str | None = None,
 ) -> jax.Array:
-    """The weighted outputs [B, T, D] of the experts whose weights `gate_up` [E, 2F, D] and `down` [E, D, F] are, `first` being the first,
-    for x as `route` says. With a `layer` both are stacked over layers. `fsdp` is the mesh's axis that divides the outputs of both, if any:
-    those of the first are brought together, those of the second stay.
+    """The weighted outputs [B, T, D] of the experts whose weights `gate_up` [E, 2F, D] and `down` [E, D, F]
+    are, `first` being the first, for x as `route` says. With a `layer` both are stacked over layers. `fsdp`
+    is the mesh's axis that divides the outputs of both, if any: those of the first are brought together,
+    those of the second stay.
 
-    The adapter's modules are one for the batch (A [E, in, ...]), or all LoRA slots with their indices (A [S, L, E, in, ...]).
+    The adapter's modules are one for the batch (A [E, in, ...]), or all LoRA slots with their indices (A [S,
+    L, E, in, ...]).
     """
     count, offset = gate_up.shape[-3], 0 if layer is None else layer * gate_up.shape[-3]
     gate_up, down = (jnp.reshape(matrices, (-1, *matrices.shape[-2:])) for matrices in (gate_up, down))
@@ -164,21 +169,21 @@ def _mix(
     local = chosen.reshape(-1) - first
     indices = None if modules is None else modules[0].indices
     assigned = jnp.arange(local.size) // experts.per_token
-    block = _block_size(local.size, experts.count)
+    block = tile_size(local.size, experts.count)
     if modules is None or indices is None:
-        layout, slot = _lay_out(local, count, block=block), None
+        layout, slot = lay_out_tiles(local, count, block=block), None
         own_experts = layout.groups
     else:  # a tile has one LoRA slot; for the kernels padding costs nothing
         num_slots = modules[0].a.shape[0]
         groups = local * num_slots + jnp.asarray(indices.slots)[assigned // length]
-        layout = _lay_out(groups, count * num_slots, block=block if on_gpu() else 1)
+        layout = lay_out_tiles(groups, count * num_slots, block=block if on_gpu() else 1)
         own_experts, slot = layout.groups // num_slots, layout.groups % num_slots
     blocks = layout.fill(tokens[assigned])
     deltas = None
     if modules is not None:
         deltas = [partial(low_rank_deltas, module=_of_tiles(module, own_experts, slot)) for module in modules]
 
-    both = _block_products(blocks, gate_up, own_experts + offset, layout.used)
+    both = tile_products(blocks, gate_up, own_experts + offset, layout.used)
     gate, up = jnp.split(
         both if fsdp is None else jax.lax.all_gather(both, fsdp, axis=-1, tiled=True), 2, axis=-1
     )
@@ -186,7 +191,7 @@ def _mix(
         gate_delta, up_delta = deltas[0](blocks)
         gate, up = gate + gate_delta, up + up_delta
     inner = jax.nn.silu(gate) * up
-    outputs = _block_products(inner, down, own_experts + offset, layout.used)
+    outputs = tile_products(inner, down, own_experts + offset, layout.used)
     if deltas is not None:
         outputs = outputs + deltas[1](inner)[0]
     per_token = layout.take(outputs).reshape(batch, length, experts.per_token, -1)
@@ -203,7 +208,7 @@ def _shared_mix(
     modules: tuple[LoraWeights, LoraWeights] | None,
     layer: jax.Array | None,
 ) -> jax.Array:
-    """`_mix` on one of several devices, each of which has some experts and some columns of theirs."""
+    """`mix_experts` on one of several devices, each of which has some experts and some columns of theirs."""
     first = jax.lax.axis_index("expert") * gate_up.shape[-3]
     return jax.lax.psum(
         mix(x, routed, gate_up, down, modules, layer, first=first, fsdp=fsdp), ("expert", "tensor")
@@ -213,7 +218,8 @@ def _shared_mix(
 def _module_specs(
     modules: tuple[LoraWeights, LoraWeights], rows: Axes, fsdp: str | None
 ) -> tuple[LoraWeights, LoraWeights]:
-    """A PartitionSpec in every leaf's place: B is divided like its weight's outputs, which are its last axis, A like its inputs."""
+    """A PartitionSpec in every leaf's place: B is divided like its weight's outputs, which are its last axis,
+    A like its inputs."""
     slot_axes = () if modules[0].indices is None else (None, None)
 
     def of(module: LoraWeights, inputs: str | None, outputs: str | None) -> LoraWeights:
@@ -232,17 +238,18 @@ def _module_specs(
     return of(modules[0], None, "tensor"), of(modules[1], "tensor", fsdp)
 
 
-# --- blocks ---------------------------------------------------------------------------------------------------------
+# --- blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Layout:
-    """Where each of R assignments lies in `len(groups)` blocks; those of other devices' experts lie nowhere."""
+class TileLayout:
+    """The place of each of R assignments in `len(groups)` tiles; assignments to experts of other devices have
+    none."""
 
     block: int
-    groups: jax.Array  # [blocks] int32, whose block it is
-    places: jax.Array  # [R] int32; beyond the last block: nowhere
-    used: jax.Array  # [] int32, blocks that hold anything
+    groups: jax.Array  # [tiles] int32, the group of each tile
+    places: jax.Array  # [R] int32; beyond the last tile: no place
+    used: jax.Array  # [] int32, tiles that hold assignments
 
     def fill(self, rows: jax.Array) -> jax.Array:
         """[R, n] -> [blocks, block, n], zeros between."""
@@ -251,12 +258,13 @@ class _Layout:
         return empty.at[self.places].set(rows, mode="drop").reshape(count, self.block, -1)
 
     def take(self, blocks: jax.Array) -> jax.Array:
-        """[blocks, block, n] -> [R, n], zeros for what lies nowhere."""
+        """[blocks, block, n] -> [R, n], zeros for assignments without a place."""
         return blocks.reshape(-1, blocks.shape[-1]).at[self.places].get(mode="fill", fill_value=0)
 
 
-def _block_size(assignments: int, experts: int) -> int:
-    """About what an expert gets: smaller blocks make more products, larger ones more padding."""
+def tile_size(assignments: int, experts: int) -> int:
+    """Return about the number of assignments of an expert: smaller tiles make more products, larger ones more
+    padding."""
     return min(
         max(
             MIN_EXPERT_TILE,
@@ -266,8 +274,9 @@ def _block_size(assignments: int, experts: int) -> int:
     )
 
 
-def _lay_out(local_R: jax.Array, count: int, *, block: int) -> _Layout:
-    """Lay assignments to the groups 0 .. count - 1 out in blocks of one group each; any other number belongs to another device."""
+def lay_out_tiles(local_R: jax.Array, count: int, *, block: int) -> TileLayout:
+    """Lay out assignments to the groups 0 .. count - 1 in tiles of one group each; any other number belongs
+    to another device."""
     assignments = local_R.shape[0]
     groups = jnp.where((local_R >= 0) & (local_R < count), local_R, count)
     sizes = jnp.bincount(groups, length=count + 1)[:count]
@@ -285,11 +294,12 @@ def _lay_out(local_R: jax.Array, count: int, *, block: int) -> _Layout:
         .set(jnp.where(group < count, starts[group] + within, blocks * block))
     )
     owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(blocks), side="right"), count - 1)
-    return _Layout(block=block, groups=owners, places=places, used=ends[-1])
+    return TileLayout(block=block, groups=owners, places=places, used=ends[-1])
 
 
 def _of_tiles(module: LoraWeights, experts: jax.Array, slot: jax.Array | None) -> LoraWeights:
-    """Return the factors of each tile, every leaf with a leading axis of tiles. `slot` [tiles] is the LoRA slot, if `module` has slots."""
+    """Return the factors of each tile, every leaf with a leading axis of tiles. `slot` [tiles] is the LoRA
+    slot, if `module` has slots."""
     if slot is None:
         return LoraWeights(a=module.a[experts], b=tuple(b[experts] for b in module.b), scale=module.scale)
     at = (slot, module.layer, experts)
@@ -301,15 +311,16 @@ def _of_tiles(module: LoraWeights, experts: jax.Array, slot: jax.Array | None) -
 
 
 @jax.custom_vjp
-def _block_products(blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array) -> Any:
-    """blocks [n, block, in] through weight[experts] [n, out, in], for the first `used` blocks; zeros beyond. `weight` takes no gradient."""
+def tile_products(blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array) -> Any:
+    """blocks [n, block, in] through weight[experts] [n, out, in], for the first `used` blocks; zeros beyond.
+    `weight` takes no gradient."""
     return _products(blocks, weight, experts, used, transposed=False)
 
 
 def _products(
     blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array, *, transposed: bool
 ) -> jax.Array:
-    """A kernel on NVIDIA's devices, elsewhere a loop."""
+    """Run the kernel on NVIDIA's devices and a loop on others."""
     weight = jnp.asarray(weight)
 
     def loop(blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array) -> jax.Array:
@@ -329,7 +340,7 @@ def _products(
 
 def _products_forward(blocks, weight, experts, used):
     assert not weight.perturbed, "the base model's experts are frozen: only their adapters are trained"
-    return _block_products(blocks.value, weight.value, experts.value, used.value), (
+    return tile_products(blocks.value, weight.value, experts.value, used.value), (
         weight.value,
         experts.value,
         used.value,
@@ -343,4 +354,4 @@ def _products_backward(saved: tuple[jax.Array, jax.Array, jax.Array], gradient: 
     return _products(gradient, weight, experts, used, transposed=True), None, None, None
 
 
-_block_products.defvjp(_products_forward, _products_backward, symbolic_zeros=True)
+tile_products.defvjp(_products_forward, _products_backward, symbolic_zeros=True)

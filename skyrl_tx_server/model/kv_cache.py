@@ -1,11 +1,11 @@
-"""Keys and values of sequences that are being sampled, or may be continued, in pages of PAGE positions (Kwon et al., arXiv:2309.06180).
+"""The KV cache: keys and values in pages of PAGE_SIZE positions (Kwon et al., arXiv:2309.06180).
 
-Which pages a sequence has, and in which order, says its table, a row of page numbers that `pages` keeps on the host. Sequences that begin
-alike may have pages in common; nobody writes into a page that others read. Heads come before positions, because a decode step reads one
-head's positions in a row.
+The host keeps a block table for each sequence: the numbers of its pages in order. Sequences with a common prefix
+may share pages; a shared page is never written. Heads come before positions in memory, because a decode step reads
+the positions of one head consecutively.
 
-On several devices each of the batch's devices has an equal share of the pages, numbered one after the other, and the first page of each
-share belongs to nobody: what is to be written nowhere goes there.
+On a mesh each of the batch's devices has an equal share of the pages, numbered consecutively. The first page of
+each share is the null page: writes that must have no effect go there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class KVCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Keys and values of n consecutive positions, of one layer, for each of B rows; stacked over layers where it says so."""
+    """Keys and values of n consecutive positions of one layer for each of B sequences, or stacked over layers."""
 
     keys: jax.Array  # [B, K, hd, n]
     values: jax.Array  # [B, K, n, hd]
@@ -54,13 +54,14 @@ EACH_ROW = PartitionSpec(None, "tensor")
 def segment_of(k: jax.Array, v: jax.Array) -> Segment:
     """A segment from a layer's keys and values [B, T, K, hd].
 
-    Values are made finite: a page's next owner masks what is left in it by a weight of zero, and zero times NaN is NaN.
+    Values are made finite: attention masks the rest of a page by a weight of zero, and zero times NaN is NaN.
     """
     return Segment(keys=k.transpose(0, 2, 3, 1), values=jnp.nan_to_num(v.transpose(0, 2, 1, 3)))
 
 
 def stacked(segments: Sequence[Segment]) -> Segment:
-    """Layer by layer: as one concatenation it would be computed anew wherever it is read, and take as long to compile as all layers."""
+    """Stack the segments of all layers, one update per layer. XLA would recompute one concatenation wherever it is
+    read, and compile it for as long as all layers."""
     whole = jax.tree.map(lambda leaf: jnp.zeros((len(segments), *leaf.shape), leaf.dtype), segments[0])
     for index, segment in enumerate(segments):
         whole = jax.tree.map(
@@ -72,7 +73,7 @@ def stacked(segments: Sequence[Segment]) -> Segment:
 
 
 def page_bytes(config: ModelConfig, dtype: np.dtype) -> int:
-    """Of one page of all layers."""
+    """Return the bytes of one page of all layers."""
     return (
         2 * config.num_layers * config.num_kv_heads * PAGE_SIZE * config.head_dim * np.dtype(dtype).itemsize
     )
@@ -91,14 +92,15 @@ def empty_cache(*, config: ModelConfig, pages: int, dtype: np.dtype) -> KVCache:
 
 
 def keep_cache(config: ModelConfig, cache: KVCache) -> KVCache:
-    """Inside a program: the cache stays where it is."""
+    """Inside a program: keep the sharding of the cache."""
     return jax.tree.map(lambda leaf: constrain(config.mesh, leaf, PAGES), cache)
 
 
 def read_rows(
     config: ModelConfig, cache: KVCache, tables_BW: ArrayLike, ends: Sequence[int]
 ) -> list[list[Segment]]:
-    """By layer, each row's positions up to the last of `ends` (multiples of PAGE), in segments that end there."""
+    """Return for each layer the cached positions of each sequence, in segments that end at `ends` (multiples of
+    PAGE_SIZE)."""
     read = partial(_read_own_rows, config, ends)
     if config.mesh is not None:
         read = shard_map_over(config, read, (PAGES, PartitionSpec(BATCH)), ROWS)
@@ -114,8 +116,8 @@ def write_layer(
     starts_B: ArrayLike,
     counts_B: ArrayLike,
 ) -> KVCache:
-    """Put the first `counts_B` positions of each row of `new`, which is one layer's, at position `starts_B` of the rows that `tables_BW`
-    describes."""
+    """Write the first `counts_B` positions of `new`, one layer's, at position `starts_B` of the sequences with the
+    block tables `tables_BW`."""
     write = partial(_write_own_layer, config)
     if config.mesh is not None:
         write = shard_map_over(
@@ -136,8 +138,9 @@ def write_rows(
     *,
     scatter: bool = False,
 ) -> KVCache:
-    """Put the first `counts_B` positions of each row of `new`, stacked over layers, at position `starts_B` of the rows of `tables_BW`: page
-    by page, or with `scatter` number by number in one operation, for a GPU, whose host would run the loops."""
+    """Write the first `counts_B` positions of `new`, stacked over layers, at position `starts_B` of the sequences
+    with the block tables `tables_BW`. The default loops over pages; `scatter` is one operation, for a GPU, where the
+    host would run the loop."""
     write, rows = partial(_scatter_own_rows if scatter else _write_own_rows, config), PartitionSpec(BATCH)
     if config.mesh is not None:
         write = shard_map_over(config, write, (PAGES, STACKED_ROWS, rows, rows, rows), PAGES)
@@ -145,18 +148,18 @@ def write_rows(
 
 
 def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: ArrayLike) -> KVCache:
-    """Pages into pages, from the first of each pair to the second, one after the other; a pair of -1 and all after it are none."""
+    """Copy pages one after the other, from the first of each pair to the second. A pair of -1 ends the list."""
     copy = partial(_copy_own_pages, config)
     if config.mesh is not None:
         copy = shard_map_over(config, copy, (PAGES, EVERYWHERE), PAGES)
     return copy(cache, jnp.asarray(copies_C2))
 
 
-# --- on one device, or on one of several: the pages that lie there ----------------------------------------------------
+# --- on one device, or on one of several: the pages that lie there
 
 
 def own_pages(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(where a page lies here, or else the page that is nobody's; whether it does)"""
+    """Return (the local number of each page, or the null page if another device holds it; whether it is local)."""
     own = page if config.mesh is None else page - jax.lax.axis_index(BATCH) * cache.keys.shape[1]
     here = (own >= 0) & (own < cache.keys.shape[1])
     return jnp.where(here, own, 0), here
@@ -183,7 +186,7 @@ def _read_own_rows(
 
 
 def read_pages(cache: KVCache, layer: ArrayLike, own_BP: jax.Array) -> Segment:
-    """One layer's positions in the given pages of each row."""
+    """Return one layer's positions in the given pages of each sequence."""
     keys, values = (
         cache.keys[layer, own_BP],
         cache.values[layer, own_BP],
@@ -234,7 +237,7 @@ def _places(
     starts_B: jax.Array,
     counts_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """(page, place in it) [B, n] of each new position; nobody's page for those that do not count."""
+    """Return (page, position in the page) [B, n] of each new position; the null page for those beyond `counts_B`."""
     own, _ = own_pages(config, cache, tables_BW)
     columns = jnp.arange(new.keys.shape[-1])
     positions = starts_B[:, None] + columns

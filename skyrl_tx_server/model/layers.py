@@ -53,8 +53,8 @@ def packed_attention(
 ) -> jax.Array:
     """Causal attention of q [B, T, H, hd] over k, v [B, T, K, hd], each token within its own segment.
 
-    A long sequence is computed in blocks of queries: a block reads only the keys before its end, and the backward pass
-    recomputes its probabilities, so the scores [T, T] are never in memory as a whole.
+    A long sequence is computed in blocks of queries: a block reads only the keys before its end, and the
+    backward pass recomputes its probabilities, so the scores [T, T] are never in memory as a whole.
     """
     length = q.shape[1]
     block = min(max(MIN_QUERY_BLOCK, -(-length // QUERY_BLOCKS)), MAX_QUERY_BLOCK)
@@ -115,7 +115,8 @@ def _inverse_frequencies(rope: RopeSpec) -> np.ndarray:
 
 
 def _llama3_frequencies(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
-    """Keep what turns `high_freq_factor` times or more within the original length, slow what turns `low_freq_factor` times or less."""
+    """Keep what turns `high_freq_factor` times or more within the original length, slow what turns
+    `low_freq_factor` times or less."""
     turns = scaling.original_max_position_embeddings * plain / np.float32(2 * math.pi)
     kept = np.clip(
         (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1

@@ -1,4 +1,4 @@
-"""Several devices that share one model: their axes, what lies where, and the constraints that keep programs to it.
+"""A mesh of devices that share one model: its axes, the sharding of arrays, and constraints for programs.
 
     axis     divides                                                     and so holds
     data     the rows of a batch                                         everything else once per device
@@ -6,12 +6,14 @@
     tensor   heads, the perceptron's width, the vocabulary               a part of every matrix and of the cache
     expert   a mixture's experts                                         some experts, and their adapters
 
-Training gathers what `fsdp` divides of a layer before its products, which is less than what its many tokens make; sampling leaves matrices
-where they lie (`weight_stationary`) and sends its few tokens round.
+Training gathers the matrices of a layer that `fsdp` divides before its products, because they are smaller than the
+activations of its tokens. Sampling leaves matrices in place (`weight_stationary`) and sends its few tokens.
 
-An adapter lies on every device, its experts' factors beside their experts. With `config.mesh` None everything here is the identity.
+Every device holds an adapter, except the factors of experts, which are on the devices of their experts. If
+`config.mesh` is None, all functions here are the identity.
 
-The devices may be those of several processes, as many of each: the first axes divide the processes, the last ones each one's devices.
+The devices may be those of several processes, as many of each: the first axes divide the processes, the last
+ones each one's devices.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def on_gpu() -> bool:
 
 
 def check_device() -> None:
-    """ConfigError on NVIDIA's devices before Ampere, for which Triton compiles nothing: a server would start and fail every request."""
+    """ConfigError on NVIDIA's devices before Ampere, for which Triton compiles nothing: a server would start
+    and fail every request."""
     device = jax.local_devices()[0]
     major = str(getattr(device, "compute_capability", "")).partition(".")[0]
     if on_gpu() and major.isdigit() and int(major) < OLDEST_GPU:
@@ -96,12 +99,13 @@ def place(
 
 
 def replicate(config: ModelConfig, array: jax.Array | np.ndarray) -> jax.Array:
-    """The whole array on every device."""
+    """Copy the whole array to every device."""
     return put(array, None if config.mesh is None else NamedSharding(config.mesh, PartitionSpec()))
 
 
 def put(tree: Any, shardings: Any) -> Any:
-    """A tree of arrays, which is the same in every process, to where `shardings` (a tree like it, one for all, or None) say."""
+    """A tree of arrays, which is the same in every process, to where `shardings` (a tree like it, one for
+    all, or None) say."""
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
 
@@ -126,7 +130,7 @@ def to_host[Tree](tree: Tree) -> Tree:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """What a tree of arrays, or of their shapes, takes on each device."""
+    """Return the bytes that a tree of arrays, or of their shapes, takes on each device."""
 
     def of(leaf: Any) -> int:
         return (
@@ -138,20 +142,21 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def weight_stationary(config: ModelConfig) -> ModelConfig:
-    """For a program of few tokens, which go to the matrices where `fsdp` has put them; it then divides products, as `tensor` does. If
-    matrices were gathered, all weights would go to all devices at every decode step."""
+    """Return the config for a program of few tokens: matrices stay on the devices where `fsdp` placed them, and
+    `fsdp` divides products as `tensor` does. With gathered matrices all weights would be sent at every decode step."""
     return replace(config, weight_stationary=config.mesh is not None)
 
 
 def gathers(config: ModelConfig) -> bool:
-    """Whether `fsdp` divides matrices that are brought together for their products."""
+    """Whether `fsdp` divides matrices that must be gathered for their products."""
     return config.mesh is not None and not config.weight_stationary and config.mesh.shape["fsdp"] > 1
 
 
 def gathered(
     config: ModelConfig, specs: Mapping[str, PartitionSpec], leaves: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Inside a program: matrices that lie as `specs` say without `fsdp`'s division, unless they are `weight_stationary`."""
+    """Inside a program: matrices that lie as `specs` say without `fsdp`'s division, unless they are
+    `weight_stationary`."""
     if not gathers(config):
         return dict(leaves)
     return {
@@ -166,7 +171,8 @@ def _without_fsdp(axes: Axes) -> Axes:
 
 
 def batch_axes(config: ModelConfig, rows: int) -> Axes:
-    """What divides the rows of x [rows, T, ...] where it meets matrices; all of `fsdp`'s devices have them if these are `weight_stationary`."""
+    """What divides the rows of x [rows, T, ...] where it meets matrices; all of `fsdp`'s devices have them if
+    these are `weight_stationary`."""
     if config.mesh is None:
         return None
     axes = ("data",) if config.weight_stationary else BATCH
@@ -179,8 +185,8 @@ def shard_batch(config: ModelConfig, x: jax.Array, *, features: Axes = None) -> 
 
 
 def product_by_rows(config: ModelConfig, x: jax.Array, by: str | None) -> jax.Array:
-    """Inside a program: x [rows, T, outputs of a matrix] by rows, and its outputs by the axis `by`; they are brought together from where a
-    matrix that is `weight_stationary` has them made."""
+    """Inside a program: x [rows, T, outputs of a matrix] by rows, and its outputs by the axis `by`; they are
+    brought together from where a matrix that is `weight_stationary` has them made."""
     made = (
         shard_batch(config, x, features=("fsdp",) if by is None else (by, "fsdp"))
         if config.weight_stationary
@@ -190,17 +196,17 @@ def product_by_rows(config: ModelConfig, x: jax.Array, by: str | None) -> jax.Ar
 
 
 def keep_replicated[Tree](config: ModelConfig, tree: Tree) -> Tree:
-    """Inside a program: a tree of arrays lies whole on every device, as `replicate` has it."""
+    """Inside a program: replicate a tree of arrays on every device."""
     return jax.tree.map(lambda leaf: constrain(config.mesh, leaf, PartitionSpec()), tree)
 
 
 def shard_map_over[**Inputs, Output](
     config: ModelConfig, function: Callable[Inputs, Output], in_specs: Any, out_specs: Any
 ) -> Callable[Inputs, Output]:
-    """`function` run by every device on what lies there, as the specs of its inputs and outputs say."""
+    """Return `function` as every device runs it on its shards, which the specs of inputs and outputs describe."""
     return jax.shard_map(function, mesh=config.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def constrain(mesh: Mesh | None, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Inside a program: x lies as `spec` says."""
+    """Inside a program: constrain x to `spec`."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

@@ -31,7 +31,8 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's context extension with Hugging Face's parameter names: slow rotations are slowed by `factor`, fast ones are kept."""
+    """Llama 3.1's context extension with Hugging Face's parameter names: slow rotations are slowed by
+    `factor`, fast ones are kept."""
 
     factor: float
     low_freq_factor: float
@@ -50,7 +51,8 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """A mixture of experts in place of each layer's perceptron; `intermediate_size` is then the width of one expert."""
+    """A mixture of experts in place of each layer's perceptron; `intermediate_size` is then the width of one
+    expert."""
 
     count: int
     per_token: int
@@ -63,7 +65,8 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertGroups:
-    """DeepSeek-V3's choice (arXiv:2412.19437, 2.1.2): scores are sigmoids; a bias that balances the load counts in the choice alone."""
+    """DeepSeek-V3's choice (arXiv:2412.19437, 2.1.2): scores are sigmoids; a bias that balances the load
+    counts in the choice alone."""
 
     count: int
     per_token: int  # the experts chosen lie in so many groups, those whose two best sum highest
@@ -72,7 +75,8 @@ class ExpertGroups:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (arXiv:2405.04434): one latent vector per token holds the keys and values of all heads.
+    """Multi-head latent attention (arXiv:2405.04434): one latent vector per token holds the keys and values
+    of all heads.
 
     The names are those of Hugging Face's DeepseekV3Config.
     """
@@ -109,7 +113,7 @@ class ModelConfig:
         None  # then the one key-value head is the latent vector beside the rotated key
     )
     mesh: Mesh | None = None  # the devices that share it, see `mesh.py`; None: one device
-    weight_stationary: bool = False  # on a mesh, within a program: see `mesh.at_rest`
+    weight_stationary: bool = False  # on a mesh, within a program: see `mesh.weight_stationary`
 
     @property
     def tensor_shards(self) -> int:
@@ -157,9 +161,11 @@ class ModelConfig:
 
 
 def yarn_context(config: ModelConfig, length: int) -> ModelConfig:
-    """The same model with YaRN by the smallest whole factor that reaches `length` tokens; unchanged where its own limit does.
+    """The same model with YaRN by the smallest whole factor that reaches `length` tokens; unchanged where its
+    own limit does.
 
-    Qwen3's model cards reach 131,072 tokens so, with factor 4 over 32,768. Raises ConfigError for a model that is stretched already.
+    Qwen3's model cards reach 131,072 tokens so, with factor 4 over 32,768. Raises ConfigError for a model
+    that is stretched already.
     """
     if length <= config.context_length:
         return config

@@ -14,12 +14,14 @@ ATTENTION_TILE = 128
 """Tokens that attend together in training and scoring. The lengths of a training stream and of a scored text are multiples."""
 SMALLER_SHAPES = 2
 PREFILL_TILE = 64
-"""Tokens of a prompt that attend together: what a prompt has beyond its cached tokens is cut into such tiles."""
+"""Tokens of a prompt that attend together: what a prompt has beyond its cached tokens is cut into such
+tiles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillShapes:
-    """How many blocks, of one prompt or of several, are computed together in a pass: each number is a program."""
+    """How many blocks, of one prompt or of several, are computed together in a pass: each number is a
+    program."""
 
     short: int
     long: int
@@ -41,7 +43,8 @@ class PrefillShapes:
 CPU_PREFILL = PrefillShapes(short=1, long=4, long_from=3, turn=8)
 """Time goes by the token, a little less so in a long pass."""
 GPU_PREFILL = PrefillShapes(short=4, long=16, long_from=13, turn=16)
-"""A pass reads all weights, which takes an H200 as long as it computes 200 tokens (989 TFLOP/s, 4.8 TB/s, bfloat16); not measured."""
+"""A pass reads all weights, which takes an H200 as long as it computes 200 tokens (989 TFLOP/s, 4.8 TB/s,
+bfloat16); not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +111,8 @@ def score_lengths(max_context_length: int) -> tuple[int, ...]:
 
 
 def segment_ends(max_context_length: int) -> tuple[int, ...]:
-    """How many positions of its rows a decode block may be compiled to read: whole pages, doubling, up to the context.
+    """How many positions of its rows a decode block may be compiled to read: whole pages, doubling, up to the
+    context.
 
     >>> segment_ends(2000), segment_ends(2048), segment_ends(100)
     ((512, 1024, 2048), (512, 1024, 2048), (128,))

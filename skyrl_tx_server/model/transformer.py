@@ -1,7 +1,7 @@
-"""A model as pure functions over stacked weights: one layer body for training, prefill and decode.
+"""A model as pure functions over stacked weights. Training, prefill and decoding share one layer function.
 
-The three differ in how a token attends, so `layer` takes that as a callback. Weights are kept in the checkpoint's dtype; norms, rotary
-angles, softmax and logits are computed in float32.
+They differ in how a token attends, so `layer` takes attention as a callback. Weights have the dtype of the
+checkpoint; norms, rotary angles, softmax and logits are computed in float32.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ COMPILER_OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
-"""Compiler options of every program that runs a model. bfloat16 is rounded where the program says so, not where a fusion happens to end, so
-that training and sampling, which fuse differently, agree (scripts/check_bf16.py). On a GPU matrix products are cuBLAS's, which read a
-layer's weights where they lie in their stack: for products that XLA makes itself it copies each layer out first, and a matrix beside an
+"""Compiler options of every program that runs a model. bfloat16 is rounded where the program says so, not
+where a fusion happens to end, so that training and sampling, which fuse differently, agree
+(scripts/check_bf16.py). On a GPU matrix products are cuBLAS's, which read a layer's weights where they lie in
+their stack: for products that XLA makes itself it copies each layer out first, and a matrix beside an
 adapter's to make one product of two (scripts/check_gpu.py)."""
 
 
@@ -49,7 +50,7 @@ class Params:
 
 
 class Remat(StrEnum):
-    """What the backward pass recomputes. Memory falls and time rises down the list."""
+    """What the backward pass recomputes, in the order of less memory and more time."""
 
     NOTHING = "nothing"
     ACTIVATIONS = "activations"  # norms, rotary, silu and attention again; matmul results kept
@@ -57,7 +58,8 @@ class Remat(StrEnum):
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
-    """Random weights: norms one, matrices normal with standard deviation 0.02. Call it jitted, it is many small operations otherwise."""
+    """Return random weights: norms are one, matrices normal with standard deviation 0.02. Call it inside jax.jit,
+    because it consists of many small operations."""
     stacks = stacks_of(config)
     *keys, embed_key, head_key = jax.random.split(key, sum(len(stack.weights) for stack in stacks) + 2)
     remaining = iter(keys)
@@ -104,7 +106,8 @@ def layer[Aux](
     ropes: Mapping[RopeSpec, Rope],
     attend: AttendAs[Aux],
 ) -> tuple[jax.Array, Aux]:
-    """One layer of `stack` over x [B, T, D]. `adapter` is its own: one for the batch, or one per row (leaves with a leading B axis)."""
+    """One layer of `stack` over x [B, T, D]. `adapter` is its own: one for the batch, or one per row (leaves
+    with a leading B axis)."""
 
     def attend_and_return(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Aux]:
         attended, aux = attend(stack.attention, q, k, v)
@@ -118,15 +121,16 @@ def layer[Aux](
 
 
 def cut_stack(config: ModelConfig, stack: LayerParams) -> tuple[LayerParams, LayerParams]:
-    """A stack's weights in two, which `layer` takes together: those to be cut into layers, and those to be read where they lie. Matrices of
-    experts are of the second kind, unless they must be gathered: a layer of them may be a gigabyte, of which a slice would be copied."""
+    """A stack's weights in two, which `layer` takes together: those to be cut into layers, and those to be
+    read where they lie. Matrices of experts are of the second kind, unless they must be gathered: a layer of
+    them may be a gigabyte, of which a slice would be copied."""
     whole = {field: leaf for field, leaf in stack.items() if leaf.ndim == 4 and not gathers(config)}
     cut = {field: leaf for field, leaf in stack.items() if field not in whole}
     return cut | ({STACK_INDEX: jnp.arange(_depth(stack))} if whole else {}), whole
 
 
 def by_layer(config: ModelConfig, params: Params) -> list[LayerParams]:
-    """The weights of each layer."""
+    """Return the weights of each layer."""
     layers = []
     for stack in params.layers:
         cut, whole = cut_stack(config, stack)
@@ -137,13 +141,14 @@ def by_layer(config: ModelConfig, params: Params) -> list[LayerParams]:
 
 
 def reads_in_place(config: ModelConfig) -> bool:
-    """Whether a program that runs `by_layer` reads each layer where it lies: on a GPU as said of `COMPILER_OPTIONS`, on a CPU `unstack_layers`."""
+    """Whether a program that runs `by_layer` reads each layer where it lies: on a GPU as said of
+    `COMPILER_OPTIONS`, on a CPU `unstack_layers`."""
     return on_gpu() or (config.mesh is None and jax.default_backend() == "cpu")
 
 
 def unstack_layers(config: ModelConfig, params: Params) -> Params:
-    """The same weights with each layer in a stack of its own, on a CPU, where that costs no memory, for a program that runs `by_layer`: it
-    would copy each out of its stack."""
+    """The same weights with each layer in a stack of its own, on a CPU, where that costs no memory, for a
+    program that runs `by_layer`: it would copy each out of its stack."""
     if config.mesh is not None or jax.default_backend() != "cpu":
         return params
 
@@ -172,7 +177,8 @@ def hidden_states(
     *,
     remat: Remat = Remat.LAYERS,
 ) -> jax.Array:
-    """Final-normed hidden states [B, T, D] of whole sequences; `attend`, as in `Attend`, says which tokens see which."""
+    """Final-normed hidden states [B, T, D] of whole sequences; `attend`, as in `Attend`, says which tokens
+    see which."""
     x = params.embed[tokens_BT]
     ropes = ropes_of(config, positions_BT, x.dtype)
 
@@ -196,14 +202,15 @@ def head_of(params: Params) -> jax.Array:
 
 
 def with_gathered_head(config: ModelConfig, params: Params) -> Params:
-    """For a program that makes many products with the head, of some entries each."""
+    """Gather the head once, for a program that multiplies it with many chunks."""
     if not gathers(config):
         return params
     return replace(params, **gathered(config, {"head": VOCABULARY}, {"head": head_of(params)}))
 
 
 def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
-    """float32 logits [B, T, V] of hidden states [B, T, D]. The adapter is one for the batch or one per row, as in `layer`."""
+    """float32 logits [B, T, V] of hidden states [B, T, D]. The adapter is one for the batch or one per row,
+    as in `layer`."""
     hidden = shard_batch(config, hidden)
     features = shard_batch(config, hidden, features=VOCABULARY[1]) if config.weight_stationary else hidden
     logits = _wide_logits(features, head_of(params))
@@ -214,8 +221,9 @@ def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hi
 
 @jax.custom_vjp
 def _wide_logits(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-    """hidden [B, T, D] @ weight [V, D]ᵀ in float32. The gradient on `hidden` is a product in its own dtype, like every other layer's: in
-    JAX's way the head would be converted to float32 for it, 1.5 GiB of Qwen3-4B's, and multiplied at half the speed or less."""
+    """hidden [B, T, D] @ weight [V, D]ᵀ in float32. The gradient on `hidden` is a product in its own dtype,
+    like every other layer's: in JAX's way the head would be converted to float32 for it, 1.5 GiB of
+    Qwen3-4B's, and multiplied at half the speed or less."""
     return jnp.einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
 
 

@@ -41,11 +41,13 @@ from skyrl_tx_server.model.transformer import Params
 
 PEFT_PREFIX = "base_model.model."
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
-"""What safetensors calls numbers that are weights themselves: 8-bit ones want scales, which nobody here multiplies with."""
+"""What safetensors calls numbers that are weights themselves: 8-bit ones want scales, which nobody here
+multiplies with."""
 
 
 def resolve_model(base_model: str) -> Path:
-    """A local directory for `base_model`: itself, or a download from the hub. Raises ConfigError in one line when there is neither."""
+    """A local directory for `base_model`: itself, or a download from the hub. Raises ConfigError in one line
+    when there is neither."""
     path = Path(base_model).expanduser()
     if path.is_dir():
         return path
@@ -65,7 +67,8 @@ def resolve_model(base_model: str) -> Path:
 
 
 def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) -> Params:
-    """Read a model's safetensors to where the devices want them, in `dtype`. ConfigError when a tensor is missing or misshapen."""
+    """Read a model's safetensors to where the devices want them, in `dtype`. ConfigError when a tensor is
+    missing or misshapen."""
     target = np.dtype(dtype)
     with ExitStack() as files:
         part_of = _reader(model_dir, files)
@@ -143,7 +146,8 @@ def check_divisible(config: ModelConfig, shape: MeshShape, *, max_num_seqs: int)
 
 
 def param_shapes(config: ModelConfig, dtype: np.dtype) -> Params:
-    """What `load_params` returns as shapes that lie where the weights will: enough to plan memory and to compile programs with."""
+    """What `load_params` returns as shapes that lie where the weights will: enough to plan memory and to
+    compile programs with."""
 
     def at(shape: tuple[int, ...], spec: PartitionSpec, kept: np.dtype = dtype) -> Any:
         return jax.ShapeDtypeStruct(
@@ -168,7 +172,8 @@ def param_shapes(config: ModelConfig, dtype: np.dtype) -> Params:
 
 
 def save_model(params: Params, config: ModelConfig, model_dir: Path) -> None:
-    """Write config.json and model.safetensors as Hugging Face reads them (one file; tokenizer files are the caller's)."""
+    """Write config.json and model.safetensors as Hugging Face reads them (one file; tokenizer files are the
+    caller's)."""
     assert config.mesh is None, "a model is made on one device"
     model_dir.mkdir(parents=True, exist_ok=True)
     host = jax.device_get(params)
@@ -198,7 +203,8 @@ def _tensors_of(stack: Stack, weight: Weight, stacked: np.ndarray) -> dict[str, 
 
 
 def adapter_to_arrays(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
-    """PEFT's tensors of an adapter: only trained parts, without the rank padding. `adapter` may also be a gradient or a moment."""
+    """PEFT's tensors of an adapter: only trained parts, without the rank padding. `adapter` may also be a
+    gradient or a moment."""
     host = to_host(adapter)
     arrays: dict[str, np.ndarray] = {}
     for piece in _pieces(host, config, spec):
@@ -212,7 +218,8 @@ def adapter_to_arrays(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> 
 def adapter_from_arrays(
     arrays: Mapping[str, np.ndarray], config: ModelConfig, spec: LoraSpec, max_rank: int
 ) -> Adapter:
-    """The inverse of `adapter_to_arrays`, padded to `max_rank`, in host memory. Raises UserError when a tensor is missing or misshapen."""
+    """The inverse of `adapter_to_arrays`, padded to `max_rank`, in host memory. Raises UserError when a
+    tensor is missing or misshapen."""
     if spec.rank > max_rank:
         raise UserError(
             f"the checkpoint's LoRA rank {spec.rank} is above this server's max_lora_rank={max_rank}: start it with a larger one"
@@ -332,7 +339,8 @@ def _reader(model_dir: Path, files: ExitStack) -> _PartOf:
 def _read_field(
     part_of: _PartOf, prefix: str, weight: Weight, index: tuple[slice, ...], shards: int, expert: int = 0
 ) -> np.ndarray:
-    """A part of one layer's (and expert's) field, [out, in] or [out], in the arrangement that `Weight` describes."""
+    """A part of one layer's (and expert's) field, [out, in] or [out], in the arrangement that `Weight`
+    describes."""
     outputs, *inputs = index
     parts = []
     for name, width, own in _outputs(weight, outputs, shards):

@@ -1,4 +1,5 @@
-"""The formulas of the losses, per token. The loss of a request is the sum over its tokens and sequences, never a mean.
+"""The formulas of the losses, per token. The loss of a request is the sum over its tokens and sequences,
+never a mean.
 
 With lp = log p(target), q the sampler's logprob, A the advantage, w the weight and r = exp(lp - q):
 
@@ -10,11 +11,12 @@ With lp = log p(target), q the sampler's logprob, A the advantage, w the weight 
     gspo                  -min(r' * A, clip(r', low, high) * A)   with   r' = exp(s + lp - stop_gradient(lp))
 
 The s of gspo is one number per sequence, the mean of stop_gradient(lp) - q over its mask (Zheng et al.,
-arXiv:2507.18071, in the token form). It needs every logprob of the sequence before the first loss, so the executor runs
-a forward pass first and passes s in place of q (`LossSpec.add_sequence_term`).
+arXiv:2507.18071, in the token form). It needs every logprob of the sequence before the first loss, so the
+executor runs a forward pass first and passes s in place of q (`LossSpec.add_sequence_term`).
 
-`low` and `high` are absolute bounds on the ratio. The index of the loss and its options are traced values, so a request
-with another loss runs in a program that is already compiled. `engine.loss_spec` describes the inputs and options.
+`low` and `high` are absolute bounds on the ratio. The index of the loss and its options are traced values, so
+a request with another loss runs in a program that is already compiled. `engine.loss_spec` describes the
+inputs and options.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from skyrl_tx_server.engine.loss_spec import LossFn, LossSettings
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 
 MAX_LOG_RATIO = 80.0
-"""Log-ratios are limited to this: exp of more overflows float32, and an infinite ratio times a zero advantage is NaN."""
+"""Log-ratios are limited to this: exp of more overflows float32, and an infinite ratio times a zero advantage
+is NaN."""
 
 jax.tree_util.register_dataclass(
     LossSettings, data_fields=[field.name for field in fields(LossSettings)], meta_fields=[]

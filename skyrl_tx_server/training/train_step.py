@@ -1,7 +1,7 @@
 """The training programs: forward, forward and backward into an accumulator, and one Adam step.
 
-Each compiles once per training shape, whatever the loss, its settings, the adapter's rank or the optimizer's settings.
-Pass host numpy for everything that changes from call to call.
+Each compiles once per training shape, whatever the loss, its settings, the adapter's rank or the optimizer's
+settings. Pass host numpy arrays for everything that changes from call to call.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from skyrl_tx_server.training.train_batch import TrainBatch
 CHUNKS = 16
 MIN_CHUNK_ENTRIES = 64
 MAX_CHUNK_LOGITS = 1 << 26
-"""The head takes a batch's entries in chunks, so that their logits [E, V] never lie in memory whole: a sixteenth of them at a time, and
-at most this many numbers (256 MiB in float32)."""
+"""The head takes a batch's entries in chunks, so that their logits [E, V] never lie in memory whole: a
+sixteenth of them at a time, and at most this many numbers (256 MiB in float32)."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenOutputs:
-    """What a training program returns to the host."""
+    """The outputs of a training program for the host."""
 
     logprobs: (
         jax.Array
@@ -67,7 +67,8 @@ class AdamState:
 
 
 def adam_scalars(settings: AdamSettings) -> np.ndarray:
-    """The settings as one float32 array [6], in the order of their fields: each array that goes to a program takes time of its own."""
+    """The settings as one float32 array [6], in the order of their fields: each array that goes to a program
+    takes time of its own."""
     return np.array(astuple(settings), np.float32)
 
 
@@ -81,7 +82,7 @@ def init_adam(config: ModelConfig, max_rank: int) -> AdamState:
 
 
 def place_adam(config: ModelConfig, state: AdamState) -> AdamState:
-    """From host memory to the devices, moments where the adapter lies."""
+    """Copy the state from host memory to the devices, with the moments sharded like the adapter."""
     first, second = place_adapter(config, state.first), place_adapter(config, state.second)
     return AdamState(step=replicate(config, state.step), first=first, second=second)
 
@@ -97,9 +98,10 @@ def forward_backward(
     config: ModelConfig,
     remat: Remat = Remat.LAYERS,
 ) -> tuple[Adapter, TokenOutputs]:
-    """`grad_sum` and this batch's gradient, added; losses are summed over tokens, as Tinker defines them.
+    """Return `grad_sum` plus the gradient of this batch. Losses are summed over tokens, as Tinker defines them.
 
-    Nothing is donated: `grad_sum` may be what a model goes back to when the operation fails, or the zeros that every model begins with.
+    Nothing is donated: the model returns to `grad_sum` if the operation fails, and all models share the zeros they
+    start from.
     """
 
     def run_layers(layers: tuple[LayerAdapter, ...]) -> jax.Array:
@@ -119,7 +121,7 @@ def forward_backward(
 def forward(
     adapter: Adapter, params: Params, batch: TrainBatch, loss: LossSelection, *, config: ModelConfig
 ) -> TokenOutputs:
-    """The batch's logprobs and summed loss, leaving everything as it was."""
+    """Return the logprobs and the summed loss of the batch."""
     chunks = _chunks(config, _entry_states(config, params, adapter, batch, Remat.NOTHING), batch)
     params = with_gathered_head(config, params)
 
@@ -136,10 +138,12 @@ def forward(
 def adam_step(
     adapter: Adapter, gradient: Adapter, state: AdamState, mask: Adapter, settings: ArrayLike
 ) -> tuple[Adapter, AdamState, jax.Array]:
-    """One Adam step with decoupled weight decay. Nothing is donated: whoever finds the new adapter unfit still has the old one.
+    """Take one Adam step with decoupled weight decay. Nothing is donated, so the caller still has the old adapter if
+    the new one is not finite.
 
-    `mask` is the adapter's `trainable_mask`: what it leaves out counts neither in the norm nor in the update. `settings` are
-    `adam_scalars`. The report is [2] float32: the gradient's norm before clipping, and 1 if every number of the new adapter is finite.
+    `mask` is the adapter's `trainable_mask`: what it leaves out counts neither in the norm nor in the update.
+    `settings` are `adam_scalars`. The report is [2] float32: the gradient's norm before clipping, and 1 if
+    every number of the new adapter is finite.
     """
     learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm = jnp.asarray(settings)
     grads = jax.tree.map(jnp.multiply, gradient, mask)
@@ -168,7 +172,7 @@ def adam_step(
 
 
 def adam_to_arrays(state: AdamState, config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
-    """Optimizer state under names that sit beside an adapter's in one checkpoint."""
+    """Return the optimizer state under names that do not collide with the adapter's in a checkpoint."""
     arrays = {"optimizer.step": np.asarray(to_host(state.step), np.int32)}
     for moment, adapter in (("first", state.first), ("second", state.second)):
         arrays |= {
@@ -195,7 +199,7 @@ def adam_from_arrays(
     )
 
 
-# --- the head, a chunk of entries at a time --------------------------------------------------------------------------
+# --- the head, a chunk of entries at a time
 
 
 def _entry_states(
@@ -236,8 +240,9 @@ def _head_gradient(
 ) -> tuple[TokenOutputs, jax.Array, LoraWeights]:
     """Outputs, gradient on `hidden`, and gradient on the head's adapter.
 
-    The loss is a sum of functions of one entry's logprob, so a chunk's gradient is complete as soon as its logits are there:
-    two passes over the head weight instead of the three of recomputing logits in the backward pass, and one where nothing trains.
+    The loss is a sum of functions of one entry's logprob, so a chunk's gradient is complete as soon as its
+    logits are there: two passes over the head weight instead of the three of recomputing logits in the
+    backward pass, and one where nothing trains.
     """
 
     def differentiate(chunk: _Chunk) -> tuple[LoraWeights, jax.Array, jax.Array, jax.Array]:
@@ -291,7 +296,7 @@ def _nothing_of(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
 
 
 def chunk_entries(entries: int, *, rows: int, vocab_size: int) -> int:
-    """Entries of each of `rows` streams that go through the head together."""
+    """Return how many entries of each of `rows` streams the head computes together."""
     return max(
         1,
         min(max(MIN_CHUNK_ENTRIES, -(-entries // CHUNKS)), MAX_CHUNK_LOGITS // (rows * vocab_size), entries),

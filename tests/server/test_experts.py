@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx_server.model.experts import Router, _block_size, _lay_out, _mix, route
+from skyrl_tx_server.model.experts import Router, lay_out_tiles, mix_experts, route, tile_size
 from skyrl_tx_server.model.lora.lora_math import LoraWeights, lora_indices
 from skyrl_tx_server.model.model_config import Experts
 
@@ -36,7 +36,7 @@ def factors(seed: int = 1) -> tuple[LoraWeights, LoraWeights]:
 
 
 def mixture(x, router: Router, gate_up, down, modules, *, experts: Experts = EXPERTS) -> jax.Array:
-    return _mix(experts, x, route(experts, router, x), gate_up, down, modules)
+    return mix_experts(experts, x, route(experts, router, x), gate_up, down, modules)
 
 
 def dense(x: jax.Array, router: Router, gate_up, down, modules: tuple[LoraWeights, LoraWeights]) -> jax.Array:
@@ -58,7 +58,7 @@ def dense(x: jax.Array, router: Router, gate_up, down, modules: tuple[LoraWeight
 
 
 @pytest.mark.parametrize("length", [1, 7, 40])
-def test_grouped_products_and_their_gradients_equal_every_expert_applied_to_every_token(length: int) -> None:
+def test_grouped_products_and_gradients_equal_the_dense_ones(length: int) -> None:
     x = np.random.default_rng(2).normal(size=(3, length, HIDDEN)).astype(np.float32)
 
     def loss(function):
@@ -94,7 +94,7 @@ def test_a_row_of_a_bank_is_that_adapter_alone() -> None:
 def test_every_assignment_lies_in_a_block_of_its_expert() -> None:
     for seed, block in ((0, 1), (1, 3), (2, 8)):
         local = np.random.default_rng(seed).integers(-2, COUNT + 2, 50)  # some belong to other devices
-        layout = _lay_out(jnp.asarray(local), COUNT, block=block)
+        layout = lay_out_tiles(jnp.asarray(local), COUNT, block=block)
         places, here = np.asarray(layout.places), (local >= 0) & (local < COUNT)
         assert len(set(places[here])) == here.sum()
         assert np.array_equal(np.asarray(layout.groups)[places[here] // block], local[here])
@@ -103,12 +103,12 @@ def test_every_assignment_lies_in_a_block_of_its_expert() -> None:
 
 
 def test_all_tokens_may_choose_one_expert() -> None:
-    layout = _lay_out(jnp.full(20, 3), COUNT, block=8)
+    layout = lay_out_tiles(jnp.full(20, 3), COUNT, block=8)
     assert int(layout.used) == 3 and sorted(np.asarray(layout.places)) == list(range(20))
 
 
 def test_blocks_grow_with_what_an_expert_gets() -> None:
-    assert [_block_size(assignments, 8) for assignments in (1, 64, 256, 1 << 20)] == [8, 8, 32, 128]
+    assert [tile_size(assignments, 8) for assignments in (1, 64, 256, 1 << 20)] == [8, 8, 32, 128]
 
 
 def test_the_program_does_not_grow_with_the_experts() -> None:

@@ -1,4 +1,5 @@
-"""Checkpoints to PEFT and Hugging Face and back: what leaves is what was trained, and every mistake is one line."""
+"""Checkpoints to PEFT and Hugging Face and back: what leaves is what was trained, and every mistake is one
+line."""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ def test_an_adapter_goes_to_peft_and_comes_back_the_same(tmp_path: Path) -> None
     assert int(adam.step) == 0 and not np.any(adam.second.layers[0]["qkv"].a)
 
 
-def test_experts_go_to_peft_at_the_adapters_rank_and_come_back_the_same(tmp_path: Path) -> None:
+def test_experts_survive_a_round_trip_through_peft(tmp_path: Path) -> None:
     spec, base = LoraSpec(rank=4, train_unembed=False), FIXTURES.parent / "families" / "qwen3_moe"
     arrays = save(tmp_path, base, spec)
     expert = "base_model.model.model.layers.1.mlp.experts.5.up_proj"
@@ -142,7 +143,7 @@ def test_experts_go_to_peft_at_the_adapters_rank_and_come_back_the_same(tmp_path
         read_adapter(tmp_path / "peft", open_base_model(base))
 
 
-def test_deepseeks_adapter_is_named_as_peft_names_it_and_comes_back_the_same(tmp_path: Path) -> None:
+def test_deepseek_adapters_survive_a_round_trip_through_peft(tmp_path: Path) -> None:
     spec, base = (
         LoraSpec(rank=3),
         shutil.copytree(FIXTURES.parent / "families" / "deepseek_v3", tmp_path / "deepseek_v3"),
@@ -205,7 +206,7 @@ def test_every_tensor_has_the_dtype_asked_for(tmp_path: Path) -> None:
     assert {str(array.dtype) for file in files for array in load_file(file).values()} == {"bfloat16"}
 
 
-def test_an_adapter_as_peft_names_it_in_memory_and_rslora_are_understood(tmp_path: Path) -> None:
+def test_pefts_in_memory_names_and_rslora_are_imported(tmp_path: Path) -> None:
     arrays = save(tmp_path, FIXTURES / "tied", LoraSpec(rank=4, train_mlp=False, train_unembed=False))
     main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'peft'}"])
     renamed = {
@@ -309,13 +310,13 @@ def test_a_mistake_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_of_other_weights_under_the_same_name_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_weights_is_refused(tmp_path: Path) -> None:
     save(tmp_path, FIXTURES / "tied", LoraSpec(rank=3), name="org/model")
     with pytest.raises(UserError, match="made from other weights"):
         CheckpointStore(tmp_path, "org/model", fingerprint(FIXTURES / "untied")).read(SAVED)
 
 
-def test_the_fingerprint_follows_the_weights_and_not_the_directory(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_weights_alone(tmp_path: Path) -> None:
     copy = shutil.copytree(FIXTURES / "tied", tmp_path / "copy")
     assert fingerprint(copy) == fingerprint(FIXTURES / "tied")
     weights = load_file(copy / "model.safetensors")
@@ -324,7 +325,7 @@ def test_the_fingerprint_follows_the_weights_and_not_the_directory(tmp_path: Pat
     assert fingerprint(copy) != fingerprint(FIXTURES / "tied")
 
 
-def test_a_full_disk_is_said_before_writing_and_costs_nothing_saved_before(
+def test_a_full_disk_is_reported_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrays = save(tmp_path, FIXTURES / "tied", LoraSpec(rank=3))

@@ -1,4 +1,5 @@
-"""Every family of models against Hugging Face's own logits, and through the whole executor: training, snapshots, sampling, checkpoints."""
+"""Every family of models against Hugging Face's own logits, and through the whole executor: training,
+snapshots, sampling, checkpoints."""
 
 import json
 from collections.abc import Iterator
@@ -99,7 +100,8 @@ def test_the_deepseek_fixture_would_notice_what_sets_it_apart(part: str) -> None
     groups = {"groups": {"per_token": 4}, "weights' scale": {"scale": 1.0}}.get(part, {})
     config = replace(config, experts=replace(config.experts, groups=replace(config.experts.groups, **groups)))
     if part == "score scale":
-        config = replace(config, rope_scaling=replace(config.rope_scaling, mscale_all_dim=0.0))  # type: ignore[type-var]
+        # type: ignore[type-var]
+        config = replace(config, rope_scaling=replace(config.rope_scaling, mscale_all_dim=0.0))
     if part == "pairs":
         config = replace(config, latent=replace(config.latent, interleaved=False))
     if part == "bias":
@@ -139,7 +141,7 @@ def mixture(tmp_path: Path) -> Iterator[Engine]:
     engine.stop()
 
 
-def test_what_a_mixture_samples_under_several_adapters_agrees_with_what_it_trains(mixture: Engine) -> None:
+def test_a_mixture_samples_what_it_trains_under_each_adapter(mixture: Engine) -> None:
     random = np.random.default_rng(0)
 
     def run(op):
@@ -291,7 +293,8 @@ def test_a_config_we_cannot_run_is_one_clear_line(
 def test_deepseek_is_read_as_its_own_checkpoints_write_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Positions as transformers 4 wrote them, and the layers that predict more tokens ahead named as left out."""
+    """Positions as transformers 4 wrote them, and the layers that predict more tokens ahead named as left
+    out."""
     config = load_model_config(FAMILIES / "deepseek_v3")
     scaling = {
         "type": "yarn",

@@ -90,7 +90,7 @@ def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
     ("seed", "rows", "heads", "kv_heads", "head_dim", "dtype", "tolerance"),
     [(0, 2, 4, 2, 16, "float32", 1e-5), (1, 1, 3, 1, 24, "bfloat16", 0.04)],
 )
-def test_the_tree_kernels_attend_and_differentiate_as_the_loop_does(
+def test_tree_kernels_and_loop_have_equal_values_and_gradients(
     seed: int, rows: int, heads: int, kv_heads: int, head_dim: int, dtype: str, tolerance: float
 ) -> None:
     layout = layout_of(forest(seed=seed, rows=rows))
@@ -115,7 +115,8 @@ def test_the_tree_kernels_attend_and_differentiate_as_the_loop_does(
 
 
 def test_a_row_attends_to_its_pages_alone() -> None:
-    """Shared pages, a row of length 0, a part of a page, one that is not of any row and NaN beyond every row's end."""
+    """Shared pages, a row of length 0, a part of a page, one that is not of any row and NaN beyond every
+    row's end."""
     heads, kv_heads, head_dim, page = 6, 2, 24, 16
     tables = np.array([[0, 1, 2, 5], [0, 1, 3, 5], [4, 5, 5, 5], [5, 5, 5, 5], [3, 2, 1, 0]], np.int32)
     lengths = np.array([48, 37, 1, 0, 64], np.int32)
@@ -160,8 +161,9 @@ def reference(
     return Attended(out, highest, total)  # type: ignore[arg-type]
 
 
-def test_what_a_row_gets_does_not_depend_on_those_who_read_its_pages_with_it() -> None:
-    """Six rows share two parts and some of a third, one has their first part alone, one is nobody's and one is too long to be cut alike."""
+def test_a_sequence_does_not_depend_on_those_sharing_its_pages() -> None:
+    """Six rows share two parts and some of a third, one has their first part alone, one is nobody's and one
+    is too long to be cut alike."""
     heads, kv_heads, head_dim, page, width = 8, 2, 16, 16, 150
     tables = np.arange(9 * width, dtype=np.int32).reshape(9, width)
     tables[1:6, :20], tables[6, :8] = tables[0, :20], tables[0, :8]
@@ -194,10 +196,11 @@ def test_what_a_row_gets_does_not_depend_on_those_who_read_its_pages_with_it() -
 @pytest.mark.parametrize(
     ("heads", "many"), [(4, 1), (4, 1000), (6, 1)]
 )  # two heads share a program, one alone, an odd group
-def test_prompts_attend_by_the_kernel_as_by_the_loop_and_whatever_their_company(
+def test_prefill_attention_of_kernel_and_loop_are_equal(
     heads: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three prompts of different lengths, one of them begun before and NaN where it ends, and a block of padding."""
+    """Three prompts of different lengths, one of them begun before and NaN where it ends, and a block of
+    padding."""
     monkeypatch.setattr(paged_kernel, "MANY_TILES", many)
     cache = KVCache(keys=normal(0, 2, 12, 2, 24, PAGE_SIZE), values=normal(1, 2, 12, 2, PAGE_SIZE, 24))
     q = normal(2, 5, PREFILL_TILE, heads, 24)
@@ -226,7 +229,7 @@ def test_prompts_attend_by_the_kernel_as_by_the_loop_and_whatever_their_company(
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "transposed"), [(1, 32, 48, False), (8, 48, 32, True), (20, 160, 96, False)]
 )
-def test_grouped_products_are_each_blocks_with_its_experts_weight(
+def test_grouped_products_equal_each_tile_times_its_expert(
     rows: int, inputs: int, outputs: int, transposed: bool
 ) -> None:
     blocks, experts = normal(0, 6, rows, inputs), np.array([0, 0, 3, 4, 4, 1], np.int32)
@@ -240,7 +243,8 @@ def test_grouped_products_are_each_blocks_with_its_experts_weight(
 
 
 def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the second layer of a stack: values and gradients under one adapter, and values where each row has one of a bank's."""
+    """Of the second layer of a stack: values and gradients under one adapter, and values where each row has
+    one of a bank's."""
     hidden, width, count, rank, choice = 32, 16, 5, 2, Experts(count=5, per_token=2, normalized=True)
     x = normal(0, 3, 7, hidden)
     routed = experts.route(choice, experts.Router(normal(1, count, hidden)), x)
@@ -262,7 +266,7 @@ def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.Monkey
     )
 
     def everything() -> list[np.ndarray]:
-        mix = partial(experts._mix, choice, layer=jnp.int32(1))
+        mix = partial(experts.mix_experts, choice, layer=jnp.int32(1))
         loss = jax.jit(
             jax.value_and_grad(
                 lambda x, one: jnp.sin(mix(x, routed, gate_up, down, one)).sum(),
@@ -280,7 +284,7 @@ def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.Monkey
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_decode_step_attends_over_pages_as_over_what_is_read_from_them() -> None:
+def test_decode_attention_over_pages_equals_that_over_segments() -> None:
     config = replace(tiny_qwen3.CONFIG, num_layers=2, num_kv_heads=2, head_dim=16)
     cache = KVCache(keys=normal(0, 2, 7, 2, 16, PAGE_SIZE), values=normal(1, 2, 7, 2, PAGE_SIZE, 16))
     q, recent = normal(2, 3, 1, 4, 16), Segment(keys=normal(3, 3, 2, 16, 8), values=normal(4, 3, 2, 8, 16))
@@ -296,10 +300,11 @@ def test_a_decode_step_attends_over_pages_as_over_what_is_read_from_them() -> No
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(
+def test_a_server_with_the_kernel_samples_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A group, and a sample of another prompt beside it; the group's prompt is read for several members at once."""
+    """A group, and a sample of another prompt beside it; the group's prompt is read for several members at
+    once."""
     model_dir = make_model(
         tmp_path / "model", replace(TINY, max_position_embeddings=1200, head_dim=16)
     )  # as the kernels take them
@@ -331,7 +336,7 @@ def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(
         return splits
 
     monkeypatch.setattr(model_runner, "on_gpu", lambda: True)
-    monkeypatch.setattr(decode_batch, "stretches_of", noted)
+    monkeypatch.setattr(decode_batch, "kv_splits_of", noted)
     monkeypatch.setattr(
         decode_attention, "paged_attention", lambda *args, scale, interpret: INTERPRETED(*args, scale=scale)
     )
@@ -351,7 +356,7 @@ def test_a_server_that_decodes_by_the_kernel_samples_what_another_does(
 
 
 @pytest.mark.filterwarnings(TRITON_IS_LEAVING)
-def test_a_decode_block_lowers_for_a_gpu_and_reads_pages_in_the_kernel_alone() -> None:
+def test_decode_steps_lower_for_a_gpu_with_one_kernel_a_layer() -> None:
     config = replace(tiny_qwen3.CONFIG, head_dim=64)
     params = jax.eval_shape(partial(init_params, config, dtype=jnp.bfloat16), jax.random.key(0))
     bank = jax.tree.map(lambda leaf: np.stack([leaf] * 2), zero_adapter(config, tiny_qwen3.MAX_RANK))

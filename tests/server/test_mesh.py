@@ -1,4 +1,5 @@
-"""Several devices compute what one does. They are virtual ones, which jax must be told of before it starts: hence a process of its own.
+"""Several devices compute what one does. They are virtual ones, which jax must be told of before it starts:
+hence a process of its own.
 
 `scripts/check_mesh.py` holds whole servers on more meshes against one device.
 """
@@ -50,11 +51,11 @@ def test_each_device_holds_the_part_that_was_planned(found: dict) -> None:
     assert found["held"] == found["planned"] < 0.4 * found["whole"]
 
 
-def test_host_memory_holds_one_devices_part_of_one_field_at_a_time(found: dict) -> None:
+def test_host_memory_holds_one_shard_of_one_field_at_a_time(found: dict) -> None:
     assert found["largest read"] == found["largest held"]
 
 
-def test_a_decode_block_sends_tokens_to_the_weights_not_weights_to_the_tokens(found: dict) -> None:
+def test_decoding_sends_activations_and_no_weights(found: dict) -> None:
     assert found["sent"] < 0.5
 
 
@@ -62,7 +63,7 @@ def test_slots_of_several_devices_are_written_and_read_as_on_one(found: dict) ->
     assert found["written"] and found["read"] and found["attended"]
 
 
-def test_rows_of_several_devices_decode_by_a_gpus_kernel_as_on_one(found: dict) -> None:
+def test_the_decode_kernel_on_several_devices_equals_one(found: dict) -> None:
     assert found["decoded"] <= 1e-6
 
 
@@ -102,7 +103,7 @@ def test_more_devices_than_there_are_is_one_clear_line() -> None:
         make_mesh(MeshShape(data=32, tensor=2))
 
 
-def test_each_device_has_a_piece_of_every_part_of_a_fused_projection() -> None:
+def test_each_device_holds_a_share_of_every_fused_part() -> None:
     """The worked example of `Weight`: q has 4 outputs, k and v 2 each, over two devices."""
     weight = Weight(names=("q", "k", "v"), widths=(4, 2, 2), inputs=3, split=ShardAxis.OUTPUTS)
     assert weight.spec == PartitionSpec(None, ("tensor", "fsdp"), None)

@@ -1,4 +1,5 @@
-"""Qwen3 with a sliding window in some layers, against Hugging Face transformers (scripts/make_reference_fixtures.py)."""
+"""Qwen3 with a sliding window in some layers, against Hugging Face transformers
+(scripts/make_reference_fixtures.py)."""
 
 import json
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ def greedy(
     op = Sample(
         prompt=prompt, weights=None, num_samples=1, settings=settings, prompt_logprobs=prompt_logprobs
     )
-    result = engine.submit(op).result(120)
+    result = engine.submit(op).result(600)
     assert isinstance(result, SampleResult)
     return result
 
@@ -110,9 +111,9 @@ def test_training_gives_hugging_faces_logprobs(engine: Engine, decoding: dict[st
     data = tuple(TrainDatum(tokens=text[: length - 1], target_tokens=text[1:length]) for length in lengths)
     other = np.concatenate([text[:90], text[:40]])
     data += (TrainDatum(tokens=other[:-1], target_tokens=other[1:]),)
-    engine.submit(CreateModel(model_id="m", lora=LoraSpec(rank=4))).result(120)
+    engine.submit(CreateModel(model_id="m", lora=LoraSpec(rank=4))).result(600)
     op = ForwardBackward(model_id="m", data=data, loss_fn=LossFn.CROSS_ENTROPY)
-    logprobs = engine.submit(op).result(120).logprobs
+    logprobs = engine.submit(op).result(600).logprobs
     for length, own in zip((*lengths, 90), logprobs, strict=True):
         np.testing.assert_allclose(own[: length - 1], expected[: length - 1], atol=1e-4)
 

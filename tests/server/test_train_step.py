@@ -45,7 +45,8 @@ def gradient(
     adapter: Adapter | None = None,
     grad_sum: Adapter | None = None,
 ) -> tuple[Adapter, float, tuple[np.ndarray, ...]]:
-    """(accumulated gradient, summed loss, logprobs per datum) of one request, micro-batch by micro-batch as the executor runs it."""
+    """(accumulated gradient, summed loss, logprobs per datum) of one request, micro-batch by micro-batch as
+    the executor runs it."""
     adapter = adapter or tiny_qwen3.adapter()
     grad_sum = grad_sum or jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     if (add_term := LOSSES[loss_fn].add_sequence_term) is not None:
@@ -124,10 +125,11 @@ def tensors(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]
         (LossFn.GSPO, {"clip_high_threshold": 1.01}),
     ],
 )
-def test_gradients_match_central_differences_of_the_float64_reference(
+def test_gradients_match_differences_of_the_float64_reference(
     loss_fn: LossFn, config: dict[str, float]
 ) -> None:
-    """Along each parameter's own gradient the loss must rise by that gradient's norm; the loss is the reference's, not ours."""
+    """Along each parameter's own gradient the loss must rise by that gradient's norm; the loss is the
+    reference's, not ours."""
     adapter = tiny_qwen3.adapter()
     data = tiny_qwen3.data((30, 20), weights=loss_fn is LossFn.CROSS_ENTROPY)
     start = logprobs_of(adapter, data)
@@ -194,7 +196,7 @@ def several_targets(lengths: tuple[int, ...], widths: tuple[int | None, ...]) ->
     return tuple(data)
 
 
-def test_several_targets_per_position_equal_that_many_data_with_one() -> None:
+def test_several_targets_equal_as_many_data_with_one_target() -> None:
     data = several_targets((30, 20, 25), (3, None, 5))
     singles = tuple(
         replace(datum, target_tokens=targets, weights=weights)
@@ -222,7 +224,7 @@ def test_several_targets_per_position_equal_that_many_data_with_one() -> None:
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
-def test_several_targets_share_programs_by_powers_of_two_and_leave_the_plain_one_alone() -> None:
+def test_several_targets_share_programs_by_powers_of_two() -> None:
     gradient(tiny_qwen3.data((30,)))
     plain = forward_backward._cache_size()
     gradient(several_targets((30,), (5,)))
@@ -233,7 +235,7 @@ def test_several_targets_share_programs_by_powers_of_two_and_leave_the_plain_one
     assert forward_backward._cache_size() == with_several
 
 
-def test_a_sequence_of_gspo_has_its_own_ratio_wherever_it_is_packed() -> None:
+def test_gspo_ratios_do_not_depend_on_the_packing() -> None:
     random = np.random.default_rng(4)
     data = tuple(
         replace(datum, sequence_ratio_mask=(random.random(len(datum.tokens)) > 0.5).astype(np.float32))
@@ -278,8 +280,9 @@ def test_two_calls_add_up_and_one_batch_equals_its_micro_batches() -> None:
     assert_close(both, once, relative=1e-5)
 
 
-def test_a_group_that_shares_its_prompt_trains_as_its_members_do_alone() -> None:
-    """Within 1e-5: the prompt is computed once, its gradient is the sum over the group; its end trains too, with weights of its own."""
+def test_a_group_with_one_prompt_trains_as_its_members_alone() -> None:
+    """Within 1e-5: the prompt is computed once, its gradient is the sum over the group; its end trains too,
+    with weights of its own."""
     random = np.random.default_rng(3)
     prompt, common = (
         random.integers(0, CONFIG.vocab_size, 90),
@@ -314,7 +317,7 @@ def test_packing_does_not_change_logprobs() -> None:
         np.testing.assert_allclose(logprobs_of(adapter, (datum,))[0], logprobs, atol=1e-5)
 
 
-def test_forward_returns_the_logprobs_of_forward_backward_at_every_position() -> None:
+def test_forward_and_forward_backward_return_equal_logprobs() -> None:
     data = tuple(
         replace(datum, weights=np.zeros_like(datum.weights))
         for datum in tiny_qwen3.data((40, 50), weights=True)
@@ -364,7 +367,8 @@ def test_the_head_never_holds_every_logit_at_once() -> None:
 
 
 def numpy_adam(value, grads_per_step, settings: AdamSettings):
-    """Adam with decoupled weight decay and global-norm clipping in float64 (Loshchilov and Hutter, arXiv:1711.05101)."""
+    """Adam with decoupled weight decay and global-norm clipping in float64 (Loshchilov and Hutter,
+    arXiv:1711.05101)."""
     value = [np.asarray(leaf, np.float64) for leaf in value]
     first, second = ([np.zeros_like(leaf) for leaf in value] for _ in range(2))
     norms = []
@@ -443,7 +447,7 @@ def test_parts_switched_off_and_rank_padding_never_move(off: str) -> None:
         assert np.all(leaf[where] != start[where])
 
 
-def test_masters_stay_float32_over_a_bfloat16_base_and_tiny_updates_survive() -> None:
+def test_a_float32_adapter_over_bfloat16_keeps_tiny_updates() -> None:
     data = tiny_qwen3.data((100,), weights=True)
     (batch,) = packed(data)
     params = tiny_qwen3.params("bfloat16")
@@ -494,7 +498,7 @@ def test_optimizer_state_survives_a_round_trip() -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_losses_adapters_and_optimizer_settings_share_one_program() -> None:
+def test_losses_adapters_and_optimizer_settings_share_programs() -> None:
     batches = [
         packed(tiny_qwen3.data(lengths, advantages=True))[0] for lengths in ((50, 60), (128,), (5, 5, 5))
     ]

@@ -77,9 +77,7 @@ def test_a_missing_or_misshapen_tensor_is_one_clear_line(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(np.int8, "I8"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")])
-def test_weights_of_eight_bits_are_refused_where_no_quantization_config_says_so(
-    tmp_path, dtype, name: str
-) -> None:
+def test_eight_bit_weights_without_quantization_are_refused(tmp_path, dtype, name: str) -> None:
     config = load_model_config(FIXTURES / "tied")
     tensors = {
         key: value.astype(dtype) for key, value in load_file(FIXTURES / "tied" / "model.safetensors").items()
@@ -121,7 +119,7 @@ def test_adapters_survive_a_round_trip_under_pefts_names(spec: LoraSpec) -> None
     assert_same(adapter_from_arrays(arrays, CONFIG, spec, MAX_RANK), adapter)
 
 
-def test_an_adapter_can_be_loaded_by_a_server_with_a_larger_maximum_rank() -> None:
+def test_a_server_with_a_larger_maximum_rank_loads_an_adapter() -> None:
     arrays = adapter_to_arrays(tiny_qwen3.adapter(), CONFIG, SPEC)
     wider = adapter_from_arrays(arrays, CONFIG, SPEC, 9)
     assert wider.head.a.shape == (CONFIG.hidden_size, 9)

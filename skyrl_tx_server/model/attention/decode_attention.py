@@ -1,4 +1,5 @@
-"""One new query per row over what lies in the row's pages and over the decode block's own positions."""
+"""Attention of decoding: one query per sequence over its KV pages and over the positions that the current
+dispatch has added."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from skyrl_tx_server.model.mesh import BATCH, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
 
 HEADS = PartitionSpec(BATCH, None, "tensor")
-"""Of queries [B, 1, H, hd] that are decoded: beside the keys and values of their rows."""
+"""The sharding of the queries [B, 1, H, hd]: on the devices that hold the keys and values of their
+sequences."""
 
 
 def attend_over_segments(
@@ -57,8 +59,8 @@ def attend_over_pages(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """The same on a GPU, where a kernel reads the pages of one layer as they lie: q [B, 1, H, hd] over the `stretches` that the rows'
-    positions make and the `visible` [1, 1, 1, n] of their `recent` ones."""
+    """The same on a GPU, where a kernel reads the pages of one layer as they lie: q [B, 1, H, hd] over the
+    `stretches` that the rows' positions make and the `visible` [1, 1, 1, n] of their `recent` ones."""
     assert spec.sliding_window is None, (
         "the kernel reads all pages: a layer with a window is decoded without it"
     )

@@ -1,8 +1,10 @@
-"""Which rows of a decode batch read which pages together (cascade attention, Juravsky et al., arXiv:2402.05099).
+"""Which sequences of a decode batch read which KV pages together (cascade attention, Juravsky et al.,
+arXiv:2402.05099).
 
-A row's pages are cut into parts. A part that rows have in common, as the members of a group have their prompt's, is read once for several
-of them. The cut depends on the row's own length alone, so that what a row gets does not depend on its company. Made on the host, once per
-decode block.
+The pages of a sequence are divided into parts. A part that several sequences share, as the members of a group
+share their prompt, is read once for several of them. The division depends on the length of the sequence
+alone, so the result of a sequence does not depend on the other sequences. The host computes the splits once
+per dispatch of decode steps.
 """
 
 from __future__ import annotations
@@ -17,44 +19,46 @@ from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.shapes import PAGE_SIZE
 
 MIN_PART, MAX_PARTS = 8, 16
-"""Pages of a part, doubled until a row has no more parts than the other."""
+"""A part has at least MIN_PART pages. The size doubles until a sequence has at most MAX_PARTS parts."""
 MIN_QUERIES, MIN_TOGETHER = 16, 4
-"""A matrix product on a GPU takes so many queries of a key-value head at least, and a stretch the rows that fill it, at least the other."""
+"""A matrix product on a GPU takes at least MIN_QUERIES queries, and a split at least MIN_TOGETHER
+sequences."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVSplits:
-    """Each of the batch's devices has N: one part of up to R of the rows that lie there, which have its pages in common."""
+    """N splits for each of the batch's devices. A split is one part of up to R sequences on that device,
+    which share its pages."""
 
-    rows: ArrayLike  # [devices * N, R] int32, by place on the device; -1 where there are no more
+    rows: ArrayLike  # [devices * N, R] int32, indices of sequences on the device, padded with -1
     part: ArrayLike  # [devices * N] int32, the part's number
-    first: ArrayLike  # [devices * N] int32, its first page, by place in the rows' tables
+    first: ArrayLike  # [devices * N] int32, its first page, as an index into the block tables
     end: ArrayLike  # [devices * N] int32, the position before which it ends
-    counts: ArrayLike  # [devices] int32, how many stretches count
-    num_parts: ArrayLike  # [B] int32, the parts of each row
+    counts: ArrayLike  # [devices] int32, the number of splits
+    num_parts: ArrayLike  # [B] int32, the parts of each sequence
 
 
 def queries_per_sequence(group: int) -> int:
-    """Of a key-value head with `group` queries: the power of two that holds them.
+    """Return the queries of a key-value head with `group` queries, rounded up to a power of two.
 
-    >>> queries_per_row(1), queries_per_row(5)
+    >>> queries_per_sequence(1), queries_per_sequence(5)
     (1, 8)
     """
     return 1 << (group - 1).bit_length()
 
 
 def sequences_per_split(group: int) -> int:
-    """How many rows a stretch has room for where a key-value head has `group` queries.
+    """Return the number of sequences in a split if a key-value head has `group` queries.
 
-    >>> [rows_together(group) for group in (1, 2, 4, 8)]
+    >>> [sequences_per_split(group) for group in (1, 2, 4, 8)]
     [16, 8, 4, 4]
     """
     return max(MIN_TOGETHER, MIN_QUERIES // queries_per_sequence(group))
 
 
 def max_parts(pages: int) -> int:
-    """How many parts a row of up to so many pages may have.
+    """Return the largest number of parts of a sequence with this number of pages.
 
     >>> max_parts(5), max_parts(33), max_parts(512)
     (1, 5, 16)
@@ -65,10 +69,11 @@ def max_parts(pages: int) -> int:
 def kv_splits_of(
     tables_BW: np.ndarray, lengths_B: np.ndarray, *, group: int, devices: int = 1, page: int = PAGE_SIZE
 ) -> KVSplits:
-    """The stretches of rows with these pages and positions, an equal share of the rows on each device; `group` queries per key-value head.
+    """Return the splits of sequences with these block tables and lengths, an equal share of them on each
+    device; `group` queries per KV head.
 
-    >>> found = stretches_of(np.array([[1, 2], [1, 2], [3, 4]]), np.array([128, 128, 70]), group=4)
-    >>> found.counts, found.rows[:2].tolist(), found.end[:2]
+    >>> splits = kv_splits_of(np.array([[1, 2], [1, 2], [3, 4]]), np.array([128, 128, 70]), group=4)
+    >>> splits.counts, splits.rows[:2].tolist(), splits.end[:2]
     (array([2], dtype=int32), [[0, 1, -1, -1], [2, -1, -1, -1]], array([128,  70], dtype=int32))
     """
     shares = zip(np.split(tables_BW, devices), np.split(lengths_B, devices), strict=True)

@@ -1,7 +1,9 @@
-"""Blocks of prompts over the pages of their prompts, into which they have put their own keys and values.
+"""Attention of prefill: tiles of prompts over the KV pages of their prompts, which already hold the keys and
+values of the tiles.
 
-What a token attends to is cut at the same positions whichever tokens are computed with it, so neither its company nor where a prompt is
-cut into pieces changes a bit of the result. (Keys and values that a decode step left in the cache differ from a prompt's in last bits.)
+The keys are read in the same groups of pages whichever tokens are computed together, so neither the other
+prompts of a batch nor the boundaries of prefill chunks change a bit of the result. (Keys and values that a
+decode step wrote differ from those of prefill in the last bits.)
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ PAGES_AT_ONCE = 4
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillTiles:
-    """N blocks of T tokens of one or several prompts."""
+    """N tiles of T tokens of one or several prompts."""
 
-    starts: ArrayLike  # [N] int32, the position of a block's first token
-    lengths: ArrayLike  # [N] int32, how many of its tokens count
-    tables: ArrayLike  # [N, W] int32, the pages of its prompt
+    starts: ArrayLike  # [N] int32, the position of a tile's first token
+    lengths: ArrayLike  # [N] int32, the number of its tokens; the rest is padding
+    tables: ArrayLike  # [N, W] int32, the block table of its prompt
 
 
 def attend_to_pages(
@@ -43,7 +45,7 @@ def attend_to_pages(
     blocks: PrefillTiles,
     q: jax.Array,
 ) -> jax.Array:
-    """Causal attention of q [N, T, H, hd] over one layer's keys and values in the blocks' pages."""
+    """Causal attention of q [N, T, H, hd] over one layer's keys and values in the pages of the tiles."""
     if config.mesh is None:
         return _attend_here(spec, cache, jnp.asarray(layer), blocks, q)
     heads = PartitionSpec(None, None, "tensor")
@@ -64,7 +66,8 @@ def _attend_where_pages_lie(
     blocks: PrefillTiles,
     q: jax.Array,
 ) -> jax.Array:
-    """Every device attends for the blocks whose pages it has, all of a block's; to the others it is as if they had none."""
+    """Each device computes the tiles whose pages it holds, and the sum over devices gives all tiles. One
+    device holds all pages of a tile."""
     tables, here = own_pages(config, cache, jnp.asarray(blocks.tables))
     mine = here[:, 0] & (jnp.asarray(blocks.lengths) > 0)
     own = PrefillTiles(
@@ -78,7 +81,8 @@ def _attend_where_pages_lie(
 def _attend_here(
     spec: AttentionSpec, cache: KVCache, layer: jax.Array, blocks: PrefillTiles, q: jax.Array
 ) -> jax.Array:
-    """A kernel on NVIDIA's devices, a loop elsewhere and for heads that it does not take."""
+    """Run the kernel on NVIDIA's devices; elsewhere, and for heads and windows that it does not support, run
+    the loop."""
     if spec.sliding_window is not None or not reads_as_they_lie(q.shape[-1]):
         return attend_by_loop(spec, cache, layer, blocks, q)
     kernel, loop = partial(attend_by_kernel, spec), partial(attend_by_loop, spec)
@@ -120,7 +124,8 @@ def attend_by_loop(
     )  # padding sees what is there
 
     def of(rows: int) -> jax.Array:
-        """The queries of each block, or where one prompt has them all those of all blocks, read their pages together."""
+        """Attend with the queries of each tile, or, if all tiles belong to one prompt, with all queries
+        together."""
         own = q.reshape(rows, -1, *q.shape[2:])
         return _attend(
             spec, cache, layer, own, tables[:rows], last_seen.reshape(rows, -1), ends.max()
@@ -140,7 +145,8 @@ def _attend(
     last_seen: jax.Array,
     end: jax.Array,
 ) -> jax.Array:
-    """q [M, T, H, hd] over the pages of M prompts, whose positions up to `last_seen` [M, T] each query sees; none lies behind `end`."""
+    """q [M, T, H, hd] over the pages of M prompts, whose positions up to `last_seen` [M, T] each query sees;
+    none lies behind `end`."""
     (rows, length), kv_heads = q.shape[:2], cache.keys.shape[2]
     grouped = q.reshape(rows, length, kv_heads, -1, q.shape[-1]).transpose(0, 2, 1, 3, 4)
     at_once = PAGES_AT_ONCE * PAGE_SIZE
@@ -168,7 +174,8 @@ def _attend(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Attended:
-    """A softmax to the base of two on its way, for T queries of G heads to each of K key-value heads of M rows, all float32."""
+    """The state of a softmax to the base of two over some of the keys, for T queries of G heads per key-value
+    head K of M prompts; float32."""
 
     highest: jax.Array  # [M, K, T, G]
     total: jax.Array  # [M, K, T, G]

@@ -1,8 +1,9 @@
 """Attention over a stream of sequences that share their beginnings (see `packing`), block by block.
 
-A token at index j of the stream is seen by those from j up to `subtree_end[j]`, where its subtree ends. Only pairs of blocks in which anything
-is seen are computed, so the cost grows with what is seen and not with the stream's length squared; scores never lie in memory but one
-block's, forward and backward (Dao et al., arXiv:2205.14135).
+A token at index j of the stream is seen by those from j up to `subtree_end[j]`, where its subtree ends. Only pairs
+of blocks in which anything is seen are computed, so the cost grows with what is seen and not with the
+stream's length squared; scores never lie in memory but one block's, forward and backward (Dao et al.,
+arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from skyrl_tx_server.model.model_config import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Heads:
-    """One stream cut into N blocks of n tokens: queries [N, K, G, n, hd], keys and values [N, K, n, hd]; K key-value heads with G queries
-    each."""
+    """One stream cut into N blocks of n tokens: queries [N, K, G, n, hd], keys and values [N, K, n, hd]; K
+    key-value heads with G queries each."""
 
     q: jax.Array
     k: jax.Array
@@ -43,7 +44,8 @@ def tree_attention(
     k: jax.Array,
     v: jax.Array,
 ) -> jax.Array:
-    """q [R, T, H, hd] over k, v [R, T, K, hd] -> [R, T, H, hd]. On a mesh every device attends in its own streams and heads."""
+    """q [R, T, H, hd] over k, v [R, T, K, hd] -> [R, T, H, hd]. On a mesh every device attends in its own
+    streams and heads."""
     if spec.sliding_window is None:
         layout = replace(layout, positions=None)  # an input that no program reads would still be passed to it
     if config.mesh is None:
@@ -96,7 +98,8 @@ def _by_platform[Output](
     layout: TreeLayout,
     *arrays: jax.Array,
 ) -> Output:
-    """Run the kernel on NVIDIA's devices; elsewhere, for the widest heads and for sliding windows run the loop, stream by stream."""
+    """Run the kernel on NVIDIA's devices; elsewhere, for the widest heads and for sliding windows run the
+    loop, stream by stream."""
 
     def each_stream(*stacked: object) -> Output:
         streams = [
@@ -112,7 +115,7 @@ def _by_platform[Output](
     )
 
 
-# --- the loop over pairs of blocks ------------------------------------------------------------------------------------
+# --- the loop over pairs of blocks
 
 
 def _stream_forward(
@@ -216,7 +219,8 @@ def _uncut(array: jax.Array) -> jax.Array:
 def _scores(
     spec: AttentionSpec, layout: TreeLayout, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array
 ) -> jax.Array:
-    """[K, G, n, n] float32, to the base of two, of query block i and key block j, masked where a query does not see a key."""
+    """[K, G, n, n] float32, to the base of two, of query block i and key block j, masked where a query does
+    not see a key."""
     block = k.shape[1]
     queries, keys = i * block + jnp.arange(block)[:, None], j * block + jnp.arange(block)[None]
     ends = layout.subtree_end.reshape(-1, block)[j]

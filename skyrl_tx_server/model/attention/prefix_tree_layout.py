@@ -1,4 +1,4 @@
-"""Who sees whom in a stream of sequences that share their beginnings (see `packing`)."""
+"""Which tokens attend to which in a stream of sequences that share prefixes (see `training.packing`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from skyrl_tx_server.model.lora.lora_math import ArrayLike
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeLayout:
-    """As in `TrainBatch`: every array has a leading axis of streams R, each cut into N blocks."""
+    """The layout arrays of in `TrainBatch`: every array has a leading axis of streams R; each stream has
+    N tiles."""
 
     subtree_end: ArrayLike  # [R, T] int32, the end of the subtree of each token
     key_blocks: ArrayLike  # [R, N, N] int32

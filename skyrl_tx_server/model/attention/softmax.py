@@ -1,5 +1,5 @@
-"""What every softmax over keys agrees on, whether it takes them at once or block by block: weights are powers of two relative to a whole
-number. They then round alike in bfloat16, in whatever blocks, pages and order keys come.
+"""Constants of every softmax over keys. Weights are powers of two relative to a whole number, so that they
+round alike in bfloat16 in whatever tiles, pages and order the keys are read.
 """
 
 from __future__ import annotations
@@ -15,5 +15,6 @@ MASKED = -1e30
 
 
 def ceil_max(scores: jax.Array) -> jax.Array:
-    """Each row's highest of scores to the base of two, rounded up. Another maximum changes weights by a power of two."""
+    """Each row's highest of scores to the base of two, rounded up. Another maximum changes weights by a power
+    of two."""
     return jnp.ceil(scores.max(axis=-1))

@@ -1,8 +1,10 @@
-"""DeepSeek-V3 (R1, V3.1, Moonlight): latent attention, dense layers first, then mixtures whose experts are chosen by groups.
+"""DeepSeek-V3 (R1, V3.1, Moonlight): latent attention, dense layers first, then mixtures whose experts are
+chosen by groups.
 
-Heads attend in the latent space. A head's key is `W_k c` beside the rotated key that all heads share, so `q . W_k c = (W_k^T q) . c`: with
-`W_k^T q` for a query and `c` beside the rotated key for the one key-value head, attention is that of any other model, and the values are
-`c` again, taken through `W_v` afterwards. What is cached per token is one vector instead of every head's key and value.
+Heads attend in the latent space. A head's key is `W_k c` beside the rotated key that all heads share, so `q .
+W_k c = (W_k^T q) . c`: with `W_k^T q` for a query and `c` beside the rotated key for the one key-value head,
+attention is that of any other model, and the values are `c` again, taken through `W_v` afterwards. What is
+cached per token is one vector instead of every head's key and value.
 """
 
 from __future__ import annotations
@@ -122,7 +124,8 @@ def add_latent_attention[Aux](
 def _key_side(
     config: ModelConfig, plain: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
 ) -> jax.Array:
-    """Queries [B, T, H, plain_dim] in the latent space [B, T, H, kv_lora_rank]: each head's part of `kv_b` that makes keys, transposed."""
+    """Queries [B, T, H, plain_dim] in the latent space [B, T, H, kv_lora_rank]: each head's part of `kv_b`
+    that makes keys, transposed."""
     latent, module = _latent(config), module_of(adapter, "kv_b")
     out = jnp.einsum("bthk,hkc->bthc", plain, _heads(config, params)[:, : latent.qk_nope_head_dim])
     if module is None:
@@ -142,7 +145,8 @@ def _key_side(
 def _value_side(
     config: ModelConfig, attended: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
 ) -> jax.Array:
-    """Values [B, T, H, value_dim] of what the heads attended to in the latent space [B, T, H, kv_lora_rank]."""
+    """Values [B, T, H, value_dim] of what the heads attended to in the latent space [B, T, H,
+    kv_lora_rank]."""
     latent, module = _latent(config), module_of(adapter, "kv_b")
     out = jnp.einsum("bthc,hvc->bthv", attended, _heads(config, params)[:, latent.qk_nope_head_dim :])
     if module is None:
@@ -176,7 +180,8 @@ def _scale(module: LoraWeights, like: jax.Array) -> jax.Array:
 
 
 def _rotate(latent: LatentAttention, x: jax.Array, rope: Rope) -> jax.Array:
-    """x [B, T, heads, rope_dim] rotated; where neighbours belong together they come out as halves, in queries and keys alike."""
+    """x [B, T, heads, rope_dim] rotated; where neighbours belong together they come out as halves, in queries
+    and keys alike."""
     if latent.interleaved:
         x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
     return rotate(x, rope)

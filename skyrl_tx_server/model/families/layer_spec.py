@@ -1,5 +1,5 @@
-"""What a family of models is made of: its weights, described once, and its layer. Initialising, loading, saving, adapting and sharding
-all follow the description; the blocks that most families share are here too.
+"""What a family of models is made of: its weights, described once, and its layer. Initialising, loading,
+saving, adapting and sharding all follow the description; the blocks that most families share are here too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from skyrl_tx_server.model.mesh import Axes, shard_batch
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerParams = dict[str, jax.Array]
-"""One layer's weights by field; stacked over layers every leaf has a leading L axis. Matrices of experts may be those of all the stack's
-layers, [L, E, out, in]; then STACK_INDEX says which layer's are meant."""
+"""One layer's weights by field; stacked over layers every leaf has a leading L axis. Matrices of experts may
+be those of all the stack's layers, [L, E, out, in]; then STACK_INDEX says which layer's are meant."""
 
 STACK_INDEX = "stack_index"
 
 type Attend[Aux] = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Aux]]
-"""(q [B, T, H, hd], k [B, T, K, hd], v [B, T, K, hd]) -> (out [B, T, H, hd], aux); q and k already normed and rotated."""
+"""(q [B, T, H, hd], k [B, T, K, hd], v [B, T, K, hd]) -> (out [B, T, H, hd], aux); q and k already normed and
+rotated."""
 
 
 class LoraTarget(StrEnum):
@@ -49,8 +50,8 @@ class ShardAxis(StrEnum):
 class Weight:
     """One field of a layer's weights: Hugging Face's tensors [out, in] one after the other along the outputs.
 
-    Where `tensor` divides the outputs of several tensors, they are arranged so that each device's are a piece of every one:
-    q0 k0 v0 | q1 k1 v1 instead of q0 q1 | k0 k1 | v0 v1.
+    Where `tensor` divides the outputs of several tensors, they are arranged so that each device's are a piece
+    of every one: q0 k0 v0 | q1 k1 v1 instead of q0 q1 | k0 k1 | v0 v1.
     """
 
     names: tuple[str, ...]  # below `model.layers.N.`; with {expert} where each expert has its own
@@ -68,7 +69,8 @@ class Weight:
 
     @property
     def spec(self) -> PartitionSpec:
-        """How it lies on a mesh, stacked over layers. `fsdp` always divides outputs: each is then summed on one device, as if alone."""
+        """How it lies on a mesh, stacked over layers. `fsdp` always divides outputs: each is then summed on
+        one device, as if alone."""
         lead = (None, "expert") if self.experts else (None,)
         divided: dict[ShardAxis, tuple[Axes, Axes]] = {
             ShardAxis.INPUTS: ("fsdp", "tensor"),
@@ -81,7 +83,8 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
-    """Consecutive layers with the same weights and the same attention. Each field is stacked over them; one scan runs them."""
+    """Consecutive layers with the same weights and the same attention. Each field is stacked over them; one
+    scan runs them."""
 
     layers: range
     weights: dict[str, Weight]
@@ -98,12 +101,14 @@ class Layer(Protocol):
         rope: Rope,
         attend: Attend[Aux],
     ) -> tuple[jax.Array, Aux]:
-        """One layer over x [B, T, D]. `adapter` is this layer's: one for the batch, or one per row (leaves with a leading B axis)."""
+        """One layer over x [B, T, D]. `adapter` is this layer's: one for the batch, or one per row (leaves
+        with a leading B axis)."""
         ...
 
 
 def plain_attention(config: ModelConfig, layer: int) -> AttentionSpec:
-    """The attention that config.json describes; a layer has a sliding window if `config.sliding_windows` says so."""
+    """The attention that config.json describes; a layer has a sliding window if `config.sliding_windows` says
+    so."""
     return AttentionSpec(
         scale=config.head_dim**-0.5,
         rope=config.rope,
@@ -113,7 +118,8 @@ def plain_attention(config: ModelConfig, layer: int) -> AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Everything that sets one family apart. `expected` are config.json's entries that must have this value where they are present."""
+    """Everything that sets one family apart. `expected` are config.json's entries that must have this value
+    where they are present."""
 
     architecture: str  # Hugging Face's class
     weights: Callable[[ModelConfig], dict[str, Weight]]
@@ -130,7 +136,7 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}  # the inverse of `read`
 
 
-# --- blocks ---------------------------------------------------------------------------------------------------------
+# --- blocks
 
 
 def attention_weights(config: ModelConfig, *, heads: Mapping[str, Weight] | None = None) -> dict[str, Weight]:

@@ -1,4 +1,5 @@
-"""Llama 2 and 3: neither biases nor norms of the heads. Llama 3.1's rotary scaling is `config.Llama3Scaling`."""
+"""Llama 2 and 3: neither biases nor norms of the heads. Llama 3.1's rotary scaling is
+`config.Llama3Scaling`."""
 
 from __future__ import annotations
 

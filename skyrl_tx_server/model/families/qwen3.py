@@ -1,4 +1,5 @@
-"""Qwen3, dense: queries and keys are normalised before they are rotated. Some layers may have a sliding window."""
+"""Qwen3, dense: queries and keys are normalised before they are rotated. Some layers may have a sliding
+window."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def layer[Aux](
 
 
 def read(raw: Mapping[str, Any], usual: ModelConfig) -> ModelConfig:
-    """Read the sliding windows as transformers' Qwen3Config does: `layer_types`, or else all layers from `max_window_layers` on."""
+    """Read the sliding windows as transformers' Qwen3Config does: `layer_types`, or else all layers from
+    `max_window_layers` on."""
     if not raw.get("use_sliding_window"):
         return usual
     window, full_layers = int(raw["sliding_window"]), int(raw.get("max_window_layers", MAX_WINDOW_LAYERS))

@@ -1,4 +1,5 @@
-"""Qwen3 with a mixture of experts in every layer (30B-A3B, 235B-A22B): the attention of the dense models, experts for the perceptron."""
+"""Qwen3 with a mixture of experts in every layer (30B-A3B, 235B-A22B): the attention of the dense models,
+experts for the perceptron."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def read(raw: Mapping[str, Any], usual: ModelConfig) -> ModelConfig:
 def write(config: ModelConfig) -> dict[str, Any]:
     assert config.experts is not None
     return {
-        "moe_intermediate_size": config.intermediate_size,  # `intermediate_size` is of a dense layer, of which there is none
+        # `intermediate_size` is of a dense layer, of which there is none
+        "moe_intermediate_size": config.intermediate_size,
         "num_experts": config.experts.count,
         "num_experts_per_tok": config.experts.per_token,
         "norm_topk_prob": config.experts.normalized,

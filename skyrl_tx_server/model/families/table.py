@@ -1,4 +1,5 @@
-"""The table of families, by the `model_type` of config.json. A new one is a file like `llama.py` and a line here."""
+"""The table of families, by the `model_type` of config.json. A new one is a file like `llama.py` and a line
+here."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def stacks_of(config: ModelConfig) -> tuple[Stack, ...]:
-    """Return all layers of a model, first to last: consecutive layers with equal weights and attention are one stack."""
+    """Return all layers of a model, first to last: consecutive layers with equal weights and attention are
+    one stack."""
     family = family_of(config)
     num_dense = 0 if config.experts is None else config.experts.dense_layers
     stacks = []

@@ -1,4 +1,5 @@
-"""Products of blocks of rows with one expert's weight each, for a GPU: a Pallas kernel, compiled by Triton (a grouped matmul)."""
+"""Products of blocks of rows with one expert's weight each, for a GPU: a Pallas kernel, compiled by Triton (a
+grouped matmul)."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ def grouped_products(
     transposed: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """blocks [n, block, in] through weight[experts] [n, out, in], or `transposed` [n, block, out] back through it, for the first `used`
-    blocks; zeros beyond. Adds up in float32."""
+    """blocks [n, block, in] through weight[experts] [n, out, in], or `transposed` [n, block, out] back
+    through it, for the first `used` blocks; zeros beyond. Adds up in float32."""
     count, rows, _ = blocks.shape
     outputs, inputs = weight.shape[1:] if not transposed else weight.shape[:0:-1]
     height, width, depth = (
@@ -43,7 +44,8 @@ def grouped_products(
     of_weight = pl.BlockSpec((weight.shape[0], width, inputs), lambda block, tile: (0, tile, 0))
     if transposed:
         of_weight = pl.BlockSpec((weight.shape[0], inputs, width), lambda block, tile: (0, 0, tile))
-    # programs of one tile of the outputs come one after the other, those of the same expert side by side: its weight is read once
+    # programs of one tile of the outputs come one after the other, those of the same expert side by side: its
+    # weight is read once
     out = pl.pallas_call(
         partial(_kernel, depth=depth, transposed=transposed),
         grid=(count, outputs // width),

@@ -1,11 +1,13 @@
 """Attention over pages of keys and values for a GPU: Pallas kernels, compiled by Triton.
 
-Decoding: a program takes one stretch of pages after the other (`page_stretches`) and attends for the queries of one key-value head of all
-rows that have it in common. Long rows keep more of the device busy than they have heads, since each of their parts is a stretch
-(FlashDecoding), and a prompt that a group shares is read once for several of its members, whose queries fill up a matrix product that one
-row's would not. What a row gets depends on its own length and pages alone, to the bit.
+Decoding: a program processes one KV split after the other (`kv_splits`) and attends for the queries
+of one key-value head of all rows that have it in common. Long rows keep more of the device busy than they
+have heads, since each of their parts is a stretch (FlashDecoding), and a prompt that a group shares is read
+once for several of its members, whose queries fill up a matrix product that one row's would not. What a row
+gets depends on its own length and pages alone, to the bit.
 
-Prefill: a program attends for one block of a prompt and one or two of its heads, page after page from the first.
+Prefill: a program attends for one block of a prompt and one or two of its heads, page after page from the
+first.
 """
 
 from __future__ import annotations
@@ -44,11 +46,13 @@ PROGRAMS = 128
 """For each key-value head, where there are so many stretches: several for each of a GPU's processors."""
 
 MANY_TILES = 512
-"""Blocks of a prompt, by heads, that keep a GPU busy when two of them share a program, which reads their pages once."""
+"""Blocks of a prompt, by heads, that keep a GPU busy when two of them share a program, which reads their
+pages once."""
 
 
 def reads_as_they_lie(head_dim: int) -> bool:
-    """Whether pages of such heads go to the kernels as they are. Others would be filled up to a power of two first, in a copy of all pages.
+    """Whether pages of such heads go to the kernels as they are. Others would be filled up to a power of two
+    first, in a copy of all pages.
 
     >>> [reads_as_they_lie(head_dim) for head_dim in (64, 96, 128, 256, 576)]
     [True, False, True, True, False]
@@ -66,8 +70,9 @@ def paged_attention(
     scale: float,
     interpret: bool = False,
 ) -> Attended:
-    """q [B, H, hd] over the `stretches` of the pages `tables` [B, max_pages] of keys [N, K, hd, P] and values [N, K, P, hd]; P is a power
-    of two, 64 or more for speed. What lies beyond a row's length may be anything, NaN too."""
+    """q [B, H, hd] over the `stretches` of the pages `tables` [B, max_pages] of keys [N, K, hd, P] and values
+    [N, K, P, hd]; P is a power of two, 64 or more for speed. What lies beyond a row's length may be anything,
+    NaN too."""
     (batch, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
     assert page >= MIN_DIM and page & (page - 1) == 0, (
         f"pages of {page} positions: a power of two from {MIN_DIM} on"
@@ -176,8 +181,9 @@ def prefill_attention(
     scale: float,
     interpret: bool = False,
 ) -> jax.Array:
-    """Causal attention of N blocks q [N, T, H, hd], whose first tokens have the positions `starts` [N] and of which `lengths` [N] tokens
-    count, over their pages `tables` [N, max_pages] of keys [P, K, hd, page] and values [P, K, page, hd], which hold the blocks' own too."""
+    """Causal attention of N blocks q [N, T, H, hd], whose first tokens have the positions `starts` [N] and of
+    which `lengths` [N] tokens count, over their pages `tables` [N, max_pages] of keys [P, K, hd, page] and
+    values [P, K, page, hd], which hold the blocks' own too."""
     (blocks, length, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
     each = 2 if heads // kv_heads % 2 == 0 and blocks * heads >= MANY_TILES else 1
     q, values = padded_heads(q), padded_heads(values)
@@ -247,8 +253,8 @@ def _over_pages(
     values: Any,
     scale: float,
 ) -> _State:
-    """(highest, total, sum of values) of queries [M, hd] over what lies in the pages from the first of `span` up to its last position, of
-    which each query sees those before its `limit` [M]."""
+    """(highest, total, sum of values) of queries [M, hd] over what lies in the pages from the first of `span`
+    up to its last position, of which each query sees those before its `limit` [M]."""
     first, end = span
     count, page = len(queries), values.shape[1]
 

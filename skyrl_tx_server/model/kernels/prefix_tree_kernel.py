@@ -1,7 +1,9 @@
-"""`tree_attention` for a GPU: Pallas kernels, compiled by Triton, that keep a tile's scores in registers (Dao, arXiv:2307.08691).
+"""`tree_attention` for a GPU: Pallas kernels, compiled by Triton, that keep a tile's scores in registers
+(Dao, arXiv:2307.08691).
 
-One program attends for a tile of one head's queries, or gathers the gradient of a tile of one head's keys, and goes through what they see
-or are seen by in the order of the stream: results are the same to the bit from run to run. Products add up in float32.
+One program attends for a tile of one head's queries, or gathers the gradient of a tile of one head's keys,
+and goes through what they see or are seen by in the order of the stream: results are the same to the bit from
+run to run. Products add up in float32.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ MIN_DIM, MAX_HEAD_DIM = 16, 256
 """The least a matrix product takes of any axis, and the widest head of which a tile fits on chip."""
 WIDE_HEAD = 256  # bytes
 QUERY_TILE, TILE = 128, 64
-"""Tokens: the forward pass holds so many queries while keys pass by in tiles of the other; the backward pass takes the other of both."""
+"""Tokens: the forward pass holds so many queries while keys pass by in tiles of the other; the backward pass
+takes the other of both."""
 
 
 def forward(
     layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """q [R, T, H, hd] over k, v [R, T, K, hd] -> (outputs like q, log2 of each softmax's denominator [R, H, T] float32)."""
+    """q [R, T, H, hd] over k, v [R, T, K, hd] -> (outputs like q, log2 of each softmax's denominator [R, H,
+    T] float32)."""
     rows, length, heads, head_dim = q.shape
     q, k, v = (padded_heads(array) for array in (q, k, v))
     tile = min(QUERY_TILE, length // layout.num_key_blocks.shape[1])
@@ -61,7 +65,8 @@ def backward(
     scale: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients on q, k and v, from what the forward pass took and made and the gradient on its outputs."""
+    """The gradients on q, k and v, from what the forward pass took and made and the gradient on its
+    outputs."""
     rows, length, heads, head_dim = q.shape
     along = (
         (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)
@@ -111,7 +116,8 @@ def product(left: jax.Array, right: jax.Array, *, over: tuple[int, int] = (1, 0)
 
 
 def compiler_params(q: jax.Array) -> triton.CompilerParams:
-    """Of a kernel over queries [..., hd]. Of wide heads only one tile of keys at a time fits into many a GPU's shared memory."""
+    """Of a kernel over queries [..., hd]. Of wide heads only one tile of keys at a time fits into many a
+    GPU's shared memory."""
     wide = q.shape[-1] * q.dtype.itemsize > WIDE_HEAD
     return triton.CompilerParams(num_warps=4 if q.shape[-1] <= 64 else 8, num_stages=1 if wide else 2)
 
@@ -119,7 +125,8 @@ def compiler_params(q: jax.Array) -> triton.CompilerParams:
 def _query_specs(
     layout: TreeLayout, q: jax.Array, k: jax.Array, tile: int
 ) -> tuple[tuple[pl.BlockSpec, ...], pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
-    """For a program per tile of queries, head and stream: its part of the layout, of arrays like q, of k and v, of numbers [R, H, T]."""
+    """For a program per tile of queries, head and stream: its part of the layout, of arrays like q, of k and
+    v, of numbers [R, H, T]."""
     (_, length, heads, head_dim), kv_heads, blocks = q.shape, k.shape[2], layout.num_key_blocks.shape[1]
     group, tiles_per_block = heads // kv_heads, length // blocks // tile
     looks = (
@@ -238,7 +245,8 @@ def _over_keys[State](
     add: Callable[[Any, jax.Array, State], State],
     start: State,
 ) -> State:
-    """`add(where a tile of keys lies, seen [queries, keys], state)` over the blocks that a tile of queries looks at."""
+    """`add(where a tile of keys lies, seen [queries, keys], state)` over the blocks that a tile of queries
+    looks at."""
     queries = pl.program_id(0) * tile + jnp.arange(tile)
     block = ends.shape[0] // key_blocks.shape[0]
     width = min(TILE, block)

@@ -1,7 +1,9 @@
-"""LoRA adapters as pytrees. Their shape depends on the model and the server's maximum rank alone, so a new adapter compiles no program.
+"""LoRA adapters as pytrees. Their shape depends on the model and the server's maximum rank alone, so a new
+adapter compiles no program.
 
-A fused projection (q|k|v, gate|up) keeps one A with its parts' columns side by side and one B per part, each part padded to
-`max_rank`. Padding and switched-off parts are zero in both A and B; since each one's gradient is a multiple of the other they stay zero.
+A fused projection (q|k|v, gate|up) keeps one A with its parts' columns side by side and one B per part, each
+part padded to `max_rank`. Padding and switched-off parts are zero in both A and B; since each one's gradient
+is a multiple of the other they stay zero.
 
 The experts that see a token share the adapter's rank (`operations.expert_rank`). Routers are not adapted.
 """
@@ -25,7 +27,8 @@ from skyrl_tx_server.model.mesh import put
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerAdapter = dict[str, LoraWeights]
-"""A layer's adapted projections by field. Stacked over layers every leaf has a leading axis of them, `scale` included."""
+"""A layer's adapted projections by field. Stacked over layers every leaf has a leading axis of them, `scale`
+included."""
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +89,8 @@ def is_trained(spec: LoraSpec, weight: Weight) -> bool:
 
 
 def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
-    """A fresh adapter in host memory: A uniform in +-1/sqrt(in) from `spec.seed`, B zero, so that it changes nothing yet.
+    """A fresh adapter in host memory: A uniform in +-1/sqrt(in) from `spec.seed`, B zero, so that it changes
+    nothing yet.
 
     Each projection draws from its own stream, so switching a part off leaves the others' values as they were.
     """
@@ -113,7 +117,8 @@ def zero_adapter(config: ModelConfig, max_rank: int) -> Adapter:
 
 
 def trainable_mask(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
-    """Ones where the optimizer may write and zeros elsewhere, in host memory; leaves broadcast against an adapter's."""
+    """Ones where the optimizer may write and zeros elsewhere, in host memory; leaves broadcast against an
+    adapter's."""
 
     def mask(weight: Weight, stack: tuple[int, ...]) -> LoraWeights:
         trained = rank_of(weight, config, spec.rank) if is_trained(spec, weight) else 0
@@ -130,8 +135,8 @@ def trainable_mask(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapte
 
 
 def place_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
-    """Copy an adapter from host memory to every device, experts' factors to the devices of their experts. Gradients, moments, masks and
-    LoRA slots are placed likewise."""
+    """Copy an adapter from host memory to every device, experts' factors to the devices of their experts.
+    Gradients, moments, masks and LoRA slots are placed likewise."""
     return put(adapter, adapter_shardings(config, adapter))
 
 
@@ -158,7 +163,8 @@ def adapter_size(config: ModelConfig, max_rank: int) -> int:
 
 
 def slot_layers(lora_slots: Adapter, indices: LoraIndices) -> list[LayerAdapter]:
-    """Return the LoRA slots of each layer of the model. Every leaf of `lora_slots` has a leading axis of slots."""
+    """Return the LoRA slots of each layer of the model. Every leaf of `lora_slots` has a leading axis of
+    slots."""
     return [
         {field: replace(module, indices=indices, layer=np.int32(index)) for field, module in modules.items()}
         for modules in lora_slots.layers
@@ -187,7 +193,8 @@ def adapter_shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:
 
 
 def _made(config: ModelConfig, make: Callable[[Weight, tuple[int, ...]], LoraWeights]) -> Adapter:
-    """An adapter of `make(weight, stack)`, where `stack` is the leading axis of layers; the head, which has none, comes last."""
+    """An adapter of `make(weight, stack)`, where `stack` is the leading axis of layers; the head, which has
+    none, comes last."""
     layers = tuple(
         {field: make(weight, (len(stack.layers),)) for field, weight in stack.weights.items()}
         for stack in adapted_stacks(config)

@@ -1,10 +1,11 @@
 """LoRA arithmetic: the factors of a projection, and what they add to its output.
 
-In training one adapter serves the whole batch. In sampling each sequence may use its own LoRA slot. Every slot in use is then applied to the
-whole batch, and each sequence keeps the result of its own slot (`apply_lora`). A slot is read once, however many sequences use it, and the
-result of a sequence cannot depend on the others, because all products have the shape of the batch. On a CPU the program finds the number
-of slots in use while it runs. On a GPU that would ask the host after every projection, so programs are compiled for one slot, for four or
-for all of them.
+In training one adapter serves the whole batch. In sampling each sequence may use its own LoRA slot. Every
+slot in use is then applied to the whole batch, and each sequence keeps the result of its own slot
+(`apply_lora`). A slot is read once, however many sequences use it, and the result of a sequence cannot depend
+on the others, because all products have the shape of the batch. On a CPU the program finds the number of
+slots in use while it runs. On a GPU that would ask the host after every projection, so programs are compiled
+for one slot, for four or for all of them.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ class LoraIndices:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraWeights:
-    """A, B and scale of one projection: the outputs of each part gain `scale * (x @ a_part) @ b_part`. Experts give A and B a leading axis.
+    """A, B and scale of one projection: the outputs of each part gain `scale * (x @ a_part) @ b_part`.
+    Experts give A and B a leading axis.
 
-    With `indices` these are the factors of all LoRA slots: every leaf has leading axes of slots and, with `layer`, of layers.
+    With `indices` these are the factors of all LoRA slots: every leaf has leading axes of slots and, with
+    `layer`, of layers.
     """
 
     a: ArrayLike  # [in, parts * max_rank]
@@ -55,7 +58,8 @@ class LoraWeights:
 
 
 def lora_indices(slots_B: np.ndarray, *, num_lora_slots: int | None = None) -> LoraIndices:
-    """Return the indices on the host. With `num_lora_slots` the program is compiled for one slot, for SEVERAL or for all.
+    """Return the indices on the host. With `num_lora_slots` the program is compiled for one slot, for SEVERAL
+    or for all.
 
     >>> [lora_indices(np.arange(8) % used, num_lora_slots=9).max_loras for used in (1, 2, 5)]
     [1, 4, 8]
@@ -86,7 +90,8 @@ def adapter_count_buckets(num_lora_slots: int | None, *, rows: int) -> Sequence[
 def apply_lora(
     module: LoraWeights, compute: Callable[[LoraWeights], tuple[jax.Array, ...]]
 ) -> tuple[jax.Array, ...]:
-    """Return `compute(module)`, arrays [B, ...]; for LoRA slots, each sequence's part of the result of its own slot."""
+    """Return `compute(module)`, arrays [B, ...]; for LoRA slots, each sequence's part of the result of its
+    own slot."""
     indices = module.indices
     if indices is None:
         return compute(module)
@@ -99,7 +104,8 @@ def apply_lora(
             for new, old in zip(compute(_in_slot(module, slot)), chosen, strict=True)
         )
 
-    # The first slot is outside the loop: all decode steps of a dispatch then read one copy of it, and most batches use no other.
+    # The first slot is outside the loop: all decode steps of a dispatch then read one copy of it, and most
+    # batches use no other.
     result = compute(_in_slot(module, jnp.asarray(indices.distinct)[0]))
     if indices.max_loras is None:
         return jax.lax.fori_loop(1, indices.count, select, result)
@@ -128,10 +134,12 @@ def project(
     bias: jax.Array | None = None,
     by: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Multiply x [B, T, in] by weight [sum(widths), in], add the adapter's delta and split the parts of a fused projection.
+    """Multiply x [B, T, in] by weight [sum(widths), in], add the adapter's delta and split the parts of a
+    fused projection.
 
-    `module` is one adapter for the whole batch, all LoRA slots with the indices of the batch, or None for the base model. `by` is the mesh
-    axis that divides each part; the outputs of the weight are arranged for it (see `layer_spec.Weight`).
+    `module` is one adapter for the whole batch, all LoRA slots with the indices of the batch, or None for the
+    base model. `by` is the mesh axis that divides each part; the outputs of the weight are arranged for it
+    (see `layer_spec.Weight`).
     """
     x = shard_batch(
         config, x, features="tensor" if by is None else None
@@ -146,7 +154,8 @@ def project(
 
 
 def split_parts(fused: jax.Array, widths: tuple[int, ...], shards: int) -> tuple[jax.Array, ...]:
-    """The parts of a fused projection's output [..., sum(widths)], each of whose `shards` blocks holds a piece of every part."""
+    """The parts of a fused projection's output [..., sum(widths)], each of whose `shards` blocks holds a
+    piece of every part."""
     if shards == 1:
         return tuple(jnp.split(fused, np.cumsum(widths)[:-1], axis=-1))
     blocks = fused.reshape(*fused.shape[:-1], shards, -1)
@@ -155,14 +164,16 @@ def split_parts(fused: jax.Array, widths: tuple[int, ...], shards: int) -> tuple
 
 
 def low_rank_deltas(x: jax.Array, module: LoraWeights) -> tuple[jax.Array, ...]:
-    """Return the adapter's part of a projection of x [B, T, in]: one [B, T, out_part] per part, in the dtype of x."""
+    """Return the adapter's part of a projection of x [B, T, in]: one [B, T, out_part] per part, in the dtype
+    of x."""
     if module.indices is not None and module.indices.max_loras not in (None, 1):
         return _deltas_of_several(x, module, module.indices)
     return apply_lora(module, lambda weights: _deltas(x, weights))
 
 
 def _deltas_of_several(x: jax.Array, module: LoraWeights, indices: LoraIndices) -> tuple[jax.Array, ...]:
-    """Return the deltas with the factors of all slots side by side: one product with A and one with each B, masked by the sequence's slot."""
+    """Return the deltas with the factors of all slots side by side: one product with A and one with each B,
+    masked by the sequence's slot."""
     slots = jnp.asarray(indices.distinct)[: indices.max_loras]
     at = (slots,) if module.layer is None else (slots, module.layer)
     a, scale = jnp.asarray(module.a)[at].astype(x.dtype), jnp.asarray(module.scale)[at].astype(x.dtype)
@@ -185,8 +196,9 @@ def _deltas(x: jax.Array, module: LoraWeights) -> tuple[jax.Array, ...]:
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Return x [..., in] @ weight [in, out], where `in` or `out` is a rank.
 
-    The gradient of the weight multiplies the narrower of x and the output's gradient, transposed, with the wider one. With JAX's own
-    gradient XLA transposes the wider one on a CPU, which takes two to three times as long as the product and its gradients.
+    The gradient of the weight multiplies the narrower of x and the output's gradient, transposed, with the
+    wider one. With JAX's own gradient XLA transposes the wider one on a CPU, which takes two to three times
+    as long as the product and its gradients.
     """
     return x @ weight
 

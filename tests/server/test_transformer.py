@@ -64,7 +64,7 @@ def test_the_yarn_fixture_would_notice_missing_yarn() -> None:
     assert np.abs(logits[:, :: int(expected["stride"])] - expected["logits"]).max() > 0.1
 
 
-def test_a_context_beyond_the_models_own_is_reached_as_qwens_model_cards_do() -> None:
+def test_yarn_extends_the_context_as_qwens_model_cards_say() -> None:
     plain = ModelConfig(
         **{
             **{name: getattr(CONFIG, name) for name in ModelConfig.__dataclass_fields__},

@@ -24,7 +24,7 @@ def modules(adapter):
     return {**adapter.layers[0], "head": adapter.head}
 
 
-def test_a_new_adapter_has_random_a_zero_b_and_scale_alpha_over_rank() -> None:
+def test_a_new_adapter_has_random_a_zero_b_and_its_scale() -> None:
     for field, module in modules(init_adapter(CONFIG, SPEC, MAX_RANK)).items():
         used = module.a.reshape(*module.a.shape[:-1], -1, MAX_RANK)
         assert np.all(used[..., : SPEC.rank] != 0), field
@@ -47,7 +47,7 @@ def test_the_seed_decides_a() -> None:
 
 
 @pytest.mark.parametrize("off", ["train_attn", "train_mlp", "train_unembed"])
-def test_a_part_switched_off_is_zero_and_leaves_the_others_as_they_were(off: str) -> None:
+def test_a_part_switched_off_is_zero_and_changes_no_other(off: str) -> None:
     spec = replace(SPEC, **{off: False})
     whole = modules(init_adapter(CONFIG, SPEC, MAX_RANK))
     for field, module in modules(init_adapter(CONFIG, spec, MAX_RANK)).items():
@@ -78,7 +78,7 @@ def test_the_mask_covers_exactly_the_rank_of_the_trained_parts() -> None:
         assert not np.any(mask[field].scale)
 
 
-def test_a_row_of_a_bank_is_its_own_adapter_alone_to_the_bit() -> None:
+def test_a_sequence_in_a_lora_slot_equals_its_adapter_exactly() -> None:
     random = np.random.default_rng(0)
     x = random.normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
     weight = random.normal(size=(sum(CONFIG.qkv_widths), CONFIG.hidden_size)).astype(np.float32)
@@ -102,10 +102,11 @@ def test_a_row_of_a_bank_is_its_own_adapter_alone_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("entries", [(2, 0, 1), (1, 2, 1), (2, 2, 2)])
-def test_several_adapters_side_by_side_are_those_adapters_one_after_the_other(
+def test_adapters_side_by_side_equal_them_one_by_one(
     entries: tuple[int, ...],
 ) -> None:
-    """As a GPU's programs have them, which are compiled for as many as a bank holds; the last case is compiled for one."""
+    """As a GPU's programs have them, which are compiled for as many as a bank holds; the last case is
+    compiled for one."""
     x = np.random.default_rng(0).normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
     bank = jax.tree.map(
         lambda *leaves: np.stack(leaves),
