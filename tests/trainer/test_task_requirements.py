@@ -92,7 +92,7 @@ def test_multi_step_and_windows_tasks_are_refused(tmp_path: Path, environment_ty
     windows = task(tmp_path, "windows")
     (windows / "task.toml").write_text('[environment]\nos = "windows"\n')
     (windows / "tests" / "test.sh").rename(windows / "tests" / "test.bat")
-    with pytest.raises(ConfigError, match=r"os = windows: trials run on Linux only; .*Windows host"):
+    with pytest.raises(ConfigError, match=r"os = windows, but trials run on Linux only; .*Windows host"):
         source(windows, environment_type=environment_type)
 
 
