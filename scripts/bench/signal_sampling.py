@@ -8,10 +8,10 @@
 from __future__ import annotations
 
 import random
-from typing import Literal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from src.core.trajectory import StopReason, Task, Trajectory, TrajectoryGroup
 from src.learning.curriculum import Curriculum

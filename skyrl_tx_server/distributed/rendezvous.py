@@ -167,7 +167,9 @@ def refusal_of(mine: Handshake, theirs: Handshake, joined: dict[int, Channel]) -
         return f"process_id={theirs.process_id} is taken: each process needs its own"
     for name, value in mine.settings.items():
         if theirs.settings.get(name) != value:
-            return f"{who} has {name}={theirs.settings.get(name)}, process 0 {name}={value}: use equal options"
+            return (
+                f"{who} has {name}={theirs.settings.get(name)}, process 0 {name}={value}: use equal options"
+            )
     return None
 
 

@@ -25,7 +25,8 @@ class KlResult:
     mean_kl: float
 
 
-async def apply_kl_penalty(examples: Sequence[Example], reference: ReferenceModel, settings: KlSettings
+async def apply_kl_penalty(
+    examples: Sequence[Example], reference: ReferenceModel, settings: KlSettings
 ) -> KlResult:
     """Add `kl_penalty_coef * (mean penalty - penalty)` to the advantage of each sampled token.
 

@@ -42,7 +42,9 @@ async def open_dependencies(
     config: TrainerConfig, events: RunEvents, source: TaskSource | None = None
 ) -> AsyncIterator[Dependencies]:
     """Open the Tinker endpoint, and the tasks of the environment unless there is a `source`."""
-    await asyncio.to_thread(find_factory, config.env)  # a wrong name is reported without waiting for the server
+    await asyncio.to_thread(
+        find_factory, config.env
+    )  # a wrong name is reported without waiting for the server
     events.say(f"server: {base_url(config)}")
     async with connect(config) as endpoint:
         if source is None:

@@ -180,7 +180,10 @@ async def request_status(url: str, *, key: str, request: Mapping[str, str] | Non
 
 async def check_model(settings: BackendSettings, *, key: str | None) -> None:
     """Raises ConfigError unless the server serves the model with a context of `context_limit`."""
-    action, limit_s = f"asking the server at {base_url(settings)} for its models", settings.heartbeat_timeout_s
+    action, limit_s = (
+        f"asking the server at {base_url(settings)} for its models",
+        settings.heartbeat_timeout_s,
+    )
     with sdk_boundary(action):
         async with deadline(
             limit_s, BackendError, f"{action}: no usable answer within heartbeat_timeout_s={limit_s:g}"

@@ -127,7 +127,9 @@ async def probe(
     limit_s = float(options.get("request_timeout_s", ANSWER_TIMEOUT_S))
 
     async def bounded[T](action: str, function: Callable[[], T]) -> T:
-        async with deadline(limit_s, BackendError, f"{action}: no answer within request_timeout_s={limit_s:g}"):
+        async with deadline(
+            limit_s, BackendError, f"{action}: no answer within request_timeout_s={limit_s:g}"
+        ):
             return await in_thread(function)
 
     key = os.environ.get("TINKER_API_KEY") or DUMMY_KEY

@@ -123,7 +123,9 @@ def test_a_dispatch_follows_unless_a_waiting_sample_gets_a_slot():
         executor.gate.set()
         for future in futures:
             future.result(TIMEOUT_S)
-    assert executor.dispatched_next == [True, True, False, True, True, True], "the third block ended the first sample"
+    assert executor.dispatched_next == [True, True, False, True, True, True], (
+        "the third block ended the first sample"
+    )
 
 
 def test_an_expected_error_reaches_only_its_caller_unchanged():

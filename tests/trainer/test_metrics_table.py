@@ -21,9 +21,7 @@ class SmallRun(FakeRun):
 
     def __init__(self, path: Path) -> None:
         tasks = FakeTasks(train=[task(f"say-{number}") for number in range(4)], eval=[task("held")])
-        super().__init__(
-            path / "run", lambda config: Dependencies(source=tasks, backend=BanditBackend())
-        )
+        super().__init__(path / "run", lambda config: Dependencies(source=tasks, backend=BanditBackend()))
 
     async def go(self, *options: str) -> None:
         await super().go("tasks_dir=t", "batch_size=2", "group_size=4", "learning_rate=2", *options)
