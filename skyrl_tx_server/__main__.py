@@ -3,6 +3,8 @@ the model, serve, shut down.
 
 The port is opened first: a port in use is reported at once, and a client that comes early is told to wait
 (503) instead of being refused. Only this module imports both the HTTP side and the JAX side.
+
+This file is long because it contains the start and the shutdown of the server in order.
 """
 
 from __future__ import annotations

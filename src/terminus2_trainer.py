@@ -5,6 +5,8 @@ advantages; their
 datums are made and the weights are updated; then the held-out tasks are evaluated, the metrics are logged and
 a checkpoint is
 saved, each if it is due. A checkpoint is saved last, so that it implies logged metrics.
+
+This file is long because the training loop with its evaluations and checkpoints is read as one piece.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from src.core.process import deadline
 from src.core.trajectory import TrajectoryGroup
 from src.envs.base import TaskSource
 from src.evaluate.evaluation import Evaluation, evaluate
+from src.evaluate.training_events import TrainingEvents
 from src.learning.examples import Example, examples_of_batch
 from src.learning.filters import DropReason, keep_groups, zeroed_metrics
 from src.learning.learner import Learner
 from src.learning.metrics import group_metrics
 from src.learning.preparation import prepare, stream_datums, stream_metrics
-from src.loop.training_events import TrainingEvents
 from src.policy.backend import Backend
 from src.policy.sampling_policy import Policy, ReferenceModel
 from src.records import checkpoints

@@ -76,7 +76,9 @@ def group_of(task: Task, rate: float, group_size: int, rng: random.Random) -> Tr
 
 def main(num_steps: int) -> None:
     print("100 tasks, 8 tasks per step, groups of 8")
-    for name, floor in (("uniform", 0.1), ("thompson", 0.1), ("thompson", 0.25)):
+    cases: tuple[tuple[Literal["uniform", "thompson"], float], ...]
+    cases = (("uniform", 0.1), ("thompson", 0.1), ("thompson", 0.25))
+    for name, floor in cases:
         outcomes = [
             simulated(
                 name, num_tasks=100, batch_size=8, group_size=8, num_steps=num_steps, floor=floor, seed=seed

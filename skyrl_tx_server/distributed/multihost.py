@@ -12,6 +12,8 @@ makes the call itself. What an executor cannot derive from its calls (files, fre
 A ServerError is raised by every rank alike and fails one operation. Any other error, or a lost process, stops the server: device states may
 have diverged. Rank 0 reads plain text from the other ranks, never a pickle. The other ranks unpickle messages of rank 0 after they have
 authenticated them (see `channel`). Messages to the user call a rank "process", as the option `process_id` does.
+
+This file is long because rank 0 and the other ranks are the two sides of one protocol.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ reaches the caller unchanged; any other exception is logged with its traceback a
 `ServerError` with its type and message. If a failed program had the KV cache donated to it, all running
 samples have lost their state and fail together. The executor then starts again with an empty cache, and
 waiting requests continue.
+
+This file is long because the engine thread is one state machine.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 An operation that fails leaves a model exactly as it was. `forward_backward` adds to the model's gradient in new buffers, which replace the
 old ones when the whole operation has succeeded, and the optimizer step does not donate its inputs.
+
+This file is long because it has one method for each operation and the set-up of the device state.
 """
 
 from __future__ import annotations

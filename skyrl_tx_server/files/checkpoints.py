@@ -8,6 +8,8 @@ symbolic link are refused.
 
 The new name contains the generation of the checkpoint: 32 random hex digits. Files that are derived from the
 arrays belong to one generation (`derived`), so they are never those of an earlier save.
+
+This file is long because saving, listing and deleting follow one order of file operations.
 """
 
 from __future__ import annotations

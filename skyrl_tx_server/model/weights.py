@@ -1,4 +1,7 @@
-"""Weights between disk and the device: Hugging Face directories for models, PEFT names for adapters."""
+"""Weights between disk and the device: Hugging Face directories for models, PEFT names for adapters.
+
+This file is long because reading and writing use one description of the tensors.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import datetime
 from functools import partial
@@ -22,10 +22,10 @@ from src.core.log_setup import logging_to_file
 from src.core.process import in_thread
 from src.envs.base import TaskSource, close_quietly
 from src.evaluate.contamination import content_hashes, require_held_out, write_hashes
+from src.evaluate.training_events import TrainingEvents
 from src.learning.learner import Learner
 from src.loop import capabilities, outcome
 from src.loop.connection import Connect, Connector, Dependencies, open_dependencies
-from src.loop.training_events import TrainingEvents
 from src.policy.openai_client import open_endpoint
 from src.records.journal import Journal, RunState
 from src.records.rollout_store import FinishedRollouts
@@ -93,8 +93,7 @@ async def checked_tasks(config: TrainerConfig, source: TaskSource) -> dict[str, 
             f"{tasks_name(config)} leaves no task to train on; lower eval_split or shorten eval_tasks"
         )
     hashes = await asyncio.to_thread(content_hashes, source.train)
-    holds_out_a_folder = any(Path(name).expanduser().is_dir() for name in config.eval_tasks or ())
-    chosen_by = None if holds_out_a_folder else "eval_tasks"
+    chosen_by = None if holds_out_a_folder(config.eval_tasks or ()) else "eval_tasks"
     await asyncio.to_thread(require_held_out, source.eval, hashes, chosen_by=chosen_by)
     return hashes
 
@@ -133,6 +132,10 @@ async def train(
             steps_done=steps_done,
         )
         await trainer.train(batches)
+
+
+def holds_out_a_folder(eval_tasks: Sequence[str]) -> bool:
+    return any(Path(name).expanduser().is_dir() for name in eval_tasks)
 
 
 @asynccontextmanager

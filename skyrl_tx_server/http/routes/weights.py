@@ -1,4 +1,7 @@
-"""Saving, loading, listing and deleting checkpoints, and the training runs they belong to."""
+"""Saving, loading, listing and deleting checkpoints, and the training runs they belong to.
+
+This file is long because all routes of checkpoints share the handling of their paths.
+"""
 
 from __future__ import annotations
 

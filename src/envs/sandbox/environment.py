@@ -8,7 +8,7 @@ Differences from Docker:
   provide one, tasks that do not request it explicitly run without a network, and the others are refused.
 - The only user is root, without capabilities. It owns all files that the task and the agent create.
 
-The module is longer than others because it implements Harbor's abstract class in one class.
+This file is long because Harbor's abstract class is implemented by one class.
 """
 
 from __future__ import annotations
