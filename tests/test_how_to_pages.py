@@ -24,7 +24,10 @@ def test_the_option_of_the_page_has_a_default_and_a_range() -> None:
     field = textwrap.indent(example("add-an-option.md"), "    ")
     source = f"@chz.chz\nclass SmoothedOptions(options.Options):\n{field}"
     names: dict[str, object] = {
-        "chz": chz, "options": options, "at_least": options.at_least, "__name__": __name__
+        "chz": chz,
+        "options": options,
+        "at_least": options.at_least,
+        "__name__": __name__,
     }
     exec(source, names)
     smoothed = names["SmoothedOptions"]

@@ -188,7 +188,8 @@ ALIASES = (
     Alias("test-<domain>/max_reward", "test/env/<domain>/reward/max", Source.SEED),
     Alias("test-<domain>/success_rate", "test/env/<domain>/positive_rate", Source.SEED),
     Alias("test-<domain>/num_samples", "test/env/<domain>/trials", Source.SEED),
-    Alias("env/<domain>/customer_tool_errors", "env/<domain>/user_tool_errors", Source.RENAMED),
+    Alias("env/all/customer_tool_errors", "env/all/user_tool_errors", Source.RENAMED),
+    Alias("environment/customer_tool_errors", "environment/user_tool_errors", Source.RENAMED),
     Alias("eval/<domain>/avg_score", "test/env/<domain>/reward/total", Source.SKYRL),
     Alias("eval/<domain>/pass_at_<k>", "test/env/<domain>/reward/pass_at_<k>", Source.SKYRL),
     Alias(

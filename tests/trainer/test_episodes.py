@@ -302,7 +302,7 @@ def test_native_tool_calling_is_off_by_default(options, is_native):
 
 
 def test_native_tools_need_the_models_own_template():
-    with pytest.raises(ConfigError, match="use_native_tool_calling needs the model's chat template"):
+    with pytest.raises(ConfigError, match="use_native_tool_calling needs the model's own chat template"):
         parse_as(
             EvaluateConfig, ["model_name=m", ENV, "base_url=http://h/v1", "use_native_tool_calling=true"]
         )

@@ -278,7 +278,7 @@ async def test_a_debian_image_needs_no_dockerfile(tmp_path: Path) -> None:
 def test_another_image_is_refused(tmp_path: Path) -> None:
     folder = variant(tmp_path, task_toml='[environment]\ndocker_image = "postgres:16"\n')
     (folder / "environment" / "Dockerfile").unlink()
-    message = "the sandbox cannot stand in for the image postgres:16; use environment_type=docker"
+    message = "the sandbox cannot replace the image postgres:16; use environment_type=docker"
     with pytest.raises(ConfigError, match=message):
         harbor_tasks(folder)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import chz
 import pytest
 import tinker
 
@@ -145,7 +146,7 @@ async def test_l10_zero_reward_on_non_stop_leaves_the_mask():
     )
     assert trajectory.reward == 1.5
     group = TrajectoryGroup(task=task("a"), trajectories=[trajectory])
-    [zeroed] = apply_reward_rules([group], replace(filters("off"), zero_reward_on_non_stop=True))
+    [zeroed] = apply_reward_rules([group], chz.replace(filters("off"), zero_reward_on_non_stop=True))
     assert zeroed.rewards == [0] and is_trainable(zeroed.trajectories[0], filters("off"))
 
 

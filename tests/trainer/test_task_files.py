@@ -222,7 +222,7 @@ def test_a_parquet_table_has_the_same_rows(tmp_path: Path):
             [row("toy_retail", "a", instruction="x", actions=[{"name": "fly"}])],
             "toy_retail: a: a gold action fails",
         ),
-        ([row("toy_retail", "cancel-train-1")] * 2, "two tasks are called cancel-train-1"),
+        ([row("toy_retail", "cancel-train-1")] * 2, "two tasks have the id cancel-train-1"),
     ],
 )
 def test_invalid_rows_are_rejected_with_one_line(tmp_path: Path, rows: list[dict[str, object]], message: str):

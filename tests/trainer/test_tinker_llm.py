@@ -122,7 +122,7 @@ class EmptyAnswers(FakePolicy):
 @pytest.fixture
 def llm_with_empty_answers() -> TinkerLLM:
     chat = byte_chat()
-    limits = replace(LIMITS, max_length_stops=3)
+    limits = replace(LIMITS, max_consecutive_truncations=3)
     return TinkerLLM(policy=EmptyAnswers(chat, ["hello"]), chat=chat, limits=limits, model_name="m")
 
 
