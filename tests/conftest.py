@@ -9,10 +9,26 @@ from collections.abc import Iterator
 import pytest
 
 SDK_MARK = "official_sdk"
+NOT_FAST = {  # files of tests/trainer that start processes or sandboxes, or play whole runs
+    *("test_add_a_metric_page", "test_bubblewrap", "test_damaged_run_files", "test_environments_page"),
+    *("test_batch_collector", "test_console", "test_exact_tokens"),
+    *("test_exactly_once", "test_fault_matrix", "test_grading_method", "test_harbor_environment"),
+    *("test_harbor_trial", "test_metrics_table", "test_quickstart_data", "test_reconnect", "test_run"),
+    *("test_sandbox_environment", "test_service_run", "test_subprocess_pool", "test_tau2"),
+    *("test_tau2_benchmark", "test_tracking", "test_train", "test_unresponsive_server", "test_validate"),
+}
+FAST = {  # files of tests/server that compile no program
+    *("test_app", "test_checkpoints", "test_contract_page", "test_engine"),
+    *("test_futures", "test_model_registry", "test_openai", "test_prefix_cache"),
+    *("test_run_index", "test_scheduler", "test_wire"),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        name, folder = item.path.stem, item.path.parent.name
+        if (folder == "trainer" and name not in NOT_FAST) or (folder == "server" and name in FAST):
+            item.add_marker(pytest.mark.fast)
         if item.get_closest_marker(SDK_MARK):
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
 

@@ -39,3 +39,10 @@ def test_the_option_of_the_page_has_a_default_and_a_range() -> None:
 
 def test_the_kernel_of_the_page_runs_in_the_interpreter() -> None:
     exec(example("add-a-kernel.md"), {"__name__": "example"})
+
+
+def test_the_glossary_names_existing_modules() -> None:
+    text = (PAGES.parent / "glossary.md").read_text()
+    paths = re.findall(r"\| `((?:src|skyrl_tx_server)/[\w/]+\.py)` \|", text)
+    assert len(paths) > 40
+    assert [path for path in paths if not (PAGES.parent.parent / path).exists()] == []

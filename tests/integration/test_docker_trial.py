@@ -13,7 +13,7 @@ from src.config import TrainerConfig
 from src.core.trajectory import StopReason, Trajectory, Turn
 from src.envs.harbor.environment import open_harbor
 from src.envs.sandbox.docker import OWNER_LABEL, RUN_LABEL, remove_dead, why_no_engine
-from src.envs.sandbox.run_directory import living_labels, run_directory
+from src.envs.sandbox.run_directory import live_run_labels, run_directory
 from src.policy.sampling_policy import SampleRequest
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
 from tests.fakes.tokenizer import byte_chat
@@ -48,13 +48,13 @@ async def test_a_trial_on_docker_is_graded_and_leaves_nothing(tmp_path: Path) ->
     tasks = open_harbor(TrainerConfig(model_name="org/model", tasks_dir=str(folder), **options), byte_chat())
     label = tasks.run_label
     assert tasks.environment_type == "docker"
-    assert label in living_labels()
+    assert label in live_run_labels()
     containers: list[list[str]] = []  # at each sampling call
 
     class RecordingPolicy(ScriptedPolicy):
         async def sample(self, request: SampleRequest) -> Turn:
             containers.append(containers_of(label))
-            remove_dead(keep=living_labels())  # Another trainer does this when it starts.
+            remove_dead(keep=live_run_labels())  # Another trainer does this when it starts.
             return await super().sample(request)
 
     script = [
@@ -81,7 +81,7 @@ def test_only_containers_of_ended_runs_are_removed() -> None:
     run_directory(active)
     containers = {label: start(label) for label in (ended, active)}
     try:
-        remove_dead(keep=living_labels())
+        remove_dead(keep=live_run_labels())
         assert containers_of(ended) == [] and len(containers_of(active)) == 1
     finally:
         subprocess.run(["docker", "rm", "--force", *containers.values()], capture_output=True, check=False)

@@ -357,7 +357,7 @@ def test_checkpoints_that_do_not_fit_are_refused(model_dir: Path, checkpoints_di
     ):
         run(engine, LoadWeights(model_id="c", path=path, optimizer=True, create=True))
     with (
-        running(model_dir, checkpoints_dir, base_model="local/other") as engine,
+        running(model_dir, checkpoints_dir, model_alias="local/other") as engine,
         pytest.raises(UserError, match="base model local/tiny"),
     ):
         run(engine, LoadWeights(model_id="c", path=path, optimizer=True, create=True))

@@ -25,11 +25,12 @@ from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.families.table import stacks_of
+from skyrl_tx_server.model.shapes import train_shapes
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params
 from skyrl_tx_server.sampling import model_runner
 from skyrl_tx_server.training.losses import select_loss
-from skyrl_tx_server.training.packing import pack, train_shapes
-from skyrl_tx_server.training.train_step import forward_backward, train_batch
+from skyrl_tx_server.training.packing import pack
+from skyrl_tx_server.training.train_step import forward_backward
 from tests.fakes.tiny_model import make_settings
 from tests.server.test_families import FAMILIES, difference, write_config
 
@@ -40,7 +41,7 @@ WINDOW = 24
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     directory = tmp_path_factory.mktemp("checkpoints")
-    engine = Engine(DeviceExecutor(make_settings(FIXTURE, directory, max_context_length=256, decode_slots=3)))
+    engine = Engine(DeviceExecutor(make_settings(FIXTURE, directory, max_context_length=256, max_num_seqs=3)))
     engine.start()
     yield engine
     engine.stop()
@@ -143,7 +144,7 @@ def test_gradients_equal_hugging_faces() -> None:
         adapter,
         zeros,
         load_params(FIXTURE, config, "float32"),
-        train_batch(batch),
+        batch.arrays,
         select_loss(LossFn.CROSS_ENTROPY),
         config=config,
     )

@@ -176,7 +176,7 @@ def test_generation_config_names_the_stop_tokens(tmp_path) -> None:
             "model_type is 'gemma'; this server runs deepseek_v3, llama, qwen2, qwen3, qwen3_moe",
         ),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ({"use_sliding_window": True}, "'sliding_window' is missing"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide over 3"),
