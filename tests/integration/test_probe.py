@@ -259,7 +259,7 @@ def test_ignored_unknown_settings_are_found(
 ) -> None:
     url, server = endpoint
     server.heal()
-    for module in ("requests", "protobuf"):
+    for module in ("training_requests", "protobuf"):
         monkeypatch.setattr(
             f"skyrl_tx_server.http.wire.{module}.parse_loss_config", lambda loss_fn, config: LossSettings()
         )

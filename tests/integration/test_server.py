@@ -114,7 +114,8 @@ def test_the_openai_client_reads_streamed_and_whole_replies(
             )
     metrics = httpx.get(f"{url}/metrics").text
     assert (
-        f'skyrl_tx_tokens_total{{kind="sampled"}} {2 * whole.usage.completion_tokens}' in metrics.splitlines()
+        f'skyrl_tx_tokens_total{{kind="sampled"}} {2.0 * whole.usage.completion_tokens}'
+        in metrics.splitlines()
     )
 
 

@@ -523,6 +523,6 @@ async def test_a_fault_in_laying_down_files_is_no_reward(
     async def broken(*_: object) -> None:
         raise FileExistsError("handed-in")
 
-    monkeypatch.setattr(SandboxFiles, "place", broken)
+    monkeypatch.setattr(SandboxFiles, "unpack", broken)
     outcome = await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt")
     assert isinstance(outcome, TrialFailure), outcome
