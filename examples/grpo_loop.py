@@ -20,7 +20,8 @@ def reward(text: str) -> float:
 
 
 def datum(prompt: list[int], sequence: types.SampledSequence, advantage: float) -> types.Datum:
-    """One training sequence. The inputs of the loss are aligned with the targets; the prompt has advantage 0."""
+    """One training sequence. The inputs of the loss are aligned with the targets; the prompt has advantage
+    0."""
     tokens = prompt + list(sequence.tokens)
     num_prompt, num_sampled = len(prompt) - 1, len(sequence.tokens)
     inputs = {

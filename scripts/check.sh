@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks the code without running it: formatting, lint rules and types.
+# Checks the code without running it: formatting, lint rules, types, and the links of the documentation.
 #
 #   scripts/check.sh
 set -euo pipefail
@@ -7,4 +7,6 @@ cd "$(dirname "$0")/.."
 scripts/setup.sh
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
+export NO_MKDOCS_2_WARNING=1
+.venv/bin/mkdocs build --quiet --strict
 exec .venv/bin/pyright

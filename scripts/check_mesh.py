@@ -1,10 +1,12 @@
-"""Holds servers on 2 and 8 virtual CPU devices against the one-device server: losses, gradients, sampled tokens, log-probabilities.
+"""Holds servers on 2 and 8 virtual CPU devices against the one-device server: losses, gradients, sampled
+tokens, log-probabilities.
 
     .venv/bin/python -m scripts.check_mesh [FAMILY ...]     # default: llama qwen3_moe deepseek_v3; also qwen2, qwen3
 
-Prints the largest differences of each mesh from one device and how many programs each compiled; exit status 1 over the bars. All sample
-under the adapters that the one device trained and saved: Adam's first steps turn a difference in the last bit into one of a whole step.
-Takes minutes: every mesh compiles its own programs. Needs about 2 GiB.
+Prints the largest differences of each mesh from one device and how many programs each compiled; exit status 1
+over the bars. All sample under the adapters that the one device trained and saved: Adam's first steps turn a
+difference in the last bit into one of a whole step. Takes minutes: every mesh compiles its own programs.
+Needs about 2 GiB.
 """
 
 from __future__ import annotations
@@ -103,8 +105,8 @@ def make_model(family: str, directory: Path) -> Path:
 def outputs_of(
     model_dir: Path, shape: MeshShape, checkpoints_dir: Path, *, saves: bool
 ) -> dict[str, np.ndarray]:
-    """Two models trained for two steps each, then groups sampled under both as they were saved and the base, one of them from a cached
-    prompt."""
+    """Two models trained for two steps each, then groups sampled under both as they were saved and the base,
+    one of them from a cached prompt."""
     settings = EngineOptions(
         base_model=str(model_dir),
         model_alias="check/mesh",

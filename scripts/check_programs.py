@@ -1,9 +1,11 @@
-"""Print one sha256 per compiled program of a tiny model on one CPU device: prefill, decode, score, train and Adam.
+"""Print one sha256 per compiled program of a tiny model on one CPU device: prefill, decode, score, train and
+Adam.
 
     python -m scripts.check_programs
 
-A hash covers the lowered StableHLO without source locations, result names and function names, so it changes only if a program computes
-something else. Compare the output of two commits to show that a refactoring leaves the programs as they are.
+A hash covers the lowered StableHLO without source locations, result names and function names, so it changes
+only if a program computes something else. Compare the output of two commits to show that a refactoring leaves
+the programs as they are.
 """
 
 from __future__ import annotations

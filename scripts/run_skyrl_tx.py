@@ -1,9 +1,10 @@
 """`./run_skyrl_tx.sh`: train on our own server, starting one when none answers.
 
-Without `model_name` it is the quick start of a kind of environment, with a small model of ours and an embedded server on a free port:
-terminal tasks (datasets/quickstart) or, with `env=tau_bench`, a shop's customers (datasets/toy_retail). With `model_name` it is the full
-recipe. Options given on the command line win over the recipe's. A server started here is stopped when training ends, and dies with this
-process even if that is killed. It takes a random key of its own, which is in the file `api_key` beside its log.
+Without `model_name` it is the quick start of a kind of environment, with a small model of ours and an
+embedded server on a free port: terminal tasks (datasets/quickstart) or, with `env=tau_bench`, a shop's
+customers (datasets/toy_retail). With `model_name` it is the full recipe. Options given on the command line
+win over the recipe's. A server started here is stopped when training ends, and dies with this process even if
+that is killed. It takes a random key of its own, which is in the file `api_key` beside its log.
 """
 
 from __future__ import annotations
@@ -220,7 +221,8 @@ def full_recipe(given: dict[str, str]) -> int:
 
 
 def check_options(options: dict[str, str]) -> None:
-    """Ends here with the trainer's own line for what it would not understand, before a server is started for it."""
+    """Ends here with the trainer's own line for what it would not understand, before a server is started for
+    it."""
     try:
         parse(trainer_arguments(options))
     except ConfigError as error:
@@ -235,7 +237,8 @@ def trainer_arguments(options: dict[str, str]) -> list[str]:
 
 
 def train(options: dict[str, str], server: subprocess.Popen[bytes] | None, *, key: str | None) -> int:
-    """Run the trainer to its end, passing on signals; then stop the server this process started, whose key is `key`."""
+    """Run the trainer to its end, passing on signals; then stop the server this process started, whose key is
+    `key`."""
     command = [sys.executable, "-m", "src.train", *trainer_arguments(options)]
     # Without this process there is soon no server either, so a trainer left alone could save nothing.
     environment = os.environ | ({} if key is None else {"TINKER_API_KEY": key})
@@ -269,15 +272,17 @@ def say_programs(url: str, *, key: str) -> None:
 
 
 def new_key() -> str:
-    """For a server of this process's own. Without one, every process of this machine could train on the server, a trial's too."""
+    """For a server of this process's own. Without one, every process of this machine could train on the
+    server, a trial's too."""
     return f"tml-{secrets.token_urlsafe(32)}"
 
 
 def start_server(
     url: str, arguments: tuple[str, ...], side_files: Path, *, key: str
 ) -> subprocess.Popen[bytes]:
-    """Start the server and wait until it can work; exits with the server's own error when it cannot. Its log and its key are in
-    `side_files`, which this user alone can read; it gets the key by its environment, because every user can read arguments."""
+    """Start the server and wait until it can work; exits with the server's own error when it cannot. Its log
+    and its key are in `side_files`, which this user alone can read; it gets the key by its environment,
+    because every user can read arguments."""
     try:
         make_private(side_files)
     except ConfigError as error:

@@ -2,8 +2,8 @@
 between them.
 
 The command line is flat: `python -m src.train key=value ...`. `TrainerConfig` and the options of the seeds'
-`CLIConfig` have
-the user's names. Each component declares its options once, in the module `options` of its package.
+`CLIConfig` have the user's names. Each component declares its options once, in the module `options` of its
+package.
 """
 
 from __future__ import annotations

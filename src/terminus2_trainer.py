@@ -1,10 +1,9 @@
 """The training loop. The name of the module and of its class are the user's.
 
 Each step is `collect -> prepare -> update -> report`: the batch's groups are rolled out, filtered and given
-advantages; their
-datums are made and the weights are updated; then the held-out tasks are evaluated, the metrics are logged and
-a checkpoint is
-saved, each if it is due. A checkpoint is saved last, so that it implies logged metrics.
+advantages; their datums are made and the weights are updated; then the held-out tasks are evaluated, the
+metrics are logged and a checkpoint is saved, each if it is due. A checkpoint is saved last, so that it
+implies logged metrics.
 
 This file is long because the training loop with its evaluations and checkpoints is read as one piece.
 """
@@ -358,8 +357,7 @@ class Terminus2RLTrainer:
         """Save the weights of a run that failed or was stopped.
 
         An error of the save is reported and not raised, so that it does not hide the cause. A server that
-        does not answer
-        delays the end of the process by at most `stop_timeout_s`.
+        does not answer delays the end of the process by at most `stop_timeout_s`.
         """
         step, limit_s = self.steps_done, self._config.stop_timeout_s
         too_late = f"not saved within stop_timeout_s={limit_s:g}"

@@ -1,4 +1,5 @@
-"""What tests that use the official SDK in their own process share: an end of all it does there, and the sockets it leaves open."""
+"""What tests that use the official SDK in their own process share: an end of all it does there, and the
+sockets it leaves open."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def nothing_left_of_the_sdk(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Sockets are collected here, where the mark forgives them, rather than in some later test of the same process, which would fail
-    for them. What was there before the test is not looked at, so this takes milliseconds.
+    """Sockets are collected here, where the mark forgives them, rather than in some later test of the same
+    process, which would fail for them. What was there before the test is not looked at, so this takes
+    milliseconds.
     """
     if request.node.get_closest_marker(SDK_MARK) is None:
         yield
@@ -52,8 +54,8 @@ def nothing_left_of_the_sdk(
 
 
 def _end_what_the_sdk_still_does() -> None:
-    """For minutes, in a thread of its own, it tries to close the session of a server that is gone; its heart beats for ever there. What
-    that logs would be among the records of a later test."""
+    """For minutes, in a thread of its own, it tries to close the session of a server that is gone; its heart
+    beats for ever there. What that logs would be among the records of a later test."""
     from tinker.lib.internal_client_holder import _internal_client_holder_thread_singleton as of_the_process
 
     async def end() -> None:

@@ -1,7 +1,7 @@
 """Checks each fenced command of the README and of docs/.
 
-A fence without a mark is run. A fence below `<!-- requires: ... -->` needs something that CI lacks; its programs must exist and
-its options must be known.
+A fence without a mark is run. A fence below `<!-- requires: ... -->` needs something that CI lacks; its
+programs must exist and its options must be known.
 """
 
 from __future__ import annotations
@@ -92,9 +92,12 @@ def test_documented_options_exist(page: str) -> None:
 )
 def test_unmarked_commands_run(fence: Fence, tmp_path: Path) -> None:
     text = fence.text.replace(".venv/bin/", f"{ROOT}/.venv/bin/")
+    # The commands run in a folder of links, so that they cannot add files to the repository.
+    for entry in ROOT.iterdir():
+        (tmp_path / entry.name).symlink_to(entry)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
-        cwd=ROOT,
+        cwd=tmp_path,
         env=os.environ | {"TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -1,4 +1,5 @@
-"""Runs the worked examples of the pages on options and kernels. Other pages in docs/how-to/ have tests of their own."""
+"""Runs the worked examples of the pages on options and kernels. Other pages in docs/how-to/ have tests of
+their own."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""The agent loop through HTTP and the SDK: 16 trajectories of 12 growing turns, with a new max_tokens each turn.
+"""The agent loop through HTTP and the SDK: 16 trajectories of 12 growing turns, with a new max_tokens each
+turn.
 
     taskset -c 0,1 python -m scripts.bench.agent_loop tx=PYTHON
 
-Stateless is our own server with a different first token in every prompt, so that nothing it has computed before helps. skyrl-tx is called
-in process, which spares it HTTP; its first pass compiles each turn (cold), its second has every shape already (warm).
+Stateless is our own server with a different first token in every prompt, so that nothing it has computed
+before helps. skyrl-tx is called in process, which spares it HTTP; its first pass compiles each turn (cold),
+its second has every shape already (warm).
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ def main(config: Peers) -> None:
                 timings["skyrl-tx warm"] = Timing(wall_s=warm.wall_s, cpu_s=warm.cpu_s, first_s=cold.wall_s)
             title = f"agent loop through HTTP, {TRAJECTORIES} trajectories, {TURNS} turns"
             report(title, timings, {"stateless": 3.0, "skyrl-tx cold": 10.0})
-            # what a server that forgets nothing computes: the prompt, what is observed, and each turn's last sampled token
+            # what a server that forgets nothing computes: the prompt, what is observed, and each turn's last
+            # sampled token
             unique = PROMPT + TRAJECTORIES * TURNS * (OBSERVED + 1)
             ratio = server.prefilled[-1] / unique
             figure(f"prefilled {server.prefilled[-1]} tokens, unique {unique}", ratio, at_most=1.1)

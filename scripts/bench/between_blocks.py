@@ -1,5 +1,6 @@
-"""Measure the time between two decode dispatches: milliseconds from the end of one until the next has been given to the device, with a
-dispatch in flight ahead, and with a dispatch that starts after the host has read the one before.
+"""Measure the time between two decode dispatches: milliseconds from the end of one until the next has been
+given to the device, with a dispatch in flight ahead, and with a dispatch that starts after the host has read
+the one before.
 
 taskset -c 0,1 python -m scripts.bench.between_blocks rows=64 context=512
 """

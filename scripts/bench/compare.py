@@ -1,7 +1,8 @@
-"""Comparing sides in one run: each is warmed up, then they take turns, A B A B, and medians are set against each other.
+"""Comparing sides in one run: each is warmed up, then they take turns, A B A B, and medians are set against
+each other.
 
-A side that lives in another interpreter is a process that answers JSON lines (`sides/line.py`). Wall time is what a user waits for;
-CPU-seconds stand beside it because the machine may be shared.
+A side that lives in another interpreter is a process that answers JSON lines (`sides/line.py`). Wall time is
+what a user waits for; CPU-seconds stand beside it because the machine may be shared.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ def timed(run: Callable[[], object]) -> Callable[[], Took]:
 def interleave(
     turns: Mapping[str, Callable[[], Took]], *, repeats: int, between_s: float = 0.3
 ) -> dict[str, Timing]:
-    """A first turn of each, then `repeats` rounds; between turns a pause in which the last one's threads go to sleep."""
+    """A first turn of each, then `repeats` rounds; between turns a pause in which the last one's threads go
+    to sleep."""
     first = {name: turn() for name, turn in turns.items()}
     rounds: dict[str, list[Took]] = {name: [] for name in turns}
     for _ in range(repeats):
@@ -195,7 +197,8 @@ def report(title: str, timings: Mapping[str, Timing], bars: Mapping[str, float],
 def figure(
     name: str, value: float | str, *, at_least: float | None = None, at_most: float | None = None
 ) -> None:
-    """A figure that is not a ratio of a side's time to ours, and whether it reaches its bar where it has one."""
+    """A figure that is not a ratio of a side's time to ours, and whether it reaches its bar where it has
+    one."""
     bar = (
         ""
         if isinstance(value, str) or (at_least is None and at_most is None)

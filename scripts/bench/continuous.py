@@ -1,8 +1,10 @@
-"""64 ragged requests in 16 slots: slots filled as rows leave, against four batches that each wait for their longest row.
+"""64 ragged requests in 16 slots: slots filled as rows leave, against four batches that each wait for their
+longest row.
 
     taskset -c 0,1 python -m scripts.bench.continuous tx=PYTHON
 
-Static is our own engine given 16 requests at a time; its decode steps are counted, which no load of the machine changes.
+Static is our own engine given 16 requests at a time; its decode steps are counted, which no load of the
+machine changes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     taskset -c 0,1 python -m scripts.bench.generate hf=PYTHON tx=PYTHON
 
-Prompts are new in every turn, so that nothing comes from a cache. skyrl-tx's first turn compiles: its cold figure.
+Prompts are new in every turn, so that nothing comes from a cache. skyrl-tx's first turn compiles: its cold
+figure.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""What HTTP itself costs: the round trip of an operation that does nothing, and how many requests a second many clients get.
+"""What HTTP itself costs: the round trip of an operation that does nothing, and how many requests a second
+many clients get.
 
     python -m scripts.bench.latency [url=URL] [ops=300] [clients=256] [requests=5120] [rounds=3]
 
-A round trip is what the SDK does for one operation: post it (an optim_step of a model without a gradient is the engine's nearest thing to
-a no-op), then one retrieve_future that waits for its result. The parts are timed too: the post, the engine's own time (a counter of
-`/metrics`, so a mean), and `healthz`, the cheapest route there is. With no `url`, a server on a random one-layer model is started. The
-best of `rounds` is the one to compare; the load of the machine is named.
+A round trip is what the SDK does for one operation: post it (an optim_step of a model without a gradient is
+the engine's nearest thing to a no-op), then one retrieve_future that waits for its result. The parts are
+timed too: the post, the engine's own time (a counter of `/metrics`, so a mean), and `healthz`, the cheapest
+route there is. With no `url`, a server on a random one-layer model is started. The best of `rounds` is the
+one to compare; the load of the machine is named.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ class Client:
 
 
 async def requests_per_second(client: Client, clients: int, requests: int) -> tuple[float, np.ndarray]:
-    """`clients` connections that each ask again as soon as they are answered; the rate, and each request's seconds."""
+    """`clients` connections that each ask again as soon as they are answered; the rate, and each request's
+    seconds."""
 
     async def one() -> list[float]:
         return [await client.healthz() for _ in range(requests // clients)]

@@ -1,13 +1,16 @@
-"""The memory plan against the measured peak: an ordinary training batch, and one sequence of 128K tokens on a scaled-down model.
+"""The memory plan against the measured peak: an ordinary training batch, and one sequence of 128K tokens on a
+scaled-down model.
 
     taskset -c 0,1 python -m scripts.bench.memory_plan [tokens=131072]
 
-The plan is what `dry_run=true` prints. The peak is the highest resident memory of a process that loads the model, trains one full batch
-and takes an optimizer step, above what it had when all modules were imported and the training program had been loaded. A process before
-it has put every program into the persistent cache: XLA's compiler takes hundreds of MiB whatever the model, and is not what is planned.
+The plan is what `dry_run=true` prints. The peak is the highest resident memory of a process that loads the
+model, trains one full batch and takes an optimizer step, above what it had when all modules were imported and
+the training program had been loaded. A process before it has put every program into the persistent cache:
+XLA's compiler takes hundreds of MiB whatever the model, and is not what is planned.
 
-The 128K model is scaled down in what makes time (one layer, one head of 32 dimensions: attention, quadratic in the length, takes two
-minutes on two cores) and not in what makes memory: as in a real run nearly all of the plan are the activations of the sequence.
+The 128K model is scaled down in what makes time (one layer, one head of 32 dimensions: attention, quadratic
+in the length, takes two minutes on two cores) and not in what makes memory: as in a real run nearly all of
+the plan are the activations of the sequence.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Runs the quick start once per seed and prints what the closing note needs: success before and after, the curve, wall time, memory.
+"""Runs the quick start once per seed and prints what the closing note needs: success before and after, the
+curve, wall time, memory.
 
     python -m scripts.bench.quickstart [seeds=0,1,2] [cpus=0,1] [key=value ...]
 
-Other key=value pairs go to ./run_skyrl_tx.sh. `cpus` pins the whole run to those cores. Peak memory is the largest sum, over the
-run's processes, of proportional set sizes (PSS), read once a second.
+Other key=value pairs go to ./run_skyrl_tx.sh. `cpus` pins the whole run to those cores. Peak memory is the
+largest sum, over the run's processes, of proportional set sizes (PSS), read once a second.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     taskset -c 0,1 python -m scripts.bench.shapes
 
-One run of 200 random requests (samples of all lengths and settings, training data of all lengths and losses) in a process of its own with
-an empty compilation cache (cold), then the same with the cache filled (warm); after each, 200 other requests, which must compile nothing.
-The first token after a warm restart is measured through HTTP.
+One run of 200 random requests (samples of all lengths and settings, training data of all lengths and losses)
+in a process of its own with an empty compilation cache (cold), then the same with the cache filled (warm);
+after each, 200 other requests, which must compile nothing. The first token after a warm restart is measured
+through HTTP.
 """
 
 from __future__ import annotations

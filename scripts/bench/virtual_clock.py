@@ -2,9 +2,10 @@
 
     python -m scripts.bench.virtual_clock [SCHEDULES]
 
-The trainer is the real one, journal and files included; groups take lognormal times (median 10 minutes, sigma 0.8), an update takes
-2 minutes, a batch is 8 groups, and 60 steps are played. Then SCHEDULES (1,000) random runs, of which none may train a token that is older
-than the bound, or train a group twice or never. Ends with status 1 if one does.
+The trainer is the real one, journal and files included; groups take lognormal times (median 10 minutes, sigma
+0.8), an update takes 2 minutes, a batch is 8 groups, and 60 steps are played. Then SCHEDULES (1,000) random
+runs, of which none may train a token that is older than the bound, or train a group twice or never. Ends with
+status 1 if one does.
 """
 
 from __future__ import annotations

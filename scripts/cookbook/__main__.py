@@ -1,8 +1,10 @@
-"""The unmodified tinker-cookbook 0.6.1 against this server: python -m scripts.cookbook [key=value ...] [RECIPE ...]
+"""The unmodified tinker-cookbook 0.6.1 against this server: python -m scripts.cookbook [key=value ...]
+[RECIPE ...]
 
-Makes data sets and a small Qwen3 of our own below `work` (kept and used again), starts a server that offers it under a name the cookbook
-knows, and runs the recipes, all or those named, by their own command lines in an environment with torch. One line per recipe; exit status 0
-when each ended with 0 and its figures are as they should be. docs/cookbook.md lists what was seen.
+Makes data sets and a small Qwen3 of our own below `work` (kept and used again), starts a server that offers
+it under a name the cookbook knows, and runs the recipes, all or those named, by their own command lines in an
+environment with torch. One line per recipe; exit status 0 when each ended with 0 and its figures are as they
+should be. docs/cookbook.md lists what was seen.
 
     work=DIR     model, data, logs (default: a temporary directory)
     venv=DIR     environment of the cookbook; made with uv when it is not there (default: below work)

@@ -1,7 +1,8 @@
-"""What the recipes need where no model hub can be reached: a small Qwen3 that talks, and data sets under the hub's names.
+"""What the recipes need where no model hub can be reached: a small Qwen3 that talks, and data sets under the
+hub's names.
 
-All of it is generated here. A folder named like a hub id below the working directory wins over the hub (`AutoTokenizer`,
-`load_dataset`), so nothing in the recipes is changed.
+All of it is generated here. A folder named like a hub id below the working directory wins over the hub
+(`AutoTokenizer`, `load_dataset`), so nothing in the recipes is changed.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ def at_most(key: str, limit: float) -> Proof:
 
 
 def every_step(metrics: Metrics) -> tuple[str, bool]:
-    """Of a killed and resumed run: the first step is not taken again, those after the checkpoint may be, none is missing."""
+    """Of a killed and resumed run: the first step is not taken again, those after the checkpoint may be, none
+    is missing."""
     steps = [int(line["step"]) for line in metrics if NLL in line]
     return f"steps {' '.join(map(str, steps))}", steps.count(0) == 1 and sorted(set(steps)) == list(
         range(max(steps) + 1)
@@ -60,7 +61,8 @@ def series(metrics: Metrics, key: str) -> list[float]:
 
 
 def _moves(key: str, right: Callable[[float, float], bool]) -> Proof:
-    """The mean of the first quarter of the steps against that of the last: single steps of a few dozen episodes are noise."""
+    """The mean of the first quarter of the steps against that of the last: single steps of a few dozen
+    episodes are noise."""
 
     def proof(metrics: Metrics) -> tuple[str, bool]:
         values = series(metrics, key)

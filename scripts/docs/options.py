@@ -1,4 +1,5 @@
-"""The page of options, generated from the configuration classes of the trainer, the evaluation and the server."""
+"""The page of options, generated from the configuration classes of the trainer, the evaluation and the
+server."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Build the quick start's model: python -m scripts.quickstart.build_model [DIRECTORY] [steps=N]
 
-Tokenizer, then a small Qwen3 trained from random weights to imitate demonstrations that are generated as it goes (training families and
-training words only), loss on the answers alone. Everything is seeded. About 20 minutes on two cores.
+Tokenizer, then a small Qwen3 trained from random weights to imitate demonstrations that are generated as it
+goes (training families and training words only), loss on the answers alone. Everything is seeded. About 20
+minutes on two cores.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def encode(tokenizer: Tokenizer, messages: Sequence[Message]) -> Conversation:
 
 
 def drill(tokenizer: Tokenizer, rng: random.Random) -> Conversation:
-    """A row of names and the same names in another order: nothing but copying, which a transformer learns first or not at all."""
+    """A row of names and the same names in another order: nothing but copying, which a transformer learns
+    first or not at all."""
     words = Words(random=rng, pool=Pool.TRAIN, used=set())
     names = [words.word() + rng.choice((*TEXT_ENDINGS, "", "")) for _ in range(rng.randint(2, 5))]
     shown, copied = (
@@ -86,7 +88,8 @@ def drills(tokenizer: Tokenizer, rng: random.Random) -> Iterator[Conversation]:
 def demonstrations(
     tokenizer: Tokenizer, rng: random.Random, *, lessons: float = 0.0
 ) -> Iterator[Conversation]:
-    """Endless fresh demonstrations of the training families; a share of `lessons` are a careful demonstrator's first answer alone."""
+    """Endless fresh demonstrations of the training families; a share of `lessons` are a careful
+    demonstrator's first answer alone."""
     families = [family for family in TRAINING for _ in range(WEIGHTS_OF_FAMILIES.get(family, 1))]
     for number in itertools.count():
         instance = make_instance(
@@ -124,9 +127,11 @@ def batches(source: Iterator[Conversation]) -> Iterator[Batch]:
 
 
 def initial_params(config: ModelConfig, seed: int) -> Params:
-    """Random weights, scaled so that a token's own embedding is not drowned by what small random layers add to it.
+    """Random weights, scaled so that a token's own embedding is not drowned by what small random layers add
+    to it.
 
-    With one standard deviation for all matrices, as large models use, copying is not learnt in any number of steps we can afford.
+    With one standard deviation for all matrices, as large models use, copying is not learnt in any number of
+    steps we can afford.
     """
     params = jax.jit(partial(init_params, config))(jax.random.key(seed))
     factors = {"qkv": 3, "o": 0.5, "gate_up": 2, "down": 0.5}

@@ -1,8 +1,9 @@
 """Demonstrations of deliberately mixed quality: what the warm start imitates.
 
-Two people wrote them. The careful one nearly always solves the task; the hasty one makes, more often than not, a slip that has nothing
-to do with the kind of task. Imitating both, the model solves a task about as often as the mixture does, and reinforcement learning has
-something to find out: which way of working is rewarded.
+Two people wrote them. The careful one nearly always solves the task; the hasty one makes, more often than
+not, a slip that has nothing to do with the kind of task. Imitating both, the model solves a task about as
+often as the mixture does, and reinforcement learning has something to find out: which way of working is
+rewarded.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Demonstration:
 def demonstrate(
     instance: Instance, rng: random.Random, *, careful_share: float = CAREFUL_SHARE
 ) -> Demonstration:
-    """One demonstrator's conversation with Terminus-2 about `instance`; a careful one with the probability `careful_share`."""
+    """One demonstrator's conversation with Terminus-2 about `instance`; a careful one with the probability
+    `careful_share`."""
     screen = Screen()
     if rng.random() >= LATE_PROMPT_RATE:
         screen.show_prompt()
@@ -121,7 +123,8 @@ def demonstrate(
 
 
 def answer(analysis: str, plan: str, keys: str) -> str:
-    """Terminus-2's JSON on one line; no command at all when `keys` is empty. Commands here need no other escape than the newline's."""
+    """Terminus-2's JSON on one line; no command at all when `keys` is empty. Commands here need no other
+    escape than the newline's."""
     escaped = keys.replace("\n", "\\n")
     commands = f'{{"keystrokes": "{escaped}", "duration": 0.1}}' if keys else ""
     return f'{{"analysis": "{analysis}", "plan": "{plan}", "commands": [{commands}], "task_complete": true}}'

@@ -1,6 +1,8 @@
-"""How often the model solves each family: python -m scripts.quickstart.evaluate [MODEL_DIR] [samples=16] [temperature=1.0]
+"""How often the model solves each family: python -m scripts.quickstart.evaluate [MODEL_DIR] [samples=16]
+[temperature=1.0]
 
-Real Terminus-2 trials in real sandboxes; the model is sampled by the server's engine in this process. No training, no HTTP.
+Real Terminus-2 trials in real sandboxes; the model is sampled by the server's engine in this process. No
+training, no HTTP.
 """
 
 from __future__ import annotations

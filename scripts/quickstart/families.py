@@ -1,4 +1,5 @@
-"""The families of quick-start tasks. Each makes instances: instruction, input files, one correct command, checks of its result."""
+"""The families of quick-start tasks. Each makes instances: instruction, input files, one correct command,
+checks of its result."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def is_directory(path: str) -> str:
     return f"[ -d {path} ]"
 
 
-# --- names and contents ---------------------------------------------------------------------------------------------
+# --- names and contents ---
 
 
 def text_file(words: Words, directory: str = "") -> str:
@@ -79,7 +80,7 @@ def say(words: Words, phrasings: str, **slots: object) -> str:
     return words.random.choice([line.strip() for line in phrasings.strip().splitlines()]).format(**slots)
 
 
-# --- single operations ----------------------------------------------------------------------------------------------
+# --- single operations ---
 
 
 def write(family: str, words: Words) -> Instance:
@@ -345,7 +346,7 @@ def join(family: str, words: Words) -> Instance:
     )
 
 
-# --- filters: lines of one file go through one or two operations into another ----------------------------------------
+# --- filters: lines of one file go through one or two operations into another ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,7 +402,8 @@ def a_filter(name: str, words: Words, lines: list[str]) -> Filter:
 
 
 def filtered(family: str, words: Words, names: tuple[str, ...], *, to_end: bool) -> Instance:
-    """An instance that applies the filters `names` in order and writes, or appends (`to_end`), the result to another file."""
+    """An instance that applies the filters `names` in order and writes, or appends (`to_end`), the result to
+    another file."""
     lines = words.lines(words.random.randint(20, 26))
     filters = [a_filter(name, words, lines) for name in names]
     source, target = text_file(words), text_file(words)
@@ -447,7 +449,7 @@ def collect(family: str, words: Words) -> Instance:
     return filtered(family, words, (words.random.choice(("sort", "first", "search", "count")),), to_end=True)
 
 
-# --- two operations in one task --------------------------------------------------------------------------------------
+# --- two operations in one task ---
 
 SINGLE = {
     "write": write,

@@ -1,7 +1,8 @@
-"""Write the quick start's tasks below datasets/quickstart: python -m scripts.quickstart.make_tasks [DIRECTORY]
+"""Write the quick start's tasks below datasets/quickstart: python -m scripts.quickstart.make_tasks
+[DIRECTORY]
 
-Harbor task folders, the same on every run. Training tasks use the words that demonstrations use, held-out tasks words that
-occur nowhere else; some held-out families have no training task at all.
+Harbor task folders, the same on every run. Training tasks use the words that demonstrations use, held-out
+tasks words that occur nowhere else; some held-out families have no training task at all.
 """
 
 from __future__ import annotations

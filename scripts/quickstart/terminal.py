@@ -1,4 +1,5 @@
-"""What Terminus-2 tells the model: its prompts, and the screen of the terminal it types into, predicted without running anything."""
+"""What Terminus-2 tells the model: its prompts, and the screen of the terminal it types into, predicted
+without running anything."""
 
 from __future__ import annotations
 

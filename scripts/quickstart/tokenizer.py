@@ -1,7 +1,9 @@
-"""The quick start's tokenizer: byte-level BPE, Qwen's ChatML tokens, and every fixed text of Terminus-2 as one token.
+"""The quick start's tokenizer: byte-level BPE, Qwen's ChatML tokens, and every fixed text of Terminus-2 as
+one token.
 
-Names are made of open syllables, and the only merges are syllables, so a name never seen before is still a row of familiar tokens
-of equal kind: that is what makes copying general. Words of the instructions are whole tokens (`ignore_merges`).
+Names are made of open syllables, and the only merges are syllables, so a name never seen before is still a
+row of familiar tokens of equal kind: that is what makes copying general. Words of the instructions are whole
+tokens (`ignore_merges`).
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def fixed_texts() -> list[str]:
 
 
 def common_words(minimum: int = 12, samples: int = 3000) -> list[str]:
-    """Words of the instructions, commands and answers: whatever recurs in demonstrations and is not a name."""
+    """Words of the instructions, commands and answers: whatever recurs in demonstrations and is not a
+    name."""
     rng = random.Random("common words")
     counts: Counter[str] = Counter()
     for number in range(samples):
@@ -82,7 +85,8 @@ def build_tokenizer() -> Tokenizer:
 
 
 def tokenizer_of(words: Iterable[str], texts: Iterable[str]) -> Tokenizer:
-    """Bytes, syllables, `words` as whole tokens where they stand between spaces, and `texts` as one token each wherever they stand."""
+    """Bytes, syllables, `words` as whole tokens where they stand between spaces, and `texts` as one token
+    each wherever they stand."""
     to_bytes = {byte: char for byte, char in zip(range(256), _byte_characters(), strict=True)}
 
     def visible(text: str) -> str:

@@ -1,6 +1,8 @@
-"""Made-up words for the quick start's world, split into a pool for training and one for evaluation that share no word.
+"""Made-up words for the quick start's world, split into a pool for training and one for evaluation that share
+no word.
 
-Words are built from open syllables ("kolaru", "mive"), so a word that was never seen still consists of pieces that were.
+Words are built from open syllables ("kolaru", "mive"), so a word that was never seen still consists of pieces
+that were.
 """
 
 from __future__ import annotations

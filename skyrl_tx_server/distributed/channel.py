@@ -1,4 +1,5 @@
-"""Authenticated messages between the processes of one server, which share a cluster key. Messages are not encrypted.
+"""Authenticated messages between the processes of one server, which share a cluster key. Messages are not
+encrypted.
 
 First the two sides prove to each other that they know the key, with HMAC-SHA256 over the nonces of both:
 
@@ -7,10 +8,11 @@ First the two sides prove to each other that they know the key, with HMAC-SHA256
                                   <--            nonce, proof that process 0 knows the key
     proof that process n does     -->
 
-A proof covers its sender, the number of the other process and both nonces, so it cannot be used elsewhere. Both sides derive a key for each
-direction from the nonces, for this connection only. A message consists of its length, an authentication code, the payload and a second
-code. The codes cover the message's number in its direction, its length and its payload, so a message that was changed, repeated, dropped or
-reordered ends the connection, and a sender without the key cannot cause an allocation.
+A proof covers its sender, the number of the other process and both nonces, so it cannot be used elsewhere.
+Both sides derive a key for each direction from the nonces, for this connection only. A message consists of
+its length, an authentication code, the payload and a second code. The codes cover the message's number in its
+direction, its length and its payload, so a message that was changed, repeated, dropped or reordered ends the
+connection, and a sender without the key cannot cause an allocation.
 """
 
 from __future__ import annotations
@@ -65,8 +67,9 @@ class Channel:
     def recv_bytes(self, *, at_most: int = MAX_MESSAGE_BYTES, timeout_s: float | None = None) -> bytearray:
         """Return the next message.
 
-        Raises EOFError or OSError if the connection has ended, and TimeoutError if no message arrives in time. Raises TamperedError, and
-        ends the connection, for a message that is not the next one that the other side sent.
+        Raises EOFError or OSError if the connection has ended, and TimeoutError if no message arrives in
+        time. Raises TamperedError, and ends the connection, for a message that is not the next one that the
+        other side sent.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         header = _read(self._socket, LENGTH.size, deadline)
@@ -108,7 +111,8 @@ class Channel:
 def accept(connection: socket.socket, key: bytes, *, timeout_s: float) -> tuple[int, Channel]:
     """Return (number of the other process, channel to it), on process 0.
 
-    Raises WrongKeyError, EOFError or OSError if the other side does not know the key or does not answer in time.
+    Raises WrongKeyError, EOFError or OSError if the other side does not know the key or does not answer in
+    time.
     """
     deadline = time.monotonic() + timeout_s
     greeting = _read(connection, len(MAGIC) + NUMBER.size + NONCE_BYTES, deadline)
@@ -128,7 +132,8 @@ def accept(connection: socket.socket, key: bytes, *, timeout_s: float) -> tuple[
 def connect(connection: socket.socket, key: bytes, *, process: int, timeout_s: float) -> Channel:
     """Return the channel to process 0, on another process.
 
-    Raises WrongKeyError if the listener does not know the key, and EOFError, TimeoutError or OSError as sockets do.
+    Raises WrongKeyError if the listener does not know the key, and EOFError, TimeoutError or OSError as
+    sockets do.
     """
     deadline = time.monotonic() + timeout_s
     said = NUMBER.pack(process) + secrets.token_bytes(NONCE_BYTES)
@@ -152,7 +157,8 @@ def _session_keys(key: bytes, said: bytes | bytearray, answered: bytes | bytearr
 
 
 def _code(key: bytes, purpose: bytes, *parts: bytes | bytearray) -> bytes:
-    """Return an HMAC. For each purpose, all parts but the last have fixed lengths, so different inputs never concatenate to equal bytes."""
+    """Return an HMAC. For each purpose, all parts but the last have fixed lengths, so different inputs never
+    concatenate to equal bytes."""
     code = hmac.new(key, digestmod="sha256")
     code.update(purpose + b"\0")
     for part in parts:

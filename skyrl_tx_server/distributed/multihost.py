@@ -1,17 +1,20 @@
-"""One model on several processes ("ranks"), usually one per host: rank 0 decides, and every rank makes the same calls.
+"""One model on several processes ("ranks"), usually one per host: rank 0 decides, and every rank makes the
+same calls.
 
-jax needs the same programs in the same order on every rank. Rank 0 therefore sends each call of its executor to the other ranks before it
-makes the call itself. What an executor cannot derive from its calls (files, free memory, random seeds) it gets with
-`broadcast_from_rank0`: rank 0 evaluates a function, and every rank continues with the result. Only rank 0 reads and writes checkpoints.
+jax needs the same programs in the same order on every rank. Rank 0 therefore sends each call of its executor
+to the other ranks before it makes the call itself. What an executor cannot derive from its calls (files, free
+memory, random seeds) it gets with `broadcast_from_rank0`: rank 0 evaluates a function, and every rank
+continues with the result. Only rank 0 reads and writes checkpoints.
 
     rank 0                                            rank 1
     sampler.decode()            -- Call(decode) -->   sampler.decode()
     ... broadcast_from_rank0    -- arrays -------->   ... broadcast_from_rank0
                                 <-- no error ------
 
-A ServerError is raised by every rank alike and fails one operation. Any other error, or a lost process, stops the server: device states may
-have diverged. Rank 0 reads plain text from the other ranks, never a pickle. The other ranks unpickle messages of rank 0 after they have
-authenticated them (see `channel`). Messages to the user call a rank "process", as the option `process_id` does.
+A ServerError is raised by every rank alike and fails one operation. Any other error, or a lost process, stops
+the server: device states may have diverged. Rank 0 reads plain text from the other ranks, never a pickle. The
+other ranks unpickle messages of rank 0 after they have authenticated them (see `channel`). Messages to the
+user call a rank "process", as the option `process_id` does.
 
 This file is long because rank 0 and the other ranks are the two sides of one protocol.
 """
@@ -59,13 +62,15 @@ class RankGroup(Protocol):
     """The ranks of one server, as code that runs on each of them sees them."""
 
     def broadcast_from_rank0[Value](self, evaluate: Callable[[], Value]) -> Value:
-        """Return or raise on every rank what `evaluate` returns or raises on rank 0. Every rank calls it in the same order."""
+        """Return or raise on every rank what `evaluate` returns or raises on rank 0. Every rank calls it in
+        the same order."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """A call that every rank makes: a method of the sampler in `ON_ALL_RANKS`, or a method of `_Operations`."""
+    """A call that every rank makes: a method of the sampler in `ON_ALL_RANKS`, or a method of
+    `_Operations`."""
 
     method: str
     args: Sequence[Any] = ()
@@ -88,8 +93,8 @@ class _Outcome:
 
     @classmethod
     def without_device(cls, function: Callable[[], object]) -> _Outcome:
-        """As `of`, for a function that uses no device. Its unexpected errors (a failed disk, for example) become ServerErrors, because every
-        rank can raise them alike and continue."""
+        """As `of`, for a function that uses no device. Its unexpected errors (a failed disk, for example)
+        become ServerErrors, because every rank can raise them alike and continue."""
         outcome = cls.of(function)
         if outcome.error is None or isinstance(outcome.error, ServerError):
             return outcome
@@ -102,7 +107,8 @@ class _Outcome:
         return self.value
 
     def summary(self) -> str:
-        """What must be equal on every rank: empty, or the type of a ServerError. Any other error starts with FATAL."""
+        """What must be equal on every rank: empty, or the type of a ServerError. Any other error starts with
+        FATAL."""
         if self.error is None:
             return ""
         expected = isinstance(self.error, ServerError) and not isinstance(self.error, SequencesLostError)
@@ -139,7 +145,7 @@ class _Operations:
             raise
 
 
-# --- rank 0 ---------------------------------------------------------------------------------------------------------
+# --- rank 0 ---
 
 
 class RankZero:
@@ -148,7 +154,8 @@ class RankZero:
     def __init__(
         self, connections: Mapping[int, Channel] | None = None, on_lost: Callable[[str], None] = logger.error
     ) -> None:
-        """`on_lost` is called once, from any thread, with one line that says why the server cannot continue."""
+        """`on_lost` is called once, from any thread, with one line that says why the server cannot
+        continue."""
         self._connections = dict(connections or {})
         self._on_lost = on_lost
         self._lost: Future[str] = Future()
@@ -169,7 +176,8 @@ class RankZero:
         return outcome.unwrap()
 
     def call_on_all_ranks(self, call: Call, make: Callable[[Call], object]) -> Any:
-        """Make the call on every rank and return this rank's result. Raises RankLostError if that is no longer possible."""
+        """Make the call on every rank and return this rank's result. Raises RankLostError if that is no
+        longer possible."""
         if self._lost.done():
             raise RankLostError(self._lost.result())
         self._send(call)
@@ -214,7 +222,8 @@ class RankZero:
             self._lose(f"process {rank} has gone: {RESTART_HINT}")
 
     def _listen(self, rank: int) -> None:
-        """One thread per rank, so that its end is known at once, even while this rank waits for its devices."""
+        """One thread per rank, so that its end is known at once, even while this rank waits for its
+        devices."""
         connection, replies = self._connections[rank], self._replies[rank]
         try:
             while not (reply := connection.recv_bytes().decode()).startswith(FATAL):
@@ -273,7 +282,8 @@ class MultihostExecutor:
 
 
 class _MultihostSampler:
-    """Makes the calls of `ON_ALL_RANKS` on every rank and all other calls on this one. `_add_method` adds the methods of `Sampler`."""
+    """Makes the calls of `ON_ALL_RANKS` on every rank and all other calls on this one. `_add_method` adds the
+    methods of `Sampler`."""
 
     def __init__(self, sampler: Sampler, call: Callable[[Call], Any]) -> None:
         self.sampler = sampler
@@ -302,14 +312,15 @@ for _name, _member in vars(Sampler).items():
         _add_method(_name, is_property=isinstance(_member, property))
 
 
-# --- the other ranks ------------------------------------------------------------------------------------------------
+# --- the other ranks ---
 
 
 class WorkerRank:
     """The connection of another rank to rank 0."""
 
     def __init__(self, connection: Channel, on_lost: Callable[[str], None] = logger.error) -> None:
-        """`on_lost` is called from a thread of its own as soon as rank 0 is lost, whatever this rank computes."""
+        """`on_lost` is called from a thread of its own as soon as rank 0 is lost, whatever this rank
+        computes."""
         self._connection = connection
         self._on_lost = on_lost
         self._messages: SimpleQueue[Any] = SimpleQueue()
@@ -323,7 +334,8 @@ class WorkerRank:
         return outcome.unwrap()
 
     def follow(self, start: Callable[[], Executor]) -> None:
-        """Make the calls of rank 0, from loading the model until rank 0 stops. Raises RankLostError if rank 0 is lost."""
+        """Make the calls of rank 0, from loading the model until rank 0 stops. Raises RankLostError if rank 0
+        is lost."""
         try:
             operations = _Operations(executor=start())
             while (call := self._receive()) is not None:

@@ -1,7 +1,8 @@
 """Connects the processes of one server: process 0 listens at `coordinator_address`, the others connect to it.
 
-Errors are reported here with one line, before jax starts: jax ends a process with a stack trace if another does not connect. Both sides must
-know the cluster key (see `channel`) and must have equal options. Then process 0 announces a free port for `jax.distributed`.
+Errors are reported here with one line, before jax starts: jax ends a process with a stack trace if another
+does not connect. Both sides must know the cluster key (see `channel`) and must have equal options. Then
+process 0 announces a free port for `jax.distributed`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Handshake:
 
 
 def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> RankZero:
-    """Wait for the other processes and start jax with them. Raises ConfigError if they do not connect in time or disconnect."""
+    """Wait for the other processes and start jax with them. Raises ConfigError if they do not connect in time
+    or disconnect."""
     host, port = hosts.address
     mine, joined = _handshake(hosts, settings), dict[int, Channel]()
     deadline = time.monotonic() + hosts.initialization_timeout_s
@@ -86,7 +88,8 @@ def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
 
 
 def join(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> WorkerRank:
-    """Connect to process 0 and start jax with it. Raises ConfigError if it does not answer in time or refuses this process."""
+    """Connect to process 0 and start jax with it. Raises ConfigError if it does not answer in time or refuses
+    this process."""
     where = f"coordinator_address={hosts.coordinator_address}"
     with contextlib.ExitStack() as on_error:
         reached = on_error.enter_context(_connect(hosts))
@@ -152,7 +155,8 @@ def accept_process(
 
 
 def remove_disconnected(joined: dict[int, Channel]) -> None:
-    """Remove processes that have disconnected. A connected process sends nothing before jax starts, so readable means ended."""
+    """Remove processes that have disconnected. A connected process sends nothing before jax starts, so
+    readable means ended."""
     for process in [process for process, connection in joined.items() if connection.poll()]:
         logger.warning("process %d has disconnected", process)
         joined.pop(process).close()

@@ -71,7 +71,8 @@ class SequencesLostError(ServerError):
 
 
 def on_all_ranks[**Inputs, Output](method: Callable[Inputs, Output]) -> Callable[Inputs, Output]:
-    """Mark a method that uses the devices. In a server with several ranks every rank calls it, in the same order."""
+    """Mark a method that uses the devices. In a server with several ranks every rank calls it, in the same
+    order."""
     ON_ALL_RANKS.add(method.__name__)
     return method
 
@@ -96,15 +97,16 @@ class Sampler(Protocol):
     def prefill(self, requests: Sequence[PrefillRequest]) -> Sequence[PrefillResult | None]:
         """Compute the prompts of the first requests together and give their sequences decode slots.
 
-        The result has an entry for each request that was taken; None: a chunk of a long prompt has been computed and others remain, so
-        the request must be made again. Raises CapacityError if there is no room for the first request, and SequencesLostError. After
-        any other error nothing has changed.
+        The result has an entry for each request that was taken; None: a chunk of a long prompt has been
+        computed and others remain, so the request must be made again. Raises CapacityError if there is no
+        room for the first request, and SequencesLostError. After any other error nothing has changed.
         """
         ...
 
     @on_all_ranks
     def decode(self) -> bool:
-        """Wait for the dispatch of decode steps in flight, after starting one if there is none. Return whether it ended sequences.
+        """Wait for the dispatch of decode steps in flight, after starting one if there is none. Return
+        whether it ended sequences.
 
         `poll` must follow. After any error all sequences are lost.
         """
@@ -112,13 +114,14 @@ class Sampler(Protocol):
 
     @on_all_ranks
     def poll(self, *, dispatch_next: bool) -> Sequence[FinishedSequence | FailedSequence]:
-        """Return the sequences that were completed by `decode`. With `dispatch_next` the next dispatch starts first, if possible, so
-        that the next `decode` waits for it."""
+        """Return the sequences that were completed by `decode`. With `dispatch_next` the next dispatch starts
+        first, if possible, so that the next `decode` waits for it."""
         ...
 
     @on_all_ranks
     def pause(self, sequences: Collection[tuple[int, int]]) -> None:
-        """Take the slots of these sequences, each (request_id, index), until they are prefilled again. No dispatch may be in flight."""
+        """Take the slots of these sequences, each (request_id, index), until they are prefilled again. No
+        dispatch may be in flight."""
         ...
 
     @on_all_ranks

@@ -122,7 +122,7 @@ class CsrMatrix:
         return matrix
 
 
-# --- operations ---------------------------------------------------------------------------------
+# --- operations ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,7 +255,7 @@ Op = (
 """Everything the engine executes. Ops of one `model_id` run in submission order."""
 
 
-# --- results ------------------------------------------------------------------------------------
+# --- results ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

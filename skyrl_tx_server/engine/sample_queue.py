@@ -125,7 +125,7 @@ class SampleQueue:
             self._free_slot(request, index)
         self._stop_waiting(request)
 
-    # --- charges ---------------------------------------------------------------------------------
+    # --- charges ---
 
     def prefill_continues(self, request_id: int) -> None:
         """Charge one prefill chunk of a prompt that needs more."""
@@ -171,7 +171,7 @@ class SampleQueue:
             if not tenant.num_requests and tenant.charged <= self._min_charged - QUANTUM:
                 del self.tenants[tenant.name]
 
-    # --- the next request ------------------------------------------------------------------------
+    # --- the next request ---
 
     def plan_prefills(
         self, free_slots: int, num_slots: int, *, reserved: list[int], deferred: int | None
@@ -270,7 +270,7 @@ class SampleQueue:
         """Whether the prompt adds nothing to the tokens of unfinished prompts."""
         return not request.is_long or request.has_started or request.request_id in self._unfinished
 
-    # --- queues ----------------------------------------------------------------------------------
+    # --- queues ---
 
     def _queue(self, request: Request) -> None:
         weights = request.op.weights

@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 def requested_cache(model: ResolvedModel) -> CacheSize:
-    """Return the size that the options request: `cache_tokens`, or else a whole context for each of `max_num_seqs`."""
+    """Return the size that the options request: `cache_tokens`, or else a whole context for each of
+    `max_num_seqs`."""
     settings, config = model.settings, model.config
     dp_ranks, whole = settings.mesh.batch, -(-model.context // PAGE_SIZE)
     slots = settings.max_num_seqs // dp_ranks
@@ -34,7 +35,8 @@ def requested_cache(model: ResolvedModel) -> CacheSize:
 
 
 def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
-    """Return as much of the requested size as fits into the budget. Raises ConfigError if not even one whole context fits."""
+    """Return as much of the requested size as fits into the budget. Raises ConfigError if not even one whole
+    context fits."""
     requested, settings, context = requested_cache(model), model.settings, model.context
     room, whole = int(budget_bytes // requested.page_bytes), requested.context_pages
     copied = requested.copied_pages

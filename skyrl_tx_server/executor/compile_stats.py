@@ -17,7 +17,8 @@ _cache_hits: Counter[str] = Counter()
 
 @cache
 def watch() -> None:
-    """Start to count. jax keeps listeners for the life of the process, so the counts are those of the process."""
+    """Start to count. jax keeps listeners for the life of the process, so the counts are those of the
+    process."""
     jax.monitoring.register_event_duration_secs_listener(_on_duration)
     jax.monitoring.register_event_listener(_on_event)
 

@@ -18,7 +18,8 @@ ACTIVATIONS_SHARE_OF_MEMORY = 0.1
 
 
 def free_bytes(settings: EngineOptions) -> float:
-    """Return the free memory of one device; on a CPU its share of the machine's total memory, because free memory varies."""
+    """Return the free memory of one device; on a CPU its share of the machine's total memory, because free
+    memory varies."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -46,8 +47,8 @@ def cache_budget_bytes(model: ResolvedModel, available_bytes: float) -> float:
 
 
 def copied_layers_bytes(model: ResolvedModel) -> int:
-    """Return the bytes of weights that a decode dispatch copies on each device: the layers, unless the program reads them in place, as it
-    always does with experts."""
+    """Return the bytes of weights that a decode dispatch copies on each device: the layers, unless the
+    program reads them in place, as it always does with experts."""
     if reads_in_place(model.config):
         return 0
     config = weight_stationary(model.config)
@@ -57,7 +58,8 @@ def copied_layers_bytes(model: ResolvedModel) -> int:
 
 
 def fitting_remat(model: ResolvedModel, available_bytes: float) -> Remat:
-    """Keep the matrix products for the backward pass if they fit, else only each layer's input, which takes about 1.2 times as long."""
+    """Keep the matrix products for the backward pass if they fit, else only each layer's input, which takes
+    about 1.2 times as long."""
     return (
         Remat.ACTIVATIONS
         if _bytes_with_products(model) <= available_bytes * ACTIVATIONS_SHARE_OF_MEMORY
@@ -66,7 +68,8 @@ def fitting_remat(model: ResolvedModel, available_bytes: float) -> Remat:
 
 
 def _bytes_with_products(model: ResolvedModel) -> int:
-    """Estimate the bytes on one device that the layers of a training batch keep, mostly matrix products, plus one recomputed layer.
+    """Estimate the bytes on one device that the layers of a training batch keep, mostly matrix products, plus
+    one recomputed layer.
 
     The estimate needs no compilation and is the same on every rank.
     """

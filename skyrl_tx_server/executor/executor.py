@@ -1,7 +1,8 @@
 """The executor owns the devices: base weights, training models, sampler snapshots and the batch runner.
 
-An operation that fails leaves a model exactly as it was. `forward_backward` adds to the model's gradient in new buffers, which replace the
-old ones when the whole operation has succeeded, and the optimizer step does not donate its inputs.
+An operation that fails leaves a model exactly as it was. `forward_backward` adds to the model's gradient in
+new buffers, which replace the old ones when the whole operation has succeeded, and the optimizer step does
+not donate its inputs.
 
 This file is long because it has one method for each operation and the set-up of the device state.
 """
@@ -91,7 +92,8 @@ from skyrl_tx_server.training.training_model_pool import (
 
 
 class DeviceExecutor:
-    """Implements `Executor` on the devices of this process, or of several ranks that make the same calls (see `multihost`)."""
+    """Implements `Executor` on the devices of this process, or of several ranks that make the same calls (see
+    `multihost`)."""
 
     def __init__(self, settings: EngineOptions, ranks: RankGroup = SINGLE_RANK) -> None:
         self._ranks = ranks
@@ -157,9 +159,11 @@ class DeviceExecutor:
             start_warmup(self.programs())
 
     def programs(self) -> Iterator[tuple[str, Lowered]]:
-        """Yield the name and the lowered form of every program that takes long to compile and that most servers need.
+        """Yield the name and the lowered form of every program that takes long to compile and that most
+        servers need.
 
-        Programs for sequences longer than a batch, for several targets per position and for top-k logprobs are not among them.
+        Programs for sequences longer than a batch, for several targets per position and for top-k logprobs
+        are not among them.
         """
         return itertools.chain(self.sampler.programs(), self._training_programs())
 

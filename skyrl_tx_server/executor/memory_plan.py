@@ -1,7 +1,9 @@
-"""Plans the memory of each device before any weights are loaded: `dry_run=true` prints the plan and refuses what does not fit.
+"""Plans the memory of each device before any weights are loaded: `dry_run=true` prints the plan and refuses
+what does not fit.
 
-The memory of a training batch is that of the compiled program, as XLA reports it. This takes the time of one compilation, which the server
-then reads from the persistent cache, and it is correct for every model family, mesh and remat policy, unlike a formula.
+The memory of a training batch is that of the compiled program, as XLA reports it. This takes the time of one
+compilation, which the server then reads from the persistent cache, and it is correct for every model family,
+mesh and remat policy, unlike a formula.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ class MemoryPlan:
 
 
 def plan_memory(settings: EngineOptions) -> MemoryPlan:
-    """Return the plan of an executor with these options and as many training models as it keeps on the device.
+    """Return the plan of an executor with these options and as many training models as it keeps on the
+    device.
 
     Loads no weights, but compiles the training program.
     """
@@ -118,7 +121,8 @@ def plan_memory(settings: EngineOptions) -> MemoryPlan:
 
 
 def check_snapshots(settings: EngineOptions) -> None:
-    """Raise ConfigError if the LoRA slots, which are allocated at the start, do not fit beside the base weights. Compiles nothing."""
+    """Raise ConfigError if the LoRA slots, which are allocated at the start, do not fit beside the base
+    weights. Compiles nothing."""
     model = resolve_model(settings)
     place = model.dtype.itemsize * adapter_size(model.config, settings.max_lora_rank)
     weights = bytes_per_device(param_shapes(model.config, model.dtype))
@@ -134,7 +138,8 @@ def check_snapshots(settings: EngineOptions) -> None:
 
 
 def _planned_cache(model: ResolvedModel, available_bytes: float) -> CacheSize:
-    """Return the requested size or, if pages are read in place and no option gives their number, the size that fits."""
+    """Return the requested size or, if pages are read in place and no option gives their number, the size
+    that fits."""
     requested, settings = requested_cache(model), model.settings
     if settings.cache_tokens is not None or requested.copied_pages:
         return requested
@@ -145,7 +150,8 @@ def _planned_cache(model: ResolvedModel, available_bytes: float) -> CacheSize:
 
 
 def _training_bytes(model: ResolvedModel, shape: BucketShape, remat: Remat) -> int:
-    """Return the bytes of a training batch of that shape on each device: its arrays and the temporaries of the program."""
+    """Return the bytes of a training batch of that shape on each device: its arrays and the temporaries of
+    the program."""
     batch, config = dummy_batch(shape), model.config
     adapter = place_adapter(config, zero_adapter(config, model.settings.max_lora_rank))
     loss = select_loss(LossFn.CROSS_ENTROPY)

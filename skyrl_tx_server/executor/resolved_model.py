@@ -1,4 +1,5 @@
-"""The model as this server runs it: options, configuration and devices resolved before any weights are loaded."""
+"""The model as this server runs it: options, configuration and devices resolved before any weights are
+loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class ResolvedModel:
 
 
 def resolve_model(settings: EngineOptions) -> ResolvedModel:
-    """Resolve the options. Raises ConfigError with one line if the model or the devices do not support them."""
+    """Resolve the options. Raises ConfigError with one line if the model or the devices do not support
+    them."""
     dtype, config = _dtype(settings), _on_mesh(settings, _model_config(settings))
     context = _context_length(settings, config)
     shapes = train_shapes(

@@ -13,7 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 def start_warmup(programs: Iterable[tuple[str, Lowered]]) -> None:
-    """Compile `programs`, each with its name, in a thread. A request that needs another program meanwhile compiles it itself.
+    """Compile `programs`, each with its name, in a thread. A request that needs another program meanwhile
+    compiles it itself.
 
     A process that exits waits for the compilation under way, because XLA cannot interrupt it.
     """

@@ -61,7 +61,8 @@ class LogprobMismatch:
         return found.mean > GROSS * self._limit
 
     def add(self, found: LogprobDiff) -> None:
-        """Add a comparison. Warn once per window if the mean difference over the window is above the limit."""
+        """Add a comparison. Warn once per window if the mean difference over the window is above the
+        limit."""
         self._recent.append(found)
         self._tokens += found.num_tokens
         self._since_warning += 1

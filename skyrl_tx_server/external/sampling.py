@@ -138,7 +138,7 @@ class ExternalSampling:
         )
         return not scores and self._server.dialect.serves(op.settings, self.info.eos_token_ids)
 
-    # --- samples ---------------------------------------------------------------------------------
+    # --- samples ---
 
     def _submit_sample(self, op: Sample, tenant: str) -> Future[OpResult]:
         adapter = None if op.weights is None else self._adapters.use(op.weights)
@@ -205,7 +205,7 @@ class ExternalSampling:
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(self._model_dir)
 
-    # --- agreement -------------------------------------------------------------------------------
+    # --- agreement ---
 
     async def _check(
         self, op: Sample, sequences: Sequence[SampledSequence], agreed: AgreedTokens, tenant: str

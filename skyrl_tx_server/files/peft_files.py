@@ -184,7 +184,8 @@ def _spec(
     """
 
     def modules_like(pattern: re.Pattern[str]) -> set[str]:
-        """Exclude the layers beyond the last, which DeepSeek's checkpoints have for multi-token prediction."""
+        """Exclude the layers beyond the last, which DeepSeek's checkpoints have for multi-token
+        prediction."""
         matches = (pattern.fullmatch(name) for name in base.files)
         return {found["module"] for found in matches if found and int(found["layer"]) < num_layers}
 

@@ -1,11 +1,11 @@
 """The KV cache: keys and values in pages of PAGE_SIZE positions (Kwon et al., arXiv:2309.06180).
 
-The host keeps a block table for each sequence: the numbers of its pages in order. Sequences with a common prefix
-may share pages; a shared page is never written. Heads come before positions in memory, because a decode step reads
-the positions of one head consecutively.
+The host keeps a block table for each sequence: the numbers of its pages in order. Sequences with a common
+prefix may share pages; a shared page is never written. Heads come before positions in memory, because a
+decode step reads the positions of one head consecutively.
 
-On a mesh each of the batch's devices has an equal share of the pages, numbered consecutively. The first page of
-each share is the null page: writes that must have no effect go there.
+On a mesh each of the batch's devices has an equal share of the pages, numbered consecutively. The first page
+of each share is the null page: writes that must have no effect go there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class KVCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Keys and values of n consecutive positions of one layer for each of B sequences, or stacked over layers."""
+    """Keys and values of n consecutive positions of one layer for each of B sequences, or stacked over
+    layers."""
 
     keys: jax.Array  # [B, K, hd, n]
     values: jax.Array  # [B, K, n, hd]
@@ -60,8 +61,8 @@ def segment_of(k: jax.Array, v: jax.Array) -> Segment:
 
 
 def stacked(segments: Sequence[Segment]) -> Segment:
-    """Stack the segments of all layers, one update per layer. XLA would recompute one concatenation wherever it is
-    read, and compile it for as long as all layers."""
+    """Stack the segments of all layers, one update per layer. XLA would recompute one concatenation wherever
+    it is read, and compile it for as long as all layers."""
     whole = jax.tree.map(lambda leaf: jnp.zeros((len(segments), *leaf.shape), leaf.dtype), segments[0])
     for index, segment in enumerate(segments):
         whole = jax.tree.map(
@@ -99,8 +100,8 @@ def keep_cache(config: ModelConfig, cache: KVCache) -> KVCache:
 def read_rows(
     config: ModelConfig, cache: KVCache, tables_BW: ArrayLike, ends: Sequence[int]
 ) -> list[list[Segment]]:
-    """Return for each layer the cached positions of each sequence, in segments that end at `ends` (multiples of
-    PAGE_SIZE)."""
+    """Return for each layer the cached positions of each sequence, in segments that end at `ends` (multiples
+    of PAGE_SIZE)."""
     read = partial(_read_own_rows, config, ends)
     if config.mesh is not None:
         read = shard_map_over(config, read, (PAGES, PartitionSpec(BATCH)), ROWS)
@@ -116,8 +117,8 @@ def write_layer(
     starts_B: ArrayLike,
     counts_B: ArrayLike,
 ) -> KVCache:
-    """Write the first `counts_B` positions of `new`, one layer's, at position `starts_B` of the sequences with the
-    block tables `tables_BW`."""
+    """Write the first `counts_B` positions of `new`, one layer's, at position `starts_B` of the sequences
+    with the block tables `tables_BW`."""
     write = partial(_write_own_layer, config)
     if config.mesh is not None:
         write = shard_map_over(
@@ -138,9 +139,9 @@ def write_rows(
     *,
     scatter: bool = False,
 ) -> KVCache:
-    """Write the first `counts_B` positions of `new`, stacked over layers, at position `starts_B` of the sequences
-    with the block tables `tables_BW`. The default loops over pages; `scatter` is one operation, for a GPU, where the
-    host would run the loop."""
+    """Write the first `counts_B` positions of `new`, stacked over layers, at position `starts_B` of the
+    sequences with the block tables `tables_BW`. The default loops over pages; `scatter` is one operation, for
+    a GPU, where the host would run the loop."""
     write, rows = partial(_scatter_own_rows if scatter else _write_own_rows, config), PartitionSpec(BATCH)
     if config.mesh is not None:
         write = shard_map_over(config, write, (PAGES, STACKED_ROWS, rows, rows, rows), PAGES)
@@ -148,7 +149,8 @@ def write_rows(
 
 
 def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: ArrayLike) -> KVCache:
-    """Copy pages one after the other, from the first of each pair to the second. A pair of -1 ends the list."""
+    """Copy pages one after the other, from the first of each pair to the second. A pair of -1 ends the
+    list."""
     copy = partial(_copy_own_pages, config)
     if config.mesh is not None:
         copy = shard_map_over(config, copy, (PAGES, EVERYWHERE), PAGES)
@@ -159,7 +161,8 @@ def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: ArrayLike) -> KVC
 
 
 def own_pages(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (the local number of each page, or the null page if another device holds it; whether it is local)."""
+    """Return (the local number of each page, or the null page if another device holds it; whether it is
+    local)."""
     own = page if config.mesh is None else page - jax.lax.axis_index(BATCH) * cache.keys.shape[1]
     here = (own >= 0) & (own < cache.keys.shape[1])
     return jnp.where(here, own, 0), here
@@ -237,7 +240,8 @@ def _places(
     starts_B: jax.Array,
     counts_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (page, position in the page) [B, n] of each new position; the null page for those beyond `counts_B`."""
+    """Return (page, position in the page) [B, n] of each new position; the null page for those beyond
+    `counts_B`."""
     own, _ = own_pages(config, cache, tables_BW)
     columns = jnp.arange(new.keys.shape[-1])
     positions = starts_B[:, None] + columns

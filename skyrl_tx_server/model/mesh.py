@@ -6,8 +6,9 @@
     tensor   heads, the perceptron's width, the vocabulary               a part of every matrix and of the cache
     expert   a mixture's experts                                         some experts, and their adapters
 
-Training gathers the matrices of a layer that `fsdp` divides before its products, because they are smaller than the
-activations of its tokens. Sampling leaves matrices in place (`weight_stationary`) and sends its few tokens.
+Training gathers the matrices of a layer that `fsdp` divides before its products, because they are smaller
+than the activations of its tokens. Sampling leaves matrices in place (`weight_stationary`) and sends its few
+tokens.
 
 Every device holds an adapter, except the factors of experts, which are on the devices of their experts. If
 `config.mesh` is None, all functions here are the identity.
@@ -142,8 +143,9 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def weight_stationary(config: ModelConfig) -> ModelConfig:
-    """Return the config for a program of few tokens: matrices stay on the devices where `fsdp` placed them, and
-    `fsdp` divides products as `tensor` does. With gathered matrices all weights would be sent at every decode step."""
+    """Return the config for a program of few tokens: matrices stay on the devices where `fsdp` placed them,
+    and `fsdp` divides products as `tensor` does. With gathered matrices all weights would be sent at every
+    decode step."""
     return replace(config, weight_stationary=config.mesh is not None)
 
 
@@ -203,7 +205,8 @@ def keep_replicated[Tree](config: ModelConfig, tree: Tree) -> Tree:
 def shard_map_over[**Inputs, Output](
     config: ModelConfig, function: Callable[Inputs, Output], in_specs: Any, out_specs: Any
 ) -> Callable[Inputs, Output]:
-    """Return `function` as every device runs it on its shards, which the specs of inputs and outputs describe."""
+    """Return `function` as every device runs it on its shards, which the specs of inputs and outputs
+    describe."""
     return jax.shard_map(function, mesh=config.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 

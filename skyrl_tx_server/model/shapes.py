@@ -1,4 +1,5 @@
-"""The shapes of arrays on the device. Every distinct shape is a compiled program, so all shapes are defined here. Numpy only."""
+"""The shapes of arrays on the device. Every distinct shape is a compiled program, so all shapes are defined
+here. Numpy only."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class BucketShapes:
 
 
 def train_shapes(*, max_context_length: int, tokens_per_batch: int, dp_ranks: int = 1) -> BucketShapes:
-    """Return the budget, a quarter and a sixteenth of it, and its doubles up to the context, with one stream per data-parallel rank.
+    """Return the budget, a quarter and a sixteenth of it, and its doubles up to the context, with one stream
+    per data-parallel rank.
 
     >>> [shape.length for shape in train_shapes(max_context_length=20_000, tokens_per_batch=8192).shapes]
     [512, 2048, 8192, 16384, 20096]

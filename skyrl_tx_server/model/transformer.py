@@ -58,8 +58,8 @@ class Remat(StrEnum):
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
-    """Return random weights: norms are one, matrices normal with standard deviation 0.02. Call it inside jax.jit,
-    because it consists of many small operations."""
+    """Return random weights: norms are one, matrices normal with standard deviation 0.02. Call it inside
+    jax.jit, because it consists of many small operations."""
     stacks = stacks_of(config)
     *keys, embed_key, head_key = jax.random.split(key, sum(len(stack.weights) for stack in stacks) + 2)
     remaining = iter(keys)

@@ -1,9 +1,10 @@
 """The sampler's adapters: LoRA slots on the device, backed by host memory and disk.
 
-Slot 0 is the base model. A sampler snapshot is a copy that is made when it is saved, so training never changes it. A snapshot that a
-sequence in a decode slot uses is pinned to its LoRA slot. When a slot is needed, the least recently used snapshot without a pin is evicted.
-It is loaded again from host memory (ephemeral snapshots) or from disk (tinker:// paths). A trainer saves an ephemeral snapshot every step
-and cannot drop it before its session ends, so the least recently used ones are dropped when host memory runs out.
+Slot 0 is the base model. A sampler snapshot is a copy that is made when it is saved, so training never
+changes it. A snapshot that a sequence in a decode slot uses is pinned to its LoRA slot. When a slot is
+needed, the least recently used snapshot without a pin is evicted. It is loaded again from host memory
+(ephemeral snapshots) or from disk (tinker:// paths). A trainer saves an ephemeral snapshot every step and
+cannot drop it before its session ends, so the least recently used ones are dropped when host memory runs out.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class AdapterCache:
         return [weights for weights in {**self._pins, **self._retained} if self._is_used(weights)]
 
     def put(self, weights: str, adapter: Adapter) -> None:
-        """Copy a training adapter and make it available for sampling as `weights`. Raises ConflictError if sequences use that name."""
+        """Copy a training adapter and make it available for sampling as `weights`. Raises ConflictError if
+        sequences use that name."""
         if self._is_used(weights):
             raise ConflictError(
                 f"sampler weights {weights} are being sampled from and cannot be replaced; save under another name"
@@ -132,7 +134,8 @@ class AdapterCache:
         self._drop_if_unused(weights)
 
     def retain(self, weights: str | None) -> None:
-        """Replace a pin by a weaker reference, for a paused sequence: the LoRA slot can be evicted, but the weights must not change."""
+        """Replace a pin by a weaker reference, for a paused sequence: the LoRA slot can be evicted, but the
+        weights must not change."""
         if weights is not None:
             self._retained[weights] += 1
             self._pins[weights] -= 1
@@ -153,7 +156,8 @@ class AdapterCache:
                 self.drop(weights)
 
     def drop(self, weights: str) -> None:
-        """Delete an in-memory snapshot as soon as no sequence uses it. Raises NotFoundError if there is none."""
+        """Delete an in-memory snapshot as soon as no sequence uses it. Raises NotFoundError if there is
+        none."""
         if weights not in self._in_host_memory and weights not in self._slots:
             raise NotFoundError(f"no sampler snapshot {weights}")
         if self._is_used(weights):
@@ -217,7 +221,8 @@ class AdapterCache:
 
 @partial(jax.jit, static_argnames=("config",))
 def _write_slot(lora_slots: Adapter, adapter: Adapter, slot: np.ndarray, *, config: ModelConfig) -> Adapter:
-    """Copy `adapter` into a slot. Nothing is donated, because a failed copy must not destroy the snapshots of running sequences."""
+    """Copy `adapter` into a slot. Nothing is donated, because a failed copy must not destroy the snapshots of
+    running sequences."""
     return keep_adapter(
         config,
         jax.tree.map(

@@ -29,7 +29,8 @@ class PageAllocator:
 
     @property
     def max_unfinished_tokens(self) -> int:
-        """How many tokens of unfinished prompts may stay cached between their chunks: a quarter of one rank's pages."""
+        """How many tokens of unfinished prompts may stay cached between their chunks: a quarter of one rank's
+        pages."""
         return (self.size.pages - 1) * PAGE_SIZE // 4
 
     def stats(self) -> dict[str, object]:
@@ -53,8 +54,8 @@ class PageAllocator:
     ) -> tuple[Prefix, PrefixCache]:
         """Return the cached prefix of `tokens`, of at most `limit` tokens, and the rank that has it.
 
-        It is the rank with the fewest tiles left to compute and, among equal ones, with the most free slots. The prefix is empty if it does
-        not save a whole tile.
+        It is the rank with the fewest tiles left to compute and, among equal ones, with the most free slots.
+        The prefix is empty if it does not save a whole tile.
         """
         prefixes = {cache: cache.find(weights, tokens[:limit]) for cache in self.caches}
         tiles_left = {cache: blocks_of(len(tokens) - prefix.length) for cache, prefix in prefixes.items()}
@@ -62,7 +63,8 @@ class PageAllocator:
         return prefixes[best] if tiles_left[best] < blocks_of(len(tokens)) else Prefix(), best
 
     def extend(self, sequence: SequenceState, cache: PrefixCache, num_tokens: int) -> bool:
-        """Allocate the pages that `sequence` needs for its next `num_tokens` tokens. False: there are not enough, and none is allocated."""
+        """Allocate the pages that `sequence` needs for its next `num_tokens` tokens. False: there are not
+        enough, and none is allocated."""
         missing = -(-(sequence.position + num_tokens) // PAGE_SIZE) - len(sequence.block_table)
         if missing <= 0:
             return True

@@ -61,7 +61,8 @@ class BatchRunner:
         processed_logprobs: bool,
         ranks: RankGroup = SINGLE_RANK,
     ) -> None:
-        """Each of `dp_ranks` data-parallel ranks has a cache of this size. `steps`: decode steps per dispatch."""
+        """Each of `dp_ranks` data-parallel ranks has a cache of this size. `steps`: decode steps per
+        dispatch."""
         self.pages = PageAllocator(size, dp_ranks)
         self.pool = SequencePool(adapters, self.pages)
         self.runner = ModelRunner(
@@ -110,7 +111,8 @@ class BatchRunner:
         return {**self.pages.stats(), **self.pool.stats(), **self.pipeline.stats()}
 
     def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
-        """Compute the prompts of the first few requests together and start their sequences (see `Prefiller.prefill`)."""
+        """Compute the prompts of the first few requests together and start their sequences (see
+        `Prefiller.prefill`)."""
         self._discard_orphaned()
         try:
             return self.prefiller.prefill(requests)
@@ -119,8 +121,8 @@ class BatchRunner:
             raise
 
     def decode(self) -> bool:
-        """Compute up to `steps` more tokens for every sequence with pages. Return whether sequences have ended. Only `poll` knows of those
-        that a stop string ends. On any error all sequences are lost."""
+        """Compute up to `steps` more tokens for every sequence with pages. Return whether sequences have
+        ended. Only `poll` knows of those that a stop string ends. On any error all sequences are lost."""
         try:
             for sequence in self.pool.preempted:
                 sequence.dispatches_preempted += 1
@@ -132,7 +134,8 @@ class BatchRunner:
             raise
 
     def poll(self, *, dispatch_next: bool) -> Sequence[FinishedSequence | FailedSequence]:
-        """Return the sequences that are complete after `decode`. With `dispatch_next` the next dispatch starts first."""
+        """Return the sequences that are complete after `decode`. With `dispatch_next` the next dispatch
+        starts first."""
         restored, self._restored = self._restored, None
         return [*([restored] if restored else []), *self.pipeline.poll(dispatch_next=dispatch_next)]
 

@@ -1,4 +1,5 @@
-"""Block tables of sequences with a common prompt, in whichever data-parallel ranks they decode. Host bookkeeping without devices."""
+"""Block tables of sequences with a common prompt, in whichever data-parallel ranks they decode. Host
+bookkeeping without devices."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ type PageCopy = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockTables:
-    """Allocated pages, one table per sequence. Only the first sequence is computed; the others share or copy its pages."""
+    """Allocated pages, one table per sequence. Only the first sequence is computed; the others share or copy
+    its pages."""
 
     tables: Sequence[Sequence[int]]
     copies_before: Sequence[PageCopy]  # made before the first sequence is computed: from the cached prefix
@@ -33,12 +35,15 @@ def allocate_block_tables(
     spare_pages: Mapping[PrefixCache, int],
     text_length: int,
 ) -> BlockTables:
-    """Allocate pages for `num_tokens` tokens of each sequence. `caches` has the cache of each sequence's data-parallel rank.
+    """Allocate pages for `num_tokens` tokens of each sequence. `caches` has the cache of each sequence's
+    data-parallel rank.
 
-    The pages of `prefix` belong to `prefix_cache` and are shared by the sequences of that rank. Full pages are shared within a rank, so
-    only a partly filled last page is allocated per sequence. `spare_pages` must remain available in each rank.
+    The pages of `prefix` belong to `prefix_cache` and are shared by the sequences of that rank. Full pages
+    are shared within a rank, so only a partly filled last page is allocated per sequence. `spare_pages` must
+    remain available in each rank.
 
-    Raises CapacityError, which names the length of the whole text, if there are too few pages. Nothing is allocated then.
+    Raises CapacityError, which names the length of the whole text, if there are too few pages. Nothing is
+    allocated then.
     """
     num_full, num_pages = num_tokens // PAGE_SIZE, -(-num_tokens // PAGE_SIZE)
     shared = {

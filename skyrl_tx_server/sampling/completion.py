@@ -16,7 +16,8 @@ from skyrl_tx_server.sampling.preemption import SequencePool
 
 
 class CompletionChecker:
-    """Checks after each dispatch which sequences are complete. The tokenizer is loaded for the first request with stop strings."""
+    """Checks after each dispatch which sequences are complete. The tokenizer is loaded for the first request
+    with stop strings."""
 
     def __init__(self, pool: SequencePool, runner: ModelRunner, *, model_dir: Path) -> None:
         self._pool = pool
@@ -31,7 +32,8 @@ class CompletionChecker:
     def append(
         self, slot: int, tokens: Sequence[int], logprobs: Sequence[float]
     ) -> FinishedSequence | FailedSequence | None:
-        """Append sampled tokens to the sequence in `slot`. If it is complete or fails, free the slot and return its result."""
+        """Append sampled tokens to the sequence in `slot`. If it is complete or fails, free the slot and
+        return its result."""
         sequence = self._pool.slots[slot]
         assert sequence is not None and tokens
         try:

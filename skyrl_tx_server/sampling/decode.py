@@ -1,7 +1,8 @@
 """The decode pipeline: dispatches of decode steps, at most one of them in flight.
 
-A dispatch can start before the host has read the outputs of the one before: the last tokens stay on the device (`Carry`), and the host knows
-the position of every sequence that does not end. A sequence that has ended takes part in the next dispatch without effect.
+A dispatch can start before the host has read the outputs of the one before: the last tokens stay on the
+device (`Carry`), and the host knows the position of every sequence that does not end. A sequence that has
+ended takes part in the next dispatch without effect.
 
     device    | dispatch n           | dispatch n+1         | dispatch n+2
     host      | prepare n+1    wait  | read n, prepare n+2  | read n+1, ...
@@ -49,7 +50,8 @@ class DecodePipeline:
         return {"decode_dispatches_ahead": self._num_ahead}
 
     def decode(self) -> bool:
-        """Wait for the dispatch in flight, after starting one if there is none. Return whether sequences have ended."""
+        """Wait for the dispatch in flight, after starting one if there is none. Return whether sequences have
+        ended."""
         if isinstance(self.in_flight, Exception):
             raise self.in_flight
         if self.in_flight is None:
@@ -64,7 +66,8 @@ class DecodePipeline:
         return self.in_flight.ended
 
     def poll(self, *, dispatch_next: bool) -> list[FinishedSequence | FailedSequence]:
-        """Return the sequences that were completed by `decode`. With `dispatch_next` the next dispatch starts first, if that is possible."""
+        """Return the sequences that were completed by `decode`. With `dispatch_next` the next dispatch starts
+        first, if that is possible."""
         completed, self.in_flight = self.in_flight, None
         if not isinstance(completed, InFlightBatch):
             return []
@@ -102,8 +105,8 @@ class DecodePipeline:
             sequence.pending_tokens = self._runner.steps
 
     def _plan_after(self, dispatch: DecodeDispatch) -> DecodeDispatch | None:
-        """Return the dispatch that can follow `dispatch`. None: no sequence remains, there are too few free pages, or it needs another
-        compiled program, whose compilation would delay the results."""
+        """Return the dispatch that can follow `dispatch`. None: no sequence remains, there are too few free
+        pages, or it needs another compiled program, whose compilation would delay the results."""
         sequences = [(slot, sequence) for slot, sequence in self._pool.decoding if sequence.remaining > 0]
         if not sequences or not self._pool.allocate_next(sequences, self._runner.steps):
             return None

@@ -44,7 +44,8 @@ from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Carry:
-    """What a dispatch leaves on the device for the next one, which can begin before the host has read the outputs."""
+    """What a dispatch leaves on the device for the next one, which can begin before the host has read the
+    outputs."""
 
     tokens: ArrayLike  # [B] int32, the last token of each sequence
     active: ArrayLike  # [B] bool, the sequence has not ended
@@ -109,14 +110,15 @@ def decode_steps(
     ends: tuple[int, ...] | None,
     tempered: bool,
 ) -> tuple[KVCache, DecodeOutputs]:
-    """Sample up to `steps` tokens for every sequence. A sequence that ends early stays idle until the end of the dispatch.
+    """Sample up to `steps` tokens for every sequence. A sequence that ends early stays idle until the end of
+    the dispatch.
 
-    Attention reads the cached positions in segments that end at `ends`, so the position of every sequence must be below the last of them.
-    The number of segments does not change a bit of a sequence's result. With `ends=None` a GPU kernel reads the pages in place as
-    `batch.splits` says.
+    Attention reads the cached positions in segments that end at `ends`, so the position of every sequence
+    must be below the last of them. The number of segments does not change a bit of a sequence's result. With
+    `ends=None` a GPU kernel reads the pages in place as `batch.splits` says.
 
-    The dispatch keeps its own keys and values apart from the cache until its end. Each step then writes all sequences at the same index,
-    and pages are read and written once per dispatch instead of once per step.
+    The dispatch keeps its own keys and values apart from the cache until its end. Each step then writes all
+    sequences at the same index, and pages are read and written once per dispatch instead of once per step.
     """
     config, slots = weight_stationary(config), batch.tokens.shape[0]
     adapter = replace(lora_slots, head=replace(lora_slots.head, indices=batch.adapters))

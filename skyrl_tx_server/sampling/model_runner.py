@@ -1,4 +1,5 @@
-"""Runs the sampling programs. The KV cache is the only device state of sequences; everything else is an argument of each call."""
+"""Runs the sampling programs. The KV cache is the only device state of sequences; everything else is an
+argument of each call."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ class CacheSize:
 
 
 def decodes_in_place(config: ModelConfig) -> bool:
-    """Whether a GPU kernel reads KV pages in place. On other devices, and for head widths and sliding windows that the kernel does not
-    support, the pages are copied into contiguous segments once per dispatch."""
+    """Whether a GPU kernel reads KV pages in place. On other devices, and for head widths and sliding windows
+    that the kernel does not support, the pages are copied into contiguous segments once per dispatch."""
     has_windows = any(stack.attention.sliding_window is not None for stack in stacks_of(config))
     return on_gpu() and reads_as_they_lie(config.head_dim) and not has_windows
 
@@ -90,7 +91,8 @@ class ModelRunner:
             shapes=shapes,
             num_slots=num_slots,
             table_width=table_width,
-            # one page per sequence that diverges inside it, and whole tables for sequences on other data-parallel ranks
+            # one page per sequence that diverges inside it, and whole tables for sequences on other
+            # data-parallel ranks
             max_copies=num_slots + shapes.long * (1 if dp_ranks == 1 else table_width * dp_ranks),
             vocab_size=config.vocab_size,
             num_lora_slots=num_lora_slots,
@@ -108,7 +110,8 @@ class ModelRunner:
         self._cache = self._empty_cache()
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
-        """Compute the chunks and the first tokens of the sequences that begin. Raises RowsLostError if the KV cache was lost."""
+        """Compute the chunks and the first tokens of the sequences that begin. Raises RowsLostError if the KV
+        cache was lost."""
         outputs: list[PrefillOutputs] = []
         try:
             for batch, settings in self.prefill_layout.batches(chunks):
@@ -144,7 +147,8 @@ class ModelRunner:
         return outputs
 
     def score_prompt(self, op: Sample, adapter_slot: int) -> tuple[TopkLogprobs | None, CsrMatrix | None]:
-        """Return (likeliest tokens, logprobs of the target tokens) at every prompt position; None for what `op` does not request."""
+        """Return (likeliest tokens, logprobs of the target tokens) at every prompt position; None for what
+        `op` does not request."""
         if not op.topk_prompt_logprobs and op.target_prompt_tokens is None:
             return None, None
         topk, targets = self._scorer.run(
@@ -216,8 +220,9 @@ class ModelRunner:
         return empty_cache(config=self._config, pages=self._num_pages, dtype=self._dtype)
 
     def _check_cache(self, error: Exception) -> None:
-        """Raise RowsLostError if a failed prefill has destroyed the donated cache. The call itself may destroy it, or return a cache whose
-        computation fails later, as on a GPU without memory for temporaries."""
+        """Raise RowsLostError if a failed prefill has destroyed the donated cache. The call itself may
+        destroy it, or return a cache whose computation fails later, as on a GPU without memory for
+        temporaries."""
         try:
             self.wait()
         except Exception:

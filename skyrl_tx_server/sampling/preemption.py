@@ -1,9 +1,10 @@
 """The sequences that have begun, and what happens to them when slots or KV pages run out.
 
-Preempt: a sequence loses its KV pages, keeps the right to its slot, and is computed again when there are pages. It is the youngest sequence
-of the tenant with the most pages. Pause: the engine takes the slot of a sequence for another request. It keeps its pages, so it continues
-with the same bits in any slot of its data-parallel rank. Paused sequences lose their pages before any other sequence is preempted. A
-sequence that was computed again samples the same tokens as it would have otherwise.
+Preempt: a sequence loses its KV pages, keeps the right to its slot, and is computed again when there are
+pages. It is the youngest sequence of the tenant with the most pages. Pause: the engine takes the slot of a
+sequence for another request. It keeps its pages, so it continues with the same bits in any slot of its
+data-parallel rank. Paused sequences lose their pages before any other sequence is preempted. A sequence that
+was computed again samples the same tokens as it would have otherwise.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class SequencePool:
         self.slots[:] = [None] * len(self.slots)
         self.preempted, self.paused = [], {}
 
-    # --- preemption ---------------------------------------------------------------------------------------------------
+    # --- preemption ---
 
     def preempt(self, slot: int) -> None:
         sequence = self._leave(slot)
@@ -118,12 +119,14 @@ class SequencePool:
         self._num_preemptions += 1
 
     def allocate_next(self, sequences: Sequence[tuple[int, SequenceState]], steps: int) -> bool:
-        """Allocate pages for the next `steps` tokens of each sequence, the oldest first. False as soon as one gets none."""
+        """Allocate pages for the next `steps` tokens of each sequence, the oldest first. False as soon as one
+        gets none."""
         ordered = sorted(sequences, key=lambda occupied: occupied[1].key)
         return all(self._allocate(slot, sequence, steps) for slot, sequence in ordered)
 
     def preempt_and_allocate(self, steps: int) -> None:
-        """Allocate pages for the next `steps` tokens of every sequence in a slot, the oldest first, preempting others if necessary."""
+        """Allocate pages for the next `steps` tokens of every sequence in a slot, the oldest first,
+        preempting others if necessary."""
         for slot, sequence in sorted(self.decoding, key=lambda occupied: occupied[1].key):
             while self.slots[slot] is sequence and not self._allocate(slot, sequence, steps):
                 self.preempt(self._victim(self._pages.cache_of(slot)))
@@ -145,7 +148,7 @@ class SequencePool:
                 break
         return allocated
 
-    # --- pausing ------------------------------------------------------------------------------------------------------
+    # --- pausing ---
 
     def pause(self, keys: Collection[SequenceKey]) -> None:
         """Take the slots of these sequences, which keep their pages."""
@@ -164,7 +167,8 @@ class SequencePool:
         self.paused[sequence.key] = sequence, self._pages.cache_of(slot)
 
     def resume(self, key: SequenceKey, planned: Sequence[PrefillChunk]) -> int | None:
-        """Return the slot in which a paused sequence continues with its pages. None: it has no pages, or its rank has no free slot."""
+        """Return the slot in which a paused sequence continues with its pages. None: it has no pages, or its
+        rank has no free slot."""
         sequence, cache = self.paused.get(key, (None, None))
         if sequence is None or cache is None or not sequence.block_table:
             return None
@@ -178,7 +182,8 @@ class SequencePool:
         return free[0]
 
     def reclaim(self, cache: PrefixCache | None = None) -> bool:
-        """Free the pages of the sequence that was paused last, in `cache` or in any rank. False: no paused sequence has pages."""
+        """Free the pages of the sequence that was paused last, in `cache` or in any rank. False: no paused
+        sequence has pages."""
         for sequence, own_cache in reversed(self.paused.values()):
             if sequence.block_table and (cache is None or cache is own_cache):
                 self._free(sequence, own_cache)

@@ -1,4 +1,5 @@
-"""Prefill of new, paused and preempted sequences: compute their next chunks and start those whose texts are complete."""
+"""Prefill of new, paused and preempted sequences: compute their next chunks and start those whose texts are
+complete."""
 
 from __future__ import annotations
 
@@ -47,8 +48,9 @@ class Prefiller:
     def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
         """Compute the next chunks of the first requests and start the sequences whose prompts are complete.
 
-        The result has an entry for each request that was taken; None: more chunks of its prompt remain. Raises CapacityError if there is no
-        room for the first request. After any other error than RowsLostError nothing has changed.
+        The result has an entry for each request that was taken; None: more chunks of its prompt remain.
+        Raises CapacityError if there is no room for the first request. After any other error than
+        RowsLostError nothing has changed.
         """
         self._check_preempted(requests[0].tenant)
         planned = self._planner.plan(requests)
@@ -69,7 +71,8 @@ class Prefiller:
                 self._adapters.unpin(chunk.weights)
 
     def restore(self) -> FinishedSequence | FailedSequence | None:
-        """Compute the next chunk of the oldest preempted sequence, if there are pages for it and for the next tokens of the others.
+        """Compute the next chunk of the oldest preempted sequence, if there are pages for it and for the next
+        tokens of the others.
 
         Return its result if the first token after the last chunk completes it.
         """
@@ -140,7 +143,8 @@ class Prefiller:
         )
 
     def _begin(self, chunk: PrefillChunk, outputs: ChunkOutputs) -> list[FinishedSequence | FailedSequence]:
-        """Put the sequences of a chunk into their slots. Return the results of those that are complete after their first token."""
+        """Put the sequences of a chunk into their slots. Return the results of those that are complete after
+        their first token."""
         self._pool.begin(chunk)
         firsts = zip(chunk.slots, outputs.first_tokens, outputs.first_logprobs, strict=True)
         results = [self._completion.append(slot, [token], [logprob]) for slot, token, logprob in firsts]

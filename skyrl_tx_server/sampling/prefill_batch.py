@@ -1,4 +1,5 @@
-"""Prefill batches: chunks of prompts, cut into tiles of `PREFILL_TILE` tokens, as host arrays. A batch holds tiles of several chunks."""
+"""Prefill batches: chunks of prompts, cut into tiles of `PREFILL_TILE` tokens, as host arrays. A batch holds
+tiles of several chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from skyrl_tx_server.sampling.token_sampling import BatchSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PrefillChunk:
-    """The tokens `cached .. length - 1` of a text, their pages, and the sequences that begin after the last token of the text."""
+    """The tokens `cached .. length - 1` of a text, their pages, and the sequences that begin after the last
+    token of the text."""
 
     tokens: np.ndarray  # [P] int32, the whole text
     cached: int

@@ -1,7 +1,8 @@
 """Plans which chunks of which prompts are computed next, and allocates their slots and KV pages.
 
-A prompt is computed in chunks, and the chunks of several requests are computed together. A chunk starts after the longest cached prefix of
-its text. Prompts with a common beginning that is not cached yet are not computed together: the second waits and reuses the first.
+A prompt is computed in chunks, and the chunks of several requests are computed together. A chunk starts after
+the longest cached prefix of its text. Prompts with a common beginning that is not cached yet are not computed
+together: the second waits and reuses the first.
 """
 
 from __future__ import annotations
@@ -104,14 +105,16 @@ class PrefillPlanner:
         return planned
 
     def plan_preempted(self, sequence: SequenceState) -> PrefillChunk:
-        """Plan the next chunk of a preempted sequence, whose adapter is pinned already. Raises CapacityError if there are too few pages."""
+        """Plan the next chunk of a preempted sequence, whose adapter is pinned already. Raises CapacityError
+        if there are too few pages."""
         text = sequence.text
         chunk = self._allocate(text, [sequence], limit=len(text) - 1, wants_logprobs=False, keep_spare=True)
         assert chunk is not None, "a chunk without others is always planned"
         return chunk
 
     def _plan_request(self, request: PrefillRequest, planned: Sequence[PrefillChunk]) -> PlannedChunk | None:
-        """Plan the next chunk of a request. None: it must not be computed together with the `planned` chunks."""
+        """Plan the next chunk of a request. None: it must not be computed together with the `planned`
+        chunks."""
         paused = self._pool.paused.get((request.request_id, request.first))
         if paused is not None:
             return self._plan_paused(request, paused[0], planned)
@@ -166,7 +169,8 @@ class PrefillPlanner:
     def _plan_paused(
         self, request: PrefillRequest, sequence: SequenceState, planned: Sequence[PrefillChunk]
     ) -> PlannedChunk | None:
-        """Plan the next chunk of a paused sequence that has lost its pages, or whose rank has no free slot."""
+        """Plan the next chunk of a paused sequence that has lost its pages, or whose rank has no free
+        slot."""
         text = sequence.text
         self._pool.reclaim_paused(sequence.key)
         sequence.adapter_slot = self._adapters.pin(sequence.weights)
@@ -197,8 +201,9 @@ class PrefillPlanner:
     ) -> PrefillChunk | None:
         """Allocate KV pages for the next prefill chunk of `tokens`, reusing at most `limit` cached tokens.
 
-        `keep_spare` keeps one page available for each running sequence of a rank. Return None if the prefill batch is full with the `planned`
-        chunks, or if waiting for them would allow the text to reuse a longer prefix. Raises CapacityError, allocating nothing.
+        `keep_spare` keeps one page available for each running sequence of a rank. Return None if the prefill
+        batch is full with the `planned` chunks, or if waiting for them would allow the text to reuse a longer
+        prefix. Raises CapacityError, allocating nothing.
         """
         weights = sequences[0].weights
         free = self._pool.free_slots(planned)

@@ -1,4 +1,5 @@
-"""The prefill program: compute tiles of prompts, write their keys and values into their KV pages, sample first tokens."""
+"""The prefill program: compute tiles of prompts, write their keys and values into their KV pages, sample
+first tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ MAX_PROMPT_LOGITS = 1 << 24
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillBatch:
-    """N tiles of T prompt tokens that are computed together. The keys and values of earlier tokens are in their pages already."""
+    """N tiles of T prompt tokens that are computed together. The keys and values of earlier tokens are in
+    their pages already."""
 
     tokens: ArrayLike  # [N, T] int32, right-padded
     targets: ArrayLike  # [N, T] int32, the token after each; 0 after the last token of a prompt
@@ -75,7 +77,8 @@ def prefill(
     config: ModelConfig,
     tempered: bool,
 ) -> tuple[KVCache, PrefillOutputs]:
-    """Compute a prefill batch and sample the first token of each sequence that begins in one of the B slots."""
+    """Compute a prefill batch and sample the first token of each sequence that begins in one of the B
+    slots."""
     config, cache = weight_stationary(config), keep_cache(config, copy_pages(config, cache, batch.before))
     tokens, blocks = jnp.asarray(batch.tokens), batch.blocks
     x = params.embed[tokens]
@@ -143,7 +146,8 @@ def prefill(
 def _prompt_logprobs(
     config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, targets: ArrayLike
 ) -> jax.Array:
-    """Return log p(targets) [N, T] after every position of hidden [N, T, D], a slice of the positions at a time."""
+    """Return log p(targets) [N, T] after every position of hidden [N, T, D], a slice of the positions at a
+    time."""
     tiles, length = hidden.shape[:2]
     chunk = min(length, max(1, MAX_PROMPT_LOGITS // (tiles * config.vocab_size)))
     count = -(-length // chunk)

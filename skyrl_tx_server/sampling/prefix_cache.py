@@ -1,8 +1,10 @@
-"""KV pages of one data-parallel rank: which are allocated, and which prompts can reuse them. Host bookkeeping without devices.
+"""KV pages of one data-parallel rank: which are allocated, and which prompts can reuse them. Host bookkeeping
+without devices.
 
-Pages are reference counted. Sequences hold references, and so does a tree of computed tokens: a node is one page with its tokens, and its
-children continue from there. A prompt with the same beginning and the same weights finds the pages of that beginning in one step per page.
-When `allocate` needs a page, the tree evicts the least recently used page that no sequence holds.
+Pages are reference counted. Sequences hold references, and so does a tree of computed tokens: a node is one
+page with its tokens, and its children continue from there. A prompt with the same beginning and the same
+weights finds the pages of that beginning in one step per page. When `allocate` needs a page, the tree evicts
+the least recently used page that no sequence holds.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from skyrl_tx_server.model.shapes import PAGE_SIZE, common_length
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefix:
-    """The first `length` tokens of a prompt, whose keys and values are in `pages`. The last page may be partly filled."""
+    """The first `length` tokens of a prompt, whose keys and values are in `pages`. The last page may be
+    partly filled."""
 
     pages: Sequence[int] = ()
     length: int = 0
@@ -58,7 +61,8 @@ class PrefixCache:
         return dict(self._references)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Return `count` pages with one reference each, evicting cached pages if necessary. None: sequences hold too many."""
+        """Return `count` pages with one reference each, evicting cached pages if necessary. None: sequences
+        hold too many."""
         while len(self._free) < count and self._evict():
             pass
         if len(self._free) < count:
@@ -96,7 +100,8 @@ class PrefixCache:
         return Prefix(pages=pages, length=len(tokens) - len(rest) + common)
 
     def insert(self, weights: Hashable, tokens: np.ndarray, pages: Sequence[int]) -> None:
-        """Record that the keys and values of `tokens` [N] int32 are in `pages`. They stay cached until they are evicted."""
+        """Record that the keys and values of `tokens` [N] int32 are in `pages`. They stay cached until they
+        are evicted."""
         node = self._roots.setdefault(weights, _Node(page=-1, tokens=tokens[:0], parent=None))
         path = self._path(weights, tokens)
         if path:
@@ -126,7 +131,8 @@ class PrefixCache:
         return path
 
     def _extend_leaf(self, parent: _Node, page: int, page_tokens: np.ndarray) -> _Node | None:
-        """Return the child that caches fewer tokens of the same page, after giving it all of `page_tokens`."""
+        """Return the child that caches fewer tokens of the same page, after giving it all of
+        `page_tokens`."""
         for key, child in parent.children.items():
             if child.page == page:
                 del parent.children[key]

@@ -1,7 +1,8 @@
-"""The scoring program: the likeliest tokens, and the logprobs of given tokens, at every position of a complete text.
+"""The scoring program: the likeliest tokens, and the logprobs of given tokens, at every position of a
+complete text.
 
-Few requests need these values, so a separate program computes them from the text, and prefill and decode stay simple. It is compiled once
-per padded length and number of tokens, rounded up to a power of two.
+Few requests need these values, so a separate program computes them from the text, and prefill and decode stay
+simple. It is compiled once per padded length and number of tokens, rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class Scorer:
         targets: CsrMatrix | None = None,
         temperature: float = 1.0,
     ) -> tuple[TopkLogprobs, CsrMatrix | None]:
-        """Return the `top` likeliest tokens after each of the [N] tokens, and the logprobs of `targets`, whose row t follows token t."""
+        """Return the `top` likeliest tokens after each of the [N] tokens, and the logprobs of `targets`,
+        whose row t follows token t."""
         padded = pad_tokens(tokens, self.lengths)
         matrix, columns = _dense_targets(targets, len(padded))
         inputs = ScoreInputs(
@@ -126,7 +128,8 @@ class Scorer:
 
 
 def _single_sequence(inputs: ScoreInputs) -> TreeLayout:
-    """Return the layout of a stream with one sequence: each tile attends to all tiles up to itself, a tile of padding to none."""
+    """Return the layout of a stream with one sequence: each tile attends to all tiles up to itself, a tile of
+    padding to none."""
     length = inputs.tokens.shape[0]
     tiles = np.arange(length // ATTENTION_TILE, dtype=np.int32)
     return TreeLayout(
@@ -138,7 +141,8 @@ def _single_sequence(inputs: ScoreInputs) -> TreeLayout:
 
 
 def at_prompt_positions(topk: TopkLogprobs) -> TopkLogprobs:
-    """Shift `topk` by one, from the token before to the token itself. The first token has no context; the successor of the last is dropped."""
+    """Shift `topk` by one, from the token before to the token itself. The first token has no context; the
+    successor of the last is dropped."""
     token_ids, logprobs = np.zeros_like(topk.token_ids), np.full_like(topk.logprobs, NO_LOGPROB)
     token_ids[1:], logprobs[1:] = topk.token_ids[:-1], topk.logprobs[:-1]
     return TopkLogprobs(token_ids=token_ids, logprobs=logprobs)

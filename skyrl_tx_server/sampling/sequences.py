@@ -67,7 +67,8 @@ class SequenceState:
 
     @property
     def cached_tokens(self) -> np.ndarray:
-        """The tokens whose keys and values are in its pages: all but the last, which the next decode step computes."""
+        """The tokens whose keys and values are in its pages: all but the last, which the next decode step
+        computes."""
         return self.text[:-1]
 
     def extend(
@@ -96,7 +97,8 @@ class SequenceState:
 
 
 def batch_settings(sequences: Sequence[SequenceState | None], vocab_size: int) -> BatchSettings:
-    """Return the sampling settings of each slot as arrays. Free slots are greedy and unfiltered, which costs nothing."""
+    """Return the sampling settings of each slot as arrays. Free slots are greedy and unfiltered, which costs
+    nothing."""
     settings = BatchSettings(
         seeds=np.zeros((len(sequences), 2), np.uint32),
         sample_indices=np.zeros(len(sequences), np.int32),
@@ -116,7 +118,8 @@ def batch_settings(sequences: Sequence[SequenceState | None], vocab_size: int) -
 
 
 def stop_tokens_of(settings: SamplingSettings, config: ModelConfig) -> tuple[int, ...]:
-    """Return the tokens that end a sequence. Raises UserError if there are too many stop tokens or stop strings."""
+    """Return the tokens that end a sequence. Raises UserError if there are too many stop tokens or stop
+    strings."""
     tokens = {*settings.stop_token_ids, *(config.eos_token_ids if settings.stop_at_eos else ())}
     if len(tokens) > MAX_STOP_TOKENS:
         raise UserError(f"{len(tokens)} stop tokens; at most {MAX_STOP_TOKENS} are supported")

@@ -1,11 +1,13 @@
-"""Sampling of tokens from logits, for a batch of sequences with different settings. All computations are in float32.
+"""Sampling of tokens from logits, for a batch of sequences with different settings. All computations are in
+float32.
 
-Every setting is an array, so requests with different settings share a batch and a compiled program. The logprob of a sampled token is that
-of the model's distribution at temperature 1 or, if the server is set to processed logprobs, of the distribution after temperature. The
-filters top-k and top-p never change a logprob, and greedy sequences are always at temperature 1.
+Every setting is an array, so requests with different settings share a batch and a compiled program. The
+logprob of a sampled token is that of the model's distribution at temperature 1 or, if the server is set to
+processed logprobs, of the distribution after temperature. The filters top-k and top-p never change a logprob,
+and greedy sequences are always at temperature 1.
 
-The random numbers of a token depend only on the seed of its request, the index of its sample and its position, never on the batch:
-key = fold_in(fold_in(seed, index), position).
+The random numbers of a token depend only on the seed of its request, the index of its sample and its
+position, never on the batch: key = fold_in(fold_in(seed, index), position).
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def sample_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Return tokens [B] int32 and their logprobs [B] for float32 logits [B, V].
 
-    `positions` [B] are the positions of the new tokens. `tempered`: logprobs are of the distribution after temperature.
+    `positions` [B] are the positions of the new tokens. `tempered`: logprobs are of the distribution after
+    temperature.
     """
     random = settings.temperatures > 0
     filtered = random & ((settings.top_p < 1) | (settings.top_k < logits.shape[-1]))
@@ -58,7 +61,8 @@ def sample_tokens(
 
 
 def _argmax(scores: jax.Array) -> jax.Array:
-    """Return the first index [B] of each maximum, by two plain reductions: XLA's argmax is 10x slower on a CPU."""
+    """Return the first index [B] of each maximum, by two plain reductions: XLA's argmax is 10x slower on a
+    CPU."""
     highest = scores.max(axis=-1, keepdims=True)
     indices = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     first = jnp.where(scores == highest, indices, scores.shape[-1]).min(axis=-1)
@@ -81,7 +85,8 @@ def _gumbel_noise(settings: BatchSettings, positions: ArrayLike, vocab_size: int
 
 
 def _filter(scaled: jax.Array, settings: BatchSettings) -> jax.Array:
-    """Mask all but the `top_k` likeliest tokens, then all but the fewest of these with a probability of `top_p`. Ties are kept."""
+    """Mask all but the `top_k` likeliest tokens, then all but the fewest of these with a probability of
+    `top_p`. Ties are kept."""
     ordered = jnp.sort(scaled, axis=-1, descending=True)
     ranks = jnp.arange(scaled.shape[-1])[None]
     top = jnp.where(ranks < settings.top_k[:, None], ordered, MASKED)

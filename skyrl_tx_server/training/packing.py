@@ -1,14 +1,17 @@
-"""Packs training data into batches of token streams, in which sequences with a common beginning share it. Host arrays only.
+"""Packs training data into batches of token streams, in which sequences with a common beginning share it.
+Host arrays only.
 
-A stream is a forest of prefix trees in depth-first order: where a sequence branches off, only its own tokens follow. A token sees the
-earlier tokens in whose subtree it lies, which `subtree_end` describes with one number per token. Example with the shared beginning `a b`:
+A stream is a forest of prefix trees in depth-first order: where a sequence branches off, only its own tokens
+follow. A token sees the earlier tokens in whose subtree it lies, which `subtree_end` describes with one
+number per token. Example with the shared beginning `a b`:
 
     data    a b c d        stream       a b c d e f | x y z | . .
             a b e f        positions    0 1 2 3 2 3 | 0 1 2 | . .
             x y z          subtree_end  6 6 4 4 6 6 | 9 9 9 | . .
 
-Loss inputs are stored per (sequence, position): a loss position has a token index, the packed token whose hidden state it reads. Sequences
-share a loss position if token, target and all loss inputs agree, as in the prompt of a group; `counts` says how many do.
+Loss inputs are stored per (sequence, position): a loss position has a token index, the packed token whose
+hidden state it reads. Sequences share a loss position if token, target and all loss inputs agree, as in the
+prompt of a group; `counts` says how many do.
 """
 
 from __future__ import annotations
@@ -56,8 +59,8 @@ def dummy_batch(shape: BucketShape) -> TrainBatch:
 def pack(
     data: Sequence[TrainDatum], trained: Sequence[np.ndarray], shapes: BucketShapes
 ) -> list[PackedBatch]:
-    """Pack checked data into batches, so that few tokens are computed. `trained` [N] bool says for each datum which positions have a
-    gradient."""
+    """Pack checked data into batches, so that few tokens are computed. `trained` [N] bool says for each datum
+    which positions have a gradient."""
     num_targets = _num_targets(data)
     streams = plan_streams(data, trained, shapes, num_targets=num_targets or 1)
     return [
@@ -68,8 +71,8 @@ def pack(
 
 
 def unpack(batches: Sequence[PackedBatch], values: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Return one array per datum, shaped like its targets and in the order given to `pack`, from one array per batch, shaped like its
-    targets."""
+    """Return one array per datum, shaped like its targets and in the order given to `pack`, from one array
+    per batch, shaped like its targets."""
     by_datum = {
         span.datum: _cut_targets(array[span.stream, span.loss_positions], span.num_targets)
         for batch, array in zip(batches, values, strict=True)
@@ -79,7 +82,8 @@ def unpack(batches: Sequence[PackedBatch], values: Sequence[np.ndarray]) -> tupl
 
 
 def _num_targets(data: Sequence[TrainDatum]) -> int | None:
-    """Return the targets per position of the batch: a power of two, as each is a program. None: no datum has an axis for them."""
+    """Return the targets per position of the batch: a power of two, as each is a program. None: no datum has
+    an axis for them."""
     widths = [datum.target_tokens.shape[1] for datum in data if datum.target_tokens.ndim > 1]
     return 1 << (max(widths) - 1).bit_length() if widths else None
 
@@ -155,7 +159,8 @@ def _pack_stream(
 def _pack_tokens(
     sequences: Sequence[TreeSequence], length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Return (tokens, positions, subtree_end) of a stream, and for each sequence the indices of its tokens in it."""
+    """Return (tokens, positions, subtree_end) of a stream, and for each sequence the indices of its tokens in
+    it."""
     tokens, positions = np.zeros(length, np.int32), np.zeros(length, np.int32)
     subtree_end = np.arange(1, length + 1, dtype=np.int32)
     token_indices: list[np.ndarray] = []
@@ -180,7 +185,8 @@ def _has_own_loss(sequence: TreeSequence) -> np.ndarray:
 
 
 def _loss_positions(sequences: Sequence[TreeSequence], order: np.ndarray) -> list[np.ndarray]:
-    """Return [N] int32 for each sequence; `order` maps loss positions in the order of their creation to their final order."""
+    """Return [N] int32 for each sequence; `order` maps loss positions in the order of their creation to their
+    final order."""
     by_sequence: list[np.ndarray] = []
     created = 0
     for sequence in sequences:
@@ -196,7 +202,8 @@ def _loss_positions(sequences: Sequence[TreeSequence], order: np.ndarray) -> lis
 
 
 def _tree_layout(subtree_end: np.ndarray, num_tokens: int) -> TreeLayout:
-    """Return the layout of a stream with the key tiles that each query tile attends to; tiles of padding attend to none."""
+    """Return the layout of a stream with the key tiles that each query tile attends to; tiles of padding
+    attend to none."""
     count = len(subtree_end) // ATTENTION_TILE
     tile = np.arange(count)
     tile_end = subtree_end.reshape(count, ATTENTION_TILE).max(axis=1)

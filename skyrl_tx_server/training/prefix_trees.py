@@ -1,4 +1,5 @@
-"""Groups sequences with common beginnings into prefix trees, and trees into streams of the bucket shapes. Numpy only."""
+"""Groups sequences with common beginnings into prefix trees, and trees into streams of the bucket shapes.
+Numpy only."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class TreeSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixTree:
-    """Sequences that are in the same stream, in the order of the stream: one tree, or several in a full stream."""
+    """Sequences that are in the same stream, in the order of the stream: one tree, or several in a full
+    stream."""
 
     sequences: tuple[TreeSequence, ...]
     tokens: int
@@ -62,8 +64,8 @@ class PrefixTree:
 def plan_streams(
     data: Sequence[TrainDatum], trained: Sequence[np.ndarray], shapes: BucketShapes, *, num_targets: int
 ) -> dict[BucketShape, list[PrefixTree]]:
-    """Return the streams of each shape, chosen so that few tokens are computed: long streams, in which sequences share most, or shorter
-    ones with less padding."""
+    """Return the streams of each shape, chosen so that few tokens are computed: long streams, in which
+    sequences share most, or shorter ones with less padding."""
     longest = max(len(datum.tokens) for datum in data)
     sequences = _sorted_sequences(data, trained, num_targets)
     limits = [shape for shape in shapes.shapes if longest <= shape.length <= shapes.largest(longest).length]
@@ -141,7 +143,8 @@ def _trees(sequences: Sequence[TreeSequence], limit: BucketShape) -> Iterator[Pr
 def _fill_streams(
     trees: Sequence[PrefixTree], shapes: Sequence[BucketShape], limit: BucketShape
 ) -> Iterator[tuple[BucketShape, PrefixTree]]:
-    """Put trees side by side into streams of the longest shape that they fill. Trees that do not fill another stream get a shorter shape."""
+    """Put trees side by side into streams of the longest shape that they fill. Trees that do not fill another
+    stream get a shorter shape."""
     while trees:
         total = sum(tree.tokens for tree in trees)
         fitting = [shape for shape in shapes if all(tree.fits(shape) for tree in trees)]

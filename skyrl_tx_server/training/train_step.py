@@ -98,10 +98,11 @@ def forward_backward(
     config: ModelConfig,
     remat: Remat = Remat.LAYERS,
 ) -> tuple[Adapter, TokenOutputs]:
-    """Return `grad_sum` plus the gradient of this batch. Losses are summed over tokens, as Tinker defines them.
+    """Return `grad_sum` plus the gradient of this batch. Losses are summed over tokens, as Tinker defines
+    them.
 
-    Nothing is donated: the model returns to `grad_sum` if the operation fails, and all models share the zeros they
-    start from.
+    Nothing is donated: the model returns to `grad_sum` if the operation fails, and all models share the zeros
+    they start from.
     """
 
     def run_layers(layers: tuple[LayerAdapter, ...]) -> jax.Array:
@@ -138,8 +139,8 @@ def forward(
 def adam_step(
     adapter: Adapter, gradient: Adapter, state: AdamState, mask: Adapter, settings: ArrayLike
 ) -> tuple[Adapter, AdamState, jax.Array]:
-    """Take one Adam step with decoupled weight decay. Nothing is donated, so the caller still has the old adapter if
-    the new one is not finite.
+    """Take one Adam step with decoupled weight decay. Nothing is donated, so the caller still has the old
+    adapter if the new one is not finite.
 
     `mask` is the adapter's `trainable_mask`: what it leaves out counts neither in the norm nor in the update.
     `settings` are `adam_scalars`. The report is [2] float32: the gradient's norm before clipping, and 1 if

@@ -1,4 +1,5 @@
-"""Training models: the most recently used ones are on the device, the others are in host memory and return bit for bit."""
+"""Training models: the most recently used ones are on the device, the others are in host memory and return
+bit for bit."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class TrainingModelPool:
         return self._device[model_id]
 
     def put(self, model_id: str, model: TrainingModel) -> None:
-        """Add a model, or replace its record. Raises CapacityError if neither the device nor host memory has room for it."""
+        """Add a model, or replace its record. Raises CapacityError if neither the device nor host memory has
+        room for it."""
         self._in_host_memory.pop(model_id, None)
         if self._device.pop(model_id, None) is None:
             self._free_place()
@@ -95,7 +97,8 @@ class TrainingModelPool:
 
 
 def _shardings(model: TrainingModel) -> object:
-    """Return the shardings to restore. None on one device: a committed array would recompile every program it enters."""
+    """Return the shardings to restore. None on one device: a committed array would recompile every program it
+    enters."""
     arrays = model.arrays()
     return (
         jax.tree.map(lambda leaf: leaf.sharding, arrays)

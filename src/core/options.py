@@ -1,11 +1,9 @@
 """Base class and validators of option classes.
 
 Each package declares the options of its components as chz classes in its module `options`. A component takes
-its own class;
-a program's configuration inherits all classes that it needs, so that it can be passed to every component as
-it is. The
-`options` modules import nothing that is slow, because `--help` and every mistyped option have to wait for
-them.
+its own class; a program's configuration inherits all classes that it needs, so that it can be passed to every
+component as it is. The `options` modules import nothing that is slow, because `--help` and every mistyped
+option have to wait for them.
 
 The first line of a class's docstring is the heading of its section in `--help` and in docs/options.md.
 """

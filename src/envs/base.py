@@ -76,7 +76,8 @@ class TaskSource(Protocol):
 
 
 async def close_quietly(source: TaskSource) -> None:
-    """Close the source. An error or a timeout is logged and not raised, so that it does not hide how the run went."""
+    """Close the source. An error or a timeout is logged and not raised, so that it does not hide how the run
+    went."""
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await source.close()

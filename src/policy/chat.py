@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 Message = Mapping[str, object]  # {"role": ..., "content": ...}, as chat templates take them
 
 # A template may change earlier messages when it renders later ones. A new message is therefore rendered after
-# a placeholder answer, and only
-# the text after the placeholder is used.
+# a placeholder answer, and only the text after the placeholder is used.
 _QUESTION: Message = {"role": "user", "content": "question"}
 _PLACEHOLDER = "<<the sampled answer stands here>>"
 

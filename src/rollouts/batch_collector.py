@@ -1,9 +1,8 @@
 """Collect the groups that each step learns from.
 
 On-policy, the groups of the step's own tasks are rolled out when the step begins. With `max_staleness` or
-`stream_groups` they are
-rolled out ahead, and a step takes those that end first. Failures are counted in the order of the batch
-(`task_quarantine`).
+`stream_groups` they are rolled out ahead, and a step takes those that end first. Failures are counted in the
+order of the batch (`task_quarantine`).
 """
 
 from __future__ import annotations
@@ -230,8 +229,7 @@ class BatchCollector:
         """Return the tasks of the next refill.
 
         Uniform refills are as large as the batch (SkyRL). The curriculum chooses as many tasks as groups are
-        missing, if possible
-        tasks that this step has not rolled out.
+        missing, if possible tasks that this step has not rolled out.
         """
         settings, tasks = self._settings, self._available_tasks()
         place = {"step": batch.step, "attempt": state.num_batches}

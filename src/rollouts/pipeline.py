@@ -1,9 +1,8 @@
 """The schedule of tasks, and the pipeline that rolls out groups ahead of training.
 
 On-policy, each batch is rolled out with the weights that the previous step made. Ahead of training, groups
-are rolled out while
-others are trained on, and each turn is sampled with the newest weights. docs/staleness.md explains the rules
-and the alternatives.
+are rolled out while others are trained on, and each turn is sampled with the newest weights.
+docs/staleness.md explains the rules and the alternatives.
 """
 
 from __future__ import annotations
@@ -133,8 +132,8 @@ class Pipeline:
     wait for slow ones.
 
     On-policy (`max_staleness=0`) only the groups of the step itself are rolled out. Otherwise up to
-    `max_groups_in_flight` groups
-    are, and fewer if training is slower than the rollouts: a group must be trained before it is too old.
+    `max_groups_in_flight` groups are, and fewer if training is slower than the rollouts: a group must be
+    trained before it is too old.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Count failed trials: which tasks to quarantine, and when a run has too many failures to go on.
 
 A trial that could not be graded is never a reward. Failures are counted group by group in the order of the
-batch, so that the
-result does not depend on which trial ended first.
+batch, so that the result does not depend on which trial ended first.
 """
 
 from __future__ import annotations

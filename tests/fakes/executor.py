@@ -1,4 +1,5 @@
-"""An executor without devices. Every operation succeeds unless `errors` says otherwise, and `log` records it."""
+"""An executor without devices. Every operation succeeds unless `errors` says otherwise, and `log` records
+it."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ from skyrl_tx_server.files.checkpoint_record import is_on_disk
 
 @dataclass(kw_only=True)
 class FakeExecutor:
-    """Samples count up from the last prompt token; a ForwardBackward takes one step per datum; logprobs are all -1.
+    """Samples count up from the last prompt token; a ForwardBackward takes one step per datum; logprobs are
+    all -1.
 
     A dispatch adds `block` tokens to every sequence, which ends after `max_tokens` (default 4) tokens.
     """

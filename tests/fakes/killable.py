@@ -3,8 +3,7 @@
     python -m tests.fakes.killable DIR POINTS SEED MODE [OPTION ...]
 
 A point is a moment just before or after a write to disk, a sampling call, an optimizer call or a checkpoint.
-Every run is a forked child,
-so that a kill is a real one and the next process knows only what is on disk.
+Every run is a forked child, so that a kill is a real one and the next process knows only what is on disk.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     start takes milliseconds
 
 Each line of its input is a JSON object of `module`, `argv` and `log`; each line of its output is one of
-`number` and `status`. It says
-`{"number": n, "pid": p}` when program n has started.
+`number` and `status`. It says `{"number": n, "pid": p}` when program n has started.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -76,9 +77,10 @@ def test_the_message_environment_is_played(url: str, tmp_path: Path) -> None:
     assert '"step": 1' in metrics.read_text()
 
 
-def test_the_harbor_task_is_sound() -> None:
+def test_the_harbor_task_is_sound(tmp_path: Path) -> None:
+    tasks_dir = shutil.copytree(EXAMPLES / "tasks", tmp_path / "tasks")  # `validate` writes a file into it
     assert "1 sound" in python(
-        "-m", "src.envs.validate", "tasks_dir=examples/tasks", "environment_type=sandbox"
+        "-m", "src.envs.validate", f"tasks_dir={tasks_dir}", "environment_type=sandbox"
     )
 
 

@@ -1,4 +1,5 @@
-"""The quick start of service agents as its users start it, with its own model and server, cut down to a step."""
+"""The quick start of service agents as its users start it, with its own model and server, cut down to a
+step."""
 
 from __future__ import annotations
 

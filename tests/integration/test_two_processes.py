@@ -1,4 +1,5 @@
-"""Two processes with two virtual devices each, as two hosts would run them, against one process with one: the SDK sees no difference."""
+"""Two processes with two virtual devices each, as two hosts would run them, against one process with one: the
+SDK sees no difference."""
 
 from __future__ import annotations
 
@@ -140,7 +141,8 @@ def logprobs_of(output: types.ForwardBackwardOutput) -> np.ndarray:
 
 
 def driven(url: str) -> dict[str, np.ndarray]:
-    """Two steps, a save, samples of two snapshots in one place, a load; the model trained first waits in host memory meanwhile."""
+    """Two steps, a save, samples of two snapshots in one place, a load; the model trained first waits in host
+    memory meanwhile."""
     found: dict[str, np.ndarray] = {}
     with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as service:
         training = service.create_lora_training_client(base_model="local/tiny", rank=4, seed=1).result(

@@ -1,4 +1,5 @@
-"""Processes of one server know each other by the cluster key: nobody else is listened to, and no message can be forged or replayed."""
+"""Processes of one server know each other by the cluster key: nobody else is listened to, and no message can
+be forged or replayed."""
 
 from __future__ import annotations
 
@@ -150,7 +151,8 @@ def read_exactly(connection: socket.socket, count: int) -> bytes:
 
 @dataclass
 class Relay:
-    """Somebody between the two processes, who sees each message from process 0 and decides what the other gets."""
+    """Somebody between the two processes, who sees each message from process 0 and decides what the other
+    gets."""
 
     ours: Channel
     theirs: Channel

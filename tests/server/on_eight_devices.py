@@ -1,4 +1,5 @@
-"""Run as a program with 8 virtual devices; prints, as JSON, how far several meshes are from one device. See test_mesh.py."""
+"""Run as a program with 8 virtual devices; prints, as JSON, how far several meshes are from one device. See
+test_mesh.py."""
 
 from __future__ import annotations
 
@@ -140,7 +141,8 @@ def _noting_parts(parts: list[int], config, shape, spec, read) -> jax.Array:
 
 
 def cached(config: ModelConfig) -> dict[str, bool]:
-    """What is written into pages of several devices is what is read back there, and attended to, and nothing else changes."""
+    """What is written into pages of several devices is what is read back there, and attended to, and nothing
+    else changes."""
     random = np.random.default_rng(0)
 
     def values(*shape: int) -> np.ndarray:
@@ -248,7 +250,8 @@ def most_sent(config: ModelConfig, shape: MeshShape) -> float:
 
 
 def decoded(config: ModelConfig) -> float:
-    """How far a GPU's decode attention, interpreted, is from one device's; rows of the same device have pages in common."""
+    """How far a GPU's decode attention, interpreted, is from one device's; rows of the same device have pages
+    in common."""
     random = np.random.default_rng(0)
 
     def values(*shape: int) -> np.ndarray:

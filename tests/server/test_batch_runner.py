@@ -1,4 +1,5 @@
-"""A batch runner with two data-parallel ranks, which share one device: placement of sequences, and preemption within a rank."""
+"""A batch runner with two data-parallel ranks, which share one device: placement of sequences, and preemption
+within a rank."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,7 +80,8 @@ def test_sequences_are_spread_over_the_ranks(
 
 
 def test_a_preempted_sequence_waits_for_pages_of_its_own_rank(runner: BatchRunner) -> None:
-    """The first and the third are in one rank, where the third is preempted until the first ends. The others have enough pages."""
+    """The first and the third are in one rank, where the third is preempted until the first ends. The others
+    have enough pages."""
     begin(runner, [(60, 75), (5, 120), (60, 130), (6, 120)])
     finish(runner, 1)
     assert (runner.stats()["num_preemptions"], runner.stats()["sequences_preempted"]) == (1, 1)

@@ -1,4 +1,5 @@
-"""A dispatch of decode steps can start before the host has read the one before. Samples do not change, and errors stay contained."""
+"""A dispatch of decode steps can start before the host has read the one before. Samples do not change, and
+errors stay contained."""
 
 from __future__ import annotations
 
@@ -120,8 +121,8 @@ def alone(driver: Driver) -> dict[tuple[int, int], SampledSequence]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_samples_do_not_depend_on_other_requests(driver: Driver, alone: dict, seed: int) -> None:
-    """Requests start, are released and finish (by length, stop token, stop string) during dispatches, and are preempted if the cache is
-    too small for all."""
+    """Requests start, are released and finish (by length, stop token, stop string) during dispatches, and are
+    preempted if the cache is too small for all."""
     executor, random = driver.executor, np.random.default_rng(seed)
     before, released = executor.stats(), set()
     waiting = random.permutation(len(REQUESTS)).tolist()

@@ -1,4 +1,5 @@
-"""In bfloat16 prefill, decode and training compute the same numbers, because they round at the same places."""
+"""In bfloat16 prefill, decode and training compute the same numbers, because they round at the same
+places."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ LAYOUT = PrefillLayout(
 
 
 def test_sampler_and_trainer_agree_in_bfloat16() -> None:
-    """A prompt in two chunks and a dispatch of decode steps give the logprobs of one forward pass over the whole text."""
+    """A prompt in two chunks and a dispatch of decode steps give the logprobs of one forward pass over the
+    whole text."""
     params = jax.device_put(tiny_qwen3.params("bfloat16"))
     adapter = tiny_qwen3.adapter()
     lora_slots = jax.tree.map(lambda leaf: leaf[None].astype("bfloat16"), adapter)

@@ -1,4 +1,5 @@
-"""The executor behind the engine, on a tiny random model: models, snapshots, checkpoints, and what survives a failure."""
+"""The executor behind the engine, on a tiny random model: models, snapshots, checkpoints, and what survives a
+failure."""
 
 import logging
 import threading
@@ -117,7 +118,8 @@ def assert_identical(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) 
 
 
 def test_a_checkpoint_loads_into_a_model_with_another_seed(engine: Engine, checkpoints_dir: Path):
-    """SDKs up to 0.36 restore in two requests: a model from nothing but the rank, then the checkpoint into it."""
+    """SDKs up to 0.36 restore in two requests: a model from nothing but the rank, then the checkpoint into
+    it."""
     create(engine, "m")
     train(engine, "m")
     path = run(engine, SaveWeights(model_id="m", name="a")).path
@@ -131,7 +133,8 @@ def test_a_checkpoint_loads_into_a_model_with_another_seed(engine: Engine, check
 
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_gspo_takes_its_ratios_from_the_model_as_it_is(engine: Engine, forward_only: bool):
-    """Six sequences in several micro-batches: the loss is the float64 reference's on the logprobs that came back."""
+    """Six sequences in several micro-batches: the loss is the float64 reference's on the logprobs that came
+    back."""
     create(engine, "m")
     rng = np.random.default_rng(6)
     batch = data(6, length=120)
@@ -181,7 +184,8 @@ def snapshot(engine: Engine, model_id: str, weights: str) -> WeightsSaved:
 
 
 def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, checkpoints_dir: Path):
-    """Gradients made, added and applied, groups whose members part within a page, conversations that go on: no program of their own."""
+    """Gradients made, added and applied, groups whose members part within a page, conversations that go on:
+    no program of their own."""
     before = Counter(compile_stats.programs())
     # as no other test has it, which would have compiled it already
     with running(
@@ -228,7 +232,8 @@ def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, ch
 
 
 def test_programs_compiled_ahead_are_those_that_are_used(model_dir: Path, checkpoints_dir: Path):
-    """Both prefill passes, decoding, and a training stream forward and backward: no more when they are asked for."""
+    """Both prefill passes, decoding, and a training stream forward and backward: no more when they are asked
+    for."""
     sizes = {"max_lora_rank": 6, "max_num_seqs": 3, "max_context_length": 250, "train_tokens_per_batch": 128}
     before = Counter(compile_stats.programs())
     with running(model_dir, checkpoints_dir, warmup=True, **sizes) as engine:
@@ -258,7 +263,7 @@ def test_programs_compiled_ahead_are_those_that_are_used(model_dir: Path, checkp
         assert (ahead[f"jit({name})"], after[f"jit({name})"]) == (count, count), name
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training ---
 
 
 def test_gradients_add_up_over_calls_until_the_optimizer_step(engine: Engine):
@@ -299,7 +304,7 @@ def test_unknown_taken_and_unloaded_models_are_refused_by_name(engine: Engine):
     create(engine, "a")
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- checkpoints ---
 
 
 def test_save_and_load_restore_training_bit_for_bit(model_dir: Path, checkpoints_dir: Path):
@@ -363,7 +368,7 @@ def test_checkpoints_that_do_not_fit_are_refused(model_dir: Path, checkpoints_di
         run(engine, LoadWeights(model_id="c", path=path, optimizer=True, create=True))
 
 
-# --- snapshots --------------------------------------------------------------------------------------------------------
+# --- snapshots ---
 
 
 def test_a_snapshot_never_changes_and_comes_back_after_eviction(engine: Engine):
@@ -443,7 +448,7 @@ def test_unknown_weights_fail_alone(engine: Engine, weights: str):
     assert len(good.result(TIMEOUT_S).sequences[0].tokens) == 10
 
 
-# --- failures ---------------------------------------------------------------------------------------------------------
+# --- failures ---
 
 
 class DeviceError(RuntimeError):
@@ -524,7 +529,8 @@ def test_a_lost_kv_cache_fails_only_the_running_samples(
 def test_a_prefill_that_fails_late_fails_only_running_samples(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    """As a GPU's does where memory for its temporaries runs out: the cache it returns never comes to be. The next is made where it lay."""
+    """As a GPU's does where memory for its temporaries runs out: the cache it returns never comes to be. The
+    next is made where it lay."""
     expected = draw(engine, None)
     real_prefill, real_cache = model_runner.prefill, model_runner.empty_cache
     lost: list[KVCache] = []
@@ -588,7 +594,8 @@ def test_a_failed_prefill_fails_one_request(engine: Engine, monkeypatch: pytest.
 
 
 def test_a_failed_top_k_costs_the_request_that_asked_for_it(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    """Of a prompt when it is admitted, of sampled tokens when their row is complete: long before and long after the others' blocks."""
+    """Of a prompt when it is admitted, of sampled tokens when their row is complete: long before and long
+    after the others' blocks."""
     expected = run(engine, ask(None, max_tokens=60)).sequences[0].tokens.tolist()
 
     def failing(*args, **options):
@@ -636,7 +643,7 @@ def test_a_diverged_model_fails_only_its_own_samples(engine: Engine):
     assert all(np.isfinite(sequence.logprobs).all() for sequence in after.sequences)
 
 
-# --- start ------------------------------------------------------------------------------------------------------------
+# --- start ---
 
 
 def test_the_number_of_slots_shrinks_to_what_fits(

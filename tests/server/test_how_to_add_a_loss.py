@@ -1,4 +1,5 @@
-"""Apply the patches of docs/how-to/add-a-loss.md to a copy of the server and run the tests of the losses there."""
+"""Apply the patches of docs/how-to/add-a-loss.md to a copy of the server and run the tests of the losses
+there."""
 
 import re
 import shutil
@@ -49,7 +50,8 @@ def patches() -> list[str]:
 
 
 def apply(patch: str, directory: Path) -> None:
-    """Apply a patch whose hunks have titles instead of line numbers: each hunk's context must occur once in the file."""
+    """Apply a patch whose hunks have titles instead of line numbers: each hunk's context must occur once in
+    the file."""
     header, *hunks = re.split(r"^@@.*@@\n", patch, flags=re.MULTILINE)
     path = directory / header.splitlines()[1].removeprefix("+++ b/")
     for hunk in hunks:

@@ -1,4 +1,5 @@
-"""Run the code blocks of docs/how-to/add-a-model-family.md and compare the family with Hugging Face's logits."""
+"""Run the code blocks of docs/how-to/add-a-model-family.md and compare the family with Hugging Face's
+logits."""
 
 import re
 from dataclasses import replace

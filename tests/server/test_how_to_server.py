@@ -33,7 +33,8 @@ def fenced(page: str, language: str) -> list[str]:
 
 
 def apply(patch: str, directory: Path) -> None:
-    """Apply a patch whose hunks have titles instead of line numbers. The replaced lines must occur once in the file."""
+    """Apply a patch whose hunks have titles instead of line numbers. The replaced lines must occur once in
+    the file."""
     header, *hunks = re.split(r"^@@.*@@\n", patch, flags=re.MULTILINE)
     path = directory / header.splitlines()[1].removeprefix("+++ b/")
     for hunk in hunks:

@@ -1,4 +1,5 @@
-"""The plan's training share; the others are held to the byte in test_command_line.py, and all of them to a process by scripts/bench."""
+"""The plan's training share; the others are held to the byte in test_command_line.py, and all of them to a
+process by scripts/bench."""
 
 from __future__ import annotations
 

@@ -170,7 +170,8 @@ def test_many_short_sequences_fill_the_budget() -> None:
 
 
 def test_loss_positions_limit_a_stream_too() -> None:
-    """The same 100 tokens with 8 different advantages: 100 tokens and 800 loss positions, of which a stream of 512 has 640."""
+    """The same 100 tokens with 8 different advantages: 100 tokens and 800 loss positions, of which a stream
+    of 512 has 640."""
     tokens = np.arange(100, dtype=np.int32) % 50
     for count in (4, 8):
         data = tuple(
@@ -186,7 +187,8 @@ def test_loss_positions_limit_a_stream_too() -> None:
 
 
 def test_groups_are_split_if_shorter_streams_have_less_padding() -> None:
-    """Two groups of 1,216 tokens: together in 4,096, or 3 members of each in 1,024 and the others of both in another."""
+    """Two groups of 1,216 tokens: together in 4,096, or 3 members of each in 1,024 and the others of both in
+    another."""
     random = np.random.default_rng(0)
     prompts = random.integers(0, 50, (2, 256))
     sequences = [

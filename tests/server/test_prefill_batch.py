@@ -1,4 +1,5 @@
-"""Neither the other chunks of a prefill batch nor the places where a prompt is cut change a bit of its results."""
+"""Neither the other chunks of a prefill batch nor the places where a prompt is cut change a bit of its
+results."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ BANK = jax.tree.map(
 
 
 def rounding() -> float:
-    """0 if the number of rows of a matrix product does not change the bits of a row; some CPUs sum few rows in another order."""
+    """0 if the number of rows of a matrix product does not change the bits of a row; some CPUs sum few rows
+    in another order."""
     sequences, weights = (
         jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in ((256, 128), (128, 640))
     )
@@ -116,7 +118,8 @@ def test_a_prefill_takes_as_many_prompts_as_the_scheduler_offers() -> None:
 
 
 def test_gpu_batches_are_compiled_for_1_4_or_all_adapters() -> None:
-    """A batch of four tiles has at most four adapters; one of sixteen tiles has up to all nine LoRA slots, whatever the number of decode slots."""
+    """A batch of four tiles has at most four adapters; one of sixteen tiles has up to all nine LoRA slots,
+    whatever the number of decode slots."""
     layout = replace(LAYOUT, shapes=GPU_PREFILL, num_slots=3, num_lora_slots=9)
     found = [
         (len(batch.tokens), batch.adapters.max_loras, batch.sequence_adapters.max_loras)

@@ -90,7 +90,8 @@ def test_inserting_cached_tokens_counts_as_use() -> None:
 
 
 def test_the_parent_of_a_held_page_is_not_evicted() -> None:
-    """The sequence computed its first page a second time; the cached copy is the parent of its second page."""
+    """The sequence computed its first page a second time; the cached copy is the parent of its second
+    page."""
     pages = PrefixCache(first=0, count=4)
     whole = text(2 * PAGE_SIZE)
     computed(pages, whole[:PAGE_SIZE])
@@ -105,7 +106,8 @@ def test_the_parent_of_a_held_page_is_not_evicted() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_page_is_free_held_or_cached_after_any_sequence(data: st.DataObject):
-    """Sequences begin, share pages and end. A prefix that is found always has the tokens that its pages hold."""
+    """Sequences begin, share pages and end. A prefix that is found always has the tokens that its pages
+    hold."""
     pages = PrefixCache(first=3, count=12)
     running: list[tuple[np.ndarray, list[int]]] = []
     contents: dict[int, bytes] = {}  # what the device would hold

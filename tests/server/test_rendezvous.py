@@ -1,4 +1,5 @@
-"""Processes that may not go on together learn it before jax is started; what comes of those that may is in test_two_processes.py."""
+"""Processes that may not go on together learn it before jax is started; what comes of those that may is in
+test_two_processes.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sampling through the engine on a tiny random model: what is sampled, with which logprobs, and when it ends."""
+"""Sampling through the engine on a tiny random model: what is sampled, with which logprobs, and when it
+ends."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -102,7 +103,8 @@ def forward_logprobs(
 
 
 def test_logprobs_equal_forward_in_a_batch_of_mixed_lengths(engine: Engine):
-    """The numerics bar: fp32, at most 1e-4 apart. Lengths cross the boundaries of the cache's segments and of the blocks."""
+    """The numerics bar: fp32, at most 1e-4 apart. Lengths cross the boundaries of the cache's segments and of
+    the blocks."""
     rng = np.random.default_rng(1)
     histories = [
         tokens(int(length), seed=row)
@@ -147,7 +149,8 @@ def test_prompt_logprobs_equal_forward(engine: Engine):
 
 
 def test_a_conversation_is_prefilled_from_where_it_left_off(engine: Engine):
-    """Only the new tokens of a turn are computed, others may have used the device in between, and the logprobs are still forward's."""
+    """Only the new tokens of a turn are computed, others may have used the device in between, and the
+    logprobs are still forward's."""
     history = tokens(300, seed=50)
     sampled, hits = [], []
     for turn in range(3):
@@ -242,7 +245,8 @@ def test_a_long_prompt_is_prefilled_in_chunks(
 
 
 def test_preempted_sequences_lose_nothing(engine: Engine, tmp_path: Path):
-    """A cache with room for 1,024 tokens and 6 rows of up to 360: some wait, all get what they get where there is room for all."""
+    """A cache with room for 1,024 tokens and 6 rows of up to 360: some wait, all get what they get where
+    there is room for all."""
     prompts = [tokens(60 + 40 * row, seed=200 + row) for row in range(5)]
     requests = [request(prompt, weights=None, max_tokens=160, seed=row) for row, prompt in enumerate(prompts)]
     requests.append(request(prompts[0], weights=None, max_tokens=160, seed=9, num_samples=3))
@@ -379,7 +383,8 @@ def test_too_many_stop_tokens_or_strings_are_refused(engine: Engine, settings: d
 
 
 def test_new_settings_compile_nothing(engine: Engine):
-    """Whatever a request asks for is an array; only lengths and the number of different adapters choose a program."""
+    """Whatever a request asks for is an array; only lengths and the number of different adapters choose a
+    program."""
     run(engine, request(tokens(10), max_tokens=40))
     before = engine.stats()["programs"]
     for number, max_tokens in enumerate((1, 2, 7, 33, 100)):
@@ -398,7 +403,7 @@ def test_new_settings_compile_nothing(engine: Engine):
     assert engine.stats()["programs"] == before
 
 
-# --- one step at a time -----------------------------------------------------------------------------------------------
+# --- one step at a time ---
 
 LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.04, 0.01], np.float32))
 
@@ -486,7 +491,8 @@ def test_a_server_set_to_processed_logprobs_returns_them(tmp_path):
 
 
 def top_of(engine: Engine, context: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:
-    """The likeliest tokens after `context` and their logprobs, by asking the training side about every token there is."""
+    """The likeliest tokens after `context` and their logprobs, by asking the training side about every token
+    there is."""
     every = forward_logprobs(engine, [np.append(context, token) for token in range(CONFIG.vocab_size)])
     logprobs = np.array([entry[-1] for entry in every])
     order = np.argsort(-logprobs)[:count]

@@ -276,7 +276,7 @@ def test_a_dropped_request_does_not_enter():
     assert isinstance(offered, Prefill) and [admit.request_id for admit in offered.requests] == [1, 3]
 
 
-# --- fair shares --------------------------------------------------------------------------------
+# --- fair shares ---
 
 
 def long_sample(num_samples: int, *, prompt_tokens: int = 1, max_tokens: int | None = None) -> Sample:

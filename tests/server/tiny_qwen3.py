@@ -1,4 +1,5 @@
-"""A 2-layer Qwen3 with random weights and adapters, small enough that every test compiles in a second or two."""
+"""A 2-layer Qwen3 with random weights and adapters, small enough that every test compiles in a second or
+two."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def params(dtype: str = "float32") -> Params:
 
 
 def adapter(spec: LoraSpec = SPEC, *, b_scale: float = 0.02) -> Adapter:
-    """An adapter that has been trained a little: B is random where `spec` trains, zero elsewhere. Fresh device arrays each time."""
+    """An adapter that has been trained a little: B is random where `spec` trains, zero elsewhere. Fresh
+    device arrays each time."""
     random = np.random.default_rng(3)
     fresh = init_adapter(CONFIG, spec, MAX_RANK)
 

@@ -66,7 +66,7 @@ class Growth:
             )
 
 
-# --- routes -------------------------------------------------------------------------------------
+# --- routes ---
 
 ENCODINGS: tuple[dict[bytes, bytes], ...] = (
     {b"content-type": b"application/json"},
@@ -195,7 +195,7 @@ def route_seeds() -> list[bytes]:
     return seeds
 
 
-# --- files --------------------------------------------------------------------------------------
+# --- files ---
 
 
 def file_readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
@@ -321,7 +321,7 @@ def file_seeds(folder: Path) -> list[bytes]:
     return [bytes([number]) + text.encode() for number, text in enumerate(texts)]
 
 
-# --- the run ------------------------------------------------------------------------------------
+# --- the run ---
 
 
 def parse_everywhere(parsers: Iterable[str], holds: Callable[[str, object], bool], data: bytes) -> None:

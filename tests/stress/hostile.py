@@ -98,7 +98,7 @@ def server(folder: Path, name: str, *more_options: str, api_key: str | None = No
         process.kill()
 
 
-# --- the loop -----------------------------------------------------------------------------------
+# --- the loop ---
 
 
 def batch(step: int) -> tuple[list[types.Datum], list[types.Datum]]:
@@ -169,20 +169,25 @@ def one_step(training: tinker.TrainingClient, number: int) -> Step:
     return Step(losses=losses, grad_norm=(stepped.metrics or {})["grad_norm"], tokens=tokens)
 
 
-# --- watching -----------------------------------------------------------------------------------
+# --- watching ---
 
 
 class Watch:
-    """Looks at the server until `stop`: its resident set every ten seconds, how long /healthz takes every
-    second."""
+    """Observes the server until `stop`.
 
-    def __init__(self, running: Server) -> None:
+    It records the resident memory and the number of training models and snapshots that the server holds
+    every ten seconds, and the latency of `/healthz` every second.
+    """
+
+    def __init__(self, running: Server, headers: Mapping[str, str] | None = None) -> None:
+        self._headers = dict(headers or {})
         self._process, self._url, self._over = (
             psutil.Process(running.process.pid),
             running.url,
             threading.Event(),
         )
         self.rss: list[tuple[float, float]] = []  # (seconds, MiB)
+        self.objects: list[tuple[float, float, int]] = []  # (seconds, MiB, models and snapshots held)
         self.health_ms: list[float] = []
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
@@ -197,10 +202,25 @@ class Watch:
                 self.health_ms.append(1e3 * (time.monotonic() - asked))
                 if not self.rss or asked - began - self.rss[-1][0] >= RSS_EVERY_S:
                     self.rss.append((asked - began, self._process.memory_info().rss / 2**20))
+                    with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
+                        engine = http.get("/api/v1/stats", headers=self._headers).json()["engine"]
+                        held = int(engine["models"]) + int(engine["snapshots_in_host_memory"])
+                        self.objects.append((*self.rss[-1], held))
 
     def stop(self) -> None:
         self._over.set()
         self._thread.join()
+
+    def memory_by_objects(self) -> tuple[float, float]:
+        """Return (MiB per object, MiB per hour) of a least-squares fit after the first third.
+
+        The fit is `memory = constant + a * objects + b * time`. `b` is what grows although the number of
+        training models and snapshots does not, which is a leak.
+        """
+        late = np.array(self.objects[len(self.objects) // 3 :])
+        columns = np.stack([np.ones(len(late)), late[:, 2], late[:, 0]], axis=1)
+        _, per_object, per_second = np.linalg.lstsq(columns, late[:, 1], rcond=None)[0]
+        return float(per_object), float(3600 * per_second)
 
     def slope(self) -> float:
         """MiB per hour that the floor rises after the first third: a leak lifts it, sessions that come and go
@@ -213,7 +233,7 @@ class Watch:
         return float(3600 * np.polyfit(floor[:, 0], floor[:, 1], 1)[0])
 
 
-# --- the run ------------------------------------------------------------------------------------
+# --- the run ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

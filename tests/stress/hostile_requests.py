@@ -471,7 +471,7 @@ ATTACKS: tuple[Callable[[World], Awaitable[None]], ...] = (
 )
 
 
-# --- the run ------------------------------------------------------------------------------------
+# --- the run ---
 
 
 async def attack(world: World, make: Callable[[World], Awaitable[None]], slots: asyncio.Semaphore) -> None:

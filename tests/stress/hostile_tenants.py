@@ -164,7 +164,7 @@ def run_with_tenants(
         for _ in range(20):  # compiles what the measurement needs
             probe.sample()
         alone_s = [probe.sample() for _ in range(SAMPLES_ALONE)]
-        watch = Watch(running)
+        watch = Watch(running, {"x-api-key": operator_key})
         attackers: list[subprocess.Popen[bytes]] = []
         report = folder / "hostile.jsonl"
         output = stack.enter_context(report.open("wb"))
@@ -228,6 +228,13 @@ def report(run: Run, alone: list[Step]) -> int:
     at = [rss[len(rss) * part // 6 - (part > 0)] for part in range(7)]
     print(
         f"memory MiB  {' '.join(f'{mib:.0f}' for mib in at)} (at each sixth of the run), peak {max(rss):.0f}"
+    )
+    per_object, per_hour = run.watch.memory_by_objects()
+    held = [objects for _, _, objects in run.watch.objects]
+    at = [held[len(held) * part // 6 - (part > 0)] for part in range(7)]
+    print(
+        f"objects     {' '.join(map(str, at))} models and snapshots held, {per_object:.2f} MiB each; without "
+        f"them memory grows by {per_hour:+.1f} MiB/h"
     )
     health = np.array(run.watch.health_ms)
     print(

@@ -114,7 +114,7 @@ def site(folder: Path, model: Path) -> Iterator[Site]:
         made.kill()
 
 
-# --- the job ------------------------------------------------------------------------------------
+# --- the job ---
 
 
 @dataclass(kw_only=True)
@@ -208,7 +208,7 @@ def neighbours(url: str) -> Iterator[None]:
         thread.join()
 
 
-# --- the kills ----------------------------------------------------------------------------------
+# --- the kills ---
 
 
 @dataclass(kw_only=True, slots=True)

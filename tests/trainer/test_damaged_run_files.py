@@ -87,7 +87,8 @@ class Resumable(FakeRun):
 
 @pytest.fixture(scope="module")
 def half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that has two of its four steps behind it. The second one's checkpoint was lost, so it is trained from disk."""
+    """The folder of a run that has two of its four steps behind it. The second one's checkpoint was lost, so
+    it is trained from disk."""
     path = tmp_path_factory.mktemp("half") / "run"
     asyncio.run(Resumable(path).go(*OPTIONS, "max_steps=2"))
     first, _ = (path / "checkpoints.jsonl").read_text().splitlines(keepends=True)

@@ -75,7 +75,8 @@ def test_a_masked_trajectory_counts_in_group_and_batch(reduction, first, total):
 
 @pytest.mark.parametrize(("num_tokens", "num_trained"), [(10, 10), (11, 0)])
 def test_l13_to_l15_an_overlong_sequence_trains_nothing(num_tokens, num_trained):
-    # SkyRL-fleet cuts such a sequence and trains what is left; the seed's rule, and ours, is that nothing of it is trained.
+    # SkyRL-fleet cuts such a sequence and trains what is left; the seed's rule, and ours, is that nothing of
+    # it is trained.
     long = trajectory(reward=1, turns=[turn([1] * (num_tokens - 3), [2, 3, 4])])
     short = trajectory(reward=0, turns=[turn([1], [2])])
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=[long, short]), settings(), FILTERS)
@@ -102,7 +103,8 @@ def test_l15_an_overlong_prompt_is_counted_and_not_cut():
 
 
 def test_s7_every_turn_has_the_advantage_of_its_trajectory():
-    # SkyRL's samples also carry the observation after the turn, with mask 0: tokens without effect, left out here.
+    # SkyRL's samples also carry the observation after the turn, with mask 0: tokens without effect, left out
+    # here.
     turns = [turn([1] * 3, [2, 3]), turn([1, 1, 1, 2, 3, 4], [5])]
     members = [trajectory(reward=1, turns=turns), trajectory(reward=0, turns=[turn([1], [2])])]
     group = TrajectoryGroup(task=task("a"), trajectories=members)

@@ -62,7 +62,8 @@ def test_response_lengths_have_skyrls_values():
 
 
 def test_assistant_tokens_have_skyrls_values():
-    # Masks [1,1], [1,0,1,1] and [0]: the last is SkyRL's minimal output, one end token. Ours has no token at all there.
+    # Masks [1,1], [1,0,1,1] and [0]: the last is SkyRL's minimal output, one end token. Ours has no token at
+    # all there.
     members = [
         trajectory("a", 1.0, [turn([1], [2, 3])]),
         trajectory("a", 0.0, [turn([1], [2]), turn([1, 2, 9], [3, 4])]),

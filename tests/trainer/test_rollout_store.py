@@ -21,7 +21,8 @@ STEP = RolloutKey(purpose="step", step=1, task="a", member=2)
 
 
 def conversation(draw):
-    """Turns that mostly extend one another, as a rewritten history and a side conversation would leave them."""
+    """Turns that mostly extend one another, as a rewritten history and a side conversation would leave
+    them."""
     turns, context = [], [1, 2]
     for version in range(draw.randrange(1, 6)):
         if context and draw.random() < 0.2:

@@ -1,4 +1,5 @@
-"""A run of service episodes with the chat template of Qwen3, native tools and a judge, after an evaluation."""
+"""A run of service episodes with the chat template of Qwen3, native tools and a judge, after an
+evaluation."""
 
 from __future__ import annotations
 

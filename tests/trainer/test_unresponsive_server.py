@@ -1,6 +1,8 @@
-"""A server whose health is fine and whose other routes hang, fail or trickle: what waits for it has a deadline, and obeys signals.
+"""A server whose health is fine and whose other routes hang, fail or trickle: what waits for it has a
+deadline, and obeys signals.
 
-Real HTTP on loopback, the real SDK and real processes. Several scenarios run at the same time, because each spends its time waiting.
+Real HTTP on loopback, the real SDK and real processes. Several scenarios run at the same time, because each
+spends its time waiting.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The peer: Hugging Face transformers and peft on torch, CPU in float32 or CUDA in bfloat16. Runs in an interpreter that has them: see
-`sides/line.py`."""
+"""The peer: Hugging Face transformers and peft on torch, CPU in float32 or CUDA in bfloat16. Runs in an
+interpreter that has them: see `sides/line.py`."""
 
 from __future__ import annotations
 

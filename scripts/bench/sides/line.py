@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 
 
 def serve(start: Callable[[], Mapping[str, Callable[..., object]]]) -> None:
-    """Make the side's methods, by name, and answer until standard input ends; what libraries print goes to standard error."""
+    """Make the side's methods, by name, and answer until standard input ends; what libraries print goes to
+    standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     methods = start()

@@ -1,4 +1,5 @@
-"""Our own side: the engine in this process, driven as HTTP drives it, one submitted operation after the other."""
+"""Our own side: the engine in this process, driven as HTTP drives it, one submitted operation after the
+other."""
 
 from __future__ import annotations
 
@@ -108,7 +109,8 @@ def datum(sequence: Sequence[int]) -> TrainDatum:
 
 @contextlib.contextmanager
 def running(model_dir: Path, *, recompute: bool = False, **given: object) -> Iterator[Ours]:
-    """An engine with the server's default settings but those `given`; `recompute` drops activations, as a larger model would have to."""
+    """An engine with the server's default settings but those `given`; `recompute` drops activations, as a
+    larger model would have to."""
     if recompute:
         device_memory.ACTIVATIONS_SHARE_OF_MEMORY = 0.0
     with tempfile.TemporaryDirectory() as folder:

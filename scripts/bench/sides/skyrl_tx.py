@@ -1,6 +1,8 @@
-"""The peer: PyPI's `skyrl[tinker,jax]`, its JAX backend called in process. Runs in an interpreter that has it: see `sides/line.py`.
+"""The peer: PyPI's `skyrl[tinker,jax]`, its JAX backend called in process. Runs in an interpreter that has
+it: see `sides/line.py`.
 
-That spares it its HTTP, database and JSON. The fewest adapter slots that hold one model (base and one) are its fastest setting.
+That spares it its HTTP, database and JSON. The fewest adapter slots that hold one model (base and one) are
+its fastest setting.
 """
 
 from __future__ import annotations

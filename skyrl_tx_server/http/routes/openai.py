@@ -82,7 +82,7 @@ async def get_model(context: AppState, request: Request) -> Reply:
     return _model_json(name, models[name])
 
 
-# --- names --------------------------------------------------------------------------------------
+# --- names ---
 
 
 async def _models(context: AppState) -> dict[str, int]:
@@ -131,7 +131,7 @@ async def _weights(context: AppState, name: str) -> str | None:
     raise NotFoundError(_no_such_model(context, name))
 
 
-# --- from a request to the engine ---------------------------------------------------------------
+# --- from a request to the engine ---
 
 
 def _ending_turns(settings: SamplingSettings, tokenizer: Tokenizer) -> SamplingSettings:
@@ -163,7 +163,7 @@ async def _sample(
     )
 
 
-# --- replies ------------------------------------------------------------------------------------
+# --- replies ---
 
 
 async def _reply(context: AppState, request: Request, door: CompletionFormat, ops: Sequence[Sample]) -> Reply:

@@ -45,7 +45,7 @@ CHECKPOINT_TYPES = {
 }
 
 
-# --- saving -------------------------------------------------------------------------------------
+# --- saving ---
 
 
 async def save_weights(context: AppState, request: Request) -> Reply:
@@ -184,7 +184,7 @@ def _expiry(ttl_seconds: int | None) -> datetime | None:
     return None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds)
 
 
-# --- loading ------------------------------------------------------------------------------------
+# --- loading ---
 
 
 async def load_weights(context: AppState, request: Request) -> Reply:
@@ -278,7 +278,7 @@ async def weights_info(context: AppState, request: Request) -> Reply:
     }
 
 
-# --- training runs and their checkpoints --------------------------------------------------------
+# --- training runs and their checkpoints ---
 
 
 async def list_training_runs(context: AppState, request: Request) -> Reply:

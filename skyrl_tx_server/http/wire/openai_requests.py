@@ -62,7 +62,7 @@ class CompletionRequest:
     prompts: tuple[str | np.ndarray, ...]  # text, or [P] int32
 
 
-# --- requests -----------------------------------------------------------------------------------
+# --- requests ---
 
 
 def parse_chat(body: object, limits: Limits) -> ChatRequest:

@@ -1,7 +1,7 @@
 """Attention over a stream of sequences that share their beginnings (see `packing`), block by block.
 
-A token at index j of the stream is seen by those from j up to `subtree_end[j]`, where its subtree ends. Only pairs
-of blocks in which anything is seen are computed, so the cost grows with what is seen and not with the
+A token at index j of the stream is seen by those from j up to `subtree_end[j]`, where its subtree ends. Only
+pairs of blocks in which anything is seen are computed, so the cost grows with what is seen and not with the
 stream's length squared; scores never lie in memory but one block's, forward and backward (Dao et al.,
 arXiv:2205.14135).
 """

@@ -16,7 +16,8 @@ grading run here.
 Each request states its timeout. A timer of the kernel enforces it: SIGALRM ends this process if a tool does
 not return (`9**9**9`).
 
-This file is long because it is one program: the isolated mode of Python (-I) imports no modules from its folder.
+This file is long because it is one program: the isolated mode of Python (-I) imports no modules from its
+folder.
 """
 
 # pyright: reportMissingImports=false

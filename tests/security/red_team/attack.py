@@ -97,7 +97,8 @@ class Attack:
 
 
 def typed(attacks: Sequence[Attack], variables: dict[str, str], *, end: str) -> str:
-    """Return a script that runs the attacks one after the other, prints their reports, and then prints `end`."""
+    """Return a script that runs the attacks one after the other, prints their reports, and then prints
+    `end`."""
     lines = [
         "export HERE=$(mktemp -d /tmp/attack.XXXXXX)",
         f"cat > $HERE/prelude.py <<'END_OF_PRELUDE'{PYTHON_PRELUDE}END_OF_PRELUDE",

@@ -1,4 +1,5 @@
-"""Run attacks of one environment and user in a process of its own, whose descendants all belong to attacks."""
+"""Run attacks of one environment and user in a process of its own, whose descendants all belong to
+attacks."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ REWARD = "/logs/verifier/reward.txt"
 
 
 def racing(action: str) -> str:
-    """Return a script that changes the reward file in the background whenever the file exists, for some time."""
+    """Return a script that changes the reward file in the background whenever the file exists, for some
+    time."""
     loop = f"for try in $(seq 4000); do if [ -f {REWARD} ] && [ -s {REWARD} ]; then {action}; fi; sleep 0.002; done"
     return f"(setsid timeout 20 bash -c '{loop}' &) </dev/null >/dev/null 2>&1\ntrue\n"
 
