@@ -1,5 +1,6 @@
-"""An executor without devices. Every operation succeeds unless `errors` says otherwise, and `log` records
-it."""
+"""An executor without devices. Every operation succeeds unless `errors` contains an error for it, and `log`
+records it.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ from skyrl_tx_server.files.checkpoint_record import is_on_disk
 
 @dataclass(kw_only=True)
 class FakeExecutor:
-    """Samples count up from the last prompt token; a ForwardBackward takes one step per datum; logprobs are
-    all -1.
+    """Samples count up from the last prompt token, a ForwardBackward takes one step per datum, and all
+    logprobs are -1.
 
     A dispatch adds `block` tokens to every sequence, which ends after `max_tokens` (default 4) tokens.
     """
@@ -57,13 +58,13 @@ class FakeExecutor:
             base_model="local/fake", max_context_length=64, max_lora_rank=8, vocab_size=1000
         )
     )
-    gate: threading.Event | None = None  # nothing runs until this event is set
+    gate: threading.Event | None = None  # operations wait until this event is set
     errors: dict[str, Exception] = field(
         default_factory=dict
-    )  # by entry of `log`, raised instead of running it
+    )  # entry of `log` -> the error that is raised instead
     log: list[str] = field(default_factory=list)
-    dispatched_next: list[bool] = field(default_factory=list)  # by dispatch
-    threads: set[int] = field(default_factory=set)  # that made calls
+    dispatched_next: list[bool] = field(default_factory=list)  # one per dispatch
+    threads: set[int] = field(default_factory=set)  # ids of the threads that made calls
     models: dict[str, LoraSpec] = field(default_factory=dict)
     _rows: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
 
