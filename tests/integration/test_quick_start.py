@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HELD_OUT = ["cancel-refused-test-1", "price-test-1", "return-test-1"]
 
 
-def test_a_step_of_the_service_quick_start(tmp_path: Path) -> None:
+def test_the_service_quick_start_takes_a_step(tmp_path: Path) -> None:
     small = [
         "max_steps=1",
         "batch_size=2",
@@ -37,7 +37,7 @@ def test_a_step_of_the_service_quick_start(tmp_path: Path) -> None:
     assert step["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3  # sampler and trainer are one model
 
 
-def test_a_mistake_is_one_line_before_a_server_is_started(tmp_path: Path) -> None:
+def test_a_mistake_stops_in_one_line_before_the_server_starts(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.run_skyrl_tx", f"log_path={tmp_path / 'run'}", "learning_rat=1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (

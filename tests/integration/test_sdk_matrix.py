@@ -13,7 +13,7 @@ VERSIONS = ("0.6.0", "0.16.1", "0.25.0", "0.32.0", "0.38.0")
 futures."""
 
 
-def test_old_and_new_sdks_pass_the_round(tmp_path: Path) -> None:
+def test_old_and_new_sdks_work_with_the_server(tmp_path: Path) -> None:
     unreachable = sdk_matrix.package_index_problem()
     if unreachable is not None:
         pytest.skip(

@@ -124,7 +124,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_two_steps_then_a_third_after_an_interruption(url: str, model_dir: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_with_its_third_step(url: str, model_dir: Path, tmp_path: Path) -> None:
     log_path = tmp_path / "run"
     done = subprocess.run(
         command(url, model_dir, log_path, "max_steps=2"),
@@ -166,7 +166,7 @@ def test_two_steps_then_a_third_after_an_interruption(url: str, model_dir: Path,
     assert [record["step"] for record in lines(log_path / "metrics.jsonl")] == list(range(last + 1))
 
 
-def test_a_killed_and_restarted_server_costs_a_run_nothing(model_dir: Path, tmp_path: Path) -> None:
+def test_a_run_is_unchanged_by_a_restart_of_its_server(model_dir: Path, tmp_path: Path) -> None:
     log_path = tmp_path / "run"
     server, url = start_server(model_dir, tmp_path / "checkpoints")
     options = ("max_steps=2", "save_every=1", "heartbeat_timeout_s=5", "kl_penalty_coef=0", "num_substeps=1")
@@ -249,7 +249,7 @@ def test_the_base_model_is_evaluated_over_both_apis(url: str, model_dir: Path, t
         ),
     ],
 )
-def test_a_mistake_is_one_line_before_any_work(
+def test_a_mistake_stops_with_one_line_before_any_work(
     url: str, model_dir: Path, tmp_path: Path, options: list[str], message: str
 ) -> None:
     log_path = tmp_path / "run"

@@ -55,7 +55,7 @@ async def archived(http: httpx.AsyncClient) -> int | None:
     return None
 
 
-async def test_an_archive_is_of_the_last_save_and_blocks_no_save(
+async def test_an_archive_has_the_last_save_and_blocks_no_save(
     http: httpx.AsyncClient, context: AppState
 ) -> None:
     for version in (1, 2, 3):
@@ -79,7 +79,7 @@ async def test_a_download_address_is_invalid_after_the_next_save(
     assert (await http.get(urls["adapter_config.json"])).status_code == 404
 
 
-def test_a_download_under_way_ends_as_it_began(tmp_path: Path) -> None:
+def test_a_running_download_keeps_its_version(tmp_path: Path) -> None:
     """The kernel cannot hold the whole file between the two, so most of it is read after the overwrite and
     the deletion."""
     context = fake_context(tmp_path)
@@ -145,7 +145,7 @@ async def test_concurrent_saves_archives_and_deletions_are_consistent(
     assert await archived(http) == 777
 
 
-def test_two_saves_of_one_name_leave_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_two_saves_of_one_name_leave_a_complete_checkpoint(tmp_path: Path) -> None:
     """Each removes what the other has replaced, and never what the other is about to name."""
     store, wrong = CheckpointStore(tmp_path, "m"), []
 
@@ -195,7 +195,7 @@ async def test_deleting_a_checkpoint_keeps_the_expiry_of_a_later_save(context: A
     fake_engine(context).stop()
 
 
-async def test_derived_files_go_with_their_checkpoint_or_when_unused(
+async def test_derived_files_are_removed_with_their_checkpoint(
     http: httpx.AsyncClient, context: AppState, tmp_path: Path
 ):
     derived = tmp_path / ".derived"
@@ -227,7 +227,7 @@ async def test_a_folder_left_by_an_older_server_does_not_hinder_a_save(
     assert not old.exists() and await archived(http) == 2
 
 
-def test_a_kill_at_any_point_loses_and_mixes_nothing(tmp_path: Path) -> None:
+def test_a_kill_at_any_point_keeps_checkpoints_consistent(tmp_path: Path) -> None:
     """Every seventh point; `python -m tests.stress.checkpoint_kills` goes through all."""
     command = [sys.executable, "-m", "tests.stress.checkpoint_kills", str(tmp_path), "7"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

@@ -87,7 +87,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_one_bad_record_is_refused_by_name_and_hides_no_other(
+def test_a_bad_record_is_refused_by_name_and_hides_no_other(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     store = CheckpointStore(tmp_path / "root", "m")
@@ -121,7 +121,7 @@ def test_a_symbolic_link_to_another_directory_is_not_used(tmp_path: Path, level:
     assert store.list() == [] and sorted(outside.rglob("*")) == before
 
 
-def test_a_root_that_is_itself_a_link_is_fine(tmp_path: Path) -> None:
+def test_a_root_that_is_a_symbolic_link_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "root").symlink_to(tmp_path / "disk")
     store = CheckpointStore(tmp_path / "root", "m")
@@ -148,7 +148,7 @@ def metadata(num_bytes: int) -> dict[str, str]:
     return {"x": "y" * (num_bytes - 1)}
 
 
-async def test_metadata_over_the_cap_is_refused_before_a_model_is_made(tmp_path: Path) -> None:
+async def test_metadata_over_the_limit_is_refused_before_create_model(tmp_path: Path) -> None:
     context = fake_context(tmp_path)
     transport = httpx.ASGITransport(build_app(StartupState(context=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
@@ -237,7 +237,7 @@ def test_the_runs_of_one_tenant_evict_no_others(tmp_path: Path, monkeypatch: pyt
         b'{"path": "p", "expires_at": ' + b"9" * 5000 + b"}",
     ],
 )
-def test_one_bad_line_costs_no_other_fact(tmp_path: Path, line: bytes) -> None:
+def test_a_bad_line_affects_no_other_line(tmp_path: Path, line: bytes) -> None:
     file = tmp_path / "ledger.jsonl"
     file.write_bytes(run_line(1, 10).encode() + b"\n" + line + b"\n" + run_line(2, 10).encode())
     run_index = RunIndex(file)

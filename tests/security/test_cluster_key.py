@@ -112,7 +112,7 @@ def test_an_impostor_of_process_0_gets_nothing_unpickled(
     assert not created.exists()
 
 
-def test_the_payload_would_create_its_file_where_it_is_unpickled(tmp_path: Path) -> None:
+def test_unpickling_the_payload_creates_its_file(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(CreatesFile(tmp_path / "created")))
     assert (tmp_path / "created").exists()
 
@@ -218,7 +218,7 @@ def test_a_changed_message_ends_the_connection(relay: Relay, position: str) -> N
     assert relay.raw.recv(1) == b"", "the connection is closed"
 
 
-def test_a_length_that_nobody_signed_allocates_nothing(relay: Relay) -> None:
+def test_an_unauthenticated_length_allocates_nothing(relay: Relay) -> None:
     relay.deliver(LENGTH.pack(1 << 37) + bytes(CODE_BYTES))
     with pytest.raises(TamperedError):
         relay.theirs.recv_bytes()
@@ -242,7 +242,7 @@ def test_reordered_or_missing_messages_end_the_connection(relay: Relay) -> None:
         relay.theirs.recv_bytes()
 
 
-def test_a_truncated_message_is_the_end_of_the_connection(relay: Relay) -> None:
+def test_a_truncated_message_ends_the_connection(relay: Relay) -> None:
     relay.ours.send_bytes(b"the message")
     relay.deliver(relay.messages.get(timeout=60)[:-1])
     relay.raw.shutdown(socket.SHUT_WR)
@@ -257,7 +257,7 @@ def test_a_message_sent_back_to_its_sender_ends_the_connection(relay: Relay) -> 
         relay.ours.recv_bytes()
 
 
-def test_a_message_of_one_connection_is_worth_nothing_in_another(relay: Relay) -> None:
+def test_a_message_of_another_connection_is_refused(relay: Relay) -> None:
     relay.ours.send_bytes(b"decode")
     with relayed() as other:
         other.deliver(relay.messages.get(timeout=60))

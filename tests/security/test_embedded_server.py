@@ -62,7 +62,7 @@ def test_the_key_is_in_a_private_file_and_in_no_argument(
     assert key not in os.environ.values()
 
 
-def test_every_server_has_a_key_of_its_own(
+def test_every_server_has_its_own_key(
     tmp_path: Path, started: list[tuple[list[str], dict[str, str]]]
 ) -> None:
     assert quick_start(tmp_path / "run") != quick_start(tmp_path / "run")

@@ -203,7 +203,7 @@ async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
 
 
 @in_sandbox
-async def test_programs_of_the_agent_are_not_carried_into_the_path(tmp_path: Path) -> None:
+async def test_programs_of_the_agent_are_not_copied_into_the_path(tmp_path: Path) -> None:
     dockerfile = f"{DOCKERFILE}RUN mkdir /opt/tools\nENV PATH=/opt/tools:/usr/bin:/bin\n"
     folder = task(tmp_path / "task", BY_CAT, dockerfile=dockerfile)
     outcome = await play(
@@ -337,7 +337,7 @@ async def test_a_voided_trial_is_graded_0_with_its_reason(
 
 
 @in_sandbox
-async def test_more_files_than_can_be_taken_are_graded_0(
+async def test_too_many_files_are_graded_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(carried_files, "MAX_MEMBERS", 100)
@@ -355,7 +355,7 @@ async def test_more_files_than_can_be_taken_are_graded_0(
 
 
 @in_sandbox
-async def test_what_fails_without_an_agent_is_a_failure_not_a_reward(tmp_path: Path) -> None:
+async def test_a_fault_without_an_agent_is_no_reward(tmp_path: Path) -> None:
     for number, test in enumerate(("true", "sleep 100", f"echo nan > {REWARD}")):
         outcome = await play(
             tmp_path, task(tmp_path / f"task-{number}", test, timeout=2), "printf right > answer.txt"
@@ -394,7 +394,7 @@ async def test_an_agent_that_uses_up_the_time_of_its_trial_is_graded_0(tmp_path:
 
 
 @in_sandbox
-async def test_a_start_tells_how_many_tasks_are_graded_how(
+async def test_the_start_reports_the_tasks_per_grading_method(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -515,7 +515,7 @@ async def test_too_large_files_in_a_container_are_graded_0(
 
 
 @in_sandbox
-async def test_a_fault_in_laying_down_files_is_no_reward(
+async def test_a_fault_in_placing_files_is_no_reward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Placing files also fails without an agent, so the trial is an infrastructure failure."""

@@ -74,7 +74,7 @@ async def ended(stream: Stream) -> bytes:
         stream[1].close()
 
 
-async def test_half_open_connections_make_way_for_a_request(tmp_path: Path) -> None:
+async def test_half_open_connections_do_not_block_a_request(tmp_path: Path) -> None:
     async with serving(tmp_path, max_connections=8) as address:
         streams = [await half_open(address) for _ in range(40)]
         assert await is_healthy(address)
@@ -83,7 +83,7 @@ async def test_half_open_connections_make_way_for_a_request(tmp_path: Path) -> N
             writer.close()
 
 
-async def test_a_head_that_never_ends_is_closed(tmp_path: Path) -> None:
+async def test_a_connection_with_an_endless_head_is_closed(tmp_path: Path) -> None:
     async with serving(tmp_path, head_timeout_s=0.1) as address:
         for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: a\r\n"):
             assert await ended(await half_open(address, sent)) == b""
@@ -115,14 +115,14 @@ async def test_the_deadline_of_a_head_does_not_end_a_request(tmp_path: Path) -> 
     ],
     ids=["many headers", "a long header", "a long url"],
 )
-async def test_a_head_is_bounded(head: bytes, tmp_path: Path) -> None:
+async def test_the_size_of_a_head_is_limited(head: bytes, tmp_path: Path) -> None:
     async with serving(tmp_path) as address:
         reply = await ended(await half_open(address, head + b"\r\n\r\n"))
         assert not reply or reply.startswith(b"HTTP/1.1 400")  # a reset may overtake the reply
         assert await is_healthy(address)
 
 
-async def test_no_descriptor_for_a_connection_is_survived(
+async def test_the_server_survives_a_lack_of_descriptors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(tmp_path) as address:

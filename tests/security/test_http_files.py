@@ -117,7 +117,7 @@ async def test_a_record_that_names_a_file_elsewhere_is_refused(
 
 
 @pytest.mark.parametrize("text", [DEEP, NESTED, "[]", '{"r": 1e999, "lora_alpha": 1}', "\xff"])
-def test_an_adapter_config_that_is_none_is_one_line(text: str, tmp_path: Path) -> None:
+def test_an_invalid_adapter_config_is_one_line(text: str, tmp_path: Path) -> None:
     base = open_base_model(FIXTURES / "tied")
     (tmp_path / CONFIG).write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match="not a PEFT adapter"):
@@ -125,7 +125,7 @@ def test_an_adapter_config_that_is_none_is_one_line(text: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("text", [DEEP, NESTED, "[]", "\xff"])
-def test_a_model_config_that_is_none_is_one_line(text: str, tmp_path: Path) -> None:
+def test_an_invalid_model_config_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
         load_model_config(tmp_path)
@@ -145,7 +145,7 @@ def test_a_model_config_that_is_none_is_one_line(text: str, tmp_path: Path) -> N
         {},
     ],
 )
-async def test_an_odd_download_url_is_an_unknown_one(query: dict[str, str], http: httpx.AsyncClient) -> None:
+async def test_a_malformed_download_url_is_not_found(query: dict[str, str], http: httpx.AsyncClient) -> None:
     pairs = "&".join(f"{name}={percent(value)}" for name, value in query.items())
     for file in ("adapter_config.json", "%C3%A9", "%ED%A0%80"):
         reply = await http.get(f"downloads/run/weights/w/{file}?{pairs}")

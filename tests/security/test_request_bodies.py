@@ -214,7 +214,7 @@ PARSERS: dict[str, Callable[[bytes], object]] = {
 
 @pytest.mark.parametrize("name", [name for name, body in BODIES.items() if len(body) < 2 << 20])
 @pytest.mark.parametrize("route", PARSERS)
-def test_a_parser_refuses_with_nothing_but_a_user_error(route: str, name: str) -> None:
+def test_a_parser_refuses_only_with_a_user_error(route: str, name: str) -> None:
     with pytest.raises(UserError):
         PARSERS[route](BODIES[name])
 
@@ -245,7 +245,7 @@ def test_a_long_string_among_numbers_does_not_widen_the_array() -> None:
         (b"[1,2,3,4,5,6,7,8,9,10]", None),
     ],
 )
-def test_bounds_count_what_is_built_and_not_what_strings_hold(body: bytes, exceeds: str | None) -> None:
+def test_limits_count_parsed_values_and_not_string_contents(body: bytes, exceeds: str | None) -> None:
     bounds = JsonBounds(values=10, strings=8, containers=6, depth=4)
     if exceeds is None:
         assert parse_json(body, bounds) == json.loads(body)
@@ -286,7 +286,7 @@ def test_control_routes_accept_a_mebibyte_at_most() -> None:
         ({"display_name": "n" * 257}, "at most 256"),
     ],
 )
-async def test_what_the_server_keeps_of_a_client_is_small(
+async def test_the_state_kept_for_a_client_is_small(
     body: dict[str, object], says: str, http: httpx.AsyncClient
 ) -> None:
     response = await http.post("/api/v1/create_session", json=body)
@@ -301,7 +301,7 @@ async def test_metadata_as_large_as_allowed_is_kept(http: httpx.AsyncClient) -> 
     assert (await http.get(f"/api/v1/sessions/{session}")).json()["user_metadata"] == metadata
 
 
-async def test_bytes_in_flight_are_bounded_and_given_back() -> None:
+async def test_bytes_in_flight_are_limited_and_released() -> None:
     budget, entered = BodyBudget(), []
 
     async def hold(name: str, num_bytes: int, leave: asyncio.Event) -> None:
@@ -327,7 +327,7 @@ async def test_bytes_in_flight_are_bounded_and_given_back() -> None:
     assert entered == ["a", "c", "d"] and budget.used_bytes == 0
 
 
-async def test_a_body_that_finds_no_room_in_time_is_told_to_come_again() -> None:
+async def test_a_body_that_waits_too_long_for_memory_is_refused() -> None:
     budget = BodyBudget()
     async with budget.reserve(100, capacity=100, timeout_s=60):
         with pytest.raises(CapacityError, match="try again later"):
@@ -336,7 +336,7 @@ async def test_a_body_that_finds_no_room_in_time_is_told_to_come_again() -> None
     assert budget.used_bytes == 0
 
 
-async def test_a_body_that_drips_is_given_up_although_it_never_pauses(tmp_path: Path) -> None:
+async def test_a_slow_body_is_refused_although_it_never_pauses(tmp_path: Path) -> None:
     context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, stalled_s=0.2))
 
     async def drips() -> AsyncIterator[bytes]:

@@ -128,7 +128,7 @@ async def test_open_files_and_core_files_are_limited() -> None:
         assert (await running.run("ulimit -n 100000")).status != 0
 
 
-def test_what_enforces_the_limits_is_named() -> None:
+def test_the_mechanism_of_the_limits_is_named() -> None:
     parents = cgroup_parents()
     expected = "limits per process and per user only" if parents is None else f"cgroup v{parents.version}"
     assert limits_enforced_by().startswith(expected)

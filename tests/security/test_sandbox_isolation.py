@@ -286,7 +286,7 @@ print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(
 
 
 @needs_python
-async def test_a_debugger_still_works_inside() -> None:
+async def test_a_debugger_works_in_a_sandbox() -> None:
     script = """
 import ctypes, os, signal
 child = os.fork()
@@ -333,7 +333,7 @@ def test_all_of_this_holds_for_an_ordinary_user() -> None:
     assert int(re.findall(r"(\d+) passed", finished.stdout)[0]) > 10
 
 
-async def test_a_sandbox_that_the_trainer_loses_says_so() -> None:
+async def test_a_lost_sandbox_is_reported() -> None:
     async with sandbox(limits=SandboxLimits()) as running:
         waiting = asyncio.create_task(running.run("sleep 1000"))
         await running.run("true")

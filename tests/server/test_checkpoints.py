@@ -46,7 +46,7 @@ def write(
     )
 
 
-def test_what_is_read_is_what_was_written(store: CheckpointStore):
+def test_a_checkpoint_is_read_as_it_was_written(store: CheckpointStore):
     written = write(store)
     info, arrays = store.read(f"tinker://{RUN}/weights/one")
     assert info == written == store.info(written.path)
@@ -115,7 +115,7 @@ def test_a_full_disk_while_writing_loses_no_earlier_save(store: CheckpointStore)
     assert len(list((Path(store.root) / RUN / "weights" / "one").iterdir())) == 2
 
 
-def test_all_is_on_the_disk_before_it_has_its_name(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+def test_files_are_synced_before_they_are_renamed(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
     """What a power cut leaves of a file that was renamed and never synced is its name."""
     events: list[str] = []
     fsync, replace_file = os.fsync, os.replace
@@ -134,7 +134,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(store: CheckpointStore, monke
     assert events == ["arrays", "checkpoint", "rename", "one"]  # the last is its directory
 
 
-def test_nothing_is_written_where_there_is_no_room(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_written_to_a_full_disk(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda directory: SimpleNamespace(free=disk.SLACK_BYTES))
     with pytest.raises(ServerError, match="not enough disk space"):
         write(store)
@@ -180,7 +180,7 @@ def test_a_write_killed_before_its_rename_is_no_checkpoint(store: CheckpointStor
         (lambda directory: change_record(directory, lora={"rank": 4, "colour": "red"}), "has no valid"),
     ],
 )
-def test_torn_and_foreign_checkpoints_are_refused_by_name(store: CheckpointStore, damage, message: str):
+def test_incomplete_and_foreign_checkpoints_are_refused(store: CheckpointStore, damage, message: str):
     path = write(store).path
     damage(Path(store.root) / RUN / "weights" / "one")
     with pytest.raises(UserError, match=message) as caught:
@@ -207,7 +207,7 @@ def test_another_base_models_checkpoint_is_refused(store: CheckpointStore):
         other.read(path)
 
 
-def test_delete_removes_it(store: CheckpointStore):
+def test_delete_removes_a_checkpoint(store: CheckpointStore):
     path = write(store, kind="sampler_weights").path
     store.delete(path)
     assert not store.exists(path)
@@ -242,7 +242,7 @@ def test_a_delete_during_a_save_loses_no_accepted_checkpoint(
     np.testing.assert_array_equal(store.read(write(store).path)[1]["scale"], np.float32(0.5))
 
 
-def test_a_delete_or_read_that_comes_second_says_so(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+def test_a_read_or_delete_after_a_delete_is_not_found(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
     path = write(store).path
     record = read_record(path, store.root / RUN / "weights" / "one" / RECORD_NAME)
     store.delete(path)

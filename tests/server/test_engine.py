@@ -188,7 +188,7 @@ def test_a_lost_cache_fails_running_samples_only(entry: str, error: Exception):
         assert len(engine.submit(sample()).result(TIMEOUT_S).sequences) == 1
 
 
-def test_a_sample_without_room_waits_for_a_row_to_finish():
+def test_a_sample_without_room_waits_for_a_sequence_to_end():
     class OneAtATime(FakeExecutor):
         def prefill(self, requests):
             if self.num_running:
@@ -200,7 +200,7 @@ def test_a_sample_without_room_waits_for_a_row_to_finish():
         assert [future.result(TIMEOUT_S).sequences[0].tokens[0] for future in futures] == [2, 3, 4]
 
 
-def test_a_sample_without_room_gets_that_of_one_that_fails():
+def test_a_sample_starts_after_a_withdrawn_one_makes_room():
     class OneAtATime(FakeExecutor):
         def prefill(self, requests):
             if self.num_running:
@@ -256,7 +256,7 @@ def test_prompts_are_offered_together_and_a_bad_one_fails_alone():
 
 
 @pytest.mark.parametrize("withdrawn", [False, True])
-def test_a_sample_for_which_there_is_never_room_fails_alone(withdrawn: bool):
+def test_a_sample_that_never_fits_fails_alone(withdrawn: bool):
     executor = Together()
     with running(executor) as engine:
         held = engine.submit(create("holds the thread until all have been submitted"))
@@ -272,7 +272,7 @@ def test_a_sample_for_which_there_is_never_room_fails_alone(withdrawn: bool):
     assert executor.offered == [[1, 2, 3], [2, 3]]
 
 
-def test_a_withdrawn_sample_leaves_nothing_behind():
+def test_a_withdrawn_sample_is_removed_completely():
     executor = Together()
     with running(executor) as engine:
         held = engine.submit(create("holds the thread until all have been submitted"))
@@ -365,7 +365,7 @@ def test_a_withdrawn_operation_never_runs():
     assert executor.log == ["create a", "optim b"]
 
 
-def test_stop_fails_what_is_pending_with_a_clear_error():
+def test_stop_fails_pending_operations_with_a_clear_error():
     executor = FakeExecutor()
     engine = Engine(executor)
     pending = [engine.submit(create("a")), engine.submit(sample())]
@@ -390,7 +390,7 @@ class Entered(FakeExecutor):
         return super().run(op)
 
 
-def test_stop_waits_for_the_turn_under_way():
+def test_stop_waits_for_the_running_operation():
     executor = Entered()
     engine = Engine(executor)
     engine.start()
@@ -401,7 +401,7 @@ def test_stop_waits_for_the_turn_under_way():
     assert future.result(0) == Done()
 
 
-def test_what_is_abandoned_in_its_turn_has_its_answer_once():
+def test_an_operation_abandoned_while_it_runs_resolves_once():
     executor = Entered()
     with running(executor) as engine:
         future = engine.submit(create("a"))
@@ -412,7 +412,7 @@ def test_what_is_abandoned_in_its_turn_has_its_answer_once():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bug_of_ours_in_the_thread_leaves_nobody_waiting():
+def test_a_bug_in_the_engine_thread_fails_all_futures():
     class Broken(Notes):
         def wanted(self) -> bool:
             raise KeyError("a bug")
@@ -451,7 +451,7 @@ def test_a_watcher_gets_every_token_once_except_the_last_ones():
 
 
 @pytest.mark.parametrize(("patience", "blocks"), [(0, 0), (1, 1 + 1)])
-def test_a_sample_nobody_waits_for_any_more_gives_its_slots_back(patience: int, blocks: int):
+def test_a_sample_that_nobody_awaits_releases_its_slots(patience: int, blocks: int):
     executor = FakeExecutor(block=2)
     with running(executor) as engine:
         with pytest.raises(WithdrawnError):

@@ -132,7 +132,7 @@ def test_a_checkpoint_loads_into_a_model_with_another_seed(engine: Engine, check
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_gspo_takes_its_ratios_from_the_model_as_it_is(engine: Engine, forward_only: bool):
+def test_gspo_ratios_use_the_current_weights(engine: Engine, forward_only: bool):
     """Six sequences in several micro-batches: the loss is the float64 reference's on the logprobs that came
     back."""
     create(engine, "m")
@@ -282,7 +282,7 @@ def test_forward_only_leaves_no_gradient(engine: Engine):
     assert step(engine, "a") == 0.0
 
 
-def test_models_do_not_touch_one_another(engine: Engine, checkpoints_dir: Path):
+def test_models_do_not_affect_each_other(engine: Engine, checkpoints_dir: Path):
     create(engine, "a"), create(engine, "b", replace(LORA, seed=9))
     before = state(engine, "b", checkpoints_dir)
     train(engine, "a")
@@ -333,7 +333,7 @@ def test_save_and_load_restore_training_bit_for_bit(model_dir: Path, checkpoints
         assert all(not array.any() for name, array in weights_only.items() if name.startswith("optimizer."))
 
 
-def test_loading_drops_a_gradient_half_gathered(engine: Engine):
+def test_loading_discards_an_accumulated_gradient(engine: Engine):
     create(engine, "a")
     path = run(engine, SaveWeights(model_id="a", name="one")).path
     accumulate(engine, "a", data())
@@ -389,7 +389,7 @@ def test_a_snapshot_never_changes_and_comes_back_after_eviction(engine: Engine):
     assert engine.stats()["snapshots_on_device"] == 2
 
 
-def test_more_snapshots_than_lora_slots_take_turns(engine: Engine):
+def test_more_snapshots_than_lora_slots_are_all_served(engine: Engine):
     create(engine, "a")
     drawn = {}
     for weights in ("s0", "s1", "s2", "s3"):
@@ -442,7 +442,7 @@ def test_a_sample_submitted_with_its_save_finds_the_snapshot(engine: Engine):
 
 
 @pytest.mark.parametrize("weights", ["never saved", "tinker://a/sampler_weights/none"])
-def test_unknown_weights_fail_alone(engine: Engine, weights: str):
+def test_unknown_weights_fail_only_their_request(engine: Engine, weights: str):
     good, bad = engine.submit(ask(None)), engine.submit(ask(weights))
     assert isinstance(bad.exception(TIMEOUT_S), NotFoundError)
     assert len(good.result(TIMEOUT_S).sequences[0].tokens) == 10
@@ -593,7 +593,7 @@ def test_a_failed_prefill_fails_one_request(engine: Engine, monkeypatch: pytest.
             assert future.result(TIMEOUT_S).sequences[0].tokens.tolist() == expected
 
 
-def test_a_failed_top_k_costs_the_request_that_asked_for_it(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_top_k_fails_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     """Of a prompt when it is admitted, of sampled tokens when their row is complete: long before and long
     after the others' blocks."""
     expected = run(engine, ask(None, max_tokens=60)).sequences[0].tokens.tolist()
@@ -674,7 +674,7 @@ def test_a_context_beyond_the_models_own_is_refused(model_dir: Path, checkpoints
         DeviceExecutor(make_settings(model_dir, checkpoints_dir, max_context_length=601))
 
 
-def test_info_is_what_clients_may_ask_for(model_dir: Path, checkpoints_dir: Path):
+def test_info_states_what_clients_may_request(model_dir: Path, checkpoints_dir: Path):
     info = DeviceExecutor(make_settings(model_dir, checkpoints_dir, max_context_length=100)).info
     assert (info.base_model, info.max_context_length, info.max_lora_rank, info.vocab_size) == (
         "local/tiny",

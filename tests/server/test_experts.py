@@ -79,7 +79,7 @@ def test_grouped_products_and_gradients_equal_the_dense_ones(length: int) -> Non
             np.testing.assert_allclose(leaf, other, atol=1e-3)
 
 
-def test_a_row_of_a_bank_is_that_adapter_alone() -> None:
+def test_an_adapter_in_a_stack_equals_that_adapter_alone() -> None:
     x = np.random.default_rng(2).normal(size=(4, 1, HIDDEN)).astype(np.float32)
     adapters = [factors(seed) for seed in (1, 2, 3)]
     rows = np.array([2, 0, 2, 1], np.int32)
@@ -107,7 +107,7 @@ def test_all_tokens_may_choose_one_expert() -> None:
     assert int(layout.used) == 3 and sorted(np.asarray(layout.places)) == list(range(20))
 
 
-def test_blocks_grow_with_what_an_expert_gets() -> None:
+def test_blocks_grow_with_the_tokens_of_an_expert() -> None:
     assert [tile_size(assignments, 8) for assignments in (1, 64, 256, 1 << 20)] == [8, 8, 32, 128]
 
 

@@ -195,7 +195,7 @@ async def test_adapters_are_evicted_and_reloaded_from_checkpoints(
     kept.rmdir()
 
 
-async def test_a_sampler_that_comes_back_empty_gets_its_adapters_again(
+async def test_a_restarted_sampler_gets_its_adapters_again(
     sampler: ExternalSampler, engine: Engine, root: Path, model_dir: Path
 ) -> None:
     with sampling(sampler) as url:
@@ -236,7 +236,7 @@ async def test_another_model_is_detected_before_its_samples_are_used(
                     await done(elsewhere, sample())
 
 
-async def test_an_adapter_that_is_left_out_is_found_out(
+async def test_an_ignored_adapter_is_detected(
     elsewhere: ExternalSampling, sampler: ExternalSampler, engine: Engine, root: Path
 ) -> None:
     update(engine, root, 0.5)
@@ -276,7 +276,7 @@ def without(key: str) -> Callable[[dict], object]:
         ),
     ],
 )
-async def test_an_answer_that_is_not_whole_fails_its_request_alone(
+async def test_an_incomplete_answer_fails_only_its_request(
     elsewhere: ExternalSampling, sampler: ExternalSampler, spoil: Callable[[dict], object], message: str
 ) -> None:
     sampler.spoil = spoil
@@ -286,7 +286,7 @@ async def test_an_answer_that_is_not_whole_fails_its_request_alone(
     await done(elsewhere, sample())
 
 
-async def test_samples_end_where_the_engine_would_have_ended_them(
+async def test_samples_end_where_the_engine_ends_them(
     elsewhere: ExternalSampling, sampler: ExternalSampler
 ) -> None:
     long = replace(FREE, max_tokens=60, seed=5)
@@ -311,7 +311,7 @@ async def test_samples_end_where_the_engine_would_have_ended_them(
 
 
 @pytest.mark.parametrize("sampler", ["vllm", "sglang"], indirect=True)
-async def test_what_it_cannot_give_exactly_the_engine_gives(
+async def test_the_engine_serves_what_the_sampler_cannot_give_exactly(
     elsewhere: ExternalSampling, sampler: ExternalSampler
 ) -> None:
     prompt_scored = await done(elsewhere, sample(None, replace(FREE, max_tokens=1), prompt_logprobs=True))
@@ -338,7 +338,7 @@ async def test_cancelling_a_sample_closes_its_request(
     await asyncio.to_thread(sampler.wait_until, lambda: sampler.aborted == 1)
 
 
-async def test_a_sampler_that_does_not_answer_is_given_up(
+async def test_a_sampler_that_does_not_answer_times_out(
     elsewhere: ExternalSampling, sampler: ExternalSampler
 ) -> None:
     sampler.hold = True
@@ -350,7 +350,7 @@ async def test_a_sampler_that_does_not_answer_is_given_up(
     assert elsewhere.stats()["sampler_failed"] == 1
 
 
-async def test_a_stopping_server_lets_go_of_what_it_waits_for(
+async def test_stopping_the_server_fails_waiting_samples(
     elsewhere: ExternalSampling, sampler: ExternalSampler
 ) -> None:
     sampler.hold = True
@@ -361,7 +361,7 @@ async def test_a_stopping_server_lets_go_of_what_it_waits_for(
         await asyncio.wrap_future(future)
 
 
-async def test_a_lasting_difference_is_warned_of_and_shown(
+async def test_a_lasting_difference_is_logged_and_counted(
     url: str,
     sampler: ExternalSampler,
     engine: Engine,
@@ -422,7 +422,7 @@ async def test_an_unfit_sampler_is_refused_at_the_start(
             pass
 
 
-async def test_a_sampler_that_is_not_there_is_refused_at_the_start(
+async def test_an_unreachable_sampler_is_refused_at_the_start(
     engine: Engine, root: Path, model_dir: Path
 ) -> None:
     with pytest.raises(

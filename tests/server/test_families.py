@@ -92,7 +92,7 @@ def test_the_llama3_fixture_would_notice_plain_rotary_angles() -> None:
 
 
 @pytest.mark.parametrize("part", ["score scale", "groups", "bias", "weights' scale", "pairs"])
-def test_the_deepseek_fixture_would_notice_what_sets_it_apart(part: str) -> None:
+def test_the_deepseek_fixture_detects_each_missing_feature(part: str) -> None:
     config = load_model_config(FAMILIES / "deepseek_v3")
     params = load_params(FAMILIES / "deepseek_v3", config, "float32")
     assert config.experts is not None and config.experts.groups is not None and config.latent is not None
@@ -282,7 +282,7 @@ def write_config(directory: Path, name: str, **changes) -> Path:
         ("deepseek_v3", {"kv_lora_rank": None}, "'kv_lora_rank' is missing"),
     ],
 )
-def test_a_config_we_cannot_run_is_one_clear_line(
+def test_an_unsupported_config_is_one_clear_line(
     tmp_path: Path, name: str, changes: dict, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as error:

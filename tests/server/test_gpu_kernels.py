@@ -114,7 +114,7 @@ def test_tree_kernels_and_loop_have_equal_values_and_gradients(
         )
 
 
-def test_a_row_attends_to_its_pages_alone() -> None:
+def test_a_sequence_attends_only_to_its_own_pages() -> None:
     """Shared pages, a row of length 0, a part of a page, one that is not of any row and NaN beyond every
     row's end."""
     heads, kv_heads, head_dim, page = 6, 2, 24, 16
@@ -242,7 +242,7 @@ def test_grouped_products_equal_each_tile_times_its_expert(
     assert not np.any(found[4:])
 
 
-def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_and_the_loop_compute_equal_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the second layer of a stack: values and gradients under one adapter, and values where each row has
     one of a bank's."""
     hidden, width, count, rank, choice = 32, 16, 5, 2, Experts(count=5, per_token=2, normalized=True)

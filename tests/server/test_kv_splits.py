@@ -53,7 +53,7 @@ def test_every_part_is_read_once_by_sequences_with_its_pages(
 
 
 @given(batches())
-def test_rows_that_share_a_part_read_it_as_few_times_as_can_be(batch: tuple[np.ndarray, np.ndarray]) -> None:
+def test_shared_parts_are_read_as_few_times_as_possible(batch: tuple[np.ndarray, np.ndarray]) -> None:
     tables, lengths = batch
     found = kv_splits_of(tables, lengths, group=2)
     readings = {

@@ -115,7 +115,7 @@ def test_a_chat_is_rendered_by_the_template_and_answered(client: openai.OpenAI, 
         ("<think", "<think", "", 0, "stop"),
     ],
 )
-def test_stream_and_whole_say_the_same(
+def test_streamed_and_whole_replies_are_equal(
     client: openai.OpenAI,
     engine: TextEngine,
     text: str,
@@ -165,7 +165,7 @@ def test_enable_thinking_reaches_the_template(client: openai.OpenAI, engine: Tex
     assert engine.prompt_text().endswith("<assistant><no>")
 
 
-def test_a_stop_string_ends_the_text_before_it_streamed_or_not(
+def test_a_stop_string_is_not_part_of_the_text(
     client: openai.OpenAI, engine: TextEngine
 ) -> None:
     engine.texts = ["one STO two STOP three"]
@@ -176,12 +176,12 @@ def test_a_stop_string_ends_the_text_before_it_streamed_or_not(
     assert len(chunks) > 3
 
 
-def test_length_is_the_reason_when_max_tokens_ends_it(client: openai.OpenAI) -> None:
+def test_the_finish_reason_at_max_tokens_is_length(client: openai.OpenAI) -> None:
     choice = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2).choices[0]
     assert (choice.message.content, choice.finish_reason) == ("Gr", "length")
 
 
-def test_logprobs_belong_to_every_sampled_token(client: openai.OpenAI) -> None:
+def test_every_sampled_token_has_a_logprob(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, max_tokens=2).choices[0]
     assert chat.logprobs is not None and chat.logprobs.content is not None
     assert [(token.token, token.logprob) for token in chat.logprobs.content] == [("G", -0.5), ("r", -0.5)]
@@ -205,7 +205,7 @@ def test_token_ids_come_back_exactly_when_asked_for(client: openai.OpenAI, engin
     assert reply["choices"][0]["token_ids"][-1] == END
 
 
-def test_several_prompts_as_text_or_tokens(client: openai.OpenAI, engine: TextEngine) -> None:
+def test_several_prompts_may_be_text_or_tokens(client: openai.OpenAI, engine: TextEngine) -> None:
     assert [
         choice.index
         for choice in client.completions.create(model=MODEL, prompt=["a", "b"], n=2, max_tokens=3).choices
@@ -214,7 +214,7 @@ def test_several_prompts_as_text_or_tokens(client: openai.OpenAI, engine: TextEn
     assert engine.seen[-1].prompt.tolist() == [5, 6, 7]
 
 
-def test_a_stream_brings_tokens_while_the_model_still_writes(
+def test_a_stream_sends_tokens_during_sampling(
     client: openai.OpenAI, engine: TextEngine
 ) -> None:
     engine.gate.clear()
@@ -311,7 +311,7 @@ def test_models_are_the_base_samplers_and_sampler_checkpoints(
         ({"messages": []}, "messages is missing"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_in_openais_shape(
+def test_unsupported_parameters_have_openais_error_shape(
     client: openai.OpenAI, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
@@ -319,7 +319,7 @@ def test_what_cannot_be_honoured_is_refused_in_openais_shape(
     assert refused.value.type == "invalid_request_error" and message in refused.value.message
 
 
-def test_a_prompt_over_the_context_is_told_apart(client: openai.OpenAI) -> None:
+def test_a_prompt_over_the_context_has_its_own_error_code(client: openai.OpenAI) -> None:
     with pytest.raises(
         openai.BadRequestError, match="This model's maximum context length is 400 tokens"
     ) as refused:
@@ -335,7 +335,7 @@ def test_a_token_that_only_the_tokenizer_knows_is_refused(client: openai.OpenAI,
         client.chat.completions.create(model=MODEL, messages=HELLO)
 
 
-def test_harmless_parameters_are_taken(client: openai.OpenAI) -> None:
+def test_parameters_without_effect_are_accepted(client: openai.OpenAI) -> None:
     client.chat.completions.create(
         model=MODEL,
         messages=HELLO,
@@ -407,7 +407,7 @@ def test_litellm_sends_its_own_answer_back_in_a_second_turn(
         ("thinking_blocks", []),
     ],
 )
-def test_what_clients_send_back_and_no_model_reads_is_taken(
+def test_ignored_fields_of_returned_messages_are_accepted(
     client: openai.OpenAI, field: str, value: object
 ) -> None:
     messages: Any = [*HELLO, {"role": "assistant", "content": "Yes.", field: value}, *HELLO]

@@ -132,7 +132,7 @@ def check_span(batch: TrainBatch, span: DatumSpan, datum: TrainDatum) -> None:
     assert set(path // ATTENTION_TILE) <= set(blocks.tolist())
 
 
-def test_a_group_costs_its_prompt_once() -> None:
+def test_a_group_contains_its_prompt_once() -> None:
     random = np.random.default_rng(0)
     prompt = random.integers(0, 50, 256)
     tokens = [np.concatenate([prompt, random.integers(0, 50, 32)]).astype(np.int32) for _ in range(8)]

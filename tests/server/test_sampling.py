@@ -148,7 +148,7 @@ def test_prompt_logprobs_equal_forward(engine: Engine):
         assert result.prompt_cache_hit_tokens == 0
 
 
-def test_a_conversation_is_prefilled_from_where_it_left_off(engine: Engine):
+def test_a_conversation_prefills_only_its_new_tokens(engine: Engine):
     """Only the new tokens of a turn are computed, others may have used the device in between, and the
     logprobs are still forward's."""
     history = tokens(300, seed=50)
@@ -167,7 +167,7 @@ def test_a_conversation_is_prefilled_from_where_it_left_off(engine: Engine):
         np.testing.assert_allclose(own, logprobs[start - 1 : start - 1 + len(own)], atol=1e-4)
 
 
-def test_a_common_beginning_is_computed_once_per_snapshot(engine: Engine):
+def test_a_common_prefix_is_computed_once_per_snapshot(engine: Engine):
     """A group's prompt, and a system prompt in front of different ones; another snapshot begins anew."""
     system = tokens(400, seed=80)
     prompts = [
@@ -189,7 +189,7 @@ def test_a_common_beginning_is_computed_once_per_snapshot(engine: Engine):
 
 
 @pytest.mark.usefixtures("engine")
-def test_prompts_with_a_common_beginning_wait_for_the_first(executor: DeviceExecutor):
+def test_prompts_with_a_common_prefix_wait_for_the_first(executor: DeviceExecutor):
     """Other prompts are computed together. The engine's thread is idle."""
     begin, others = tokens(200, seed=9000), [tokens(100, seed=9001 + number) for number in range(3)]
     alike = [np.concatenate([begin, other]) for other in others[:2]]
@@ -244,7 +244,7 @@ def test_a_long_prompt_is_prefilled_in_chunks(
     )
 
 
-def test_preempted_sequences_lose_nothing(engine: Engine, tmp_path: Path):
+def test_preempted_sequences_give_the_same_samples(engine: Engine, tmp_path: Path):
     """A cache with room for 1,024 tokens and 6 rows of up to 360: some wait, all get what they get where
     there is room for all."""
     prompts = [tokens(60 + 40 * row, seed=200 + row) for row in range(5)]
@@ -499,7 +499,7 @@ def top_of(engine: Engine, context: np.ndarray, count: int) -> tuple[list[int], 
     return order.tolist(), logprobs[order]
 
 
-def test_top_k_of_prompt_and_sample_is_the_models(engine: Engine):
+def test_top_k_logprobs_equal_those_of_the_model(engine: Engine):
     prompt = tokens(20, seed=91)
     result = run(
         engine,
@@ -575,7 +575,7 @@ def test_prompt_logprobs_can_be_limited_to_the_last_tokens(engine: Engine):
     )
 
 
-def test_scoring_leaves_the_programs_of_plain_sampling_alone(engine: Engine):
+def test_scoring_does_not_change_programs_of_plain_sampling(engine: Engine):
     run(engine, request(tokens(10)))
     before = engine.stats()["programs"]
     run(engine, request(tokens(10), topk_prompt_logprobs=3, topk_sample_logprobs=4))

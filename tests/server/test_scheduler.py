@@ -67,7 +67,7 @@ def next_turn(
     return turn.requests[0]
 
 
-def test_nothing_to_do_is_none():
+def test_an_idle_scheduler_returns_none():
     assert Scheduler().next(free_slots=4, num_running=0) is None
 
 
@@ -104,7 +104,7 @@ def test_a_forward_waits_for_at_most_one_decode_dispatch():
     assert isinstance(scheduler.next(free_slots=3, num_running=1), Step)
 
 
-def test_waiting_samples_enter_in_order_and_in_parts():
+def test_waiting_samples_start_in_order_and_in_parts():
     scheduler = queue(sample(num_samples=3), sample(num_samples=2))
     first = next_turn(scheduler, free_slots=2, num_running=0)
     assert isinstance(first, PrefillRequest) and (first.request_id, first.first, first.count) == (1, 0, 2)
@@ -220,7 +220,7 @@ def test_dropping_a_snapshot_waits_for_its_save():
     assert run_steps(queue(optim("a"), save, DropSnapshot(weights="s"))) == [1, 2, 3]
 
 
-def test_what_is_put_back_keeps_its_order():
+def test_requeued_samples_keep_their_order():
     scheduler = queue(*[sample(num_samples=2)] * 3)
 
     def offers(free_slots: int) -> list[tuple[int, int, int]]:
@@ -240,7 +240,7 @@ def test_what_is_put_back_keeps_its_order():
     )
 
 
-def test_a_held_sample_keeps_its_place_until_a_row_finishes():
+def test_a_held_sample_keeps_its_place_until_a_sequence_ends():
     scheduler = queue(sample("s"), sample())
     admit = next_turn(scheduler, free_slots=2, num_running=1)
     assert isinstance(admit, PrefillRequest)
@@ -266,7 +266,7 @@ def test_running_samples_decode_between_two_prefill_chunks():
     assert isinstance(last, PrefillRequest) and last.request_id == 1
 
 
-def test_a_dropped_request_does_not_enter():
+def test_a_dropped_request_does_not_start():
     scheduler = queue(
         sample(), sample(num_samples=3), sample(), CreateModel(model_id="a", lora=LoraSpec(rank=1))
     )
@@ -441,7 +441,7 @@ def test_a_sequence_runs_for_a_quantum_before_it_is_paused():
     assert 10 <= simulation.pauses <= 400 / QUANTUM
 
 
-def test_a_tenant_that_was_idle_or_modest_has_saved_nothing_up():
+def test_idle_tenants_accumulate_no_share():
     simulation = Simulation(slots=8)
     simulation.submit(long_sample(1), "modest")
     simulation.submit(long_sample(4096), "busy")
@@ -514,7 +514,7 @@ def test_one_large_request_alone_is_never_interrupted():
         assert not scheduler.interrupts(free_slots=0)
 
 
-def test_nothing_is_paused_while_a_decode_block_may_be_under_way():
+def test_nothing_is_paused_during_a_decode_dispatch():
     scheduler = queue(long_sample(4096))
     scheduler.next(free_slots=4, num_running=0)
     for _ in range(5):

@@ -91,7 +91,7 @@ def prompt(*tokens: int) -> types.ModelInput:
     return types.ModelInput.from_ints(list(tokens))
 
 
-def test_a_training_step_through_the_sdk(client: tinker.ServiceClient, engine: FakeEngine) -> None:
+def test_the_sdk_takes_a_training_step(client: tinker.ServiceClient, engine: FakeEngine) -> None:
     training = client.create_lora_training_client(MODEL, rank=4, seed=7, train_unembed=False).result()
     done = training.forward_backward([datum([1, 2, 3]), datum([4, 5], [0.0, 1.0])], "cross_entropy")
     step = training.optim_step(types.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0))
@@ -132,7 +132,7 @@ def test_forward_does_not_train(client: tinker.ServiceClient, engine: FakeEngine
     assert [op.forward_only for op in engine.of_type(ForwardBackward)] == [True]
 
 
-def test_rl_losses_carry_their_inputs_and_settings(client: tinker.ServiceClient, engine: FakeEngine) -> None:
+def test_rl_losses_send_their_inputs_and_settings(client: tinker.ServiceClient, engine: FakeEngine) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     training.forward_backward(
         [rl_datum([1, 2])], "ppo", {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}
@@ -155,7 +155,7 @@ def test_many_datums_arrive_in_order(client: tinker.ServiceClient, engine: FakeE
     assert seen == [1 + i % 10 for i in range(2500)]
 
 
-def test_an_ephemeral_sampler_keeps_the_weights_of_its_moment(client: tinker.ServiceClient) -> None:
+def test_an_ephemeral_sampler_keeps_its_weights(client: tinker.ServiceClient) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     before = training.save_weights_and_get_sampling_client().result()
     training.optim_step(types.AdamParams()).result()
@@ -192,7 +192,7 @@ def test_sampling_parameters_arrive_and_every_sequence_has_an_id(
         ([3], (), (3,), False),
     ],
 )
-def test_every_form_of_stop(
+def test_every_form_of_stop_is_accepted(
     client: tinker.ServiceClient,
     engine: FakeEngine,
     stop: str | list[str] | list[int] | None,
@@ -207,13 +207,13 @@ def test_every_form_of_stop(
     assert (settings.stop_strings, settings.stop_token_ids, settings.stop_at_eos) == (strings, ids, at_eos)
 
 
-def test_compute_logprobs(client: tinker.ServiceClient) -> None:
+def test_compute_logprobs_returns_prompt_logprobs(client: tinker.ServiceClient) -> None:
     assert client.create_sampling_client(base_model=MODEL).result().compute_logprobs(
         prompt(1, 2, 3)
     ).result() == [None, -2.0, -2.0]
 
 
-def test_save_and_restore_with_metadata(
+def test_metadata_survives_save_and_restore(
     client: tinker.ServiceClient, rest: tinker.RestClient, engine: FakeEngine
 ) -> None:
     training = client.create_lora_training_client(
@@ -395,7 +395,7 @@ def test_a_bad_request_fails_alone_beside_good_ones(client: tinker.ServiceClient
         bad.result(10)
 
 
-def test_two_hundred_samples_at_once(client: tinker.ServiceClient, engine: FakeEngine) -> None:
+def test_two_hundred_concurrent_samples_return(client: tinker.ServiceClient, engine: FakeEngine) -> None:
     sampler = client.create_sampling_client(base_model=MODEL).result()
     engine.gate.clear()
     calls = [

@@ -179,7 +179,7 @@ def test_layer_types_and_max_window_layers_mean_the_same(tmp_path: Path) -> None
         ),
     ],
 )
-def test_a_window_we_cannot_run_is_one_clear_line(
+def test_an_unsupported_window_is_one_clear_line(
     tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as error:

@@ -398,7 +398,7 @@ def numpy_adam(value, grads_per_step, settings: AdamSettings):
         AdamSettings(learning_rate=1e-2, beta1=0.0, beta2=0.0, eps=1e-4),
     ],
 )
-def test_adam_follows_a_float64_adam(settings: AdamSettings) -> None:
+def test_adam_equals_a_float64_reference(settings: AdamSettings) -> None:
     random = np.random.default_rng(0)
     mask = trainable_mask(CONFIG, SPEC, MAX_RANK)
     adapter = tiny_qwen3.adapter()

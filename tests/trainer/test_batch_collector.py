@@ -115,7 +115,7 @@ async def test_a_quarantined_task_stays_left_out_after_a_restart(tmp_path):
     ] == ["a"]
 
 
-async def test_a_strike_is_no_quarantine(tmp_path):
+async def test_a_single_strike_does_not_quarantine_a_task(tmp_path):
     bench = Bench(tmp_path, cursed="a", quarantine_after=2)
     assert [(await bench.gather(step, "ab")).metrics["tasks/quarantined"] for step in (1, 2)] == [0, 1]
 
@@ -232,7 +232,7 @@ async def test_what_a_restarted_run_has_taken_up_from_disk_is_not_kept(tmp_path)
         assert not any(isinstance(found, FinishedRollout) for found in gc.get_objects())
 
 
-async def test_groups_that_are_played_ahead_are_reckoned_with(tmp_path):
+async def test_groups_played_ahead_are_counted(tmp_path):
     bench, names = (
         Bench(tmp_path, cursed="a", max_staleness=1, max_groups_in_flight=1, batch_size=1),
         ("ab", "cd", "ab"),

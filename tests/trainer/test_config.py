@@ -141,7 +141,7 @@ def test_the_seeds_own_recipe_is_accepted():
         (["a...=3"], "unknown option"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_with_a_fix(options, message):
+def test_unsupported_options_are_refused_with_a_fix(options, message):
     with pytest.raises(ConfigError, match=message) as error:
         parse([*BASE, *options])
     assert "\n" not in str(error.value)
@@ -172,7 +172,7 @@ def test_loss_settings_are_those_of_the_loss():
     assert given.loss_settings == {"clip_low_threshold": 0.7}
 
 
-def test_a_run_is_named_by_what_differs_between_runs():
+def test_a_run_name_has_the_options_that_differ():
     assert run_name(parse(BASE), date="D") == "tasks-Qwen-Qwen3-4B-rank32-lr0.0005-g8-b1-D"
     assert run_name(parse([*BASE, "wandb_name=mine"]), date="D") == "mine"
 
@@ -186,7 +186,7 @@ def test_every_option_is_documented_and_sections_are_options():
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_tinker_endpoint_can_honour_is_refused_by_name(name):
+def test_options_without_tinker_support_are_refused_by_name(name):
     with pytest.raises(ConfigError, match=f"^{name} cannot be honoured: .+") as error:
         parse([*BASE, f"{name}=0.1"])
     assert "\n" not in str(error.value)

@@ -192,13 +192,13 @@ def test_a_line_that_is_no_record_is_named(
 
 
 @pytest.mark.parametrize("name", [name for name in READ if name != "config.json"])
-def test_a_last_line_that_a_crash_cut_short_is_passed_over(
+def test_an_incomplete_last_line_is_skipped(
     half_done: Path, tmp_path: Path, name: str
 ) -> None:
     assert resumed(half_done, tmp_path, name, lambda content: content + content.splitlines()[-1][:-3]) == ""
 
 
-def test_a_word_for_a_number_is_named_with_its_line_and_field(half_done: Path, tmp_path: Path) -> None:
+def test_a_value_of_a_wrong_type_is_named_with_line_and_field(half_done: Path, tmp_path: Path) -> None:
     def change(content: bytes) -> bytes:
         first, *rest = content.splitlines(keepends=True)
         return b"".join([json.dumps(json.loads(first) | {"resumed_from": "seven"}).encode() + b"\n", *rest])

@@ -71,7 +71,7 @@ def test_filter_collects_over_batches_and_cuts_to_whole_groups():
     )
 
 
-def test_replace_puts_good_groups_in_bad_places():
+def test_replace_substitutes_good_groups_for_bad_ones():
     state = add_batch(
         EMPTY, [*bad("x"), *good("a", "b"), *bad("y")], settings("replace"), step=1, num_groups=4
     )

@@ -42,12 +42,12 @@ def failed(*messages: tuple[str, str], stop: StopReason = StopReason.STOP, **met
         ("Error: 7", Pattern.OTHER_ERROR),
     ],
 )
-def test_what_a_tool_refused_is_told_from_its_words(error: str, pattern: Pattern):
+def test_tool_refusals_are_recognised_by_their_text(error: str, pattern: Pattern):
     assert pattern_of(error) is pattern
     assert pattern in patterns(failed(("tool", error), stop=StopReason.MAX_TURNS))
 
 
-def test_an_answer_of_a_tool_that_only_speaks_of_errors_is_none():
+def test_a_tool_answer_that_mentions_errors_is_no_error():
     assert patterns(failed(("tool", '{"note": "Error: not found"}'))) == {Pattern.FALSE_COMPLETION}
 
 

@@ -28,7 +28,7 @@ def group(*rewards, failures=0):
     )
 
 
-def test_constant_groups_stay_unless_they_are_to_go():
+def test_constant_groups_stay_unless_the_filter_is_on():
     groups = [group(1, 1), group(1, 0), group(0, 0)]
     assert keep_groups(groups, settings()) == (groups, {})
     kept, dropped = keep_groups(groups, settings(remove_constant_reward_groups=True))
@@ -36,7 +36,7 @@ def test_constant_groups_stay_unless_they_are_to_go():
     assert dropped == {DropReason.CONSTANT_REWARD: 2}
 
 
-def test_rounding_is_no_variance_and_a_lone_trial_stays():
+def test_rounding_is_no_variance_and_a_single_trial_stays():
     kept, dropped = keep_groups(
         [group(0.6667, 0.66670001), group(1)], settings(remove_constant_reward_groups=True)
     )
@@ -156,7 +156,7 @@ def test_debug_length_filtering_logs_every_decision(monkeypatch, caplog):
     assert "a: the longest answer has 8 tokens, 4 are allowed" in caplog.text
 
 
-def test_a_judges_bonus_is_part_of_what_is_learned_from():
+def test_a_judges_bonus_is_part_of_the_training_reward():
     members = [replace(trajectory(reward=1), bonus=0.5), trajectory(reward=0)]
     [group] = apply_reward_rules([TrajectoryGroup(task=task("a"), trajectories=members)], settings())
     assert group.rewards == [1.5, 0.0] and members[0].reward == 1

@@ -80,7 +80,7 @@ async def test_the_duration_of_a_group_is_from_first_start_to_last_end(tmp_path)
     assert finished.duration_s >= 0.03
 
 
-async def test_never_more_trials_at_once_than_asked_for(tmp_path):
+async def test_concurrent_trials_stay_within_the_limit(tmp_path):
     running = most = 0
 
     async def count(trial, policy):
@@ -121,7 +121,7 @@ def test_the_wait_before_a_retry_doubles_and_is_spread():
     assert [back_off(2.0, 1, seed) for seed in (500, 999)] == [2.5, 2.999]
 
 
-async def test_a_lost_trial_is_tried_again_after_a_while(tmp_path):
+async def test_a_lost_trial_is_retried_after_a_wait(tmp_path):
     loop = asyncio.get_running_loop()
     times = []
 

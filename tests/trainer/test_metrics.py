@@ -155,7 +155,7 @@ def test_a_batch_of_failures_has_counts_and_no_rewards():
     assert not any(name.startswith(("reward/", "env/")) for name in metrics)
 
 
-def test_lengths_and_endings():
+def test_lengths_and_stop_reasons_are_measured():
     long = trajectory("a", 1, [turn([1], [2, 3], version=4), turn([1, 2, 3, 4], [5, 6], version=5)])
     short = trajectory("a", 0, [turn([1], [2, 3], version=4)], stop=StopReason.LENGTH)
     metrics = group_metrics([TrajectoryGroup(task=task("a"), trajectories=[long, short])], group_size=2)

@@ -140,7 +140,7 @@ async def test_a_run_continues_when_its_server_restarts(tmp_path, port, waits, n
     assert re.search(noticed, said) and "was restarted" in said and "resuming after step 2" in said
 
 
-async def test_a_server_that_stays_away_ends_the_run_in_one_line(tmp_path, port):
+async def test_a_server_that_stays_unreachable_ends_the_run(tmp_path, port):
     bench = Bench(tmp_path, port)
 
     async def pull_the_plug(trial, policy):
@@ -162,7 +162,7 @@ async def test_a_server_that_stays_away_ends_the_run_in_one_line(tmp_path, port)
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_it_can_be_told_not_to_wait(tmp_path, port):
+async def test_waiting_for_the_server_can_be_disabled(tmp_path, port):
     bench = Bench(tmp_path, port)
 
     async def pull_the_plug(trial, policy):

@@ -91,7 +91,7 @@ def test_numbers_are_packed_without_loss():
     assert math.isnan(unpacked(packed([math.nan]))[0])
 
 
-def test_failures_stand_only_once_their_step_was_trained(tmp_path):
+def test_failures_are_final_once_their_step_was_trained(tmp_path):
     journal = Journal(tmp_path)
     finished = FinishedRollouts(tmp_path, journal)
     finished.add(STEP, FinishedRollout(result=failure("a"), seed=5, attempts=3))
@@ -116,7 +116,7 @@ def test_a_torn_line_is_no_finished_rollout(tmp_path):
     assert again.load("step", 1) == {STEP: rollout} and any_graded(tmp_path)
 
 
-def test_a_rollout_is_on_the_disk_before_the_journal_says_so(tmp_path, monkeypatch):
+def test_a_rollout_is_written_before_its_journal_line(tmp_path, monkeypatch):
     journal, found = Journal(tmp_path), []
     finished = FinishedRollouts(tmp_path, journal)
     monkeypatch.setattr(journal, "finished", lambda place, outcome: found.append(finished.load("step", 1)))

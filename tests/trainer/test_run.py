@@ -46,7 +46,7 @@ class Bench(FakeRun):
         return Dependencies(source=self.source, backend=self.backend)
 
 
-async def test_two_steps_leave_every_file_and_say_what_happened(tmp_path):
+async def test_two_steps_write_every_file_and_their_log_lines(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("eval_group_size=2", "save_every=1")
     metrics = bench.lines("metrics.jsonl")
@@ -90,7 +90,7 @@ async def test_two_steps_leave_every_file_and_say_what_happened(tmp_path):
     assert str(bench.path) in text.splitlines()[-1]
 
 
-async def test_each_step_says_how_long_the_event_loop_was_held_up(tmp_path):
+async def test_each_step_reports_the_longest_event_loop_gap(tmp_path):
     async def blocking(trial, policy):
         time.sleep(0.3)  # noqa: ASYNC251 - what a trial must not do, and what the metric is there to show
         return await say_a_token(trial, policy)
@@ -198,7 +198,7 @@ async def test_a_folder_with_a_run_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("behavior", ["resume", "delete", "raise"])
-async def test_a_folder_in_which_a_trainer_is_at_work_is_nobody_elses(tmp_path, behavior):
+async def test_a_run_folder_in_use_is_refused(tmp_path, behavior):
     entered, free = asyncio.Event(), asyncio.Event()
 
     async def wait(trial, policy):
@@ -270,7 +270,7 @@ async def test_cancelling_saves_what_was_learned_and_the_run_can_go_on(tmp_path)
 
 
 @pytest.mark.parametrize("ahead", [["max_staleness=1", "loss_fn=ppo"], ["stream_groups=true"]])
-async def test_a_run_that_takes_groups_as_they_end_goes_on_doing_so(tmp_path, ahead):
+async def test_a_streaming_run_resumes_only_with_streaming(tmp_path, ahead):
     """A step that played its own batch would train again what an earlier one took of it, and never what
     that one left of its own.
     """
@@ -457,7 +457,7 @@ async def test_without_eval_before_train_the_first_line_is_step_1(tmp_path):
     assert set(json.loads((bench.path / "train_tasks.json").read_text())) == {task.id for task in TASKS}
 
 
-async def test_a_rate_of_full_fine_tuning_is_pointed_out(tmp_path):
+async def test_a_full_fine_tuning_learning_rate_is_reported(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("max_steps=1", "learning_rate=5e-7", "eval_every=0", "eval_before_train=false")
     assert (

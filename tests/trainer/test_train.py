@@ -83,7 +83,7 @@ def test_help_names_every_option_with_its_default(capsys):
     assert "Held-out tasks" in text
 
 
-def test_help_that_nobody_reads_to_its_end_is_no_traceback(monkeypatch):
+def test_help_into_a_closed_pipe_is_no_traceback(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as nobody:
