@@ -240,7 +240,8 @@ def test_the_base_model_is_evaluated_over_both_apis(url: str, model_dir: Path, t
         (["model_name=org/other"], "error: model_name=org/other is not served at "),
         (
             ["lora_rank=16"],
-            "error: creating an adapter of rank 16 on local/tiny: LoRA rank 16 is above this server's max_lora_rank=8",
+            "error: creating an adapter of rank 16 on local/tiny: "
+            "LoRA rank 16 is above this server's max_lora_rank=8",
         ),
         (["tasks_dir=/no/such/folder"], "error: tasks_dir /no/such/folder is not a folder"),
         (

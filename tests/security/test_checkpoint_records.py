@@ -230,7 +230,8 @@ def test_the_runs_of_one_tenant_evict_no_others(tmp_path: Path, monkeypatch: pyt
         b"[" * 100_000,
         b'{"run_id": 5, "base_model": "m", "lora": {"rank": 4}, "created_at": "2026-01-01T00:00:00+00:00"}',
         b'{"run_id": "x", "base_model": "m", "lora": {"rank": 4}, "created_at": "2026-01-01T00:00:00"}',
-        b'{"run_id": "x", "base_model": "m", "lora": {"rank": 4}, "created_at": "2026-01-01T00:00:00+00:00", "user_metadata": {"a": 1}}',
+        b'{"run_id": "x", "base_model": "m", "lora": {"rank": 4}, '
+        b'"created_at": "2026-01-01T00:00:00+00:00", "user_metadata": {"a": 1}}',
         b'{"path": "p", "expires_at": "2020-01-01T00:00:00"}',
         b'{"path": ["p"], "expires_at": null}',
         b'{"path": {}, "public": true}',

@@ -107,7 +107,8 @@ print(sum(os.waitpid(child, os.WNOHANG)[0] == 0 for child in children))
 @needs_cgroup
 async def test_a_full_file_system_does_not_end_the_sandbox() -> None:
     async with sandbox(limits=SandboxLimits(memory_mb=256, storage_mb=4096)) as running:
-        fill = "for place in /tmp /usr/local /dev/shm; do head -c 2000000000 /dev/zero >$place/big; echo $?; done"
+        fill = "for place in /tmp /usr/local /dev/shm; do "
+        fill += "head -c 2000000000 /dev/zero >$place/big; echo $?; done"
         assert (await running.run(fill)).stdout == b"1\n1\n1\n"
         assert (await running.run("rm /tmp/big /usr/local/big /dev/shm/big; echo on")).stdout == b"on\n"
 

@@ -242,7 +242,9 @@ def test_a_delete_during_a_save_loses_no_accepted_checkpoint(
     np.testing.assert_array_equal(store.read(write(store).path)[1]["scale"], np.float32(0.5))
 
 
-def test_a_read_or_delete_after_a_delete_is_not_found(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+def test_a_read_or_delete_after_a_delete_is_not_found(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+):
     path = write(store).path
     record = read_record(path, store.root / RUN / "weights" / "one" / RECORD_NAME)
     store.delete(path)
@@ -254,9 +256,13 @@ def test_a_read_or_delete_after_a_delete_is_not_found(store: CheckpointStore, mo
 
 
 @pytest.mark.parametrize(
-    "path", ["one", "tinker://run/weights", "tinker://run/other/one", "tinker://run/weights/a/b", "tinker://../weights/one", "tinker://run/weights/..",
-             "tinker://run/weights/", "tinker:///weights/one", "tinker://run/weights/a b"]
-)  # fmt: skip
+    "path",
+    [
+        *("one", "tinker://run/weights", "tinker://run/other/one", "tinker://run/weights/a/b"),
+        *("tinker://../weights/one", "tinker://run/weights/..", "tinker://run/weights/"),
+        *("tinker:///weights/one", "tinker://run/weights/a b"),
+    ],
+)
 def test_paths_outside_the_grammar_are_refused(path: str):
     with pytest.raises(UserError):
         parse_path(path)

@@ -152,7 +152,8 @@ def test_tools_and_past_calls_reach_the_chat_template(client: openai.OpenAI, eng
         {"role": "tool", "tool_call_id": "call_1", "content": "a"},
     ]
     client.chat.completions.create(model=MODEL, messages=messages, tools=[LS])  # type: ignore[arg-type]
-    expected = '<tools>ls;</tools><user>Hello<|im_end|><assistant>[ls {"path": "/"}]<|im_end|><tool>a<|im_end|><assistant>'
+    expected = '<tools>ls;</tools><user>Hello<|im_end|><assistant>[ls {"path": "/"}]<|im_end|>'
+    expected += "<tool>a<|im_end|><assistant>"
     assert engine.prompt_text() == expected
     client.chat.completions.create(model=MODEL, messages=HELLO, tools=[LS], tool_choice="none")
     assert engine.prompt_text() == "<user>Hello<|im_end|><assistant>"
@@ -165,9 +166,7 @@ def test_enable_thinking_reaches_the_template(client: openai.OpenAI, engine: Tex
     assert engine.prompt_text().endswith("<assistant><no>")
 
 
-def test_a_stop_string_is_not_part_of_the_text(
-    client: openai.OpenAI, engine: TextEngine
-) -> None:
+def test_a_stop_string_is_not_part_of_the_text(client: openai.OpenAI, engine: TextEngine) -> None:
     engine.texts = ["one STO two STOP three"]
     whole = client.completions.create(model=MODEL, prompt="x", stop=["STOP", "never"]).choices[0]
     assert (whole.text, whole.finish_reason) == ("one STO two ", "stop")
@@ -214,9 +213,7 @@ def test_several_prompts_may_be_text_or_tokens(client: openai.OpenAI, engine: Te
     assert engine.seen[-1].prompt.tolist() == [5, 6, 7]
 
 
-def test_a_stream_sends_tokens_during_sampling(
-    client: openai.OpenAI, engine: TextEngine
-) -> None:
+def test_a_stream_sends_tokens_during_sampling(client: openai.OpenAI, engine: TextEngine) -> None:
     engine.gate.clear()
     stream = client.completions.create(
         model=MODEL, prompt="x", stream=True, stream_options={"include_usage": True}

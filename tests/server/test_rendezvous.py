@@ -87,7 +87,8 @@ def test_a_disconnected_process_frees_its_number() -> None:
 def test_an_address_of_another_host_is_one_line(hosts: ProcessOptions) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"192.0.2.1:7000: Cannot assign requested address; it must be a free address of process 0's host",
+        match=r"192.0.2.1:7000: Cannot assign requested address; "
+        "it must be a free address of process 0's host",
     ):
         lead(chz.replace(hosts, coordinator_address="192.0.2.1:7000"), SETTINGS, print)
     with pytest.raises(

@@ -15,9 +15,9 @@
 | `files`    | a file that the server or the trainer reads when it starts: byte 0 selects the reader      |
 
 These are findings: an exception that is not an intended error, a status of 500 or more, an input that takes
-more than ROUTE_CPU_S or FILE_CPU_S, and resident memory that grows by more than MAX_GROWTH_MIB after the first
-quarter of the time. The time of an input is the CPU time of the whole process. A loaded machine therefore
-causes no finding, but a call that only waits is not detected.
+more than ROUTE_CPU_S or FILE_CPU_S, and resident memory that grows by more than MAX_GROWTH_MIB after the
+first quarter of the time. The time of an input is the CPU time of the whole process. A loaded machine
+therefore causes no finding, but a call that only waits is not detected.
 
 A finding ends its target with a traceback, and libFuzzer writes the input to a file (by default in the
 current folder). `all` runs the targets one after another and prints one line for each. For a finding it also

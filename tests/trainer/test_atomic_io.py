@@ -20,7 +20,8 @@ def test_a_line_that_does_not_fit_is_removed_and_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", half)
     with pytest.raises(
         StorageError,
-        match=r"cannot write .*a.jsonl: No space left on device; free space or fix the cause, then resume the run",
+        match=r"cannot write .*a.jsonl: No space left on device; "
+        "free space or fix the cause, then resume the run",
     ):
         append_record(path, {"n": 2})
     assert path.read_text() == before

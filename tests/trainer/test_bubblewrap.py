@@ -212,7 +212,11 @@ async def main(label, marker):
     run = run_directory(label)
     boxes = [
         await Bubblewrap.start(
-            run / str(i), skeleton=build_rootfs(run), hostname="sandbox", share_network=False, limits=SandboxLimits()
+            run / str(i),
+            skeleton=build_rootfs(run),
+            hostname="sandbox",
+            share_network=False,
+            limits=SandboxLimits(),
         )
         for i in range(3)
     ]

@@ -192,9 +192,7 @@ def test_a_line_that_is_no_record_is_named(
 
 
 @pytest.mark.parametrize("name", [name for name in READ if name != "config.json"])
-def test_an_incomplete_last_line_is_skipped(
-    half_done: Path, tmp_path: Path, name: str
-) -> None:
+def test_an_incomplete_last_line_is_skipped(half_done: Path, tmp_path: Path, name: str) -> None:
     assert resumed(half_done, tmp_path, name, lambda content: content + content.splitlines()[-1][:-3]) == ""
 
 

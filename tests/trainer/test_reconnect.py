@@ -154,7 +154,8 @@ async def test_a_server_that_stays_unreachable_ends_the_run(tmp_path, port):
     bench.start()
     with pytest.raises(
         ServerLost,
-        match=r"no server answers at .*; it stayed away for reconnect_timeout_s=0.5; start it again and resume",
+        match=r"no server answers at .*; it stayed away for reconnect_timeout_s=0.5; "
+        "start it again and resume",
     ) as error:
         await asyncio.wait_for(bench.go("reconnect_timeout_s=0.5"), 120)
     assert "\n" not in str(error.value)
@@ -174,7 +175,8 @@ async def test_waiting_for_the_server_can_be_disabled(tmp_path, port):
     bench.start()
     with pytest.raises(
         ServerLost,
-        match=r"playing step 2: the server has not answered for heartbeat_timeout_s=0\.5 .*start it again and resume",
+        match=r"playing step 2: the server has not answered for heartbeat_timeout_s=0\.5 .*"
+        "start it again and resume",
     ):
         await asyncio.wait_for(bench.go("reconnect_timeout_s=0"), 120)
     assert "waiting up to" not in bench.text.getvalue()

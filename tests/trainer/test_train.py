@@ -54,7 +54,8 @@ def clean_environment(monkeypatch, tmp_path):
         (
             GOOD[:2],
             2,
-            "error: backend=tinker needs an API key: set TINKER_API_KEY (the environment or .env), or use backend=skyrl-tx",
+            "error: backend=tinker needs an API key: set TINKER_API_KEY (the environment or .env), "
+            "or use backend=skyrl-tx",
         ),
         (
             GOOD,
