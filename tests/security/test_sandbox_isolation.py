@@ -87,7 +87,7 @@ async def test_proc_shows_nothing_that_docker_masks() -> None:
         " latency_stats sched_debug scsi slabinfo sysrq-trigger timer_list timer_stats vmallocinfo cmdline"
     )
     async with sandbox() as running:
-        script = f'cd /proc; for n in {names}; do '
+        script = f"cd /proc; for n in {names}; do "
         script += '[ -z "$(ls -A $n 2>/dev/null | grep -vx $n; head -c 1 $n 2>/dev/null)" ] || echo $n; done'
         assert (await running.run(script)).stdout == b""
         assert (await running.run("head -c 1 /proc/cpuinfo /proc/meminfo /proc/stat >/dev/null")).status == 0
@@ -192,7 +192,7 @@ async def test_a_command_cannot_write_into_the_answers_of_another_one() -> None:
         assert listing.stdout == b"/.sandbox/requests/*\n"
         # The names of later scripts can be guessed, but not those of their FIFOs. The status uses no FIFO.
         forger = "for n in $(seq 1 50); do for s in stdout stderr status; do "
-    forger += "echo 0 >/.sandbox/requests/$n.$s; done; done 2>/dev/null"
+        forger += "echo 0 >/.sandbox/requests/$n.$s; done; done 2>/dev/null"
         waiting = asyncio.create_task(running.run("until [ -e /tmp/open ]; do :; done; echo honest; exit 3"))
         assert (await running.run(f"{forger}; touch /tmp/open; echo forged")).stdout == b"forged\n"
         done = await waiting
