@@ -1,5 +1,4 @@
-"""Files below checkpoints_dir that nobody should have put there: each is refused by name, and hides and stops
-nothing else."""
+"""Unexpected files below checkpoints_dir are refused by name and do not hide or block others."""
 
 from __future__ import annotations
 
@@ -141,7 +140,7 @@ def test_arrays_that_are_no_safetensors_are_reported_as_damaged(tmp_path: Path) 
             store.read(BAD)
 
 
-# --- the ledger
+# --- the run index
 
 
 def metadata(num_bytes: int) -> dict[str, str]:
@@ -177,7 +176,7 @@ def run_line(number: int, num_bytes: int, owner: str = "") -> str:
 
 
 def test_a_run_index_of_huge_metadata_shrinks_and_keeps_its_runs(tmp_path: Path) -> None:
-    """As an earlier server has written it: eight models with 20 MiB of metadata each, here 2 MiB."""
+    """A file of an earlier server: eight models with large metadata each, here 2 MiB."""
     file = tmp_path / "ledger.jsonl"
     file.write_text("\n".join(run_line(number, 2 << 20) for number in range(8)))
     assert list(RunIndex(file).runs) == [f"s:train:{number}" for number in range(8)]

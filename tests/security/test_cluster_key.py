@@ -1,5 +1,6 @@
-"""Processes of one server know each other by the cluster key: nobody else is listened to, and no message can
-be forged or replayed."""
+"""Processes of one server authenticate each other with the cluster key. Messages cannot be forged or
+replayed.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +130,7 @@ def test_an_impostor_is_refused_and_the_real_process_joins(
         join(chz.replace(hosts, cluster_key_file=key_file(tmp_path, b"x" * 32)), SETTINGS, print)
     with socket.create_connection(
         hosts.address, timeout=30
-    ) as impostor:  # it does not check process 0's proof
+    ) as impostor:  # the impostor does not check the proof of process 0
         impostor.sendall(MAGIC + NUMBER.pack(1) + secrets.token_bytes(NONCE_BYTES))
         read_exactly(impostor, NONCE_BYTES + CODE_BYTES)
         impostor.sendall(secrets.token_bytes(CODE_BYTES))
@@ -151,14 +152,13 @@ def read_exactly(connection: socket.socket, count: int) -> bytes:
 
 @dataclass
 class Relay:
-    """Somebody between the two processes, who sees each message from process 0 and decides what the other
-    gets."""
+    """A relay between two processes that selects which messages of process 0 it forwards."""
 
     ours: Channel
     theirs: Channel
     raw: socket.socket  # to the other process
     back: socket.socket  # to process 0
-    messages: SimpleQueue[bytes] = field(default_factory=SimpleQueue)  # whole, as they came from process 0
+    messages: SimpleQueue[bytes] = field(default_factory=SimpleQueue)  # complete messages of process 0
 
     def deliver(self, *messages: bytes) -> None:
         for message in messages:

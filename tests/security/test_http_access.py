@@ -1,5 +1,4 @@
-"""A web page that the user of this machine visits cannot use the server: neither by DNS rebinding nor by
-requests across sites."""
+"""A web page that the user visits cannot use the server by DNS rebinding or cross-site requests."""
 
 from __future__ import annotations
 

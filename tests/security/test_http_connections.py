@@ -1,4 +1,4 @@
-"""Clients that hold connections, and a shortage of file descriptors, do not keep others from being served."""
+"""Clients that hold connections and a shortage of file descriptors do not block other clients."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def half_open(address: tuple[str, int], sent: bytes = b"POST /api/v1/crea"
 
 
 async def ended(stream: Stream) -> bytes:
-    """What the server still sent before it closed the connection."""
+    """Return the bytes that the server sent before it closed the connection."""
     try:
         async with asyncio.timeout(30):
             return await stream[0].read()
@@ -99,9 +99,7 @@ async def test_the_deadline_of_a_head_does_not_end_a_request(tmp_path: Path) -> 
             b"host: a\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: 2\r\n\r\n"
         )
         stream = await half_open(address, b"POST /api/v1/create_session HTTP/1.1\r\n" + headers)
-        await asyncio.sleep(
-            0.3
-        )  # longer than the deadline: nothing else can show that it does not count here
+        await asyncio.sleep(0.3)  # longer than the deadline, which must not apply here
         stream[1].write(b"{}")
         assert b"session_id" in await ended(stream)
 
@@ -174,7 +172,7 @@ def test_a_key_comes_from_the_environment_or_a_file(tmp_path: Path) -> None:
 
 
 def test_a_key_on_the_command_line_leaves_the_process_list(tmp_path: Path) -> None:
-    """The program waits for a file that nobody writes, so that it is there to be looked at."""
+    """The program waits for a FIFO, so that its process can be inspected."""
     fifo = tmp_path / "key"
     os.mkfifo(fifo)
     argv = [
@@ -187,9 +185,7 @@ def test_a_key_on_the_command_line_leaves_the_process_list(tmp_path: Path) -> No
     ]
     with subprocess.Popen(argv, stderr=subprocess.PIPE) as server:
         try:
-            with fifo.open(
-                "wb"
-            ) as writer:  # opens once the program reads it, which is after it has started again
+            with fifo.open("wb") as writer:  # opens when the restarted program reads it
                 shown = Path(f"/proc/{server.pid}/cmdline").read_bytes()
                 writer.write(b"wrong\n")
             _, said = server.communicate(timeout=60)

@@ -1,5 +1,4 @@
-"""One bad file, one odd URL or a full disk is one clear error for whoever asks for it, and changes nothing
-for anyone else."""
+"""A bad file, a malformed URL or a full disk causes one clear error and affects no other object."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def call(http: httpx.AsyncClient, route: str, **body: object) -> dict[str, Any]:
-    """The result of an operation."""
+    """Return the result of an operation."""
     sent = await http.post(route, json=body)
     assert sent.status_code == 200, sent.text
     return (await http.post("retrieve_future", json={"request_id": sent.json()["request_id"]})).json()

@@ -1,5 +1,6 @@
-"""No request body costs the server more than its route may cost: one line of refusal, no bug in the log, no
-gap of the event loop."""
+"""Every hostile request body is refused with one line, without an internal error and without blocking the
+event loop.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
 
 
 class Ticker:
-    """The longest time between two turns of the event loop."""
+    """Measures the longest time between two iterations of the event loop."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -138,7 +139,7 @@ async def test_a_hostile_body_is_refused_without_blocking_the_loop(
 async def test_a_compressed_body_blocks_no_loop_and_fills_no_memory(
     inner: bytes, http: httpx.AsyncClient
 ) -> None:
-    """Six kilobytes took 3.4 GiB and ten seconds."""
+    """Without limits, six kilobytes would take 3.4 GiB and ten seconds."""
     bomb = packed(b'{"tags":[' + inner * (60_000_000 // len(inner)) + b"1]}")
     assert len(bomb) < 50_000
     ticker = Ticker()

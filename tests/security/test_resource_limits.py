@@ -158,7 +158,7 @@ def test_the_next_run_removes_the_cgroups_of_an_ended_one(
 ) -> None:
     monkeypatch.setattr(
         "src.envs.sandbox.run_directory.root_directory", lambda: tmp_path
-    )  # a trainer that starts meanwhile sweeps too
+    )  # another trainer that starts at the same time may remove it
     parents = cgroup_parents()
     assert parents is not None
     dead = tmp_path / f"dead-{os.getpid()}"

@@ -1,5 +1,4 @@
-"""Routes and their border without a socket: statuses, refusals, sessions' ends, and what the real SDK never
-sends."""
+"""Routes without a socket: statuses, refusals, the end of sessions, and requests that the SDK never sends."""
 
 from __future__ import annotations
 
@@ -488,7 +487,7 @@ def records(folder: Path) -> list[Path]:
 
 
 async def test_the_end_of_a_session_cancels_its_running_samples(tmp_path: Path) -> None:
-    """Those that have begun, and those of the same request that have no slot yet."""
+    """Running samples end, and so do samples of the same request that wait for a slot."""
     gate = threading.Event()
     gate.set()
     executor = FakeExecutor(num_slots=2, block=1, gate=gate)
@@ -512,7 +511,7 @@ async def test_the_end_of_a_session_cancels_its_running_samples(tmp_path: Path) 
         await post(http, "asample", sampling_session_id=sampler["sampling_session_id"], seq_id=0, **body)
         engine.start()
         await asyncio.to_thread(wait_until, lambda: "decode" in executor.log)
-        gate.clear()  # one turn may be past the gate, and the next one come to it before the session ends
+        gate.clear()  # one turn may have passed the gate, and the next one may wait at it
         blocks = executor.log.count("decode")
         await http.post(f"sessions/{session_id}/finish", json={"reason": {"type": "success"}})
         gate.set()
@@ -670,7 +669,7 @@ async def test_a_name_or_path_can_be_sampled_without_a_session(
 async def test_an_unserializable_reply_has_a_status_without_retries(
     http: httpx.AsyncClient, context: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A 5xx of retrieve_future would be asked again at once, for ever."""
+    """The SDK would repeat retrieve_future at once and without end after a 5xx."""
     monkeypatch.setattr(context.engine, "stats", lambda: {"cannot be written": object()})
     response = await http.get("stats")
     assert (response.status_code, "not JSON serializable" in response.text) == (400, True)
@@ -731,7 +730,7 @@ async def test_a_signed_download_opens_without_the_api_key(tmp_path: Path) -> No
 
 
 async def test_an_archive_of_a_checkpoint_is_a_tar_behind_a_redirect(http: httpx.AsyncClient) -> None:
-    """What SDKs up to 0.35 ask for; real ones of them do in scripts/sdk_smoke.py."""
+    """SDKs up to 0.35 request this. scripts/sdk_smoke.py tests real ones."""
     model_id = await make_model(http, await open_session(http))
     await result(http, await post(http, "save_weights", model_id=model_id, path="w1"))
     await result(http, await post(http, "save_weights_for_sampler", model_id=model_id, path="s1"))

@@ -100,7 +100,7 @@ def test_a_failed_write_leaves_the_old_checkpoint_only(
 
 
 def test_a_full_disk_while_writing_loses_no_earlier_save(store: CheckpointStore):
-    """The real thing: the kernel refuses the bytes half-way through the arrays."""
+    """The kernel refuses to write more bytes in the middle of the arrays."""
     path = write(store).path
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
@@ -116,7 +116,7 @@ def test_a_full_disk_while_writing_loses_no_earlier_save(store: CheckpointStore)
 
 
 def test_files_are_synced_before_they_are_renamed(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
-    """What a power cut leaves of a file that was renamed and never synced is its name."""
+    """After a power failure, a file that was renamed without a sync may be empty."""
     events: list[str] = []
     fsync, replace_file = os.fsync, os.replace
 
@@ -131,7 +131,7 @@ def test_files_are_synced_before_they_are_renamed(store: CheckpointStore, monkey
     monkeypatch.setattr(os, "fsync", syncing)
     monkeypatch.setattr(os, "replace", renaming)
     write(store)
-    assert events == ["arrays", "checkpoint", "rename", "one"]  # the last is its directory
+    assert events == ["arrays", "checkpoint", "rename", "one"]  # the last one is the directory
 
 
 def test_nothing_is_written_to_a_full_disk(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
@@ -219,8 +219,7 @@ def test_delete_removes_a_checkpoint(store: CheckpointStore):
 def test_a_delete_during_a_save_loses_no_accepted_checkpoint(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, moment: str
 ):
-    """Either the save fails, or it came first and was deleted: never accepted and then lost, never half
-    there."""
+    """Either the save fails, or it came first and was deleted. No accepted save is lost or incomplete."""
     path = write(store).path
     real = os.replace
 

@@ -1,4 +1,4 @@
-"""Mistakes on the command line: one line, exit status 2, nothing started."""
+"""Mistakes on the command line give one line and exit status 2, and start nothing."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_a_dry_run_prints_the_memory_plan_and_touches_nothing(
 
 
 def test_virtual_devices_have_enough_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which XLA reads when it starts, here long ago."""
+    """XLA reads this variable when it starts, which has already happened in this process."""
     monkeypatch.setenv("NPROC", "1")
     monkeypatch.delenv("NPROC")
     assert main([f"base_model={FIXTURES / 'tied'}", "data_parallel=32", "dry_run=true"]) == 2, (

@@ -91,7 +91,7 @@ def test_samples_of_a_request_return_in_order_with_few_slots():
     assert [list(sequence.tokens) for sequence in result.sequences] == [[11, 12, 13, 14]] * 5
     assert (
         result.prompt_logprobs is not None and result.prompt_cache_hit_tokens == 0
-    )  # as when the first of them came
+    )  # as for the first sample
     stats = engine.stats()
     assert (stats["tokens_prefilled"], stats["tokens_from_prefix_cache"]) == (2 + 1 + 1, 1 + 1)
 
@@ -216,8 +216,11 @@ def test_a_sample_starts_after_a_withdrawn_one_makes_room():
 
 
 class Together(FakeExecutor):
-    """Computes two prompts at once. One of the weights "poison" spoils its company, for one of "huge" there
-    is never room; `withdraw` goes while it is computed."""
+    """Computes two prompts at once.
+
+    A prompt with the weights "poison" fails the batch, and one with "huge" never fits. `withdraw` is called
+    during the computation.
+    """
 
     def __init__(self, **options) -> None:
         super().__init__(num_slots=8, gate=threading.Event(), **options)
@@ -289,7 +292,7 @@ def test_a_withdrawn_sample_is_removed_completely():
 
 
 class Pieces(FakeExecutor):
-    """Computes a long prompt in three pieces."""
+    """Computes a long prompt in three prefill chunks."""
 
     def prefill(self, requests):
         (request,) = requests
@@ -311,8 +314,10 @@ def test_the_engine_decodes_between_two_prefill_chunks():
 
 
 class Doctored(FakeExecutor):
-    """Rows end last sample first, whose logprobs are their indices. The second of the weights "broken" fails
-    in the end, one of "short" is over with its first token."""
+    """Samples end in reverse order, and their logprobs are their indices.
+
+    The second sample of the weights "broken" fails, and one of "short" ends with its first token.
+    """
 
     def admit_one(self, request_id, op, *, first, count):
         admission = super().admit_one(request_id, op, first=first, count=count)
@@ -379,7 +384,7 @@ def test_stop_fails_pending_operations_with_a_clear_error():
 
 
 class Entered(FakeExecutor):
-    """Says when its first turn has begun."""
+    """Sets `entered` when its first operation begins."""
 
     def __init__(self) -> None:
         super().__init__(gate=threading.Event())
@@ -423,7 +428,7 @@ def test_a_bug_in_the_engine_thread_fails_all_futures():
 
 
 class Notes:
-    """A watcher that writes down what it is told, and leaves after `patience` reports."""
+    """A watcher that records its reports and is no longer wanted after `patience` of them."""
 
     follows = True
 

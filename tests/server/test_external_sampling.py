@@ -205,7 +205,7 @@ async def test_a_restarted_sampler_gets_its_adapters_again(
         await done(elsewhere, sample("kept"))
     with pytest.raises(SamplerError, match="cannot be reached"):
         await done(elsewhere, sample("kept"))
-    await done(elsewhere, SaveSampler(model_id="m", weights="meanwhile"))  # training and saving go on
+    await done(elsewhere, SaveSampler(model_id="m", weights="meanwhile"))  # training and saving continue
     with sampling(sampler, port=int(url.rpartition(":")[2])):
         for weights in ("kept", "meanwhile"):
             results = await asyncio.gather(*(done(elsewhere, sample(weights)) for _ in range(3)))
@@ -301,7 +301,7 @@ async def test_samples_end_where_the_engine_ends_them(
     assert len(stopped.tokens) <= 10 and stopped.stop_reason is StopReason.STOP
 
     def two_more(answer: dict) -> None:
-        """As vLLM may return them, which looks for stop strings only between blocks of tokens."""
+        """vLLM may return tokens after a stop string, because it searches between blocks of tokens."""
         answer["choices"][0]["token_ids"] += [65, 66]
         answer["choices"][0]["logprobs"]["token_logprobs"] += [-1.0, -1.0]
 

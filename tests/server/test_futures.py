@@ -164,7 +164,7 @@ async def test_the_newest_result_is_kept_at_any_size() -> None:
     store, work = FutureStore(Retention(max_bytes=1)), Work()
     request_id = submit(store, work)
     work.futures[0].set_result(Done())
-    await asyncio.sleep(0)  # the result is there before anyone asks
+    await asyncio.sleep(0)  # the result exists before the first poll
     assert await store.wait(request_id) is not None
 
 
@@ -231,7 +231,7 @@ async def test_closing_ends_every_waiting_poll() -> None:
 
 
 async def _eventually(store: FutureStore, request_id: str) -> Outcome | None:
-    """With a short hold the hand-over from the engine's thread may take more than one poll."""
+    """With a short hold time, the hand-over from the engine thread may take more than one poll."""
     for _ in range(100):
         if (outcome := await store.wait(request_id)) is not None:
             return outcome

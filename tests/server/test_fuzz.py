@@ -1,5 +1,4 @@
-"""Bodies that nobody means: every parser accepts or refuses them in one line, and no route calls them an
-internal error.
+"""Every parser accepts mutated bodies or refuses them with one line, and no route reports an internal error.
 
 The same checks run for hours under coverage guidance with `python -m tests.stress.fuzz`.
 """
@@ -91,7 +90,7 @@ FIELDS: dict[str, object] = {
 def test_no_body_is_an_internal_error_of_any_route(
     tmp_path_factory: pytest.TempPathFactory, route: str, body: object, alive: bool
 ) -> None:
-    """`alive`: the session and the model that the body names exist."""
+    """If `alive`, the session and the model that the body names exist."""
     asyncio.run(_post(tmp_path_factory.mktemp("fuzz"), route, body, alive=alive))
 
 

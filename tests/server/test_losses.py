@@ -18,7 +18,7 @@ from tests.server import reference_losses, tiny_qwen3
 
 
 def defaults(loss_fn: LossFn) -> dict[str, float]:
-    """The options of a loss with their default values."""
+    """Return the options of a loss with their default values."""
     return {name: asdict(LossSettings())[name] for name in LOSSES[loss_fn].options}
 
 
@@ -177,7 +177,7 @@ def test_every_loss_runs_in_one_program() -> None:
 @pytest.mark.parametrize("loss_fn", list(LossFn))
 def test_padding_and_overflowing_ratios_stay_finite(loss_fn: LossFn) -> None:
     _, inputs = tokens(4)
-    huge = 200 if loss_fn is LossFn.GSPO else -200  # a log-ratio, or what the sampler is to have said
+    huge = 200 if loss_fn is LossFn.GSPO else -200  # a log-ratio, or the sampler's logprob
     inputs = replace(
         inputs,
         sampler_logprobs=np.array([huge, huge, 0, 0], np.float32),

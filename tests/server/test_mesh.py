@@ -1,7 +1,7 @@
-"""Several devices compute what one does. They are virtual ones, which jax must be told of before it starts:
-hence a process of its own.
+"""Several devices give the same results as one.
 
-`scripts/check_mesh.py` holds whole servers on more meshes against one device.
+The virtual devices are configured before jax starts, so they have their own process. `scripts/check_mesh.py`
+compares whole servers on more meshes with one device.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""The official `openai` client against our doors on a loopback port; what the model writes is given."""
+"""The official `openai` client and the OpenAI routes on a loopback port. The test gives the text of the
+model.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def client(context: AppState) -> Iterator[openai.OpenAI]:
 
 
 def streamed(client: openai.OpenAI, **options: object) -> tuple[str, str, list[dict[str, str]], str | None]:
-    """Content, reasoning, tool calls and the reason of a streamed chat, put together as a client does."""
+    """Return content, reasoning, tool calls and finish reason of a streamed chat."""
     content, reasoning, reason, calls = "", "", None, {}
     for chunk in client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, **options):  # type: ignore[call-overload]
         delta = chunk.choices[0].delta
@@ -218,7 +220,9 @@ def test_a_stream_sends_tokens_during_sampling(client: openai.OpenAI, engine: Te
     stream = client.completions.create(
         model=MODEL, prompt="x", stream=True, stream_options={"include_usage": True}
     )
-    assert next(stream).choices[0].text == "Gr"  # half a letter is held back; the engine waits at the gate
+    assert (
+        next(stream).choices[0].text == "Gr"
+    )  # an incomplete character is held back; the engine waits at the gate
     engine.gate.set()
     rest = list(stream)
     assert (
@@ -235,9 +239,7 @@ def test_a_client_that_leaves_a_stream_frees_the_engine(client: openai.OpenAI, e
     stream = client.completions.create(model=MODEL, prompt="x", stream=True)
     next(stream)
     stream.close()
-    with pytest.raises(
-        openai.NotFoundError
-    ):  # the server's loop has turned, so it has seen the other connection go
+    with pytest.raises(openai.NotFoundError):  # the server has noticed the closed connection
         client.models.retrieve("nobody")
     engine.gate.set()
     assert engine.withdrawn.wait(60)
@@ -246,7 +248,7 @@ def test_a_client_that_leaves_a_stream_frees_the_engine(client: openai.OpenAI, e
 def test_a_client_that_gives_up_waiting_frees_the_engine(client: openai.OpenAI, engine: TextEngine) -> None:
     engine.texts = ["x" * 300]
     engine.gate.clear()
-    while not engine.seen:  # a client may give up before the server has heard it out
+    while not engine.seen:  # a client may time out before the server has read its request
         with pytest.raises(openai.APITimeoutError):
             client.completions.create(model=MODEL, prompt="x", timeout=0.3)
     with pytest.raises(openai.NotFoundError):
@@ -359,15 +361,15 @@ def test_tools_are_refused_if_the_template_has_no_tools(
     assert reply.status_code == 400 and "no place for them" in reply.json()["error"]["message"]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of LiteLLM's own types
+@pytest.mark.filterwarnings("ignore::UserWarning")  # caused by LiteLLM's types
 def test_litellm_sends_its_own_answer_back_in_a_second_turn(
     client: openai.OpenAI, engine: TextEngine
 ) -> None:
-    """It adds provider_specific_fields and more to every assistant message."""
+    """LiteLLM adds provider_specific_fields and other fields to every assistant message."""
     engine.texts = [f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"]
 
     def turn(messages: list[object]) -> Any:
-        """`extra_body`: LiteLLM's own handling of tools imports a package that is not installed here."""
+        """Uses `extra_body`, because LiteLLM's handling of tools imports a package that is not installed."""
         where = {
             "model": f"openai/{MODEL}",
             "api_base": str(client.base_url),

@@ -1,4 +1,4 @@
-"""What an operator relies on: metrics, the API key, and https."""
+"""Metrics, the API key and https."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The books that outlive the server: what is written is read again, whatever became of the last line."""
+"""The run index returns what was written, also after an incomplete last line."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

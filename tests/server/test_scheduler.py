@@ -47,7 +47,8 @@ def queue(*ops: Op) -> Scheduler:
 
 
 def run_steps(scheduler: Scheduler) -> list[int]:
-    """Tickets in the order they run when every operation takes one step and nothing samples."""
+    """Return request ids in the order in which they run if every operation takes one step and nothing
+    samples."""
     order = []
     while isinstance(turn := scheduler.next(free_slots=0, num_running=0), Step):
         order.append(turn.request_id)
@@ -58,7 +59,7 @@ def run_steps(scheduler: Scheduler) -> list[int]:
 def next_turn(
     scheduler: Scheduler, *, free_slots: int, num_running: int
 ) -> Step | PrefillRequest | Decode | None:
-    """Of an executor that computes one prompt at a time."""
+    """For an executor that computes one prompt at a time."""
     turn = scheduler.next(free_slots=free_slots, num_running=num_running)
     assert not isinstance(turn, Pause)
     if not isinstance(turn, Prefill):
@@ -262,7 +263,7 @@ def test_running_samples_decode_between_two_prefill_chunks():
     admit = next_turn(scheduler, free_slots=2, num_running=0)
     assert isinstance(admit, PrefillRequest) and admit.request_id == 1
     scheduler.prefill_continues(admit)
-    last = next_turn(scheduler, free_slots=2, num_running=0)  # nobody to wait for
+    last = next_turn(scheduler, free_slots=2, num_running=0)  # no sequence is running
     assert isinstance(last, PrefillRequest) and last.request_id == 1
 
 
@@ -290,19 +291,19 @@ def long_sample(num_samples: int, *, prompt_tokens: int = 1, max_tokens: int | N
 
 @dataclass(kw_only=True)
 class Simulation:
-    """Runs a scheduler's turns as an engine with `slots` slots does. Samples never end unless their request
-    has a length in blocks."""
+    """Runs a scheduler as an engine with `slots` slots does. Samples end only if their request has a number
+    of blocks."""
 
     slots: int
     unfinished_tokens: int = 0
     piece: int = 512  # prompt tokens that one turn computes
     scheduler: Scheduler = field(init=False)
-    rows: dict[tuple[int, int], int] = field(default_factory=dict)  # blocks to go, by ticket and index
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)  # remaining blocks by request id and index
     paused: dict[tuple[int, int], int] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     tenants: dict[int, str] = field(default_factory=dict)
-    prompts: Counter[int] = field(default_factory=Counter)  # tokens computed, by ticket
-    ended: dict[int, int] = field(default_factory=dict)  # by ticket, after which block its last sample ended
+    prompts: Counter[int] = field(default_factory=Counter)  # computed tokens by request id
+    ended: dict[int, int] = field(default_factory=dict)  # request id -> block in which its last sample ended
     blocks: int = 0
     turns: list[Step | Prefill | Decode | Pause] = field(default_factory=list)
 
@@ -570,8 +571,8 @@ def test_tenants_take_turns_in_training_and_so_do_their_models():
 
 def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
     def operations(waiting: int) -> int:
-        """Function calls of Python in 100 blocks, in each of which one row ends, one request is added and one
-        withdrawn."""
+        """Return the number of Python function calls in 100 blocks. Each block ends a sequence, adds a
+        request and withdraws one."""
         simulation = Simulation(slots=32)
         for number in range(waiting):
             simulation.submit(long_sample(1), f"tenant {number % 4}", blocks=1 + number % 32)
@@ -597,7 +598,7 @@ def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_request_is_served_whatever_comes_before_it(seed: int) -> None:
-    """Tenants come and go; some of their samples wait for a snapshot that is being saved."""
+    """Tenants start and stop, and some of their samples wait for a snapshot that is being saved."""
     draw = random.Random(seed)
     simulation = Simulation(slots=4, unfinished_tokens=2048)
     request_ids: list[int] = []

@@ -1,4 +1,4 @@
-"""The unmodified SDK against our HTTP side on a loopback port; only the engine is fake."""
+"""The unmodified SDK and the HTTP side with a fake engine on a loopback port."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_rl_losses_send_their_inputs_and_settings(client: tinker.ServiceClient, 
 
 
 def test_many_datums_arrive_in_order(client: tinker.ServiceClient, engine: FakeEngine) -> None:
-    """The SDK cuts a batch into chunks; sent in parallel the first one would arrive last."""
+    """The SDK sends a batch in chunks. If they were sent in parallel, the first one would arrive last."""
     training = client.create_lora_training_client(MODEL, rank=4).result()
     output = training.forward_backward(
         [datum([1 + i % 10, 2]) for i in range(2500)], "cross_entropy"
@@ -340,7 +340,7 @@ def test_weights_are_downloaded_in_pefts_layout(
     address = found.urls["adapter_config.json"]
     assert (
         httpx.get(address.replace("ends=", "ends=9")).status_code == 404
-    )  # a later end, with the old signature
+    )  # a later expiry with the old signature
     assert httpx.get(address.replace("adapter_config.json", "..%2Fcheckpoint.json")).status_code == 404
     (listed,) = rest.list_checkpoints(training.model_id).result().checkpoints
     assert (listed.checkpoint_type, listed.expires_at is not None) == ("external", True)
@@ -367,13 +367,13 @@ def test_leaving_the_with_block_frees_models_and_snapshots(url: str, engine: Fak
         training = client.create_lora_training_client(MODEL, rank=4).result()
         training.save_weights_and_get_sampling_client().result()
         assert len(engine.models) == len(engine.snapshots) == 1
-    engine.submit(DropSnapshot(weights="none")).result(5)  # a barrier: everything before it has run
+    engine.submit(DropSnapshot(weights="none")).result(5)  # a barrier: all earlier operations have run
     assert (engine.models, engine.snapshots) == ({}, {})
     assert engine.of_type(UnloadModel)
 
 
 def test_a_bad_request_fails_alone_beside_good_ones(client: tinker.ServiceClient) -> None:
-    """Checked at submit or only in the engine: the neighbours notice neither."""
+    """Requests before and after are unaffected, whether the error is found at submit or in the engine."""
     sampler = client.create_sampling_client(base_model=MODEL).result()
     params = types.SamplingParams(max_tokens=2)
     firsts = [1, 99, 2, UNLUCKY_TOKEN, 3]
@@ -421,8 +421,7 @@ def test_a_result_that_takes_longer_than_one_poll_still_arrives(
 
 
 class DropOneReply:
-    """A TCP proxy that delivers one chosen request to the server and cuts the connection instead of bringing
-    the reply back."""
+    """A TCP proxy that delivers one chosen request and then closes the connection without a reply."""
 
     def __init__(self, url: str, route: bytes) -> None:
         self._upstream = int(url.rsplit(":", 1)[1])
@@ -443,7 +442,7 @@ class DropOneReply:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # the aborted transports close in the loop's next turn
+        await asyncio.sleep(0)  # aborted transports close in the next iteration of the loop
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
@@ -502,7 +501,7 @@ def test_a_request_whose_reply_was_lost_runs_once(url: str, engine: FakeEngine, 
 
 
 def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
-    """Its pending request is answered 410; what it does next names the way back, which then works."""
+    """Its pending request is answered with 410. The next error names a remedy, which then works."""
     first = fake_context(tmp_path, retention=Retention(hold_s=0.2))
     with serving(StartupState(context=first)) as url:
         client = tinker.ServiceClient(base_url=url, api_key="tml-dummy")
@@ -523,7 +522,7 @@ def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
         with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as again:
             restored = again.create_training_client_from_state_with_optimizer(saved).result()
             assert fake_engine(second).models[restored.model_id].steps == 1
-        client.close("interrupted").result(20)  # its heartbeat would go on beside the tests that follow
+        client.close("interrupted").result(20)  # its heartbeat would continue during later tests
 
 
 REFUSALS = {
@@ -611,6 +610,6 @@ def test_an_unsupported_request_is_refused_with_an_alternative(
     sampler = client.create_sampling_client(base_model=MODEL).result()
     with pytest.raises((tinker.BadRequestError, tinker.NotFoundError), match=message):
         call(training, sampler, rest).result(10)
-    # and the clients are as good as before
+    # the clients still work
     training.optim_step(types.AdamParams()).result(10)
     sampler.sample(prompt(1), 1, types.SamplingParams(max_tokens=1)).result(10)

@@ -1,5 +1,6 @@
-"""Qwen3 with a sliding window in some layers, against Hugging Face transformers
-(scripts/make_reference_fixtures.py)."""
+"""Compares Qwen3 with sliding windows in some layers to Hugging Face transformers
+(scripts/make_reference_fixtures.py).
+"""
 
 import json
 from collections.abc import Iterator
@@ -105,7 +106,7 @@ def test_a_cached_prompt_continues_with_the_same_tokens(
 
 
 def test_training_gives_hugging_faces_logprobs(engine: Engine, decoding: dict[str, np.ndarray]) -> None:
-    """Two sequences that share their prompt, so that they are one tree in the packed batch."""
+    """Return two sequences that share their prompt, so that they are one tree in the packed batch."""
     text = np.concatenate([decoding["prompt"], decoding["tokens"]])
     expected = np.concatenate([decoding["prompt_logprobs"], decoding["logprobs"]])
     lengths = (len(text), len(text) - 20)

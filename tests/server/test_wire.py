@@ -1,4 +1,4 @@
-"""Both wire formats: what they turn into, and what they refuse."""
+"""Parsing of both wire formats, and the requests that they refuse."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LIMITS = Limits(vocab_size=64, max_context_length=16, max_lora_rank=8)
 def sdk_bytes(
     *data: types.Datum, loss_fn: types.LossFnType = "cross_entropy", config: dict[str, Any] | None = None
 ) -> bytes:
-    """The very bytes the SDK sends."""
+    """Return the bytes that the SDK sends."""
     request = types.ForwardBackwardRequest(
         forward_backward_input=types.ForwardBackwardInput(
             data=list(data), loss_fn=loss_fn, loss_fn_config=config
@@ -438,7 +438,7 @@ def sample_body(**changes: object) -> dict[str, object]:
 
 
 def test_requests_of_old_sdks_may_omit_defaults() -> None:
-    """Up to 0.16 only fields set by hand are sent: even a chunk's type may be missing."""
+    """SDKs up to 0.16 send only explicitly set fields. Even the type of a chunk may be missing."""
     op = parse_sample(
         {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "base_model": "m"}, LIMITS
     ).op
@@ -509,7 +509,7 @@ def test_values_at_every_limit_are_accepted() -> None:
 
     assert sampled(12, max_tokens=4, stop=[63]) == 12 and sampled(15) == 15
     with pytest.raises(UserError, match=r"16 \+ 1 > 16"):
-        sampled(16)  # an answer has one token at least
+        sampled(16)  # a sample has at least one token
     (full,) = parse_training_proto(sdk_bytes(datum([63] * 16)), LIMITS).op.data
     assert full.tokens.tolist() == [63] * 16
     same = parse_training_proto(
