@@ -1,4 +1,5 @@
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -70,7 +71,6 @@ def test_one_thread_does_the_work_and_resolves_the_futures():
         results = [future.result(TIMEOUT_S) for future in futures]
         engine.submit(replace(train("b", 1), forward_only=True)).result(TIMEOUT_S)
         stats = engine.stats()
-        assert not engine._jobs
     assert results[0] == Done()
     assert results[1].metrics == {"loss:sum": 6.0}
     assert (stats["tokens_trained"], stats["tokens_forward"], stats["ops_finished"], stats["ops_failed"]) == (
@@ -271,7 +271,7 @@ def test_a_sample_that_never_fits_fails_alone(withdrawn: bool):
         held.result(TIMEOUT_S)
         assert [int(future.result(TIMEOUT_S).sequences[0].tokens[0]) for future in others] == [3, 4]
         assert huge.cancelled() if withdrawn else isinstance(huge.exception(TIMEOUT_S), CapacityError)
-        assert not engine._watchers
+        assert engine.stats()["ops_pending"] == 0
     assert executor.offered == [[1, 2, 3], [2, 3]]
 
 
@@ -287,7 +287,7 @@ def test_a_withdrawn_sample_is_removed_completely():
         held.result(TIMEOUT_S)
         assert int(kept.result(TIMEOUT_S).sequences[0].tokens[0]) == 3
         assert computed.cancelled() and waiting.cancelled()
-        assert (engine.stats()["ops_pending"], engine.stats()["slots_used"], engine._watchers) == (0, 0, {})
+        assert (engine.stats()["ops_pending"], engine.stats()["slots_used"]) == (0, 0)
     assert executor.offered == [[1, 2, 3]] and executor.log.count("decode") == 2
 
 
@@ -328,7 +328,7 @@ class Doctored(FakeExecutor):
         )
 
     def poll(self, *, dispatch_next):
-        broken = {request_id for (request_id, _), (op, _) in self._rows.items() if op.weights == "broken"}
+        broken = {request_id for (request_id, _), (op, _) in self.running.items() if op.weights == "broken"}
         return [
             FailedSequence(request_id=row.request_id, error=RuntimeError("boom"))
             if row.request_id in broken and row.index == 1
@@ -407,13 +407,13 @@ def test_stop_waits_for_the_running_operation():
 
 
 def test_an_operation_abandoned_while_it_runs_resolves_once():
-    executor = Entered()
+    executor, threads = Entered(), set(threading.enumerate())
     with running(executor) as engine:
         future = engine.submit(create("a"))
         executor.entered.wait(TIMEOUT_S)
         engine.abandon("lost")
         assert str(future.exception(0)) == "lost"
-    assert not engine._thread.is_alive() and executor.log == ["create a"]
+    assert set(threading.enumerate()) <= threads and executor.log == ["create a"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -467,6 +467,11 @@ def test_a_sample_that_nobody_awaits_releases_its_slots(patience: int, blocks: i
 
 def test_a_sample_refused_before_it_starts_leaves_no_watcher():
     with running(FakeExecutor()) as engine:
+        watcher = Notes()
+        reference = weakref.ref(watcher)
         with pytest.raises(UserError):
-            engine.submit(sample(10, max_tokens=1000), Notes()).result(TIMEOUT_S)
-        assert not engine._watchers
+            engine.submit(sample(10, max_tokens=1000), watcher).result(TIMEOUT_S)
+        engine.submit(sample(10)).result(TIMEOUT_S)  # the engine's thread drops its references
+        del watcher
+        gc.collect()
+        assert reference() is None

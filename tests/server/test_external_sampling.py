@@ -342,9 +342,8 @@ async def test_a_sampler_that_does_not_answer_times_out(
     elsewhere: ExternalSampling, sampler: ExternalSampler
 ) -> None:
     sampler.hold = True
-    elsewhere._server._line._timeout_s = (
-        0.2  # not before the sampler has been found out about, which takes what it takes
-    )
+    # The requests of `connect` may take longer, so the timeout is lowered after it.
+    elsewhere._server._line._timeout_s = 0.2
     with pytest.raises(SamplerError, match=r"not answered within sampler_timeout_s=0\.2"):
         await done(elsewhere, sample())
     assert elsewhere.stats()["sampler_failed"] == 1

@@ -262,4 +262,10 @@ async def test_keys_of_samples_are_pruned_and_those_of_steps_kept() -> None:
             work.futures[-1].set_result(Done())
             await store.wait(request_id)
     store.prune()
-    assert {scope: len(keys) for scope, keys in store._keys.items()} == {"optim_step": 3}
+    known = {
+        kind: [
+            store.find(RequestKey(scope=kind, seq_id=seq_id), kind=kind) is not None for seq_id in range(3)
+        ]
+        for kind in ("sample", "optim_step")
+    }
+    assert known == {"sample": [False] * 3, "optim_step": [True] * 3}

@@ -51,7 +51,7 @@ def test_the_end_of_the_last_complete_line_is_found(tmp_path, monkeypatch):
 def test_a_large_file_is_repaired_without_reading_it(tmp_path):
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
-        file.truncate(2**40)  # a hole: no memory would hold it
+        file.truncate(2**40)  # a sparse file that does not fit into memory
         file.seek(0, os.SEEK_END)
         file.write(b"\n{")
     truncate_torn_line(path)

@@ -39,7 +39,7 @@ EXCLUSIVE = (
 
 
 class Bench:
-    """Evaluations on fakes. `solves(checkpoint, task, member)` is what the policy can do."""
+    """Evaluations on fakes. `solves(checkpoint, task, member)` tells whether the policy solves a trial."""
 
     def __init__(self, path, solves, *, lost=()):
         self.path = path / "evaluation"
@@ -202,7 +202,7 @@ async def test_too_many_ungraded_trials_are_an_error(tmp_path):
     bench.lost, bench.played = (), 0
     await bench.go(
         "n_samples=4", "trial_attempts=1", "skyrl_tx_url=http://elsewhere:8000"
-    )  # wherever the server is by now
+    )  # the address of the server may have changed
     assert bench.played == 24
     assert bench.results()["metrics"]["test/trials/graded"] == 32
     with pytest.raises(ConfigError, match="belongs to another evaluation"):

@@ -1,4 +1,4 @@
-"""Failed trials by kind, as seed 004 wants them told apart."""
+"""The patterns of failed trials."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_tool_answer_that_mentions_errors_is_no_error():
         (failed(stop=StopReason.CONTEXT_LENGTH), Pattern.CONTEXT_OVERFLOW),
         (failed(stop=StopReason.MAX_TURNS), Pattern.LIMIT),
         (failed(stop=StopReason.TIMEOUT), Pattern.LIMIT),
-        (failed(stop=StopReason.SESSION_CLOSED), Pattern.FALSE_COMPLETION),  # the agent's own act
+        (failed(stop=StopReason.SESSION_CLOSED), Pattern.FALSE_COMPLETION),  # caused by the agent
         (failed(too_many_errors=1.0), Pattern.LIMIT),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_customer_that_repeats_a_long_answer_is_stuck():
     assert customer_faults(conversation(["Which?", "When?", "Where?"], [wish, wish, f"{wish} {STOP}"])) == []
     assert (
         customer_faults(conversation(["I cannot help."] * 3, [wish] * 3)) == []
-    )  # it is the agent who is stuck
+    )  # the agent is stuck, not the user
     assert customer_faults(conversation(["Shall I?", "Really?", "Now?"], ["Yes, please go ahead."] * 3)) == []
     assert customer_faults(conversation(["", "", ""], ["Error: the answer was empty."] * 3)) == []
 

@@ -1,4 +1,4 @@
-"""Every recipe of scripts/recipes/ loads, validates and says what the seeds' preset of that name says."""
+"""Every recipe of scripts/recipes/ loads, validates, and has the values of the preset of that name."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ GOOD = ["model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch, tmp_path):
-    """No key, no stored credentials, no .env, and nothing that a test's main() sets outlives it."""
+    """Removes keys, stored credentials and .env, and restores all settings after the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     before = dict(os.environ)
@@ -67,7 +67,7 @@ def clean_environment(monkeypatch, tmp_path):
 def test_a_mistake_is_one_line_and_no_traceback(argv, status, line, capsys):
     assert main(argv) == status
     assert capsys.readouterr().err == line + "\n"
-    assert os.listdir() == []  # nothing was done
+    assert os.listdir() == []  # no file was written
 
 
 def test_a_key_of_the_wrong_form_is_refused_before_it_is_sent(capsys):
