@@ -1,3 +1,4 @@
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -328,7 +329,7 @@ class Doctored(FakeExecutor):
         )
 
     def poll(self, *, dispatch_next):
-        broken = {request_id for (request_id, _), (op, _) in self.running.items() if op.weights == "broken"}
+        broken = {request_id for (request_id, _), (op, _) in self.active.items() if op.weights == "broken"}
         return [
             FailedSequence(request_id=row.request_id, error=RuntimeError("boom"))
             if row.request_id in broken and row.index == 1
