@@ -29,6 +29,7 @@ from tests.fakes.bodies import (
     values,
 )
 from tests.fakes.server import fake_context, fake_engine
+from tests.stress.fuzz import finding_report
 
 FUZZED = settings(max_examples=120, deadline=None, derandomize=True)
 
@@ -119,3 +120,10 @@ async def _post(folder: Path, route: str, body: object, *, alive: bool) -> None:
         assert response.status_code in (200, 204, 400, 404, 408, 410), response.text
         assert "internal error" not in response.text
     fake_engine(context).stop()
+
+
+def test_a_finding_has_its_traceback_and_the_path_of_its_input() -> None:
+    error = "=== Uncaught Python exception: ===\nValueError: a"
+    stderr = "#1 NEW\nartifact_prefix='/f/'; Test unit written to /f/crash-0\nBase64: AA=="
+    assert finding_report(f"text\n {error}\n", stderr) == f"{error}\ninput: /f/crash-0"
+    assert finding_report("", "killed\n") == "killed"

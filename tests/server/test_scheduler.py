@@ -392,7 +392,7 @@ def test_two_tenants_with_large_requests_share_the_slots_equally():
     simulation = Simulation(slots=32)
     simulation.submit(long_sample(4096), "a")
     simulation.run(10)
-    assert simulation.rows_of("a") == 32, "all slots while nobody else waits"
+    assert simulation.rows_of("a") == 32, "all slots while no other request waits"
     simulation.submit(long_sample(4096), "b")
     simulation.run(5)
     assert abs(simulation.rows_of("a") - simulation.rows_of("b")) <= 2

@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-TERMS = (("=Cells(", "=CsrMatrix("), ("ask=Ask(", "ask=SamplingRequest("))
+TERMS: tuple[tuple[str, str], ...] = ()
 """Pairs of a text of the other tree and the text of this tree."""
 SPECIAL = (
     None,
@@ -101,7 +101,9 @@ async def replies(
     rng: random.Random, number: int, routes: tuple[str, ...], fields: dict[str, object]
 ) -> list[str]:
     server = importlib.import_module("tests.fakes.server")
-    futures, app, startup = former_or_present()
+    futures = importlib.import_module("skyrl_tx_server.engine.futures")
+    app = importlib.import_module("skyrl_tx_server.http.app")
+    startup = importlib.import_module("skyrl_tx_server.http.http_handler").StartupState
     results = []
     with tempfile.TemporaryDirectory() as folder:
         context = server.fake_context(Path(folder), retention=futures.Retention(hold_s=0.001))
@@ -117,17 +119,6 @@ async def replies(
                 results.append(f"{route}: {reply.status_code} {text}")
         server.fake_engine(context).stop()
     return results
-
-
-def former_or_present() -> tuple:  # type: ignore[type-arg]
-    """Return the module of futures, the module of the application, and the class of the startup state."""
-    try:
-        handler = importlib.import_module("skyrl_tx_server.http.http_handler")
-    except ImportError:
-        app = importlib.import_module("skyrl_tx_server.app")
-        return importlib.import_module("skyrl_tx_server.futures"), app, app.Lobby
-    futures = importlib.import_module("skyrl_tx_server.engine.futures")
-    return futures, importlib.import_module("skyrl_tx_server.http.app"), handler.StartupState
 
 
 def main(argv: list[str]) -> int:

@@ -279,7 +279,7 @@ async def checkpoints(world: World) -> None:
     )
 
 
-async def openai_doors(world: World) -> None:
+async def openai_routes(world: World) -> None:
     body = chat_json(world)
     if world.random.random() < 0.5:
         body = {"model": "local/quickstart", "prompt": tokens(world), "max_tokens": 4, "n": 2}
@@ -468,7 +468,7 @@ ATTACKS: tuple[Callable[[World], Awaitable[None]], ...] = (
         slowloris,
         broken_http,
     ),
-    *(openai_doors, openai_doors, stream_left),
+    *(openai_routes, openai_routes, stream_left),
 )
 
 
