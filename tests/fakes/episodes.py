@@ -41,7 +41,7 @@ async def run_script(
     policy: FakePolicy | None = None,
     **env: Any,
 ) -> tuple[Trajectory | TrialFailure, FakePolicy, ScriptedEnv]:
-    """Run an episode in an environment that reacts from `script`, and check that it is closed once."""
+    """Run an episode in an environment that answers from `script`, and check that it is closed once."""
     chat = chat or toy_chat()
     policy = policy or FakePolicy(chat, replies)
     environment = ScriptedEnv(script, **env)
@@ -53,14 +53,14 @@ async def run_script(
 
 
 async def play(*args: Any, **options: Any) -> tuple[Trajectory, FakePolicy, ScriptedEnv]:
-    """`run_script` for an episode that is graded."""
+    """Call `run_script` and check that the episode is graded."""
     result, policy, environment = await run_script(*args, **options)
     assert isinstance(result, Trajectory), result
     return result, policy, environment
 
 
 async def fail(*args: Any, **options: Any) -> tuple[TrialFailure, FakePolicy, ScriptedEnv]:
-    """`run_script` for an episode that fails."""
+    """Call `run_script` and check that the episode fails."""
     result, policy, environment = await run_script(*args, **options)
     assert isinstance(result, TrialFailure), result
     return result, policy, environment

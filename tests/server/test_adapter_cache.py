@@ -42,7 +42,7 @@ def save(cache: AdapterCache, *names: str) -> None:
 
 
 def pinned_values(cache: AdapterCache, weights: str | None) -> set[float]:
-    """The values of the LoRA slot in which `weights` is pinned."""
+    """Return the values of the LoRA slot in which `weights` is pinned."""
     slot = cache.pin(weights)
     try:
         return {
@@ -125,7 +125,7 @@ def test_full_host_memory_drops_the_least_recently_used() -> None:
     cache.put("tinker://run/sampler_weights/e", adapter(5.0))
     assert len(cache.in_host_memory) == 3, "its copy is on disk"
     for _ in range(2):
-        save(cache, "d")  # replaces itself
+        save(cache, "d")  # replaces the earlier snapshot of this name
     assert cache.in_host_memory == ["a", "b", "d"]
 
 

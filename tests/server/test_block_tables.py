@@ -10,7 +10,7 @@ NO_PREFIX = Prefix()
 
 
 def cached(cache: PrefixCache, text: np.ndarray) -> None:
-    """Cache `text` in the first free pages, as a sequence does that has ended."""
+    """Cache `text` in the first free pages, as when a sequence ends."""
     pages = cache.allocate(-(-len(text) // PAGE_SIZE))
     assert pages is not None
     cache.insert("w", text, pages)

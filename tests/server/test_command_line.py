@@ -1,4 +1,4 @@
-"""Mistakes on the command line: one line, exit status 2, nothing started."""
+"""Mistakes on the command line give one line and exit status 2, and start nothing."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_help_names_every_option_and_its_default(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("program", "argv"), [(main, ["--help"]), (export.main, ["--help"]), (export.main, ["merge", "--help"])]
 )
-def test_help_that_nobody_reads_to_its_end_is_no_traceback(
+def test_help_into_a_closed_pipe_is_no_traceback(
     program: Callable[[list[str]], int], argv: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, writer = os.pipe()
@@ -215,8 +215,8 @@ def test_a_dry_run_prints_the_memory_plan_and_touches_nothing(
     assert not checkpoints.exists()
 
 
-def test_virtual_devices_have_threads_to_wait_for_each_other_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which XLA reads when it starts, here long ago."""
+def test_virtual_devices_have_enough_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA reads this variable when it starts, which has already happened in this process."""
     monkeypatch.setenv("NPROC", "1")
     monkeypatch.delenv("NPROC")
     assert main([f"base_model={FIXTURES / 'tied'}", "data_parallel=32", "dry_run=true"]) == 2, (

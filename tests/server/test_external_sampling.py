@@ -195,7 +195,7 @@ async def test_adapters_are_evicted_and_reloaded_from_checkpoints(
     kept.rmdir()
 
 
-async def test_a_sampler_that_comes_back_empty_gets_its_adapters_again(
+async def test_a_restarted_sampler_gets_its_adapters_again(
     sampler: ExternalSampler, engine: Engine, root: Path, model_dir: Path
 ) -> None:
     with sampling(sampler) as url:
@@ -205,7 +205,7 @@ async def test_a_sampler_that_comes_back_empty_gets_its_adapters_again(
         await done(elsewhere, sample("kept"))
     with pytest.raises(SamplerError, match="cannot be reached"):
         await done(elsewhere, sample("kept"))
-    await done(elsewhere, SaveSampler(model_id="m", weights="meanwhile"))  # training and saving go on
+    await done(elsewhere, SaveSampler(model_id="m", weights="meanwhile"))  # training and saving continue
     with sampling(sampler, port=int(url.rpartition(":")[2])):
         for weights in ("kept", "meanwhile"):
             results = await asyncio.gather(*(done(elsewhere, sample(weights)) for _ in range(3)))
@@ -236,7 +236,7 @@ async def test_another_model_is_detected_before_its_samples_are_used(
                     await done(elsewhere, sample())
 
 
-async def test_an_adapter_that_is_left_out_is_found_out(
+async def test_an_ignored_adapter_is_detected(
     elsewhere: ExternalSampling, sampler: ExternalSampler, engine: Engine, root: Path
 ) -> None:
     update(engine, root, 0.5)
@@ -276,7 +276,7 @@ def without(key: str) -> Callable[[dict], object]:
         ),
     ],
 )
-async def test_an_answer_that_is_not_whole_fails_its_request_alone(
+async def test_an_incomplete_answer_fails_only_its_request(
     elsewhere: ExternalSampling, sampler: ExternalSampler, spoil: Callable[[dict], object], message: str
 ) -> None:
     sampler.spoil = spoil
@@ -286,7 +286,7 @@ async def test_an_answer_that_is_not_whole_fails_its_request_alone(
     await done(elsewhere, sample())
 
 
-async def test_samples_end_where_the_engine_would_have_ended_them(
+async def test_samples_end_where_the_engine_ends_them(
     elsewhere: ExternalSampling, sampler: ExternalSampler
 ) -> None:
     long = replace(FREE, max_tokens=60, seed=5)
@@ -301,7 +301,7 @@ async def test_samples_end_where_the_engine_would_have_ended_them(
     assert len(stopped.tokens) <= 10 and stopped.stop_reason is StopReason.STOP
 
     def two_more(answer: dict) -> None:
-        """As vLLM may return them, which looks for stop strings only between blocks of tokens."""
+        """vLLM may return tokens after a stop string, because it searches between blocks of tokens."""
         answer["choices"][0]["token_ids"] += [65, 66]
         answer["choices"][0]["logprobs"]["token_logprobs"] += [-1.0, -1.0]
 
@@ -311,7 +311,7 @@ async def test_samples_end_where_the_engine_would_have_ended_them(
 
 
 @pytest.mark.parametrize("sampler", ["vllm", "sglang"], indirect=True)
-async def test_what_it_cannot_give_exactly_the_engine_gives(
+async def test_the_engine_serves_what_the_sampler_cannot_give_exactly(
     elsewhere: ExternalSampling, sampler: ExternalSampler
 ) -> None:
     prompt_scored = await done(elsewhere, sample(None, replace(FREE, max_tokens=1), prompt_logprobs=True))
@@ -338,19 +338,18 @@ async def test_cancelling_a_sample_closes_its_request(
     await asyncio.to_thread(sampler.wait_until, lambda: sampler.aborted == 1)
 
 
-async def test_a_sampler_that_does_not_answer_is_given_up(
+async def test_a_sampler_that_does_not_answer_times_out(
     elsewhere: ExternalSampling, sampler: ExternalSampler
 ) -> None:
     sampler.hold = True
-    elsewhere._server._line._timeout_s = (
-        0.2  # not before the sampler has been found out about, which takes what it takes
-    )
+    # The requests of `connect` may take longer, so the timeout is lowered after it.
+    elsewhere._server._line._timeout_s = 0.2
     with pytest.raises(SamplerError, match=r"not answered within sampler_timeout_s=0\.2"):
         await done(elsewhere, sample())
     assert elsewhere.stats()["sampler_failed"] == 1
 
 
-async def test_a_stopping_server_lets_go_of_what_it_waits_for(
+async def test_stopping_the_server_fails_waiting_samples(
     elsewhere: ExternalSampling, sampler: ExternalSampler
 ) -> None:
     sampler.hold = True
@@ -361,7 +360,7 @@ async def test_a_stopping_server_lets_go_of_what_it_waits_for(
         await asyncio.wrap_future(future)
 
 
-async def test_a_lasting_difference_is_warned_of_and_shown(
+async def test_a_lasting_difference_is_logged_and_counted(
     url: str,
     sampler: ExternalSampler,
     engine: Engine,
@@ -422,7 +421,7 @@ async def test_an_unfit_sampler_is_refused_at_the_start(
             pass
 
 
-async def test_a_sampler_that_is_not_there_is_refused_at_the_start(
+async def test_an_unreachable_sampler_is_refused_at_the_start(
     engine: Engine, root: Path, model_dir: Path
 ) -> None:
     with pytest.raises(

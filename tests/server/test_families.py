@@ -1,5 +1,4 @@
-"""Every family of models against Hugging Face's own logits, and through the whole executor: training,
-snapshots, sampling, checkpoints."""
+"""Compares every model family with Hugging Face's logits, and runs it through the executor."""
 
 import json
 from collections.abc import Iterator
@@ -71,7 +70,7 @@ def _logits_of(config: ModelConfig, params: Params, tokens: jax.Array, adapter: 
 
 
 def difference(config: ModelConfig, name: str, params: Params | None = None) -> float:
-    """How far the logits of a fixture, or of it with other `params`, are from Hugging Face's."""
+    """Return the difference of a fixture's logits, optionally with other `params`, from Hugging Face's."""
     expected = np.load(FAMILIES / name / "expected.npz")
     logits = logits_of(config, params or load_params(FAMILIES / name, config, "float32"), expected["tokens"])
     return float(np.abs(logits[:, :: int(expected["stride"])] - expected["logits"]).max())
@@ -92,7 +91,7 @@ def test_the_llama3_fixture_would_notice_plain_rotary_angles() -> None:
 
 
 @pytest.mark.parametrize("part", ["score scale", "groups", "bias", "weights' scale", "pairs"])
-def test_the_deepseek_fixture_would_notice_what_sets_it_apart(part: str) -> None:
+def test_the_deepseek_fixture_detects_each_missing_feature(part: str) -> None:
     config = load_model_config(FAMILIES / "deepseek_v3")
     params = load_params(FAMILIES / "deepseek_v3", config, "float32")
     assert config.experts is not None and config.experts.groups is not None and config.latent is not None
@@ -184,14 +183,14 @@ def test_a_mixture_samples_what_it_trains_under_each_adapter(mixture: Engine) ->
 
 
 def random_adapter(config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
-    """A checkpoint's arrays, every factor random."""
+    """Return the arrays of a checkpoint with random factors."""
     random = np.random.default_rng(spec.seed)
     fresh = adapter_to_arrays(init_adapter(config, spec, spec.rank), config, spec)
     return {name: random.normal(0, 0.05, array.shape).astype(np.float32) for name, array in fresh.items()}
 
 
 def test_latent_attention_samples_what_its_forward_pass_computes(tmp_path: Path) -> None:
-    """Under two adapters and the base model in one batch, and from a prompt whose beginning is cached."""
+    """Samples with two adapters and the base model in one batch, with a partly cached prompt."""
     directory, spec = FAMILIES / "deepseek_v3", LoraSpec(rank=8)
     config = load_model_config(directory)
     params, store = (
@@ -215,7 +214,7 @@ def test_latent_attention_samples_what_its_forward_pass_computes(tmp_path: Path)
         return engine.submit(Sample(prompt=prompt, weights=weights, num_samples=1, settings=settings))
 
     def checked(weights: str | None, prompt: np.ndarray, result: SampleResult) -> np.ndarray:
-        """The sampled tokens, held against the forward pass."""
+        """Compares the sampled tokens with the forward pass."""
         (sequence,) = result.sequences
         text = np.concatenate([prompt, sequence.tokens])
         logits = logits_of(config, params, np.pad(text, (0, 160 - len(text)))[None], adapters[weights])[
@@ -282,7 +281,7 @@ def write_config(directory: Path, name: str, **changes) -> Path:
         ("deepseek_v3", {"kv_lora_rank": None}, "'kv_lora_rank' is missing"),
     ],
 )
-def test_a_config_we_cannot_run_is_one_clear_line(
+def test_an_unsupported_config_is_one_clear_line(
     tmp_path: Path, name: str, changes: dict, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as error:
@@ -293,8 +292,7 @@ def test_a_config_we_cannot_run_is_one_clear_line(
 def test_deepseek_is_read_as_its_own_checkpoints_write_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Positions as transformers 4 wrote them, and the layers that predict more tokens ahead named as left
-    out."""
+    """The rotary settings of transformers 4, and omitted multi-token-prediction layers."""
     config = load_model_config(FAMILIES / "deepseek_v3")
     scaling = {
         "type": "yarn",

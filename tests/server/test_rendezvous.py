@@ -1,5 +1,6 @@
-"""Processes that may not go on together learn it before jax is started; what comes of those that may is in
-test_two_processes.py."""
+"""Processes that do not fit together are refused before jax starts. test_two_processes.py tests matching
+ones.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def hosts(tmp_path: Path) -> Iterator[ProcessOptions]:
 
 @pytest.fixture
 def leading(hosts: ProcessOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Process 0 waits for one that may go on with it, which comes in the end."""
+    """Process 0 waits for a matching process, which connects at the end."""
     monkeypatch.setattr("skyrl_tx_server.distributed.rendezvous._start_jax", lambda hosts, address: None)
     thread = threading.Thread(target=lambda: lead(hosts, SETTINGS, print).stop())
     thread.start()
@@ -87,7 +88,8 @@ def test_a_disconnected_process_frees_its_number() -> None:
 def test_an_address_of_another_host_is_one_line(hosts: ProcessOptions) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"192.0.2.1:7000: Cannot assign requested address; it must be a free address of process 0's host",
+        match=r"192.0.2.1:7000: Cannot assign requested address; "
+        "it must be a free address of process 0's host",
     ):
         lead(chz.replace(hosts, coordinator_address="192.0.2.1:7000"), SETTINGS, print)
     with pytest.raises(

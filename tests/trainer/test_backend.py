@@ -49,7 +49,7 @@ def settings(url: str, **changes) -> BackendSettings:
     return BackendSettings(**(options | changes))
 
 
-async def test_sample_train_save_and_load(url):
+async def test_the_backend_samples_trains_saves_and_loads(url):
     async with connect(settings(url)) as endpoint:
         backend = await endpoint.open_training()
         policy = await backend.policy(0)

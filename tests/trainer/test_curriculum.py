@@ -19,7 +19,7 @@ def group(name, *rewards):
     )
 
 
-def test_evidence_adds_up_and_fades():
+def test_evidence_accumulates_and_decays():
     state = Curriculum().after([group("a", 1, 0, 0, 0), group("a", 1, 1, 0.5, 0)])
     assert (state.posterior(task("a")).solved, state.posterior(task("a")).failed) == (
         DECAY * 1 + 2,

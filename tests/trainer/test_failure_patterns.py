@@ -1,4 +1,4 @@
-"""Failed trials by kind, as seed 004 wants them told apart."""
+"""The patterns of failed trials."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def failed(*messages: tuple[str, str], stop: StopReason = StopReason.STOP, **met
         ("Error: 7", Pattern.OTHER_ERROR),
     ],
 )
-def test_what_a_tool_refused_is_told_from_its_words(error: str, pattern: Pattern):
+def test_tool_refusals_are_recognised_by_their_text(error: str, pattern: Pattern):
     assert pattern_of(error) is pattern
     assert pattern in patterns(failed(("tool", error), stop=StopReason.MAX_TURNS))
 
 
-def test_an_answer_of_a_tool_that_only_speaks_of_errors_is_none():
+def test_a_tool_answer_that_mentions_errors_is_no_error():
     assert patterns(failed(("tool", '{"note": "Error: not found"}'))) == {Pattern.FALSE_COMPLETION}
 
 
@@ -59,7 +59,7 @@ def test_an_answer_of_a_tool_that_only_speaks_of_errors_is_none():
         (failed(stop=StopReason.CONTEXT_LENGTH), Pattern.CONTEXT_OVERFLOW),
         (failed(stop=StopReason.MAX_TURNS), Pattern.LIMIT),
         (failed(stop=StopReason.TIMEOUT), Pattern.LIMIT),
-        (failed(stop=StopReason.SESSION_CLOSED), Pattern.FALSE_COMPLETION),  # the agent's own act
+        (failed(stop=StopReason.SESSION_CLOSED), Pattern.FALSE_COMPLETION),  # caused by the agent
         (failed(too_many_errors=1.0), Pattern.LIMIT),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_customer_that_repeats_a_long_answer_is_stuck():
     assert customer_faults(conversation(["Which?", "When?", "Where?"], [wish, wish, f"{wish} {STOP}"])) == []
     assert (
         customer_faults(conversation(["I cannot help."] * 3, [wish] * 3)) == []
-    )  # it is the agent who is stuck
+    )  # the agent is stuck, not the user
     assert customer_faults(conversation(["Shall I?", "Really?", "Now?"], ["Yes, please go ahead."] * 3)) == []
     assert customer_faults(conversation(["", "", ""], ["Error: the answer was empty."] * 3)) == []
 

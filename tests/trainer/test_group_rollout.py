@@ -80,7 +80,7 @@ async def test_the_duration_of_a_group_is_from_first_start_to_last_end(tmp_path)
     assert finished.duration_s >= 0.03
 
 
-async def test_never_more_trials_at_once_than_asked_for(tmp_path):
+async def test_concurrent_trials_stay_within_the_limit(tmp_path):
     running = most = 0
 
     async def count(trial, policy):
@@ -121,7 +121,7 @@ def test_the_wait_before_a_retry_doubles_and_is_spread():
     assert [back_off(2.0, 1, seed) for seed in (500, 999)] == [2.5, 2.999]
 
 
-async def test_a_lost_trial_is_tried_again_after_a_while(tmp_path):
+async def test_a_lost_trial_is_retried_after_a_wait(tmp_path):
     loop = asyncio.get_running_loop()
     times = []
 
@@ -165,7 +165,7 @@ async def test_a_trial_past_its_deadline_is_cancelled_and_counted(tmp_path):
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.02)  # a sandbox takes a while to go
+            await asyncio.sleep(0.02)  # stopping a sandbox takes time
             freed.append(trial)
 
     groups, _, _ = await play(tmp_path, hang, deadline=0.01, group_size=1)
@@ -203,9 +203,7 @@ async def test_when_nothing_was_graded_the_commonest_cause_is_named(tmp_path):
         match=r"none of the 3 trials of evaluation 3 could be graded; 2 failed by sandbox, e.g. no tmux",
     ) as one:
         require_some_graded(groups, plan(tmp_path, purpose="eval", directory=jobs))
-    assert str(one.value).endswith(
-        f"; see {tmp_path / 'logs.log'}"
-    )  # these trials left no files of their own
+    assert str(one.value).endswith(f"; see {tmp_path / 'logs.log'}")  # these trials have no files
     jobs.mkdir(parents=True)
     with pytest.raises(TrainerError, match=f"; see {jobs}$"):
         require_some_graded(groups, plan(tmp_path, purpose="eval", directory=jobs))
@@ -249,7 +247,7 @@ def test_seeds_differ_by_place_and_repeat_between_evaluations(tmp_path):
 
 
 class Floored(FakeTasks):
-    """Doing nothing solves a, cannot be tried at b."""
+    """Doing nothing solves task a and fails to run for task b."""
 
     asked: list[str]
     num_running = 0

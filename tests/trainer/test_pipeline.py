@@ -51,7 +51,7 @@ def test_the_order_is_a_function_of_ids_seed_and_epoch_alone():
 
 
 class Stage:
-    """Plays groups until they are told to end."""
+    """Plays groups until the test ends them."""
 
     def __init__(self, names, *, left_out=(), **changes):
         options = {"max_staleness": 1, "max_groups_in_flight": None, "stream_groups": False, "batch_size": 2}
@@ -117,13 +117,13 @@ async def test_a_step_takes_the_groups_that_end_first():
 async def test_groups_that_end_during_an_update_are_bounded():
     stage = Stage("abcdefgh", max_groups_in_flight=8)
     async with stage.pipeline:
-        stage.pipeline.update_begins()  # so early that no group takes longer
+        stage.pipeline.update_begins()  # so early that no group takes longer than the update
         taking = await started(stage)
         await stage.end("a", "b")
         assert [await taking, await stage.taken(1)] == ["a", "b"]
         assert stage.under_way == "cd"
         await stage.end("c", "d")
-        assert stage.under_way == ""  # what would end now would be two updates old when its turn comes
+        assert stage.under_way == ""  # a group that ends now would be two updates old when it is used
         assert [await stage.taken(2), await stage.taken(2)] == ["c", "d"]
         assert stage.under_way == ""
         stage.pipeline.update_ended()

@@ -137,7 +137,7 @@ async def test_rows_of_two_domains_run_in_their_own_domains(tmp_path: Path, home
         FakePolicy(byte_chat(), ['<tool_call>{"name": "save", "arguments": {}}</tool_call>', "Saved."])
     )
     assert isinstance(found, Trajectory) and found.reward == 1.0
-    assert found.conversation[2]["content"] == "keep it"  # the row's instruction is the user's scenario
+    assert found.conversation[2]["content"] == "keep it"  # the instruction is the scenario of the user
     await source.close()
 
 
@@ -272,14 +272,14 @@ def test_a_mixture_gives_each_domain_its_share_of_every_batch():
     played = Counter(task.id for batch in plan for task in batch.tasks)
     assert {played[task.id] for task in pool if task.domain == "airline"} == {10}
     assert {played[task.id] for task in pool if task.domain == "retail"} == {2, 3}
-    assert schedule(pool[::-1], settings) == plan  # a resumed run meets the same batches
+    assert schedule(pool[::-1], settings) == plan  # a resumed run has the same batches
     airlines = [task.id for batch in plan for task in batch.tasks if task.domain == "airline"]
     assert len({tuple(airlines[at : at + 4]) for at in range(0, 40, 4)}) > 5, (
         "each round has an order of its own"
     )
     assert schedule(pool, chz.replace(settings, seed=1)) != plan
     assert schedule(pool, chz.replace(settings, max_steps=3)) == plan[:3]
-    assert schedule(pool, chz.replace(settings, batch_size=8))  # all airlines in every batch
+    assert schedule(pool, chz.replace(settings, batch_size=8))  # every batch has all airline tasks
 
 
 def test_fractional_shares_are_exact_over_the_run():

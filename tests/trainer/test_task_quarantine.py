@@ -56,7 +56,8 @@ def test_the_diagnosis_names_the_commonest_cause_with_an_example():
         group("d", graded=1),
     ]
     assert diagnosis(FaultState().after(groups, SETTINGS), groups, SETTINGS) == (
-        "6 of the last 7 trials could not be graded, more than max_failure_rate=0.5: 4 by sandbox, 2 by verifier; e.g. no tmux; "
+        "6 of the last 7 trials could not be graded, more than max_failure_rate=0.5: "
+        "4 by sandbox, 2 by verifier; e.g. no tmux; "
         "fix the cause and resume"
     )
 

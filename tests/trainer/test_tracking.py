@@ -93,7 +93,7 @@ def test_offline_wandb_continues_a_run_under_its_id(tmp_path):
 
 
 def test_wandb_has_a_step_once_and_with_its_evaluation(tmp_path, monkeypatch):
-    """It ignores what comes for a step that it has."""
+    """W&B ignores metrics for a step that it already has."""
     fake = FakeWandb()
     fake.released.set()
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -106,7 +106,7 @@ def test_wandb_has_a_step_once_and_with_its_evaluation(tmp_path, monkeypatch):
 
 
 class FakeWandb(types.ModuleType):
-    """`wandb` without a network: remembers under which ids runs began, and what they were told."""
+    """Replaces `wandb`, and records the ids of runs and their calls."""
 
     Error = RuntimeError
 
@@ -156,7 +156,7 @@ def test_an_upload_that_never_ends_does_not_hold_the_process(tmp_path, monkeypat
 
 
 class FakeTrackio(types.ModuleType):
-    """`trackio` as its version 0.43 behaves: a run is known by project and name."""
+    """Replaces `trackio` 0.43, where project and name identify a run."""
 
     def __init__(self):
         super().__init__("trackio")

@@ -44,7 +44,7 @@ async def test_an_answer_that_never_comes_ends_its_own_wait_alone():
         with pytest.raises(BackendError, match=r"^saving: no answer within request_timeout_s=0.05$") as error:
             await watchdog.answer(for_ever(freed), "saving")
         assert not isinstance(error.value, ServerLost) and freed
-        assert await watchdog.guard(asyncio.sleep(0.1, 7), "playing") == 7  # has deadlines of its own
+        assert await watchdog.guard(asyncio.sleep(0.1, 7), "playing") == 7  # has its own deadlines
 
 
 @pytest.mark.parametrize(
