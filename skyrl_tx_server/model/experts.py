@@ -243,8 +243,8 @@ def _module_specs(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileLayout:
-    """The place of each of R assignments in N tiles of one group each. A group is an expert, or an expert with
-    a LoRA slot. Assignments to experts of other devices have no place."""
+    """The place of each of R assignments in N tiles of one group each. A group is an expert, or an expert
+    with a LoRA slot. Assignments to experts of other devices have no place."""
 
     tile: int  # assignments per tile
     groups: jax.Array  # [N] int32, the group of each tile
@@ -288,8 +288,8 @@ def lay_out_tiles(local_R: jax.Array, count: int, *, tile: int) -> TileLayout:
 
 
 def _factors_of_tiles(module: LoraWeights, experts: jax.Array, slot: jax.Array | None) -> LoraWeights:
-    """Return the factors of each tile; every leaf has a leading axis of tiles. `slot` [tiles] is the LoRA slot
-    if `module` has slots."""
+    """Return the factors of each tile; every leaf has a leading axis of tiles. `slot` [tiles] is the LoRA
+    slot if `module` has slots."""
     if slot is None:
         return LoraWeights(a=module.a[experts], b=tuple(b[experts] for b in module.b), scale=module.scale)
     index = (slot, module.layer, experts)

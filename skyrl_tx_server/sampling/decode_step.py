@@ -60,8 +60,8 @@ class Carry:
 class DecodeBatch:
     """The sequences in the B decode slots at the start of a dispatch."""
 
-    tokens: ArrayLike  # [B] int32, the last token, whose keys and values are not cached yet; -1: it is in `before`
-    before: Carry
+    tokens: ArrayLike  # [B] int32, the last token, whose keys and values are not cached yet; -1: it is in
+    `before` before: Carry
     positions: ArrayLike  # [B] int32, position of that token = number of cached tokens; 0 for a free slot
     remaining: ArrayLike  # [B] int32, tokens still to sample; 0 for a free slot
     tables: ArrayLike  # [B, W] int32, block tables with room for this dispatch, padded with the null page

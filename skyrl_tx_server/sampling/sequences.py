@@ -80,8 +80,8 @@ class SequenceState:
         """
         if np.isnan(logprobs).any():
             raise UserError(
-                f"sampling from {self.weights or 'the base model'}: its probabilities are not numbers, so its weights have diverged; "
-                "go back to an earlier checkpoint and lower the learning rate"
+                f"sampling from {self.weights or 'the base model'}: its probabilities are not numbers, so "
+                "its weights have diverged; go back to an earlier checkpoint and lower the learning rate"
             )
         self.tokens += tokens
         self.logprobs += logprobs

@@ -89,8 +89,8 @@ class TrainingModelPool:
             model = self._device[oldest]
             if model.num_bytes > (free := self._ranks.broadcast_from_rank0(available_host_bytes)):
                 raise CapacityError(
-                    f"{self._limit} models are on the device (max_models) and host memory has {free >> 20} MiB left, "
-                    f"not the {model.num_bytes >> 20} MiB that moving the least recently used one there takes; unload a model"
+                    f"{self._limit} models are on the device (max_models) and host memory has {free >> 20} "
+                    f"MiB left, not the {model.num_bytes >> 20} MiB that moving the least recently used one there takes; unload a model"
                 )
             self._in_host_memory[oldest] = model.moved(to_host), _shardings(model)
             del self._device[oldest]
