@@ -81,7 +81,7 @@ def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
             connection.send_bytes(json.dumps({"jax": jax_address}).encode())
         except OSError:
             raise ConfigError(
-                f"process {process} disconnected before all processes had connected: start all processes again"
+                f"process {process} disconnected before all processes had connected: start them again"
             ) from None
     rank0 = RankZero(joined, on_lost)  # detects lost processes while jax starts, which waits for minutes
     _start_jax(hosts, jax_address)

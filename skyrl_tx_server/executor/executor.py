@@ -277,7 +277,7 @@ class DeviceExecutor:
             what = "update" if math.isfinite(grad_norm) else f"gradient (norm {grad_norm})"
             raise UserError(
                 f"optim_step of {op.model_id} not taken: its {what} is not finite. The weights are unchanged "
-                "and the gradient is dropped; continue with other data, or lower the learning rate or the advantages"
+                "and the gradient is dropped; use other data, or lower the learning rate or the advantages"
             )
         self._models.put(op.model_id, replace(model, adapter=adapter, adam=adam, gradient=None))
         return OptimStepResult(metrics={"grad_norm": grad_norm})
@@ -302,7 +302,7 @@ class DeviceExecutor:
         # SDKs up to 0.36 create the model without a seed
         if model is not None and replace(model.lora, seed=info.lora.seed) != info.lora:
             raise UserError(
-                f"{op.path} has {info.lora}, {op.model_id} has {model.lora}; create a model from the checkpoint"
+                f"{op.path} has {info.lora}, {op.model_id} has {model.lora}; create a model from it"
             )
         arguments = self._config, info.lora, self._max_lora_rank
         loaded = self._new_model(info.lora, adapter_from_arrays(arrays, *arguments))

@@ -29,7 +29,7 @@ from skyrl_tx_server.training.training_model_pool import available_host_bytes
 COPIES_PER_MODEL = 5
 """Adapter, summed gradient, gradient of the current operation, and Adam's two moments."""
 COPIES_PER_STEP = 5
-"""Of an optimizer step: the new adapter and moments, the masked gradient, and zeros for a missing gradient."""
+"""Of an optimizer step: new adapter and moments, masked gradient, and zeros for a missing gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +83,7 @@ def plan_memory(settings: EngineOptions) -> MemoryPlan:
             option="train_tokens_per_batch" if longest == model.train_shapes.budget else "max_context_length",
         ),
         MemoryItem(
-            name=f"copies of a decode dispatch with {cache.slots} sequences of {model.max_context_length} tokens",
+            name=f"copies of a decode dispatch, {cache.slots} sequences of {model.max_context_length} tokens",
             num_bytes=cache.copy_bytes + device_memory.copied_layers_bytes(model),
             option="max_num_seqs or max_context_length" if cache.copy_bytes else "",
         ),
@@ -103,7 +103,7 @@ def plan_memory(settings: EngineOptions) -> MemoryPlan:
                 option="cache_tokens",
             ),
             MemoryItem(
-                name=f"{settings.max_models} training models of rank {settings.max_lora_rank} and an Adam step",
+                name=f"{settings.max_models} training models (rank {settings.max_lora_rank}), an Adam step",
                 num_bytes=(settings.max_models * COPIES_PER_MODEL + COPIES_PER_STEP) * 4 * adapter,
                 option="max_models or max_lora_rank",
             ),

@@ -335,7 +335,7 @@ class CheckpointStore:
     def _arrays(self, path: str, info: CheckpointInfo, sha256: str) -> dict[str, np.ndarray]:
         file = self._directory(path) / f"arrays-{info.generation}.safetensors"
         damaged = UserError(
-            f"checkpoint {path} is damaged: {file.name} is missing or does not match its record; save it again"
+            f"checkpoint {path} is damaged: {file.name} is missing or differs from its record; save it again"
         )
         self._check_inside(path, file)
         try:

@@ -260,8 +260,8 @@ def _expiry_to_json(path: str, expires_at: datetime | None, generation: str | No
 
 
 def _run_from_json(fact: dict[str, object]) -> TrainingRun:
-    """Parse a run. Raise ValueError, KeyError or TypeError if it is invalid. Too large metadata is left
-    out.""" metadata = fact.get("user_metadata", {})
+    """Parse a run. Raise ValueError, KeyError or TypeError if it is invalid. Drop metadata over the limit."""
+    metadata = fact.get("user_metadata", {})
     if not isinstance(metadata, dict) or not all(
         isinstance(text, str) for item in metadata.items() for text in item
     ):

@@ -1,10 +1,10 @@
-"""A mesh of devices that share one model: its axes, the sharding of arrays, and constraints for programs.
+"""The mesh of devices that share one model: its axes, the sharding of arrays, and constraints for programs.
 
-    axis     divides                                                     and so holds
-    data     the rows of a batch                                         everything else once per device
-    fsdp     the rows of a batch, and each matrix                        a part of every matrix
-    tensor   heads, the perceptron's width, the vocabulary               a part of every matrix and of the
-    cache expert   a mixture's experts                                         some experts, and their adapters
+    axis     divides                                   each device holds
+    data     the sequences of a batch                  everything else
+    fsdp     the sequences of a batch, each matrix     a part of every matrix
+    tensor   heads, the width of MLPs, the vocabulary  a part of every matrix and of the KV cache
+    expert   experts                                   some experts and their adapters
 
 Training gathers the matrices of a layer that `fsdp` divides before its products, because they are smaller
 than the activations of its tokens. Sampling leaves matrices in place (`weight_stationary`) and sends its few
@@ -51,10 +51,10 @@ def check_device() -> None:
     """Raise ConfigError on NVIDIA's devices before Ampere, for which Triton cannot compile the kernels."""
     device = jax.local_devices()[0]
     major = str(getattr(device, "compute_capability", "")).partition(".")[0]
-    if on_gpu() and major.isdigit() and int(major) < OLDEST_GPU:
+    if on_gpu() and major.isdigit() and int(major) < MIN_COMPUTE_CAPABILITY:
         raise ConfigError(
             f"{device.device_kind} has compute capability {device.compute_capability}, the kernels need "
-            f"{OLDEST_GPU}.0 or more (A100, RTX 30 and later); JAX_PLATFORMS=cpu runs the server without it"
+            f"{MIN_COMPUTE_CAPABILITY}.0 or more (A100, RTX 30 and later); set JAX_PLATFORMS=cpu to use the CPU"
         )
 
 

@@ -12,11 +12,10 @@ PAGE_SIZE = 64
 """Positions of a KV page."""
 MIN_SEGMENT = 512
 ATTENTION_TILE = 128
-"""Tokens that attend together in training and scoring. The lengths of a training stream and of a scored text
-are multiples.""" SMALLER_SHAPES = 2
+"""Tokens of a tile in training and scoring. The length of a training stream or scored text is a multiple."""
+SMALLER_SHAPES = 2
 PREFILL_TILE = 64
-"""Tokens of a prompt that attend together: what a prompt has beyond its cached tokens is cut into such
-tiles."""
+"""Tokens of a tile in prefill. The tokens of a prompt after its cached prefix are split into tiles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

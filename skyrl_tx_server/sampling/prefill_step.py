@@ -146,8 +146,8 @@ def prefill(
 def _prompt_logprobs(
     config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, targets: ArrayLike
 ) -> jax.Array:
-    """Return log p(targets) [N, T] of hidden states [N, T, D], computed for a slice of positions at a
-    time.""" tiles, length = hidden.shape[:2]
+    """Return log p(targets) [N, T] of hidden states [N, T, D], a slice of the positions at a time."""
+    tiles, length = hidden.shape[:2]
     chunk = min(length, max(1, MAX_PROMPT_LOGITS // (tiles * config.vocab_size)))
     count = -(-length // chunk)
     padding = (0, count * chunk - length)

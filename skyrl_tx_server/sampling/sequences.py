@@ -15,7 +15,7 @@ from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS, BatchSettings
 
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1024
-"""The engine's thread looks for all stop strings after every dispatch, so their number and length are limited."""
+"""Limits, because the engine thread looks for all stop strings after every dispatch."""
 
 type SequenceKey = tuple[int, int]
 """(request_id, index of the sample in its request); smaller keys are older."""

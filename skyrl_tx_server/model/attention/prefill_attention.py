@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
-from skyrl_tx_server.model.kernels.paged_kernel import prefill_attention, reads_as_they_lie
+from skyrl_tx_server.model.kernels.paged_kernel import prefill_attention, supports_head_dim
 from skyrl_tx_server.model.kv_cache import PAGES, KVCache, Segment, own_pages, read_pages
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.mesh import BATCH, shard_map_over
@@ -83,7 +83,7 @@ def _attend_here(
 ) -> jax.Array:
     """Run the kernel on NVIDIA's devices; elsewhere, and for heads and windows that it does not support, run
     the loop."""
-    if spec.sliding_window is not None or not reads_as_they_lie(q.shape[-1]):
+    if spec.sliding_window is not None or not supports_head_dim(q.shape[-1]):
         return attend_by_loop(spec, cache, layer, blocks, q)
     kernel, loop = partial(attend_by_kernel, spec), partial(attend_by_loop, spec)
     return jax.lax.platform_dependent(cache, layer, blocks, q, cuda=kernel, default=loop)

@@ -50,11 +50,11 @@ MANY_TILES = 512
 pages once."""
 
 
-def reads_as_they_lie(head_dim: int) -> bool:
+def supports_head_dim(head_dim: int) -> bool:
     """Whether pages of such heads go to the kernels as they are. Others would be filled up to a power of two
     first, in a copy of all pages.
 
-    >>> [reads_as_they_lie(head_dim) for head_dim in (64, 96, 128, 256, 576)]
+    >>> [supports_head_dim(head_dim) for head_dim in (64, 96, 128, 256, 576)]
     [True, False, True, True, False]
     """
     return MIN_DIM <= head_dim <= MAX_HEAD_DIM and head_dim & (head_dim - 1) == 0
