@@ -281,8 +281,8 @@ def lay_out_tiles(local_R: jax.Array, count: int, *, tile: int) -> TileLayout:
     within = jnp.arange(assignments) - (jnp.cumsum(sizes) - sizes)[group]
     tiles = (assignments + min(count, assignments) * (tile - 1)) // tile  # enough for every distribution
     starts = jnp.append((ends - -(-sizes // tile)) * tile, tiles * tile)
-    sorted_places = jnp.where(group < count, starts[group] + within, tiles * tile)
-    places = jnp.zeros(assignments, jnp.int32).at[order].set(sorted_places)
+    places = jnp.zeros(assignments, jnp.int32)
+    places = places.at[order].set(jnp.where(group < count, starts[group] + within, tiles * tile))
     tile_groups = jnp.minimum(jnp.searchsorted(ends, jnp.arange(tiles), side="right"), count - 1)
     return TileLayout(tile=tile, groups=tile_groups, places=places, used=ends[-1])
 

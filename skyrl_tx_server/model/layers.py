@@ -62,8 +62,8 @@ def packed_attention(
     blocks = []
     for first in range(0, length, block):
         end = min(first + block, length)
-        query_segments, key_segments = segment_ids_BT[:, first:end], segment_ids_BT[:, :end]
         heads = q[:, first:end], k[:, :end], v[:, :end]
+        query_segments, key_segments = segment_ids_BT[:, first:end], segment_ids_BT[:, :end]
         blocks.append(attend(spec, *heads, query_segments, key_segments, first))
     return jnp.concatenate(blocks, axis=1)
 

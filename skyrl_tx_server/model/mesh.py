@@ -54,7 +54,7 @@ def check_device() -> None:
     if on_gpu() and major.isdigit() and int(major) < MIN_COMPUTE_CAPABILITY:
         raise ConfigError(
             f"{device.device_kind} has compute capability {device.compute_capability}, the kernels need "
-            f"{MIN_COMPUTE_CAPABILITY}.0 or more (A100, RTX 30 and later); set JAX_PLATFORMS=cpu to use the CPU"
+            f"{MIN_COMPUTE_CAPABILITY}.0 or more (A100, RTX 30 and later); JAX_PLATFORMS=cpu uses the CPU"
         )
 
 

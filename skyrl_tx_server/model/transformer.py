@@ -135,10 +135,10 @@ def by_layer(config: ModelConfig, params: Params) -> list[LayerParams]:
     for stack in params.layers:
         sliced, whole = split_stack(config, stack)
         for index in range(_num_layers(stack)):
-            layer = {
+            parts = {
                 field: jax.lax.index_in_dim(leaf, index, keepdims=False) for field, leaf in sliced.items()
             }
-            layers.append(layer | whole)
+            layers.append(parts | whole)
     return layers
 
 
