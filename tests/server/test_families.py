@@ -260,7 +260,11 @@ def write_config(directory: Path, name: str, **changes) -> Path:
         ),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
-        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be between 1 and the number of experts, 6"),
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok=9 must be between 1 and the number of experts, 6",
+        ),
         ("qwen3_moe", {"num_local_experts": None}, "'num_experts' is missing"),
         (
             "qwen2",
