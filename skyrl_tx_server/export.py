@@ -33,7 +33,7 @@ from skyrl_tx_server.files.merge import merged_bytes, write_merged
 from skyrl_tx_server.files.peft_files import (
     adapter_tensors,
     deltas,
-    optimizer_at_rest,
+    initial_optimizer_state,
     read_adapter,
     write_adapter,
 )
@@ -123,7 +123,7 @@ def import_adapter(options: ImportOptions) -> str:
     lora, arrays = read_adapter(Path(options.adapter).expanduser(), base)
     alias = model_alias(options.base_model, options.model_alias)
     store = CheckpointStore(Path(options.checkpoints_dir).expanduser(), alias, fingerprint(base.directory))
-    optimizer = optimizer_at_rest(arrays) if kind is CheckpointKind.TRAINING else {}
+    optimizer = initial_optimizer_state(arrays) if kind is CheckpointKind.TRAINING else {}
     came_from = {"imported_from": Path(options.adapter).name}
     store.write(options.checkpoint, arrays | optimizer, lora=lora, step=0, user_metadata=came_from)
     return f"{options.adapter} -> {options.checkpoint} (base model {alias}, rank {lora.rank}, alpha {lora.alpha:g})"

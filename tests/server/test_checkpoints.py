@@ -106,7 +106,9 @@ def test_a_full_disk_while_writing_loses_no_earlier_save(store: CheckpointStore)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
         for overwrite, name in ((True, "one"), (False, "two")):
-            with pytest.raises(ServerError, match=r"cannot write checkpoint .*nothing saved before is lost"):
+            with pytest.raises(
+                ServerError, match=r"cannot write checkpoint .*saved checkpoints are unchanged"
+            ):
                 write(store, name, overwrite=overwrite)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

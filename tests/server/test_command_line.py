@@ -211,7 +211,7 @@ def test_a_dry_run_prints_the_memory_plan_and_touches_nothing(
     assert main([*options, "max_num_seqs=2", "compilation_cache_dir=none"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("memory plan for ") and printed.endswith("it fits\n")
-    assert "pages for keys and values of 640 tokens" in printed
+    assert "KV cache of 640 tokens" in printed
     assert not checkpoints.exists()
 
 
@@ -231,7 +231,7 @@ def test_a_plan_that_does_not_fit_names_the_options_to_lower(
     options = [f"base_model={FIXTURES / 'tied'}", "dry_run=true", "compilation_cache_dir=none"]
     assert main([*options, "max_num_seqs=1000000"]) == 2
     printed = capsys.readouterr()
-    assert "together" in printed.out and printed.err.count("\n") == 1
+    assert "total" in printed.out and printed.err.count("\n") == 1
     assert "this does not fit; lower cache_tokens (" in printed.err
 
 

@@ -244,7 +244,7 @@ def test_a_preempted_sequence_keeps_its_slot_and_is_restored(driver: Driver) -> 
         len(executor.sampler.running(request_id)) == 1 for request_id in (101, 102, 103, 104)
     )
     if is_small:
-        with pytest.raises(CapacityError, match="come first"):
+        with pytest.raises(CapacityError, match="are restored before"):
             driver.admit(SHORT)
     while len(driver.finished) < 2:
         driver.dispatch(dispatch_next=True)

@@ -94,7 +94,7 @@ def test_an_adapter_in_a_stack_equals_that_adapter_alone() -> None:
 def test_every_assignment_lies_in_a_block_of_its_expert() -> None:
     for seed, block in ((0, 1), (1, 3), (2, 8)):
         local = np.random.default_rng(seed).integers(-2, COUNT + 2, 50)  # some belong to other devices
-        layout = lay_out_tiles(jnp.asarray(local), COUNT, block=block)
+        layout = lay_out_tiles(jnp.asarray(local), COUNT, tile=block)
         places, here = np.asarray(layout.places), (local >= 0) & (local < COUNT)
         assert len(set(places[here])) == here.sum()
         assert np.array_equal(np.asarray(layout.groups)[places[here] // block], local[here])
@@ -103,7 +103,7 @@ def test_every_assignment_lies_in_a_block_of_its_expert() -> None:
 
 
 def test_all_tokens_may_choose_one_expert() -> None:
-    layout = lay_out_tiles(jnp.full(20, 3), COUNT, block=8)
+    layout = lay_out_tiles(jnp.full(20, 3), COUNT, tile=8)
     assert int(layout.used) == 3 and sorted(np.asarray(layout.places)) == list(range(20))
 
 

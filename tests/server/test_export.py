@@ -248,15 +248,15 @@ def without_v(adapter: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (without_v, "without its fellows"),
+        (without_v, "without the others"),
         (lambda adapter: change(adapter, use_dora=True), "use_dora is not supported"),
-        (lambda adapter: change(adapter, r=2), "ask for (2,"),
-        (lambda adapter: change(adapter, r=0), "are those of no adapter"),
+        (lambda adapter: change(adapter, r=2), "require (2,"),
+        (lambda adapter: change(adapter, r=0), "are not valid"),
         (
             lambda adapter: change(adapter, lora_alpha=0),
-            "rank 3, alpha 0 and dropout 0 are those of no adapter",
+            "rank 3, alpha 0 and dropout 0 are not valid",
         ),
-        (lambda adapter: change(adapter, lora_dropout=1.0001), "dropout 1.0001 are those of no adapter"),
+        (lambda adapter: change(adapter, lora_dropout=1.0001), "dropout 1.0001 are not valid"),
         (lambda adapter: (adapter / "adapter_config.json").unlink(), "not a PEFT adapter"),
     ],
 )

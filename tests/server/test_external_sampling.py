@@ -33,7 +33,7 @@ from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.external.sampling import ExternalSampling
 from skyrl_tx_server.external.server import connect
 from skyrl_tx_server.files.checkpoints import CheckpointStore
-from skyrl_tx_server.files.peft_files import optimizer_at_rest
+from skyrl_tx_server.files.peft_files import initial_optimizer_state
 from skyrl_tx_server.model.lora.adapter import init_adapter
 from skyrl_tx_server.model.weights import adapter_to_arrays
 from tests.fakes.external_sampler import ExternalSampler, sampling
@@ -72,7 +72,7 @@ def update(engine: Engine, root: Path, size: float, *, seed: int = 0) -> None:
     arrays = {name: random.normal(0, size, array.shape).astype(np.float32) for name, array in arrays.items()}
     store = CheckpointStore(root, "local/tiny")
     path = f"tinker://m/weights/{name}"
-    store.write(path, arrays | optimizer_at_rest(arrays), lora=SPEC, step=0, user_metadata={})
+    store.write(path, arrays | initial_optimizer_state(arrays), lora=SPEC, step=0, user_metadata={})
     engine.submit(LoadWeights(model_id="m", path=path, optimizer=False)).result(60)
 
 

@@ -259,24 +259,28 @@ def write_config(directory: Path, name: str, **changes) -> Path:
         ),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
-        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 of 6 experts"),
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok=9 must be between 1 and the number of experts, 6",
+        ),
         ("qwen3_moe", {"num_local_experts": None}, "'num_experts' is missing"),
         (
             "qwen2",
             {"quantization_config": {"quant_method": "fp8"}},
-            "its weights are quantised .*fp8.*convert them to bfloat16",
+            "quantized weights .*fp8.*convert them to bfloat16",
         ),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias=True is not supported"),
-        ("deepseek_v3", {"num_key_value_heads": 2}, "latent attention has as many as num_attention_heads=4"),
-        ("deepseek_v3", {"n_group": 3}, "3 of 8 experts in topk_group=2 of n_group=3"),
-        ("deepseek_v3", {"num_experts_per_tok": 5}, "5 of 8 experts in topk_group=2 of n_group=4"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 must equal num_attention_heads=4"),
+        ("deepseek_v3", {"n_group": 3}, "n_routed_experts=8, n_group=3, topk_group=2"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "n_group=4, topk_group=2, num_experts_per_tok=5"),
         (
             "deepseek_v3",
             {"first_k_dense_replace": 2},
-            "first_k_dense_replace=2 of 2 layers leaves no mixture",
+            "first_k_dense_replace=2 must be less than num_hidden_layers=2",
         ),
         ("deepseek_v3", {"kv_lora_rank": None}, "'kv_lora_rank' is missing"),
     ],
@@ -313,8 +317,8 @@ def test_deepseek_is_read_as_its_own_checkpoints_write_it(
             load_model_config(write_config(tmp_path, "deepseek_v3", **changes, num_nextn_predict_layers=1))
             == config
         )
-    assert "num_nextn_predict_layers=1: the layers that predict more tokens ahead are left out" in caplog.text
-    with pytest.raises(ConfigError, match="deepseek_v3 model is stretched by its own config"):
+    assert "num_nextn_predict_layers=1: multi-token prediction is not used" in caplog.text
+    with pytest.raises(ConfigError, match="yarn=true does not support deepseek_v3"):
         yarn_context(load_model_config(FAMILIES / "deepseek_v3_plain"), 512)
 
 

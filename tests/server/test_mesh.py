@@ -83,7 +83,7 @@ def test_the_decode_kernel_on_several_devices_equals_one(found: dict) -> None:
         (DENSE, MeshShape(expert=2), "expert_parallel=2: 0 experts do not divide"),
         (SPARSE, MeshShape(expert=8), "4 experts do not divide over 8 devices"),
         (LATENT, MeshShape(tensor=2), "tensor_parallel=2: 1 key-value heads do not divide over 2 devices"),
-        (LATENT, MeshShape(fsdp=8), "4 heads of a latent attention do not divide over 8 devices"),
+        (LATENT, MeshShape(fsdp=8), "4 heads of latent attention do not divide over 8 devices"),
     ],
 )
 def test_sizes_that_do_not_divide_are_one_clear_line(config, shape: MeshShape, message: str | None) -> None:
