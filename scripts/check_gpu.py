@@ -189,7 +189,7 @@ def sampling(
             begins=zeros(config.rows) == 0,
             sequence_adapters=lora_indices(zeros(config.rows), num_lora_slots=4),
         )
-        name = f"prefill, {blocks} chunks of {PREFILL_TILE} tokens"
+        name = f"prefill, {blocks} tiles of {PREFILL_TILE} tokens"
         compile_for(name, prefill, cache, params, bank, run, settings, config=model, tempered=False)
     rows = DecodeBatch(
         tokens=zeros(config.rows),
