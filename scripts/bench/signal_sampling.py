@@ -1,8 +1,8 @@
-"""Thompson sampling of tasks compared with uniform sampling, on a simulated pool.
+"""Compare Thompson sampling of tasks with uniform sampling on a simulated pool.
+
+    .venv/bin/python -m scripts.bench.signal_sampling [STEPS]
 
 60 % of the tasks are impossible, 20 % are always solved, and 20 % have pass rates in between.
-
-.venv/bin/python -m scripts.bench.signal_sampling [STEPS]
 """
 
 from __future__ import annotations
