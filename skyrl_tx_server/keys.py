@@ -1,7 +1,7 @@
 """Keys of the tenants of a server, for its option api_keys_file=.
 
-    python -m skyrl_tx_server.keys add NAME file=KEYS      make a key for tenant NAME, print it, append its
-    SHA-256 to KEYS python -m skyrl_tx_server.keys remove NAME file=KEYS   remove every key of tenant NAME
+    python -m skyrl_tx_server.keys add NAME file=KEYS      make and print a key, append its SHA-256 to KEYS
+    python -m skyrl_tx_server.keys remove NAME file=KEYS   remove every key of tenant NAME
     python -m skyrl_tx_server.keys list file=KEYS          print the names of the tenants
 
 The key is printed once and stored nowhere. A tenant may have several keys. A running server reads the file
