@@ -148,7 +148,7 @@ def _with_local_model(config: ServerConfig) -> ServerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Loaded:
+class _LoadResult:
     """The result of loading: an engine, or the error."""
 
     engine: Engine | None = None
@@ -181,7 +181,7 @@ async def _serve_until_stopped(
     sampler: ExternalServer | None,
 ) -> int:
     loop, startup, stop = asyncio.get_running_loop(), StartupState(), asyncio.Event()
-    loaded, lost = asyncio.Future[_Loaded](), asyncio.Future[str]()
+    loaded, lost = asyncio.Future[_LoadResult](), asyncio.Future[str]()
     server = _http_server(config, startup, stop)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
 
@@ -209,7 +209,7 @@ async def _serve_until_stopped(
     state = _app_state(config, run_index, keys, result.engine, result.model_dir)
     if sampler is not None:
         state = replace(state, engine=_external_sampling(config, state, sampler))
-    startup.context = state
+    startup.state = state
     print(_ready_line(config, result.engine, listener), flush=True)
     await asyncio.wait({lost, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
     if lost.done():
@@ -251,7 +251,7 @@ def _http_server(config: ServerConfig, startup: StartupState, stop: asyncio.Even
     return StoppableServer(options, connection_limit(config.max_connections, raise_file_limit()), stop)
 
 
-def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
+def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _LoadResult:
     """Load the model and start the engine. Runs in its own thread, because importing jax alone takes
     seconds.
     """
@@ -270,9 +270,9 @@ def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
         executor = DeviceExecutor(config, rank_zero)
         engine = Engine(executor if config.num_processes == 1 else MultihostExecutor(executor, rank_zero))
         engine.start()
-        return _Loaded(engine=engine, rank_zero=rank_zero, model_dir=config.model_dir)
+        return _LoadResult(engine=engine, rank_zero=rank_zero, model_dir=config.model_dir)
     except Exception as error:
-        return _Loaded(error=error, rank_zero=rank_zero)
+        return _LoadResult(error=error, rank_zero=rank_zero)
 
 
 def _app_state(

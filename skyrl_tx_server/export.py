@@ -79,18 +79,18 @@ class ImportOptions:
 
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0, or 2 with one line on stderr."""
-    verb = argv[0] if argv else "--help"
-    if verb in ("--help", "-h", "help"):
+    command = argv[0] if argv else "--help"
+    if command in ("--help", "-h", "help"):
         print_help(str(__doc__).strip())
         return 0
     try:
-        if verb not in _VERBS:
-            raise ConfigError(f"unknown command {verb!r}; one of {', '.join(_VERBS)}")
+        if command not in _COMMANDS:
+            raise ConfigError(f"unknown command {command!r}; one of {', '.join(_COMMANDS)}")
         if any(argument in ("--help", "-h", "help") for argument in argv[1:]):
-            options, _ = _VERBS[verb]
-            print_help(help_text(options, f"python -m skyrl_tx_server.export {verb} key=value ..."))
+            options, _ = _COMMANDS[command]
+            print_help(help_text(options, f"python -m skyrl_tx_server.export {command} key=value ..."))
             return 0
-        print(_run(verb, argv[1:]))
+        print(_run(command, argv[1:]))
         return 0
     except ServerError as error:
         print(f"export: {error}", file=sys.stderr)
@@ -124,20 +124,20 @@ def import_adapter(options: ImportOptions) -> str:
     alias = model_alias(options.base_model, options.model_alias)
     store = CheckpointStore(Path(options.checkpoints_dir).expanduser(), alias, fingerprint(base.directory))
     optimizer = optimizer_at_rest(arrays) if kind is CheckpointKind.TRAINING else {}
-    came_from = {"imported_from": Path(options.adapter).name}
-    store.write(options.checkpoint, arrays | optimizer, lora=lora, step=0, user_metadata=came_from)
+    user_metadata = {"imported_from": Path(options.adapter).name}
+    store.write(options.checkpoint, arrays | optimizer, lora=lora, step=0, user_metadata=user_metadata)
     return f"{options.adapter} -> {options.checkpoint} (base model {alias}, rank {lora.rank}, alpha {lora.alpha:g})"
 
 
-_VERBS: dict[str, tuple[type, Callable[..., str]]] = {
+_COMMANDS: dict[str, tuple[type, Callable[..., str]]] = {
     "adapter": (AdapterOptions, export_adapter),
     "merge": (MergeOptions, merge),
     "import": (ImportOptions, import_adapter),
 }
 
 
-def _run(verb: str, argv: Sequence[str]) -> str:
-    options, run = _VERBS[verb]
+def _run(command: str, argv: Sequence[str]) -> str:
+    options, run = _COMMANDS[command]
     return run(parse(argv, options))
 
 
@@ -162,13 +162,13 @@ def _new_directory(output: str, num_bytes: int) -> Iterator[Path]:
         raise ConfigError(f"output={output}: exists and is not an empty directory; choose another")
     target.parent.mkdir(parents=True, exist_ok=True)
     check_room(target.parent, num_bytes)
-    aside = target.parent / f".{target.name}.{uuid.uuid4().hex}"
-    aside.mkdir()
+    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex}"
+    temporary.mkdir()
     try:
-        yield aside
-        os.replace(aside, target)
+        yield temporary
+        os.replace(temporary, target)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 if __name__ == "__main__":

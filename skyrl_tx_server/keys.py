@@ -38,18 +38,18 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
 
-def _run(verb: str, arguments: Sequence[str]) -> int:
+def _run(command: str, arguments: Sequence[str]) -> int:
     files = [argument.removeprefix("file=") for argument in arguments if argument.startswith("file=")]
     names = [argument for argument in arguments if "=" not in argument]
     if (
-        verb not in ("add", "remove", "list")
+        command not in ("add", "remove", "list")
         or len(files) != 1
-        or len(names) != (verb != "list")
+        or len(names) != (command != "list")
         or len(arguments) != 1 + len(names)
     ):
         raise ConfigError("expected add NAME file=KEYS, remove NAME file=KEYS or list file=KEYS; see --help")
     file = Path(files[0]).expanduser()
-    match verb:
+    match command:
         case "list":
             for name in sorted(set(read_keys(file).values())):
                 print(name)
@@ -65,12 +65,12 @@ def add(file: Path, name: str) -> str:
     check_name(name)
     key = f"tml-{secrets.token_urlsafe(32)}"
     with _locked(file):
-        before = ""
+        text = ""
         if file.exists():
             read_keys(file)
-            before = file.read_text(encoding="utf-8")
-        separator = "" if before.endswith("\n") or not before else "\n"
-        _replace(file, f"{before}{separator}{name}:{digest(key)}\n")
+            text = file.read_text(encoding="utf-8")
+        separator = "" if text.endswith("\n") or not text else "\n"
+        _replace(file, f"{text}{separator}{name}:{digest(key)}\n")
     return key
 
 
@@ -96,8 +96,8 @@ def _locked(file: Path) -> Iterator[None]:
 
 def _replace(file: Path, text: str) -> None:
     target = file.resolve()
-    aside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         if target.exists():  # a server that runs as another user must still be able to read it
             status = target.stat()
@@ -107,9 +107,9 @@ def _replace(file: Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(aside, target)
+        os.replace(temporary, target)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -67,7 +67,7 @@ class Watcher(Protocol):
     nothing."""
 
     @property
-    def follows(self) -> bool:
+    def streams_tokens(self) -> bool:
         """Whether it wants to hear of tokens."""
         ...
 
@@ -77,12 +77,12 @@ class Watcher(Protocol):
         """
         ...
 
-    def wanted(self) -> bool:
+    def is_waiting(self) -> bool:
         """False when nobody waits for the result: its slots go to others."""
         ...
 
 
-class EngineSide(Protocol):
+class EngineClient(Protocol):
     """The engine as the HTTP side sees it."""
 
     @property
@@ -247,7 +247,7 @@ class Engine:
             self._scheduler.finish(step)
 
     def _prefill(self, offered: Sequence[PrefillRequest]) -> None:
-        requests = [request for request in offered if self._is_wanted(request.request_id)]
+        requests = [request for request in offered if self._is_pending(request.request_id)]
         for request_id in {request.request_id for request in offered} - {
             request.request_id for request in requests
         }:
@@ -277,7 +277,7 @@ class Engine:
             for request, result in zip(requests, results, strict=False):
                 self._prefilled(request, result)
 
-    def _is_wanted(self, request_id: int) -> bool:
+    def _is_pending(self, request_id: int) -> bool:
         """Whether the caller has not cancelled the future, or the request has started already."""
         with self._work:
             future = self._futures.get(request_id)
@@ -332,19 +332,19 @@ class Engine:
             return not self._stopping and not self._scheduler.interrupts(free_slots=free_slots)
 
     def _collect(self, ended: Sequence[FinishedSequence | FailedSequence]) -> None:
-        for row in ended:
-            sampling = self._sampling.get(row.request_id)
+        for sequence in ended:
+            sampling = self._sampling.get(sequence.request_id)
             if sampling is None:  # another sequence of the request has failed
                 continue
-            if isinstance(row, FailedSequence):
-                self._fail_sample(row.request_id, row.error)
+            if isinstance(sequence, FailedSequence):
+                self._fail_sample(sequence.request_id, sequence.error)
                 continue
-            sampling.sequences[row.index] = row.sequence
+            sampling.sequences[sequence.index] = sequence.sequence
             with self._work:
-                self._scheduler.sequence_finished(row.request_id, row.index)
-            self._counts["tokens_sampled"] += len(row.sequence.tokens)
+                self._scheduler.sequence_finished(sequence.request_id, sequence.index)
+            self._counts["tokens_sampled"] += len(sequence.sequence.tokens)
             if len(sampling.sequences) == sampling.op.num_samples:
-                del self._sampling[row.request_id]
+                del self._sampling[sequence.request_id]
                 prefill = sampling.prefill
                 assert prefill is not None, "a sequence finishes after its prefill"
                 result = SampleResult(
@@ -354,7 +354,7 @@ class Engine:
                     topk_prompt_logprobs=prefill.topk_prompt_logprobs,
                     target_prompt_logprobs=prefill.target_prompt_logprobs,
                 )
-                self._resolve(row.request_id, result)
+                self._resolve(sequence.request_id, result)
 
     def _report(self, request_ids: Sequence[int]) -> None:
         """Give the watchers the new tokens of their samples, and fail the requests that nobody waits for."""
@@ -362,14 +362,14 @@ class Engine:
             sampling = self._sampling.get(request_id)
             if sampling is None or sampling.watcher is None:
                 continue
-            if not sampling.watcher.wanted():
+            if not sampling.watcher.is_waiting():
                 self._fail_sample(request_id, WithdrawnError("withdrawn: the client has gone"))
                 continue
-            for row in self._sampler.running(request_id) if sampling.watcher.follows else ():
-                seen = sampling.reported.get(row.index, 0)
-                if len(row.tokens) > seen:
-                    sampling.watcher.tokens(row.index, row.tokens[seen:], row.logprobs[seen:])
-                    sampling.reported[row.index] = len(row.tokens)
+            for sequence in self._sampler.running(request_id) if sampling.watcher.streams_tokens else ():
+                seen = sampling.reported.get(sequence.index, 0)
+                if len(sequence.tokens) > seen:
+                    sampling.watcher.tokens(sequence.index, sequence.tokens[seen:], sequence.logprobs[seen:])
+                    sampling.reported[sequence.index] = len(sequence.tokens)
 
     def _fail_sample(self, request_id: int, error: Exception) -> None:
         started = self._sampling.pop(request_id, None) is not None or self._begin(request_id)

@@ -76,7 +76,7 @@ class Registry:
         self._tenant: str | None = None  # None: all owners
         self._quota: TenantOptions | None = None
 
-    def of(self, tenant: str, quota: TenantOptions) -> Registry:
+    def for_tenant(self, tenant: str, quota: TenantOptions) -> Registry:
         """Return a view for `tenant`, which may have as much in it as `quota` allows."""
         view = copy.copy(self)
         view._tenant, view._quota = tenant, quota
@@ -284,8 +284,8 @@ class Registry:
         """
         if self._quota is None:
             return []
-        own = [sampler_id for sampler_id in self._snapshots if self._owns(sampler_id)]
-        surplus = own[: max(0, len(own) - self._quota.tenant_max_snapshots)]
+        snapshots = [sampler_id for sampler_id in self._snapshots if self._owns(sampler_id)]
+        surplus = snapshots[: max(0, len(snapshots) - self._quota.tenant_max_snapshots)]
         for sampler_id in surplus:
             self.forget_sampler(sampler_id)
         return [DropSnapshot(weights=sampler_id) for sampler_id in surplus]

@@ -76,9 +76,9 @@ def _next_pause(
                 mean_of_others = (charged - tenant.charged) / (len(waiters) - 1)
             if account <= mean_of_others:
                 return PlannedPause(request=sequence[0], index=sequence[1], waiter=waiter)
-        own = _sequence_of_same_tenant(queue, waiter, plan, num_slots)
-        if own is not None:
-            return PlannedPause(request=own[0], index=own[1], waiter=waiter)
+        same_tenant = _sequence_of_same_tenant(queue, waiter, plan, num_slots)
+        if same_tenant is not None:
+            return PlannedPause(request=same_tenant[0], index=same_tenant[1], waiter=waiter)
     return None
 
 

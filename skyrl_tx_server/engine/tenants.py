@@ -103,11 +103,11 @@ class TenantKeys:
 
     def tenant_of(self, key: str) -> str | None:
         """Return the tenant of a key, or None. Takes the same time for every key."""
-        given, found = digest(key), None
+        given_digest, match = digest(key), None
         for key_digest, tenant in self._keys.items():
-            if hmac.compare_digest(given, key_digest):
-                found = tenant
-        return found
+            if hmac.compare_digest(given_digest, key_digest):
+                match = tenant
+        return match
 
     def reload_if_changed(self) -> None:
         """Read the file again if it has changed. If it cannot be used, the keys stay as they are."""

@@ -61,8 +61,8 @@ class ExternalAdapters:
         self._root = root
         self._max_loaded = max_loaded
         self._adapters: dict[str, ExternalAdapter] = {}  # by weights, the least recently used first
-        for left in root.glob(f"{PREFIX}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        for directory in root.glob(f"{PREFIX}*"):
+            shutil.rmtree(directory, ignore_errors=True)
 
     @property
     def num_loaded(self) -> int:
@@ -91,17 +91,17 @@ class ExternalAdapters:
 
     def drop(self, weights: str) -> asyncio.Task[None]:
         """Remove a snapshot. The task ends when no sample uses it."""
-        return self._tasks.run(self._retire(self._adapters.pop(weights, None)))
+        return self._tasks.run(self._drop_when_unused(self._adapters.pop(weights, None)))
 
     def load(self, adapter: ExternalAdapter) -> asyncio.Task[str]:
         """Return the task that loads an adapter. A failed one is started again."""
         if adapter.loaded is None or (
             adapter.loaded.done() and (adapter.loaded.cancelled() or adapter.loaded.exception() is not None)
         ):
-            adapter.loaded = self._tasks.run(self._loading(adapter))
+            adapter.loaded = self._tasks.run(self._load(adapter))
         return adapter.loaded
 
-    async def _loading(self, adapter: ExternalAdapter) -> str:
+    async def _load(self, adapter: ExternalAdapter) -> str:
         if adapter.saved is not None:
             saved = asyncio.wrap_future(adapter.saved)
             await asyncio.wait({saved})
@@ -131,14 +131,14 @@ class ExternalAdapters:
             else:
                 self._tasks.run(self._unload(adapter))
 
-    async def _retire(self, adapter: ExternalAdapter | None) -> None:
+    async def _drop_when_unused(self, adapter: ExternalAdapter | None) -> None:
         if adapter is not None:
             await asyncio.gather(
                 *(asyncio.wrap_future(future) for future in adapter.users), return_exceptions=True
             )
-            self._tasks.run(self._forget(adapter))
+            self._tasks.run(self._delete(adapter))
 
-    async def _forget(self, adapter: ExternalAdapter) -> None:
+    async def _delete(self, adapter: ExternalAdapter) -> None:
         await self._unload(adapter)
         await asyncio.to_thread(shutil.rmtree, adapter.directory, ignore_errors=True)
 

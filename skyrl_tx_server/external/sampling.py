@@ -20,7 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from skyrl_tx_server.config.sampler_options import SamplerOptions
-from skyrl_tx_server.engine.engine import STOPPING, EngineSide, Watcher
+from skyrl_tx_server.engine.engine import STOPPING, EngineClient, Watcher
 from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
@@ -39,10 +39,10 @@ from skyrl_tx_server.external.adapters import AgreedTokens, ExternalAdapter, Ext
 from skyrl_tx_server.external.background_tasks import BackgroundTasks
 from skyrl_tx_server.external.logprob_mismatch import LogprobDiff, LogprobMismatch, logprob_diff
 from skyrl_tx_server.external.server import ExternalServer
-from skyrl_tx_server.external.wire import Answer, SamplingRequest, ended
+from skyrl_tx_server.external.wire import SampleReply, SamplingRequest, cut_at_stop
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 
-PROOF_TOKENS = 16
+MIN_AGREED_TOKENS = 16
 """Tokens of a snapshot that must agree before further samples are returned unchecked."""
 
 
@@ -51,7 +51,7 @@ class ExternalSampling:
 
     def __init__(
         self,
-        engine: EngineSide,
+        engine: EngineClient,
         server: ExternalServer,
         checkpoints: CheckpointStore,
         options: SamplerOptions,
@@ -81,7 +81,7 @@ class ExternalSampling:
         )
         self._mismatch = LogprobMismatch(limit=options.sampler_check_limit)
         self._agreed: AgreedTokens = Counter()  # of the base model
-        self._proving = asyncio.Lock()
+        self._verifying = asyncio.Lock()
         self._stopping = False
         self._counts = dict.fromkeys(("sampler_ok", "sampler_failed", "tokens_sampled_elsewhere"), 0)
 
@@ -167,7 +167,7 @@ class ExternalSampling:
 
     async def _sampled(self, op: Sample, adapter: ExternalAdapter | None, tenant: str) -> SampleResult:
         settings, info = op.settings, self.info
-        ask = SamplingRequest(
+        request = SamplingRequest(
             prompt=op.prompt.tolist(),
             num_samples=op.num_samples,
             max_tokens=info.max_context_length - len(op.prompt)
@@ -179,27 +179,29 @@ class ExternalSampling:
             settings=settings,
         )
         tokenizer = self._tokenizer if settings.stop_strings else None
-        answer = await self._answer(ask, adapter)
+        reply = await self._request_samples(request, adapter)
         sequences = await asyncio.to_thread(
-            lambda: tuple(ended(drawn, ask, tokenizer) for drawn in answer.samples)
+            lambda: tuple(cut_at_stop(sample, request, tokenizer) for sample in reply.samples)
         )
         await self._check(op, sequences, self._agreed if adapter is None else adapter.agreed, tenant)
         return SampleResult(
-            sequences=sequences, prompt_logprobs=None, prompt_cache_hit_tokens=answer.cached_tokens
+            sequences=sequences, prompt_logprobs=None, prompt_cache_hit_tokens=reply.cached_tokens
         )
 
-    async def _answer(self, ask: SamplingRequest, adapter: ExternalAdapter | None) -> Answer:
+    async def _request_samples(
+        self, request: SamplingRequest, adapter: ExternalAdapter | None
+    ) -> SampleReply:
         if adapter is None:
-            return await self._server.sample(ask, None)
+            return await self._server.sample(request, None)
         loaded = self._adapters.load(adapter)
         try:
-            return await self._server.sample(ask, await asyncio.shield(loaded))
+            return await self._server.sample(request, await asyncio.shield(loaded))
         except AdapterLostError:
             for agreed in (self._agreed, adapter.agreed):  # it was restarted, and may run another model
                 agreed.clear()
             if adapter.loaded is loaded:
                 adapter.loaded = None
-            return await self._server.sample(ask, await asyncio.shield(self._adapters.load(adapter)))
+            return await self._server.sample(request, await asyncio.shield(self._adapters.load(adapter)))
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -216,49 +218,49 @@ class ExternalSampling:
         so the first sample of each kind is compared.
         """
         tempered = op.settings.temperature not in (0, 1)
-        if agreed[tempered] < PROOF_TOKENS:
-            async with self._proving:
-                if agreed[tempered] < PROOF_TOKENS:
-                    agreed[tempered] += await self._prove(
+        if agreed[tempered] < MIN_AGREED_TOKENS:
+            async with self._verifying:
+                if agreed[tempered] < MIN_AGREED_TOKENS:
+                    agreed[tempered] += await self._verify(
                         op, max(sequences, key=lambda sequence: len(sequence.tokens)), tenant
                     )
         for sequence in sequences:
             if random.random() < self._options.sampler_check:
                 self._tasks.run(self._compare(op, sequence, tenant))
 
-    async def _prove(self, op: Sample, sequence: SampledSequence, tenant: str) -> int:
+    async def _verify(self, op: Sample, sequence: SampledSequence, tenant: str) -> int:
         """Return the number of tokens that agree. Raise SamplerError if they do not."""
-        found = await self._compare(op, sequence, tenant)
-        if found is None:
+        diff = await self._compare(op, sequence, tenant)
+        if diff is None:
             return 0
-        if self._mismatch.is_gross(found):
+        if self._mismatch.is_other_model(diff):
             raise SamplerError(
                 f"the sampler at {self._server.url} is not used: its log-probabilities of "
                 f"{op.weights or 'the base model'} differ from "
-                f"ours by {found.mean:.2f} nats per token. It runs another base model, leaves the adapter "
+                f"ours by {diff.mean:.2f} nats per token. It runs another base model, leaves the adapter "
                 f"out, or reports them after "
                 "temperature; start it as docs/external-sampler.md says"
             )
-        return found.num_tokens
+        return diff.num_tokens
 
     async def _compare(self, op: Sample, sequence: SampledSequence, tenant: str) -> LogprobDiff | None:
         """Score a sample again with the engine. Return None if the context has no room to score any of its
         tokens.
         """
-        text = np.concatenate([op.prompt, sequence.tokens])[: self.info.max_context_length - 1]
-        scored = len(text) - len(op.prompt)
+        tokens = np.concatenate([op.prompt, sequence.tokens])[: self.info.max_context_length - 1]
+        scored = len(tokens) - len(op.prompt)
         if not scored:
             return None
         settings = SamplingSettings(max_tokens=1, temperature=0.0)
         score = Sample(
             weights=op.weights,
-            prompt=text,
+            prompt=tokens,
             settings=settings,
             prompt_logprobs=True,
             prompt_logprobs_last_n=scored,
         )
         result = await asyncio.wrap_future(self._engine.submit(score, tenant=tenant))
         assert isinstance(result, SampleResult) and result.prompt_logprobs is not None
-        found = logprob_diff(sequence.logprobs[:scored], result.prompt_logprobs[-scored:])
-        self._mismatch.add(found)
-        return found
+        diff = logprob_diff(sequence.logprobs[:scored], result.prompt_logprobs[-scored:])
+        self._mismatch.add(diff)
+        return diff

@@ -13,7 +13,7 @@ import httpx
 
 from skyrl_tx_server.config.sampler_options import SamplerOptions
 from skyrl_tx_server.errors import AdapterLostError, ConfigError, SamplerError
-from skyrl_tx_server.external.wire import DIALECTS, Answer, Dialect, SamplingRequest, read_answer
+from skyrl_tx_server.external.wire import DIALECTS, Dialect, SampleReply, SamplingRequest, read_reply
 
 logger = logging.getLogger(__name__)
 
@@ -26,27 +26,29 @@ KEEP_IDLE_S = (
 class ExternalServer:
     """An external server. `connect` creates it."""
 
-    def __init__(self, line: _Line, dialect: Dialect, *, model: str, max_model_len: int | None) -> None:
-        self.url = line.url
+    def __init__(self, client: _Client, dialect: Dialect, *, model: str, max_model_len: int | None) -> None:
+        self.url = client.url
         self.dialect = dialect
         self.max_model_len = max_model_len  # None: unknown
         self._model = model
-        self._line = line
+        self._client = client
 
-    async def sample(self, ask: SamplingRequest, adapter: str | None) -> Answer:
+    async def sample(self, request: SamplingRequest, adapter: str | None) -> SampleReply:
         """Request samples. Raise SamplerError for an invalid reply, and AdapterLostError if `adapter` is not
         loaded.
         """
-        path, body = self.dialect.request(ask, adapter or self._model, adapter)
-        response = await self._line.send("POST", path, body)
-        if response.is_client_error and adapter is not None and adapter not in await self._line.served():
+        path, body = self.dialect.request(request, adapter or self._model, adapter)
+        response = await self._client.send("POST", path, body)
+        if response.is_client_error and adapter is not None and adapter not in await self._client.served():
             raise AdapterLostError(f"the sampler at {self.url} has no adapter {adapter}")
-        return await asyncio.to_thread(read_answer, self.dialect, self._line.checked(response).content, ask)
+        return await asyncio.to_thread(
+            read_reply, self.dialect, self._client.checked(response).content, request
+        )
 
     async def load(self, directory: Path) -> str:
         """Load an adapter in PEFT's layout and return its name, which is new."""
         name = f"skyrl-{uuid.uuid4().hex[:16]}"
-        response = await self._line.send(
+        response = await self._client.send(
             "POST", self.dialect.load_path, {"lora_name": name, "lora_path": str(directory)}
         )
         if response.is_error:
@@ -59,10 +61,10 @@ class ExternalServer:
         return name
 
     async def unload(self, name: str) -> None:
-        self._line.checked(await self._line.send("POST", self.dialect.unload_path, {"lora_name": name}))
+        self._client.checked(await self._client.send("POST", self.dialect.unload_path, {"lora_name": name}))
 
 
-class _Line:
+class _Client:
     """Sends requests, and turns each failure into an error of one line."""
 
     def __init__(self, http: httpx.AsyncClient, timeout_s: float) -> None:
@@ -118,14 +120,14 @@ async def connect(
         base_url=options.sampler_url, headers=headers, limits=limits, timeout=timeout, trust_env=False
     ) as http:
         try:
-            server = await _discover(_Line(http, options.sampler_timeout_s), base_model, adapters)
+            server = await _identify(_Client(http, options.sampler_timeout_s), base_model, adapters)
         except SamplerError as error:
             raise ConfigError(f"sampler_url={options.sampler_url}: {error}") from None
         yield server
 
 
-async def _discover(line: _Line, base_model: str, adapters: Path) -> ExternalServer:
-    served = await line.served()
+async def _identify(client: _Client, base_model: str, adapters: Path) -> ExternalServer:
+    served = await client.served()
     kind = str(next(iter(served.values()), {}).get("owned_by"))
     if kind not in DIALECTS:
         raise SamplerError(f"its /v1/models says owned_by={kind}; this server knows {' and '.join(DIALECTS)}")
@@ -136,16 +138,16 @@ async def _discover(line: _Line, base_model: str, adapters: Path) -> ExternalSer
         )
     length = served[base_model].get("max_model_len")
     server = ExternalServer(
-        line, DIALECTS[kind], model=base_model, max_model_len=length if isinstance(length, int) else None
+        client, DIALECTS[kind], model=base_model, max_model_len=length if isinstance(length, int) else None
     )
     if (
-        await line.send("GET", server.dialect.load_path)
+        await client.send("GET", server.dialect.load_path)
     ).status_code == httpx.codes.NOT_FOUND:  # a route for POST answers 405
         raise SamplerError(f"it loads no adapters while it runs; start it with {server.dialect.needs}")
     for name, card in served.items():
         if card.get("parent") and Path(str(card.get("root"))).is_relative_to(adapters):
             await server.unload(name)
-    logger.info("%s at %s is the external sampler, context %s", kind, line.url, server.max_model_len)
+    logger.info("%s at %s is the external sampler, context %s", kind, client.url, server.max_model_len)
     return server
 
 

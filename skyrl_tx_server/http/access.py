@@ -43,12 +43,12 @@ def access_policy(
     """Return the policy of a server that listens on `host`. With a key any host name is accepted: no web page
     knows the key, and a reverse proxy passes on the name that it serves.
     """
-    own = host.lower().removesuffix(".")
-    names = HostNames.LOOPBACK if _is_loopback(own) else HostNames.ADDRESSES
+    host = host.lower().removesuffix(".")
+    names = HostNames.LOOPBACK if _is_loopback(host) else HostNames.ADDRESSES
     machine = [] if names is HostNames.LOOPBACK else [socket.gethostname().lower()]
     return AccessPolicy(
         host_names=HostNames.ANY if has_key else names,
-        allowed_hosts=frozenset({own, *machine, *map(host_name, _split(allowed_hosts))}),
+        allowed_hosts=frozenset({host, *machine, *map(host_name, _split(allowed_hosts))}),
         allowed_origins=frozenset(origin.lower().removesuffix("/") for origin in _split(allowed_origins)),
     )
 

@@ -85,24 +85,24 @@ async def _housekeeping(startup: StartupState, period_s: float) -> None:
     """Run `housekeep` periodically, for sessions, checkpoints and results that expire."""
     while True:
         await asyncio.sleep(period_s)
-        if startup.context is not None:
+        if startup.state is not None:
             try:
-                await housekeep(startup.context)
+                await housekeep(startup.state)
             except Exception:
                 logger.exception("housekeeping failed; trying again in %g s", period_s)
 
 
-async def housekeep(context: AppState) -> None:
-    if context.settings.tenant_keys is not None:
-        context.settings.tenant_keys.reload_if_changed()
-    for each in (context, *context.tenants.values()):
-        each.futures.prune()
-    for session_id in context.registry.expired():
-        sessions.end_session(context, session_id, "its client sent no heartbeat")
-    for path in context.run_index.expired():
-        generation = context.run_index.expiring_generation(path)
+async def housekeep(state: AppState) -> None:
+    if state.settings.tenant_keys is not None:
+        state.settings.tenant_keys.reload_if_changed()
+    for tenant_state in (state, *state.tenants.values()):
+        tenant_state.futures.prune()
+    for session_id in state.registry.expired():
+        sessions.end_session(state, session_id, "its client sent no heartbeat")
+    for path in state.run_index.expired():
+        generation = state.run_index.expiring_generation(path)
         try:
-            generation = await asyncio.to_thread(context.checkpoints.delete, path, only=generation)
+            generation = await asyncio.to_thread(state.checkpoints.delete, path, only=generation)
             if generation is None:
                 continue  # it was saved again, and the expiry of the new save is about to be recorded
             logger.info("deleted %s: it has expired", path)
@@ -110,5 +110,5 @@ async def housekeep(context: AppState) -> None:
             logger.debug("%s was deleted already", path)
         except (ServerError, OSError) as error:
             logger.warning("%s has expired and cannot be deleted; delete it by hand: %s", path, error)
-        context.run_index.forget(path, generation)
-    await asyncio.to_thread(context.checkpoints.sweep_derived, downloads.KEEP_UNUSED_FOR.total_seconds())
+        state.run_index.forget(path, generation)
+    await asyncio.to_thread(state.checkpoints.sweep_derived, downloads.KEEP_UNUSED_FOR.total_seconds())

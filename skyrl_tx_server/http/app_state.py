@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from skyrl_tx_server.config.tenant_options import TenantOptions
-from skyrl_tx_server.engine.engine import EngineSide
+from skyrl_tx_server.engine.engine import EngineClient
 from skyrl_tx_server.engine.futures import FutureStore
 from skyrl_tx_server.engine.model_registry import Registry
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT
@@ -46,7 +46,7 @@ class AppState:
     state of the tenant who sent the request, so it needs no check of its own.
     """
 
-    engine: EngineSide
+    engine: EngineClient
     registry: Registry
     futures: FutureStore
     checkpoints: CheckpointStore
@@ -59,17 +59,17 @@ class AppState:
     tenant: str = DEFAULT_TENANT
     tenants: dict[str, AppState] = field(default_factory=dict)  # the states made so far, by tenant
 
-    def of(self, tenant: str) -> AppState:
+    def for_tenant(self, tenant: str) -> AppState:
         """Return the state of a tenant. Only the operator's state makes those of others."""
         if tenant == self.tenant:
             return self
-        assert self.is_operator, f"{self.tenant} asked for the context of {tenant}"
+        assert self.is_operator, f"{self.tenant} asked for the state of {tenant}"
         if tenant not in self.tenants:
             keys, quota = self.settings.tenant_keys, self.settings.tenant_quota
             self.tenants[tenant] = replace(
                 self,
                 engine=EngineShare(self.engine, tenant, quota.tenant_max_tokens),
-                registry=self.registry.of(tenant, quota),
+                registry=self.registry.for_tenant(tenant, quota),
                 futures=self.futures.share(max(1, 1 if keys is None else len(keys))),
                 checkpoints=self.checkpoints.of(tenant, self.run_index.public.__contains__),
                 run_index=self.run_index.of(tenant),
@@ -83,8 +83,8 @@ class AppState:
 
     def close(self) -> None:
         """End every waiting poll, because the server stops."""
-        for context in (self, *self.tenants.values()):
-            context.futures.close()
+        for state in (self, *self.tenants.values()):
+            state.futures.close()
 
     @property
     def base_model(self) -> str:

@@ -141,13 +141,15 @@ async def read_parsed[T](
         _check_media_type(headers, limits, body)
         match encoding:
             case "" | "identity":
-                work = (lambda: parse(body)) if len(body) > SMALL_BYTES else None
+                parse_in_thread = (lambda: parse(body)) if len(body) > SMALL_BYTES else None
             case "zstd":
-                work = lambda: parse(decompress(body, limit))  # noqa: E731
+                parse_in_thread = lambda: parse(decompress(body, limit))  # noqa: E731
             case other:
                 raise UserError(f"content-encoding {other[:80]!r} is not supported; send zstd or none")
         return (
-            parse(body) if work is None else await asyncio.get_running_loop().run_in_executor(_PARSERS, work)
+            parse(body)
+            if parse_in_thread is None
+            else await asyncio.get_running_loop().run_in_executor(_PARSERS, parse_in_thread)
         )
 
 
@@ -168,12 +170,12 @@ async def _receive(request: Request, limit: int, stalled_s: float) -> bytes:
     chunks: list[bytes] = []
     size = 0
     loop = asyncio.get_running_loop()
-    began = loop.time()
+    started = loop.time()
     try:
-        async with asyncio.timeout(stalled_s) as patience:
+        async with asyncio.timeout(stalled_s) as deadline:
             async for chunk in request.stream():
                 size += len(chunk)
-                patience.reschedule(min(loop.time(), began + size / MIN_BYTES_PER_S) + stalled_s)
+                deadline.reschedule(min(loop.time(), started + size / MIN_BYTES_PER_S) + stalled_s)
                 if size <= limit:
                     chunks.append(chunk)
                 else:

@@ -43,7 +43,7 @@ _OPENAI_PREFIX = "/v1/"
 class StartupState:
     """Holds the state of the application once the engine has started. The port is open before."""
 
-    context: AppState | None = None
+    state: AppState | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +61,11 @@ class Endpoint:
 
 async def serve(endpoint: Endpoint, startup: StartupState, request: Request) -> Response:
     """Run one request and return a reply in every case."""
-    began = time.perf_counter()
+    started = time.perf_counter()
     request.scope[_LIMITS] = endpoint.body
     response = await _answer(endpoint, startup, request)
-    if startup.context is not None:
-        startup.context.requests[endpoint.method, endpoint.path, response.status_code] += 1
+    if startup.state is not None:
+        startup.state.requests[endpoint.method, endpoint.path, response.status_code] += 1
     logger.log(
         endpoint.log_level
         if response.status_code < 400 or response.status_code in NOT_YET
@@ -74,27 +74,27 @@ async def serve(endpoint: Endpoint, startup: StartupState, request: Request) -> 
         endpoint.method,
         endpoint.path,
         response.status_code,
-        1e3 * (time.perf_counter() - began),
+        1e3 * (time.perf_counter() - started),
         request.headers.get("x-sdk-method", "-")[:80],
     )
     return response
 
 
 async def _answer(endpoint: Endpoint, startup: StartupState, request: Request) -> Response:
-    if startup.context is None:
+    if startup.state is None:
         return refusal(
             endpoint.path, LoadingError("the server is still loading its model; try again in a moment")
         )
     try:
-        context = startup.context
-        check_access(context.settings.access, request)
+        state = startup.state
+        check_access(state.settings.access, request)
         if endpoint.needs_key:
-            context = context.of(_check_key(context.settings, request))
-        if endpoint.for_operator and not context.is_operator:
+            state = state.for_tenant(_check_key(state.settings, request))
+        if endpoint.for_operator and not state.is_operator:
             raise ForbiddenError(
                 f"{endpoint.path} is for the operator of this server, the holder of its api_key"
             )
-        return _respond(await endpoint.handler(context, request))
+        return _respond(await endpoint.handler(state, request))
     except ConflictError as error:
         return refusal(endpoint.path, error, status=400)
     except ServerError as error:
@@ -150,23 +150,23 @@ def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSON
 
 
 async def read_parsed[T](
-    context: AppState, request: Request, parse: Callable[[bytes], T], limits: BodyLimits | None = None
+    state: AppState, request: Request, parse: Callable[[bytes], T], limits: BodyLimits | None = None
 ) -> T:
     """Return `parse` of the body, within the limits of the request's endpoint or within `limits`."""
     return await bodies.read_parsed(
         request,
         parse,
         limits or request.scope.get(_LIMITS, CONTROL_BODY),
-        budget=context.bodies,
-        max_bytes=context.settings.max_request_bytes,
-        stalled_s=context.settings.stalled_s,
+        budget=state.bodies,
+        max_bytes=state.settings.max_request_bytes,
+        stalled_s=state.settings.stalled_s,
     )
 
 
-async def read_body(context: AppState, request: Request) -> bytes:
-    return await read_parsed(context, request, bytes)
+async def read_body(state: AppState, request: Request) -> bytes:
+    return await read_parsed(state, request, bytes)
 
 
-async def read_json(context: AppState, request: Request) -> object:
+async def read_json(state: AppState, request: Request) -> object:
     bounds = request.scope.get(_LIMITS, CONTROL_BODY).json
-    return await read_parsed(context, request, lambda body: parse_json(body, bounds))
+    return await read_parsed(state, request, lambda body: parse_json(body, bounds))

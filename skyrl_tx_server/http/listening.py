@@ -44,16 +44,16 @@ ACCEPT_AGAIN_S = 0.1
 def raise_file_limit() -> int:
     """Raise the limit on open files as far as this user may; the limit afterwards."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
+    target = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        return target
     return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
-def connection_limit(wanted: int, max_files: int) -> int:
+def connection_limit(target: int, max_files: int) -> int:
     """`wanted`, or what the limit on open files leaves room for. ConfigError when that is next to nothing."""
-    limit = min(wanted, max_files - RESERVED_FILES)
+    limit = min(target, max_files - RESERVED_FILES)
     if limit < MIN_CONNECTIONS:
         raise ConfigError(
             f"the limit of {max_files} open files leaves no room for connections; raise it to 1024 or more "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 
-from skyrl_tx_server.engine.engine import EngineSide, Watcher
+from skyrl_tx_server.engine.engine import EngineClient, Watcher
 from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT, ForwardBackward, Op, OpResult, Sample
 from skyrl_tx_server.errors import CapacityError, UserError
@@ -17,7 +17,7 @@ LEAST_TOKENS = 256
 class EngineShare:
     """Implements `engine.EngineSide` for one tenant."""
 
-    def __init__(self, engine: EngineSide, tenant: str, max_tokens: int) -> None:
+    def __init__(self, engine: EngineClient, tenant: str, max_tokens: int) -> None:
         self._engine = engine
         self._tenant = tenant
         self._max_tokens = max_tokens

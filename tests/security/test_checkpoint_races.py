@@ -36,7 +36,7 @@ def context(tmp_path: Path) -> AppState:
 
 @pytest.fixture
 async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         yield http
     fake_engine(context).stop()
@@ -83,7 +83,7 @@ def test_a_download_under_way_ends_as_it_began(tmp_path: Path) -> None:
     """The kernel cannot hold the whole file between the two, so most of it is read after the overwrite and
     the deletion."""
     context = fake_context(tmp_path)
-    with serving(StartupState(context=context)) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with serving(StartupState(state=context)) as url, httpx.Client(base_url=url, timeout=60) as http:
         for act in (
             lambda: save_version(context.checkpoints, PATH, 9),
             lambda: context.checkpoints.delete(PATH),

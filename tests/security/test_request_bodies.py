@@ -90,7 +90,7 @@ def context(tmp_path: Path) -> Iterator[AppState]:
 
 @pytest.fixture
 async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         yield http
 
@@ -344,7 +344,7 @@ async def test_a_body_that_drips_is_given_up_although_it_never_pauses(tmp_path: 
             yield b" "
             await asyncio.sleep(0.01)
 
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http, asyncio.timeout(30):
         response = await http.post("/api/v1/asample", content=drips(), headers=JSON)
     assert (response.status_code, "on average" in response.text) == (400, True)

@@ -206,7 +206,7 @@ async def test_owners_survive_a_restart(tmp_path: Path) -> None:
         )
         settings = site.context.settings
         restarted = fake_context(tmp_path / "checkpoints", settings=settings)
-        transport = httpx.ASGITransport(build_app(StartupState(context=restarted)))
+        transport = httpx.ASGITransport(build_app(StartupState(state=restarted)))
         found = {}
         for name, http in (("alice", site.alice), ("bob", site.bob), ("operator", site.operator)):
             async with httpx.AsyncClient(
@@ -243,7 +243,7 @@ async def test_a_single_key_reaches_everything_whoever_made_it(tmp_path: Path) -
     context = fake_context(
         tmp_path / "checkpoints", settings=HttpSettings(model_dir=None, api_key=OPERATOR_KEY)
     )
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(
         transport=transport, base_url="http://server", headers={"x-api-key": OPERATOR_KEY}
     ) as http:
@@ -478,7 +478,8 @@ async def test_too_many_tokens_in_flight_are_a_429_for_that_tenant(tmp_path: Pat
 def test_a_tenant_evicts_its_own_least_recently_used_snapshots() -> None:
     registry = Registry(session_timeout_s=10)
     views = {
-        tenant: registry.of(tenant, TenantOptions(tenant_max_snapshots=2)) for tenant in ("alice", "bob")
+        tenant: registry.for_tenant(tenant, TenantOptions(tenant_max_snapshots=2))
+        for tenant in ("alice", "bob")
     }
     sessions = {
         tenant: view.open_session(tags=[], user_metadata={}, display_name=None).session_id
@@ -498,7 +499,7 @@ def test_a_tenant_evicts_its_own_least_recently_used_snapshots() -> None:
 
 def test_sessions_and_samplers_of_a_tenant_are_bounded() -> None:
     registry = Registry(session_timeout_s=10)
-    view = registry.of("alice", TenantOptions(tenant_max_sessions=1, tenant_max_samplers=1))
+    view = registry.for_tenant("alice", TenantOptions(tenant_max_sessions=1, tenant_max_samplers=1))
     session = view.open_session(tags=[], user_metadata={}, display_name=None).session_id
     with pytest.raises(UserError, match="open sessions"):
         view.open_session(tags=[], user_metadata={}, display_name=None)
@@ -511,7 +512,7 @@ def test_sessions_and_samplers_of_a_tenant_are_bounded() -> None:
 
 async def test_results_of_one_tenant_never_push_out_those_of_another(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
-        alice, bob = site.context.of("alice").futures, site.context.of("bob").futures
+        alice, bob = site.context.for_tenant("alice").futures, site.context.for_tenant("bob").futures
         assert alice is not bob
         model = await make_model(site.alice, await open_session(site.alice))
         kept = await post(site.alice, "optim_step", model_id=model, seq_id=1, adam_params={})

@@ -47,7 +47,7 @@ def context(tmp_path: Path) -> AppState:
 
 @pytest.fixture
 async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)), client=("127.0.0.1", 1234))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)), client=("127.0.0.1", 1234))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         yield http
     fake_engine(context).stop()
@@ -113,7 +113,7 @@ async def test_nothing_is_served_before_the_engine_can_work(context: AppState) -
         for method, route in (("GET", "healthz"), ("POST", "create_session")):
             response = await http.request(method, route)
             assert (response.status_code, "still loading" in response.text) == (503, True)
-        startup.context = context
+        startup.state = context
         response = await http.get("healthz")
         assert (response.status_code, response.json()) == (200, {"status": "ok"})
     fake_engine(context).stop()
@@ -128,7 +128,7 @@ async def test_the_client_is_told_to_send_chunks_in_order(http: httpx.AsyncClien
 async def test_over_https_the_sdk_accepts_self_signed_certificates(
     context: AppState,
 ) -> None:
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     for scheme, told in (("http", None), ("https", False)):
         async with httpx.AsyncClient(transport=transport, base_url=f"{scheme}://server/api/v1/") as http:
             assert (await post(http, "client/config", sdk_version="0.38.0")).get(
@@ -221,7 +221,7 @@ async def test_a_client_that_leaves_while_it_sends_is_no_bug_of_ours(
         "client": ("127.0.0.1", 1),
     }
     with caplog.at_level(logging.INFO):
-        await build_app(StartupState(context=context))(scope, receive, send)
+        await build_app(StartupState(state=context))(scope, receive, send)
     assert sent[0]["status"] == 499
     assert "Traceback" not in caplog.text and "internal error" not in caplog.text
     fake_engine(context).stop()
@@ -234,7 +234,7 @@ async def test_a_body_that_never_ends_is_given_up(tmp_path: Path) -> None:
         yield b"{"
         await asyncio.Event().wait()
 
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with (
         httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http,
         asyncio.timeout(10),
@@ -447,7 +447,7 @@ async def test_the_tokenizer_is_offered_to_local_clients_only(
         "model_name": MODEL,
         "tokenizer_id": str(context.settings.model_dir),
     }
-    far = httpx.ASGITransport(build_app(StartupState(context=context)), client=("10.0.0.7", 1234))
+    far = httpx.ASGITransport(build_app(StartupState(state=context)), client=("10.0.0.7", 1234))
     async with httpx.AsyncClient(transport=far, base_url="http://server/api/v1/") as remote:
         info = await post(remote, "get_info", model_id=model_id)
     assert info["model_data"] == {"arch": "qwen3", "model_name": MODEL, "tokenizer_id": None}
@@ -456,7 +456,7 @@ async def test_the_tokenizer_is_offered_to_local_clients_only(
 async def test_a_silent_session_is_freed_by_housekeeping(tmp_path: Path) -> None:
     context = fake_context(tmp_path, session_timeout_s=0.0, retention=Retention(hold_s=0.05))
     engine = fake_engine(context)
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         session_id = await open_session(http)
         model_id = await make_model(http, session_id)
@@ -494,7 +494,7 @@ async def test_a_session_that_ends_takes_its_running_samples_with_it(tmp_path: P
     executor = FakeExecutor(num_slots=2, block=1, gate=gate)
     engine = Engine(executor)
     context = replace(fake_context(tmp_path), engine=engine)
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         session_id = await open_session(http)
         sampler = await post(
@@ -563,7 +563,7 @@ async def test_an_expired_checkpoint_is_deleted_and_others_survive(
         run_index.write('\n{"run_id": "torn')
 
     restarted = fake_context(tmp_path)
-    transport = httpx.ASGITransport(build_app(StartupState(context=restarted)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=restarted)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as again:
         (checkpoint,) = (await again.get("checkpoints")).json()["checkpoints"]
         assert (checkpoint["tinker_path"], checkpoint["expires_at"] is not None) == (kept["path"], True)
@@ -715,7 +715,7 @@ async def test_a_sample_that_is_given_up_while_it_waits_is_never_run(
 async def test_a_signed_download_opens_without_the_api_key(tmp_path: Path) -> None:
     """The command line fetches the files with nothing but their URLs."""
     context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, api_key="tml-secret"))
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     key = {"x-api-key": "tml-secret"}
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/", headers=key) as http:
         model_id = await make_model(http, await open_session(http))

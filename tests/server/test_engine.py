@@ -414,7 +414,7 @@ def test_what_is_abandoned_in_its_turn_has_its_answer_once():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_bug_of_ours_in_the_thread_leaves_nobody_waiting():
     class Broken(Notes):
-        def wanted(self) -> bool:
+        def is_waiting(self) -> bool:
             raise KeyError("a bug")
 
     with running(FakeExecutor()) as engine:
@@ -425,7 +425,7 @@ def test_a_bug_of_ours_in_the_thread_leaves_nobody_waiting():
 class Notes:
     """A watcher that writes down what it is told, and leaves after `patience` reports."""
 
-    follows = True
+    streams_tokens = True
 
     def __init__(self, patience: int = 1000) -> None:
         self.told: list[tuple[int, list[int], list[float]]] = []
@@ -434,7 +434,7 @@ class Notes:
     def tokens(self, index, tokens, logprobs) -> None:
         self.told.append((index, list(tokens), list(logprobs)))
 
-    def wanted(self) -> bool:
+    def is_waiting(self) -> bool:
         return len(self.told) < self._patience
 
 
@@ -445,7 +445,7 @@ def test_a_watcher_gets_every_token_once_except_the_last_ones():
         assert notes.told == [(index, ids, [-1.0, -1.0]) for ids in ([11, 12], [13, 14]) for index in (0, 1)]
         assert [sequence.tokens.tolist() for sequence in result.sequences] == [[11, 12, 13, 14, 15]] * 2
         indifferent = Notes()
-        indifferent.follows = False
+        indifferent.streams_tokens = False
         engine.submit(sample(10, max_tokens=5), indifferent).result(TIMEOUT_S)
         assert not indifferent.told
 

@@ -38,7 +38,7 @@ from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import CONFIG, WEIGHTS, write_adapter
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json
-from skyrl_tx_server.http.routes.weights import CHECKPOINT, RUN, named, path_of, save_named
+from skyrl_tx_server.http.routes.weights import CHECKPOINT, RUN, checkpoint_path_of, path_of, save_named
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.limits import check_ttl
 
@@ -51,8 +51,8 @@ _SECRET = secrets.token_bytes(32)
 _ANY_TEXT = ("utf-8", "surrogatepass")  # the files that a URL may name
 
 
-async def save_weights_external(context: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(context, request), "save_weights_external")
+async def save_weights_external(state: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(state, request), "save_weights_external")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
     name = fields.text("path")
@@ -60,19 +60,19 @@ async def save_weights_external(context: AppState, request: Request) -> Reply:
     fields.refuse("age_encryption_recipients", "encrypt the files after the download, e.g. with age")
     fields.ignore("type")
     fields.finish()
-    model = context.registry.model(model_id)
-    path = named(model_id, CheckpointKind.EXTERNAL, name)
+    model = state.registry.model(model_id)
+    path = checkpoint_path_of(model_id, CheckpointKind.EXTERNAL, name)
     op = SaveExternal(model_id=model_id, name=name)
     return save_named(
-        context, model, op, path, kind="save_weights_external", seq_id=seq_id, ttl_seconds=ttl_seconds
+        state, model, op, path, kind="save_weights_external", seq_id=seq_id, ttl_seconds=ttl_seconds
     )
 
 
-async def external_weights_urls(context: AppState, request: Request) -> Reply:
+async def external_weights_urls(state: AppState, request: Request) -> Reply:
     path = checkpoint_path(
         request.path_params["run_id"], CheckpointKind.EXTERNAL, request.path_params["name"]
     )
-    info, _ = await asyncio.to_thread(adapter_of, context.checkpoints, path)
+    info, _ = await asyncio.to_thread(adapter_of, state.checkpoints, path)
     expires = datetime.now(UTC) + URLS_OPEN_FOR
     return {
         "urls": {file: _url(request, info, file, expires) for file in FILES},
@@ -80,16 +80,16 @@ async def external_weights_urls(context: AppState, request: Request) -> Reply:
     }
 
 
-async def archive(context: AppState, request: Request) -> Reply:
+async def archive(state: AppState, request: Request) -> Reply:
     """Redirect to the tar of a checkpoint of any kind."""
-    info, _ = await asyncio.to_thread(archive_of, context.checkpoints, path_of(request))
+    info, _ = await asyncio.to_thread(archive_of, state.checkpoints, path_of(request))
     expires = datetime.now(UTC) + URLS_OPEN_FOR
     return RedirectResponse(
         _url(request, info, ARCHIVE, expires), 302, {"Expires": format_datetime(expires, usegmt=True)}
     )
 
 
-async def download(context: AppState, request: Request) -> Reply:
+async def download(state: AppState, request: Request) -> Reply:
     path, file = path_of(request), request.path_params["file"]
     ends, generation, signature = (
         request.query_params.get(name, "") for name in ("ends", "generation", "signature")
@@ -101,7 +101,7 @@ async def download(context: AppState, request: Request) -> Reply:
         raise NotFoundError("no such download; ask for new URLs with get_external_weights_urls")
     if int(ends) < datetime.now(UTC).timestamp():
         raise UserError("this download URL has expired; ask for new ones with get_external_weights_urls")
-    return OpenFileResponse(await asyncio.to_thread(_open, context.checkpoints, path, file, generation))
+    return OpenFileResponse(await asyncio.to_thread(_open, state.checkpoints, path, file, generation))
 
 
 class OpenFileResponse(FileResponse):

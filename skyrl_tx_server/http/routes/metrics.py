@@ -200,8 +200,8 @@ class _Families(Collector):
         yield requests
 
 
-async def metrics(context: AppState, request: Request) -> Reply:
-    return Response(generate_latest(_Families(context)), media_type=MEDIA_TYPE)
+async def metrics(state: AppState, request: Request) -> Reply:
+    return Response(generate_latest(_Families(state)), media_type=MEDIA_TYPE)
 
 
 def _families(metric: Metric, statistics: Mapping[str, object]) -> Iterable[Family]:

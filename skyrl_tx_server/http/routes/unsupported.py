@@ -10,8 +10,8 @@ from skyrl_tx_server.http.http_handler import Endpoint, Handler, Reply, read_bod
 
 
 def _refuse(message: str) -> Handler:
-    async def refuse(context: AppState, request: Request) -> Reply:
-        await read_body(context, request)
+    async def refuse(state: AppState, request: Request) -> Reply:
+        await read_body(state, request)
         raise UserError(message)
 
     return refuse

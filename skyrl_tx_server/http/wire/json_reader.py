@@ -39,13 +39,13 @@ class JsonReader:
             raise UserError(f"{self._where}: {name} is missing")
         return value
 
-    def _wrong(self, name: str, expected: str, value: object) -> UserError:
+    def _invalid(self, name: str, expected: str, value: object) -> UserError:
         return UserError(f"{self._where}: {name} must be {expected}, got {quoted(value)}")
 
     def optional_text(self, name: str, *, max_length: int | None = MAX_TEXT_LENGTH) -> str | None:
         value = self._take(name)
         if value is not None and not isinstance(value, str):
-            raise self._wrong(name, "a string", value)
+            raise self._invalid(name, "a string", value)
         if value is not None and max_length is not None and len(value) > max_length:
             raise UserError(
                 f"{self._where}: {name} has {len(value)} characters; at most {max_length} are accepted"
@@ -55,13 +55,13 @@ class JsonReader:
     def text(self, name: str) -> str:
         value = self._required(name, self.optional_text(name))
         if not value:
-            raise self._wrong(name, "a non-empty string", value)
+            raise self._invalid(name, "a non-empty string", value)
         return value
 
     def optional_integer(self, name: str) -> int | None:
         value = self._take(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise self._wrong(name, "an integer", value)
+            raise self._invalid(name, "an integer", value)
         return value
 
     def integer(self, name: str) -> int:
@@ -72,7 +72,7 @@ class JsonReader:
         if value is None:
             return default
         if not isinstance(value, int | float) or not is_finite_number(value):
-            raise self._wrong(name, "a finite number", value)
+            raise self._invalid(name, "a finite number", value)
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -80,7 +80,7 @@ class JsonReader:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self._wrong(name, "true or false", value)
+            raise self._invalid(name, "true or false", value)
         return value
 
     def items(self, name: str) -> list[object]:
@@ -88,7 +88,7 @@ class JsonReader:
         if value is None:
             return []
         if not isinstance(value, list):
-            raise self._wrong(name, "a list", value)
+            raise self._invalid(name, "a list", value)
         return value
 
     def mapping(self, name: str) -> dict[str, object]:
@@ -96,10 +96,10 @@ class JsonReader:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise self._wrong(name, "an object", value)
+            raise self._invalid(name, "an object", value)
         return value
 
-    def anything(self, name: str) -> object:
+    def value(self, name: str) -> object:
         return self._take(name)
 
     def metadata(self, name: str) -> dict[str, str]:
@@ -108,7 +108,7 @@ class JsonReader:
         where, values = f"{self._where}: {name}", self.mapping(name)
         if len(values) > MAX_METADATA_ITEMS:
             raise UserError(f"{where} has {len(values)} entries; at most {MAX_METADATA_ITEMS} are accepted")
-        made: dict[str, str] = {}
+        parsed: dict[str, str] = {}
         for key, value in values.items():
             if len(key) > MAX_METADATA_NAME_LENGTH:
                 raise UserError(
@@ -117,20 +117,20 @@ class JsonReader:
                 )
             if isinstance(value, dict | list):
                 raise UserError(f"{where}: the value of {quoted(key)} must be a string")
-            made[key] = value if isinstance(value, str) else str(value)
-        num_bytes = sum(len(text.encode()) for item in made.items() for text in item)
+            parsed[key] = value if isinstance(value, str) else str(value)
+        num_bytes = sum(len(text.encode()) for item in parsed.items() for text in item)
         if num_bytes > MAX_METADATA_BYTES:
             raise UserError(f"{where} takes {num_bytes} bytes; at most {MAX_METADATA_BYTES} are accepted")
-        return made
+        return parsed
 
     def tags(self, name: str) -> list[str]:
         tags = self.items(name)
         if len(tags) > MAX_METADATA_ITEMS:
             raise UserError(f"{self._where}: {len(tags)} {name}; at most {MAX_METADATA_ITEMS} are accepted")
-        made = [tag for tag in tags if isinstance(tag, str) and len(tag) <= MAX_TAG_LENGTH]
-        if len(made) < len(tags):
+        parsed = [tag for tag in tags if isinstance(tag, str) and len(tag) <= MAX_TAG_LENGTH]
+        if len(parsed) < len(tags):
             raise UserError(f"{self._where}: {name} must be strings of at most {MAX_TAG_LENGTH} characters")
-        return made
+        return parsed
 
     def refuse(self, name: str, alternative: str) -> None:
         """Refuse a field this server cannot honour, unless it is switched off."""
@@ -147,7 +147,7 @@ class JsonReader:
         unknown = sorted(set(self._values) - self._read)
         if unknown:
             raise UserError(
-                f"{self._where}: unknown field {named(unknown)}; this server would have to ignore it. Leave "
+                f"{self._where}: unknown field {listed(unknown)}; this server would have to ignore it. Leave "
                 f"it out"
             )
 
@@ -173,7 +173,7 @@ def quoted(value: object) -> str:
     )
 
 
-def named(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     """The first few of the names, cut to a length that can be read."""
     shown = ", ".join(name[:MAX_QUOTED_LENGTH] for name in names[:MAX_NAMES_IN_MESSAGE])
     more = len(names) - MAX_NAMES_IN_MESSAGE

@@ -29,7 +29,7 @@ from skyrl_tx_server.engine.operations import (
     TrainDatum,
 )
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.http.wire.json_reader import named
+from skyrl_tx_server.http.wire.json_reader import listed
 from skyrl_tx_server.http.wire.limits import Limits, check_tokens
 from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
 from skyrl_tx_server.http.wire.tensors import cells_from_csr, dense_array
@@ -102,48 +102,48 @@ def _check_fields(body: bytes) -> None:
             _count_fields(body, 0, len(body), cast(Descriptor, pb.ForwardBackwardRequest.DESCRIPTOR), 0)
 
 
-def _count_fields(body: bytes, at: int, end: int, message: Descriptor, count: int) -> int:
+def _count_fields(body: bytes, offset: int, end: int, message: Descriptor, count: int) -> int:
     """`count` and the fields of the message at body[at:end], those of its messages included. IndexError where
     it is cut off."""
-    while at < end:
+    while offset < end:
         count += 1
         if count > MAX_FIELDS:
             raise UserError(
                 f"forward_backward: the body has more than {MAX_FIELDS} protobuf fields; send fewer datums "
                 f"at once"
             )
-        tag, at = _varint(body, at)
+        tag, offset = _varint(body, offset)
         match tag & 7:
             case 0:
-                _, at = _varint(body, at)
+                _, offset = _varint(body, offset)
             case 1:
-                at += 8
+                offset += 8
             case 2:
-                length, at = _varint(body, at)
+                length, offset = _varint(body, offset)
                 field = message.fields_by_number.get(tag >> 3)
-                if at + length > end:
+                if offset + length > end:
                     return count  # cut off: the parser says so
                 if field is not None and field.message_type is not None:
-                    count = _count_fields(body, at, at + length, field.message_type, count)
+                    count = _count_fields(body, offset, offset + length, field.message_type, count)
                 elif field is not None and field.cpp_type not in _BYTES_OR_TEXT and length > MAX_PACKED_BYTES:
                     raise UserError(f"forward_backward: {field.name} has more than {MAX_PACKED_BYTES} bytes")
-                at += length
+                offset += length
             case 5:
-                at += 4
+                offset += 4
             case _:  # groups and what does not exist: no field of this schema
                 return count
     return count
 
 
-def _varint(body: bytes, at: int) -> tuple[int, int]:
+def _varint(body: bytes, offset: int) -> tuple[int, int]:
     """The number at `at`, and where it ends. A longer one than protobuf has is cut, which the parser
     refuses.
     """
     value = shift = 0
-    while (byte := body[at]) & 0x80 and shift < 63:
+    while (byte := body[offset]) & 0x80 and shift < 63:
         value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-    return value | byte << shift, at + 1
+        offset, shift = offset + 1, shift + 7
+    return value | byte << shift, offset + 1
 
 
 def _datum(index: int, datum: pb.Datum, loss_fn: LossFn, limits: Limits) -> TrainDatum:
@@ -198,7 +198,7 @@ def _refuse_unknown(message: Message, where: str) -> None:
     unknown = sorted({str(field.field_number) for field in UnknownFieldSet(message)})
     if unknown:
         raise UserError(
-            f"{where}: unknown protobuf field {named(unknown)}; this server speaks the schema of tinker 0.38"
+            f"{where}: unknown protobuf field {listed(unknown)}; this server speaks the schema of tinker 0.38"
         )
 
 
@@ -263,8 +263,8 @@ def _float_cells(cells: CsrMatrix) -> pb.Tensor:
 def _forward_backward(result: ForwardBackwardResult) -> pb.ForwardBackwardOutput:
     """One record per run of datums with equally many targets per position: their log-probabilities end to
     end, cut by byte offsets."""
-    bare = [name for name in result.metrics if ":" not in name]
-    assert not bare, f"metrics need the form name:reduction, got {bare}"
+    without_reduction = [name for name in result.metrics if ":" not in name]
+    assert not without_reduction, f"metrics need the form name:reduction, got {without_reduction}"
     output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     output.metrics.update(result.metrics)
     for trailing_shape, run in itertools.groupby(result.logprobs, key=lambda logprobs: logprobs.shape[1:]):

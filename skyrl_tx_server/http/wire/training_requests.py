@@ -219,7 +219,7 @@ def check_datum(
             f"{where}: weights have the shape {list(inputs['weights'].shape)}, target_tokens "
             f"{list(targets.shape)}; they must be equal"
         )
-    made = TrainDatum(
+    parsed = TrainDatum(
         tokens=tokens,
         target_tokens=check_tokens(targets, f"{where}: target_tokens", limits),
         weights=_finite(inputs, "weights", where),
@@ -227,12 +227,16 @@ def check_datum(
         advantages=_finite(inputs, "advantages", where),
         sequence_ratio_mask=_finite(inputs, "sequence_ratio_mask", where),
     )
-    if "sequence_ratio_mask" in expected and not np.any(made.sequence_ratio_mask) and np.any(made.advantages):
+    if (
+        "sequence_ratio_mask" in expected
+        and not np.any(parsed.sequence_ratio_mask)
+        and np.any(parsed.advantages)
+    ):
         raise UserError(
             f"{where}: sequence_ratio_mask is 0 everywhere, so there is no ratio; set it to 1 on the "
             f"completion"
         )
-    return made
+    return parsed
 
 
 def check_request_cells(num_targets: int) -> None:
