@@ -48,14 +48,15 @@ logger = logging.getLogger(__name__)
 
 GRACEFUL_SHUTDOWN_S = 5
 FUTURES_SETTLE_S = 4
-"""How much of `GRACEFUL_SHUTDOWN_S` the current engine step may use: it may be a long compilation."""
+"""The part of `GRACEFUL_SHUTDOWN_S` for which the server waits for the current engine step, which may be a
+long compilation."""
 ENGINE_STOP_S = 15
 EXTERNAL_SAMPLE_REQUESTS = 1024
 """Sampling requests that a client may have open if an external sampler builds the batches."""
 THREADS_PER_DEVICE = 4
 KEEP_ALIVE_S = 120
-"""Longer than the idle timeout of any client's connection pool, so that no request meets a connection that is
-being closed."""
+"""Longer than the idle timeout of clients' connection pools, so that clients do not send a request on a
+connection that the server is closing."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -127,7 +128,7 @@ def _dry_run(config: ServerConfig) -> str:
     plan = plan_memory(config)
     if not plan.fits:
         print(plan)
-        raise ConfigError(f"this does not fit; lower {plan.advice()}")
+        raise ConfigError(f"the model does not fit into memory; lower {plan.advice()}")
     return f"{plan}\nit fits"
 
 
@@ -252,9 +253,7 @@ def _http_server(config: ServerConfig, startup: StartupState, stop: asyncio.Even
 
 
 def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _LoadResult:
-    """Load the model and start the engine. Runs in its own thread, because importing jax alone takes
-    seconds.
-    """
+    """Load the model and start the engine. Runs in its own thread, because importing jax takes seconds."""
     rank_zero = SINGLE_RANK
     try:
         from skyrl_tx_server.distributed.rendezvous import lead
@@ -339,8 +338,7 @@ def _open_run_index(config: ServerConfig) -> RunIndex:
         return RunIndex(config.checkpoints_path / "ledger.jsonl")
     except OSError as error:
         raise ConfigError(
-            f"checkpoints_dir={config.checkpoints_dir}: {error.strerror}; pass a directory this user can "
-            f"write to"
+            f"checkpoints_dir={config.checkpoints_dir}: {error.strerror}; pass a writable directory"
         ) from None
 
 

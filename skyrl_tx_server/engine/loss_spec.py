@@ -1,7 +1,7 @@
-"""The losses this server computes: what each reads from a datum and which options it takes.
+"""The table of losses: the inputs that each reads from a datum, and its options.
 
-This table imports no jax. The request parser checks requests with it, the executor reads how to prepare the
-data, and `training.losses.LOSS_FUNCTIONS` holds the formula of each loss.
+The table does not import jax, so the request parser can use it. `training.losses.LOSS_FUNCTIONS` holds the
+formula of each loss.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class OptionRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSpec:
-    """What a loss reads, which options it takes and what it needs before its formula can be computed."""
+    """The inputs and options of a loss, and the preparation of its data."""
 
     inputs: frozenset[str]  # names of `loss_fn_inputs`
     optional_inputs: frozenset[str] = frozenset()  # a subset of `inputs`

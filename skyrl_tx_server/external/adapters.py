@@ -1,7 +1,5 @@
-"""The sampler snapshots of an external server: written in PEFT's layout by the operation that saves them,
-loaded at once, and unloaded when they are dropped. An adapter that was evicted or lost is loaded again for
-the next sample.
-"""
+"""The adapters of an external server. `SaveSampler` writes a snapshot in PEFT format, which is then loaded at
+once and unloaded when it is dropped. The next sample reloads an adapter that was evicted or lost."""
 
 from __future__ import annotations
 
@@ -25,20 +23,17 @@ from skyrl_tx_server.files.peft_files import write_adapter
 PREFIX = "adapter-"
 
 type AgreedTokens = Counter[bool]
-"""Tokens of a snapshot whose log-probabilities agree, separately for those sampled at a temperature that
-changes the distribution.
-"""
+"""Number of compared tokens whose logprobs agree, by whether the sampling temperature changes the
+distribution."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ExternalAdapter:
-    """A sampler snapshot."""
+    """A sampler snapshot that the external server can load."""
 
     weights: str
     directory: Path
-    saved: (
-        Future[OpResult] | None
-    )  # the operation that writes the directory; None: to be written from a checkpoint
+    saved: Future[OpResult] | None  # the operation that writes the directory; None: written from a checkpoint
     loaded: asyncio.Task[str] | None = None  # its name on the server; None: not loaded
     users: set[Future[OpResult]] = field(default_factory=set)
     agreed: AgreedTokens = field(default_factory=Counter)
@@ -54,7 +49,7 @@ class ExternalAdapters:
         root: Path,
         max_loaded: int,
     ) -> None:
-        """Files that a killed server left in `root` are deleted, so no other server may use it."""
+        """Delete files of an earlier process in `root`. No other server may use this directory."""
         self._server = server
         self._checkpoints = checkpoints
         self._tasks = tasks
@@ -94,7 +89,7 @@ class ExternalAdapters:
         return self._tasks.run(self._drop_when_unused(self._adapters.pop(weights, None)))
 
     def load(self, adapter: ExternalAdapter) -> asyncio.Task[str]:
-        """Return the task that loads an adapter. A failed one is started again."""
+        """Return the task that loads an adapter. A failed load is started again."""
         if adapter.loaded is None or (
             adapter.loaded.done() and (adapter.loaded.cancelled() or adapter.loaded.exception() is not None)
         ):
@@ -117,9 +112,8 @@ class ExternalAdapters:
         write_adapter(adapter.directory, arrays, info.lora, info.base_model, "float32")
 
     def _make_room(self) -> None:
-        """Unload the least recently used adapters. The files of a checkpoint can be written again; those of a
-        snapshot are kept.
-        """
+        """Unload the least recently used adapters. Delete the files of checkpoints, which can be written
+        again, but not those of snapshots in memory."""
         unused = [
             adapter
             for adapter in self._adapters.values()

@@ -1,4 +1,5 @@
-"""Tasks that are not awaited: referenced until they end, logged when they fail, cancelled at the end."""
+"""Tasks that are not awaited. They are referenced until they end, logged if they fail, and cancelled at
+shutdown."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The difference between the log-probabilities of an external sampler and of the engine, over the last
-compared samples.
-"""
+"""The difference between the logprobs of an external sampler and of the engine, in nats per token over recent
+samples."""
 
 from __future__ import annotations
 
@@ -13,9 +12,11 @@ import numpy as np
 logger = logging.getLogger(__name__)
 
 WINDOW = 64
+"""Number of recent samples over which the difference is averaged."""
 MIN_SAMPLES = 8
+"""Number of compared samples before a warning."""
 OTHER_MODEL_FACTOR = 10
-"""A sample that differs by this many times the limit is of another model."""
+"""A sample whose mean difference exceeds the limit by this factor was sampled by another model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,11 +74,10 @@ class LogprobMismatch:
         ):
             self._since_warning = 0
             logger.warning(
-                "the external sampler's log-probabilities differ from ours by %.3f nats per token over the "
-                "last %d compared samples, limit "
-                "%g: it may run another base model or revision, another dtype or quantised weights, leave an "
-                "adapter out, or report them "
-                "after temperature (vLLM needs --logprobs-mode raw_logprobs, SGLang "
+                "the external sampler's log-probabilities differ from this server's by %.3f nats per token over "
+                "the last %d compared samples (limit %g): it may run another base model or revision, use "
+                "another dtype or quantised weights, not apply an adapter, or return log-probabilities after "
+                "temperature (vLLM needs --logprobs-mode raw_logprobs, SGLang "
                 "SGLANG_RETURN_ORIGINAL_LOGPROB=1)",
                 mean,
                 len(self._recent),

@@ -18,9 +18,7 @@ from skyrl_tx_server.external.wire import DIALECTS, Dialect, SampleReply, Sampli
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
-KEEP_IDLE_S = (
-    2.0  # shorter than any server's keep-alive, so that no request meets a connection that is being closed
-)
+KEEP_IDLE_S = 2.0  # shorter than the servers' keep-alive, so that no request uses a closing connection
 
 
 class ExternalServer:
@@ -46,17 +44,17 @@ class ExternalServer:
         )
 
     async def load(self, directory: Path) -> str:
-        """Load an adapter in PEFT's layout and return its name, which is new."""
+        """Load an adapter in PEFT format from `directory`, and return its new name. Raise SamplerError if
+        this fails."""
         name = f"skyrl-{uuid.uuid4().hex[:16]}"
         response = await self._client.send(
             "POST", self.dialect.load_path, {"lora_name": name, "lora_path": str(directory)}
         )
         if response.is_error:
             raise SamplerError(
-                f"the sampler at {self.url} did not load the adapter in {directory} ({_message(response)}); "
-                f"it must be able to read that "
-                "directory, have a --max-lora-rank as large as the adapter's, and take adapters of every "
-                "part that is trained"
+                f"the sampler at {self.url} did not load the adapter in {directory} ({_message(response)}); it "
+                "must be able to read the directory, its --max-lora-rank must be at least the adapter's rank, and "
+                "it must support adapters of all trained modules"
             )
         return name
 
@@ -65,7 +63,7 @@ class ExternalServer:
 
 
 class _Client:
-    """Sends requests, and turns each failure into an error of one line."""
+    """Sends HTTP requests, and raises SamplerError for each failure."""
 
     def __init__(self, http: httpx.AsyncClient, timeout_s: float) -> None:
         self.url = str(http.base_url).rstrip("/")
@@ -78,7 +76,7 @@ class _Client:
         try:
             return {str(card["id"]): card for card in response.json()["data"]}
         except (KeyError, TypeError, ValueError):
-            raise SamplerError(f"{self.url}/v1/models is no list of models") from None
+            raise SamplerError(f"{self.url}/v1/models is not a list of models") from None
 
     async def send(self, method: str, path: str, body: object = None) -> httpx.Response:
         try:
@@ -86,7 +84,7 @@ class _Client:
                 return await self._http.request(method, path, json=body)
         except TimeoutError:
             raise SamplerError(
-                f"the sampler at {self.url} has not answered within sampler_timeout_s={self._timeout_s:g}"
+                f"the sampler at {self.url} did not reply within sampler_timeout_s={self._timeout_s:g}"
             ) from None
         except httpx.HTTPError as error:
             raise SamplerError(
@@ -133,8 +131,8 @@ async def _identify(client: _Client, base_model: str, adapters: Path) -> Externa
         raise SamplerError(f"its /v1/models says owned_by={kind}; this server knows {' and '.join(DIALECTS)}")
     if base_model not in served or served[base_model].get("parent"):
         raise SamplerError(
-            f"it serves {', '.join(served)}; start it with --served-model-name {base_model}, on the weights "
-            f"this server has"
+            f"the server serves {', '.join(served)}; start it with --served-model-name {base_model} and the "
+            "weights of this server"
         )
     length = served[base_model].get("max_model_len")
     server = ExternalServer(
@@ -143,7 +141,9 @@ async def _identify(client: _Client, base_model: str, adapters: Path) -> Externa
     if (
         await client.send("GET", server.dialect.load_path)
     ).status_code == httpx.codes.NOT_FOUND:  # a route for POST answers 405
-        raise SamplerError(f"it loads no adapters while it runs; start it with {server.dialect.needs}")
+        raise SamplerError(
+            f"the server cannot load adapters at run time; start it with {server.dialect.needs}"
+        )
     for name, card in served.items():
         if card.get("parent") and Path(str(card.get("root"))).is_relative_to(adapters):
             await server.unload(name)

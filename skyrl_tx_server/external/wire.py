@@ -1,7 +1,7 @@
-"""The requests to vLLM and SGLang, and their replies, as in vLLM 0.33 and SGLang 0.5.23.
+"""Requests to vLLM and SGLang, and their replies, as in vLLM 0.33 and SGLang 0.5.23.
 
-A request contains every setting that affects a sample, so that a generation_config.json of the server has no
-effect. A reply without a token id or log-probability fails the request; nothing is filled in.
+A request contains every setting that affects a sample, so that a generation_config.json of the external
+server has no effect. A reply without a token id or log-probability is an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SamplingRequest:
     prompt: list[int]
     num_samples: int
     max_tokens: int
-    stop_tokens: tuple[int, ...]  # the model's end tokens among them, where these stop
+    stop_tokens: tuple[int, ...]  # includes the model's end-of-sequence tokens if they stop
     settings: SamplingSettings
 
 
@@ -37,7 +37,7 @@ class SamplingRequest:
 class SampledText:
     """One sample as the server returned it."""
 
-    tokens: np.ndarray  # [n] int32, perhaps some beyond the end of a stop string
+    tokens: np.ndarray  # [n] int32, may continue after a stop string
     logprobs: np.ndarray  # [n] float32
     finish: str
 
@@ -53,7 +53,7 @@ class Dialect(Protocol):
 
     load_path: str
     unload_path: str
-    needs: str  # options that it must be started with
+    needs: str  # options with which the external server must be started
 
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
         """Whether the server can serve a request with these settings exactly."""
@@ -71,7 +71,7 @@ class Dialect(Protocol):
 
 
 class Vllm:
-    """POST /v1/completions with a prompt of token ids."""
+    """vLLM: POST /v1/completions with a prompt of token ids."""
 
     load_path, unload_path = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
     needs = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
@@ -123,15 +123,14 @@ class Vllm:
 
 
 class Sglang:
-    """POST /generate, its own API, because its OpenAI API returns no token ids."""
+    """SGLang: POST /generate, because its OpenAI API returns no token ids."""
 
     load_path, unload_path = "/load_lora_adapter", "/unload_lora_adapter"
     needs = "SGLANG_RETURN_ORIGINAL_LOGPROB=1 and --enable-lora"
 
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
-        """It samples differently for the same seed unless started deterministic, and stop tokens always
-        include the end tokens of the model.
-        """
+        """SGLang uses a seed only in deterministic mode, and always stops at the model's end-of-sequence
+        tokens."""
         stops_at_others = (
             bool(settings.stop_token_ids)
             and not settings.stop_at_eos
@@ -179,7 +178,7 @@ class Sglang:
 
 
 DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
-"""By the `owned_by` of their /v1/models."""
+"""`owned_by` in /v1/models -> dialect."""
 
 
 def read_reply(dialect: Dialect, content: bytes, request: SamplingRequest) -> SampleReply:
@@ -189,12 +188,12 @@ def read_reply(dialect: Dialect, content: bytes, request: SamplingRequest) -> Sa
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise SamplerError(
-            f"the sampler's answer cannot be used: {what}; it needs token ids and their log-probabilities"
+            f"invalid reply of the external sampler: {what}; it needs token ids and their log-probabilities"
         ) from None
     if len(reply.samples) != request.num_samples:
         raise SamplerError(
-            f"the sampler's answer cannot be used: {len(reply.samples)} samples, {request.num_samples} were "
-            f"asked for"
+            f"invalid reply of the external sampler: {len(reply.samples)} samples instead of "
+            f"{request.num_samples}"
         )
     return reply
 
@@ -202,9 +201,8 @@ def read_reply(dialect: Dialect, content: bytes, request: SamplingRequest) -> Sa
 def cut_at_stop(
     sample: SampledText, request: SamplingRequest, tokenizer: Tokenizer | None
 ) -> SampledSequence:
-    """Return the sample up to where the engine would have ended it. Raise SamplerError if it ended elsewhere.
-    `tokenizer` is needed for stop strings.
-    """
+    """Return the sample up to where the engine would have stopped. `tokenizer` is needed for stop strings.
+    Raise SamplerError if the external server stopped earlier."""
     tokens = sample.tokens.tolist()
     ends = [index + 1 for index, token in enumerate(tokens) if token in request.stop_tokens][:1]
     if (
@@ -214,8 +212,8 @@ def cut_at_stop(
         ends.append(cut)
     if not ends and len(tokens) != request.max_tokens:
         raise SamplerError(
-            f"the sampler ended a sample ({sample.finish}) after {len(tokens)} of {request.max_tokens} tokens, "
-            f"where nothing said that it should"
+            f"the external sampler ended a sample ({sample.finish}) after {len(tokens)} of "
+            f"{request.max_tokens} tokens without a stop token or stop string"
         )
     length = min(ends, default=request.max_tokens)
     return SampledSequence(
@@ -243,7 +241,7 @@ def _settings(settings: SamplingSettings) -> dict[str, object]:
 def _sampled_text(token_ids: Sequence[int], logprobs: Sequence[float], finish: str) -> SampledText:
     tokens, values = np.asarray(token_ids), np.asarray(logprobs, np.float32)
     if tokens.ndim != 1 or tokens.dtype.kind != "i" or not len(tokens):
-        raise ValueError("its token ids are no list of integers")
+        raise ValueError("the token ids are not a list of integers")
     if values.shape != tokens.shape:
         raise ValueError(f"{len(tokens)} token ids and {values.size} log-probabilities")
     if not np.all(np.isfinite(values) & (values > NO_LOGPROB_BELOW)):

@@ -78,11 +78,11 @@ async def _no_route(request: Request, error: Exception) -> JSONResponse:
     logger.warning("no route %s %s", request.method, request.url.path[:200])
     known = "the Tinker API of SDK 0.38, and OpenAI's /v1/chat/completions, /v1/completions and /v1/models"
     path = request.url.path
-    return refusal(path, NoRouteError(f"this server has no {request.method} {path}; it speaks {known}"))
+    return refusal(path, NoRouteError(f"this server has no {request.method} {path}; it implements {known}"))
 
 
 async def _housekeeping(startup: StartupState, period_s: float) -> None:
-    """Run `housekeep` periodically, for sessions, checkpoints and results that expire."""
+    """Run `housekeep` every `period_s` seconds."""
     while True:
         await asyncio.sleep(period_s)
         if startup.state is not None:
@@ -93,6 +93,7 @@ async def _housekeeping(startup: StartupState, period_s: float) -> None:
 
 
 async def housekeep(state: AppState) -> None:
+    """Reload changed API keys, and remove expired sessions, checkpoints and results."""
     if state.settings.tenant_keys is not None:
         state.settings.tenant_keys.reload_if_changed()
     for tenant_state in (state, *state.tenants.values()):
@@ -104,7 +105,7 @@ async def housekeep(state: AppState) -> None:
         try:
             generation = await asyncio.to_thread(state.checkpoints.delete, path, only=generation)
             if generation is None:
-                continue  # it was saved again, and the expiry of the new save is about to be recorded
+                continue  # it was saved again; the expiry of the new checkpoint will be recorded
             logger.info("deleted %s: it has expired", path)
         except NotFoundError:
             logger.debug("%s was deleted already", path)

@@ -1,8 +1,8 @@
-"""Run every route: check access and key, log one line, and turn errors into statuses.
+"""Run every route: check access and API key, log one line, and convert errors to statuses.
 
-The SDK retries 409 and 5xx for minutes, so a permanent error (a name that is taken, a bug of the server) is a
-400; 429 and 503 are for temporary ones. A failure that retrieve_future reports is a 200 with an `error` field
-(`routes/futures.py`).
+The SDK retries 409 and 5xx for minutes. A permanent error (a name in use, a bug of the server) is therefore a
+400; 429 and 503 are for temporary errors. A failure that retrieve_future reports is a 200 with an `error`
+field (`routes/futures.py`).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Handler = Callable[[AppState, Request], Awaitable[Reply]]
 
 CLIENT_CLOSED_REQUEST = 499
 """The status that is logged for a client that disconnected before its reply. It is not sent."""
-NOT_YET = (408, 503)  # a pending result or a model that is loading is no warning
+NOT_YET = (408, 503)  # a pending result or a loading model; not logged as a warning
 MAX_DETAIL_LENGTH = 2000
-"""Characters of an error message, which may quote the request."""
+"""Maximum length of an error message, which may quote the request."""
 _LIMITS = "skyrl_tx_server.body_limits"  # of the endpoint, in the request's scope
 _OPENAI_PREFIX = "/v1/"
 
 
 @dataclass(kw_only=True, slots=True)
 class StartupState:
-    """Holds the state of the application once the engine has started. The port is open before."""
+    """Holds the application state once the engine has started. Requests before that get a 503."""
 
     state: AppState | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """One route. The handler's dict becomes JSON, None a 204."""
+    """A route. A handler returns a dict, which becomes JSON, None for a 204, or a response."""
 
     method: str
     path: str
@@ -60,7 +60,7 @@ class Endpoint:
 
 
 async def serve(endpoint: Endpoint, startup: StartupState, request: Request) -> Response:
-    """Run one request and return a reply in every case."""
+    """Run one request. Return a reply also for every error."""
     started = time.perf_counter()
     request.scope[_LIMITS] = endpoint.body
     response = await _answer(endpoint, startup, request)
@@ -111,9 +111,8 @@ async def _answer(endpoint: Endpoint, startup: StartupState, request: Request) -
 
 
 def _check_key(settings: HttpSettings, request: Request) -> str:
-    """Return the tenant who sent the request. The Tinker SDK sends X-API-Key, OpenAI's clients and Prometheus
-    a bearer token.
-    """
+    """Return the tenant that sent the request. Raise UnauthorizedError if the key is missing or wrong. The
+    Tinker SDK sends X-API-Key; OpenAI's clients and Prometheus send a bearer token."""
     api_key, tenant_keys = settings.api_key, settings.tenant_keys
     if api_key is None and tenant_keys is None:
         return DEFAULT_TENANT
@@ -139,7 +138,7 @@ def _respond(reply: Reply) -> Response:
 
 
 def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSONResponse:
-    """Return an error as the clients of `path` expect it: OpenAI's shape below /v1, Tinker's elsewhere."""
+    """Return an error in OpenAI's format for paths below /v1, and in Tinker's format for others."""
     status = error.status if status is None else status
     detail = str(error)
     if len(detail) > MAX_DETAIL_LENGTH:

@@ -1,6 +1,5 @@
-"""Follow samples from the event loop, either token by token or to their end, and withdraw them if the client
-disconnects.
-"""
+"""Wait for samples on the event loop, with or without streaming, and withdraw them if the client
+disconnects."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from skyrl_tx_server.http.wire.openai_replies import TokenDelta
 
 
 class StreamWatcher:
-    """Passes the reports of the engine's thread to the event loop. Implements `engine.Watcher`."""
+    """Passes tokens from the engine thread to the event loop. Implements `engine.Watcher`."""
 
     def __init__(self, *, streams_tokens: bool) -> None:
         self._loop = asyncio.get_running_loop()
@@ -39,25 +38,24 @@ class StreamWatcher:
     def finish(self, future: concurrent.futures.Future[OpResult]) -> None:
         self._put(None)
 
-    def _put(self, deltas: TokenDelta | None) -> None:
+    def _put(self, delta: TokenDelta | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
-            self._loop.call_soon_threadsafe(self.deltas.put_nowait, deltas)
+            self._loop.call_soon_threadsafe(self.deltas.put_nowait, delta)
 
 
 async def stream_tokens(
     state: AppState, op: Sample, results: list[SampleResult]
 ) -> AsyncGenerator[TokenDelta]:
-    """Yield the tokens of `op` as they are sampled, and append the result to `results`. Leaving early
-    withdraws the request.
-    """
+    """Yield the tokens of `op` as they are sampled, and append the result to `results`. Closing the generator
+    withdraws the request. Raise ServerError if the operation fails."""
     watcher = StreamWatcher(streams_tokens=True)
     future = state.engine.submit(op, watcher)
     future.add_done_callback(watcher.finish)
     seen = [0] * op.num_samples
     try:
-        while (deltas := await watcher.deltas.get()) is not None:
-            seen[deltas.index] += len(deltas.tokens)
-            yield deltas
+        while (delta := await watcher.deltas.get()) is not None:
+            seen[delta.index] += len(delta.tokens)
+            yield delta
         result = _sampled(future)
         results.append(result)
         for index, sequence in enumerate(result.sequences):
@@ -92,7 +90,7 @@ async def wait_for_results(
 
 def _sampled(future: concurrent.futures.Future[OpResult]) -> SampleResult:
     if future.cancelled():
-        raise ServerError("withdrawn before it began")
+        raise ServerError("the request was withdrawn before it started")
     result = future.result()
     assert isinstance(result, SampleResult)
     return result

@@ -1,4 +1,4 @@
-"""retrieve_future, the long poll that returns every result and every failure, and cancel_future."""
+"""retrieve_future, the long poll for results and failures, and cancel_future."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ def _reply(outcome: Outcome, *, accepts_proto: bool) -> Reply:
 
 
 async def cancel_future(state: AppState, request: Request) -> Reply:
-    """Withdraw a request whose client gives it up. A waiting operation never starts, and a sample that runs
-    ends after the next decode dispatch. Any other running operation finishes, and its result is not kept.
-    """
+    """Withdraw a request. A waiting operation never starts, and a running sample ends after the next decode
+    dispatch. Any other running operation finishes and its result is discarded."""
     fields = JsonReader(await read_json(state, request), "cancel_future")
     request_id = fields.text("request_id")
     fields.ignore("type")

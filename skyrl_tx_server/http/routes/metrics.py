@@ -1,5 +1,4 @@
-"""GET /metrics in Prometheus' text format: queues, running work, tokens by kind, caches, compilations,
-memory."""
+"""GET /metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -27,15 +26,13 @@ Family = GaugeMetricFamily | CounterMetricFamily
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """A metric of the engine's statistics: of one statistic, or of one statistic for each value of a
-    label.
-    """
+    """A metric that is read from the engine's statistics."""
 
     name: str
     kind: Literal["gauge", "counter"]
     help: str
-    source: Mapping[str, str] | str  # the name of the statistic; or label value -> name
-    label: str = ""  # if the metric has several sources, or if its statistic is a mapping
+    source: Mapping[str, str] | str  # name of the statistic, or label value -> name
+    label: str = ""  # name of the label, if `source` or the statistic is a mapping
 
 
 METRICS: tuple[Metric, ...] = (
@@ -205,7 +202,7 @@ async def metrics(state: AppState, request: Request) -> Reply:
 
 
 def _families(metric: Metric, statistics: Mapping[str, object]) -> Iterable[Family]:
-    """Yield the metric's family, and another one under its former name; nothing if the engine has no such
+    """Yield the metric, also under its former name if it has one. Yield nothing if the engine has no such
     statistic."""
     if isinstance(metric.source, str):
         statistic = statistics.get(metric.source)

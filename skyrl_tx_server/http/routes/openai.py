@@ -1,7 +1,8 @@
 """OpenAI's routes for sampling: /v1/chat/completions, /v1/completions and /v1/models.
 
-A model is the name of the base model, the id of a live sampler, or the tinker:// path of a sampler
-checkpoint. A stream carries the tokens of each decode dispatch. A client that disconnects frees its slots.
+`model` is the name of the base model, the id of a live sampler, or the tinker:// path of a sampler
+checkpoint. A stream has the tokens of each decode dispatch in
+one event. If the client disconnects, its slots are freed.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ async def get_model(state: AppState, request: Request) -> Reply:
 
 
 async def _models(state: AppState) -> dict[str, int]:
-    """Return every name that can be sampled from, with the time of its creation in seconds since 1970."""
+    """Return model name -> time of its creation, in seconds since 1970."""
     names = {state.base_model: 0}
     for session in state.registry.sessions():
         names |= {sampler_id: int(session.created_at.timestamp()) for sampler_id in session.samplers}
@@ -104,7 +105,7 @@ def _model_json(name: str, created: int) -> dict[str, object]:
 
 def _no_such_model(state: AppState, name: str) -> str:
     return (
-        f"no model {name!r}: ask for {state.base_model!r}, a live sampler's id or a sampler checkpoint's "
+        f"no model {name!r}: use {state.base_model!r}, a live sampler's id or a sampler checkpoint's "
         "path; see /v1/models"
     )
 
@@ -137,7 +138,7 @@ async def _weights(state: AppState, name: str) -> str | None:
 
 
 def _with_end_of_turn(settings: SamplingSettings, tokenizer: Tokenizer) -> SamplingSettings:
-    """Add the tokenizer's end-of-turn token to the stop tokens, which config.json may not contain."""
+    """Add the tokenizer's end-of-turn token, which config.json may lack, to the stop tokens."""
     if tokenizer.eos_token_id is None or tokenizer.eos_token_id in settings.stop_token_ids:
         return settings
     return replace(settings, stop_token_ids=(*settings.stop_token_ids, tokenizer.eos_token_id))
@@ -150,9 +151,8 @@ async def _sample(
     max_tokens = 1 if settings.max_tokens is None else settings.max_tokens
     if len(prompt) + max_tokens > limit:
         raise TooLongError(
-            f"This model's maximum context length is {limit} tokens; the prompt has {len(prompt)} and "
-            f"{max_tokens} more were asked for. "
-            "Shorten the prompt or lower max_tokens"
+            f"This model's maximum context length is {limit} tokens; the prompt has {len(prompt)} and the "
+            f"request adds {max_tokens}. Shorten the prompt or lower max_tokens"
         )
     if not len(prompt):
         raise UserError("the prompt is empty: send at least one token")
@@ -208,7 +208,7 @@ async def _whole(
 
 
 async def _stream(state: AppState, reply_format: ReplyFormat, op: Sample) -> Response:
-    """Wait for the first tokens, so that a request which the engine rejects still gets its status."""
+    """Return a stream. Wait for the first tokens, so that a rejected request gets an error status."""
     results: list[SampleResult] = []
     deltas = stream_tokens(state, op, results)
     first = await anext(deltas)

@@ -1,4 +1,4 @@
-"""Sampling sessions and asample."""
+"""The routes of sampling: create_sampling_session, get_sampler and asample."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _weights(state: AppState, *, base_model: str | None, model_path: str | None)
     info = state.checkpoints.info(model_path)
     if info.kind is not CheckpointKind.SAMPLER:
         raise UserError(
-            f"{model_path} is no sampler checkpoint; sample from the path that save_weights_for_sampler "
+            f"{model_path} is not a sampler checkpoint; sample from the path that save_weights_for_sampler "
             f"returns"
         )
     state.check_base_model(info.base_model)

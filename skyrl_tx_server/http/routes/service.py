@@ -12,14 +12,13 @@ from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_body
 
 
 async def healthz(state: AppState, request: Request) -> Reply:
-    """Report that the engine runs. Until then every route answers 503."""
+    """Report that the engine runs. While the model is loading, every route replies 503."""
     return {"status": "ok"}
 
 
 async def client_config(state: AppState, request: Request) -> Reply:
-    """Return the settings of the SDK: the chunks of one forward_backward in order, and no more samples in
-    flight than is useful.
-    """
+    """Return settings for the SDK: it sends the chunks of a forward_backward in order, and limits its
+    concurrent sampling requests."""
     await read_body(state, request)
     return {
         "pjwt_auth_enabled": False,
@@ -44,7 +43,7 @@ async def dynamic_config(state: AppState, request: Request) -> Reply:
 
 
 async def telemetry(state: AppState, request: Request) -> Reply:
-    """Accept and drop: nothing is sent from this machine."""
+    """Discard telemetry; the server sends nothing to other machines."""
     await read_body(state, request)
     return {"status": "accepted"}
 
@@ -64,7 +63,8 @@ async def capabilities(state: AppState, request: Request) -> Reply:
 
 
 async def stats(state: AppState, request: Request) -> Reply:
-    """Return the statistics of the whole engine to the operator, and those of its own share to a tenant."""
+    """Return the statistics of the whole engine to the operator, and to a tenant those of its own
+    operations."""
     engine = state.engine.stats()
     former = {old: engine[new] for old, new in RENAMED_STATISTICS.items() if new in engine}
     return {

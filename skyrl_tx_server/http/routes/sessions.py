@@ -1,4 +1,5 @@
-"""Sessions: opened by a client's first call, kept by heartbeats, ended by the client or a timeout."""
+"""Sessions: created by a client's first call, kept alive by heartbeats, ended by the client or after a
+timeout."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def begin_model(
     lora: LoraSpec,
     user_metadata: dict[str, str],
 ) -> Reply:
-    """Record a new model and let the engine create it. If that fails the model does not exist."""
+    """Submit the creation of a model. The model is removed again if the creation fails."""
     run = TrainingRun(
         run_id=op.model_id,
         base_model=state.base_model,
@@ -88,14 +88,12 @@ def begin_model(
             return
         try:
             state.run_index.record_run(run)
-        except (
-            OSError
-        ) as error:  # for example a full disk: without a record the model could not be found after a restart
+        except OSError as error:  # e.g. a full disk; a model without a record is lost after a restart
             state.registry.forget_model(op.model_id)
             state.engine.submit(UnloadModel(model_id=op.model_id))
             raise ServerError(
-                f"the model was not made, because the server cannot write its ledger: {error.strerror}; make "
-                f"room and try again"
+                f"the model was not created, because the run index cannot be written: {error.strerror}; "
+                "free disk space and try again"
             ) from error
 
     extra = {"path": op.path} if isinstance(op, LoadWeights) else {"model_id": op.model_id}
@@ -106,9 +104,8 @@ def begin_model(
 
 
 async def get_info(state: AppState, request: Request) -> Reply:
-    """Return a model. For clients on this machine `tokenizer_id` is the model's own directory, so that they
-    need no model hub; for others it is the name.
-    """
+    """Return a model. `tokenizer_id` is the directory of the base model for clients on this machine, which
+    then need no model hub."""
     fields = JsonReader(await read_json(state, request), "get_info")
     model = state.registry.model(fields.text("model_id"))
     model_dir = state.settings.model_dir
@@ -166,7 +163,8 @@ def submit(
     extra: dict[str, str] | None = None,
     when_done: Callable[[Outcome], None] | None = None,
 ) -> Reply:
-    """Let `start` begin an operation of `model`, once for each `seq_id`, and return its request_id."""
+    """Submit an operation of `model` by calling `start`, once for each `seq_id`, and return its request
+    id."""
     key = None if seq_id is None else RequestKey(scope=model.model_id, seq_id=seq_id)
     request_id = state.futures.submit(
         start, kind=kind, key=key, session_id=model.session_id, extra=extra, when_done=when_done
@@ -187,7 +185,7 @@ async def optim_step(state: AppState, request: Request) -> Reply:
 
 
 async def unload_model(state: AppState, request: Request) -> Reply:
-    """Free a model. Only SDK 0.25 and older send this; newer clients end their session."""
+    """Free a model. Only SDK 0.25 and older send this request; newer clients end their session."""
     fields = JsonReader(await read_json(state, request), "unload_model")
     model = state.registry.model(fields.text("model_id"))
     state.registry.forget_model(model.model_id)

@@ -1,6 +1,6 @@
-"""Saving, loading, listing and deleting checkpoints, and the training runs they belong to.
+"""Routes that save, load, list and delete checkpoints, and routes of training runs.
 
-This file is long because all routes of checkpoints share the handling of their paths.
+This file is long because these routes share the handling of checkpoint paths.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ async def save_weights(state: AppState, request: Request) -> Reply:
 
 
 async def save_weights_for_sampler(state: AppState, request: Request) -> Reply:
-    """Save sampler weights: with a name, a checkpoint on disk; without, a snapshot in memory that only its
-    own sampler can use.
-    """
+    """Save sampler weights: with a name as a checkpoint on disk, without one as a snapshot in memory that
+    only one sampler can use."""
     fields = JsonReader(await read_json(state, request), "save_weights_for_sampler")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
@@ -138,7 +137,7 @@ def _save_snapshot(
 
 def checkpoint_path_of(model_id: str, kind: CheckpointKind, name: str) -> str:
     if "/" in name:
-        raise UserError(f"checkpoint name {name!r} must not hold a '/'; it is a name, not a path")
+        raise UserError(f"checkpoint name {name!r} must not contain a '/'; pass a name, not a path")
     path = checkpoint_path(model_id, kind, name)
     parse_path(path)  # raises for any other invalid name
     return path
@@ -155,19 +154,16 @@ def save_named(
     ttl_seconds: int | None,
     overwrite: bool = False,
 ) -> Reply:
-    """Write the checkpoint `path`, which must not exist unless `overwrite` is set. It expires after
-    `ttl_seconds`.
-    """
+    """Save the checkpoint `path`, which must not exist unless `overwrite` is set. It expires after
+    `ttl_seconds`."""
 
     def start() -> Future[OpResult]:
         if not overwrite and state.checkpoints.exists(path):
             raise UserError(
                 f"checkpoint {path} exists already; choose another name, or save_state(..., overwrite=True)"
             )
-        if not state.checkpoints.exists(
-            path
-        ):  # a mark of an earlier checkpoint of this name, left by a killed server
-            state.run_index.forget(path)
+        if not state.checkpoints.exists(path):
+            state.run_index.forget(path)  # a record that a killed server left
         return state.engine.submit(op)
 
     def when_done(outcome: Outcome) -> None:
@@ -188,9 +184,8 @@ def _expiry(ttl_seconds: int | None) -> datetime | None:
 
 
 async def load_weights(state: AppState, request: Request) -> Reply:
-    """Load a checkpoint into a live model (`model_id`), or as the first request of a new one (`session_id`
-    and `model_seq_id`).
-    """
+    """Load a checkpoint into a model (`model_id`), or create a new model from it (`session_id` and
+    `model_seq_id`)."""
     fields = JsonReader(await read_json(state, request), "load_weights")
     model_id = fields.optional_text("model_id")
     seq_id = fields.optional_integer("seq_id")
@@ -225,7 +220,7 @@ async def load_weights(state: AppState, request: Request) -> Reply:
 
 
 def _training_checkpoint(state: AppState, path: str) -> LoraSpec:
-    """Return the LoRA of a checkpoint that this server can train."""
+    """Return the LoraSpec of a training checkpoint. Raise an error if this server cannot train it."""
     info = state.checkpoints.info(path)
     if info.kind is not CheckpointKind.TRAINING:
         raise UserError(
@@ -235,8 +230,7 @@ def _training_checkpoint(state: AppState, path: str) -> LoraSpec:
     if info.lora.rank > state.limits.max_lora_rank:
         raise UserError(
             f"{path} has LoRA rank {info.lora.rank}, above this server's "
-            f"max_lora_rank={state.limits.max_lora_rank}; "
-            f"start it with max_lora_rank={info.lora.rank}"
+            f"max_lora_rank={state.limits.max_lora_rank}; start it with max_lora_rank={info.lora.rank}"
         )
     return info.lora
 
@@ -291,9 +285,7 @@ async def list_training_runs(state: AppState, request: Request) -> Reply:
 
 
 def _runs(state: AppState, by_run: dict[str, list[CheckpointInfo]]) -> list[TrainingRun]:
-    """Return every run of the run index, and those of which there are only checkpoints (a directory that was
-    copied here).
-    """
+    """Return the runs of the run index, and the runs of copied checkpoints that it does not contain."""
     runs = state.run_index.runs
     return [*runs.values(), *(_run_of(infos[0]) for run_id, infos in by_run.items() if run_id not in runs)]
 
@@ -378,9 +370,7 @@ async def delete_checkpoint(state: AppState, request: Request) -> Reply:
 
 
 async def publish(state: AppState, request: Request) -> Reply:
-    """Publish a checkpoint. Other tenants may then load, sample and download it if they know its path.
-    Without tenants this is only a mark.
-    """
+    """Publish a checkpoint, so that other tenants that know its path can load, sample and download it."""
     return _mark(state, path_of(request), public=True)
 
 

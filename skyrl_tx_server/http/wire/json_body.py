@@ -1,9 +1,7 @@
-"""JSON request bodies: bytes -> values, with the number of values, strings and containers and the depth
-checked before anything is built.
+"""Parse JSON request bodies. The numbers of values, strings and containers and the depth are checked before.
 
-The counts come from scans at memory speed. The first scan also counts what stands inside of strings, so it
-can only count too much; a body that it finds too large is scanned again without its strings before it is
-refused.
+The first check counts characters without regard to strings, so its counts are upper bounds. A body that
+exceeds a limit is checked again without its strings before it is rejected.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonBounds:
-    """How much a body may hold. Each value of a list and each member of an object counts as one value."""
+    """Limits of a body. Each element of a list and each member of an object is one value."""
 
     values: int = 10_000
     strings: int = 20_000  # names of members are strings as well
@@ -40,7 +38,8 @@ DATA_BOUNDS = JsonBounds(values=1 << 22, strings=200_000, containers=100_000)
 
 
 def parse_json(body: bytes, bounds: JsonBounds = CONTROL_BOUNDS) -> object:
-    """The body's value, {} for an empty body. UserError for what is not JSON or exceeds `bounds`."""
+    """Return the value of a body, {} for an empty one. Raise UserError if it is not JSON or exceeds
+    `bounds`."""
     if not body:
         return {}
     if len(body) > bounds.depth:  # a shorter one cannot exceed any bound

@@ -1,5 +1,4 @@
-"""JSON objects of requests, read field by field: what has the wrong type, and what nobody reads, is a
-`UserError`."""
+"""Read the JSON objects of requests field by field. A wrong type or an unknown field is a `UserError`."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import math
 from skyrl_tx_server.errors import UserError
 
 MAX_TEXT_LENGTH = 4096
-"""Characters of a name, an id or a path; what may be longer says so."""
+"""Default maximum length of a string in characters."""
 MAX_METADATA_ITEMS = 64
 MAX_METADATA_NAME_LENGTH = 128
 MAX_METADATA_BYTES = 16 << 10
@@ -18,8 +17,8 @@ MAX_QUOTED_LENGTH = 80
 
 
 class JsonReader:
-    """A JSON object read field by field, so that a wrong type is one clear line and an unread field can be
-    refused."""
+    """A JSON object that is read field by field. The methods raise UserError for a missing field or a wrong
+    type."""
 
     def __init__(self, body: object, where: str) -> None:
         if not isinstance(body, dict):
@@ -103,8 +102,8 @@ class JsonReader:
         return self._take(name)
 
     def metadata(self, name: str) -> dict[str, str]:
-        """User metadata; the reply types of the SDK allow string values only. The server keeps it, so it is
-        limited in size."""
+        """Return user metadata of limited size. Values are converted to strings, as the SDK's types
+        require."""
         where, values = f"{self._where}: {name}", self.mapping(name)
         if len(values) > MAX_METADATA_ITEMS:
             raise UserError(f"{where} has {len(values)} entries; at most {MAX_METADATA_ITEMS} are accepted")
@@ -133,27 +132,24 @@ class JsonReader:
         return parsed
 
     def refuse(self, name: str, alternative: str) -> None:
-        """Refuse a field this server cannot honour, unless it is switched off."""
+        """Raise UserError for a field that is not supported, unless its value switches it off."""
         value = self._take(name)
         if value is not None and value is not False and value != 0 and value != []:
             raise UserError(f"{self._where}: {name} is not supported by this server; {alternative}")
 
     def ignore(self, *names: str) -> None:
-        """Fields that cannot change a result here."""
+        """Mark fields that cannot change a result as read."""
         self._read.update(names)
 
     def finish(self) -> None:
-        """Refuse what nobody read: it might have changed the result."""
+        """Raise UserError for fields that were not read, because they might change the result."""
         unknown = sorted(set(self._values) - self._read)
         if unknown:
-            raise UserError(
-                f"{self._where}: unknown field {listed(unknown)}; this server would have to ignore it. Leave "
-                f"it out"
-            )
+            raise UserError(f"{self._where}: unknown field {listed(unknown)}; remove it")
 
 
 def is_finite_number(value: object) -> bool:
-    """Also where an integer is too large to be a float."""
+    """Whether `value` is a finite number, including integers; False for an integer too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -163,7 +159,7 @@ def is_finite_number(value: object) -> bool:
 
 
 def quoted(value: object) -> str:
-    """The beginning of a value that a client sent. The whole of a large one is never formatted."""
+    """Return the beginning of a value that a client sent, for a message."""
     if isinstance(value, str):
         return repr(value[:MAX_QUOTED_LENGTH])
     if isinstance(value, list):
@@ -174,7 +170,7 @@ def quoted(value: object) -> str:
 
 
 def listed(names: list[str]) -> str:
-    """The first few of the names, cut to a length that can be read."""
+    """Return the first of the names, shortened, for a message."""
     shown = ", ".join(name[:MAX_QUOTED_LENGTH] for name in names[:MAX_NAMES_IN_MESSAGE])
     more = len(names) - MAX_NAMES_IN_MESSAGE
     return f"{shown} and {more} more" if more > 0 else shown

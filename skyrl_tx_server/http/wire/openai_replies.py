@@ -1,4 +1,4 @@
-"""Sampled tokens -> OpenAI's reply objects, whole or in the chunks of a stream."""
+"""Convert sampled tokens to OpenAI's replies, complete or as the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from skyrl_tx_server.http.wire.output_parser import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenDelta:
-    """Tokens that sample `index` has gained; `ended` with the last of them."""
+    """New tokens of sample `index`. `ended` is set with the last of them."""
 
     index: int
     tokens: Sequence[int]
@@ -34,7 +34,7 @@ class TokenDelta:
 
 
 class ChatFormat:
-    """Chat completions: answers come apart into content, reasoning and tool calls."""
+    """Replies of chat completions, with content, reasoning and tool calls."""
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -65,7 +65,7 @@ class ChatFormat:
 
 
 class TextFormat:
-    """Text completions: an answer is its text."""
+    """Replies of text completions."""
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
@@ -93,7 +93,7 @@ type ReplyFormat = ChatFormat | TextFormat
 
 
 class Choices:
-    """The choices of one stream as far as they have come."""
+    """The choices of a stream."""
 
     def __init__(self, header: Header, reply_format: ReplyFormat, op: Sample) -> None:
         self._header = header
@@ -103,7 +103,8 @@ class Choices:
         self._calls = [0] * op.num_samples
 
     def chunks(self, token_delta: TokenDelta) -> Iterable[dict[str, object]]:
-        """At most one chunk with what is new, and one more with the reason when the choice is over."""
+        """Yield a chunk with the new text, if there is any, and a chunk with the finish reason at the end of
+        a choice."""
         index, answer = token_delta.index, self._answers[token_delta.index]
         pieces = (
             answer.add(token_delta.tokens)
@@ -136,7 +137,7 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What every chunk of one reply repeats."""
+    """The fields that all chunks of a reply have."""
 
     id: str
     object: str
@@ -171,7 +172,7 @@ def text_of(pieces: Sequence[ParsedDelta], kind: type[Content] | type[ReasoningT
 
 
 def message_json(pieces: Sequence[ParsedDelta]) -> dict[str, object]:
-    """A whole assistant message."""
+    """Return a complete assistant message."""
     content, reasoning = text_of(pieces), text_of(pieces, ReasoningText)
     calls = [_call_json(piece) for piece in pieces if isinstance(piece, ToolCall)]
     message: dict[str, object] = {"role": "assistant", "content": content if content or not calls else None}
@@ -181,7 +182,7 @@ def message_json(pieces: Sequence[ParsedDelta]) -> dict[str, object]:
 
 
 def delta_json(pieces: Sequence[ParsedDelta], calls_before: int) -> dict[str, object]:
-    """What a stream adds to a message that has `calls_before` tool calls already."""
+    """Return the delta of a message that has `calls_before` tool calls."""
     delta: dict[str, object] = {}
     if content := text_of(pieces):
         delta["content"] = content
@@ -198,7 +199,7 @@ def delta_json(pieces: Sequence[ParsedDelta], calls_before: int) -> dict[str, ob
 def chat_logprobs(
     ids: Sequence[int], logprobs: Sequence[float], decode: Callable[[Sequence[int]], str]
 ) -> dict[str, object]:
-    """Of every sampled token, the one that ended the answer included."""
+    """Return the logprobs of every sampled token, including the one that ended the sample."""
     tokens = [decode([token]) for token in ids]
     return {
         "content": [
@@ -210,7 +211,7 @@ def chat_logprobs(
 
 
 class TextLogprobs:
-    """The older form, with each token's place in the text; one per choice."""
+    """Logprobs of text completions, with the offset of each token in the text. One instance per choice."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode

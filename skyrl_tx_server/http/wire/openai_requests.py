@@ -1,7 +1,7 @@
-"""OpenAI's chat and text completions: JSON in, checked records out, and results in OpenAI's shapes.
+"""Parse OpenAI's chat and text completion requests.
 
-What would change the result and cannot be honoured is refused by name; what cannot change it (`user`,
-`metadata`, ...) is accepted.
+A field that would change the result and is not supported is an error. Fields that cannot change it (`user`,
+`metadata`, ...) are ignored.
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ IGNORED_FIELDS = (
     "prompt_cache_retention",
 )
 IGNORED_MESSAGE_FIELDS = ("annotations", "provider_specific_fields")
-"""What clients send back in an assistant message and no model reads: OpenAI's citations, LiteLLM's notes on
-the provider's answer."""
+"""Fields of assistant messages that clients send back and no chat template reads."""
 _SAMPLING_HINT = "this server samples from the model's distribution as temperature, top_k and top_p shape it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingRequest:
-    """What both doors share."""
+    """The fields that chat and text completions share."""
 
     model: str
     settings: SamplingSettings
     num_samples: int
     stream: bool
-    include_usage: bool  # a last chunk of a stream that holds nothing but the usage
+    include_usage: bool  # the last chunk of a stream contains the usage
     logprobs: bool
     token_ids: bool  # vLLM's return_token_ids: the exact tokens, for clients that train on them
 
@@ -125,8 +124,8 @@ def parse_completion(body: object, limits: Limits) -> CompletionRequest:
             "completions: logprobs above 0 (the most likely tokens) is not supported; logprobs=0 returns the "
             "sampled tokens'"
         )
-    fields.refuse("echo", "the prompt is yours already")
-    fields.refuse("suffix", "this model continues a text, it does not fill gaps")
+    fields.refuse("echo", "prepend the prompt to the reply")
+    fields.refuse("suffix", "only completions at the end of the prompt are supported")
     sampling = _sampling(
         fields, limits, logprobs=count is not None, max_tokens=fields.optional_integer("max_tokens")
     )
@@ -197,7 +196,8 @@ def _max_tokens(fields: JsonReader) -> int | None:
 
 
 def _message(index: int, message: object) -> dict[str, object]:
-    """A message as chat templates take it: text content, and tool calls whose arguments are objects."""
+    """Return a message in the form that chat templates expect: text content, and tool calls with objects as
+    arguments."""
     where = f"messages[{index}]"
     fields = JsonReader(message, where)
     role = fields.text("role")
@@ -227,7 +227,7 @@ def _message(index: int, message: object) -> dict[str, object]:
 
 
 def _reasoning(fields: JsonReader, where: str) -> str | None:
-    """What clients send back of an answer's reasoning, under the names that they give it."""
+    """Return the reasoning of an assistant message, from either of the fields that clients use."""
     text, alias_text = (
         fields.optional_text(name, max_length=None) for name in ("reasoning_content", "reasoning")
     )
@@ -263,7 +263,7 @@ def _past_call(call: object, where: str) -> dict[str, object]:
     function = JsonReader(JsonReader(call, where).mapping("function"), f"{where}.function")
     name, arguments = function.text("name"), function.value("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # what a model once wrote goes back to it as it was
+        with contextlib.suppress(ValueError):  # invalid JSON that a model wrote is kept as text
             arguments = parse_json(arguments.encode())
     message_json: dict[str, object] = {
         "type": "function",

@@ -1,4 +1,4 @@
-"""What a model wrote, taken apart as it comes: reasoning, content, and tool calls in the Qwen/Hermes form.
+"""Parse sampled text incrementally into reasoning, content, and tool calls in the Qwen/Hermes format.
 
     <think>
     Let me look.
@@ -9,8 +9,8 @@
     {"name": "ls", "arguments": {"path": "/"}}
     </tool_call>
 
-Text that could still turn into a tag or a stop string is held back until it cannot, so that a stream says
-what the whole would say.
+Text that may be the beginning of a tag or a stop string is held back until this is decided, so that a stream
+and a complete reply have the same text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ type ParsedDelta = ReasoningText | Content | ToolCall
 
 
 class Part(StrEnum):
-    """Where in an answer the next character belongs."""
+    """The part of a reply to which the next character belongs."""
 
     BEGINNING = "beginning"
     REASONING = "reasoning"
@@ -58,13 +58,13 @@ class Part(StrEnum):
 
 
 class AnswerParser:
-    """Text in, pieces out. `calls`: look for tool calls; without it they are content like any other."""
+    """Splits text into pieces. Without `calls`, tool calls are content."""
 
     def __init__(self, *, calls: bool, part: Part = Part.BEGINNING) -> None:
         self._calls = calls
         self._part = part
         self._buffer = ""
-        self._opening = ""  # of the call under way: its tag and the white space before it
+        self._opening = ""  # the opening tag of the current call and the white space before it
 
     def add(self, text: str) -> list[ParsedDelta]:
         self._buffer += text
@@ -74,7 +74,7 @@ class AnswerParser:
         return pieces
 
     def flush(self) -> list[ParsedDelta]:
-        """The text is over: whatever was held back is what it looks like."""
+        """Return the text that was held back, because the sample has ended."""
         pieces: list[ParsedDelta] = []
         held, self._buffer = self._buffer, ""
         match self._part:
@@ -89,7 +89,7 @@ class AnswerParser:
         return [piece for piece in pieces if isinstance(piece, ToolCall) or piece.text]
 
     def _next(self) -> list[ParsedDelta] | None:
-        """Take one step through what is held; None when it takes more text to know."""
+        """Parse the next part of the buffer. Return None if this needs more text."""
         match self._part:
             case Part.BEGINNING:
                 start = self._buffer.lstrip()
@@ -130,7 +130,8 @@ class AnswerParser:
     def _emit_safe(
         self, kind: type[ReasoningText] | type[Content], tags: Sequence[str]
     ) -> list[ParsedDelta] | None:
-        """Let go of what no tag can begin in; the white space before a tag belongs to the tag."""
+        """Return the text that cannot be the beginning of a tag. White space before a tag belongs to the
+        tag."""
         safe = len(self._buffer) - longest_beginning(self._buffer, tags)
         text = self._buffer[:safe].rstrip() if tags else self._buffer
         if not text:
@@ -140,7 +141,7 @@ class AnswerParser:
 
 
 class StopCutter:
-    """Ends a text before the first stop string in it."""
+    """Truncates text before its first stop string."""
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
         self._stop_strings = stop_strings
@@ -148,7 +149,7 @@ class StopCutter:
         self.stopped = False
 
     def add(self, text: str) -> str:
-        """What is certain not to be part of a stop string."""
+        """Return the text that cannot be part of a stop string."""
         if self.stopped:
             return ""
         held = self._buffer + text
@@ -170,7 +171,7 @@ class StopCutter:
 
 
 class Answer:
-    """One sample on its way from token ids to pieces; the token that ended it leaves no text."""
+    """Converts the token ids of one sample to pieces. The token that ended the sample has no text."""
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str], parser: AnswerParser | None
@@ -209,7 +210,7 @@ class Answer:
 
 
 def longest_beginning(text: str, tags: Sequence[str]) -> int:
-    """How many of the last characters of `text` could be the beginning of one of `tags`.
+    """Return how many of the last characters of `text` may be the beginning of one of `tags`.
 
     >>> longest_beginning("see </thi", ["</think>"])
     5
@@ -224,7 +225,7 @@ def longest_beginning(text: str, tags: Sequence[str]) -> int:
 
 
 def _tool_call(body: str) -> ToolCall | None:
-    """What stood between the tags; None when it is no call, and so content as it was written."""
+    """Return the tool call between the tags, or None if it is not valid."""
     try:
         call = json.loads(body)
         name, arguments = call["name"], call.get("arguments", {})

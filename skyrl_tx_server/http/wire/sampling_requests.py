@@ -23,13 +23,13 @@ MAX_STOP_LENGTH = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRequest:
-    """One asample request; `sampler_id` is None only when the caller named a base model or a path instead."""
+    """An asample request. `sampler_id` is None if the client passed a base model or a path instead."""
 
     sampler_id: str | None
     seq_id: int | None
     base_model: str | None
     model_path: str | None
-    op: Sample  # of the base model; its weights are those that the sampler, or the path, stands for
+    op: Sample  # without weights, which the route sets
 
 
 def parse_sample(body: object, limits: Limits) -> SampleRequest:
@@ -62,8 +62,8 @@ def parse_sample(body: object, limits: Limits) -> SampleRequest:
     max_tokens = op.settings.max_tokens or 1
     if op.prompt.size + max_tokens > limits.max_context_length:
         raise UserError(
-            f"Prompt length plus max_tokens exceeds the model's context window: {op.prompt.size} + {max_tokens} "
-            f"> {limits.max_context_length}"
+            f"Prompt length plus max_tokens exceeds the model's context window: {op.prompt.size} + "
+            f"{max_tokens} > {limits.max_context_length}"
         )
     for name, k in (
         ("topk_prompt_logprobs", op.topk_prompt_logprobs),
@@ -119,7 +119,8 @@ def parse_sampling_params(body: object, limits: Limits) -> SamplingSettings:
 
 
 def parse_stop(stop: object) -> SamplingSettings:
-    """Settings with the SDK's `stop`: None means the model's own end tokens, [] means none at all."""
+    """Return settings with the SDK's `stop`: None means the model's end-of-sequence tokens, [] means no
+    stop."""
     invalid = UserError(
         f"sampling_params: stop must be a string, a list of strings or a list of token ids, got "
         f"{quoted(stop)}"
@@ -147,8 +148,7 @@ def parse_stop(stop: object) -> SamplingSettings:
 
 
 def _check_prompt_targets(targets: CsrMatrix, prompt_length: int, limits: Limits) -> CsrMatrix:
-    """Tokens to score in a prompt: one row for each of its positions but the first, -1 where nothing is
-    asked."""
+    """Check the tokens to score: one row per prompt position after the first, -1 for no token."""
     where = "target_prompt_logprobs"
     if targets.shape[0] != prompt_length - 1:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Arrays and matrices of request bodies, in JSON and as parts of protobuf messages."""
+"""Parse the arrays and matrices of request bodies, in JSON and in protobuf."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 
 MAX_CELLS = 1 << 24
-"""Cells of one matrix, so that a few bytes of sparse request cannot ask for gigabytes."""
+"""Maximum number of cells of a matrix: a small sparse request must not allocate gigabytes."""
 _CHUNK_SIZE = 1 << 16
 
 
 def to_array(values: list[object], dtype: np.dtype | None = None) -> np.ndarray:
-    """A flat list of numbers as [N]. ValueError for anything else in it: numpy would make text as wide as the
-    longest string.
+    """Return a flat list of numbers as an array [N]. Raise ValueError for other contents.
 
-    In steps, between which other threads run: of a large list numpy holds Python's lock for longer than they
-    can wait.
+    The list is converted in chunks, between which other threads can run, because numpy holds the GIL.
     """
     parts = []
     for start in range(0, len(values), _CHUNK_SIZE):
@@ -32,7 +30,7 @@ def to_array(values: list[object], dtype: np.dtype | None = None) -> np.ndarray:
 
 
 def integers(values: list[object], where: str) -> np.ndarray:
-    """A flat JSON list of integers as [N] int64."""
+    """Return a flat JSON list of integers as an array [N] int64. Raise UserError for other contents."""
     try:
         array = to_array(values)
     except (ValueError, TypeError, OverflowError):
@@ -49,7 +47,8 @@ def integers(values: list[object], where: str) -> np.ndarray:
 def cells_from_csr(
     values: np.ndarray, crow_indices: np.ndarray, col_indices: np.ndarray, shape: Sequence[int], where: str
 ) -> CsrMatrix:
-    """A checked sparse matrix; crow_indices and col_indices are int64."""
+    """Return a sparse matrix. `crow_indices` and `col_indices` are int64. Raise UserError if they are
+    inconsistent."""
     invalid = UserError(
         f"{where}: not a sparse CSR matrix; its row pointers, columns and values do not fit its shape "
         f"{list(shape)}"
@@ -94,7 +93,7 @@ def dense_array(cells: CsrMatrix, where: str) -> np.ndarray:
 
 
 def parse_cells(body: object, where: str) -> CsrMatrix:
-    """A JSON TensorData of two dimensions, dense or sparse."""
+    """Return a two-dimensional JSON TensorData, dense or sparse. Raise UserError if it is invalid."""
     tensor = parse_tensor(body, where)
     if isinstance(tensor, CsrMatrix):
         return tensor
@@ -104,7 +103,8 @@ def parse_cells(body: object, where: str) -> CsrMatrix:
 
 
 def parse_tensor(body: object, where: str) -> np.ndarray | CsrMatrix:
-    """A JSON TensorData; `CsrMatrix` when it is sparse. SDK 0.24 and older may leave dtype and shape out."""
+    """Return a JSON TensorData, as `CsrMatrix` if it is sparse. SDK 0.24 and older may omit dtype and shape.
+    Raise UserError if it is invalid."""
     if isinstance(body, list):
         body = {"data": body}
     fields = JsonReader(body, where)
