@@ -282,9 +282,8 @@ class FutureStore:
     def _drop(self, request_id: str) -> None:
         entry = self._entries.pop(request_id)
         self._bytes -= entry.size
-        if (
-            entry.key is not None and entry.kind == "sample"
-        ):  # a repeated sample is sampled again; training must never run twice
+        # A repeated sample may be sampled again, but training must never run twice.
+        if entry.key is not None and entry.kind == "sample":
             scope = self._keys.get(entry.key.scope, OrderedDict())
             if scope.get(entry.key.seq_id) == (entry.kind, request_id):
                 del scope[entry.key.seq_id]

@@ -61,9 +61,7 @@ class LossSpec:
     inputs: frozenset[str]  # names of `loss_fn_inputs`
     optional_inputs: frozenset[str] = frozenset()  # a subset of `inputs`
     options: Mapping[str, OptionRange]  # names of `LossSettings` fields
-    has_gradient: Callable[
-        [TrainDatum], np.ndarray
-    ]  # [N] bool, the positions whose loss depends on the logprob
+    has_gradient: Callable[[TrainDatum], np.ndarray]  # [N] bool: the loss at this position has a gradient
     takes_several_targets: bool = False  # `target_tokens` may be [N, K]
     # For a loss with a term over the whole sequence: return the datum with this term in place of the
     # sampler's logprobs, computed from the model's own logprobs [N]. It costs a forward pass before the

@@ -107,7 +107,7 @@ class CsrMatrix:
         return np.repeat(np.arange(self.shape[0]), np.diff(self.crow_indices))
 
     def dense(self) -> np.ndarray:
-        """Return the whole matrix; cells that are not listed are 0."""
+        """Return the whole matrix. Cells that are not stored are 0."""
         if self.crow_indices is None:
             return self.values.reshape(self.shape)
         matrix = np.zeros(self.shape, self.values.dtype)

@@ -78,9 +78,7 @@ class Tenant:
     num_running: int = 0
     num_small_running: int = 0
     running: dict[int, Request] = field(default_factory=dict)  # requests with sequences in slots
-    started: dict[int, Request] = field(
-        default_factory=dict
-    )  # requests of which some samples wait, but not all
+    started: dict[int, Request] = field(default_factory=dict)  # requests of which some samples wait
     unstarted: defaultdict[tuple[bool, bool], list[int]] = field(default_factory=lambda: defaultdict(list))
     """Heaps of request ids by (is small, is long)."""
 

@@ -74,10 +74,10 @@ class LogprobMismatch:
         ):
             self._since_warning = 0
             logger.warning(
-                "the external sampler's log-probabilities differ from this server's by %.3f nats per token over "
-                "the last %d compared samples (limit %g): it may run another base model or revision, use "
-                "another dtype or quantised weights, not apply an adapter, or return log-probabilities after "
-                "temperature (vLLM needs --logprobs-mode raw_logprobs, SGLang "
+                "the external sampler's log-probabilities differ from this server's by %.3f nats per token "
+                "over the last %d compared samples (limit %g): it may run another base model or revision, "
+                "use another dtype or quantised weights, not apply an adapter, or return log-probabilities "
+                "after temperature (vLLM needs --logprobs-mode raw_logprobs, SGLang "
                 "SGLANG_RETURN_ORIGINAL_LOGPROB=1)",
                 mean,
                 len(self._recent),

@@ -238,9 +238,9 @@ class ExternalSampling:
         if self._mismatch.is_other_model(diff):
             raise SamplerError(
                 f"the sampler at {self._server.url} is not used: its log-probabilities of "
-                f"{op.weights or 'the base model'} differ from this server's by {diff.mean:.2f} nats per token. "
-                "It runs another base model, does not apply the adapter, or returns log-probabilities after "
-                "temperature; start it as in docs/external-sampler.md"
+                f"{op.weights or 'the base model'} differ from this server's by {diff.mean:.2f} nats per "
+                "token. It runs another base model, does not apply the adapter, or returns log-probabilities "
+                "after temperature; start it as in docs/external-sampler.md"
             )
         return diff.num_tokens
 

@@ -52,9 +52,9 @@ class ExternalServer:
         )
         if response.is_error:
             raise SamplerError(
-                f"the sampler at {self.url} did not load the adapter in {directory} ({_message(response)}); it "
-                "must be able to read the directory, its --max-lora-rank must be at least the adapter's rank, and "
-                "it must support adapters of all trained modules"
+                f"the sampler at {self.url} did not load the adapter in {directory} ({_message(response)}); "
+                "it must be able to read the directory, its --max-lora-rank must be at least the adapter's "
+                "rank, and it must support adapters of all trained modules"
             )
         return name
 
@@ -138,9 +138,8 @@ async def _identify(client: _Client, base_model: str, adapters: Path) -> Externa
     server = ExternalServer(
         client, DIALECTS[kind], model=base_model, max_model_len=length if isinstance(length, int) else None
     )
-    if (
-        await client.send("GET", server.dialect.load_path)
-    ).status_code == httpx.codes.NOT_FOUND:  # a route for POST answers 405
+    response = await client.send("GET", server.dialect.load_path)
+    if response.status_code == httpx.codes.NOT_FOUND:  # an existing POST route replies 405
         raise SamplerError(
             f"the server cannot load adapters at run time; start it with {server.dialect.needs}"
         )

@@ -89,9 +89,8 @@ class Vllm:
             "n": request.num_samples,
             "max_tokens": request.max_tokens,
             **_settings(request.settings),
-            "seed": None
-            if seed is None
-            else seed % 2**62,  # sample i gets seed + i, which must stay below 2**63
+            # vLLM uses seed + i for sample i, which must be below 2**63.
+            "seed": None if seed is None else seed % 2**62,
             "stop_token_ids": list(request.stop_tokens),
             "ignore_eos": True,  # only the tokens above stop
             "include_stop_str_in_output": True,

@@ -52,9 +52,8 @@ class AppState:
     checkpoints: CheckpointStore
     run_index: RunIndex
     settings: HttpSettings
-    requests: Counter[tuple[str, str, int]] = field(
-        default_factory=Counter
-    )  # number of replies, by method, route and status
+    requests: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    """Number of replies by method, route and status."""
     bodies: BodyBudget = field(default_factory=BodyBudget)
     tenant: str = DEFAULT_TENANT
     tenants: dict[str, AppState] = field(default_factory=dict)  # the states made so far, by tenant

@@ -74,7 +74,7 @@ async def test_a_download_address_is_invalid_after_the_next_save(
     assert version_in_files(config, weights) == 1
     save_version(context.checkpoints, PATH, 2)
     reply = await http.get(urls["adapter_model.safetensors"])
-    assert reply.status_code == 404 and "saved anew" in reply.json()["detail"]
+    assert reply.status_code == 404 and "saved again" in reply.json()["detail"]
     context.checkpoints.delete(PATH)
     assert (await http.get(urls["adapter_config.json"])).status_code == 404
 

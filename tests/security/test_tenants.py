@@ -443,7 +443,7 @@ def test_tokens_in_flight_are_bounded_and_always_released() -> None:
     share.submit(sample(prompt=100, max_tokens=None, num_samples=2))  # up to the context: 1,900
     with pytest.raises(CapacityError, match="tenant_max_tokens=4000"):
         share.submit(sample(prompt=1, max_tokens=1))  # counts as 256
-    with pytest.raises(UserError, match="send it in parts"):
+    with pytest.raises(UserError, match="send smaller requests"):
         share.submit(sample(prompt=100, max_tokens=900, num_samples=5))
     for free in (CreateModel(model_id="m", lora=LoraSpec(rank=1)), UnloadModel(model_id="m")):
         share.submit(free)

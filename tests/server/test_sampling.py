@@ -533,7 +533,7 @@ def test_top_k_of_prompt_and_sample_is_the_models(engine: Engine):
 def test_target_tokens_are_scored_in_their_own_layout(engine: Engine):
     prompt = tokens(12, seed=92)
     wanted = np.full((11, 3), -1, np.int32)
-    wanted[0, 2], is_waiting[4], is_waiting[10, 1] = 7, (9, 8, 8), 200
+    wanted[0, 2], wanted[4], wanted[10, 1] = 7, (9, 8, 8), 200
     dense = run(
         engine,
         request(

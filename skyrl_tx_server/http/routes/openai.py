@@ -127,9 +127,8 @@ async def _weights(state: AppState, name: str) -> str | None:
     sampler = state.registry.find_sampler(name)
     if sampler is not None:
         if sampler.model_path is not None:
-            state.checkpoints.check_readable(
-                sampler.model_path
-            )  # it may have been public when the sampler was made
+            # The checkpoint may have been public only when the sampler was created.
+            state.checkpoints.check_readable(sampler.model_path)
         return sampler.weights
     raise NotFoundError(_no_such_model(state, name))
 

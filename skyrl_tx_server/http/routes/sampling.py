@@ -67,9 +67,8 @@ async def asample(state: AppState, request: Request) -> Reply:
     if sample.sampler_id is not None:
         sampler = state.registry.sampler(sample.sampler_id)
         if sampler.model_path is not None:
-            state.checkpoints.check_readable(
-                sampler.model_path
-            )  # it may have been public when the sampler was made
+            # The checkpoint may have been public only when the sampler was created.
+            state.checkpoints.check_readable(sampler.model_path)
         return _submit(state, sample, weights=sampler.weights, session_id=sampler.session_id)
     return _submit(
         state,

@@ -22,8 +22,10 @@ _FLAG = "this server does not implement this call, and its client/config tells t
 _NO_TRACES = "this server keeps no traces and does not implement this call"
 _NOT_IMPLEMENTED = "this server does not implement this call"
 
+_USE_ANY_KEY = "use any API key that begins with tml- if the server has none"
+
 _MESSAGES = {
-    "POST copy_weights": f"copy_weights: {_ACCOUNTS}; copy the checkpoint's directory from its checkpoints_dir",
+    "POST copy_weights": f"copy_weights: {_ACCOUNTS}; copy its directory in checkpoints_dir",
     "GET audit": f"audit: {_ACCOUNTS}; its log has one line for each request",
     "GET billing/usage/events": f"billing usage: {_ACCOUNTS}; GET /metrics counts tokens by kind",
     "GET billing/usage/checkpoints/current": f"storage usage: {_ACCOUNTS}; GET /api/v1/checkpoints has the "
@@ -36,7 +38,7 @@ _MESSAGES = {
     "POST join_sampling_session": f"join_sampling_session: {_FLAG}",
     "GET auth/apikey/me": f"auth/apikey/me: {_ACCOUNTS}",
     "DELETE auth/apikey/me": f"auth/apikey/me: {_ACCOUNTS}",
-    "POST auth/token": f"auth/token: {_ACCOUNTS}; use any API key that begins with tml- if the server has none",
+    "POST auth/token": f"auth/token: {_ACCOUNTS}; {_USE_ANY_KEY}",
 }
 """Method and path below /api/v1 -> error message."""
 

@@ -306,9 +306,7 @@ async def get_training_run(state: AppState, request: Request) -> Reply:
 
 
 def _run_to_json(state: AppState, run: TrainingRun, infos: Sequence[CheckpointInfo]) -> dict[str, object]:
-    last: dict[CheckpointKind, CheckpointInfo] = {
-        info.kind: info for info in infos
-    }  # the oldest first, so the newest replaces it
+    last: dict[CheckpointKind, CheckpointInfo] = {info.kind: info for info in infos}  # sorted by time
     last_request = state.registry.last_request_at.get(run.run_id) or max(
         [run.created_at, *(info.created_at for info in infos)]
     )

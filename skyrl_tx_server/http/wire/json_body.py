@@ -14,9 +14,8 @@ import orjson
 
 from skyrl_tx_server.errors import UserError
 
-_STRING = re.compile(
-    rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL
-)  # possessive, so that the scan is linear for every input
+# The quantifiers are possessive, so that the time is linear for every input.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = b"[]{}"
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in _BRACKETS)
 _STEPS = np.zeros(256, np.int8)
@@ -51,9 +50,7 @@ def parse_json(body: bytes, bounds: JsonBounds = CONTROL_BOUNDS) -> object:
 
 
 def _check(body: bytes, bounds: JsonBounds) -> None:
-    num_quotes = body.count(b'"') - body.count(
-        b'\\"'
-    )  # at least half of the strings' ends, whatever stands in them
+    num_quotes = body.count(b'"') - body.count(b'\\"')  # at least the number of strings
     brackets = body.translate(None, _NOT_BRACKETS)
     if body.count(b",") < bounds.values and num_quotes <= bounds.strings and len(brackets) <= bounds.depth:
         return

@@ -234,9 +234,8 @@ def _reasoning(fields: JsonReader, where: str) -> str | None:
     if text is not None and alias_text is not None and text != alias_text:
         raise UserError(f"{where}: reasoning and reasoning_content differ; send one of them")
     text = alias_text if text is None else text
-    if (
-        fields.items("thinking_blocks") and not text
-    ):  # LiteLLM sends the same text as reasoning_content as well
+    # LiteLLM sends the same text also as reasoning_content.
+    if fields.items("thinking_blocks") and not text:
         raise UserError(
             f"{where}: thinking_blocks is not supported by this server; send the text as reasoning_content"
         )

@@ -90,9 +90,7 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
         data=tuple(data),
         forward_only=request.forward_only,
     )
-    return TrainRequest(
-        seq_id=request.seq_id or None, op=op
-    )  # proto3 cannot tell 0 from unset; the SDK counts from 1
+    return TrainRequest(seq_id=request.seq_id or None, op=op)  # 0 is unset in proto3; the SDK counts from 1
 
 
 def _check_fields(body: bytes) -> None:
