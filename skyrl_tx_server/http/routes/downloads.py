@@ -166,7 +166,7 @@ def _write_archive(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, n
 
 def _plain(member: tarfile.TarInfo, *, created_at: datetime) -> tarfile.TarInfo:
     mtime = int(created_at.timestamp())
-    return member.replace(mtime=mtime, uid=0, gid=0, uname="", gname="", mode=0o644)
+    return member.replace(mtime=mtime, uid=0, gid=0, uname="", gname="", mode=0o644, deep=False)
 
 
 ENDPOINTS = (
