@@ -341,7 +341,7 @@ async def test_a_sampler_that_does_not_answer_is_given_up(
     elsewhere: ExternalSampling, sampler: ExternalSampler
 ) -> None:
     sampler.hold = True
-    elsewhere._server._line._timeout_s = (
+    elsewhere._server._client._timeout_s = (
         0.2  # not before the sampler has been found out about, which takes what it takes
     )
     with pytest.raises(SamplerError, match=r"did not reply within sampler_timeout_s=0\.2"):
@@ -406,7 +406,7 @@ async def test_a_lasting_difference_is_warned_of_and_shown(
     [
         ({"name": "local/other"}, "serves local/other; start it with --served-model-name local/tiny"),
         ({"kind": "llama.cpp"}, "owned_by=llama.cpp"),
-        ({"max_model_len": 300}, "its context is 300 tokens, this server's 600"),
+        ({"max_model_len": 300}, "context is 300 tokens, this server's 600"),
         ({"loads_adapters": False}, "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
     ],
 )
