@@ -89,5 +89,5 @@ def serving(startup: StartupState, *, port: int = 0, housekeeping_period_s: floa
         )
         with server.in_thread(listener):
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    if startup.state is not None and isinstance(startup.context.engine, FakeEngine):
+    if startup.state is not None and isinstance(startup.state.engine, FakeEngine):
         startup.state.engine.stop()
