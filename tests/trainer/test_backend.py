@@ -29,7 +29,7 @@ def no_credentials(monkeypatch, tmp_path):
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    with serving(StartupState(context=fake_context(tmp_path / "checkpoints"))) as url:
+    with serving(StartupState(state=fake_context(tmp_path / "checkpoints"))) as url:
         yield url
 
 
@@ -103,7 +103,7 @@ async def test_a_missing_checkpoint_is_named(url):
 
 async def test_a_lost_server_is_reported(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("src.policy.backend.CLOSE_TIMEOUT_S", 0.5)
-    with serving(StartupState(context=fake_context(tmp_path))) as url:
+    with serving(StartupState(state=fake_context(tmp_path))) as url:
         connection = connect(settings(url))
         endpoint = await connection.__aenter__()
         await endpoint.open_training()

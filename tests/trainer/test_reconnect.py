@@ -52,7 +52,7 @@ class Bench(FakeRun):
 
     def start(self):
         self.url = self._server.enter_context(
-            serving(StartupState(context=fake_context(self._checkpoints)), port=self._port)
+            serving(StartupState(state=fake_context(self._checkpoints)), port=self._port)
         )
 
     def stop(self):
