@@ -13,10 +13,10 @@ from pathlib import Path
 import chz
 
 from src.core.options import above, at_least, require
-from src.envs.options import EnvironmentSettings, TaskSettings
-from src.learning.options import LearnerSettings, PreparationSettings
-from src.records.options import RunFolderSettings, TrackingSettings
-from src.rollouts.options import GroupSettings, JudgeSettings, RolloutSettings, ScheduleSettings
+from src.envs.options import EnvironmentOptions, TaskOptions
+from src.learning.options import LearnerOptions, PreparationOptions
+from src.records.options import RunFolderOptions, TrackingOptions
+from src.rollouts.options import GroupOptions, JudgeOptions, RolloutOptions, ScheduleOptions
 
 _NO_PENALTY = "the Tinker API samples without penalties; remove it"
 _SERVER_SIDE = "the server chooses it, not the client; remove it"
@@ -71,15 +71,15 @@ SECTIONS = (
 
 @chz.chz
 class TrainerConfig(
-    RunFolderSettings,
-    TrackingSettings,
-    ScheduleSettings,
-    GroupSettings,
-    PreparationSettings,
-    LearnerSettings,
-    RolloutSettings,
-    JudgeSettings,
-    EnvironmentSettings,
+    RunFolderOptions,
+    TrackingOptions,
+    ScheduleOptions,
+    GroupOptions,
+    PreparationOptions,
+    LearnerOptions,
+    RolloutOptions,
+    JudgeOptions,
+    EnvironmentOptions,
 ):
     """Training loop"""
 
@@ -211,8 +211,8 @@ def run_name(config: TrainerConfig, *, date: str) -> str:
     )
 
 
-def tasks_name(settings: TaskSettings) -> str:
+def tasks_name(options: TaskOptions) -> str:
     """Return the name of the folder of tasks, or of the environment."""
-    if settings.tasks_dir:
-        return Path(settings.tasks_dir).expanduser().resolve().name
-    return settings.env.rpartition(":")[2]
+    if options.tasks_dir:
+        return Path(options.tasks_dir).expanduser().resolve().name
+    return options.env.rpartition(":")[2]

@@ -253,7 +253,7 @@ class Terminus2RLTrainer:
             dropped,
             reference=reference,
             learner=self._learner,
-            settings=config,
+            options=config,
             version=version,
         )
         return prepared.metrics | await self._learner.update(prepared.datums_per_substep, step=version + 1)

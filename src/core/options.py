@@ -85,7 +85,7 @@ def is_default(options: Options, name: str) -> bool:
 
 
 @chz.chz
-class SeedSettings(Options):
+class SeedOptions(Options):
     """Batches and schedule"""
 
     seed: int = chz.field(

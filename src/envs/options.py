@@ -1,4 +1,4 @@
-"""Options of environments and of their trials. A factory of `env=...` takes `EnvironmentSettings`."""
+"""Options of environments and of their trials. A factory of `env=...` takes `EnvironmentOptions`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Literal
 
 import chz
 
-from src.core.length_limits import LengthSettings
-from src.core.options import Options, SeedSettings, above, at_least, is_default, pairs, require
-from src.learning.options import StepWiseSettings
-from src.policy.options import BackendSettings, JudgeEndpointSettings, ModelSettings
+from src.core.length_limits import LengthOptions
+from src.core.options import Options, SeedOptions, above, at_least, is_default, pairs, require
+from src.learning.options import StepWiseOptions
+from src.policy.options import BackendOptions, JudgeEndpointOptions, ModelOptions
 
 HARBOR_ONLY = ("environment_type", "train_subagents", "max_consecutive_truncations", "jobs_quota_gb")
 TAU_BENCH_ONLY = ("train_data", "test_data")
 
 
 @chz.chz
-class TaskSettings(SeedSettings):
+class TaskOptions(SeedOptions):
     """Environment and tasks"""
 
     env: str = chz.field(
@@ -52,7 +52,7 @@ class TaskSettings(SeedSettings):
 
 
 @chz.chz
-class AgentSettings(LengthSettings):
+class AgentOptions(LengthOptions):
     """Agent and lengths"""
 
     max_turns: int | None = chz.field(
@@ -69,7 +69,7 @@ class AgentSettings(LengthSettings):
 
 
 @chz.chz
-class TrialSettings(Options):
+class TrialOptions(Options):
     """Trials"""
 
     n_parallel_envs: int = chz.field(default=8, doc="Trials running at once", validator=at_least(1))
@@ -79,7 +79,7 @@ class TrialSettings(Options):
 
 
 @chz.chz
-class HarborSettings(ModelSettings, TrialSettings, TaskSettings, AgentSettings):
+class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
     """Harbor trials and Terminus-2"""
 
     environment_type: Literal["auto", "docker", "sandbox", "daytona", "modal", "e2b", "runloop"] = chz.field(
@@ -133,7 +133,7 @@ class HarborSettings(ModelSettings, TrialSettings, TaskSettings, AgentSettings):
 
 
 @chz.chz
-class TauBenchSettings(JudgeEndpointSettings, BackendSettings, TaskSettings):
+class TauBenchOptions(JudgeEndpointOptions, BackendOptions, TaskOptions):
     """tau-bench"""
 
     tau2_home: str | None = chz.field(
@@ -162,5 +162,5 @@ class TauBenchSettings(JudgeEndpointSettings, BackendSettings, TaskSettings):
 
 
 @chz.chz
-class EnvironmentSettings(StepWiseSettings, HarborSettings, TauBenchSettings):
+class EnvironmentOptions(StepWiseOptions, HarborOptions, TauBenchOptions):
     """All environments"""

@@ -6,14 +6,14 @@ from typing import Literal
 
 import chz
 
-from src.core.length_limits import LengthSettings
-from src.core.options import Options, SeedSettings, above, at_least, require
+from src.core.length_limits import LengthOptions
+from src.core.options import Options, SeedOptions, above, at_least, require
 
 CLOUD_CONTEXT_LIMIT = 32_000  # of Tinker's cloud
 
 
 @chz.chz
-class ModelSettings(Options):
+class ModelOptions(Options):
     """Model and server"""
 
     model_name: str = chz.field(doc="Base model as the server names it, e.g. Qwen/Qwen3-4B")
@@ -27,7 +27,7 @@ class ModelSettings(Options):
 
 
 @chz.chz
-class WatchdogSettings(Options):
+class WatchdogOptions(Options):
     """Failures and timeouts"""
 
     heartbeat_timeout_s: float = chz.field(
@@ -43,7 +43,7 @@ class WatchdogSettings(Options):
 
 
 @chz.chz
-class BackendSettings(ModelSettings, WatchdogSettings, SeedSettings, LengthSettings):
+class BackendOptions(ModelOptions, WatchdogOptions, SeedOptions, LengthOptions):
     """Model and server"""
 
     backend: Literal["tinker", "skyrl-tx"] = chz.field(
@@ -80,7 +80,7 @@ class BackendSettings(ModelSettings, WatchdogSettings, SeedSettings, LengthSetti
 
 
 @chz.chz
-class JudgeEndpointSettings(Options):
+class JudgeEndpointOptions(Options):
     """Judge"""
 
     judge_model: str | None = chz.field(

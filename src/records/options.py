@@ -11,7 +11,7 @@ from src.core.options import Options
 
 
 @chz.chz
-class RunFolderSettings(Options):
+class RunFolderOptions(Options):
     """Run folder"""
 
     logs_dir: str = chz.field(default="/tmp/terminus2-training", doc="Parent folder of runs")
@@ -35,7 +35,7 @@ class RunFolderSettings(Options):
 
 
 @chz.chz
-class TrackingSettings(Options):
+class TrackingOptions(Options):
     """Experiment tracking"""
 
     wandb_project: str | None = chz.field(default=None, doc="Weights & Biases project; None: no wandb")

@@ -24,7 +24,7 @@ from src.policy.sampling_policy import NewestPolicy, Policy
 from src.records.journal import GroupKey, RolloutKey
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
 from src.rollouts.group_rollout import RolloutPlan, Rollouts, TimedGroup, all_failed, require_some_graded
-from src.rollouts.options import GroupSettings
+from src.rollouts.options import GroupOptions
 from src.rollouts.pipeline import Batch, Pipeline, Scheduled
 from src.rollouts.run_events import RunEvents
 from src.rollouts.task_quarantine import diagnosis, from_record, to_record
@@ -50,7 +50,7 @@ class BatchCollector:
 
     def __init__(
         self,
-        settings: GroupSettings,
+        options: GroupOptions,
         *,
         source: TaskSource,
         rollouts: Rollouts,
@@ -59,7 +59,7 @@ class BatchCollector:
         events: RunEvents,
         steps_done: int,
     ) -> None:
-        self._settings = settings
+        self._options = options
         self._source = source
         self._rollouts = rollouts
         self._finished = finished
@@ -92,7 +92,7 @@ class BatchCollector:
 
     def state(self) -> dict[str, object]:
         """Return what a process that resumes the run needs to know of the step that has ended."""
-        if self._settings.task_sampling == "uniform":
+        if self._options.task_sampling == "uniform":
             return to_record(self._faults)
         return to_record(self._faults) | {
             "curriculum": curriculum.to_record(self._curriculum, since=self._num_groups_before)
@@ -104,7 +104,7 @@ class BatchCollector:
         If they are rolled out ahead, `on_group` is called with each as it is taken.
         """
         self._num_groups_before = self._curriculum.num_groups
-        if self._settings.is_ahead:
+        if self._options.is_ahead:
             collected = await self._take(batch, on_group)
         else:
             collected = await self._sample(batch)
@@ -113,14 +113,14 @@ class BatchCollector:
 
     def _pipeline_of(self, batches: Sequence[Batch]) -> Pipeline:
         """Return a pipeline of every group that no step has taken yet. Without rollouts ahead it is empty."""
-        settings = self._settings
+        options = self._options
         scheduled = (Scheduled(step=batch.step, task=task) for batch in batches for task in batch.tasks)
-        ahead = [group for group in scheduled if settings.is_ahead and not self._journal.is_taken(group.key)]
-        return Pipeline(ahead, self._roll_out_ahead, settings, is_left_out=self._is_quarantined)
+        ahead = [group for group in scheduled if options.is_ahead and not self._journal.is_taken(group.key)]
+        return Pipeline(ahead, self._roll_out_ahead, options, is_left_out=self._is_quarantined)
 
     async def _sample(self, batch: Batch) -> StepBatch:
         """Roll out the step's own tasks, and refills if there is dynamic sampling."""
-        settings = self._settings
+        options = self._options
         scheduled = self._tasks_of(batch)
         tasks = [task for task in scheduled if not self._is_quarantined(task)]
         self._journal.batch_fixed(batch.step, [(batch.step, task.id) for task in scheduled])
@@ -132,9 +132,9 @@ class BatchCollector:
             return [timed.group for timed in timed_groups]
 
         refills = partial(self._refills, batch)
-        sampled = await sample_groups(roll_out, tasks, refills, settings, settings, step=batch.step)
-        metrics = sampling_metrics(sampled, settings)
-        metrics |= curriculum_metrics(self._curriculum, self._source.train, settings)
+        sampled = await sample_groups(roll_out, tasks, refills, options, options, step=batch.step)
+        metrics = sampling_metrics(sampled, options)
+        metrics |= curriculum_metrics(self._curriculum, self._source.train, options)
         metrics |= {
             "trials/retries": float(sum(timed.num_retries for timed in rolled_out)),
             "groups/quarantined": float(len(scheduled) - len(tasks)),
@@ -147,7 +147,7 @@ class BatchCollector:
         If an earlier process was killed after it had taken the step's groups, the same groups are taken.
         """
         title = f"step {batch.step}"
-        self._events.batch_started(title, num_groups=len(batch.tasks), group_size=self._settings.group_size)
+        self._events.batch_started(title, num_groups=len(batch.tasks), group_size=self._options.group_size)
         metrics = self._pipeline.metrics()
         taken: list[TimedGroup] = []
         to_learn: list[TrajectoryGroup] = []
@@ -155,7 +155,7 @@ class BatchCollector:
         def take(timed: TimedGroup) -> None:
             taken.append(timed)
             self._events.group_finished(timed.group, duration_s=timed.duration_s)
-            [group] = apply_reward_rules([timed.group], self._settings)
+            [group] = apply_reward_rules([timed.group], self._options)
             to_learn.append(group)
             on_group(group)
 
@@ -212,17 +212,17 @@ class BatchCollector:
         return RolloutPlan(
             step=step,
             purpose=purpose,
-            group_size=self._settings.group_size,
-            temperature=self._settings.temperature,
+            group_size=self._options.group_size,
+            temperature=self._options.temperature,
             directory=self._finished.job_directory(purpose, step),
         )
 
     def _tasks_of(self, batch: Batch) -> Sequence[Task]:
         """Return the step's tasks: the scheduled ones, or as many that the curriculum chooses."""
-        if self._settings.task_sampling == "uniform":
+        if self._options.task_sampling == "uniform":
             return batch.tasks
         return self._curriculum.choose(
-            self._available_tasks(), len(batch.tasks), self._settings, step=batch.step, attempt=0
+            self._available_tasks(), len(batch.tasks), self._options, step=batch.step, attempt=0
         )
 
     def _refills(self, batch: Batch, state: SamplingState, num_wanted: int) -> Sequence[Task]:
@@ -231,14 +231,14 @@ class BatchCollector:
         Uniform refills are as large as the batch (SkyRL). The curriculum chooses as many tasks as groups are
         missing, if possible tasks that this step has not rolled out.
         """
-        settings, tasks = self._settings, self._available_tasks()
+        options, tasks = self._options, self._available_tasks()
         place = {"step": batch.step, "attempt": state.num_batches}
-        if settings.task_sampling == "uniform":
-            return refill(tasks, num_wanted, seed=settings.seed, **place)
+        if options.task_sampling == "uniform":
+            return refill(tasks, num_wanted, seed=options.seed, **place)
         rolled_out, num_missing = {group.task.id for group in state.played}, num_wanted - len(state.kept)
         others = [task for task in tasks if task.id not in rolled_out]
         candidates = others if len(others) >= num_missing else tasks
-        return self._curriculum.choose(candidates, num_missing, settings, **place)
+        return self._curriculum.choose(candidates, num_missing, options, **place)
 
     def _available_tasks(self) -> list[Task]:
         return [task for task in self._source.train if not self._is_quarantined(task)]
@@ -267,13 +267,13 @@ class BatchCollector:
 
         Raises TooManyFailuresError if training on the other groups would teach nothing, or the wrong thing.
         """
-        settings, before = self._settings, self._faults
+        options, before = self._options, self._faults
         if len({group.task.id for group in groups}) > 1:  # a single task may cause its own failures
             require_some_graded(groups, plan)
-        self._faults = before.after(groups, settings)
+        self._faults = before.after(groups, options)
         self._curriculum = self._curriculum.after(groups)
-        if self._faults.has_too_many_failures(settings):
-            raise TooManyFailuresError(diagnosis(self._faults, groups, settings))
+        if self._faults.has_too_many_failures(options):
+            raise TooManyFailuresError(diagnosis(self._faults, groups, options))
         self._tell_quarantined(before.quarantined, plan)
         if all(self._is_quarantined(task) for task in self._source.train):
             raise TooManyFailuresError(f"every training task is quarantined; {all_failed(groups, plan)}")

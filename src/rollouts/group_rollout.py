@@ -21,7 +21,7 @@ from src.policy.sampling_policy import Policy
 from src.records.journal import RolloutKey
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
 from src.rollouts.judge import Judge
-from src.rollouts.options import RolloutSettings
+from src.rollouts.options import RolloutOptions
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +67,15 @@ class Rollouts:
     def __init__(
         self,
         source: TaskSource,
-        settings: RolloutSettings,
+        options: RolloutOptions,
         finished: FinishedRollouts,
         judge: Judge | None = None,
     ) -> None:
         self._source = source
         self._judge = judge
-        self._settings = settings
+        self._options = options
         self._finished = finished
-        self._slots = asyncio.Semaphore(settings.n_parallel_envs)
+        self._slots = asyncio.Semaphore(options.n_parallel_envs)
         self._floors: dict[str, float | None] = {}  # by task; None: it has none that could be measured
 
     async def groups(
@@ -105,7 +105,7 @@ class Rollouts:
     async def _measure_floor(self, task: Task) -> None:
         async with self._slots:
             try:
-                async with asyncio.timeout(self._settings.trial_timeout_s or DEFAULT_DEADLINE_S):
+                async with asyncio.timeout(self._options.trial_timeout_s or DEFAULT_DEADLINE_S):
                     self._floors[task.id] = await self._source.noop_baseline(task)
             except Exception as error:  # whatever an environment raises
                 logger.warning(
@@ -150,9 +150,9 @@ class Rollouts:
         """Return one rollout from disk, or run it until it is graded, fails for good or has used its
         attempts, all with one seed.
         """
-        settings = self._settings
+        options = self._options
         place = RolloutKey(purpose=plan.purpose, step=plan.step, task=task.id, member=member)
-        seed = trial_seed(settings.seed, plan, task.id, member)
+        seed = trial_seed(options.seed, plan, task.id, member)
         if place in kept and kept[place].seed == seed:
             return kept[place]
         attempts = 0
@@ -165,10 +165,10 @@ class Rollouts:
             if (
                 isinstance(result, Trajectory)
                 or result.kind not in INFRASTRUCTURE
-                or attempts >= settings.trial_attempts
+                or attempts >= options.trial_attempts
             ):
                 break
-            wait_s = back_off(settings.retry_wait_s, attempts, seed)
+            wait_s = back_off(options.retry_wait_s, attempts, seed)
             logger.warning(
                 "%s: trial failed (%s: %s); trying again in %.1f s",
                 task.id,
@@ -188,7 +188,7 @@ class Rollouts:
     async def _trial(
         self, task: Task, policy: Policy, plan: RolloutPlan, seed: int, member: int
     ) -> Trajectory | TrialFailure:
-        deadline_s = self._settings.trial_timeout_s or DEFAULT_DEADLINE_S
+        deadline_s = self._options.trial_timeout_s or DEFAULT_DEADLINE_S
         trial = self._source.trial(
             task, directory=plan.directory, seed=seed, temperature=plan.temperature, member=member
         )

@@ -18,7 +18,7 @@ from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.records.journal import GroupKey
 from src.rollouts.group_rollout import TimedGroup
-from src.rollouts.options import PipelineSettings, ScheduleSettings
+from src.rollouts.options import PipelineOptions, ScheduleOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,27 +33,27 @@ class Batch:
     tasks: list[Task]
 
 
-def schedule(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
+def schedule(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
     """Return every batch of the run. The result depends only on the tasks and the options, so a resumed run
     gets the same.
 
     A batch never holds tasks of two epochs, so the last batch of an epoch may be smaller.
     """
-    if settings.domain_shares:
-        return mixed(tasks, settings)
+    if options.domain_shares:
+        return mixed(tasks, options)
     batches: list[Batch] = []
-    for epoch in range(settings.n_epochs):
-        if settings.max_steps is not None and len(batches) >= settings.max_steps:
+    for epoch in range(options.n_epochs):
+        if options.max_steps is not None and len(batches) >= options.max_steps:
             break
-        order = epoch_order(tasks, seed=settings.seed, epoch=epoch)
-        for start in range(0, len(order), settings.batch_size):
+        order = epoch_order(tasks, seed=options.seed, epoch=epoch)
+        for start in range(0, len(order), options.batch_size):
             batches.append(
-                Batch(step=len(batches) + 1, epoch=epoch, tasks=order[start : start + settings.batch_size])
+                Batch(step=len(batches) + 1, epoch=epoch, tasks=order[start : start + options.batch_size])
             )
-    return batches[: settings.max_steps]
+    return batches[: options.max_steps]
 
 
-def mixed(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
+def mixed(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
     """Return as many full batches as without a mixture.
 
     Each domain has its share of all places and its own epochs.
@@ -62,7 +62,7 @@ def mixed(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
         domain: [task for task in tasks if task.domain == domain]
         for domain in sorted({task.domain for task in tasks})
     }
-    require_shares(domains, settings)
+    require_shares(domains, options)
     waiting: dict[str, list[Task]] = {domain: [] for domain in domains}
     taken: Counter[str] = Counter()
     epochs: Counter[str] = Counter()
@@ -70,37 +70,37 @@ def mixed(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
     def draw(batch: Sequence[Task]) -> Task:
         """The next task of the domain that is furthest behind, none that the batch has."""
         left = [domain for domain, own in domains.items() if any(task not in batch for task in own)]
-        domain = max(left, key=lambda name: settings.domain_shares[name] * (taken.total() + 1) - taken[name])
+        domain = max(left, key=lambda name: options.domain_shares[name] * (taken.total() + 1) - taken[name])
         taken[domain] += 1
         if all(task in batch for task in waiting[domain]):
-            waiting[domain] += epoch_order(domains[domain], seed=settings.seed, epoch=epochs[domain])
+            waiting[domain] += epoch_order(domains[domain], seed=options.seed, epoch=epochs[domain])
             epochs[domain] += 1
         task = next(task for task in waiting[domain] if task not in batch)
         waiting[domain].remove(task)
         return task
 
     batches: list[Batch] = []
-    per_epoch = -(-len(tasks) // settings.batch_size)
-    num_steps = settings.n_epochs * per_epoch
-    for number in range(num_steps if settings.max_steps is None else min(num_steps, settings.max_steps)):
+    per_epoch = -(-len(tasks) // options.batch_size)
+    num_steps = options.n_epochs * per_epoch
+    for number in range(num_steps if options.max_steps is None else min(num_steps, options.max_steps)):
         batch: list[Task] = []
-        while len(batch) < min(settings.batch_size, len(tasks)):
+        while len(batch) < min(options.batch_size, len(tasks)):
             batch.append(draw(batch))
         batches.append(Batch(step=number + 1, epoch=number // per_epoch, tasks=batch))
     return batches
 
 
-def require_shares(domains: Mapping[str, Sequence[Task]], settings: ScheduleSettings) -> None:
+def require_shares(domains: Mapping[str, Sequence[Task]], options: ScheduleOptions) -> None:
     """ConfigError where the shares are not those of the tasks' domains, or a domain has not tasks enough
     for its share of a batch.
     """
-    if domains.keys() != settings.domain_shares.keys():
+    if domains.keys() != options.domain_shares.keys():
         raise ConfigError(
-            f"domain_mixture has shares of {', '.join(sorted(settings.domain_shares))}; the training tasks "
+            f"domain_mixture has shares of {', '.join(sorted(options.domain_shares))}; the training tasks "
             f"are of {', '.join(domains)}"
         )
     for domain, own in domains.items():
-        wanted = settings.domain_shares[domain] * settings.batch_size
+        wanted = options.domain_shares[domain] * options.batch_size
         if len(own) < wanted:
             raise ConfigError(
                 f"domain_mixture: {domain} has {len(own)} tasks, its share of a batch is {wanted:g}; lower "
@@ -140,20 +140,20 @@ class Pipeline:
         self,
         scheduled: Iterable[Scheduled],
         play: Callable[[Scheduled], Awaitable[TimedGroup]],
-        settings: PipelineSettings,
+        options: PipelineOptions,
         *,
         is_left_out: Callable[[Task], bool],
     ) -> None:
         self._ahead = deque(scheduled)
         self._play = play
-        self._settings = settings
+        self._options = options
         self._is_left_out = is_left_out
         self._rolling: set[asyncio.Task[TimedGroup]] = set()
         self._waiting: deque[asyncio.Task[TimedGroup]] = deque()  # ended, in this order
         self._ended = asyncio.Event()
         self._step = 0
         self._num_taken = 0
-        self._durations_s: deque[float] = deque(maxlen=2 * settings.batch_size)
+        self._durations_s: deque[float] = deque(maxlen=2 * options.batch_size)
         self._update_began = 0.0
         self._update_s: float | None = None  # how long the last one took
 
@@ -198,7 +198,7 @@ class Pipeline:
 
     def _start_groups(self) -> None:
         while self._ahead and len(self._rolling) < self._admission_limit():
-            if self._settings.max_staleness == 0 and self._ahead[0].step > self._step:
+            if self._options.max_staleness == 0 and self._ahead[0].step > self._step:
                 return
             scheduled = self._ahead.popleft()
             if not self._is_left_out(scheduled.task):
@@ -214,17 +214,17 @@ class Pipeline:
         So at most `max_staleness` batches may end during one update, and the other groups must take longer
         than an update.
         """
-        settings = self._settings
-        limit = settings.max_groups_in_flight or 2 * settings.batch_size
-        if settings.max_staleness == 0:
+        options = self._options
+        limit = options.max_groups_in_flight or 2 * options.batch_size
+        if options.max_staleness == 0:
             return limit
         if self._update_s is None:
-            num_fresh = (settings.max_staleness + 1) * settings.batch_size - self._num_taken
+            num_fresh = (options.max_staleness + 1) * options.batch_size - self._num_taken
         else:
             updates_meanwhile = int(
                 statistics.fmean(self._durations_s or [0.0]) / max(self._update_s, 1e-9) / 2
             )
-            num_fresh = (settings.max_staleness + updates_meanwhile) * settings.batch_size
+            num_fresh = (options.max_staleness + updates_meanwhile) * options.batch_size
         return min(limit, num_fresh - len(self._waiting))
 
     async def _timed(self, scheduled: Scheduled) -> TimedGroup:

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 
 from src.core.errors import BackendError, ServerLost
 from src.core.trajectory import Turn
-from src.policy.options import WatchdogSettings
+from src.policy.options import WatchdogOptions
 from src.policy.sampling_policy import Policy, PolicyWrapper, ReferenceModel, SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -27,13 +27,13 @@ PROBE_PERIOD_S = 5.0
 class Watchdog:
     """Made by `watching`."""
 
-    def __init__(self, settings: WatchdogSettings, lost: asyncio.Future[str]) -> None:
-        self._settings = settings
+    def __init__(self, options: WatchdogOptions, lost: asyncio.Future[str]) -> None:
+        self._options = options
         self._lost = lost
 
     async def answer[T](self, work: Awaitable[T], what: str) -> T:
         """The answer of one call to the back end."""
-        return await self._first(work, what, timeout_s=self._settings.request_timeout_s)
+        return await self._first(work, what, timeout_s=self._options.request_timeout_s)
 
     async def guard[T](self, work: Awaitable[T], what: str) -> T:
         """The result of work that has deadlines of its own, while the server lives."""
@@ -55,17 +55,15 @@ class Watchdog:
 
 
 @asynccontextmanager
-async def watching(
-    check: Callable[[], Awaitable[None]], settings: WatchdogSettings
-) -> AsyncIterator[Watchdog]:
+async def watching(check: Callable[[], Awaitable[None]], options: WatchdogOptions) -> AsyncIterator[Watchdog]:
     """A watchdog that probes with `check` while the block runs.
 
     `check` raises BackendError, or ServerLost when waiting has no point.
     """
     lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    probing = asyncio.create_task(_probe(check, settings, lost))
+    probing = asyncio.create_task(_probe(check, options, lost))
     try:
-        yield Watchdog(settings, lost)
+        yield Watchdog(options, lost)
     finally:
         probing.cancel()
         await asyncio.wait({probing})
@@ -73,14 +71,14 @@ async def watching(
 
 
 async def _probe(
-    check: Callable[[], Awaitable[None]], settings: WatchdogSettings, lost: asyncio.Future[str]
+    check: Callable[[], Awaitable[None]], options: WatchdogOptions, lost: asyncio.Future[str]
 ) -> None:
     now = asyncio.get_running_loop().time
     failing_since: float | None = (
         None  # not "since the last answer": this process itself may have been held up
     )
     while not lost.done():
-        await asyncio.sleep(min(PROBE_PERIOD_S, settings.heartbeat_timeout_s / 4))
+        await asyncio.sleep(min(PROBE_PERIOD_S, options.heartbeat_timeout_s / 4))
         asked = now()
         try:
             await check()
@@ -91,9 +89,9 @@ async def _probe(
             failing_since = failing_since or asked
             silent_s = now() - failing_since
             logger.warning("the server did not answer a probe (%s); silent for %.0f s", error, silent_s)
-            if silent_s >= settings.heartbeat_timeout_s:
+            if silent_s >= options.heartbeat_timeout_s:
                 lost.set_result(
-                    f"the server has not answered for heartbeat_timeout_s={settings.heartbeat_timeout_s:g} "
+                    f"the server has not answered for heartbeat_timeout_s={options.heartbeat_timeout_s:g} "
                     f"({error})"
                 )
 

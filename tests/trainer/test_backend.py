@@ -11,7 +11,7 @@ from src.core.errors import BackendError, ConfigError
 from src.learning.datums import sequences_of, to_datums
 from src.learning.learner import Learner
 from src.policy.backend import base_url, connect, require_key
-from src.policy.options import BackendSettings
+from src.policy.options import BackendOptions
 from src.policy.sampling_policy import SampleRequest
 from tests.fakes.server import fake_context, serving
 from tests.fakes.trials import turn
@@ -33,7 +33,7 @@ def url(tmp_path: Path) -> Iterator[str]:
         yield url
 
 
-def settings(url: str, **changes) -> BackendSettings:
+def settings(url: str, **changes) -> BackendOptions:
     options = {
         "backend": "skyrl-tx",
         "skyrl_tx_url": url,
@@ -46,7 +46,7 @@ def settings(url: str, **changes) -> BackendSettings:
         "load_checkpoint_path": None,
         "heartbeat_timeout_s": 60.0,
     }
-    return BackendSettings(**(options | changes))
+    return BackendOptions(**(options | changes))
 
 
 async def test_sample_train_save_and_load(url):
