@@ -15,6 +15,7 @@ import chz
 from src.core.options import above, at_least, require
 from src.envs.options import EnvironmentOptions, TaskOptions
 from src.learning.options import LearnerOptions, PreparationOptions
+from src.policy.options import AdapterOptions
 from src.records.options import RunFolderOptions, TrackingOptions
 from src.rollouts.options import GroupOptions, JudgeOptions, RolloutOptions, ScheduleOptions
 
@@ -77,6 +78,7 @@ class TrainerConfig(
     GroupOptions,
     PreparationOptions,
     LearnerOptions,
+    AdapterOptions,
     RolloutOptions,
     JudgeOptions,
     EnvironmentOptions,

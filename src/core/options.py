@@ -90,7 +90,7 @@ class SeedOptions(Options):
 
     seed: int = chz.field(
         default=0,
-        doc="Seed of the adapter, the task order and every sample",
+        doc="Seed of every sample and, in training, of the adapter and the task order",
         validator=at_least(0),
     )
 

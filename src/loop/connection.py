@@ -54,7 +54,7 @@ async def open_dependencies(
             )
             source = await asyncio.to_thread(open_task_source, config, chat)
         async with watching(endpoint.check, config) as watchdog:
-            backend = await watchdog.answer(endpoint.open_training(), "opening the training client")
+            backend = await watchdog.answer(endpoint.open_training(config), "opening the training client")
         yield Dependencies(source=source, backend=backend)
 
 

@@ -20,7 +20,7 @@ from tinker.lib.base_url import DEFAULT_BASE_URL
 
 from src.core.errors import BackendError, ConfigError, ServerLost
 from src.core.process import deadline, in_thread
-from src.policy.options import BackendOptions
+from src.policy.options import AdapterOptions, BackendOptions
 from src.policy.sampling_policy import Policy, ReferenceModel, TinkerPolicy, sdk_boundary
 
 logger = logging.getLogger(__name__)
@@ -233,12 +233,16 @@ class TinkerEndpoint:
         self._service = service
         self._options = options
 
-    async def open_training(self) -> TinkerBackend:
+    async def open_training(self, adapter: AdapterOptions) -> TinkerBackend:
         """Open a training client with a new adapter, or with the adapter and optimizer state of
         `load_checkpoint_path`.
         """
-        options, service = self._options, self._service
-        path, model_name = options.load_checkpoint_path, options.model_name
+        options, service, path, rank = (
+            self._options,
+            self._service,
+            adapter.load_checkpoint_path,
+            adapter.lora_rank,
+        )
         # These calls open the session of the SDK and block, so they run in a thread.
         if path is not None:
             with sdk_boundary(f"loading {path}"):
@@ -246,11 +250,12 @@ class TinkerEndpoint:
                     await in_thread(lambda: service.create_training_client_from_state_with_optimizer(path))
                 )
         else:
-            with sdk_boundary(f"creating an adapter of rank {options.lora_rank} on {model_name}"):
-                rank, seed = options.lora_rank, options.seed
+            with sdk_boundary(f"creating an adapter of rank {rank} on {options.model_name}"):
                 client = await (
                     await in_thread(
-                        lambda: service.create_lora_training_client(model_name, rank=rank, seed=seed)
+                        lambda: service.create_lora_training_client(
+                            options.model_name, rank=rank, seed=options.seed
+                        )
                     )
                 )
         return TinkerBackend(service, client, options, key=require_key(options))

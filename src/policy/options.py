@@ -20,6 +20,12 @@ class ModelOptions(Options):
     tokenizer: str | None = chz.field(
         default=None, doc="Tokenizer directory or hub id; None: the model's own, by model_name"
     )
+
+
+@chz.chz
+class AdapterOptions(Options):
+    """Model and server"""
+
     lora_rank: int = chz.field(default=32, doc="LoRA rank, within the server's limit", validator=at_least(1))
     load_checkpoint_path: str | None = chz.field(
         default=None, doc="tinker:// path of a training state to start from, optimizer included"
@@ -56,8 +62,15 @@ class BackendOptions(ModelOptions, WatchdogOptions, SeedOptions, LengthOptions):
         default=None, doc="Another address of the Tinker cloud; None: the SDK's own"
     )
 
+    @property
+    def uses_backend(self) -> bool:
+        """Whether the program connects to `backend`. An evaluation with `base_url` does not."""
+        return True
+
     @chz.validate
     def _backend_is_complete(self) -> None:
+        if not self.uses_backend:
+            return
         if self.backend == "skyrl-tx":
             require(
                 (self.skyrl_tx_url or "").startswith(("http://", "https://")),

@@ -275,7 +275,7 @@ def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
         ([*SERVER, "base_url=http://h/v1", "checkpoint=tinker://x"], EXCLUSIVE),
         ([*SERVER, "checkpoint=/no/such"], "error: /no/such is neither a tinker:// path nor a run folder with a checkpoint; give one of them"),
         ([*SERVER, "checkpoint=tinker://r/weights/2"], "error: tinker://r/weights/2 is a training state; evaluate its sampler: tinker://r/sampler_weights/2"),
-        (["results=/no/such"], "error: results= names a finished evaluation; add compare_with=<folder of another evaluation>"),
+        (["results=/no/such"], "error: missing: compare_with; e.g. compare_with=..., or --help"),
         (["results=/no/such", "compare_with=/none"], "error: /no/such has no results.json; give the folder of an evaluation"),
     ],
 )  # fmt: skip

@@ -83,7 +83,7 @@ class Bench(FakeRun):
     @asynccontextmanager
     async def opened(self, config, events, source):
         async with connect(config) as endpoint:
-            yield Dependencies(source=self.source, backend=await endpoint.open_training())
+            yield Dependencies(source=self.source, backend=await endpoint.open_training(config))
 
     async def _play(self, trial, policy):
         turn = await policy.sample(

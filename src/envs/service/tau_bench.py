@@ -271,7 +271,7 @@ def open_user_model(config: EnvironmentOptions, options: Options) -> UserModel |
     is_checkpoint = name is not None and name.startswith("tinker://")
     base_model = config.model_name if is_checkpoint or name is None else name
     chat = load_chat((config.tokenizer if base_model == config.model_name else None) or base_model)
-    settings = chz.replace(config, model_name=base_model, load_checkpoint_path=None)
+    settings = chz.replace(config, model_name=base_model)
     return TinkerUserModel(settings, name if is_checkpoint else None, chat, temperature=temperature)
 
 
