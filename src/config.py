@@ -1,9 +1,8 @@
 """The trainer's configuration: the options of all components, those of the training loop, and the rules
 between them.
 
-The command line is flat: `python -m src.train key=value ...`. `TrainerConfig` and the options of the seeds'
-`CLIConfig` have the user's names. Each component declares its options once, in the module `options` of its
-package.
+The command line is flat: `python -m src.train key=value ...`. Each component declares its options in the
+module `options` of its package, and `TrainerConfig` inherits them.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ REFUSED = {
     "clip_ratio_c": "the Tinker API has no dual clip; remove it",
     "use_conversation_multi_turn": "conversations always have several messages; remove it",
     "retokenize_chat_history": "sampled tokens are never encoded again; remove it",
-    "batched": "every trial is a conversation of its own; remove it",
+    "batched": "every trial is a separate conversation; remove it",
 }
 
 
@@ -100,7 +99,7 @@ class TrainerConfig(
     eval_every: int = chz.field(
         default=10, doc="Steps between evaluations; 0: only before and after", validator=at_least(0)
     )
-    eval_before_train: bool = chz.field(default=True, doc="Evaluate what the run starts from, as step 0")
+    eval_before_train: bool = chz.field(default=True, doc="Evaluate the initial weights, as step 0")
     eval_group_size: int | None = chz.field(
         default=None, doc="Trials per held-out task; None: group_size", validator=at_least(1)
     )
@@ -109,14 +108,13 @@ class TrainerConfig(
     )
     reconnect_timeout_s: float = chz.field(
         default=600,
-        doc="Wait this long for a lost server to come back, then continue from the last checkpoint; 0: "
-        "stop at once",
+        doc="Wait this long for a lost server to return, then continue from the last checkpoint; 0: stop "
+        "at once",
         validator=at_least(0),
     )
     stop_timeout_s: float = chz.field(
         default=120,
-        doc="Longest time that a stop (SIGINT, SIGTERM) or a failure takes to finish the present step and "
-        "save a "
+        doc="Longest time that a stop (SIGINT, SIGTERM) or a failure takes to finish the step and save a "
         "checkpoint",
         validator=above(0),
     )

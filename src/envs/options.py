@@ -79,8 +79,8 @@ class AgentOptions(LengthOptions):
     temperature: float = chz.field(default=0.7, doc="Sampling temperature", validator=at_least(0))
     use_native_tool_calling: bool = chz.field(
         default=False,
-        doc="Show an environment's tools in the model's own chat template, where the environment allows it; "
-        "else in words",
+        doc="Describe an environment's tools with the model's chat template if the environment allows it; "
+        "otherwise as text",
     )
 
 
@@ -138,8 +138,7 @@ class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
         require(
             not self.enable_summarize or threshold < longest_input,
             f"proactive_summarization_threshold={threshold} would summarise every turn of at most "
-            f"{longest_input} "
-            "tokens; lower it, or set enable_summarize=false",
+            f"{longest_input} tokens; lower it, or set enable_summarize=false",
         )
 
 
@@ -148,7 +147,7 @@ class HarborTrainingOptions(HarborOptions):
     """Harbor trials and Terminus-2"""
 
     train_subagents: Literal["none", "all"] = chz.field(
-        default="none", doc="all: also train what Terminus-2's summarising sub-agents say"
+        default="none", doc="all: also train the completions of Terminus-2's summarising sub-agents"
     )
 
     @chz.validate

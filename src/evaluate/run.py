@@ -60,7 +60,7 @@ class Evaluated:
 
     policy: Policy
     source: TaskSource
-    watchdog: Watchdog | None = None  # ends the evaluation when the endpoint is lost; None: nothing does
+    watchdog: Watchdog | None = None  # stops the evaluation if the endpoint is lost; None: no watchdog
 
 
 Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evaluated]]
@@ -103,7 +103,7 @@ async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> Asyn
 async def run(config: EvaluateConfig, events: RunEvents, *, open_evaluated: Open = open_evaluated) -> None:
     """Run the evaluation that `config` describes, and the comparison if one is configured."""
     directory = evaluation_folder(config)
-    second = None if config.compare_with is None else compared_with(config.compare_with)
+    second = None if config.compare_with is None else finished_or_policy(config.compare_with)
     first = await play(
         config, sampler_path(config.checkpoint), directory, events, open_evaluated=open_evaluated
     )
@@ -134,7 +134,7 @@ async def play(
     )
     async with open_evaluated(config, checkpoint) as evaluated, AsyncExitStack() as source_open:
         source_open.push_async_callback(close_quietly, evaluated.source)
-        tasks = chosen([*evaluated.source.train, *evaluated.source.eval], config.tasks)
+        tasks = chosen_tasks([*evaluated.source.train, *evaluated.source.eval], config.tasks)
         if (trained := training_hashes(config)) is not None:
             await asyncio.to_thread(require_held_out, tasks, trained, chosen_by="tasks")
         source_open.enter_context(lock_run_dir(directory))
@@ -175,7 +175,7 @@ async def _unprobed() -> None:
     """Do nothing: OpenAI's API has no cheap route to probe, so only the timeout of each request applies."""
 
 
-def chosen(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
+def chosen_tasks(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
     """Return the tasks whose ids match a pattern. Raises ConfigError for a pattern without a match."""
     for pattern in patterns or ():
         if not any(fnmatchcase(task.id, pattern) for task in tasks):
@@ -202,7 +202,7 @@ def sampler_path(checkpoint: str | None) -> str | None:
     return last.sampler_path
 
 
-def compared_with(text: str) -> str | Mapping[str, Any]:
+def finished_or_policy(text: str) -> str | Mapping[str, Any]:
     """Return the results of another evaluation, or the text itself if it names a policy to evaluate."""
     path = Path(text).expanduser()
     return read_results(path) if (path / RESULTS_FILE).is_file() or path.is_file() else text

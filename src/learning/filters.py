@@ -54,12 +54,10 @@ def keep_groups(
 
 
 def apply_reward_rules(groups: Sequence[TrajectoryGroup], options: FilterOptions) -> list[TrajectoryGroup]:
-    """Return the groups with the rewards to train on.
-
-    Masks are not changed, and the rules are applied once per group.
+    """Return the groups with the rewards to train on. Apply it once per group.
 
     The rules are, in this order: add the judge's bonus, give failures a reward (`failed_trial_reward`), and
-    set the rewards of trajectories to 0 that a limit ended or that have a long answer.
+    set the reward to 0 of trajectories that a limit ended or that have a long answer.
     """
     groups = [
         with_bonus_in_reward(group) if any(member.bonus for member in group.trajectories) else group

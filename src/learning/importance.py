@@ -34,11 +34,9 @@ class TisResult:
 
 
 def token_factors(old: np.ndarray, sampled: np.ndarray, options: ImportanceOptions) -> TisResult:
-    """Return the factors for N tokens.
+    """Return the factors for N tokens. `old` and `sampled` are the logprobs [N] of trainer and sampler.
 
-    `old` and `sampled` are the logprobs of the trainer and of the sampler.
-
-    Bounds are inclusive: a ratio equal to a bound is within it.
+    Bounds are inclusive.
     """
     log_ratios = old - sampled
     ratios = _exp(log_ratios)

@@ -62,7 +62,6 @@ class LearnerOptions(Options):
         require(
             0 <= low <= 1 <= high,
             f"loss_fn_config: clip_low_threshold={low:g} and clip_high_threshold={high:g} bound the ratio "
-            "itself "
             "and must have 1 between them; for an epsilon write 1 - eps and 1 + eps",
         )
         return settings
@@ -154,9 +153,8 @@ class AdvantageOptions(StepWiseOptions, LengthOptions):
     def _estimator_agrees(self) -> None:
         require(
             self.normalize_advantages_by_std or self.advantage_estimator in ("grpo", "dr_grpo"),
-            f"normalize_advantages_by_std=false is for advantage_estimator=grpo, not "
-            f"{self.advantage_estimator}; "
-            "remove it",
+            "normalize_advantages_by_std=false is for advantage_estimator=grpo, not "
+            f"{self.advantage_estimator}; remove it",
         )
         require(
             not (self.step_wise_trajectories and self.advantage_estimator == "reinforce++"),
@@ -231,8 +229,7 @@ class ImportanceOptions(Options):
             require(
                 (low is None or low <= 1) and (high is None or high >= 1),
                 f"{name}_low={low} and {name}_high={high} must have 1 between them, the ratio of a token "
-                "on which "
-                "both agree",
+                "on which both agree",
             )
 
 

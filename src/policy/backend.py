@@ -1,5 +1,4 @@
-"""Connections to a Tinker endpoint, Tinker's cloud or a server of your own: connect, check, train, sample,
-save.
+"""Connections to a Tinker endpoint, which is Tinker's cloud or a server of your own.
 
 No other module distinguishes the cloud from a server of your own.
 """
@@ -50,8 +49,8 @@ class Backend(Protocol):
         ...
 
     async def check(self) -> None:
-        """Raises BackendError within seconds if the endpoint does not answer, ServerLost if it has lost
-        the weights of this run.
+        """Raise BackendError within seconds if the endpoint does not answer, or ServerLost if it has lost the
+        weights of this run.
         """
         ...
 
@@ -95,7 +94,7 @@ class TinkerBackend:
             return SavedPaths(state_path=(await state).path, sampler_path=(await sampler).path)
 
     async def check(self) -> None:
-        """Sends plain HTTP requests, because the SDK would retry for minutes."""
+        """Send plain HTTP requests, because the SDK would retry for minutes."""
         url, timeout_s = base_url(self._options), health_timeout_s(self._options)
         await check_alive(url, timeout_s=timeout_s)
         if self._key is None:  # the SDK does not expose its stored credentials
@@ -142,7 +141,7 @@ def health_timeout_s(options: BackendOptions) -> float:
 
 
 async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
-    """Raises BackendError within `timeout_s` unless a Tinker endpoint is ready at `url`."""
+    """Raise BackendError within `timeout_s` unless a Tinker endpoint is ready at `url`."""
     try:
         async with asyncio.timeout(timeout_s), httpx.AsyncClient(timeout=timeout_s) as client:
             reply = await client.get(f"{url}/api/v1/healthz")
@@ -179,11 +178,9 @@ async def request_status(url: str, *, key: str, request: Mapping[str, str] | Non
 
 
 async def check_model(options: BackendOptions, *, key: str | None) -> None:
-    """Raises ConfigError unless the server serves the model with a context of `context_limit`."""
-    action, limit_s = (
-        f"asking the server at {base_url(options)} for its models",
-        options.heartbeat_timeout_s,
-    )
+    """Raise ConfigError unless the server serves the model with a context of `context_limit`."""
+    action = f"asking the server at {base_url(options)} for its models"
+    limit_s = options.heartbeat_timeout_s
     with sdk_boundary(action):
         async with deadline(
             limit_s, BackendError, f"{action}: no usable answer within heartbeat_timeout_s={limit_s:g}"
@@ -206,7 +203,7 @@ async def check_model(options: BackendOptions, *, key: str | None) -> None:
 
 
 async def _raise_if_server_lost(options: BackendOptions, error: Exception) -> None:
-    """Raises ServerLost if the server does not answer: this is then the likely cause of `error`."""
+    """Raise ServerLost if the server does not answer: this is then the likely cause of `error`."""
     if isinstance(error, ServerLost):
         return
     url = base_url(options)
@@ -268,14 +265,11 @@ class TinkerEndpoint:
             return await _open_policy(self._service, base_model=self._options.model_name)
 
     async def check(self) -> None:
-        """Raises BackendError within seconds if the endpoint does not answer or answers with server
+        """Raise BackendError within seconds if the endpoint does not answer or answers with server
         errors.
         """
-        url, timeout_s, key = (
-            base_url(self._options),
-            health_timeout_s(self._options),
-            require_key(self._options),
-        )
+        url, key = base_url(self._options), require_key(self._options)
+        timeout_s = health_timeout_s(self._options)
         await check_alive(url, timeout_s=timeout_s)
         if key is not None:  # the SDK does not expose its stored credentials
             await request_status(

@@ -98,8 +98,8 @@ class JudgeEndpointOptions(Options):
 
     judge_model: str | None = chz.field(
         default=None,
-        doc="Model at judge_base_url that grades what tau2's tasks assert in words, and that "
-        "taxonomy_feedback asks",
+        doc="Model at judge_base_url. It grades the natural-language assertions of tau2 tasks and the "
+        "conversations of taxonomy_feedback",
     )
     judge_base_url: str | None = chz.field(
         default=None, doc="OpenAI-compatible endpoint of the judge; OPENAI_API_KEY is its key"

@@ -1,4 +1,4 @@
-"""Collect the groups that each step learns from.
+"""Collect the batch of each step.
 
 On-policy, the groups of the step's own tasks are rolled out when the step begins. With `max_staleness` or
 `stream_groups` they are rolled out ahead, and a step takes those that end first. Failures are counted in the
@@ -35,17 +35,17 @@ OnGroup = Callable[[TrajectoryGroup], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
-    """The groups of one step: all that were rolled out for it, and those it may learn from."""
+    """The groups of one step."""
 
-    played: list[TrajectoryGroup]
-    to_learn: list[TrajectoryGroup]
+    played: list[TrajectoryGroup]  # all groups that were rolled out, with their original rewards
+    to_learn: list[TrajectoryGroup]  # the groups that may be trained on, after the reward rules
     metrics: dict[str, float]
 
 
 class BatchCollector:
-    """Collects the groups of each step.
+    """Collects the batch of each step.
 
-    Keeps the state of failures and of the curriculum after `steps_done` steps.
+    It keeps the state of failures and of the curriculum after `steps_done` steps.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class BatchCollector:
         self._curriculum = curriculum.from_records(state.get("curriculum", {}) for state in states)
         self._num_groups_before = 0  # of the run, when the step began
         self._policy = NewestPolicy()
-        # By step: the plan, and the rollouts that are on disk and that no group has used yet.
+        # By step: the plan, and the rollouts on disk that no group has used yet.
         self._ahead: dict[int, tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]] = {}
         self._pipeline = self._pipeline_of([])
 
@@ -91,7 +91,7 @@ class BatchCollector:
         self._pipeline.update_ended()
 
     def state(self) -> dict[str, object]:
-        """Return what a process that resumes the run needs to know of the step that has ended."""
+        """Return the state after the last step, for the journal. A resumed run reads it."""
         if self._options.task_sampling == "uniform":
             return to_record(self._faults)
         return to_record(self._faults) | {
@@ -101,7 +101,7 @@ class BatchCollector:
     async def collect(self, batch: Batch, on_group: OnGroup) -> StepBatch:
         """Return the groups of one step.
 
-        If they are rolled out ahead, `on_group` is called with each as it is taken.
+        If they are rolled out ahead, `on_group` is called with each group when it is taken.
         """
         self._num_groups_before = self._curriculum.num_groups
         if self._options.is_ahead:
@@ -182,13 +182,12 @@ class BatchCollector:
         return StepBatch(played=groups, to_learn=to_learn, metrics=metrics)
 
     def _scheduled(self, groups: Sequence[GroupKey]) -> list[Scheduled]:
-        """Return the groups with their tasks. ConfigError if a task is missing from the environment."""
+        """Return the groups with their tasks. Raises ConfigError if the environment lacks a task."""
         tasks = {task.id: task for task in self._source.train}
         if missing := [task for _, task in groups if task not in tasks]:
             raise ConfigError(
-                f"this run has learned from {', '.join(missing)}, which tasks_dir does not hold; put them "
-                "back, or "
-                "give another log_path"
+                f"this run has trained on {', '.join(missing)}, which the environment lacks; "
+                "restore these tasks, or give another log_path"
             )
         return [Scheduled(step=step, task=tasks[task]) for step, task in groups]
 
@@ -201,7 +200,7 @@ class BatchCollector:
     def _plan_ahead(self, step: int) -> tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]:
         """Return the plan of a step and its rollouts on disk.
 
-        They are read once, which also tidies the step's folder.
+        They are read once. Reading also removes incomplete files from the step's folder.
         """
         if step not in self._ahead:
             plan = self._plan("step", step)
@@ -218,24 +217,24 @@ class BatchCollector:
         )
 
     def _tasks_of(self, batch: Batch) -> Sequence[Task]:
-        """Return the step's tasks: the scheduled ones, or as many that the curriculum chooses."""
+        """Return the step's tasks: those of the schedule, or the same number chosen by the curriculum."""
         if self._options.task_sampling == "uniform":
             return batch.tasks
         return self._curriculum.choose(
             self._available_tasks(), len(batch.tasks), self._options, step=batch.step, attempt=0
         )
 
-    def _refills(self, batch: Batch, state: SamplingState, num_wanted: int) -> Sequence[Task]:
+    def _refills(self, batch: Batch, state: SamplingState, num_needed: int) -> Sequence[Task]:
         """Return the tasks of the next refill.
 
-        Uniform refills are as large as the batch (SkyRL). The curriculum chooses as many tasks as groups are
-        missing, if possible tasks that this step has not rolled out.
+        Uniform refills are as large as the batch (SkyRL). The curriculum chooses one task for each missing
+        group, if possible a task that this step has not rolled out.
         """
         options, tasks = self._options, self._available_tasks()
         place = {"step": batch.step, "attempt": state.num_batches}
         if options.task_sampling == "uniform":
-            return refill(tasks, num_wanted, seed=options.seed, **place)
-        rolled_out, num_missing = {group.task.id for group in state.played}, num_wanted - len(state.kept)
+            return refill(tasks, num_needed, seed=options.seed, **place)
+        rolled_out, num_missing = {group.task.id for group in state.played}, num_needed - len(state.kept)
         others = [task for task in tasks if task.id not in rolled_out]
         candidates = others if len(others) >= num_missing else tasks
         return self._curriculum.choose(candidates, num_missing, options, **place)
@@ -265,7 +264,7 @@ class BatchCollector:
     def _update_faults(self, groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
         """Count the failures of the groups, and quarantine tasks.
 
-        Raises TooManyFailuresError if training on the other groups would teach nothing, or the wrong thing.
+        Raises TooManyFailuresError if no trial was graded, if too many failed or if no task remains.
         """
         options, before = self._options, self._faults
         if len({group.task.id for group in groups}) > 1:  # a single task may cause its own failures
@@ -274,11 +273,11 @@ class BatchCollector:
         self._curriculum = self._curriculum.after(groups)
         if self._faults.has_too_many_failures(options):
             raise TooManyFailuresError(diagnosis(self._faults, groups, options))
-        self._tell_quarantined(before.quarantined, plan)
+        self._report_quarantined(before.quarantined, plan)
         if all(self._is_quarantined(task) for task in self._source.train):
             raise TooManyFailuresError(f"every training task is quarantined; {all_failed(groups, plan)}")
 
-    def _tell_quarantined(self, before: Mapping[str, str], plan: RolloutPlan) -> None:
+    def _report_quarantined(self, before: Mapping[str, str], plan: RolloutPlan) -> None:
         for task, cause in self._faults.quarantined.items():
             if task not in before:
                 self._journal.quarantined(plan.step, task, cause)

@@ -98,7 +98,7 @@ class Judge:
             pending = self._verdicts[key] = asyncio.ensure_future(self._verdict(trajectory.conversation))
         verdict = await asyncio.shield(pending)
         if verdict.failures is None:
-            self._verdicts.pop(key, None)  # so that an equal conversation is judged again
+            self._verdicts.pop(key, None)  # so that the next equal conversation is judged again
         bonus = 0.0 if verdict.failures is None else bonus_of(len(verdict.failures), self._options)
         metrics = {
             "judge_bonus": bonus,
@@ -133,7 +133,7 @@ class Judge:
 
 
 def failures_in(answer: str) -> frozenset[str] | None:
-    """Return the failures that an answer names; None unless it is a JSON object of exactly fourteen booleans.
+    """Return the failures that an answer states; None unless it is a JSON object of fourteen booleans.
 
     >>> sorted(failures_in(json.dumps({name: name == "wrong_check" for name in MODES})))
     ['wrong_check']
@@ -141,7 +141,7 @@ def failures_in(answer: str) -> frozenset[str] | None:
     (True, True)
     """
     try:
-        values = json.loads(answer, object_pairs_hook=_no_key_twice)
+        values = json.loads(answer, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError):
         return None
     if (
@@ -169,7 +169,7 @@ def transcript(conversation: Sequence[Message]) -> str:
     )
 
 
-def _no_key_twice(pairs: Sequence[tuple[str, object]]) -> Mapping[str, object]:
+def _unique_keys(pairs: Sequence[tuple[str, object]]) -> Mapping[str, object]:
     if len(dict(pairs)) < len(pairs):
         raise ValueError("duplicate key")
     return dict(pairs)

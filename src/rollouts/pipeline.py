@@ -1,7 +1,7 @@
 """The schedule of tasks, and the pipeline that rolls out groups ahead of training.
 
-On-policy, each batch is rolled out with the weights that the previous step made. Ahead of training, groups
-are rolled out while others are trained on, and each turn is sampled with the newest weights.
+On-policy, each batch is rolled out with the weights of the previous step. Otherwise groups are rolled out
+while others are trained on, and each turn is sampled with the newest weights.
 docs/staleness.md explains the rules and the alternatives.
 """
 
@@ -68,8 +68,8 @@ def mixed(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
     epochs: Counter[str] = Counter()
 
     def draw(batch: Sequence[Task]) -> Task:
-        """The next task of the domain that is furthest behind, none that the batch has."""
-        left = [domain for domain, own in domains.items() if any(task not in batch for task in own)]
+        """Return the next task that is not in the batch, from the domain that is furthest below its share."""
+        left = [name for name, members in domains.items() if any(task not in batch for task in members)]
         domain = max(left, key=lambda name: options.domain_shares[name] * (taken.total() + 1) - taken[name])
         taken[domain] += 1
         if all(task in batch for task in waiting[domain]):
@@ -91,20 +91,18 @@ def mixed(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
 
 
 def require_shares(domains: Mapping[str, Sequence[Task]], options: ScheduleOptions) -> None:
-    """ConfigError where the shares are not those of the tasks' domains, or a domain has not tasks enough
-    for its share of a batch.
-    """
+    """Raise ConfigError unless each domain has a share, and enough tasks for its share of a batch."""
     if domains.keys() != options.domain_shares.keys():
         raise ConfigError(
             f"domain_mixture has shares of {', '.join(sorted(options.domain_shares))}; the training tasks "
-            f"are of {', '.join(domains)}"
+            f"are of {', '.join(domains)}; give a share to each of these domains"
         )
-    for domain, own in domains.items():
-        wanted = options.domain_shares[domain] * options.batch_size
-        if len(own) < wanted:
+    for domain, members in domains.items():
+        num_needed = options.domain_shares[domain] * options.batch_size
+        if len(members) < num_needed:
             raise ConfigError(
-                f"domain_mixture: {domain} has {len(own)} tasks, its share of a batch is {wanted:g}; lower "
-                "one of them"
+                f"domain_mixture: {domain} has {len(members)} tasks, fewer than its share of a batch, "
+                f"{num_needed:g}; lower its share or batch_size"
             )
 
 
@@ -132,8 +130,8 @@ class Pipeline:
     wait for slow ones.
 
     On-policy (`max_staleness=0`) only the groups of the step itself are rolled out. Otherwise up to
-    `max_groups_in_flight` groups are, and fewer if training is slower than the rollouts: a group must be
-    trained before it is too old.
+    `max_groups_in_flight` groups are rolled out at once, or fewer if training is slower than the rollouts,
+    because a group must be trained before its tokens are too stale.
     """
 
     def __init__(
@@ -149,13 +147,13 @@ class Pipeline:
         self._options = options
         self._is_left_out = is_left_out
         self._rolling: set[asyncio.Task[TimedGroup]] = set()
-        self._waiting: deque[asyncio.Task[TimedGroup]] = deque()  # ended, in this order
+        self._waiting: deque[asyncio.Task[TimedGroup]] = deque()  # in the order in which they ended
         self._ended = asyncio.Event()
         self._step = 0
         self._num_taken = 0
         self._durations_s: deque[float] = deque(maxlen=2 * options.batch_size)
         self._update_began = 0.0
-        self._update_s: float | None = None  # how long the last one took
+        self._update_s: float | None = None  # duration of the last update
 
     async def __aenter__(self) -> Pipeline:
         return self
@@ -170,7 +168,7 @@ class Pipeline:
     async def take(self, step: int) -> TimedGroup | None:
         """Return the group that ended first of those that no step has taken.
 
-        None: the schedule has no more groups for `step`.
+        Returns None if the schedule has no more groups for `step`.
         """
         self._step = step
         self._start_groups()
@@ -207,12 +205,11 @@ class Pipeline:
                 playing.add_done_callback(self._on_end)
 
     def _admission_limit(self) -> int:
-        """Return how many groups may be rolled out at once.
+        """Return the number of groups that may be rolled out at once.
 
-        A group that ends while the weights change is trained `1 + n // batch_size` updates later, where n
-        groups wait before it.
-        So at most `max_staleness` batches may end during one update, and the other groups must take longer
-        than an update.
+        A group that ends while the weights are updated, when n other groups wait, is trained
+        `1 + n // batch_size` updates later. At most `max_staleness` batches may therefore end during
+        one update, and the other groups must take longer than an update.
         """
         options = self._options
         limit = options.max_groups_in_flight or 2 * options.batch_size

@@ -1,6 +1,6 @@
-"""Count failed trials: which tasks to quarantine, and when a run has too many failures to go on.
+"""Count trials that could not be graded, quarantine tasks, and detect that a run has too many failures.
 
-A trial that could not be graded is never a reward. Failures are counted group by group in the order of the
+Failures are counted group by group in the order of the
 batch, so that the result does not depend on which trial ended first.
 """
 
@@ -19,7 +19,7 @@ MIN_GROUPS = 4  # the failures of fewer groups may all come from one task
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupFailures:
-    """The number of trials of one group, and how many failed by which cause."""
+    """The number of trials of one group, and the number of failures by cause."""
 
     trials: int
     causes: Mapping[str, int]
@@ -27,12 +27,11 @@ class GroupFailures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultState:
-    """The failures up to some step. Part of every checkpoint."""
+    """The failures up to a step. The journal records it with every step."""
 
-    strikes: Mapping[str, int] = field(
-        default_factory=dict
-    )  # by task: groups in a row without one graded trial
-    quarantined: Mapping[str, str] = field(default_factory=dict)  # task -> its commonest cause
+    # By task: the number of consecutive groups without a graded trial.
+    strikes: Mapping[str, int] = field(default_factory=dict)
+    quarantined: Mapping[str, str] = field(default_factory=dict)  # task -> most frequent cause
     recent: Sequence[GroupFailures] = ()  # the latest groups, oldest first
 
     def after(self, groups: Sequence[TrajectoryGroup], options: FaultOptions) -> FaultState:
@@ -54,7 +53,7 @@ class FaultState:
         )
 
     def has_too_many_failures(self, options: FaultOptions) -> bool:
-        """Whether more than `max_failure_rate` of the latest trials could not be graded."""
+        """Return whether more than `max_failure_rate` of the latest trials could not be graded."""
         trials = sum(group_failures.trials for group_failures in self.recent)
         num_lost = sum(sum(group_failures.causes.values()) for group_failures in self.recent)
         return len(self.recent) >= MIN_GROUPS and num_lost > options.max_failure_rate * trials

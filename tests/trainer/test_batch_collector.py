@@ -217,7 +217,7 @@ async def test_a_restarted_run_takes_the_same_groups(tmp_path):
         second = await again.gather(2, "cd")
         assert not {group.task.id for group in second.to_learn} & set(bench.heard)
     again.source.train = again.source.train[2:]
-    with pytest.raises(ConfigError, match="this run has learned from b, which tasks_dir does not hold"):
+    with pytest.raises(ConfigError, match="this run has trained on b, which the environment lacks"):
         await again.gather(1, "ab")
 
 

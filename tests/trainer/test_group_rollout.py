@@ -272,10 +272,10 @@ async def test_the_noop_reward_is_measured_once_and_may_be_unknown(tmp_path, cap
         n_parallel_envs=1, trial_timeout_s=None, trial_attempts=1, retry_wait_s=0, seed=0
     )
     rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
-    assert await rollouts.floors([A, B]) == await rollouts.floors([A, B]) == {"a": 1.0}
+    assert await rollouts.noop_rewards([A, B]) == await rollouts.noop_rewards([A, B]) == {"a": 1.0}
     assert (
         source.asked == ["a", "b"]
-        and "b: what doing nothing earns could not be measured: OSError: gone" in caplog.text
+        and "b: the reward of an agent that does nothing could not be measured: OSError: gone" in caplog.text
     )
 
 

@@ -154,7 +154,7 @@ async def test_a_server_that_stays_away_ends_the_run_in_one_line(tmp_path, port)
     bench.start()
     with pytest.raises(
         ServerLost,
-        match=r"no server answers at .*; it stayed away for reconnect_timeout_s=0.5; start it again and resume",
+        match=r"no server answers at .*; the server did not return within reconnect_timeout_s=0.5; start it again and resume",
     ) as error:
         await asyncio.wait_for(bench.go("reconnect_timeout_s=0.5"), 120)
     assert "\n" not in str(error.value)
