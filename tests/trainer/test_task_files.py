@@ -294,7 +294,7 @@ def test_fractional_shares_are_exact_over_the_run():
     ("numbers", "message"),
     [
         ({"retail": 4}, "domain_mixture has shares of airline, retail; the training tasks are of retail"),
-        ({"retail": 4, "airline": 1}, "airline has 1 tasks, its share of a batch is 2"),
+        ({"retail": 4, "airline": 1}, "airline has 1 tasks, fewer than its share of a batch, 2"),
     ],
 )
 def test_an_impossible_mixture_is_rejected(numbers: dict[str, int], message: str):
