@@ -158,7 +158,9 @@ def test_an_evaluation_uses_only_its_test_data():
         "backend=skyrl-tx",
         "skyrl_tx_url=http://h:1",
     ]
-    source = open_task_source(parse_as(EvaluateConfig, [*argv, "context_limit=8000"]).environment, byte_chat())
+    source = open_task_source(
+        parse_as(EvaluateConfig, [*argv, "context_limit=8000"]).environment, byte_chat()
+    )
     assert (list(source.train), len(source.eval)) == ([], 20)
 
 
