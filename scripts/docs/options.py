@@ -10,7 +10,7 @@ from src.cli.command_line import sections_of, shown_default, values_of
 from src.config import TrainerConfig
 from src.core.option_aliases import OPTION_ALIASES
 from src.core.options import sections
-from src.evaluate.config import EvaluateConfig
+from src.evaluate.config import CompareConfig, EvaluateConfig
 
 INTRODUCTION = """# Options
 
@@ -23,7 +23,18 @@ def page() -> str:
     """Return the page."""
     programs = (
         ("Trainer", "python -m src.train", TrainerConfig, sections_of(TrainerConfig)),
-        ("Evaluation", "python -m src.evaluate", EvaluateConfig, sections_of(EvaluateConfig)),
+        (
+            "Evaluation",
+            "python -m src.evaluate",
+            EvaluateConfig,
+            sections_of(EvaluateConfig),
+        ),
+        (
+            "Comparison of two evaluations",
+            "python -m src.evaluate",
+            CompareConfig,
+            sections_of(CompareConfig),
+        ),
         ("Server", "python -m skyrl_tx_server", ServerConfig, sections(ServerConfig)),
     )
     parts = [INTRODUCTION, *(program(*arguments) for arguments in programs), aliases()]

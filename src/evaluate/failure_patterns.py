@@ -31,7 +31,7 @@ class Pattern(StrEnum):
     LIMIT = "other_limit"  # a limit of turns, time or errors
     NOTHING_DONE = "nothing_done"  # the trial ended without a tool call
     FALSE_COMPLETION = "false_completion"  # the agent ended the trial as if the task were solved
-    CUSTOMER = "customer_fault"  # the user simulator left its scenario or its role, or repeated itself
+    USER_SIMULATOR = "customer_fault"  # the user simulator left its scenario or its role, or repeated itself
 
 
 # The first pattern that matches the text of an error.
@@ -58,15 +58,15 @@ def patterns(trajectory: Trajectory) -> frozenset[Pattern]:
     metrics = trajectory.metrics
     if metrics.get("unusable_answers") or metrics.get("parse_failures"):
         shown.add(Pattern.UNREADABLE)
-    if customer_faults(trajectory):
-        shown.add(Pattern.CUSTOMER)
+    if user_simulator_faults(trajectory):
+        shown.add(Pattern.USER_SIMULATOR)
     if trajectory.stop_reason is StopReason.CONTEXT_LENGTH:
         shown.add(Pattern.CONTEXT_OVERFLOW)
     elif trajectory.stop_reason in OVERLONG or metrics.get("too_many_errors"):
         shown.add(Pattern.LIMIT)
     elif metrics.get("tool_calls") == 0:
         shown.add(Pattern.NOTHING_DONE)
-    elif Pattern.CUSTOMER not in shown:
+    elif Pattern.USER_SIMULATOR not in shown:
         shown.add(Pattern.FALSE_COMPLETION)
     return frozenset(shown)
 
@@ -89,18 +89,18 @@ def pattern_of(error: str) -> Pattern:
     )
 
 
-def customer_faults(trajectory: Trajectory) -> list[str]:
+def user_simulator_faults(trajectory: Trajectory) -> list[str]:
     """Return the faults of the user simulator in a failed trial, in words."""
-    said = [
+    messages = [
         str(message.get("content") or "")
         for message in trajectory.conversation[1:]
         if message.get("role") == "user"
     ]
-    said = [text for text in said if not text.startswith("Error")]  # errors come from the environment
+    messages = [text for text in messages if not text.startswith("Error")]  # errors come from the environment
     faults: list[str] = []
-    if any(OUT_OF_SCOPE in text for text in said):
+    if any(OUT_OF_SCOPE in text for text in messages):
         faults.append("left its scenario")
-    if any("<tool_call>" in text or "<think>" in text for text in said):
+    if any("<tool_call>" in text or "<think>" in text for text in messages):
         faults.append("left its role")
     if is_stuck(trajectory.conversation):
         faults.append("repeated itself")

@@ -177,7 +177,7 @@ async def test_evaluation_selects_tasks_by_name(tmp_path):
     @asynccontextmanager
     async def opened(config, checkpoint):
         yield Evaluated(
-            policy=FakePolicy(toy_chat(), ["\n"]), source=open_task_source(config.trials, toy_chat())
+            policy=FakePolicy(toy_chat(), ["\n"]), source=open_task_source(config.environment, toy_chat())
         )
 
     chosen = parse_as(

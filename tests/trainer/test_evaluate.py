@@ -285,7 +285,7 @@ def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
         ),
         (
             ["results=/no/such"],
-            "error: results= names a finished evaluation; add compare_with=<folder of another evaluation>",
+            "error: missing: compare_with; e.g. compare_with=..., or --help",
         ),
         (
             ["results=/no/such", "compare_with=/none"],

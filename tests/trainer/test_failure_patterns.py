@@ -9,7 +9,7 @@ import pytest
 
 from src.core.trajectory import StopReason, Trajectory
 from src.envs.service.user_simulator import OUT_OF_SCOPE, STOP
-from src.evaluate.failure_patterns import Pattern, customer_faults, pattern_counts, pattern_of, patterns
+from src.evaluate.failure_patterns import Pattern, user_simulator_faults, pattern_counts, pattern_of, patterns
 
 SYSTEM = {"role": "system", "content": "policy"}
 
@@ -82,8 +82,8 @@ def test_a_solved_trial_shows_nothing():
 )
 def test_a_customer_fault_is_no_false_completion(said: list[str], metrics: dict[str, Any], fault: str):
     trajectory = failed(*(("user", text) for text in said), **metrics)
-    assert customer_faults(trajectory) == [fault]
-    assert patterns(trajectory) == {Pattern.CUSTOMER}
+    assert user_simulator_faults(trajectory) == [fault]
+    assert patterns(trajectory) == {Pattern.USER_SIMULATOR}
 
 
 def conversation(questions: list[str], answers: list[str]) -> Trajectory:
@@ -98,13 +98,21 @@ def conversation(questions: list[str], answers: list[str]) -> Trajectory:
 
 def test_a_customer_that_repeats_a_long_answer_is_stuck():
     wish = "I would like to have my order number 17 sent to another address."
-    assert customer_faults(conversation(["Which?", "When?", "Where?"], [wish] * 3)) == ["repeated itself"]
-    assert customer_faults(conversation(["Which?", "When?", "Where?"], [wish, wish, f"{wish} {STOP}"])) == []
+    assert user_simulator_faults(conversation(["Which?", "When?", "Where?"], [wish] * 3)) == [
+        "repeated itself"
+    ]
     assert (
-        customer_faults(conversation(["I cannot help."] * 3, [wish] * 3)) == []
+        user_simulator_faults(conversation(["Which?", "When?", "Where?"], [wish, wish, f"{wish} {STOP}"]))
+        == []
+    )
+    assert (
+        user_simulator_faults(conversation(["I cannot help."] * 3, [wish] * 3)) == []
     )  # the agent is stuck, not the user
-    assert customer_faults(conversation(["Shall I?", "Really?", "Now?"], ["Yes, please go ahead."] * 3)) == []
-    assert customer_faults(conversation(["", "", ""], ["Error: the answer was empty."] * 3)) == []
+    assert (
+        user_simulator_faults(conversation(["Shall I?", "Really?", "Now?"], ["Yes, please go ahead."] * 3))
+        == []
+    )
+    assert user_simulator_faults(conversation(["", "", ""], ["Error: the answer was empty."] * 3)) == []
 
 
 def test_patterns_are_counted_once_per_trial():

@@ -9,12 +9,12 @@ import types
 import pytest
 
 from src.core.errors import ConfigError
-from src.records.options import TrackingSettings
+from src.records.options import TrackingOptions
 from src.records.tracking import RunLog, open_run_log, project_name, recorded
 
-NOWHERE = TrackingSettings(wandb_project=None, trackio_project=None)
-WANDB = TrackingSettings(wandb_project="p", trackio_project=None)
-TRACKIO = TrackingSettings(wandb_project=None, trackio_project="p")
+NOWHERE = TrackingOptions(wandb_project=None, trackio_project=None)
+WANDB = TrackingOptions(wandb_project="p", trackio_project=None)
+TRACKIO = TrackingOptions(wandb_project=None, trackio_project="p")
 
 
 def log(path, steps, *, repeat_from=0):
@@ -66,8 +66,8 @@ def test_a_line_cut_by_a_crash_is_forgotten(tmp_path):
 OFFLINE = """
 import sys
 from pathlib import Path
-from src.records.tracking import TrackingSettings, open_run_log
-settings = TrackingSettings(wandb_project="p", trackio_project=None)
+from src.records.tracking import TrackingOptions, open_run_log
+settings = TrackingOptions(wandb_project="p", trackio_project=None)
 for start in (0, 2):
     with open_run_log(Path(sys.argv[1]), settings, name="my-run", config={"seed": 1}) as log:
         log.forget_from(start)
