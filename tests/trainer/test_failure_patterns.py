@@ -9,7 +9,7 @@ import pytest
 
 from src.core.trajectory import StopReason, Trajectory
 from src.envs.service.user_simulator import OUT_OF_SCOPE, STOP
-from src.evaluate.failure_patterns import Pattern, user_simulator_faults, pattern_counts, pattern_of, patterns
+from src.evaluate.failure_patterns import Pattern, pattern_counts, pattern_of, patterns, user_simulator_faults
 
 SYSTEM = {"role": "system", "content": "policy"}
 
