@@ -5,7 +5,7 @@
 #   ./run_skyrl_tx.sh env=tau_bench                    the same for service agents: customers, tools, a policy to keep
 #   ./run_skyrl_tx.sh seed=2 max_steps=4               either with options changed
 #   ./run_skyrl_tx.sh model_name=Qwen/Qwen3-4B tasks_dir=./datasets/terminal-bench-2 [key=value ...]
-#                                                      the full recipe; a server is started unless skyrl_tx_url answers
+#                                                      the full recipe; a server is started unless one with this model runs
 #
 # Every option: .venv/bin/python -m src.train --help
 set -euo pipefail
