@@ -6,7 +6,7 @@ is the quick start of a kind of environment, with a small model of ours and an e
 terminal tasks (datasets/quickstart) or, with `env=tau_bench`, a shop's customers (datasets/toy_retail).
 Options given on the command line win over the recipe's. A server started here is stopped when training ends,
 and dies with this process even if that is killed. It takes a random key of its own, which is in the file
-`api_key` beside its log.
+`api_key` beside its log. `resume=RUN` continues a run with the options that it was started with.
 
 This file is long because it contains a run and its server from the start to the end in order.
 """
@@ -14,6 +14,7 @@ This file is long because it contains a run and its server from the start to the
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import secrets
 import signal
@@ -39,7 +40,9 @@ from scripts.recipe_options import (
 )
 from scripts.running_server import NO_SERVER, ServedModels, find_server
 from skyrl_tx_server.errors import ConfigError as ServerConfigError
+from src.cli.agent_trainer import SERVER_FILE
 from src.cli.command_line import parse
+from src.cli.saved_options import resumed_arguments
 from src.core.errors import ConfigError
 from src.core.option_aliases import present_argument
 from src.records.private_folder import make_private, write_private
@@ -124,6 +127,8 @@ def main(argv: list[str]) -> int:
     if malformed:
         return fail(f"{malformed[0]!r} is not key=value; example: ./run_skyrl_tx.sh max_steps=4")
     try:
+        if "resume" in given:
+            return resume(given.pop("resume"), given)
         if "model_name" not in given and (served := model_of_a_running_server(given)) is not None:
             given = {**given, "model_name": served}
         return full_recipe(given) if "model_name" in given else quick_start(given)
@@ -236,6 +241,26 @@ def full_recipe(given: dict[str, str]) -> int:
     return train(options, server, key=key)
 
 
+def resume(run: str, changes: dict[str, str]) -> int:
+    """Continue a run, whose server is started again if this program had started it and it is gone."""
+    arguments = resumed_arguments(run, [f"{name}={value}" for name, value in changes.items()])
+    options = dict(argument.split("=", 1) for argument in arguments)
+    if options.pop("backend", "tinker") != "skyrl-tx":
+        return fail(f"the run in {run} has backend=tinker; continue it with ./run.sh and its own options")
+    side_files, url = Path(options["log_path"] + ".server"), options.get("skyrl_tx_url", "")
+    if not (side_files / SERVER_FILE).is_file() or "skyrl_tx_url" in changes:
+        return train(options, None, key=None)
+    check_options(options)
+    key_file = side_files / KEY_FILE
+    if isinstance(find_server(url, key=key_file.read_text().strip()), ServedModels):
+        say(f"using the server at {url}")
+        return train(options, None, key=key_file.read_text().strip())
+    recorded = json.loads((side_files / SERVER_FILE).read_text(encoding="utf-8"))
+    options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
+    key = new_key()
+    return train(options, start_server(url, tuple(recorded), side_files, key=key), key=key)
+
+
 def model_of_a_running_server(given: dict[str, str]) -> str | None:
     """Return the model that the server at the default address serves, if a run without `model_name` can use
     it. Otherwise say why not, if there is a server."""
@@ -327,7 +352,7 @@ def start_server(
 ) -> subprocess.Popen[bytes]:
     """Start the server and wait until it can work; exits with the server's own error when it cannot.
 
-    `side_files` gets its log and its key, and only this user can read them. The server takes
+    `side_files` gets its log, its key and its arguments, and only this user can read them. The server takes
     the key from its environment, because every user can read arguments.
     """
     try:
@@ -336,6 +361,7 @@ def start_server(
         sys.exit(fail(str(error)))
     log_file, key_file = side_files / "server.log", side_files / KEY_FILE
     write_private(key_file, key + "\n")
+    write_private(side_files / SERVER_FILE, json.dumps(arguments) + "\n")
     say(f"starting the server at {url} (log: {log_file}, key: {key_file})")
     address = httpx.URL(url)
     with log_file.open("ab") as log:  # what an earlier server of a resumed run said stays

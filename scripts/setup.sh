@@ -91,6 +91,12 @@ if [ $gpu = yes ]; then
   say "an NVIDIA GPU is here: adding JAX's CUDA build"
   "$uv" pip install -q --compile-bytecode --python .venv/bin/python -c requirements.txt 'jax[cuda12]'
 fi
+cat >.venv/bin/agent-trainer <<'END'
+#!/bin/sh
+root=$(cd "$(dirname "$0")/../.." && pwd)
+PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$root/.venv/bin/python" -m src.cli.agent_trainer "$@"
+END
+chmod +x .venv/bin/agent-trainer
 printf '%s' "$stamp" >.venv/.ready
 add_packages "$@"
 say "ready ($(.venv/bin/python --version), JAX $(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))'))"
