@@ -8,7 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from src.cli.command_line import help_for, parse_as, print_help
-from src.cli.environment_variables import load_environment, with_server_from_environment
+from src.cli.environment_variables import (
+    load_environment,
+    with_local_model,
+    with_server_from_environment,
+)
 from src.core.errors import INTERRUPTED, TrainerError
 from src.core.log_setup import set_log_levels
 from src.core.process import exit_on_signal, exit_process, run_until_signal
@@ -29,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     load_environment(argv)
     try:
         with exit_on_signal():
-            config = parse_as(EvaluateConfig, with_server_from_environment(argv))
+            config = parse_as(EvaluateConfig, with_local_model(with_server_from_environment(argv)))
             from src.cli.console import Display, terminal
             from src.evaluate.run import run  # takes seconds, which --help does not need
 

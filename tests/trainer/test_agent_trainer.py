@@ -14,6 +14,7 @@ from scripts import run_skyrl_tx
 from scripts.running_server import ServedModels
 from src.cli.agent_trainer import MODULES, SERVER_FILE, command_line, help_text, main
 from src.cli.command_line import parse
+from src.cli.environment_variables import with_local_model
 from src.cli.saved_options import resumed_arguments
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
@@ -86,6 +87,16 @@ def test_a_mistaken_command_is_one_line(arguments: list[str], capfd: pytest.Capt
     assert main(arguments) == 2
     error = capfd.readouterr().err
     assert error.startswith("agent-trainer: ") and error.count("\n") == 1
+
+
+def test_a_model_directory_is_asked_for_as_the_server_names_it(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    own = ["backend=skyrl-tx", f"model_name={tmp_path}/tiny"]
+    named = ["backend=skyrl-tx", "model_name=local/tiny"]
+    assert with_local_model(own) == [*named, f"tokenizer={tmp_path}/tiny"]
+    assert with_local_model([*own, "tokenizer=t"]) == [named[0], "tokenizer=t", named[1]]
+    for other in (["backend=tinker", own[1]], [own[0], "model_name=org/name"], [own[0]]):
+        assert with_local_model(other) == other
 
 
 def test_resume_starts_the_server_of_the_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
