@@ -5,6 +5,7 @@
 #   ./run_skyrl_tx.sh env=tau_bench          the same for service agents: tools and a simulated customer
 #   ./run_skyrl_tx.sh seed=2 max_steps=4     the quick start with other options
 #   ./run_skyrl_tx.sh model_name=Qwen/Qwen3-4B tasks_dir=./datasets/terminal-bench-2 [key=value ...]
+#                                          the full recipe; starts a server unless one serves this model
 #
 # `.venv/bin/python -m src.train --help` lists all options.
 set -euo pipefail

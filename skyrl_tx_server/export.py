@@ -30,6 +30,7 @@ from skyrl_tx_server.files.checkpoint_record import CheckpointInfo, CheckpointKi
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.disk import check_room
 from skyrl_tx_server.files.merge import merged_bytes, write_merged
+from skyrl_tx_server.files.model_source import converted_directory, is_gguf
 from skyrl_tx_server.files.peft_files import (
     adapter_tensors,
     deltas,
@@ -56,7 +57,9 @@ class MergeOptions:
     """Write a full Hugging Face model: the base model with a checkpoint's adapter merged into its weights."""
 
     checkpoint: str = chz.field(doc="tinker:// path of a training or sampler checkpoint")
-    base_model: str = chz.field(doc="Directory of the base model that the checkpoint was trained on")
+    base_model: str = chz.field(
+        doc="Directory or GGUF file of the base model that the checkpoint was trained on"
+    )
     output: str = chz.field(doc="Output directory; it must be empty or not exist")
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="The server's checkpoints_dir")
     dtype: Literal["float32", "bfloat16", "float16"] | None = chz.field(
@@ -69,7 +72,7 @@ class ImportOptions:
     """Create a training or sampler checkpoint from a PEFT adapter."""
 
     adapter: str = chz.field(doc="Directory with adapter_config.json and adapter_model.safetensors")
-    base_model: str = chz.field(doc="Directory of the base model that the server runs")
+    base_model: str = chz.field(doc="Directory or GGUF file of the base model that the server runs")
     checkpoint: str = chz.field(
         doc="tinker://RUN/weights/NAME, or tinker://RUN/sampler_weights/NAME for a sampler checkpoint; "
         "it must not exist"
@@ -115,7 +118,7 @@ def export_adapter(options: AdapterOptions) -> str:
 
 def merge(options: MergeOptions) -> str:
     """Run `merge`. Return a line that says what was written. Raise ServerError or OSError."""
-    base = open_base_model(Path(options.base_model).expanduser())
+    base = open_base_model(_base_directory(options.base_model))
     info, arrays = _read(options.checkpoints_dir, options.checkpoint, base_hash=fingerprint(base.directory))
     with _new_directory(options.output, merged_bytes(base)) as directory:
         write_merged(base, deltas(arrays, info.lora), directory, options.dtype)
@@ -125,7 +128,7 @@ def merge(options: MergeOptions) -> str:
 def import_adapter(options: ImportOptions) -> str:
     """Run `import`. Return a line that says what was written. Raise ServerError or OSError."""
     _, kind, _ = parse_path(options.checkpoint)
-    base = open_base_model(Path(options.base_model).expanduser())
+    base = open_base_model(_base_directory(options.base_model))
     lora, arrays = read_adapter(Path(options.adapter).expanduser(), base)
     alias = model_alias(options.base_model, options.model_alias)
     store = CheckpointStore(Path(options.checkpoints_dir).expanduser(), alias, fingerprint(base.directory))
@@ -136,6 +139,10 @@ def import_adapter(options: ImportOptions) -> str:
         f"{options.adapter} -> {options.checkpoint} "
         f"(base model {alias}, rank {lora.rank}, alpha {lora.alpha:g})"
     )
+
+
+def _base_directory(base_model: str) -> Path:
+    return converted_directory(base_model) if is_gguf(base_model) else Path(base_model).expanduser()
 
 
 _COMMANDS: dict[str, tuple[type, Callable[..., str]]] = {

@@ -44,11 +44,13 @@ class EngineOptions(TenantOptions):
     """
 
     base_model: str = chz.field(
-        doc="Hugging Face model directory or hub id, e.g. Qwen/Qwen3-4B or ./models/tiny"
+        doc="Hugging Face model directory, GGUF file or hub id, e.g. ./tiny, ./tiny.gguf or Qwen/Qwen3-4B; "
+        "smollm2-135m: the file that scripts/setup.sh smollm2 installs"
     )
     model_alias: str | None = chz.field(
         default=None,
-        doc="org/name under which clients ask for the model; default: the hub id, or local/<directory name>",
+        doc="org/name under which clients ask for the model; default: the hub id, or "
+        "local/<name of the directory or file>",
     )
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="Where tinker:// checkpoints are written")
     checkpoint_quota_gb: float | None = chz.field(
@@ -183,8 +185,10 @@ class EngineOptions(TenantOptions):
 
 
 def model_alias(base_model: str, alias: str | None) -> str:
-    """Return the org/name of a model: `alias`, or its hub id, or local/<directory name>."""
+    """Return the org/name of a model: `alias`, or its hub id, or local/<name of the directory or file>."""
     if alias is not None:
         return alias
     path = Path(base_model).expanduser()
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        return f"local/{path.resolve().stem}"
     return f"local/{path.resolve().name}" if path.is_dir() or base_model.count("/") != 1 else base_model

@@ -8,7 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from src.cli.command_line import help_for, parse_as, print_help
-from src.cli.environment_variables import load_environment, with_server_from_environment
+from src.cli.environment_variables import (
+    load_environment,
+    with_local_model,
+    with_server_from_environment,
+)
 from src.core.errors import INTERRUPTED, TrainerError
 from src.core.log_setup import set_log_levels
 from src.core.process import exit_on_signal, exit_process, run_until_signal
@@ -32,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
             if any(argument.startswith("results=") for argument in argv):
                 config = parse_as(CompareConfig, argv)
             else:
-                config = parse_as(EvaluateConfig, with_server_from_environment(argv))
+                config = parse_as(EvaluateConfig, with_local_model(with_server_from_environment(argv)))
             # These imports take seconds, for which --help and a mistyped option should not wait.
             from src.cli.console import Display, terminal
             from src.evaluate.run import compare_finished, run

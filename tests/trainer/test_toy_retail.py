@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from scripts.quickstart.words import Pool, pool_of
-from scripts.run_skyrl_tx import QUICKSTART_OPTIONS, QUICKSTARTS, RECIPE_OF_KIND
+from scripts.recipe_options import RECIPE_OF_KIND
+from scripts.run_skyrl_tx import QUICKSTART_OPTIONS, QUICKSTARTS
 from scripts.toy_retail import make_tasks
 from scripts.toy_retail.tokenizer import build_tokenizer, fixed_texts
 from src.cli.command_line import parse
