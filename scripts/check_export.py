@@ -5,7 +5,7 @@ torch.
     PEFT_PYTHON scripts/check_export.py read DIR
 
 `write` writes the adapter, the merged model and the logits of this server. `read` prints the differences from
-peft. Its exit status is 1 if one is above 1e-4. PEFT_PYTHON is a Python 3.11 with torch==2.13.0
+peft. Its exit status is 1 if a difference is above 1e-4. PEFT_PYTHON is a Python 3.11 with torch==2.13.0
 transformers==5.23.0 peft safetensors.
 
 train_mlp=false is for DeepSeek-V3: of its MLPs, peft 0.21 with transformers 5 loads only the factors of the

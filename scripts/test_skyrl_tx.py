@@ -8,7 +8,7 @@ its key in a file:
 
     TINKER_API_KEY=$(cat runs/RUN.server/api_key) .venv/bin/python scripts/test_skyrl_tx.py URL
 
-The exit status is 0 if all checks hold.
+The exit status is 0 if all checks pass.
 """
 
 from __future__ import annotations

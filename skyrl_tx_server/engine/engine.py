@@ -113,7 +113,7 @@ class Engine:
         self._scheduler = Scheduler(unfinished_tokens=self._sampler.max_unfinished_tokens)
         self._work = threading.Condition()  # guards every attribute below and the scheduler
         self._futures: dict[int, Future[OpResult]] = {}
-        self._watchers: dict[int, Watcher] = {}  # of samples that have not started
+        self._watchers: dict[int, Watcher] = {}  # watchers of samples that have not started
         self._last_ticket = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -415,6 +415,6 @@ class Engine:
     def _deliver(self, request_id: int, resolve: Callable[[Future[OpResult]], None]) -> None:
         with self._work:
             future = self._futures.pop(request_id, None)
-            self._watchers.pop(request_id, None)  # of a sample that failed before it started
+            self._watchers.pop(request_id, None)  # present if a sample failed before it started
         if future is not None:  # None: `abandon` has resolved it already
             resolve(future)

@@ -84,7 +84,7 @@ def _examples(
 
 
 def whiten_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Example]]:
-    """Replace the advantages, which are returns so far, by whitened ones."""
+    """Replace the advantages by whitened ones. Before this call the advantages are plain returns."""
     flat = [example for group in examples_P_G for example in group]
     values = whiten([example.advantage for example in flat], [example.num_tokens for example in flat])
     changed = iter(

@@ -172,7 +172,7 @@ def _sampling(
     fields.ignore(*IGNORED_FIELDS)
     return SamplingRequest(
         model=fields.text("model"),
-        # unlike Tinker's `stop`, OpenAI's adds to the model's own end tokens
+        # OpenAI's `stop` adds to the model's end tokens; Tinker's `stop` replaces them.
         settings=replace(
             settings,
             stop_strings=tuple(str(text) for text in stops),

@@ -35,7 +35,7 @@ class SampleRequest:
 def parse_sample(body: object, limits: Limits) -> SampleRequest:
     fields = JsonReader(body, "asample")
     fields.refuse("prompt_alt_tokens_k", "sample from each prefix instead, or draw from topk_prompt_logprobs")
-    # Stability records are read by stable_reinforce alone, which is refused by name.
+    # Only the loss stable_reinforce reads stability records, and the server rejects this loss.
     fields.ignore("type", "record_stability_info")
     num_samples = fields.optional_integer("num_samples")
     targets = fields.value("target_prompt_logprobs")
