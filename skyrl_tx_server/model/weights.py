@@ -49,8 +49,11 @@ STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def resolve_model(base_model: str) -> Path:
-    """Return the local directory of `base_model`: the directory itself, a converted GGUF file, or a download from
-    the Hugging Face hub. Raises ConfigError if there is none."""
+    """Return the local directory of `base_model`.
+
+    It is the directory itself, a converted GGUF file, or a download from the Hugging Face hub. Raises
+    ConfigError if there is none.
+    """
     if is_gguf(base_model):
         return converted_directory(base_model)
     path = Path(base_model).expanduser()
