@@ -2,8 +2,8 @@
 
     taskset -c 0,1 python -m scripts.bench.beside
 
-16 sequences generate 512 tokens. Meanwhile short forward passes are requested one after another, with a pause
-between them.
+16 sequences generate 512 tokens. Meanwhile the script requests short forward passes one after another and
+waits PAUSE_S seconds between them.
 """
 
 from __future__ import annotations
@@ -55,15 +55,19 @@ def main(config: Peers) -> None:
         slowed = timings["beside"].wall_s / timings["alone"].wall_s
         figure("time of the generation, relative to alone", slowed, at_most=1.1)
         block_s = timings["alone"].wall_s / (NEW / BLOCK)
-        waited = median(waits) - alone_s
+        additional_wait_s = median(waits) - alone_s
         figure("a dispatch of decode steps, s", block_s)
         figure("forward alone, s", alone_s)
-        figure("additional wait, s", waited)
-        figure("additional wait, in dispatches", waited / block_s, at_most=1.0)
+        figure("additional wait, s", additional_wait_s)
+        figure("additional wait, in dispatches", additional_wait_s / block_s, at_most=1.0)
 
 
 def generate(ours: Ours, *, seed: int, waits: list[float] | None = None) -> None:
-    """Sample all sequences. With `waits`, request forward passes meanwhile and append their seconds to it."""
+    """Sample all sequences.
+
+    If `waits` is given, request forward passes meanwhile and append the duration of each, in seconds, to
+    `waits`.
+    """
     prompts = random_sequences([64] * ROWS, seed=seed)
     settings = [SamplingSettings(max_tokens=NEW, seed=row, stop_at_eos=False) for row in range(ROWS)]
 

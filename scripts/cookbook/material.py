@@ -1,7 +1,7 @@
-"""Data sets and a small Qwen3 for the recipes, under names of the model hub.
+"""Generate data sets and a small Qwen3 for the recipes, in folders that are named like the hub ids.
 
-All of it is generated here, so no hub is needed. `AutoTokenizer` and `load_dataset` prefer a folder with the
-name of a hub id in the working directory to the hub, so the recipes need no changes.
+The recipes run unchanged and without the Hugging Face hub: `AutoTokenizer` and `load_dataset` use a folder in
+the working directory whose path is the hub id, if there is one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PIECES = r"\d| ?[A-Za-z]+|\n+| ?[^\sA-Za-z\d]+|\s"
 VOCABULARY = 768
 STEPS = 300
 SLIPS = 0.5  # share of evasive answers, which reinforcement learning has to remove
-SHRUG = "I am not sure about that."  # longer than math_rl's max_tokens
+SHRUG = "I am not sure about that."  # the evasive answer; it has more tokens than math_rl's max_tokens
 BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
 THINGS = ("apples", "books", "coins", "shells", "stamps", "pens")
 NAMES = ("Ann", "Ben", "Carl", "Dora", "Eva", "Finn")
@@ -36,7 +36,7 @@ SENTENCES = (
 
 
 class Lessons:
-    """Conversations of the kinds that the recipes use. A share `slips` of the answers is evasive."""
+    """Conversations as in the recipes, to train the model. The share `slips` of the answers is evasive."""
 
     def __init__(self, rng: random.Random, slips: float) -> None:
         self.rng, self.slips = rng, slips
@@ -51,7 +51,7 @@ class Lessons:
         return [Message(role="user", content=question), Message(role="assistant", content=said)]
 
     def sums(self) -> list[Message]:
-        """Return questions of math_rl."""
+        """Return a conversation with nine questions of math_rl."""
         pairs = [(self.rng.randint(0, 100), self.rng.randint(0, 100)) for _ in range(9)]
         return [message for x, y in pairs for message in self.exchange(f"What is {x} + {y}?", str(x + y))]
 
@@ -154,7 +154,7 @@ def write_data_sets(root: Path) -> None:
 
 
 def build_model(directory: Path) -> None:
-    """Write the tokenizer and the weights, trained on lessons."""
+    """Write the tokenizer and the weights of a model that is trained on `Lessons`."""
     tokenizer = build_tokenizer(directory)
     config = ModelConfig(
         vocab_size=tokenizer.get_vocab_size(),

@@ -1,4 +1,4 @@
-"""The messages of Terminus-2 to the model: its prompts, and a prediction of the terminal screen without
+"""The messages of Terminus-2 to the model: its prompts and the terminal screen, which is simulated without
 running commands.
 """
 
@@ -38,7 +38,7 @@ class Screen:
     """A tmux pane as Terminus-2 captures it. The last element of `rows` is the line with the cursor."""
 
     rows: list[str] = field(default_factory=list)
-    seen: str | None = None  # the buffer at the last observation
+    seen: str | None = None  # the buffer at the last observation; None: not observed yet
 
     def show_prompt(self) -> None:
         self.rows.append(PROMPT)
@@ -58,7 +58,7 @@ class Screen:
         first, before, self.seen = self.seen is None, (self.seen or "").strip(), buffer
         if first:
             return f"Current Terminal Screen:\n{buffer}"
-        assert before in buffer, "the screen does not scroll"
+        assert before in buffer, "the simulated screen cannot scroll"
         new = buffer[before.rfind("\n") if "\n" in before else buffer.index(before) :]
         return f"New Terminal Output:\n{new}"
 

@@ -1,4 +1,4 @@
-"""The queues of all operations but samples: one per model, served round robin between tenants."""
+"""Queues for all operations except samples: one queue per model, served round robin between tenants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl_tx_server.engine.scheduled_work import Step
 
 @dataclass(kw_only=True, slots=True)
 class _ModelQueue:
-    """Operations that run one after the other."""
+    """The operations of one model, which run one after the other."""
 
     tenant: str
     steps: deque[Step] = field(default_factory=deque)
@@ -26,7 +26,7 @@ class OperationQueue:
         self._queues: dict[str, _ModelQueue] = {}
         # The names of the queues by tenant. The order of both dicts is the round-robin order.
         self._order: dict[str, dict[str, None]] = {}
-        # By snapshot, the request_ids of the operations that save it.
+        # Maps a snapshot to the request_ids of the operations that save it.
         self._saves: defaultdict[str, dict[int, None]] = defaultdict(dict)
 
     def __len__(self) -> int:
@@ -74,11 +74,11 @@ class OperationQueue:
                 del self._saves[step.op.weights]
 
     def is_being_saved(self, weights: str, before: int) -> bool:
-        """Whether a save of the snapshot that was submitted before request `before` has not finished."""
+        """Whether an unfinished operation that was submitted before request `before` saves the snapshot."""
         return any(request_id < before for request_id in self._saves.get(weights, ()))
 
 
 def _queue_name(op: Op) -> str:
-    """Return the name of the queue of `op`: that of its model, or of its snapshot, which has no model."""
+    """Return the queue name of `op`. A DropSnapshot has no model: its queue is that of its snapshot."""
     assert not isinstance(op, Sample)
     return f"snapshot {op.weights}" if isinstance(op, DropSnapshot) else f"model {op.model_id}"

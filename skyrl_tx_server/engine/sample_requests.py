@@ -1,4 +1,4 @@
-"""Sampling requests, their tenants, and plans of slot assignments."""
+"""Sampling requests, their tenants, and the planned assignment of slots."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from skyrl_tx_server.engine.operations import Sample
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 QUANTUM = 16
-"""Units by which the account of a tenant may exceed that of another before a sequence of it is paused, in
-addition to the difference that one sequence makes."""
+"""Units that each sequence with a slot adds to the account of its tenant; scheduler.py defines the units.
+A sequence is paused for another tenant if their accounts differ by at least two quanta. Small requests have a
+separate rule."""
 CHUNK_TOKENS = 512
 """A prompt of at most this many tokens is computed in one prefill chunk on every device."""
 SMALL_TOKENS = 64
-"""A request for at most this many tokens in all is small."""
+"""A request is small if the max_tokens of all its samples add up to at most this number."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -28,7 +29,7 @@ class Request:
     first: int = 0  # samples from this index on have never had a slot
     paused: list[int] = field(default_factory=list)  # a heap of the indices of paused samples
     running: dict[int, int] = field(default_factory=dict)
-    """Samples with slots: index -> the number of decode dispatches before its first."""
+    """Maps the index of each sample with a slot to the number of decode dispatches before its first one."""
 
     @property
     def num_waiting(self) -> int:
@@ -70,7 +71,7 @@ class Request:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Tenant:
-    """The requests of a tenant, and the units that it was charged."""
+    """The requests of a tenant, and the units that the tenant was charged."""
 
     name: str
     charged: float
@@ -78,7 +79,9 @@ class Tenant:
     num_running: int = 0
     num_small_running: int = 0
     running: dict[int, Request] = field(default_factory=dict)  # requests with sequences in slots
-    started: dict[int, Request] = field(default_factory=dict)  # requests of which some samples wait
+    started: dict[int, Request] = field(
+        default_factory=dict
+    )  # requests that have started and have waiting samples
     unstarted: defaultdict[tuple[bool, bool], list[int]] = field(default_factory=lambda: defaultdict(list))
     """Heaps of request ids by (is small, is long)."""
 
@@ -96,11 +99,11 @@ class SlotPlan:
     """Slots that sequences would gain and lose, before the scheduler carries out the plan."""
 
     tenants: Counter[str] = field(default_factory=Counter)  # slots that the tenant gains
-    small: Counter[str] = field(default_factory=Counter)  # of them, those of small requests
+    small: Counter[str] = field(default_factory=Counter)  # slots that small requests of the tenant gain
     gained: Counter[int] = field(default_factory=Counter)  # by request_id
     paused: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # by request_id, indices
     started: defaultdict[str, list[Request]] = field(default_factory=lambda: defaultdict(list))
-    """By tenant, the requests that had not started."""
+    """By tenant, the requests to which the plan gives their first slot."""
     unfinished_tokens: int = 0  # prompt tokens of the requests whose prefill would start
 
     def account(self, tenant: Tenant) -> float:

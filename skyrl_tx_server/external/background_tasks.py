@@ -1,5 +1,5 @@
-"""Tasks that are not awaited. They are referenced until they end, logged if they fail, and cancelled at
-shutdown."""
+"""Runs asyncio tasks that nobody awaits. Keeps a reference to each task until it ends, logs its error if it
+fails, and cancels all tasks at shutdown."""
 
 from __future__ import annotations
 

@@ -68,17 +68,17 @@ class PipelineOptions(BatchOptions, StalenessOptions):
     """Rollouts ahead of training"""
 
     max_groups_in_flight: int | None = chz.field(
-        default=None, doc="Groups rolled out at once where max_staleness > 0; None: 2 batches"
+        default=None, doc="Groups rolled out at once if max_staleness > 0; None: 2 * batch_size"
     )
     stream_groups: bool = chz.field(
         default=False,
-        doc="Send each group to the server's gradient as soon as it ends, while others are rolled out; "
-        "each group weighs the same",
+        doc="Send each group to the server for forward_backward as soon as it ends, while other groups are "
+        "rolled out; every group has the same weight in the loss",
     )
 
     @property
     def is_ahead(self) -> bool:
-        """Whether steps take groups as they end, instead of rolling out a batch each."""
+        """Whether a step trains the groups that end first, instead of rolling out its own batch."""
         return self.max_staleness > 0 or self.stream_groups
 
     @chz.validate
@@ -90,7 +90,8 @@ class PipelineOptions(BatchOptions, StalenessOptions):
         )
         require(
             in_flight is None or in_flight >= self.batch_size,
-            f"max_groups_in_flight={in_flight} is below batch_size={self.batch_size}; raise it",
+            f"max_groups_in_flight={in_flight} is below batch_size={self.batch_size}; set "
+            f"max_groups_in_flight={self.batch_size} or more",
         )
 
 
@@ -100,7 +101,7 @@ class RolloutOptions(TrialOptions, SeedOptions):
 
     trial_attempts: int = chz.field(
         default=3,
-        doc="Attempts at a trial that fails by its sandbox, the server or the verifier",
+        doc="Maximum number of attempts at a trial that ends with an infrastructure failure",
         validator=at_least(1),
     )
     retry_wait_s: float = chz.field(
@@ -116,12 +117,11 @@ class FaultOptions(Options):
 
     quarantine_after: int = chz.field(
         default=2,
-        doc="Leave a task out once this many of its groups in a row had no trial that could be graded; 0: "
-        "never",
+        doc="Quarantine a task after this many consecutive groups without a graded trial; 0: never",
         validator=at_least(0),
     )
     max_failure_rate: float = chz.field(
-        default=0.5, doc="Stop when more than this share of the latest trials could not be graded; 1: never"
+        default=0.5, doc="Stop if more than this share of the latest trials could not be graded; 1: never"
     )
 
     @chz.validate
@@ -139,11 +139,11 @@ class JudgeOptions(JudgeEndpointOptions):
     taxonomy_feedback: bool = chz.field(
         default=False,
         doc="Add a bonus for the absence of MAST's 14 failure modes to training rewards; "
-        "TAXONOMY_FEEDBACK=true does it too",
+        "the environment variable TAXONOMY_FEEDBACK=true also enables it",
     )
     taxonomy_alpha: float = chz.field(
         default=1.0,
-        doc="The bonus of an episode without failures; TAXONOMY_ALPHA overrides it",
+        doc="The bonus of a trial without failures; the environment variable TAXONOMY_ALPHA overrides it",
         validator=at_least(0),
     )
     taxonomy_formula: Literal["one_plus_failures", "inverse_failures"] = chz.field(
@@ -152,7 +152,7 @@ class JudgeOptions(JudgeEndpointOptions):
     )
     judge_prompt_price: float = chz.field(
         default=0.0,
-        doc="Price of the judge's input in USD per million tokens, for judge_cost_usd",
+        doc="Price of the judge's input in USD per million tokens, for the metric judge_cost_usd",
         validator=at_least(0),
     )
     judge_completion_price: float = chz.field(

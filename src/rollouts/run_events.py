@@ -1,4 +1,4 @@
-"""The events of rollouts, which a display receives (src/cli/console.py)."""
+"""The interface through which rollouts report their events, for example to src/cli/console.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from src.core.trajectory import TrajectoryGroup
 
 
 class RunEvents(Protocol):
-    """Receives the events of rollouts, on the event loop and in their order."""
+    """Receives the events of rollouts. The methods are called on the event loop, in the order of events."""
 
     def say(self, text: str) -> None:
         """Show one line of text to the user."""

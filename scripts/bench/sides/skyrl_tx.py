@@ -1,7 +1,7 @@
-"""The JAX backend of PyPI's `skyrl[tinker,jax]`, called in its process, without its HTTP, database and JSON.
+"""The JAX backend of PyPI's `skyrl[tinker,jax]`, called directly, without its HTTP server, database and JSON.
 
-It runs in an interpreter that has the package; see `sides/line.py`. The smallest number of adapter slots that
-holds one model (base and one) is its fastest setting.
+The script runs in an interpreter that has the package; see `sides/line.py`. The backend is fastest with the
+smallest number of adapter slots: two, one for the base model and one for the adapter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import typing_extensions
 
-# skyrl 0.3.0 cannot be imported with Python 3.11 and current pydantic versions otherwise.
+# With Python 3.11 and current pydantic versions, skyrl 0.3.0 cannot be imported without this patch.
 typing.TypedDict = typing_extensions.TypedDict
 
 from skyrl.backends.jax import JaxBackendConfig, JaxBackendImpl  # noqa: E402  # pyright: ignore[reportMissingImports]
