@@ -21,6 +21,8 @@ from pathlib import Path
 from src.core.trajectory import Task, Trajectory, TrajectoryGroup
 from src.learning.played_groups import environment
 from src.records.atomic_io import replace_text
+from src.records.metrics_table import with_aliases
+from src.records.tracking import finite
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ def dump_evaluation(
             by_source.setdefault(environment(group.task), []).extend(lines)
         for source, lines in by_source.items():
             replace_text(folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl", "".join(lines))
-        replace_text(folder / "aggregated_results.jsonl", _line(metrics))
+        replace_text(folder / "aggregated_results.jsonl", _line(finite(with_aliases(metrics))))
 
 
 def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], decode: Decode) -> None:
