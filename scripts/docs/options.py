@@ -6,6 +6,7 @@ from __future__ import annotations
 import chz
 
 from skyrl_tx_server.config.server_config import ServerConfig
+from src.analyze.config import AnalyzeConfig
 from src.cli.command_line import sections_of, shown_default, values_of
 from src.config import TrainerConfig
 from src.core.option_aliases import OPTION_ALIASES
@@ -24,6 +25,7 @@ def page() -> str:
     programs = (
         ("Trainer", "python -m src.train", TrainerConfig, sections_of(TrainerConfig)),
         ("Evaluation", "python -m src.evaluate", EvaluateConfig, sections_of(EvaluateConfig)),
+        ("Analysis", "python -m src.analyze", AnalyzeConfig, sections(AnalyzeConfig)),
         ("Server", "python -m skyrl_tx_server", ServerConfig, sections(ServerConfig)),
     )
     parts = [INTRODUCTION, *(program(*arguments) for arguments in programs), aliases()]

@@ -38,6 +38,7 @@ from src.records.tracking import finite
 logger = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int], bool], str]  # of token ids; True leaves special tokens out
+AGGREGATED = "aggregated_results.jsonl"
 EXAMPLES_EVERY = 10
 NUM_EXAMPLES = 10
 SHOWN_CHARACTERS = 200
@@ -63,7 +64,7 @@ def dump_evaluation(
             by_source.setdefault(environment(group.task), []).extend(lines)
         for source, lines in by_source.items():
             replace_text(folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl", "".join(lines))
-        replace_text(folder / "aggregated_results.jsonl", _line(finite(with_aliases(metrics))))
+        replace_text(folder / AGGREGATED, _line(finite(with_aliases(metrics))))
 
 
 def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], decode: Decode) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from src.analyze.run_files import dumped_trial
 from src.core.trajectory import StopReason, Trajectory
 from src.evaluate.failure_patterns import Pattern, customer_faults, patterns, tool_results
+from src.records.dumps import eval_record
 from tests.fakes.harbor_trials import harbor_tasks, in_sandbox, play
 from tests.fakes.scripted_policy import answer
+from tests.fakes.trials import task
 
 pytestmark = in_sandbox
 DONE = [answer(done=True)] * 2
@@ -41,6 +45,10 @@ async def test_a_failed_terminal_trial(tmp_path: Path, script: Sequence[str], sh
     assert isinstance(trial, Trajectory) and trial.reward == 0
     assert patterns(trial) == shown, tool_results(trial)
     assert customer_faults(trial) == []
+    record = eval_record(task(trial.task_id), trial, lambda ids, clean: "", env_class="harbor")
+    read_again = dumped_trial(json.loads(json.dumps(record)), "hello")
+    assert patterns(read_again.trajectory) == shown
+    assert read_again.num_tool_calls == trial.metrics["tool_calls"]
 
 
 async def test_a_terminal_trial_out_of_turns_reached_a_limit(tmp_path: Path) -> None:
