@@ -1,9 +1,11 @@
-"""One round with whatever `tinker` is installed, 0.6.0 or any later: python scripts/sdk_smoke.py URL
+"""Run a complete round with the installed `tinker`, version 0.6.0 or later.
 
-create, forward, forward_backward + optim_step, save, restore, sample, compute_logprobs, archive (SDKs up to
-0.35), close; each says how it ended, and numbers that must agree with each other are compared. Needs nothing
-but `tinker`, so that `sdk_matrix.py` can run it in a bare environment per version. Exit status 0 when all of
-it worked.
+    python scripts/sdk_smoke.py URL
+
+The round is create, forward, forward_backward + optim_step, save, restore, sample, compute_logprobs, archive
+(SDKs up to 0.35) and close. Each step prints its result, and related numbers are compared. The script needs
+no package except `tinker`, so that `sdk_matrix.py` can run it in a bare environment. The exit status is 0 if
+all steps passed.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def rl_datum(tokens: list[int], logprobs: list[float]) -> types.Datum:
 
 
 def check(what: str, holds: bool, detail: object = "") -> None:
-    """One finished step of the round."""
+    """Print the result of one step, and exit with status 1 if it failed."""
     print(f"{'ok' if holds else 'FAILED':7} {what} {detail}".rstrip(), flush=True)
     if not holds:
         raise SystemExit(1)

@@ -1,7 +1,6 @@
-"""Command line of the trainer: `python -m src.train key=value ...`. Exit status: 0, 1 (failed), 2 (wrong
-options), 130 (interrupted).
+"""Command line of the trainer: `python -m src.train key=value ...`.
 
-The package is called `src` because the user's documents call it so.
+Exit status: 0, 1 (failed), 2 (invalid options), 130 (interrupted).
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What tests that use the official SDK in their own process share: an end of all it does there, and the
-sockets it leaves open."""
+"""Selects the fast tier, and cleans up after tests that use the official SDK in the process of pytest."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 SDK_MARK = "official_sdk"
-NOT_FAST = {  # files of tests/trainer that start processes or sandboxes, or play whole runs
+SLOW_TRAINER_FILES = {  # files of tests/trainer that start processes or sandboxes, or play whole runs
     *(
         "test_add_a_metric_page",
         "test_analyze",
@@ -25,7 +24,7 @@ NOT_FAST = {  # files of tests/trainer that start processes or sandboxes, or pla
     *("test_tau2_benchmark", "test_terminal_patterns", "test_tracking", "test_train"),
     *("test_unresponsive_server", "test_validate"),
 }
-FAST = {  # files of tests/server that compile no program
+FAST_SERVER_FILES = {  # files of tests/server that compile no program
     *("test_app", "test_checkpoints", "test_contract_page", "test_engine"),
     *("test_futures", "test_model_registry", "test_openai", "test_prefix_cache"),
     *("test_run_index", "test_scheduler", "test_wire"),
@@ -35,19 +34,21 @@ FAST = {  # files of tests/server that compile no program
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         name, folder = item.path.stem, item.path.parent.name
-        if (folder == "trainer" and name not in NOT_FAST) or (folder == "server" and name in FAST):
+        if folder == "trainer" and name not in SLOW_TRAINER_FILES:
+            item.add_marker(pytest.mark.fast)
+        if folder == "server" and name in FAST_SERVER_FILES:
             item.add_marker(pytest.mark.fast)
         if item.get_closest_marker(SDK_MARK):
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_of_the_sdk(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """Sockets are collected here, where the mark forgives them, rather than in some later test of the same
-    process, which would fail for them. What was there before the test is not looked at, so this takes
-    milliseconds.
+def clean_up_the_sdk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close what a test with the mark `official_sdk` leaves open.
+
+    The SDK leaves sockets to the garbage collector, which warns about them. They are collected here, where
+    the mark ignores the warning, and not in a later test. gc.freeze() excludes objects from before the test,
+    so that this takes milliseconds.
     """
     if request.node.get_closest_marker(SDK_MARK) is None:
         yield
@@ -55,22 +56,24 @@ def nothing_left_of_the_sdk(
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     gc.freeze()
     yield
-    _end_what_the_sdk_still_does()
+    _cancel_tasks_of_the_sdk()
     gc.collect()
     gc.unfreeze()
 
 
-def _end_what_the_sdk_still_does() -> None:
-    """For minutes, in a thread of its own, it tries to close the session of a server that is gone; its heart
-    beats for ever there. What that logs would be among the records of a later test."""
-    from tinker.lib.internal_client_holder import _internal_client_holder_thread_singleton as of_the_process
+def _cancel_tasks_of_the_sdk() -> None:
+    """Cancel the tasks in the SDK's thread, whose log lines would appear in later tests.
 
-    async def end() -> None:
+    Heartbeats never end, and attempts to close a session take minutes.
+    """
+    from tinker.lib.internal_client_holder import _internal_client_holder_thread_singleton as sdk_thread
+
+    async def cancel_all() -> None:
         if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    loop = of_the_process.loop_if_started()
+    loop = sdk_thread.loop_if_started()
     if loop is not None:
-        asyncio.run_coroutine_threadsafe(end(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(cancel_all(), loop).result(60)

@@ -1,4 +1,4 @@
-"""Checks the import statements of both packages against the tables of docs/architecture.md."""
+"""Checks the imports of both packages against docs/architecture.md, and other rules of the repository."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import FAST_SERVER_FILES, SLOW_TRAINER_FILES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
@@ -155,6 +157,13 @@ def test_long_files_state_the_reason(package: str) -> None:
             assert "This file is long because" in docstring, (
                 f"{package}/{path} has {text.count(chr(10))} lines"
             )
+
+
+@pytest.mark.parametrize(
+    ("folder", "names"), [("trainer", SLOW_TRAINER_FILES), ("server", FAST_SERVER_FILES)]
+)
+def test_the_lists_of_the_fast_tier_name_existing_files(folder: str, names: set[str]) -> None:
+    assert names <= {path.stem for path in (ROOT / "tests" / folder).glob("test_*.py")}
 
 
 def test_no_python_below_datasets() -> None:

@@ -88,14 +88,14 @@ class Channel:
         return payload
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Whether there is something to read. The end of the connection counts."""
-        waiting = select.poll()
-        waiting.register(self._socket, select.POLLIN)
-        return bool(waiting.poll(timeout_s * 1000))
+        """Return whether a message, or the end of the connection, can be read."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(timeout_s * 1000))
 
     def shut_down(self) -> None:
         """End the connection, also while another thread receives."""
-        with contextlib.suppress(OSError):  # it may have ended already
+        with contextlib.suppress(OSError):  # the connection may have ended already
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -117,16 +117,16 @@ def accept(connection: socket.socket, key: bytes, *, timeout_s: float) -> tuple[
     deadline = time.monotonic() + timeout_s
     greeting = _read(connection, len(MAGIC) + NUMBER.size + NONCE_BYTES, deadline)
     if not greeting.startswith(MAGIC):
-        raise WrongKeyError("the other side does not speak this protocol")
-    said, ours = greeting[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
-    connection.sendall(ours + _code(key, b"proof of process 0", said, ours))
+        raise WrongKeyError("the other side does not use this protocol")
+    hello, nonce = greeting[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(nonce + _code(key, b"proof of process 0", hello, nonce))
     proof = _read(connection, CODE_BYTES, deadline)
-    if not hmac.compare_digest(proof, _code(key, b"proof of another process", said, ours)):
+    if not hmac.compare_digest(proof, _code(key, b"proof of another process", hello, nonce)):
         raise WrongKeyError("the other side does not know the cluster key")
     connection.settimeout(None)
-    (process,) = NUMBER.unpack(said[: NUMBER.size])
-    from_us, to_us = _session_keys(key, said, ours)
-    return process, Channel(connection, sending=from_us, receiving=to_us)
+    (process,) = NUMBER.unpack(hello[: NUMBER.size])
+    from_process_0, to_process_0 = _session_keys(key, hello, nonce)
+    return process, Channel(connection, sending=from_process_0, receiving=to_process_0)
 
 
 def connect(connection: socket.socket, key: bytes, *, process: int, timeout_s: float) -> Channel:
@@ -136,24 +136,23 @@ def connect(connection: socket.socket, key: bytes, *, process: int, timeout_s: f
     sockets do.
     """
     deadline = time.monotonic() + timeout_s
-    said = NUMBER.pack(process) + secrets.token_bytes(NONCE_BYTES)
-    connection.sendall(MAGIC + said)
-    theirs = _read(connection, NONCE_BYTES, deadline)
-    if not hmac.compare_digest(
-        _read(connection, CODE_BYTES, deadline), _code(key, b"proof of process 0", said, theirs)
-    ):
+    hello = NUMBER.pack(process) + secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(MAGIC + hello)
+    nonce = _read(connection, NONCE_BYTES, deadline)
+    proof = _read(connection, CODE_BYTES, deadline)
+    if not hmac.compare_digest(proof, _code(key, b"proof of process 0", hello, nonce)):
         raise WrongKeyError("the listener does not know the cluster key")
-    connection.sendall(_code(key, b"proof of another process", said, theirs))
+    connection.sendall(_code(key, b"proof of another process", hello, nonce))
     connection.settimeout(None)
-    to_us, from_us = _session_keys(key, said, theirs)
-    return Channel(connection, sending=from_us, receiving=to_us)
+    from_process_0, to_process_0 = _session_keys(key, hello, nonce)
+    return Channel(connection, sending=to_process_0, receiving=from_process_0)
 
 
-def _session_keys(key: bytes, said: bytes | bytearray, answered: bytes | bytearray) -> tuple[bytes, bytes]:
-    """Return the keys of messages (from process 0, to process 0)."""
-    return _code(key, b"key of messages from process 0", said, answered), _code(
-        key, b"key of messages to process 0", said, answered
-    )
+def _session_keys(key: bytes, hello: bytes | bytearray, nonce: bytes | bytearray) -> tuple[bytes, bytes]:
+    """Return the keys of messages (from process 0, to process 0). `hello` is the number and nonce of the
+    other process, `nonce` that of process 0."""
+    purposes = b"key of messages from process 0", b"key of messages to process 0"
+    return _code(key, purposes[0], hello, nonce), _code(key, purposes[1], hello, nonce)
 
 
 def _code(key: bytes, purpose: bytes, *parts: bytes | bytearray) -> bytes:
@@ -169,14 +168,14 @@ def _code(key: bytes, purpose: bytes, *parts: bytes | bytearray) -> bytes:
 def _read(connection: socket.socket, count: int, deadline: float | None) -> bytearray:
     """Read exactly `count` bytes. Raises EOFError if the connection ends before."""
     data = bytearray(count)
-    view, have = memoryview(data), 0
-    while have < count:
+    view, num_read = memoryview(data), 0
+    while num_read < count:
         if deadline is not None:
             if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError("the other side did not answer in time")
             connection.settimeout(left)
-        new = connection.recv_into(view[have:])
-        if not new:
+        received = connection.recv_into(view[num_read:])
+        if not received:
             raise EOFError("the connection has ended")
-        have += new
+        num_read += received
     return data

@@ -47,7 +47,8 @@ from skyrl_tx_server.errors import ServerError
 logger = logging.getLogger(__name__)
 
 LAST_MESSAGE_S = 2.0
-"""How long to wait for the reason of a failure before the connection is closed. jax ends the other processes as soon as rank 0 exits."""
+"""How long to wait for the reason of a failure before the connection is closed. jax ends the other processes
+as soon as rank 0 exits."""
 SHUTDOWN_S = 5.0
 RESTART_HINT = "start all processes again; what was saved is in checkpoints_dir"
 FATAL = "!"
@@ -184,16 +185,13 @@ class RankZero:
         outcome = _Outcome.of(lambda: make(call))
         summary = outcome.summary()
         if summary.startswith(FATAL):
-            wait(
-                [self._lost], LAST_MESSAGE_S
-            )  # the call may have failed because another rank died: report that
+            wait([self._lost], LAST_MESSAGE_S)  # if the cause is that another rank died, report that
             self._lose(f"process 0: {summary.removeprefix(FATAL)}")
         for rank, replies in self._replies.items():
             reply = replies.get()
             if reply != summary:
-                self._lose(
-                    f"process {rank} answered {call.method} with {reply or 'a result'}, process 0 with {summary or 'a result'}"
-                )
+                results = f"{reply or 'a result'}, process 0 with {summary or 'a result'}"
+                self._lose(f"process {rank} answered {call.method} with {results}")
         if self._lost.done():
             raise RankLostError(self._lost.result()) from outcome.error
         return outcome.unwrap()
@@ -211,18 +209,18 @@ class RankZero:
                 listener.join(max(0.0, deadline - time.monotonic()))
 
     def _send(self, message: Call | _Outcome | RankLostError | None) -> None:
-        data, gone = pickle.dumps(message), []
+        data, lost = pickle.dumps(message), []
         with self._send_lock:
             for rank, connection in self._connections.items():
                 try:
                     connection.send_bytes(data)
                 except OSError:
-                    gone.append(rank)
-        for rank in gone:
+                    lost.append(rank)
+        for rank in lost:
             self._lose(f"process {rank} has gone: {RESTART_HINT}")
 
     def _listen(self, rank: int) -> None:
-        """One thread per rank, so that its end is known at once, even while this rank waits for its
+        """Receive replies of one rank in a thread, which detects its end while this rank waits for its
         devices."""
         connection, replies = self._connections[rank], self._replies[rank]
         try:
@@ -244,7 +242,7 @@ class RankZero:
             replies.put("")  # wakes a call that waits for a reply
         sender = threading.Thread(target=self._send, args=(RankLostError(reason),), daemon=True)
         sender.start()
-        sender.join(LAST_MESSAGE_S)  # a rank may not read any more
+        sender.join(LAST_MESSAGE_S)  # a rank may have stopped reading
         self._join_listeners(LAST_MESSAGE_S)
         self._on_lost(reason)
 
@@ -290,7 +288,7 @@ class _MultihostSampler:
         self.call = call
 
     def release(self, request_id: int) -> None:
-        with contextlib.suppress(RankLostError):  # then there is nothing to release
+        with contextlib.suppress(RankLostError):  # nothing is left to release
             self.call(Call(method="release", args=(request_id,)))
 
 
@@ -319,8 +317,7 @@ class WorkerRank:
     """The connection of another rank to rank 0."""
 
     def __init__(self, connection: Channel, on_lost: Callable[[str], None] = logger.error) -> None:
-        """`on_lost` is called from a thread of its own as soon as rank 0 is lost, whatever this rank
-        computes."""
+        """`on_lost` is called from another thread as soon as rank 0 is lost, even during a computation."""
         self._connection = connection
         self._on_lost = on_lost
         self._messages: SimpleQueue[Any] = SimpleQueue()
@@ -348,7 +345,7 @@ class WorkerRank:
             with contextlib.suppress(OSError):
                 self._connection.send_bytes(f"{FATAL}{_one_line(error)}".encode())
             if not isinstance(error, ServerError):
-                self._ended.wait(LAST_MESSAGE_S)  # the call may have failed because rank 0 died: report that
+                self._ended.wait(LAST_MESSAGE_S)  # if the cause is that rank 0 died, `_listen` reports that
             raise
 
     def _listen(self) -> None:

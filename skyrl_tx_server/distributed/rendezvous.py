@@ -1,8 +1,8 @@
 """Connects the processes of one server: process 0 listens at `coordinator_address`, the others connect to it.
 
-Errors are reported here with one line, before jax starts: jax ends a process with a stack trace if another
-does not connect. Both sides must know the cluster key (see `channel`) and must have equal options. Then
-process 0 announces a free port for `jax.distributed`.
+All processes must know the cluster key (see `channel`) and have equal options. When all have connected,
+process 0 announces a free port for `jax.distributed`. Errors are reported with one line before jax starts,
+because jax ends a process with a stack trace if another one does not connect.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ HANDSHAKE_S = 10
 """How long process 0 waits for a connection that sends nothing."""
 RETRY_S = 0.2
 MAX_HANDSHAKE_BYTES = 1 << 20
-OWN_FIELDS = {"base_model", "checkpoints_dir", "compilation_cache_dir", *chz.chz_fields(TenantOptions)}
+MAY_DIFFER = {"base_model", "checkpoints_dir", "compilation_cache_dir", *chz.chz_fields(TenantOptions)}
 """Options that may differ between hosts: paths, and quotas, which only process 0 enforces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Handshake:
-    """How a process introduces itself, as JSON."""
+    """The first message of a process, as JSON."""
 
     process_id: int
     num_processes: int
-    settings: dict[str, str]  # what must be equal
+    settings: dict[str, str]  # must be equal in all processes
 
 
 def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> RankZero:
-    """Wait for the other processes and start jax with them. Raises ConfigError if they do not connect in time
-    or disconnect."""
+    """Wait for the other processes and start jax, on process 0. Raises ConfigError if a process does not
+    connect in time or disconnects."""
     host, port = hosts.address
     mine, joined = _handshake(hosts, settings), dict[int, Channel]()
     deadline = time.monotonic() + hosts.initialization_timeout_s
@@ -56,7 +56,7 @@ def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]
         raise ConfigError(
-            f"coordinator_address={host}:{port}: {reason}; it must be a free address of process 0's host"
+            f"coordinator_address={host}:{port}: {reason}; use a free address of the host of process 0"
         ) from None
     with server:
         while len(joined) < hosts.num_processes - 1:
@@ -68,12 +68,13 @@ def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
                     str(process) for process in range(1, hosts.num_processes) if process not in joined
                 )
                 raise ConfigError(
-                    f"num_processes={hosts.num_processes}: process {missing} did not connect to {host}:{port} within {hosts.initialization_timeout_s:.0f} s; "
-                    "start every process with the same options and its own process_id"
+                    f"num_processes={hosts.num_processes}: process {missing} did not connect to "
+                    f"{host}:{port} within {hosts.initialization_timeout_s:.0f} s; start every process with "
+                    "the same options and its own process_id"
                 ) from None
             accept_process(candidate, hosts, mine, joined)
             if len(joined) == hosts.num_processes - 1:
-                remove_disconnected(joined)  # jax would wait for minutes and abort
+                remove_disconnected(joined)  # with a lost process jax waits for minutes and aborts
         jax_address = f"{_bracketed(host)}:{_free_port(host)}"
     for process, connection in joined.items():
         try:
@@ -82,35 +83,30 @@ def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
             raise ConfigError(
                 f"process {process} disconnected before all processes had connected: start them again"
             ) from None
-    rank0 = RankZero(joined, on_lost)  # detects lost processes from here on: jax would wait for minutes
+    rank0 = RankZero(joined, on_lost)  # detects lost processes while jax starts, which waits for minutes
     _start_jax(hosts, jax_address)
     return rank0
 
 
 def join(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> WorkerRank:
-    """Connect to process 0 and start jax with it. Raises ConfigError if it does not answer in time or refuses
-    this process."""
-    where = f"coordinator_address={hosts.coordinator_address}"
+    """Connect to process 0 and start jax, on another process. Raises ConfigError if process 0 does not answer
+    in time or refuses this process."""
+    where, timeout_s = f"coordinator_address={hosts.coordinator_address}", hosts.initialization_timeout_s
     with contextlib.ExitStack() as on_error:
-        reached = on_error.enter_context(_connect(hosts))
+        connection = on_error.enter_context(_connect(hosts))
         try:
-            channel = connect(
-                reached, hosts.cluster_key, process=hosts.process_id, timeout_s=hosts.initialization_timeout_s
-            )
+            channel = connect(connection, hosts.cluster_key, process=hosts.process_id, timeout_s=timeout_s)
             channel.send_bytes(json.dumps(asdict(_handshake(hosts, settings))).encode())
-            # process 0 has the shorter timeout, and sends the reason
-            answer = json.loads(
-                channel.recv_bytes(
-                    at_most=MAX_HANDSHAKE_BYTES, timeout_s=hosts.initialization_timeout_s + HANDSHAKE_S
-                )
-            )
+            # process 0 times out earlier and sends the reason
+            reply = channel.recv_bytes(at_most=MAX_HANDSHAKE_BYTES, timeout_s=timeout_s + HANDSHAKE_S)
+            answer = json.loads(reply)
         except WrongKeyError as error:
             raise ConfigError(f"{where}: {error}; give every process the same {CLUSTER_KEY}") from None
         except TamperedError as error:
             raise ConfigError(f"{where}: {error}") from None
         except TimeoutError:
             raise ConfigError(
-                f"{where}: the listener sent nothing for {hosts.initialization_timeout_s:.0f} s; it must be process 0"
+                f"{where}: the listener sent nothing for {timeout_s:.0f} s; use the address of process 0"
             ) from None
         except (EOFError, OSError):
             raise ConfigError(f"{where}: process 0 disconnected before all processes had connected") from None
@@ -125,7 +121,7 @@ def join(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
 def accept_process(
     candidate: socket.socket, hosts: ProcessOptions, mine: Handshake, joined: dict[int, Channel]
 ) -> None:
-    """Add the candidate to `joined`, or send it the reason for its refusal."""
+    """Add a process that has connected to `joined`, or send it the reason for its refusal."""
     _enable_keepalive(candidate)
     try:
         process, channel = accept(candidate, hosts.cluster_key, timeout_s=HANDSHAKE_S)
@@ -133,8 +129,8 @@ def accept_process(
             **json.loads(channel.recv_bytes(at_most=MAX_HANDSHAKE_BYTES, timeout_s=HANDSHAKE_S))
         )
         if theirs.process_id != process or not process:
-            raise ValueError(f"process {process} calls itself process {theirs.process_id}")
-        remove_disconnected(joined)  # a process that was restarted takes its own number again
+            raise ValueError(f"the handshake of process {process} has process_id={theirs.process_id}")
+        remove_disconnected(joined)  # a restarted process uses its number again
         refusal = refusal_of(mine, theirs, joined)
         if refusal is not None:
             logger.warning("%s", refusal)
@@ -143,7 +139,7 @@ def accept_process(
             return
     except (WrongKeyError, TamperedError, EOFError, OSError, ValueError, TypeError) as error:
         logger.warning(
-            "%s: a connection was refused: %s. A process of this server needs the same %s",
+            "%s: a connection was refused: %s. All processes of a server need the same %s",
             hosts.coordinator_address,
             error,
             CLUSTER_KEY,
@@ -155,34 +151,34 @@ def accept_process(
 
 
 def remove_disconnected(joined: dict[int, Channel]) -> None:
-    """Remove processes that have disconnected. A connected process sends nothing before jax starts, so
-    readable means ended."""
+    """Remove processes that have disconnected. A process sends nothing before jax starts, so a connection
+    with something to read has ended."""
     for process in [process for process, connection in joined.items() if connection.poll()]:
         logger.warning("process %d has disconnected", process)
         joined.pop(process).close()
 
 
 def refusal_of(mine: Handshake, theirs: Handshake, joined: dict[int, Channel]) -> str | None:
-    """Return why a process cannot take part; None if it can."""
-    who = f"process {theirs.process_id}"
+    """Return why a process is refused. None: it is accepted."""
+    process = f"process {theirs.process_id}"
     if theirs.num_processes != mine.num_processes:
-        return f"{who} was started with num_processes={theirs.num_processes}, process 0 with num_processes={mine.num_processes}"
+        return (
+            f"{process} was started with num_processes={theirs.num_processes}, process 0 with "
+            f"num_processes={mine.num_processes}: use equal options"
+        )
     if theirs.process_id in joined:
-        return f"process_id={theirs.process_id} is taken: each process needs its own"
+        return f"process_id={theirs.process_id} is taken: start each process with its own process_id"
     for name, value in mine.settings.items():
-        if theirs.settings.get(name) != value:
-            return (
-                f"{who} has {name}={theirs.settings.get(name)}, process 0 {name}={value}: use equal options"
-            )
+        if (other := theirs.settings.get(name)) != value:
+            return f"{process} has {name}={other}, process 0 {name}={value}: use equal options"
     return None
 
 
 def _handshake(hosts: ProcessOptions, settings: EngineOptions) -> Handshake:
-    alike = {
-        name: str(getattr(settings, name)) for name in chz.chz_fields(EngineOptions) if name not in OWN_FIELDS
-    }
-    alike |= {"model files": fingerprint(settings.model_dir)[:12], "jax": jax.__version__}
-    return Handshake(process_id=hosts.process_id, num_processes=hosts.num_processes, settings=alike)
+    names = [name for name in chz.chz_fields(EngineOptions) if name not in MAY_DIFFER]
+    shared = {name: str(getattr(settings, name)) for name in names}
+    shared |= {"model files": fingerprint(settings.model_dir)[:12], "jax": jax.__version__}
+    return Handshake(process_id=hosts.process_id, num_processes=hosts.num_processes, settings=shared)
 
 
 def _connect(hosts: ProcessOptions) -> socket.socket:
@@ -190,22 +186,22 @@ def _connect(hosts: ProcessOptions) -> socket.socket:
     deadline = time.monotonic() + hosts.initialization_timeout_s
     while True:
         try:
-            reached = socket.create_connection(
-                hosts.address, timeout=max(RETRY_S, deadline - time.monotonic())
-            )
-            reached.settimeout(None)
-            _enable_keepalive(reached)
-            return reached
+            timeout_s = max(RETRY_S, deadline - time.monotonic())
+            connection = socket.create_connection(hosts.address, timeout=timeout_s)
+            connection.settimeout(None)
+            _enable_keepalive(connection)
+            return connection
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"coordinator_address={hosts.coordinator_address}: process 0 did not answer within {hosts.initialization_timeout_s:.0f} s: {error}"
+                    f"coordinator_address={hosts.coordinator_address}: process 0 did not answer within "
+                    f"{hosts.initialization_timeout_s:.0f} s: {error}"
                 ) from None
-        time.sleep(RETRY_S)  # another machine: there is no event to wait for
+        time.sleep(RETRY_S)
 
 
 def _enable_keepalive(peer: socket.socket) -> None:
-    """Probe the other host every few seconds, so that a lost host ends the connection after half a minute."""
+    """Let the kernel probe the other host, so that the connection to a lost host ends after 30 s."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, seconds in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
@@ -214,9 +210,7 @@ def _enable_keepalive(peer: socket.socket) -> None:
 
 
 def _start_jax(hosts: ProcessOptions, address: str) -> None:
-    jax.config.update(
-        "jax_enable_preemption_service", False
-    )  # it would handle SIGTERM, which the server handles itself
+    jax.config.update("jax_enable_preemption_service", False)  # the server handles SIGTERM itself
     jax.distributed.initialize(
         address,
         num_processes=hosts.num_processes,

@@ -1,4 +1,4 @@
-"""Requests that sample, their tenants, and a plan of the slots that they gain and lose."""
+"""Sampling requests, their tenants, and plans of slot assignments."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from skyrl_tx_server.engine.operations import Sample
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 QUANTUM = 16
-"""Units that one tenant may be ahead of another before its sequences are paused, beyond the difference of one
-sequence."""
+"""Units by which the account of a tenant may exceed that of another before a sequence of it is paused, in
+addition to the difference that one sequence makes."""
 CHUNK_TOKENS = 512
-"""A prompt up to this length is computed in one prefill chunk on every device."""
+"""A prompt of at most this many tokens is computed in one prefill chunk on every device."""
 SMALL_TOKENS = 64
+"""A request for at most this many tokens in all is small."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -77,11 +78,9 @@ class Tenant:
     num_running: int = 0
     num_small_running: int = 0
     running: dict[int, Request] = field(default_factory=dict)  # requests with sequences in slots
-    started: dict[int, Request] = field(
-        default_factory=dict
-    )  # requests of which some samples wait, but not all
+    started: dict[int, Request] = field(default_factory=dict)  # requests of which some samples wait
     unstarted: defaultdict[tuple[bool, bool], list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Heaps of request_ids by (small request, long prompt)."""
+    """Heaps of request ids by (is small, is long)."""
 
     @property
     def account(self) -> float:
@@ -94,7 +93,7 @@ class Tenant:
 
 @dataclass(kw_only=True, slots=True)
 class SlotPlan:
-    """The slots that sequences would get or lose, before the plan is carried out."""
+    """Slots that sequences would gain and lose, before the scheduler carries out the plan."""
 
     tenants: Counter[str] = field(default_factory=Counter)  # slots that the tenant gains
     small: Counter[str] = field(default_factory=Counter)  # of them, those of small requests

@@ -15,65 +15,62 @@ logger = logging.getLogger(__name__)
 
 
 def requested_cache(model: ResolvedModel) -> CacheSize:
-    """Return the size that the options request: `cache_tokens`, or else a whole context for each of
-    `max_num_seqs`."""
+    """Return the requested size: `cache_tokens`, by default the maximum context of `max_num_seqs`
+    sequences."""
     settings, config = model.settings, model.config
-    dp_ranks, whole = settings.mesh.batch, -(-model.context // PAGE_SIZE)
+    dp_ranks, context_pages = settings.mesh.batch, -(-model.max_context_length // PAGE_SIZE)
     slots = settings.max_num_seqs // dp_ranks
-    pages = (
-        slots * (whole + 1)
-        if settings.cache_tokens is None
-        else -(-settings.cache_tokens // PAGE_SIZE // dp_ranks)
-    )
+    pages = slots * (context_pages + 1)
+    if settings.cache_tokens is not None:
+        pages = -(-settings.cache_tokens // PAGE_SIZE // dp_ranks)
     return CacheSize(
         slots=slots,
         pages=1 + pages,
         page_bytes=page_bytes(config, model.dtype) // config.tensor_shards,
-        context_pages=whole,
-        copied_pages=0 if decodes_in_place(config) else whole,
+        context_pages=context_pages,
+        copied_pages=0 if decodes_in_place(config) else context_pages,
     )
 
 
 def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
-    """Return as much of the requested size as fits into the budget. Raises ConfigError if not even one whole
-    context fits."""
-    requested, settings, context = requested_cache(model), model.settings, model.context
-    room, whole = int(budget_bytes // requested.page_bytes), requested.context_pages
+    """Return the requested size, reduced to what fits into the budget. Raises ConfigError if one sequence of
+    maximum length does not fit."""
+    requested, settings, max_length = requested_cache(model), model.settings, model.max_context_length
+    budget_pages, context_pages = int(budget_bytes // requested.page_bytes), requested.context_pages
     copied = requested.copied_pages
-    if (
-        settings.cache_tokens is None and not copied
-    ):  # a sequence holds only the pages it fills, so fewer pages cost less than fewer slots
-        pages = min(requested.pages, room)
-        slots = min(requested.slots, pages - 1 - whole)
+    if settings.cache_tokens is None and not copied:
+        # a sequence holds only the pages that it fills, so fewer pages cost less than fewer slots
+        pages = min(requested.pages, budget_pages)
+        slots = min(requested.slots, pages - 1 - context_pages)
     elif settings.cache_tokens is None:
-        slots = min(requested.slots, room // (whole + 1 + copied))
-        pages = 1 + slots * (whole + 1)
+        slots = min(requested.slots, budget_pages // (context_pages + 1 + copied))
+        pages = 1 + slots * (context_pages + 1)
     else:
         pages = requested.pages
-        slots = (
-            min(requested.slots, (room - pages) // copied)
-            if copied
-            else requested.slots
-            if pages <= room
-            else 0
-        )
+        if copied:
+            slots = min(requested.slots, (budget_pages - pages) // copied)
+        else:
+            slots = requested.slots if pages <= budget_pages else 0
     if slots < 1:
-        needed = (whole + copied) * requested.page_bytes / 2**30
+        needed = (context_pages + copied) * requested.page_bytes / 2**30
         raise ConfigError(
-            f"keys and values of one {context}-token sequence take {needed:.1f} GiB, {budget_bytes / 2**30:.1f} GiB are free for them: "
-            "set a smaller max_context_length"
+            f"max_context_length={max_length}: the KV cache of one sequence takes {needed:.1f} GiB, "
+            f"{budget_bytes / 2**30:.1f} GiB are available: set a smaller max_context_length"
         )
-    if pages - 1 < whole + slots:
+    if pages - 1 < context_pages + slots:
         raise ConfigError(
-            f"cache_tokens={settings.cache_tokens} is less than one {context}-token sequence and the beginnings of {slots} others on each "
-            f"device: set cache_tokens={(whole + slots) * PAGE_SIZE * settings.mesh.batch} or more, or a smaller max_context_length"
+            f"cache_tokens={settings.cache_tokens} is less than one {max_length}-token sequence and one page "
+            f"for each of {slots} others on each device: set "
+            f"cache_tokens={(context_pages + slots) * PAGE_SIZE * settings.mesh.batch} or more, or a smaller "
+            "max_context_length"
         )
     if slots < requested.slots:
         logger.warning(
-            "max_num_seqs=%d: only %d sequences of %d tokens fit into %.1f GiB; a smaller max_context_length makes room for more",
+            "max_num_seqs=%d: only %d sequences of %d tokens fit into %.1f GiB; set a smaller "
+            "max_context_length for more",
             settings.max_num_seqs,
             slots * settings.mesh.batch,
-            context,
+            max_length,
             settings.mesh.batch * budget_bytes / 2**30,
         )
     elif pages < requested.pages:

@@ -7,7 +7,7 @@ from functools import cache
 
 import jax
 
-_BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"  # also fires when the program comes from the persistent cache
+_BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"  # includes reads of the persistent cache
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 _programs: Counter[str] = Counter()
@@ -17,8 +17,7 @@ _cache_hits: Counter[str] = Counter()
 
 @cache
 def watch() -> None:
-    """Start to count. jax keeps listeners for the life of the process, so the counts are those of the
-    process."""
+    """Start to count. jax cannot remove listeners, so the counts are those of the whole process."""
     jax.monitoring.register_event_duration_secs_listener(_on_duration)
     jax.monitoring.register_event_listener(_on_event)
 

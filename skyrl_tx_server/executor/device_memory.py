@@ -9,7 +9,7 @@ import jax
 from skyrl_tx_server.config.engine_options import EngineOptions
 from skyrl_tx_server.executor.resolved_model import ResolvedModel
 from skyrl_tx_server.model.mesh import bytes_per_device, weight_stationary
-from skyrl_tx_server.model.transformer import Remat, cut_stack, reads_in_place
+from skyrl_tx_server.model.transformer import Remat, reads_in_place, split_stack
 from skyrl_tx_server.model.weights import param_shapes
 
 CACHE_SHARE_OF_CPU_MEMORY = 0.25
@@ -18,16 +18,13 @@ ACTIVATIONS_SHARE_OF_MEMORY = 0.1
 
 
 def free_bytes(settings: EngineOptions) -> float:
-    """Return the free memory of one device; on a CPU its share of the machine's total memory, because free
-    memory varies."""
+    """Return the free memory of one device; on a CPU its share of the total memory, because free memory
+    varies."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return (
-        os.sysconf("SC_PAGE_SIZE")
-        * os.sysconf("SC_PHYS_PAGES")
-        / (settings.mesh.devices // jax.process_count())
-    )
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total / (settings.mesh.devices // jax.process_count())
 
 
 def stats() -> dict[str, object]:
@@ -47,24 +44,20 @@ def cache_budget_bytes(model: ResolvedModel, available_bytes: float) -> float:
 
 
 def copied_layers_bytes(model: ResolvedModel) -> int:
-    """Return the bytes of weights that a decode dispatch copies on each device: the layers, unless the
-    program reads them in place, as it always does with experts."""
+    """Return the bytes of weights that a decode dispatch copies on each device: all layers without their
+    experts, or nothing if the program reads them in place."""
     if reads_in_place(model.config):
         return 0
     config = weight_stationary(model.config)
-    return bytes_per_device(
-        [cut_stack(config, stack)[0] for stack in param_shapes(config, model.dtype).layers]
-    )
+    layers = param_shapes(config, model.dtype).layers
+    return bytes_per_device([split_stack(config, stack)[0] for stack in layers])
 
 
 def fitting_remat(model: ResolvedModel, available_bytes: float) -> Remat:
-    """Keep the matrix products for the backward pass if they fit, else only each layer's input, which takes
-    about 1.2 times as long."""
-    return (
-        Remat.ACTIVATIONS
-        if _bytes_with_products(model) <= available_bytes * ACTIVATIONS_SHARE_OF_MEMORY
-        else Remat.LAYERS
-    )
+    """Return ACTIVATIONS if the matrix products of a batch fit into memory, else LAYERS, which takes about
+    1.2 times as long."""
+    fits = _bytes_with_products(model) <= available_bytes * ACTIVATIONS_SHARE_OF_MEMORY
+    return Remat.ACTIVATIONS if fits else Remat.LAYERS
 
 
 def _bytes_with_products(model: ResolvedModel) -> int:
@@ -76,15 +69,13 @@ def _bytes_with_products(model: ResolvedModel) -> int:
     config, settings = model.config, model.settings
     experts = config.experts
     copies = 1 if experts is None else experts.per_token + experts.shared
-    of_experts = 0 if experts is None else 2 * copies * config.hidden_size
+    expert_states = 0 if experts is None else 2 * copies * config.hidden_size
     divided = 3 * sum(config.qkv_widths) + 4 * copies * config.intermediate_size
-    one_layer = 6 * config.hidden_size + of_experts + divided // config.tensor_shards
+    one_layer = 6 * config.hidden_size + expert_states + divided // config.tensor_shards
     gate_up = 2 * config.num_layers * config.intermediate_size
     if experts is not None:
-        alike = config.num_layers - experts.dense_layers
-        gate_up = 2 * (
-            alike * experts.shared * config.intermediate_size + experts.dense_layers * experts.dense_width
-        )
+        shared = (config.num_layers - experts.dense_layers) * experts.shared * config.intermediate_size
+        gate_up = 2 * (shared + experts.dense_layers * experts.dense_width)
     products = config.num_layers * (config.projected_width + config.qkv_widths[0]) + gate_up
     kept = 2 * config.num_layers * config.hidden_size + products // config.tensor_shards
     tokens = -(-settings.train_tokens_per_batch // settings.mesh.batch)

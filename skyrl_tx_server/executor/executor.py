@@ -102,7 +102,7 @@ class DeviceExecutor:
         model = resolve_model(settings)
         dtype = model.dtype
         if on_gpu() and dtype == np.float32:
-            # by default NVIDIA's devices round factors to ten bits (TF32)
+            # by default NVIDIA's devices round float32 factors to TF32
             jax.config.update("jax_default_matmul_precision", "highest")
         self._config = model.config
         self._params = load_params(settings.model_dir, self._config, dtype)
@@ -137,7 +137,7 @@ class DeviceExecutor:
             self.adapters,
             size=fitting_cache(model, cache_budget),
             dp_ranks=settings.mesh.batch,
-            max_context_length=model.context,
+            max_context_length=model.max_context_length,
             steps=settings.decode_steps_per_dispatch,
             dtype=dtype,
             model_dir=settings.model_dir,
@@ -146,7 +146,7 @@ class DeviceExecutor:
         )
         self.info = EngineInfo(
             base_model=settings.alias,
-            max_context_length=model.context,
+            max_context_length=model.max_context_length,
             max_lora_rank=settings.max_lora_rank,
             vocab_size=self._config.vocab_size,
             model_type=self._config.model_type,
@@ -154,24 +154,22 @@ class DeviceExecutor:
             devices=f"{settings.mesh.devices} {jax.local_devices()[0].device_kind}",
         )
 
-        ahead = on_gpu() and jax.process_count() == 1 if settings.warmup is None else settings.warmup
-        if ahead:
+        warmup = on_gpu() and jax.process_count() == 1 if settings.warmup is None else settings.warmup
+        if warmup:
             start_warmup(self.programs())
 
     def programs(self) -> Iterator[tuple[str, Lowered]]:
-        """Yield the name and the lowered form of every program that takes long to compile and that most
-        servers need.
+        """Yield the name and the lowered form of the programs that most servers need.
 
         Programs for sequences longer than a batch, for several targets per position and for top-k logprobs
-        are not among them.
+        are left out.
         """
         return itertools.chain(self.sampler.programs(), self._training_programs())
 
     def _training_programs(self) -> Iterator[tuple[str, Lowered]]:
         loss = select_loss(LossFn.CROSS_ENTROPY)
-        for shape in reversed(
-            [shape for shape in self._train_shapes.shapes if shape.length <= self._train_shapes.budget.length]
-        ):
+        shapes = self._train_shapes
+        for shape in reversed([shape for shape in shapes.shapes if shape.length <= shapes.budget.length]):
             batch = dummy_batch(shape)
             arguments = (self._no_gradient, self._no_gradient, self._params, batch, loss)
             yield (
@@ -206,7 +204,7 @@ class DeviceExecutor:
                 self.adapters.drop(op.weights)
                 return Done()
             case Sample():
-                raise AssertionError("a Sample is prefilled by the sampler")
+                raise AssertionError("the sampler runs Sample operations")
 
     def stats(self) -> dict[str, object]:
         return {
@@ -239,7 +237,7 @@ class DeviceExecutor:
         for packed in batches:
             if outputs:
                 yield
-            model = self._models.get(op.model_id)  # it may have been moved to host memory meanwhile
+            model = self._models.get(op.model_id)  # may have been moved to host memory during the yield
             gradient, output = forward_backward(
                 model.adapter,
                 gradient,
@@ -278,8 +276,8 @@ class DeviceExecutor:
             self._models.put(op.model_id, replace(model, gradient=None))
             what = "update" if math.isfinite(grad_norm) else f"gradient (norm {grad_norm})"
             raise UserError(
-                f"optim_step of {op.model_id} not taken: its {what} is not finite. The weights are unchanged and the gradient is dropped; "
-                "continue with other data, or lower the learning rate or the advantages"
+                f"optim_step of {op.model_id} not taken: its {what} is not finite. The weights are unchanged "
+                "and the gradient is dropped; use other data, or lower the learning rate or the advantages"
             )
         self._models.put(op.model_id, replace(model, adapter=adapter, adam=adam, gradient=None))
         return OptimStepResult(metrics={"grad_norm": grad_norm})
@@ -287,7 +285,7 @@ class DeviceExecutor:
     def _create(self, op: CreateModel) -> Done:
         self._check_new_id(op.model_id)
         adapter = init_adapter(self._config, op.lora, self._max_lora_rank)
-        self._models.put(op.model_id, self._fresh(op.lora, adapter))
+        self._models.put(op.model_id, self._new_model(op.lora, adapter))
         return Done()
 
     def _load(self, op: LoadWeights) -> WeightsLoaded:
@@ -297,23 +295,19 @@ class DeviceExecutor:
         else:
             model = self._models.get(op.model_id)
         if parse_path(op.path)[1] is not CheckpointKind.TRAINING:
-            raise UserError(f"{op.path} holds weights only; load a training checkpoint made by save_state")
+            raise UserError(
+                f"{op.path} has no optimizer state; load a training checkpoint made by save_state"
+            )
         info, arrays = self._read(op.path)
         # SDKs up to 0.36 create the model without a seed
         if model is not None and replace(model.lora, seed=info.lora.seed) != info.lora:
             raise UserError(
-                f"{op.path} holds another adapter than {op.model_id}: {info.lora} against {model.lora}; create a model from it"
+                f"{op.path} has {info.lora}, {op.model_id} has {model.lora}; create a model from it"
             )
-        loaded = self._fresh(
-            info.lora, adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)
-        )
+        arguments = self._config, info.lora, self._max_lora_rank
+        loaded = self._new_model(info.lora, adapter_from_arrays(arrays, *arguments))
         if op.optimizer:
-            loaded = replace(
-                loaded,
-                adam=place_adam(
-                    self._config, adam_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)
-                ),
-            )
+            loaded = replace(loaded, adam=place_adam(self._config, adam_from_arrays(arrays, *arguments)))
         self._models.put(op.model_id, loaded)
         return WeightsLoaded(model_id=op.model_id, lora=info.lora)
 
@@ -375,8 +369,8 @@ class DeviceExecutor:
         )
         return WeightsSaved(path=path, size_bytes=self._ranks.broadcast_from_rank0(write).size_bytes)
 
-    def _fresh(self, lora: LoraSpec, adapter: Adapter) -> TrainingModel:
-        """Return a model on the device with an optimizer that has taken no step."""
+    def _new_model(self, lora: LoraSpec, adapter: Adapter) -> TrainingModel:
+        """Return a model on the device with the initial optimizer state."""
         mask = trainable_mask(self._config, lora, self._max_lora_rank)
         return TrainingModel(
             lora=lora,

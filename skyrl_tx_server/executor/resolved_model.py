@@ -1,5 +1,4 @@
-"""The model as this server runs it: options, configuration and devices resolved before any weights are
-loaded."""
+"""Resolves the options of a server to a model, its mesh and its batch shapes, before weights are loaded."""
 
 from __future__ import annotations
 
@@ -22,33 +21,34 @@ from skyrl_tx_server.model.weights import check_divisible
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_CONTEXT_LENGTH = 32768
-"""The default for models with a longer context, because the KV cache has room for a whole context per decode slot."""
+"""The limit for models with a longer context: by default the KV cache has room for this length per slot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedModel:
     settings: EngineOptions
-    config: ModelConfig  # on its mesh
+    config: ModelConfig  # with its mesh
     dtype: np.dtype  # of base weights and activations
-    context: int  # prompt + completion
+    max_context_length: int  # prompt and completion
     train_shapes: BucketShapes
 
 
 def resolve_model(settings: EngineOptions) -> ResolvedModel:
-    """Resolve the options. Raises ConfigError with one line if the model or the devices do not support
-    them."""
-    dtype, config = _dtype(settings), _on_mesh(settings, _model_config(settings))
-    context = _context_length(settings, config)
+    """Resolve the options. Raises ConfigError if the model or the devices do not support them."""
+    dtype, config = _dtype(settings), _with_mesh(settings, _model_config(settings))
+    length = _max_context_length(settings, config)
     shapes = train_shapes(
-        max_context_length=context,
+        max_context_length=length,
         tokens_per_batch=settings.train_tokens_per_batch,
         dp_ranks=settings.mesh.batch,
     )
-    return ResolvedModel(settings=settings, config=config, dtype=dtype, context=context, train_shapes=shapes)
+    return ResolvedModel(
+        settings=settings, config=config, dtype=dtype, max_context_length=length, train_shapes=shapes
+    )
 
 
 def use_compilation_cache(settings: EngineOptions) -> None:
-    """Cache every program, however small, so that a second start compiles nothing."""
+    """Cache all programs on disk, also small ones, so that the next start compiles nothing."""
     if settings.compilation_cache_dir is None:
         return
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(settings.compilation_cache_dir))
@@ -66,26 +66,26 @@ def _model_config(settings: EngineOptions) -> ModelConfig:
     config = load_model_config(settings.model_dir)
     if not settings.yarn or settings.max_context_length is None:
         return config
-    stretched = yarn_context(config, settings.max_context_length)
-    if stretched is not config:
+    extended = yarn_context(config, settings.max_context_length)
+    if extended is not config:
         logger.warning(
-            "context stretched from %d to %d tokens by YaRN", config.context_length, stretched.context_length
+            "YaRN extends the context from %d to %d tokens", config.context_length, extended.context_length
         )
-    return stretched
+    return extended
 
 
-def _on_mesh(settings: EngineOptions, config: ModelConfig) -> ModelConfig:
+def _with_mesh(settings: EngineOptions, config: ModelConfig) -> ModelConfig:
     check_device()
     check_divisible(config, settings.mesh, max_num_seqs=settings.max_num_seqs)
     return replace(config, mesh=make_mesh(settings.mesh))
 
 
-def _context_length(settings: EngineOptions, config: ModelConfig) -> int:
+def _max_context_length(settings: EngineOptions, config: ModelConfig) -> int:
     if settings.max_context_length is None:
         return min(config.context_length, DEFAULT_MAX_CONTEXT_LENGTH)
     if not 1 <= settings.max_context_length <= config.context_length:
         raise ConfigError(
-            f"max_context_length={settings.max_context_length} is outside 1..{config.context_length}, the model's own limit; "
-            "yarn=true reaches further"
+            f"max_context_length={settings.max_context_length} is outside 1..{config.context_length}, the "
+            "limit of the model; yarn=true extends it"
         )
     return settings.max_context_length

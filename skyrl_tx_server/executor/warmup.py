@@ -13,10 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def start_warmup(programs: Iterable[tuple[str, Lowered]]) -> None:
-    """Compile `programs`, each with its name, in a thread. A request that needs another program meanwhile
-    compiles it itself.
+    """Compile `programs` (name, program) in a thread. A request that needs a program earlier compiles it.
 
-    A process that exits waits for the compilation under way, because XLA cannot interrupt it.
+    The exit of the process waits for the current compilation, because XLA cannot interrupt it.
     """
     threading.Thread(target=_compile, args=(programs,), name="compile-ahead", daemon=False).start()
 

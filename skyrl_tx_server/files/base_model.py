@@ -1,4 +1,4 @@
-"""A base model's directory: its tensors as numpy arrays, and a fingerprint that checkpoints record."""
+"""Reads the directory of a base model: its tensors as numpy arrays, and a fingerprint for checkpoints."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SAMPLES, SAMPLE_BYTES = 64, 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseTensors:
-    """Return the file of each tensor."""
+    """The tensors of a base model, which are read on request."""
 
     directory: Path
-    files: dict[str, Path]
+    files: dict[str, Path]  # by tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         with safe_open(self.files[name], framework="np") as opened:
@@ -33,13 +33,13 @@ class BaseTensors:
 
     def of_file(self, file: Path) -> Iterator[tuple[str, np.ndarray]]:
         with safe_open(file, framework="np") as opened:
-            for name in opened.keys():  # noqa: SIM118  it is no dict
+            for name in opened.keys():  # noqa: SIM118  not a dict
                 yield name, opened.get_tensor(name)
 
 
 def open_base_model(directory: Path) -> BaseTensors:
-    """Raise ConfigError if the directory holds no readable safetensors model."""
-    with _told(directory):
+    """Open the model in `directory`. Raise ConfigError if it is not a readable safetensors model."""
+    with _config_errors(directory):
         files = {}
         for file in _weight_files(directory):
             with safe_open(file, framework="np") as opened:
@@ -48,11 +48,10 @@ def open_base_model(directory: Path) -> BaseTensors:
 
 
 def fingerprint(directory: Path) -> str:
-    """Return the SHA-256 of config.json, the tensor table of every weight file, and 64 samples of its bytes.
-    Takes seconds for any model.
-    """
+    """Return the SHA-256 of config.json and, for each weight file, of its tensor table and 64 samples of its
+    bytes. This takes seconds for any model."""
     digest = hashlib.sha256()
-    with _told(directory):
+    with _config_errors(directory):
         config = read_json_object(directory / "config.json")
         digest.update(json.dumps(config, sort_keys=True).encode())
         for file in _weight_files(directory):
@@ -75,7 +74,8 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 @contextmanager
-def _told(directory: Path) -> Iterator[None]:
+def _config_errors(directory: Path) -> Iterator[None]:
+    """Raise ConfigError in place of an error of reading the model."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:

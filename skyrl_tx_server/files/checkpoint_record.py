@@ -1,4 +1,4 @@
-"""The record of a checkpoint, `checkpoint.json`: its path, what it was made from, and the name of its arrays
+"""The record of a checkpoint, `checkpoint.json`: its base model, LoRA settings and the name of its arrays
 file."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CheckpointKind(StrEnum):
 
     TRAINING = "weights"
     SAMPLER = "sampler_weights"
-    EXTERNAL = "external_weights"  # to be downloaded
+    EXTERNAL = "external_weights"  # for download
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class CheckpointInfo:
     created_at: datetime  # UTC
     size_bytes: int  # of the arrays file
     step: int  # optimizer steps taken; Adam's bias correction continues from it
-    generation: str  # of the arrays; another save under the same name has another one
+    generation: str  # identifies the arrays; each save under a name has a new one
     user_metadata: dict[str, str] = field(default_factory=dict)
 
 
@@ -56,13 +56,13 @@ def checkpoint_path(run_id: str, kind: CheckpointKind, name: str) -> str:
 
 
 def is_on_disk(weights: str) -> bool:
-    """Whether these sampler weights are a checkpoint. Others exist in memory only."""
+    """Return whether these sampler weights are a checkpoint. Others exist in memory only."""
     return weights.startswith(SCHEME)
 
 
 def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
-    """Split tinker://<run>/<weights|sampler_weights|external_weights>/<name>; raise UserError for anything
-    else."""
+    """Split tinker://<run>/<weights|sampler_weights|external_weights>/<name> into (run, kind, name). Raise
+    UserError for another form."""
     segments = path.removeprefix(SCHEME).split("/")
     kinds = [str(kind) for kind in CheckpointKind]
     if not path.startswith(SCHEME) or len(segments) != 3 or segments[1] not in kinds:
@@ -76,13 +76,13 @@ def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
 
 
 def check_run_id(run_id: str) -> None:
-    """Raise UserError for what cannot be the id of a training run."""
+    """Raise UserError if this is not a valid id of a training run."""
     _check(_RUN_ID, run_id, "run id")
 
 
 @contextlib.contextmanager
 def record_errors(path: str) -> Iterator[None]:
-    """Raise NotFoundError or UserError in place of an error of reading the record of `path`."""
+    """Raise NotFoundError or UserError in place of an error while reading the record of `path`."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -98,11 +98,8 @@ def record_errors(path: str) -> Iterator[None]:
 
 
 def read_record(path: str, record_file: Path) -> dict[str, object]:
-    """Return the record of the checkpoint `path`. Raise UserError if another program or version has written
-    it.
-
-    Raises the errors of reading a file as they are; see `record_errors`.
-    """
+    """Return the record of the checkpoint `path`. Raise UserError if another program or version wrote it, and
+    OSError or ValueError if it cannot be read (see `record_errors`)."""
     record = read_json_object(record_file, max_bytes=MAX_RECORD_BYTES, follow_links=False)
     if record.get("format") != FORMAT:
         raise UserError(f"checkpoint {path} was not written by this server: {RECORD_NAME} has another format")
@@ -115,11 +112,10 @@ def read_record(path: str, record_file: Path) -> dict[str, object]:
 
 
 def checkpoint_info(path: str, record: Mapping[str, object]) -> CheckpointInfo:
-    """Return what the record says. Raise UserError if a field is missing or has the wrong type."""
+    """Parse a record. Raise UserError if a field is missing or has the wrong type."""
     run_id, kind, name = parse_path(path)
     try:
-        named = record["arrays"]
-        arrays = ARRAYS_NAME.fullmatch(named) if isinstance(named, str) else None
+        arrays = ARRAYS_NAME.fullmatch(_typed(record, "arrays", str))
         if arrays is None:
             raise ValueError("arrays: not the name of a file in its directory")
         created_at = datetime.fromisoformat(_typed(record, "created_at", str))
@@ -156,15 +152,14 @@ def _typed[T](record: Mapping[str, object], name: str, kind: type[T]) -> T:
 
 def _lora(fields: Mapping[str, object]) -> LoraSpec:
     lora = LoraSpec(**fields)  # type: ignore[arg-type]
-    whole = (lora.rank, lora.seed)
+    integers = (lora.rank, lora.seed)
     flags = (lora.train_attn, lora.train_mlp, lora.train_unembed)
-    if (
-        not (all(type(value) is int for value in whole) and all(type(flag) is bool for flag in flags))
-        or lora.rank < 1
-    ):
+    if not (all(type(value) is int for value in integers) and all(type(flag) is bool for flag in flags)):
         raise ValueError("lora: wrong types")
+    if lora.rank < 1:
+        raise ValueError("lora: rank is less than 1")
     if type(lora.alpha) not in (int, float) or not math.isfinite(lora.alpha):
-        raise ValueError("lora: alpha is no number")
+        raise ValueError("lora: alpha is not a number")
     return lora
 
 

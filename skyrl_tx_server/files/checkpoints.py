@@ -3,11 +3,10 @@
 Layout: `<root>/<run_id>/<kind>/<name>/` holds `checkpoint.json` and the safetensors file it names. The arrays
 are written and fsynced first under a new name. The checkpoint exists once `checkpoint.json` is renamed into
 place, so a crash leaves either the old checkpoint or the new one. The JSON records the size and SHA-256 of
-the arrays. An incomplete directory, one of another program, and one that is reached or leads through a
-symbolic link are refused.
+the arrays. Incomplete directories, records of other programs and symbolic links below the root are refused.
 
-The new name contains the generation of the checkpoint: 32 random hex digits. Files that are derived from the
-arrays belong to one generation (`derived`), so they are never those of an earlier save.
+The name of the arrays file contains the generation of the checkpoint: 32 random hex digits. Derived files
+(see `derived`) belong to one generation, so they never come from an earlier save.
 
 This file is long because saving, listing and deleting follow one order of file operations.
 """
@@ -58,7 +57,7 @@ _CHANGING = threading.RLock()
 
 
 class MakeFiles(Protocol):
-    """Creates a file or directory at `target`, which does not exist, from a checkpoint."""
+    """Creates a file or directory at `target`, which does not exist yet, from a checkpoint."""
 
     def __call__(self, target: Path, *, info: CheckpointInfo, arrays: Mapping[str, np.ndarray]) -> None: ...
 
@@ -110,14 +109,14 @@ class CheckpointStore:
         return self._owns(path) and (self._directory(path) / RECORD_NAME).is_file()
 
     def info(self, path: str) -> CheckpointInfo:
-        """Return what the record says. Raise NotFoundError if there is no accessible checkpoint, and
-        UserError if its record is invalid."""
+        """Return the parsed record. Raise NotFoundError if there is no accessible checkpoint, and UserError
+        if its record is invalid."""
         self.check_readable(path)
         return checkpoint_info(path, self._record(path))
 
     def own(self, path: str) -> CheckpointInfo:
-        """Return `info` of a checkpoint that the tenant may change. A public one of another tenant is not
-        found."""
+        """Return `info` of a checkpoint that the tenant may change. Public checkpoints of other tenants raise
+        NotFoundError."""
         self._check_own(path)
         return self.info(path)
 
@@ -129,18 +128,18 @@ class CheckpointStore:
         return self._list("*" if self._tenant is None else f"{id_prefix(self._tenant)}*")
 
     def _list(self, runs: str) -> list[CheckpointInfo]:
-        found = []
+        infos = []
         for record in self.root.glob(f"{runs}/*/*/{RECORD_NAME}"):
             run, kind, name = record.parts[-4:-1]
             try:
-                found.append(self.info(f"{SCHEME}{run}/{kind}/{name}"))
+                infos.append(self.info(f"{SCHEME}{run}/{kind}/{name}"))
             except (UserError, OSError):
-                continue  # not listed; `info` of its path raises the reason
-        return sorted(found, key=lambda info: (info.created_at, info.path))
+                continue  # `info` of its path raises the reason
+        return sorted(infos, key=lambda info: (info.created_at, info.path))
 
     def read(self, path: str) -> tuple[CheckpointInfo, dict[str, np.ndarray]]:
-        """Return a consistent checkpoint, even while it is overwritten. Raise UserError if it is invalid or
-        of another base model."""
+        """Return the record and arrays of one generation, also while the checkpoint is overwritten. Raise
+        UserError if it is invalid or belongs to another base model."""
         self.check_readable(path)
         while True:
             record = self._record(path)
@@ -150,21 +149,21 @@ class CheckpointStore:
                 return info, self._arrays(path, info, str(record.get("sha256")))
             except UserError:
                 if self.info(path).generation == info.generation:
-                    raise  # otherwise it was overwritten meanwhile: read the new one
+                    raise  # otherwise it was overwritten: read the new generation
 
     def derived(self, path: str, name: str, make: MakeFiles) -> tuple[CheckpointInfo, Path]:
-        """Return the file or directory `name`, which `make` creates from the checkpoint if it does not exist,
-        and the record of its save."""
+        """Return the record of the checkpoint and the derived file or directory `name`, which `make` creates
+        if it does not exist."""
         while True:
             info = self.info(path)
-            if (found := self._derived.find(info.generation, name)) is not None:
-                return info, found
+            if (file := self._derived.find(info.generation, name)) is not None:
+                return info, file
             info, arrays = self.read(path)
             check_room(self.root, 2 * info.size_bytes)
-            made = self._derived.add(info.generation, name, partial(make, info=info, arrays=arrays))
+            file = self._derived.add(info.generation, name, partial(make, info=info, arrays=arrays))
             if self._is_current(path, info.generation):
-                return info, made
-            self._derived.forget(info.generation)  # replaced or deleted while it was made
+                return info, file
+            self._derived.forget(info.generation)  # the checkpoint was replaced or deleted meanwhile
 
     def _is_current(self, path: str, generation: str) -> bool:
         with contextlib.suppress(UserError):
@@ -244,18 +243,16 @@ class CheckpointStore:
                 unnamed_record.unlink(missing_ok=True)
             if isinstance(error, OSError | SafetensorError):
                 raise ServerError(
-                    f"cannot write checkpoint {path}, nothing saved before is lost: {error}"
+                    f"cannot write checkpoint {path}: {error}; saved checkpoints are unchanged"
                 ) from error
             raise
-        with contextlib.suppress(OSError):  # the checkpoint exists, and may be deleted again already
+        with contextlib.suppress(OSError):  # another process may have deleted the checkpoint already
             _fsync(directory)
             self._remove_others(directory, keep={arrays_file.name, RECORD_NAME})
         return checkpoint_info(path, record)
 
     def _remove_others(self, directory: Path, keep: Iterable[str]) -> None:
-        """Remove the replaced arrays, the files derived from them, and the files of a write that was
-        killed.
-        """
+        """Remove replaced arrays, their derived files, and the files of an interrupted write."""
         for leftover in directory.iterdir():
             if leftover.name in keep:
                 continue
@@ -269,7 +266,7 @@ class CheckpointStore:
     def delete(self, path: str, *, only: str | None = None) -> str | None:
         """Delete the checkpoint atomically and return its generation.
 
-        With `only`, delete it only if it is of this generation; return None if it is not.
+        With `only`, return None and delete nothing if it has another generation.
         """
         self._check_own(path)
         with _CHANGING:
@@ -295,11 +292,11 @@ class CheckpointStore:
         return self.root / run_id / kind / name
 
     def _check_inside(self, path: str, file: Path) -> None:
-        """Raise UserError if `file` is a symbolic link or lies behind one below the root."""
+        """Raise UserError if `file` is reached through a symbolic link below the root."""
         if file.resolve() != self.root.resolve() / file.relative_to(self.root):
             raise UserError(
-                f"checkpoint {path} is refused: {file} is, or lies behind, a symbolic link; copy the "
-                f"directory here instead"
+                f"checkpoint {path} is refused: {file} is reached through a symbolic link; copy the "
+                "directory instead"
             )
 
     def _check_quotas(self, path: str, num_bytes: int) -> None:
@@ -326,11 +323,11 @@ class CheckpointStore:
             raise UserError(
                 f"{info.path} was made from base model {info.base_model}, this server runs {self._base_model}"
             )
-        made_from = record.get("base_model_hash")
-        if None not in (made_from, self._base_model_hash) and made_from != self._base_model_hash:
+        base_model_hash = record.get("base_model_hash")
+        if None not in (base_model_hash, self._base_model_hash) and base_model_hash != self._base_model_hash:
             raise UserError(
-                f"{info.path} was made from other weights called {info.base_model}: its base_model_hash is "
-                f"another than this model's"
+                f"{info.path} was made from other weights with the name {info.base_model}: its "
+                "base_model_hash differs; start the server with those weights"
             )
 
     # --- files
@@ -338,25 +335,16 @@ class CheckpointStore:
     def _arrays(self, path: str, info: CheckpointInfo, sha256: str) -> dict[str, np.ndarray]:
         file = self._directory(path) / f"arrays-{info.generation}.safetensors"
         damaged = UserError(
-            f"checkpoint {path} is damaged: {file.name} is missing or does not match its record; save it "
-            f"again"
+            f"checkpoint {path} is damaged: {file.name} is missing or differs from its record; save it again"
         )
         self._check_inside(path, file)
         try:
             status = file.lstat()
-            if (
-                not stat.S_ISREG(status.st_mode)
-                or status.st_size != info.size_bytes
-                or _sha256(file) != sha256
-            ):
+            is_valid = stat.S_ISREG(status.st_mode) and status.st_size == info.size_bytes
+            if not is_valid or _sha256(file) != sha256:
                 raise damaged
             return load_file(file)
-        except (
-            OSError,
-            SafetensorError,
-            KeyError,
-            TypeError,
-        ):  # missing, invalid, or deleted while it is read
+        except (OSError, SafetensorError, KeyError, TypeError):  # also if it is deleted meanwhile
             raise damaged from None
 
     def _record(self, path: str) -> dict[str, object]:
@@ -367,7 +355,7 @@ class CheckpointStore:
 
 
 def _used(infos: Iterable[CheckpointInfo], path: str) -> int:
-    """Return the bytes of all checkpoints but the one at `path`, which is about to be replaced."""
+    """Return the bytes of all checkpoints except the one at `path`, which will be replaced."""
     return sum(info.size_bytes for info in infos if info.path != path)
 
 

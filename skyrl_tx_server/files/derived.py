@@ -1,9 +1,8 @@
 """Files that are derived from a checkpoint's arrays on request, such as the archive of a download.
 
-They are in `<root>/.derived/<generation>/`. A generation is one state of a checkpoint's arrays, which never
-change, so files of one generation never change either, and a save under the same name gets new ones. A file
-is complete or absent, because it is written under another name and renamed. Unused files, and those that a
-killed process left, are removed by age.
+They are in `<root>/.derived/<generation>/`. The arrays of a generation never change, so its derived files
+never change either. A file is complete or absent, because it is written under another name and renamed.
+Files that were not used for some time, also those of killed processes, are removed.
 """
 
 from __future__ import annotations
@@ -37,18 +36,16 @@ class DerivedFiles:
     def add(self, generation: str, name: str, make: Callable[[Path], None]) -> Path:
         """Let `make` create the file or directory at a temporary path, and rename it."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        aside, target = self._folder / f".new-{uuid.uuid4().hex}", self._folder / generation / name
+        temporary, target = self._folder / f".new-{uuid.uuid4().hex}", self._folder / generation / name
         try:
-            make(aside)
+            make(temporary)
             while True:
-                with contextlib.suppress(
-                    FileExistsError
-                ):  # `exist_ok` would ask a second time whether it is there
+                with contextlib.suppress(FileExistsError):  # `exist_ok` fails if it is removed meanwhile
                     target.parent.mkdir()
                 try:
-                    aside.rename(target)
+                    temporary.rename(target)
                 except FileNotFoundError:  # the generation was removed between the two calls
-                    if not aside.exists():
+                    if not temporary.exists():
                         raise
                 except OSError:  # another thread has made the same directory
                     if not target.is_dir():
@@ -57,7 +54,7 @@ class DerivedFiles:
                 else:
                     return target
         finally:
-            _remove(aside)
+            _remove(temporary)
 
     def forget(self, generation: str) -> None:
         """Remove the files of a generation, if there are any."""
@@ -67,16 +64,16 @@ class DerivedFiles:
     def discard(self, path: Path) -> bool:
         """Remove a file or directory of the same file system atomically. Return whether it existed."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        grave = self._folder / f".removed-{uuid.uuid4().hex}"
+        removed = self._folder / f".removed-{uuid.uuid4().hex}"
         try:
-            path.rename(grave)
+            path.rename(removed)
         except FileNotFoundError:
             return False
-        _remove(grave)
+        _remove(removed)
         return True
 
     def sweep(self, unused_for_s: float) -> None:
-        """Remove what was unused for this time."""
+        """Remove files that were not used for `unused_for_s` seconds."""
         oldest = time.time() - unused_for_s
         with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
             for entry in entries:

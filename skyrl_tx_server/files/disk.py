@@ -1,4 +1,4 @@
-"""Checks of free space and quotas, before anything is written."""
+"""Checks of free disk space and quotas before a write."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from pathlib import Path
 
 from skyrl_tx_server.errors import ServerError, UserError
 
-SLACK_BYTES = 1 << 20  # records, tables, directories
+SLACK_BYTES = 1 << 20  # for records, tensor tables and directories
 
 
 def check_room(directory: Path, num_bytes: int) -> None:
-    """Raise ServerError if the file system of `directory`, which exists, has no room for `num_bytes` more."""
+    """Raise ServerError if the file system of `directory`, which must exist, has less free space."""
     free = shutil.disk_usage(directory).free
     if num_bytes + SLACK_BYTES > free:
         raise ServerError(
             f"{directory}: not enough disk space: {_mib(num_bytes)} to write, {_mib(free)} free; nothing was "
-            f"written and nothing saved "
-            "before is lost. Free some space, or delete checkpoints you no longer need"
+            "written. Free some space or delete checkpoints"
         )
 
 
@@ -26,9 +25,8 @@ def check_quota(used_bytes: int, num_bytes: int, quota_bytes: int, *, option: st
     if used_bytes + num_bytes > quota_bytes:
         raise UserError(
             f"over the checkpoint quota: {_mib(num_bytes)} to write, {_mib(used_bytes)} of "
-            f"{_mib(quota_bytes)} in use; nothing was "
-            f"written. Delete checkpoints you no longer need, save with a ttl, or start the server with a "
-            f"larger {option}"
+            f"{_mib(quota_bytes)} in use; nothing was written. Delete checkpoints, save with a ttl, or ask "
+            f"the operator for a larger {option}"
         )
 
 
@@ -37,8 +35,7 @@ def check_count(count: int, limit: int) -> None:
     if count >= limit:
         raise UserError(
             f"over the checkpoint quota: you have {count} checkpoints; nothing was written. Delete "
-            f"checkpoints you no longer need, save "
-            "with a ttl, or ask the operator for a larger tenant_max_checkpoints"
+            "checkpoints, save with a ttl, or ask the operator for a larger tenant_max_checkpoints"
         )
 
 

@@ -1,4 +1,4 @@
-"""Read small JSON files of unknown origin, with limits of their size and depth."""
+"""Reads small untrusted JSON files with limits on size and depth."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ def read_json_object(
     file: Path, *, max_bytes: int = MAX_BYTES, follow_links: bool = True
 ) -> dict[str, object]:
     """Return the object in `file`. Raise OSError if it cannot be read or is not a regular file, and
-    ValueError with the reason for any other content.
-    """
-    descriptor = os.open(
-        file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
-    )
+    ValueError if it is not a valid JSON object."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+    descriptor = os.open(file, flags)
     with os.fdopen(descriptor, "rb") as stream:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file")
@@ -28,15 +26,15 @@ def read_json_object(
     if len(text) > max_bytes:
         raise ValueError(f"it is larger than {max_bytes >> 10} KiB")
     try:
-        value = json.loads(text)
+        root = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ValueError("it holds no JSON object")
-    level: list[dict[str, object] | list[object]] = [value]
+    if not isinstance(root, dict):
+        raise ValueError("it is not a JSON object")
+    level: list[dict[str, object] | list[object]] = [root]
     for _ in range(MAX_DEPTH):
-        items = (item for held in level for item in (held.values() if isinstance(held, dict) else held))
+        items = (item for value in level for item in (value.values() if isinstance(value, dict) else value))
         level = [item for item in items if isinstance(item, dict | list)]
         if not level:
-            return value
+            return root
     raise ValueError("it is nested too deeply")

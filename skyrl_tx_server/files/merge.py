@@ -1,4 +1,4 @@
-"""Merge an adapter into a base model, file by file, so that the model may be larger than memory."""
+"""Merges an adapter into a base model file by file, so that the model may be larger than memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_tx_server.files.base_model import BaseTensors
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROUTER_BIAS = ".e_score_correction_bias"
-"""The router decides between scores that bfloat16 cannot distinguish, so it keeps its dtype."""
+"""Keeps its dtype, because bfloat16 cannot distinguish the scores of experts."""
 
 
 def write_merged(
@@ -63,8 +63,8 @@ def _sum(name: str, tensor: np.ndarray, delta: np.ndarray | None, dtype: str | N
         return np.ascontiguousarray(tensor.astype(target))
     if delta.shape != tensor.shape:
         raise UserError(
-            f"{name} is {tensor.shape} in the base model and {delta.shape} in the adapter: it belongs to "
-            f"another model"
+            f"{name} has shape {tensor.shape} in the base model and {delta.shape} in the adapter: it belongs "
+            "to another model"
         )
     return np.ascontiguousarray((tensor.astype(np.float32) + delta).astype(target))
 

@@ -49,18 +49,16 @@ def adapter_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def deltas(arrays: Mapping[str, np.ndarray], lora: LoraSpec) -> dict[str, np.ndarray]:
-    """Return what merged weights gain: Hugging Face's tensor name -> alpha / rank * B @ A, [out, in] float32,
-    with the rank of each factor.
-    """
-    found = {}
+    """Return alpha / rank * B @ A, [out, in] float32, by Hugging Face's tensor name. `rank` is that of the
+    factors."""
+    by_name = {}
     for name, a in adapter_tensors(arrays).items():
         if name.endswith(".lora_A.weight"):
             b = arrays[name.replace(".lora_A.", ".lora_B.")]
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-            found[f"{module}.weight"] = np.float32(lora.alpha / a.shape[0]) * (
-                b.astype(np.float32) @ a.astype(np.float32)
-            )
-    return found
+            product = b.astype(np.float32) @ a.astype(np.float32)
+            by_name[f"{module}.weight"] = np.float32(lora.alpha / a.shape[0]) * product
+    return by_name
 
 
 def write_adapter(
@@ -93,26 +91,23 @@ def write_adapter(
 
 def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str, np.ndarray]]:
     """Read an adapter of `base` in float32, with the names of a checkpoint. Raise UserError if this server
-    cannot train it unchanged.
-    """
+    cannot represent it."""
     try:
         config: dict[str, Any] = read_json_object(directory / CONFIG)
         tensors = load_file(directory / WEIGHTS)
-        rank, alpha, dropout = (
-            int(config["r"]),
-            float(config["lora_alpha"]),
-            float(config.get("lora_dropout") or 0.0),
-        )
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        dropout = float(config.get("lora_dropout") or 0.0)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, SafetensorError) as error:
         raise UserError(f"{directory}: not a PEFT adapter: {error}") from None
     if rank < 1 or alpha <= 0 or not 0 <= dropout <= 1:
         raise UserError(
-            f"{directory}: rank {rank}, alpha {alpha:g} and dropout {dropout:g} are those of no adapter"
+            f"{directory}: rank {rank}, alpha {alpha:g} and dropout {dropout:g} are not valid; expected rank "
+            ">= 1, alpha > 0 and dropout in 0..1"
         )
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
         raise UserError(
-            f"{directory}: only LoRA without biases can be imported, this is "
-            f"{config.get('peft_type')}/{config.get('bias')}"
+            f"{directory}: only LoRA without biases can be imported, not peft_type={config.get('peft_type')} "
+            f"with bias={config.get('bias')}"
         )
     for name in _UNSUPPORTED:
         if config.get(name):
@@ -120,28 +115,26 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
                 f"{directory}: {name} is not supported by this server; merge the adapter with peft instead"
             )
     if config.get("use_rslora"):
-        alpha *= math.sqrt(rank)  # scaled by alpha / sqrt(rank) there, by alpha / rank here
+        alpha *= math.sqrt(rank)  # rsLoRA scales by alpha / sqrt(rank), this server by alpha / rank
     base_config: dict[str, Any] = read_json_object(base.directory / "config.json")
-    of_expert = expert_rank(rank, int(base_config.get("num_experts_per_tok") or 1))
+    rank_per_expert = expert_rank(rank, int(base_config.get("num_experts_per_tok") or 1))
     arrays = {}
     for name, tensor in tensors.items():
         factor = _FACTOR.fullmatch(name.replace(".base_layer.", "."))
         if factor is None:
-            raise UserError(f"{directory}: {name} is not a LoRA factor that this server knows")
+            raise UserError(f"{directory}: {name} is not a LoRA factor that this server supports")
         array = tensor.astype(np.float32)
         if _EXPERT.fullmatch(name):
-            array = _narrowed(directory, name, array, rank, of_expert)
+            array = _narrowed(directory, name, array, rank, rank_per_expert)
         arrays[f"{PREFIX}{factor['module']}.lora_{factor['side']}.weight"] = array
     modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in arrays}
     spec = _spec(directory, modules, base, int(base_config["num_hidden_layers"]), rank, alpha)
-    _check_shapes(directory, arrays, base, rank, of_expert)
+    _check_shapes(directory, arrays, base, rank, rank_per_expert)
     return spec, arrays
 
 
-def optimizer_at_rest(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the optimizer state of an adapter before its first step, with the names of a training
-    checkpoint.
-    """
+def initial_optimizer_state(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the optimizer state before the first step, with the names of a training checkpoint."""
     moments = {
         f"optimizer.{moment}.{name}": np.zeros_like(array)
         for moment in ("first", "second")
@@ -151,43 +144,40 @@ def optimizer_at_rest(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 def _widened(name: str, array: np.ndarray, lora: LoraSpec) -> np.ndarray:
-    """Return an expert's factor with the adapter's rank, the only one in PEFT's layout: zeros are appended,
-    and B is scaled so that B @ A is unchanged.
-    """
-    side = 0 if ".lora_A." in name else 1
-    rank = array.shape[side]
+    """Pad a factor of an expert to the rank of the adapter, because PEFT has one rank for all modules. B is
+    scaled so that alpha / rank * B @ A is unchanged."""
+    rank_axis = 0 if ".lora_A." in name else 1
+    rank = array.shape[rank_axis]
     if rank == lora.rank:
         return array
-    missing = [(0, lora.rank - rank) if axis == side else (0, 0) for axis in range(2)]
-    return np.pad(array if side == 0 else array * np.float32(lora.rank / rank), missing)
+    padding = [(0, lora.rank - rank) if axis == rank_axis else (0, 0) for axis in range(2)]
+    return np.pad(array if rank_axis == 0 else array * np.float32(lora.rank / rank), padding)
 
 
-def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, own: int) -> np.ndarray:
+def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, rank_per_expert: int) -> np.ndarray:
     """The inverse of `_widened`. Raise UserError if it would remove values that are not zero."""
-    side = 0 if ".lora_A." in name else 1
-    if array.shape[side] != rank:
+    rank_axis = 0 if ".lora_A." in name else 1
+    if array.shape[rank_axis] != rank:
         return array
-    kept, rest = np.split(array, [own], axis=side)
+    kept, rest = np.split(array, [rank_per_expert], axis=rank_axis)
     if np.any(rest):
         raise UserError(
-            f"{directory}: {name} has rank {rank}, this server's experts {own} (rank // "
-            f"num_experts_per_tok); merge it instead"
+            f"{directory}: {name} has rank {rank}, experts of this server have rank {rank_per_expert} (rank "
+            "// num_experts_per_tok); merge the adapter with peft instead"
         )
-    return kept if side == 0 else kept / np.float32(rank / own)
+    return kept if rank_axis == 0 else kept / np.float32(rank / rank_per_expert)
 
 
 def _spec(
     directory: Path, modules: set[str], base: BaseTensors, num_layers: int, rank: int, alpha: float
 ) -> LoraSpec:
-    """Return which parts are trained. Raise an error if only some modules of a part are, which a LoraSpec
-    cannot express.
-    """
+    """Return the LoraSpec of an adapter with these modules. Raise UserError if it trains only some modules of
+    a part."""
 
     def modules_like(pattern: re.Pattern[str]) -> set[str]:
-        """Exclude the layers beyond the last, which DeepSeek's checkpoints have for multi-token
-        prediction."""
         matches = (pattern.fullmatch(name) for name in base.files)
-        return {found["module"] for found in matches if found and int(found["layer"]) < num_layers}
+        # DeepSeek's checkpoints have further layers for multi-token prediction
+        return {match["module"] for match in matches if match and int(match["layer"]) < num_layers}
 
     parts = {
         "train_attn": modules_like(_ATTENTION),
@@ -198,9 +188,9 @@ def _spec(
     rest = sorted(modules - {module for name, part in parts.items() if trained[name] for module in part})
     if rest or not modules:
         raise UserError(
-            f"{directory}: this server trains attention (every projection), MLP (gate, up, down) and head "
-            f"each as a whole and in all "
-            f"{num_layers} layers; the adapter has {rest[0] if rest else 'nothing'} without its fellows"
+            f"{directory}: this server trains all projections of attention, all of the MLP or the head, in "
+            f"all {num_layers} layers; the adapter has "
+            + (f"{rest[0]} without the others" if rest else "no modules")
         )
     return LoraSpec(
         rank=rank,
@@ -212,16 +202,16 @@ def _spec(
 
 
 def _check_shapes(
-    directory: Path, arrays: Mapping[str, np.ndarray], base: BaseTensors, rank: int, of_expert: int
+    directory: Path, arrays: Mapping[str, np.ndarray], base: BaseTensors, rank: int, rank_per_expert: int
 ) -> None:
     for module in {name.rpartition(".lora_")[0] for name in arrays}:
-        own = of_expert if _EXPERT.fullmatch(module) else rank
+        module_rank = rank_per_expert if _EXPERT.fullmatch(module) else rank
         weight = f"{module.removeprefix(PREFIX)}.weight"
-        outputs, inputs = base.shape(
-            weight if weight in base.files else "model.embed_tokens.weight"
-        )  # a tied head
-        for side, shape in (("A", (own, inputs)), ("B", (outputs, own))):
+        if weight not in base.files:
+            weight = "model.embed_tokens.weight"  # tied head
+        outputs, inputs = base.shape(weight)
+        for side, shape in (("A", (module_rank, inputs)), ("B", (outputs, module_rank))):
             name = f"{module}.lora_{side}.weight"
             if name not in arrays or arrays[name].shape != shape:
-                found = arrays[name].shape if name in arrays else "missing"
-                raise UserError(f"{directory}: {name} is {found}, this base model and rank ask for {shape}")
+                actual = f"has shape {arrays[name].shape}" if name in arrays else "is missing"
+                raise UserError(f"{directory}: {name} {actual}; the base model and the rank require {shape}")

@@ -1,10 +1,9 @@
-"""An index of the facts that the HTTP side must keep across restarts and no checkpoint holds: training runs,
-when checkpoints expire, and which are public.
+"""The index of training runs, expiry times of checkpoints and public checkpoints, kept across restarts.
 
-`<checkpoints_dir>/ledger.jsonl` has one line of JSON for each fact; a later line about the same object
-replaces an earlier one, and an unreadable line is skipped. New facts are appended. When most of the file is
-out of date it is written again and renamed into place. The runs of one tenant take at most `MAX_RUN_BYTES`;
-beyond that the oldest run is removed, and its checkpoints are kept.
+`<checkpoints_dir>/ledger.jsonl` has one JSON line per fact. A later line about the same object replaces an
+earlier one, and unreadable lines are skipped. New facts are appended. When most lines are out of date, the
+file is rewritten and renamed into place. The runs of one tenant take at most `MAX_RUN_BYTES`; beyond that the
+oldest run is removed, and its checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ COMPACTION_SLACK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRun:
-    """A model that was trained here, alive or not. UserError where its metadata is larger than
-    `MAX_METADATA_BYTES`."""
+    """A training run of this server, also after its model was unloaded. Raises UserError if its metadata is
+    larger than `MAX_METADATA_BYTES`."""
 
     run_id: str
     base_model: str
@@ -50,28 +49,24 @@ class TrainingRun:
 
 @dataclass(kw_only=True, slots=True)
 class _Sizes:
-    """Bytes of the file, and of those of its lines that still say something."""
+    """Bytes of the file, and of its lines that are not out of date."""
 
     file: int = 0
     live: int = 0
 
 
 class RunIndex:
-    """The whole ledger, or, made by `of`, as one tenant sees it. Used on the event loop's thread only."""
+    """The index of all tenants or, in a view made by `of`, of one tenant. Only the event loop uses it."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._tenant: str | None = None  # None: the runs of all tenants
         self._runs: dict[str, OrderedDict[str, TrainingRun]] = {}  # by owner, in the order of creation
         self._run_bytes: dict[str, int] = {}  # by owner
-        self._lines: dict[
-            tuple[str, str], int
-        ] = {}  # what is said about what -> bytes of the line that says so
+        self._line_bytes: dict[tuple[str, str], int] = {}  # by (kind of fact, object)
         self._sizes = _Sizes()
         self.expiries: dict[str, datetime] = {}  # tinker:// path -> when to delete it
-        self._expiring: dict[
-            str, str
-        ] = {}  # tinker:// path -> the generation that expires, where it is known
+        self._expiring: dict[str, str] = {}  # tinker:// path -> the generation that expires, if it is known
         self.public: set[str] = set()  # tinker:// paths
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
@@ -88,7 +83,7 @@ class RunIndex:
         view._tenant = tenant
         return view
 
-    # --- what it says
+    # --- reading
 
     @property
     def runs(self) -> dict[str, TrainingRun]:
@@ -113,7 +108,7 @@ class RunIndex:
         """Return the generation of the save that expires; None: any."""
         return self._expiring.get(path)
 
-    # --- what is entered
+    # --- adding facts
 
     def record_run(self, run: TrainingRun) -> None:
         """Add a run. Raise OSError, and change nothing, if it cannot be written."""
@@ -137,7 +132,7 @@ class RunIndex:
         self._compact_if_due()
 
     def forget(self, path: str, generation: str | None = None) -> None:
-        """The checkpoint is gone; one that takes its name begins anew. The expiry of another `generation`
+        """Remove the facts about a deleted checkpoint. With `generation`, the expiry of another generation
         stays."""
         if generation is None or self._expiring.get(path, generation) == generation:
             self.set_expiry(path, None)
@@ -180,7 +175,7 @@ class RunIndex:
 
     def _forget_run(self, owner: str, run_id: str) -> None:
         if self._runs[owner].pop(run_id, None) is not None:
-            self._run_bytes[owner] -= self._lines["run", run_id]
+            self._run_bytes[owner] -= self._line_bytes["run", run_id]
             self._count("run", run_id, 0)
 
     def _remember_expiry(
@@ -199,17 +194,17 @@ class RunIndex:
         (self.public.add if public else self.public.discard)(path)
         self._count("public", path, num_bytes if public else 0)
 
-    def _count(self, what: str, name: str, num_bytes: int) -> None:
-        """Count the bytes of the newest line about an object; 0: the line is not needed."""
-        self._sizes.live += num_bytes - self._lines.pop((what, name), 0)
+    def _count(self, kind: str, name: str, num_bytes: int) -> None:
+        """Record the bytes of the newest line about an object; 0: the line is not needed."""
+        self._sizes.live += num_bytes - self._line_bytes.pop((kind, name), 0)
         if num_bytes:
-            self._lines[what, name] = num_bytes
+            self._line_bytes[kind, name] = num_bytes
 
-    # --- on the disk
+    # --- on disk
 
     def _append(self, fact: dict[str, object]) -> int:
         """Append a line and return its bytes. After an OSError the file is unchanged."""
-        # The leading newline ends a line that a crash left incomplete, so that only that fact is lost.
+        # The leading newline ends a line that a crash left incomplete, so only that fact is lost.
         line = ("\n" + json.dumps(fact)).encode()
         descriptor = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
@@ -229,17 +224,17 @@ class RunIndex:
     def _compact_if_due(self) -> None:
         if self._sizes.file <= 2 * self._sizes.live + COMPACTION_SLACK:
             return
-        aside = self._file.with_name(f".{self._file.name}.new")
+        new_file = self._file.with_name(f".{self._file.name}.new")
         try:
-            with aside.open("w") as stream:
+            with new_file.open("w") as stream:
                 for fact in self._facts():
                     stream.write("\n" + json.dumps(fact))
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.replace(aside, self._file)
-        except OSError as error:  # it only stays long
+            os.replace(new_file, self._file)
+        except OSError as error:
             logger.warning("%s cannot be compacted: %s", self._file, error)
-            aside.unlink(missing_ok=True)
+            new_file.unlink(missing_ok=True)
             self._sizes.file = self._sizes.live  # try again when the file has grown
         else:
             self._sizes.file = self._file.stat().st_size
@@ -265,7 +260,7 @@ def _expiry_to_json(path: str, expires_at: datetime | None, generation: str | No
 
 
 def _run_from_json(fact: dict[str, object]) -> TrainingRun:
-    """ValueError, KeyError or TypeError for what is no run. Metadata that is too large is left out."""
+    """Parse a run. Raise ValueError, KeyError or TypeError if it is invalid. Drop metadata over the limit."""
     metadata = fact.get("user_metadata", {})
     if not isinstance(metadata, dict) or not all(
         isinstance(text, str) for item in metadata.items() for text in item

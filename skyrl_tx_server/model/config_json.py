@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face directory, read and written."""
+"""Reads and writes the config.json of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from skyrl_tx_server.model.families.layer_spec import Family
 from skyrl_tx_server.model.families.table import FAMILIES, family_of
 from skyrl_tx_server.model.model_config import Llama3Scaling, ModelConfig, YarnScaling, attention_factor
 
-DEFAULT_ROPE_THETA = 10_000.0  # Hugging Face's, when config.json names none
+DEFAULT_ROPE_THETA = 10_000.0  # Hugging Face's default
 
 
 def load_model_config(model_dir: Path) -> ModelConfig:
-    """Read config.json (and the stop tokens of generation_config.json). Raises ConfigError for what no family
-    here computes."""
+    """Read config.json, and the stop tokens of generation_config.json. Raises ConfigError if no family
+    supports the model."""
     path = model_dir / "config.json"
     raw = _read_json(path)
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
         raise ConfigError(
-            f"{path}: model_type is {model_type!r}; this server runs {', '.join(sorted(FAMILIES))}"
+            f"{path}: model_type={model_type!r} is not supported; use one of {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
     for name, expected in family.expected.items():
@@ -32,7 +32,8 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     if quantization := raw.get("quantization_config"):
         method = quantization.get("quant_method")
         raise ConfigError(
-            f"{path}: its weights are quantised (quantization_config, {method}); convert them to bfloat16 first"
+            f"{path}: quantized weights (quantization_config, {method}) are not supported; convert them to "
+            "bfloat16"
         )
     try:
         config = family.read(raw, _model_config(raw, model_type, family, model_dir))
@@ -42,18 +43,20 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         raise ConfigError(f"{path}: {error}") from None
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(
-            f"{path}: {config.num_heads} attention heads do not divide over {config.num_kv_heads} key-value heads"
+            f"{path}: num_attention_heads={config.num_heads} must be a multiple of "
+            f"num_key_value_heads={config.num_kv_heads}"
         )
     if config.experts is not None and not 1 <= config.experts.per_token <= config.experts.count:
         raise ConfigError(
-            f"{path}: num_experts_per_tok={config.experts.per_token} of {config.experts.count} experts"
+            f"{path}: num_experts_per_tok={config.experts.per_token} must be between 1 and the number of "
+            f"experts, {config.experts.count}"
         )
     return config
 
 
 def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """What `load_model_config` and Hugging Face read back as `config`."""
-    family = family_of(config)
+    """Return the config.json that `load_model_config` and Hugging Face read as `config`."""
+    family, eos = family_of(config), config.eos_token_ids
     return {
         "architectures": [family.architecture],
         "model_type": config.model_type,
@@ -70,9 +73,7 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "rope_theta": config.rope_theta,
         "rope_parameters": _rope_json(config),
-        "eos_token_id": list(config.eos_token_ids)
-        if len(config.eos_token_ids) != 1
-        else config.eos_token_ids[0],
+        "eos_token_id": list(eos) if len(eos) != 1 else eos[0],
         "dtype": dtype,
         **family.write(config),
     }
@@ -135,7 +136,7 @@ def _rope_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def _eos_token_ids(model_dir: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    """generation_config.json wins: it lists every token that ends a turn, config.json often only one."""
+    """Prefer generation_config.json: it lists all tokens that end a turn, config.json often only one."""
     generation = model_dir / "generation_config.json"
     ids = (_read_json(generation) if generation.exists() else {}).get("eos_token_id", raw.get("eos_token_id"))
     if ids is None:
@@ -147,9 +148,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return read_json_object(path)
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path} does not exist: base_model must be a Hugging Face model directory"
-        ) from None
+        raise ConfigError(f"{path} does not exist: base_model must be a Hugging Face directory") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
     except OSError as error:

@@ -78,15 +78,11 @@ def expert_weights(config: ModelConfig) -> dict[str, Weight]:
 def add_experts(
     config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
 ) -> jax.Array:
-    """x [B, T, D] plus its experts' outputs."""
+    """Add the outputs of the experts to x [B, T, D]."""
     assert config.experts is not None
     normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
-    inputs = (
-        normed,
-        route(config.experts, Router(params["router"], params.get("router_bias")), normed),
-        params["gate_up"],
-        params["down"],
-    )
+    routed = route(config.experts, Router(params["router"], params.get("router_bias")), normed)
+    inputs = normed, routed, params["gate_up"], params["down"]
     modules = None if adapter is None else (adapter["gate_up"], adapter["down"])
     mix, layer = partial(mix_experts, config.experts), params.get(STACK_INDEX)
     if config.experts.shared:
@@ -117,8 +113,8 @@ class Router(NamedTuple):
 
 
 def route(experts: Experts, router: Router, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(weights in x's dtype, experts) of x [B, T, D], both [B, T, per_token]; softmax and sigmoid in
-    float32."""
+    """Return (weights in the dtype of x, experts) of x [B, T, D], both [B, T, per_token]. Softmax and sigmoid
+    are computed in float32."""
     tokens = x.reshape(-1, x.shape[-1])
     if experts.groups is None:
         scores = jax.nn.softmax((tokens @ router.weight.T).astype(jnp.float32), axis=-1)
@@ -136,12 +132,12 @@ def route(experts: Experts, router: Router, x: jax.Array) -> tuple[jax.Array, ja
 
 
 def _within_groups(groups: ExpertGroups, scores: jax.Array) -> jax.Array:
-    """`scores` [N, count], minus infinity outside each token's best groups."""
+    """Set `scores` [N, count] to minus infinity outside the best groups of each token."""
     grouped = scores.reshape(len(scores), groups.count, -1)
     best_two, _ = jax.lax.top_k(grouped, 2)
     _, chosen = jax.lax.top_k(best_two.sum(axis=-1), groups.per_token)
-    inside = (chosen[..., None] == jnp.arange(groups.count)).any(axis=1)
-    return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(scores.shape)
+    is_chosen = (chosen[..., None] == jnp.arange(groups.count)).any(axis=1)
+    return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 def mix_experts(
@@ -156,13 +152,12 @@ def mix_experts(
     first: jax.Array | int = 0,
     fsdp: str | None = None,
 ) -> jax.Array:
-    """The weighted outputs [B, T, D] of the experts whose weights `gate_up` [E, 2F, D] and `down` [E, D, F]
-    are, `first` being the first, for x as `route` says. With a `layer` both are stacked over layers. `fsdp`
-    is the mesh's axis that divides the outputs of both, if any: those of the first are brought together,
-    those of the second stay.
+    """Return the weighted outputs [B, T, D] of E experts for x [B, T, D] and its `route`.
 
-    The adapter's modules are one for the batch (A [E, in, ...]), or all LoRA slots with their indices (A [S,
-    L, E, in, ...]).
+    `gate_up` [E, 2F, D] and `down` [E, D, F] belong to the experts from number `first` on; with `layer` they
+    are stacked over layers. `fsdp` is the mesh axis that divides the outputs of both, if any: those of
+    `gate_up` are gathered, those of `down` stay divided. `modules` is one adapter for the batch (A [E, in,
+    ...]), or all LoRA slots with their indices (A [S, L, E, in, ...]).
     """
     count, offset = gate_up.shape[-3], 0 if layer is None else layer * gate_up.shape[-3]
     gate_up, down = (jnp.reshape(matrices, (-1, *matrices.shape[-2:])) for matrices in (gate_up, down))
@@ -170,30 +165,33 @@ def mix_experts(
     tokens, (weights, chosen) = x.reshape(-1, x.shape[-1]), routed
     local = chosen.reshape(-1) - first
     indices = None if modules is None else modules[0].indices
-    assigned = jnp.arange(local.size) // experts.per_token
-    block = tile_size(local.size, experts.count)
+    token_of = jnp.arange(local.size) // experts.per_token
+    tile = tile_size(local.size, experts.count)
     if modules is None or indices is None:
-        layout, slot = lay_out_tiles(local, count, block=block), None
-        own_experts = layout.groups
-    else:  # a tile has one LoRA slot; for the kernels padding costs nothing
+        layout, slot = lay_out_tiles(local, count, tile=tile), None
+        tile_experts = layout.groups
+    else:  # every tile has one LoRA slot; a GPU kernel computes padding at no cost
         num_slots = modules[0].a.shape[0]
-        groups = local * num_slots + jnp.asarray(indices.slots)[assigned // length]
-        layout = lay_out_tiles(groups, count * num_slots, block=block if on_gpu() else 1)
-        own_experts, slot = layout.groups // num_slots, layout.groups % num_slots
-    blocks = layout.fill(tokens[assigned])
+        groups = local * num_slots + jnp.asarray(indices.slots)[token_of // length]
+        layout = lay_out_tiles(groups, count * num_slots, tile=tile if on_gpu() else 1)
+        tile_experts, slot = layout.groups // num_slots, layout.groups % num_slots
+    tiles = layout.fill(tokens[token_of])
     deltas = None
     if modules is not None:
-        deltas = [partial(low_rank_deltas, module=_of_tiles(module, own_experts, slot)) for module in modules]
+        deltas = [
+            partial(low_rank_deltas, module=_factors_of_tiles(module, tile_experts, slot))
+            for module in modules
+        ]
 
-    both = tile_products(blocks, gate_up, own_experts + offset, layout.used)
-    gate, up = jnp.split(
-        both if fsdp is None else jax.lax.all_gather(both, fsdp, axis=-1, tiled=True), 2, axis=-1
-    )
+    both = tile_products(tiles, gate_up, tile_experts + offset, layout.used)
+    if fsdp is not None:
+        both = jax.lax.all_gather(both, fsdp, axis=-1, tiled=True)
+    gate, up = jnp.split(both, 2, axis=-1)
     if deltas is not None:
-        gate_delta, up_delta = deltas[0](blocks)
+        gate_delta, up_delta = deltas[0](tiles)
         gate, up = gate + gate_delta, up + up_delta
     inner = jax.nn.silu(gate) * up
-    outputs = tile_products(inner, down, own_experts + offset, layout.used)
+    outputs = tile_products(inner, down, tile_experts + offset, layout.used)
     if deltas is not None:
         outputs = outputs + deltas[1](inner)[0]
     per_token = layout.take(outputs).reshape(batch, length, experts.per_token, -1)
@@ -210,7 +208,7 @@ def _shared_mix(
     modules: tuple[LoraWeights, LoraWeights] | None,
     layer: jax.Array | None,
 ) -> jax.Array:
-    """`mix_experts` on one of several devices, each of which has some experts and some columns of theirs."""
+    """Run `mix_experts` on one device of a mesh, which has a part of the experts and of their columns."""
     first = jax.lax.axis_index("expert") * gate_up.shape[-3]
     return jax.lax.psum(
         mix(x, routed, gate_up, down, modules, layer, first=first, fsdp=fsdp), ("expert", "tensor")
@@ -220,11 +218,11 @@ def _shared_mix(
 def _module_specs(
     modules: tuple[LoraWeights, LoraWeights], rows: Axes, fsdp: str | None
 ) -> tuple[LoraWeights, LoraWeights]:
-    """A PartitionSpec in every leaf's place: B is divided like its weight's outputs, which are its last axis,
-    A like its inputs."""
+    """Return the PartitionSpecs of the leaves. A is divided like the inputs of the weight, B like the
+    outputs."""
     slot_axes = () if modules[0].indices is None else (None, None)
 
-    def of(module: LoraWeights, inputs: str | None, outputs: str | None) -> LoraWeights:
+    def specs(module: LoraWeights, inputs: str | None, outputs: str | None) -> LoraWeights:
         def spec(path: tuple[Any, ...], leaf: jax.Array) -> PartitionSpec:
             match path[0].name:
                 case "a":
@@ -237,116 +235,102 @@ def _module_specs(
 
         return jax.tree_util.tree_map_with_path(spec, module)
 
-    return of(modules[0], None, "tensor"), of(modules[1], "tensor", fsdp)
+    return specs(modules[0], None, "tensor"), specs(modules[1], "tensor", fsdp)
 
 
-# --- blocks
+# --- tiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileLayout:
-    """The place of each of R assignments in `len(groups)` tiles; assignments to experts of other devices have
-    none."""
+    """The place of each of R assignments in N tiles of one group each. A group is an expert, or an expert
+    with a LoRA slot. Assignments to experts of other devices have no place."""
 
-    block: int
-    groups: jax.Array  # [tiles] int32, the group of each tile
+    tile: int  # assignments per tile
+    groups: jax.Array  # [N] int32, the group of each tile
     places: jax.Array  # [R] int32; beyond the last tile: no place
-    used: jax.Array  # [] int32, tiles that hold assignments
+    used: jax.Array  # [] int32, tiles with assignments
 
     def fill(self, rows: jax.Array) -> jax.Array:
-        """[R, n] -> [blocks, block, n], zeros between."""
+        """[R, n] -> [N, tile, n], padded with zeros."""
         count = self.groups.shape[0]
-        empty = jnp.zeros((count * self.block, rows.shape[1]), rows.dtype)
-        return empty.at[self.places].set(rows, mode="drop").reshape(count, self.block, -1)
+        empty = jnp.zeros((count * self.tile, rows.shape[1]), rows.dtype)
+        return empty.at[self.places].set(rows, mode="drop").reshape(count, self.tile, -1)
 
-    def take(self, blocks: jax.Array) -> jax.Array:
-        """[blocks, block, n] -> [R, n], zeros for assignments without a place."""
-        return blocks.reshape(-1, blocks.shape[-1]).at[self.places].get(mode="fill", fill_value=0)
+    def take(self, tiles: jax.Array) -> jax.Array:
+        """[N, tile, n] -> [R, n], zeros for assignments without a place."""
+        return tiles.reshape(-1, tiles.shape[-1]).at[self.places].get(mode="fill", fill_value=0)
 
 
 def tile_size(assignments: int, experts: int) -> int:
-    """Return about the number of assignments of an expert: smaller tiles make more products, larger ones more
+    """Return about the number of assignments per expert. Smaller tiles need more products, larger ones more
     padding."""
-    return min(
-        max(
-            MIN_EXPERT_TILE,
-            1 << (assignments // experts).bit_length() - 1 if assignments > experts else MIN_EXPERT_TILE,
-        ),
-        MAX_EXPERT_TILE,
-    )
+    per_expert = 1 << (assignments // experts).bit_length() - 1 if assignments > experts else 1
+    return min(max(MIN_EXPERT_TILE, per_expert), MAX_EXPERT_TILE)
 
 
-def lay_out_tiles(local_R: jax.Array, count: int, *, block: int) -> TileLayout:
-    """Lay out assignments to the groups 0 .. count - 1 in tiles of one group each; any other number belongs
-    to another device."""
+def lay_out_tiles(local_R: jax.Array, count: int, *, tile: int) -> TileLayout:
+    """Lay out assignments to the groups 0 .. count - 1 in tiles of one group each. Other numbers belong to
+    other devices."""
     assignments = local_R.shape[0]
     groups = jnp.where((local_R >= 0) & (local_R < count), local_R, count)
     sizes = jnp.bincount(groups, length=count + 1)[:count]
-    ends = jnp.cumsum(-(-sizes // block))
+    ends = jnp.cumsum(-(-sizes // tile))
     order = jnp.argsort(groups)
     group = groups[order]
     within = jnp.arange(assignments) - (jnp.cumsum(sizes) - sizes)[group]
-    blocks = (
-        assignments + min(count, assignments) * (block - 1)
-    ) // block  # as many as any distribution can need
-    starts = jnp.append((ends - -(-sizes // block)) * block, blocks * block)
-    places = (
-        jnp.zeros(assignments, jnp.int32)
-        .at[order]
-        .set(jnp.where(group < count, starts[group] + within, blocks * block))
-    )
-    owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(blocks), side="right"), count - 1)
-    return TileLayout(block=block, groups=owners, places=places, used=ends[-1])
+    tiles = (assignments + min(count, assignments) * (tile - 1)) // tile  # enough for every distribution
+    starts = jnp.append((ends - -(-sizes // tile)) * tile, tiles * tile)
+    places = jnp.zeros(assignments, jnp.int32)
+    places = places.at[order].set(jnp.where(group < count, starts[group] + within, tiles * tile))
+    tile_groups = jnp.minimum(jnp.searchsorted(ends, jnp.arange(tiles), side="right"), count - 1)
+    return TileLayout(tile=tile, groups=tile_groups, places=places, used=ends[-1])
 
 
-def _of_tiles(module: LoraWeights, experts: jax.Array, slot: jax.Array | None) -> LoraWeights:
-    """Return the factors of each tile, every leaf with a leading axis of tiles. `slot` [tiles] is the LoRA
-    slot, if `module` has slots."""
+def _factors_of_tiles(module: LoraWeights, experts: jax.Array, slot: jax.Array | None) -> LoraWeights:
+    """Return the factors of each tile; every leaf has a leading axis of tiles. `slot` [tiles] is the LoRA
+    slot if `module` has slots."""
     if slot is None:
         return LoraWeights(a=module.a[experts], b=tuple(b[experts] for b in module.b), scale=module.scale)
-    at = (slot, module.layer, experts)
+    index = (slot, module.layer, experts)
     return LoraWeights(
-        a=module.a[at],
-        b=tuple(b[at] for b in module.b),
+        a=module.a[index],
+        b=tuple(b[index] for b in module.b),
         scale=jnp.asarray(module.scale)[slot, module.layer][:, None, None],
     )
 
 
 @jax.custom_vjp
-def tile_products(blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array) -> Any:
-    """blocks [n, block, in] through weight[experts] [n, out, in], for the first `used` blocks; zeros beyond.
-    `weight` takes no gradient."""
-    return _products(blocks, weight, experts, used, transposed=False)
+def tile_products(tiles: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array) -> Any:
+    """Multiply each of the first `used` tiles [N, tile, in] by the weight [E, out, in] of its expert. The
+    other tiles are zero in the result [N, tile, out]. `weight` has no gradient."""
+    return _products(tiles, weight, experts, used, transposed=False)
 
 
 def _products(
-    blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array, *, transposed: bool
+    tiles: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array, *, transposed: bool
 ) -> jax.Array:
     """Run the kernel on NVIDIA's devices and a loop on others."""
     weight = jnp.asarray(weight)
 
-    def loop(blocks: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array) -> jax.Array:
+    def loop(tiles: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array) -> jax.Array:
         def step(index: jax.Array, out: jax.Array) -> jax.Array:
-            own = weight[experts[index]]
-            return out.at[index].set(blocks[index] @ (own if transposed else own.T))
+            expert_weight = weight[experts[index]]
+            return out.at[index].set(tiles[index] @ (expert_weight if transposed else expert_weight.T))
 
-        return jax.lax.fori_loop(
-            0, used, step, jnp.zeros((*blocks.shape[:2], weight.shape[2 if transposed else 1]), blocks.dtype)
-        )
+        start = jnp.zeros((*tiles.shape[:2], weight.shape[2 if transposed else 1]), tiles.dtype)
+        return jax.lax.fori_loop(0, used, step, start)
 
-    if not grouped_kernel.fits(blocks, weight):
-        return loop(blocks, weight, experts, used)
+    if not grouped_kernel.fits(tiles, weight):
+        return loop(tiles, weight, experts, used)
     kernel = partial(grouped_kernel.grouped_products, transposed=transposed)
-    return jax.lax.platform_dependent(blocks, weight, experts, used, cuda=kernel, default=loop)
+    return jax.lax.platform_dependent(tiles, weight, experts, used, cuda=kernel, default=loop)
 
 
-def _products_forward(blocks, weight, experts, used):
-    assert not weight.perturbed, "the base model's experts are frozen: only their adapters are trained"
-    return tile_products(blocks.value, weight.value, experts.value, used.value), (
-        weight.value,
-        experts.value,
-        used.value,
-    )
+def _products_forward(tiles, weight, experts, used):
+    assert not weight.perturbed, "the weights of experts are frozen, only their adapters are trained"
+    saved = weight.value, experts.value, used.value
+    return tile_products(tiles.value, *saved), saved
 
 
 def _products_backward(saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array | SymbolicZero):

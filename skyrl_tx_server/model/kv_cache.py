@@ -4,8 +4,8 @@ The host keeps a block table for each sequence: the numbers of its pages in orde
 prefix may share pages; a shared page is never written. Heads come before positions in memory, because a
 decode step reads the positions of one head consecutively.
 
-On a mesh each of the batch's devices has an equal share of the pages, numbered consecutively. The first page
-of each share is the null page: writes that must have no effect go there.
+On a mesh each data-parallel rank has an equal share of the pages, numbered consecutively. The first page of
+each share is the null page: writes that must have no effect go there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from skyrl_tx_server.model.shapes import PAGE_SIZE
 class KVCache:
     """N pages of every layer."""
 
-    keys: jax.Array  # [L, N, K, hd, PAGE], normed and rotated
+    keys: jax.Array  # [L, N, K, hd, PAGE], normalized and rotated
     values: jax.Array  # [L, N, K, PAGE, hd]
 
 
@@ -47,22 +47,22 @@ class Segment:
 
 EVERYWHERE = PartitionSpec()
 PAGES = PartitionSpec(None, BATCH, "tensor")
-"""Of both arrays of the cache: pages over the batch's devices, heads over `tensor`."""
+"""The sharding of both arrays of the cache: pages by data-parallel rank, heads by `tensor`."""
 ROWS, STACKED_ROWS = PartitionSpec(BATCH, "tensor"), PartitionSpec(None, BATCH, "tensor")
 EACH_ROW = PartitionSpec(None, "tensor")
 
 
 def segment_of(k: jax.Array, v: jax.Array) -> Segment:
-    """A segment from a layer's keys and values [B, T, K, hd].
+    """Return a segment of the keys and values [B, T, K, hd] of a layer.
 
-    Values are made finite: attention masks the rest of a page by a weight of zero, and zero times NaN is NaN.
+    Values are made finite, because masked positions have weight zero, and zero times NaN is NaN.
     """
     return Segment(keys=k.transpose(0, 2, 3, 1), values=jnp.nan_to_num(v.transpose(0, 2, 1, 3)))
 
 
 def stacked(segments: Sequence[Segment]) -> Segment:
-    """Stack the segments of all layers, one update per layer. XLA would recompute one concatenation wherever
-    it is read, and compile it for as long as all layers."""
+    """Stack the segments of all layers with one update per layer. XLA would recompute a concatenation
+    wherever it is read, and compile it as long as all layers."""
     whole = jax.tree.map(lambda leaf: jnp.zeros((len(segments), *leaf.shape), leaf.dtype), segments[0])
     for index, segment in enumerate(segments):
         whole = jax.tree.map(
@@ -141,7 +141,7 @@ def write_rows(
 ) -> KVCache:
     """Write the first `counts_B` positions of `new`, stacked over layers, at position `starts_B` of the
     sequences with the block tables `tables_BW`. The default loops over pages; `scatter` is one operation, for
-    a GPU, where the host would run the loop."""
+    a GPU, where a loop needs the host."""
     write, rows = partial(_scatter_own_rows if scatter else _write_own_rows, config), PartitionSpec(BATCH)
     if config.mesh is not None:
         write = shard_map_over(config, write, (PAGES, STACKED_ROWS, rows, rows, rows), PAGES)
@@ -157,7 +157,7 @@ def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: ArrayLike) -> KVC
     return copy(cache, jnp.asarray(copies_C2))
 
 
-# --- on one device, or on one of several: the pages that lie there
+# --- on one device: its own pages
 
 
 def own_pages(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -177,9 +177,8 @@ def _read_own_rows(
     def segment(layer: int, first: int, end: int) -> Segment:
         pages = own[:, first // PAGE_SIZE : end // PAGE_SIZE]
         keys = cache.keys[layer, pages].transpose(0, 2, 3, 1, 4).reshape(batch, heads, head_dim, -1)
-        values = cache.values[
-            layer, pages[:, None], jnp.arange(heads)[None, :, None]
-        ]  # two thirds of the time of transposed pages
+        # takes two thirds of the time of transposing the pages
+        values = cache.values[layer, pages[:, None], jnp.arange(heads)[None, :, None]]
         return Segment(keys=keys, values=values.reshape(batch, heads, -1, head_dim))
 
     return [
@@ -190,10 +189,7 @@ def _read_own_rows(
 
 def read_pages(cache: KVCache, layer: ArrayLike, own_BP: jax.Array) -> Segment:
     """Return one layer's positions in the given pages of each sequence."""
-    keys, values = (
-        cache.keys[layer, own_BP],
-        cache.values[layer, own_BP],
-    )  # [B, P, K, hd, PAGE], [B, P, K, PAGE, hd]
+    keys, values = cache.keys[layer, own_BP], cache.values[layer, own_BP]  # [B, P, K, hd, PAGE] and swapped
     batch, _, heads, head_dim, _ = keys.shape
     return Segment(
         keys=keys.transpose(0, 2, 3, 1, 4).reshape(batch, heads, head_dim, -1),
@@ -258,7 +254,7 @@ def _write_own_rows(
     starts_B: jax.Array,
     counts_B: jax.Array,
 ) -> KVCache:
-    width = min(new.keys.shape[-1], PAGE_SIZE)  # of the window of a page that is written
+    width = min(new.keys.shape[-1], PAGE_SIZE)  # positions of a page that are written at once
 
     def row(b: jax.Array, cache: KVCache) -> KVCache:
         start, count = starts_B[b], counts_B[b]
@@ -267,9 +263,7 @@ def _write_own_rows(
         def page(index: jax.Array, cache: KVCache) -> KVCache:
             at, _ = own_pages(config, cache, tables_BW[b, index])
             first = jnp.clip(start - index * PAGE_SIZE, 0, PAGE_SIZE - width)
-            source = (
-                index * PAGE_SIZE + first + jnp.arange(width) - start
-            )  # which new position belongs at each place
+            source = index * PAGE_SIZE + first + jnp.arange(width) - start  # index in `new` of each position
             here = (source >= 0) & (source < count)
             return KVCache(
                 keys=_merge(

@@ -1,4 +1,4 @@
-"""The pieces of a layer: RMS norm, rotary embedding, causal attention over packed rows."""
+"""The parts of a layer: RMS norm, rotary embedding, causal attention over packed sequences."""
 
 from __future__ import annotations
 
@@ -13,36 +13,34 @@ import numpy as np
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.model_config import Llama3Scaling, RopeSpec, YarnScaling
 
-QUERY_BLOCKS = (
-    4  # each is one more attention to compile; four save 3/8 of a full causal mask's work, eight only 7/16
-)
+QUERY_BLOCKS = 4
+"""Each block compiles its own attention. Four blocks save 3/8 of the work of a full mask, eight 7/16."""
 MIN_QUERY_BLOCK, MAX_QUERY_BLOCK = 256, 1024
 
 
 class Rope(NamedTuple):
-    """Rotary tables for given positions, each [B, T, rope_dim / 2]."""
+    """Rotary tables of positions, each [B, T, rope_dim / 2]."""
 
     cos: jax.Array
     sin: jax.Array
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Normalise in float32, scale in x's dtype (Hugging Face's order)."""
+    """Normalize in float32 and scale in the dtype of x, as Hugging Face does."""
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(
-        x.dtype
-    ) * weight
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * weight
 
 
 def rope_tables(rope: RopeSpec, positions: jax.Array | np.ndarray, dtype: jnp.dtype = jnp.float32) -> Rope:
-    """Return cos and sin for positions [B, T], computed in float32 and cast to the activations' dtype."""
+    """Return cos and sin for positions [B, T], computed in float32 and cast to `dtype`."""
     scale = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
     angles = positions[..., None].astype(jnp.float32) * _inverse_frequencies(rope)
     return Rope((jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype))
 
 
 def rotate(x: jax.Array, rope: Rope) -> jax.Array:
-    """Rotate x [B, T, heads, head_dim], halves paired as in Hugging Face."""
+    """Rotate x [B, T, heads, head_dim]. Rotary pairs are the two halves of a head, as in Hugging Face."""
     cos, sin = rope.cos[:, :, None], rope.sin[:, :, None]
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -51,9 +49,9 @@ def rotate(x: jax.Array, rope: Rope) -> jax.Array:
 def packed_attention(
     spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids_BT: jax.Array | np.ndarray
 ) -> jax.Array:
-    """Causal attention of q [B, T, H, hd] over k, v [B, T, K, hd], each token within its own segment.
+    """Return causal attention of q [B, T, H, hd] over k, v [B, T, K, hd] within each segment.
 
-    A long sequence is computed in blocks of queries: a block reads only the keys before its end, and the
+    A long sequence is computed in blocks of queries. A block reads only the keys before its end, and the
     backward pass recomputes its probabilities, so the scores [T, T] are never in memory as a whole.
     """
     length = q.shape[1]
@@ -64,24 +62,16 @@ def packed_attention(
     blocks = []
     for first in range(0, length, block):
         end = min(first + block, length)
-        blocks.append(
-            attend(
-                spec,
-                q[:, first:end],
-                k[:, :end],
-                v[:, :end],
-                segment_ids_BT[:, first:end],
-                segment_ids_BT[:, :end],
-                first,
-            )
-        )
+        heads = q[:, first:end], k[:, :end], v[:, :end]
+        query_segments, key_segments = segment_ids_BT[:, first:end], segment_ids_BT[:, :end]
+        blocks.append(attend(spec, *heads, query_segments, key_segments, first))
     return jnp.concatenate(blocks, axis=1)
 
 
 def within_segments(
     segment_ids_BT: jax.Array | np.ndarray,
 ) -> Callable[[AttentionSpec, jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Return `packed_attention` over these segments, as `hidden_states` takes it."""
+    """Return `packed_attention` over these segments as the `attend` of `hidden_states`."""
     return lambda spec, q, k, v: packed_attention(spec, q, k, v, segment_ids_BT)
 
 
@@ -95,37 +85,37 @@ def _attend_block(
     first: int,
 ) -> jax.Array:
     distance = (first + jnp.arange(q.shape[1]))[:, None] - jnp.arange(k.shape[1])[None, :]
-    seen = (
-        distance >= 0 if spec.sliding_window is None else (distance >= 0) & (distance < spec.sliding_window)
-    )
+    visible = distance >= 0
+    if spec.sliding_window is not None:
+        visible &= distance < spec.sliding_window
     same = query_segments[:, :, None] == key_segments[:, None, :]
-    return jax.nn.dot_product_attention(q, k, v, mask=(seen[None] & same)[:, None], scale=spec.scale)
+    return jax.nn.dot_product_attention(q, k, v, mask=(visible[None] & same)[:, None], scale=spec.scale)
 
 
 def _inverse_frequencies(rope: RopeSpec) -> np.ndarray:
-    """[rope_dim / 2] float32, known when the program is traced."""
+    """Return [rope_dim / 2] float32, a constant of the program."""
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / rope.dim
-    plain = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
+    frequencies = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
     match rope.scaling:
         case YarnScaling() as yarn:
-            return _yarn_frequencies(plain, yarn, rope)
+            return _yarn_frequencies(frequencies, yarn, rope)
         case Llama3Scaling() as llama3:
-            return _llama3_frequencies(plain, llama3)
-    return plain
+            return _llama3_frequencies(frequencies, llama3)
+    return frequencies
 
 
-def _llama3_frequencies(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
-    """Keep what turns `high_freq_factor` times or more within the original length, slow what turns
-    `low_freq_factor` times or less."""
-    turns = scaling.original_max_position_embeddings * plain / np.float32(2 * math.pi)
+def _llama3_frequencies(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
+    """Keep frequencies of at least `high_freq_factor` rotations within the original length, divide those of
+    at most `low_freq_factor` rotations, and interpolate between."""
+    rotations = scaling.original_max_position_embeddings * frequencies / np.float32(2 * math.pi)
     kept = np.clip(
-        (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1
+        (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1
     )
-    return (plain / scaling.factor * (1 - kept) + plain * kept).astype(np.float32)
+    return (frequencies / scaling.factor * (1 - kept) + frequencies * kept).astype(np.float32)
 
 
-def _yarn_frequencies(plain: np.ndarray, yarn: YarnScaling, rope: RopeSpec) -> np.ndarray:
-    """Interpolate slow dimensions, leave fast ones, ramp between (YaRN, arXiv:2309.00071, section 3.2)."""
+def _yarn_frequencies(frequencies: np.ndarray, yarn: YarnScaling, rope: RopeSpec) -> np.ndarray:
+    """Divide low frequencies, keep high ones, and interpolate between (arXiv:2309.00071, section 3.2)."""
 
     def dimension(rotations: float) -> float:
         return (
@@ -139,6 +129,6 @@ def _yarn_frequencies(plain: np.ndarray, yarn: YarnScaling, rope: RopeSpec) -> n
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
     if low == high:
-        high += 0.001  # Hugging Face's guard against a division by zero
+        high += 0.001  # avoids a division by zero, as in Hugging Face
     interpolated = np.clip((np.arange(rope.dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
-    return (plain / yarn.factor * interpolated + plain * (1 - interpolated)).astype(np.float32)
+    return (frequencies / yarn.factor * interpolated + frequencies * (1 - interpolated)).astype(np.float32)

@@ -1,20 +1,20 @@
-"""A mesh of devices that share one model: its axes, the sharding of arrays, and constraints for programs.
+"""The mesh of devices that share one model: its axes, the sharding of arrays, and constraints for programs.
 
-    axis     divides                                                     and so holds
-    data     the rows of a batch                                         everything else once per device
-    fsdp     the rows of a batch, and each matrix                        a part of every matrix
-    tensor   heads, the perceptron's width, the vocabulary               a part of every matrix and of the cache
-    expert   a mixture's experts                                         some experts, and their adapters
+    axis     divides                                   each device holds
+    data     the sequences of a batch                  everything else
+    fsdp     the sequences of a batch, each matrix     a part of every matrix
+    tensor   heads, the width of MLPs, the vocabulary  a part of every matrix and of the KV cache
+    expert   experts                                   some experts and their adapters
 
 Training gathers the matrices of a layer that `fsdp` divides before its products, because they are smaller
 than the activations of its tokens. Sampling leaves matrices in place (`weight_stationary`) and sends its few
 tokens.
 
-Every device holds an adapter, except the factors of experts, which are on the devices of their experts. If
-`config.mesh` is None, all functions here are the identity.
+Adapters are replicated on every device, except the factors of experts, which are on the devices of their
+experts. If `config.mesh` is None, the functions of this module do not change arrays.
 
-The devices may be those of several processes, as many of each: the first axes divide the processes, the last
-ones each one's devices.
+Several processes may share a mesh, each with the same number of devices. The first axes then divide the
+processes, and the last axes the devices of each process.
 """
 
 from __future__ import annotations
@@ -34,15 +34,13 @@ from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.model_config import ModelConfig
 
 BATCH = ("data", "fsdp")
-"""The axes that divide the rows of a batch."""
+"""The axes that divide the sequences of a batch."""
 type Axes = str | tuple[str, ...] | None
-"""What divides one axis of an array."""
+"""The mesh axes that divide one axis of an array."""
 VOCABULARY = PartitionSpec("tensor", "fsdp")
-"""Of the embedding and the head, [V, D]."""
-
-
-OLDEST_GPU = 8
-"""Compute capability from which on Triton compiles."""
+"""The sharding of the embedding and the head, [V, D]."""
+MIN_COMPUTE_CAPABILITY = 8
+"""Triton supports NVIDIA's devices from Ampere on."""
 
 
 def on_gpu() -> bool:
@@ -50,27 +48,27 @@ def on_gpu() -> bool:
 
 
 def check_device() -> None:
-    """ConfigError on NVIDIA's devices before Ampere, for which Triton compiles nothing: a server would start
-    and fail every request."""
+    """Raise ConfigError on NVIDIA's devices before Ampere, for which Triton cannot compile the kernels."""
     device = jax.local_devices()[0]
     major = str(getattr(device, "compute_capability", "")).partition(".")[0]
-    if on_gpu() and major.isdigit() and int(major) < OLDEST_GPU:
+    if on_gpu() and major.isdigit() and int(major) < MIN_COMPUTE_CAPABILITY:
         raise ConfigError(
-            f"{device.device_kind} has compute capability {device.compute_capability}, the kernels need {OLDEST_GPU}.0 or more (A100, "
-            "RTX 30 and later); JAX_PLATFORMS=cpu runs the server without it"
+            f"{device.device_kind} has compute capability {device.compute_capability}, the kernels need "
+            f"{MIN_COMPUTE_CAPABILITY}.0 or more (A100, RTX 30 and later); JAX_PLATFORMS=cpu uses the CPU"
         )
 
 
 def make_mesh(shape: MeshShape) -> Mesh | None:
-    """The first devices of every process in that shape; None for one. ConfigError when there are too few."""
+    """Return a mesh of the first devices of every process; None for one device. Raises ConfigError if there
+    are too few devices."""
     if shape.devices == 1:
         return None
-    each = shape.devices // jax.process_count()
-    devices = [jax.local_devices(process)[:each] for process in range(jax.process_count())]
-    if any(len(own) < each for own in devices):
-        found = " and ".join(str(len(own)) for own in devices)
-        where = "; this machine has" if len(devices) == 1 else f", {each} of each process; they have"
-        raise ConfigError(f"{shape} needs {shape.devices} devices{where} {found} ({devices[0][0].platform})")
+    per_process = shape.devices // jax.process_count()
+    devices = [jax.local_devices(process)[:per_process] for process in range(jax.process_count())]
+    if any(len(local) < per_process for local in devices):
+        counts = " and ".join(str(len(local)) for local in devices)
+        where = "; this machine has" if len(devices) == 1 else f", {per_process} per process; they have"
+        raise ConfigError(f"{shape} needs {shape.devices} devices{where} {counts} ({devices[0][0].platform})")
     sizes = asdict(shape)
     return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes))
 
@@ -81,7 +79,8 @@ def place(
     spec: PartitionSpec,
     read: Callable[[tuple[slice, ...]], np.ndarray],
 ) -> jax.Array:
-    """An array on its devices from `read(part of it)`; host memory holds one device's part at a time."""
+    """Create an array on its devices. `read(index)` returns a part; host memory holds the part of one device
+    at a time."""
     if config.mesh is None:
         return jax.device_put(read(tuple(slice(0, size) for size in shape)))
     sharding = NamedSharding(config.mesh, spec)
@@ -105,60 +104,57 @@ def replicate(config: ModelConfig, array: jax.Array | np.ndarray) -> jax.Array:
 
 
 def put(tree: Any, shardings: Any) -> Any:
-    """A tree of arrays, which is the same in every process, to where `shardings` (a tree like it, one for
-    all, or None) say."""
+    """Copy a tree of arrays, equal in every process, to the devices. `shardings` is a tree, one sharding for
+    all, or None for the default device."""
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
 
-    def put_own_parts(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    def put_local_parts(leaf: Any, sharding: NamedSharding) -> jax.Array:
         if isinstance(leaf, jax.Array):
             return jax.device_put(leaf, sharding)
-        # device_put would send it round first, to see whether it is the same in every process
+        # device_put would first compare the array between all processes
         return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
-    return jax.tree.map(put_own_parts, tree, shardings)
+    return jax.tree.map(put_local_parts, tree, shardings)
 
 
 def to_host[Tree](tree: Tree) -> Tree:
-    """The whole of a tree of arrays in host memory, in every process, all of which must ask for it."""
+    """Return a tree of arrays in host memory. With several processes, all must call it."""
 
-    def near(leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-        here = isinstance(leaf, np.ndarray) or leaf.is_fully_addressable or leaf.is_fully_replicated
-        return leaf if here else process_allgather(leaf, tiled=True)
+    def gather(leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+        is_local = isinstance(leaf, np.ndarray) or leaf.is_fully_addressable or leaf.is_fully_replicated
+        return leaf if is_local else process_allgather(leaf, tiled=True)
 
-    # waited for first: a copy that is asked for before its array is there is handed to another thread
-    return jax.device_get(jax.block_until_ready(jax.tree.map(near, tree)))
+    # wait first, because jax copies an array that is not ready in another thread
+    return jax.device_get(jax.block_until_ready(jax.tree.map(gather, tree)))
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Return the bytes that a tree of arrays, or of their shapes, takes on each device."""
+    """Return the bytes that a tree of arrays or ShapeDtypeStructs takes on each device."""
 
-    def of(leaf: Any) -> int:
-        return (
-            prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
-            * leaf.dtype.itemsize
-        )
+    def leaf_bytes(leaf: Any) -> int:
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        return prod(shape) * leaf.dtype.itemsize
 
-    return sum(of(leaf) for leaf in jax.tree.leaves(tree))
+    return sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def weight_stationary(config: ModelConfig) -> ModelConfig:
-    """Return the config for a program of few tokens: matrices stay on the devices where `fsdp` placed them,
-    and `fsdp` divides products as `tensor` does. With gathered matrices all weights would be sent at every
-    decode step."""
+    """Return the config for a program with few tokens: matrices stay on their devices, and `fsdp` divides
+    products as `tensor` does. Gathering the matrices would send all weights at every decode step."""
     return replace(config, weight_stationary=config.mesh is not None)
 
 
 def gathers(config: ModelConfig) -> bool:
-    """Whether `fsdp` divides matrices that must be gathered for their products."""
+    """Return whether matrices that `fsdp` divides must be gathered before their products."""
     return config.mesh is not None and not config.weight_stationary and config.mesh.shape["fsdp"] > 1
 
 
 def gathered(
     config: ModelConfig, specs: Mapping[str, PartitionSpec], leaves: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Inside a program: matrices that lie as `specs` say without `fsdp`'s division, unless they are
-    `weight_stationary`."""
+    """Inside a program: gather matrices along `fsdp`, unless the config is `weight_stationary`. `specs` are
+    their shardings."""
     if not gathers(config):
         return dict(leaves)
     return {
@@ -173,8 +169,8 @@ def _without_fsdp(axes: Axes) -> Axes:
 
 
 def batch_axes(config: ModelConfig, rows: int) -> Axes:
-    """What divides the rows of x [rows, T, ...] where it meets matrices; all of `fsdp`'s devices have them if
-    these are `weight_stationary`."""
+    """Return the mesh axes that divide the sequences of x [B, T, ...] in products with matrices. With
+    `weight_stationary`, all devices of `fsdp` have them."""
     if config.mesh is None:
         return None
     axes = ("data",) if config.weight_stationary else BATCH
@@ -182,19 +178,16 @@ def batch_axes(config: ModelConfig, rows: int) -> Axes:
 
 
 def shard_batch(config: ModelConfig, x: jax.Array, *, features: Axes = None) -> jax.Array:
-    """Inside a program: x [rows, T, n, ...] by rows, as `batch_axes` has it, and its n by `features`."""
+    """Inside a program: shard x [B, T, n, ...] by sequences (see `batch_axes`) and n by `features`."""
     return constrain(config.mesh, x, PartitionSpec(batch_axes(config, x.shape[0]), None, features))
 
 
 def product_by_rows(config: ModelConfig, x: jax.Array, by: str | None) -> jax.Array:
-    """Inside a program: x [rows, T, outputs of a matrix] by rows, and its outputs by the axis `by`; they are
-    brought together from where a matrix that is `weight_stationary` has them made."""
-    made = (
-        shard_batch(config, x, features=("fsdp",) if by is None else (by, "fsdp"))
-        if config.weight_stationary
-        else x
-    )
-    return shard_batch(config, made, features=by)
+    """Inside a program: shard x [B, T, outputs of a matrix] by sequences and the outputs by `by`. With
+    `weight_stationary` the outputs are computed divided by `fsdp` and then gathered."""
+    if config.weight_stationary:
+        x = shard_batch(config, x, features=("fsdp",) if by is None else (by, "fsdp"))
+    return shard_batch(config, x, features=by)
 
 
 def keep_replicated[Tree](config: ModelConfig, tree: Tree) -> Tree:
@@ -205,8 +198,7 @@ def keep_replicated[Tree](config: ModelConfig, tree: Tree) -> Tree:
 def shard_map_over[**Inputs, Output](
     config: ModelConfig, function: Callable[Inputs, Output], in_specs: Any, out_specs: Any
 ) -> Callable[Inputs, Output]:
-    """Return `function` as every device runs it on its shards, which the specs of inputs and outputs
-    describe."""
+    """Return a function that runs `function` on the shards of each device."""
     return jax.shard_map(function, mesh=config.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 

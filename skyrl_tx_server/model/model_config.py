@@ -1,4 +1,4 @@
-"""The numbers that describe a model; `config_json` reads them from a Hugging Face directory."""
+"""The configuration of a model, which `config_json` reads from a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from jax.sharding import Mesh
 
 from skyrl_tx_server.errors import ConfigError
 
-YARN_ORIGINAL_LENGTH = (
-    32_768  # the length Qwen2.5 and Qwen3 were trained on, which their model cards stretch from
-)
+YARN_ORIGINAL_LENGTH = 32_768
+"""The training length of Qwen2.5 and Qwen3, which their model cards extend with YaRN."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,15 +23,13 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    mscale_all_dim: float = (
-        0.0  # DeepSeek's: latent attention multiplies its scores by the square of what it makes of `factor`
-    )
+    mscale_all_dim: float = 0.0  # latent attention scales scores by yarn_mscale(factor, mscale_all_dim)^2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's context extension with Hugging Face's parameter names: slow rotations are slowed by
-    `factor`, fast ones are kept."""
+    """The context extension of Llama 3.1 with Hugging Face's parameter names: low frequencies are divided by
+    `factor`, high frequencies are kept."""
 
     factor: float
     low_freq_factor: float
@@ -44,56 +41,55 @@ class Llama3Scaling:
 class RopeSpec:
     """A rotary position embedding."""
 
-    dim: int  # numbers of a head that are rotated
+    dim: int  # the dimensions of a head that are rotated
     theta: float
-    scaling: YarnScaling | Llama3Scaling | None = None  # None: the plain embedding
+    scaling: YarnScaling | Llama3Scaling | None = None  # None: no context extension
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """A mixture of experts in place of each layer's perceptron; `intermediate_size` is then the width of one
-    expert."""
+    """The experts of each layer. `ModelConfig.intermediate_size` is then the width of one expert."""
 
     count: int
     per_token: int
-    normalized: bool  # the chosen experts' weights sum to one
-    groups: ExpertGroups | None = None  # None: the likeliest of a softmax
-    shared: int = 0  # experts that see every token, side by side in one perceptron
-    dense_layers: int = 0  # the first layers, which have a perceptron of `dense_width` instead
+    normalized: bool  # the weights of the chosen experts sum to one
+    groups: ExpertGroups | None = None  # None: the experts with the highest softmax scores are chosen
+    shared: int = 0  # experts that process every token, computed as one MLP
+    dense_layers: int = 0  # the number of first layers that have an MLP of `dense_width` instead of experts
     dense_width: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertGroups:
-    """DeepSeek-V3's choice (arXiv:2412.19437, 2.1.2): scores are sigmoids; a bias that balances the load
-    counts in the choice alone."""
+    """The routing of DeepSeek-V3 (arXiv:2412.19437, 2.1.2). Scores are sigmoids. A load-balancing bias
+    affects which experts are chosen, but not their weights."""
 
     count: int
-    per_token: int  # the experts chosen lie in so many groups, those whose two best sum highest
-    scale: float  # of the chosen experts' weights
+    per_token: int  # groups per token: those with the highest sum of their two best scores
+    scale: float  # multiplies the weights of the chosen experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (arXiv:2405.04434): one latent vector per token holds the keys and values
-    of all heads.
+    """Multi-head latent attention (arXiv:2405.04434): one latent vector per token represents the keys and
+    values of all heads.
 
     The names are those of Hugging Face's DeepseekV3Config.
     """
 
     q_lora_rank: int | None  # None: queries are projected in one step
     kv_lora_rank: int  # the width of the latent vector
-    qk_nope_head_dim: int  # numbers of a head's query and key that are not rotated
-    qk_rope_head_dim: int  # numbers that are rotated; the rotated key is the same for all heads
+    qk_nope_head_dim: int  # dimensions of a query and key that are not rotated
+    qk_rope_head_dim: int  # dimensions that are rotated; all heads share the rotated key
     v_head_dim: int
-    interleaved: bool  # neighbouring numbers are rotated together instead of halves
+    interleaved: bool  # rotary pairs are adjacent dimensions instead of the two halves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """One model. Hashable, so that it can be a static argument of a jitted function."""
+    """A model. Hashable, so that it can be a static argument of a jitted function."""
 
-    model_type: str = "qwen3"  # the key of its family in `families.FAMILIES`
+    model_type: str = "qwen3"  # the key of its family in `families.table.FAMILIES`
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -105,19 +101,17 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 32768
-    rope_scaling: YarnScaling | Llama3Scaling | None = None  # None: plain rotary embedding
+    rope_scaling: YarnScaling | Llama3Scaling | None = None  # None: no context extension
     eos_token_ids: tuple[int, ...] = ()
     sliding_windows: tuple[int | None, ...] = ()  # one per layer, None: no window; empty: no layer has one
     experts: Experts | None = None  # None: dense
-    latent: LatentAttention | None = (
-        None  # then the one key-value head is the latent vector beside the rotated key
-    )
-    mesh: Mesh | None = None  # the devices that share it, see `mesh.py`; None: one device
-    weight_stationary: bool = False  # on a mesh, within a program: see `mesh.weight_stationary`
+    latent: LatentAttention | None = None  # its single KV head is [latent vector, rotated key]
+    mesh: Mesh | None = None  # the devices, see `mesh.py`; None: one device
+    weight_stationary: bool = False  # set inside programs on a mesh, see `mesh.weight_stationary`
 
     @property
     def tensor_shards(self) -> int:
-        """Into how many pieces heads, perceptrons and the vocabulary are cut."""
+        """The number of devices that divide heads, MLPs and the vocabulary."""
         return 1 if self.mesh is None else self.mesh.shape["tensor"]
 
     @property
@@ -131,7 +125,7 @@ class ModelConfig:
 
     @property
     def projected_width(self) -> int:
-        """How many numbers of a token the projections before attention make."""
+        """The output width of all projections before attention."""
         latent = self.latent
         if latent is None:
             return sum(self.qkv_widths)
@@ -143,7 +137,7 @@ class ModelConfig:
 
     @property
     def rope_dim(self) -> int:
-        """How much of a head is rotated."""
+        """The dimensions of a head that are rotated."""
         return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
 
     @property
@@ -153,32 +147,29 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Longest sequence the positions are meant for, scaling included."""
-        if not isinstance(self.rope_scaling, YarnScaling):  # Llama's own maximum counts the scaling
+        """The maximum sequence length in tokens, including the context extension."""
+        if not isinstance(self.rope_scaling, YarnScaling):  # Llama's max_position_embeddings includes it
             return self.max_position_embeddings
-        stretched = int(self.rope_scaling.factor * self.rope_scaling.original_max_position_embeddings)
-        return max(self.max_position_embeddings, stretched)
+        extended = int(self.rope_scaling.factor * self.rope_scaling.original_max_position_embeddings)
+        return max(self.max_position_embeddings, extended)
 
 
 def yarn_context(config: ModelConfig, length: int) -> ModelConfig:
-    """The same model with YaRN by the smallest whole factor that reaches `length` tokens; unchanged where its
-    own limit does.
+    """Return the model with the smallest whole YaRN factor that allows `length` tokens, or unchanged if it
+    allows them already.
 
-    Qwen3's model cards reach 131,072 tokens so, with factor 4 over 32,768. Raises ConfigError for a model
-    that is stretched already.
+    The model cards of Qwen3 use factor 4 over 32,768 in this way, for 131,072 tokens. Raises ConfigError if
+    the model has another context extension.
     """
     if length <= config.context_length:
         return config
     if config.rope_scaling is not None:
         raise ConfigError(
-            f"the model's own config.json stretches it to {config.context_length} tokens; {length} are out of its reach"
+            f"max_context_length={length} exceeds the {config.context_length} tokens of this model, and its "
+            "config.json already has rope_scaling: set a smaller max_context_length"
         )
-    if (
-        config.latent is not None
-    ):  # its scores would have to be sharpened too, by what only `mscale_all_dim` says
-        raise ConfigError(
-            f"a {config.model_type} model is stretched by its own config.json alone: set rope_scaling there"
-        )
+    if config.latent is not None:  # its score scale also needs `mscale_all_dim`
+        raise ConfigError(f"yarn=true does not support {config.model_type}: set rope_scaling in config.json")
     original = min(YARN_ORIGINAL_LENGTH, config.max_position_embeddings)
     factor = float(math.ceil(length / original))
     scaling = YarnScaling(
@@ -198,5 +189,5 @@ def attention_factor(rope: dict, factor: float) -> float:
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """By how much attention is sharpened where positions are stretched by `factor`."""
+    """Return the attention scale of YaRN for a context extension by `factor`."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -12,40 +12,38 @@ PAGE_SIZE = 64
 """Positions of a KV page."""
 MIN_SEGMENT = 512
 ATTENTION_TILE = 128
-"""Tokens that attend together in training and scoring. The lengths of a training stream and of a scored text are multiples."""
+"""Tokens of a tile in training and scoring. The length of a training stream or scored text is a multiple."""
 SMALLER_SHAPES = 2
 PREFILL_TILE = 64
-"""Tokens of a prompt that attend together: what a prompt has beyond its cached tokens is cut into such
-tiles."""
+"""Tokens of a tile in prefill. The tokens of a prompt after its cached prefix are split into tiles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillShapes:
-    """How many blocks, of one prompt or of several, are computed together in a pass: each number is a
-    program."""
+    """The numbers of tiles in a prefill batch. Each number is a compiled program."""
 
     short: int
     long: int
-    long_from: int  # blocks for which a long pass takes less time than short ones
-    turn: int  # blocks between two turns of others
+    long_from: int  # the number of tiles from which a long batch is faster than short ones
+    turn: int  # the maximum number of tiles between two dispatches of decode steps
 
-    def passes(self, blocks: int) -> list[int]:
-        """How many of so many blocks go into each pass; the last may hold more.
+    def passes(self, tiles: int) -> list[int]:
+        """Return the sizes of the batches for this number of tiles. The last batch may have padding.
 
         >>> CPU_PREFILL.passes(1), CPU_PREFILL.passes(6), CPU_PREFILL.passes(8), GPU_PREFILL.passes(6)
         ([1], [4, 1, 1], [4, 4], [4, 4])
         """
-        if not blocks:
+        if not tiles:
             return []
-        size = self.long if blocks >= self.long_from else self.short
-        return [size, *self.passes(max(0, blocks - size))]
+        size = self.long if tiles >= self.long_from else self.short
+        return [size, *self.passes(max(0, tiles - size))]
 
 
 CPU_PREFILL = PrefillShapes(short=1, long=4, long_from=3, turn=8)
-"""Time goes by the token, a little less so in a long pass."""
+"""The time is nearly proportional to the tokens; a long batch is a little faster per token."""
 GPU_PREFILL = PrefillShapes(short=4, long=16, long_from=13, turn=16)
-"""A pass reads all weights, which takes an H200 as long as it computes 200 tokens (989 TFLOP/s, 4.8 TB/s,
-bfloat16); not measured."""
+"""A batch reads all weights, which takes as long on an H200 as the computation of 200 tokens (989 TFLOP/s,
+4.8 TB/s, bfloat16). This is calculated, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,14 +70,14 @@ class BucketShapes:
     budget: BucketShape
 
     def largest(self, longest_sequence: int) -> BucketShape:
-        """The largest shape to use for a batch with that longest sequence."""
+        """Return the largest shape for a batch with this longest sequence."""
         length = max(longest_sequence, self.budget.length)
         return next(shape for shape in self.shapes if shape.length >= length)
 
 
 def train_shapes(*, max_context_length: int, tokens_per_batch: int, dp_ranks: int = 1) -> BucketShapes:
-    """Return the budget, a quarter and a sixteenth of it, and its doubles up to the context, with one stream
-    per data-parallel rank.
+    """Return shapes with one stream per data-parallel rank. Their lengths are the budget, a quarter and a
+    sixteenth of it, and its doubles up to the maximum context.
 
     >>> [shape.length for shape in train_shapes(max_context_length=20_000, tokens_per_batch=8192).shapes]
     [512, 2048, 8192, 16384, 20096]
@@ -99,12 +97,12 @@ def _whole_tiles(tokens: int) -> int:
 
 
 def blocks_of(length: int) -> int:
-    """Blocks that hold `length` tokens."""
+    """Return the number of prefill tiles of `length` tokens."""
     return -(-length // PREFILL_TILE)
 
 
 def score_lengths(max_context_length: int) -> tuple[int, ...]:
-    """Every length for which scoring a whole text may be compiled: whole blocks, doubling, up to the context.
+    """Return the padded lengths for which the scoring program is compiled: doubles of ATTENTION_TILE.
 
     >>> score_lengths(2000), score_lengths(100)
     ((128, 256, 512, 1024, 2048), (128,))
@@ -113,8 +111,8 @@ def score_lengths(max_context_length: int) -> tuple[int, ...]:
 
 
 def segment_ends(max_context_length: int) -> tuple[int, ...]:
-    """How many positions of its rows a decode block may be compiled to read: whole pages, doubling, up to the
-    context.
+    """Return the numbers of cached positions for which the decode program is compiled: doubles of MIN_SEGMENT
+    up to the maximum context, in whole pages.
 
     >>> segment_ends(2000), segment_ends(2048), segment_ends(100)
     ((512, 1024, 2048), (512, 1024, 2048), (128,))
@@ -130,14 +128,14 @@ def _doubling(first: int, last: int) -> tuple[int, ...]:
 
 
 def pad_tokens(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """[T] int32, the tokens right-padded with zeros to the smallest length that holds them."""
+    """Return [T] int32, the tokens right-padded with zeros to their bucket."""
     padded = np.zeros(bucket(len(tokens), lengths), np.int32)
     padded[: len(tokens)] = tokens
     return padded
 
 
 def bucket(length: int, lengths: Sequence[int]) -> int:
-    """The smallest of `lengths` that is at least `length`."""
+    """Return the smallest of `lengths` that is at least `length`."""
     return next(candidate for candidate in lengths if candidate >= length)
 
 

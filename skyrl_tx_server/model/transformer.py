@@ -1,7 +1,7 @@
-"""A model as pure functions over stacked weights. Training, prefill and decoding share one layer function.
+"""A model as pure functions over stacked weights.
 
-They differ in how a token attends, so `layer` takes attention as a callback. Weights have the dtype of the
-checkpoint; norms, rotary angles, softmax and logits are computed in float32.
+Training, prefill and decoding share `layer`, which takes attention as a callback. Weights have the dtype of
+the checkpoint. Norms, rotary angles, softmax and logits are computed in float32.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,30 +30,30 @@ COMPILER_OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
-"""Compiler options of every program that runs a model. bfloat16 is rounded where the program says so, not
-where a fusion happens to end, so that training and sampling, which fuse differently, agree
-(scripts/check_bf16.py). On a GPU matrix products are cuBLAS's, which read a layer's weights where they lie in
-their stack: for products that XLA makes itself it copies each layer out first, and a matrix beside an
-adapter's to make one product of two (scripts/check_gpu.py)."""
+"""Compiler options of all programs that run a model. bfloat16 is rounded as the program says, not at the ends
+of fusions, so training and sampling agree although they are fused differently (scripts/check_bf16.py). On a
+GPU, cuBLAS computes matrix products and reads the weights of a layer in place in their stack. XLA's own
+products would copy each layer first, and copy a matrix and an adapter to merge their products
+(scripts/check_gpu.py)."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Params:
-    """A whole model's weights."""
+    """The weights of a model."""
 
     embed: jax.Array  # [V, D]
-    layers: tuple[LayerParams, ...]  # one for each of the family's stacks
+    layers: tuple[LayerParams, ...]  # one per stack
     final_norm: jax.Array  # [D]
-    head: jax.Array | None  # [V, D]; None when the embedding is the head
+    head: jax.Array | None  # [V, D]; None: the embedding is the head
 
 
 class Remat(StrEnum):
-    """What the backward pass recomputes, in the order of less memory and more time."""
+    """What the backward pass recomputes. Each value takes less memory and more time than the one before."""
 
     NOTHING = "nothing"
-    ACTIVATIONS = "activations"  # norms, rotary, silu and attention again; matmul results kept
-    LAYERS = "layers"  # everything but each layer's input
+    ACTIVATIONS = "activations"  # norms, rotary, silu and attention; results of matrix products are kept
+    LAYERS = "layers"  # everything except the input of each layer
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
@@ -74,9 +73,8 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.floa
             return jnp.ones(shape, kept)
         if not weight.inputs:
             return draw(key, shape, kept)
-        return draw(key, (*shape[:-2], shape[-1], shape[-2]), kept).swapaxes(
-            -1, -2
-        )  # [in, out]: a seed keeps the model it always made
+        # drawn as [in, out], so that existing seeds give the same model
+        return draw(key, (*shape[:-2], shape[-1], shape[-2]), kept).swapaxes(-1, -2)
 
     vocabulary = (config.vocab_size, config.hidden_size)
     return Params(
@@ -88,11 +86,11 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.floa
 
 
 type AttendAs[Aux] = Callable[[AttentionSpec, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Aux]]
-"""`Attend` with the layer's attention as its first argument."""
+"""`Attend` with the AttentionSpec of the layer as first argument."""
 
 
 def ropes_of(config: ModelConfig, positions: ArrayLike, dtype: jnp.dtype) -> dict[RopeSpec, Rope]:
-    """Return the rotary tables for positions [B, T] of every embedding that the model's layers use."""
+    """Return the rotary tables of positions [B, T] for each rotary embedding of the model."""
     specs = dict.fromkeys(stack.attention.rope for stack in stacks_of(config))
     return {spec: rope_tables(spec, positions, dtype) for spec in specs}
 
@@ -106,8 +104,8 @@ def layer[Aux](
     ropes: Mapping[RopeSpec, Rope],
     attend: AttendAs[Aux],
 ) -> tuple[jax.Array, Aux]:
-    """One layer of `stack` over x [B, T, D]. `adapter` is its own: one for the batch, or one per row (leaves
-    with a leading B axis)."""
+    """Return x [B, T, D] after one layer of `stack`, and the `aux` of `attend`. `adapter` is that of the
+    layer: one for the batch, or all LoRA slots with the indices of the batch."""
 
     def attend_and_return(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Aux]:
         attended, aux = attend(stack.attention, q, k, v)
@@ -120,51 +118,55 @@ def layer[Aux](
     )
 
 
-def cut_stack(config: ModelConfig, stack: LayerParams) -> tuple[LayerParams, LayerParams]:
-    """A stack's weights in two, which `layer` takes together: those to be cut into layers, and those to be
-    read where they lie. Matrices of experts are of the second kind, unless they must be gathered: a layer of
-    them may be a gigabyte, of which a slice would be copied."""
+def split_stack(config: ModelConfig, stack: LayerParams) -> tuple[LayerParams, LayerParams]:
+    """Split the weights of a stack into (those to slice by layer, those to pass whole). `layer` takes both.
+
+    The matrices of experts are passed whole, unless they must be gathered, because slicing would copy them
+    and they may take a gigabyte per layer.
+    """
     whole = {field: leaf for field, leaf in stack.items() if leaf.ndim == 4 and not gathers(config)}
-    cut = {field: leaf for field, leaf in stack.items() if field not in whole}
-    return cut | ({STACK_INDEX: jnp.arange(_depth(stack))} if whole else {}), whole
+    sliced = {field: leaf for field, leaf in stack.items() if field not in whole}
+    return sliced | ({STACK_INDEX: jnp.arange(_num_layers(stack))} if whole else {}), whole
 
 
 def by_layer(config: ModelConfig, params: Params) -> list[LayerParams]:
     """Return the weights of each layer."""
     layers = []
     for stack in params.layers:
-        cut, whole = cut_stack(config, stack)
-        for index in range(_depth(stack)):
-            own = {field: jax.lax.index_in_dim(leaf, index, keepdims=False) for field, leaf in cut.items()}
-            layers.append(own | whole)
+        sliced, whole = split_stack(config, stack)
+        for index in range(_num_layers(stack)):
+            parts = {
+                field: jax.lax.index_in_dim(leaf, index, keepdims=False) for field, leaf in sliced.items()
+            }
+            layers.append(parts | whole)
     return layers
 
 
 def reads_in_place(config: ModelConfig) -> bool:
-    """Whether a program that runs `by_layer` reads each layer where it lies: on a GPU as said of
-    `COMPILER_OPTIONS`, on a CPU `unstack_layers`."""
+    """Return whether a program with `by_layer` reads each layer in place: on a GPU because of
+    `COMPILER_OPTIONS`, on a CPU because of `unstack_layers`."""
     return on_gpu() or (config.mesh is None and jax.default_backend() == "cpu")
 
 
 def unstack_layers(config: ModelConfig, params: Params) -> Params:
-    """The same weights with each layer in a stack of its own, on a CPU, where that costs no memory, for a
-    program that runs `by_layer`: it would copy each out of its stack."""
+    """On one CPU device, return the weights with one stack per layer, so that a program with `by_layer` does
+    not copy layers out of their stacks. The new stacks share memory with the old ones."""
     if config.mesh is not None or jax.default_backend() != "cpu":
         return params
 
-    def one(leaf: jax.Array, index: int) -> jax.Array:
+    def slice_layer(leaf: jax.Array, index: int) -> jax.Array:
         return jax.device_put(np.asarray(leaf)[index : index + 1])
 
     layers = [
-        jax.tree.map(partial(one, index=index), tree)
-        for tree in params.layers
-        for index in range(_depth(tree))
+        jax.tree.map(partial(slice_layer, index=index), stack)
+        for stack in params.layers
+        for index in range(_num_layers(stack))
     ]
     return replace(params, layers=tuple(layers))
 
 
-def _depth(stacked: Any) -> int:
-    return jax.tree.leaves(stacked)[0].shape[0]
+def _num_layers(stack: LayerParams) -> int:
+    return jax.tree.leaves(stack)[0].shape[0]
 
 
 def hidden_states(
@@ -177,40 +179,38 @@ def hidden_states(
     *,
     remat: Remat = Remat.LAYERS,
 ) -> jax.Array:
-    """Final-normed hidden states [B, T, D] of whole sequences; `attend`, as in `Attend`, says which tokens
-    see which."""
+    """Return the hidden states [B, T, D] of whole sequences after the final norm. `attend` computes
+    attention, as in `AttendAs` without `aux`."""
     x = params.embed[tokens_BT]
     ropes = ropes_of(config, positions_BT, x.dtype)
 
     def body(
         stack: Stack, whole: LayerParams, x: jax.Array, weights: tuple[LayerParams, LayerAdapter | None]
     ) -> tuple[jax.Array, None]:
-        own, adapter = weights
-        return layer(config, stack, x, own | whole, adapter, ropes, lambda *heads: (attend(*heads), None))
+        sliced, adapter = weights
+        return layer(config, stack, x, sliced | whole, adapter, ropes, lambda *heads: (attend(*heads), None))
 
     for index, stack in enumerate(stacks_of(config)):
-        own, whole = cut_stack(config, params.layers[index])
-        x, _ = jax.lax.scan(
-            _remat(partial(body, stack, whole), remat), x, (own, adapter and adapter.layers[index])
-        )
+        sliced, whole = split_stack(config, params.layers[index])
+        weights = sliced, adapter and adapter.layers[index]
+        x, _ = jax.lax.scan(_remat(partial(body, stack, whole), remat), x, weights)
     return rms_norm(x, params.final_norm, config.rms_norm_eps)
 
 
 def head_of(params: Params) -> jax.Array:
-    """[V, D]"""
+    """Return the output head [V, D]."""
     return params.embed if params.head is None else params.head
 
 
 def with_gathered_head(config: ModelConfig, params: Params) -> Params:
-    """Gather the head once, for a program that multiplies it with many chunks."""
+    """Gather the head once, for a program that uses it for many chunks."""
     if not gathers(config):
         return params
     return replace(params, **gathered(config, {"head": VOCABULARY}, {"head": head_of(params)}))
 
 
 def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hidden: jax.Array) -> jax.Array:
-    """float32 logits [B, T, V] of hidden states [B, T, D]. The adapter is one for the batch or one per row,
-    as in `layer`."""
+    """Return float32 logits [B, T, V] of hidden states [B, T, D]. `adapter` is as in `layer`."""
     hidden = shard_batch(config, hidden)
     features = shard_batch(config, hidden, features=VOCABULARY[1]) if config.weight_stationary else hidden
     logits = _wide_logits(features, head_of(params))
@@ -221,9 +221,9 @@ def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hi
 
 @jax.custom_vjp
 def _wide_logits(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-    """hidden [B, T, D] @ weight [V, D]ᵀ in float32. The gradient on `hidden` is a product in its own dtype,
-    like every other layer's: in JAX's way the head would be converted to float32 for it, 1.5 GiB of
-    Qwen3-4B's, and multiplied at half the speed or less."""
+    """Return hidden [B, T, D] @ weight [V, D]ᵀ in float32. The gradient of `hidden` is computed in its dtype,
+    as in every other layer. JAX's own gradient would convert the head to float32, 1.5 GiB for Qwen3-4B, and
+    be at most half as fast."""
     return jnp.einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
 
 

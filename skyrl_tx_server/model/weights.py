@@ -1,4 +1,4 @@
-"""Weights between disk and the device: Hugging Face directories for models, PEFT names for adapters.
+"""Loads and saves weights: models from Hugging Face directories, adapters with PEFT's tensor names.
 
 This file is long because reading and writing use one description of the tensors.
 """
@@ -44,13 +44,12 @@ from skyrl_tx_server.model.transformer import Params
 
 PEFT_PREFIX = "base_model.model."
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
-"""What safetensors calls numbers that are weights themselves: 8-bit ones want scales, which nobody here
-multiplies with."""
+"""The supported dtypes in safetensors' names. 8-bit weights are not supported, because they need scales."""
 
 
 def resolve_model(base_model: str) -> Path:
-    """A local directory for `base_model`: itself, or a download from the hub. Raises ConfigError in one line
-    when there is neither."""
+    """Return the local directory of `base_model`, downloaded from the Hugging Face hub if necessary. Raises
+    ConfigError if it does not exist."""
     path = Path(base_model).expanduser()
     if path.is_dir():
         return path
@@ -58,11 +57,10 @@ def resolve_model(base_model: str) -> Path:
         raise ConfigError(f"base_model={base_model}: no such directory")
     from huggingface_hub import snapshot_download
 
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
     try:
-        return Path(
-            snapshot_download(base_model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
-        )
-    except Exception as error:  # the hub client raises a dozen unrelated types; all mean the same to the user
+        return Path(snapshot_download(base_model, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises many unrelated types
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"base_model={base_model}: not a local directory, and the hub download failed: {reason}"
@@ -70,30 +68,28 @@ def resolve_model(base_model: str) -> Path:
 
 
 def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) -> Params:
-    """Read a model's safetensors to where the devices want them, in `dtype`. ConfigError when a tensor is
-    missing or misshapen."""
+    """Load the weights of a model onto the devices in `dtype`. Raises ConfigError if a tensor is missing or
+    has another shape than config.json implies."""
     target = np.dtype(dtype)
     with ExitStack() as files:
-        part_of = _reader(model_dir, files)
+        read_part = _part_reader(model_dir, files)
 
         def whole(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
-            return place(config, shape, spec, lambda index: part_of(name, shape, index).astype(target))
+            return place(config, shape, spec, lambda index: read_part(name, shape, index).astype(target))
 
         def stacked(stack: Stack, weight: Weight) -> jax.Array:
             shards = config.tensor_shards if weight.split is ShardAxis.OUTPUTS else 1
 
             def read(index: tuple[slice, ...]) -> np.ndarray:
-                out = np.empty(
-                    [part.stop - part.start for part in index], np.float32 if weight.exact else target
-                )
-                for at, number in enumerate(stack.layers[index[0]]):
+                sizes = [part.stop - part.start for part in index]
+                out = np.empty(sizes, np.float32 if weight.exact else target)
+                for row, layer in enumerate(stack.layers[index[0]]):
+                    prefix = f"model.layers.{layer}."
                     if not weight.experts:
-                        out[at] = _read_field(part_of, f"model.layers.{number}.", weight, index[1:], shards)
-                    else:
-                        for inner, expert in enumerate(range(weight.experts)[index[1]]):
-                            out[at, inner] = _read_field(
-                                part_of, f"model.layers.{number}.", weight, index[2:], shards, expert
-                            )
+                        out[row] = _read_field(read_part, prefix, weight, index[1:], shards)
+                        continue
+                    for column, expert in enumerate(range(weight.experts)[index[1]]):
+                        out[row, column] = _read_field(read_part, prefix, weight, index[2:], shards, expert)
                 return out
 
             return place(config, (len(stack.layers), *weight.shape), weight.spec, read)
@@ -111,73 +107,56 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
 
 
 def check_divisible(config: ModelConfig, shape: MeshShape, *, max_num_seqs: int) -> None:
-    """ConfigError in one line where an axis does not divide what it should."""
+    """Raise ConfigError if a mesh axis does not divide a dimension that it shards."""
+    latent_heads = config.hidden_size if config.latent is None else config.num_heads
     divided = [
         ("tensor", shape.tensor, config.num_kv_heads, "key-value heads"),
-        ("tensor", shape.tensor, config.intermediate_size, "columns of a perceptron"),
+        ("tensor", shape.tensor, config.intermediate_size, "columns of an MLP"),
         ("tensor", shape.tensor, config.vocab_size, "tokens of the vocabulary"),
         ("fsdp", shape.fsdp, config.hidden_size, "hidden dimensions"),
-        (
-            "fsdp",
-            shape.fsdp,
-            config.hidden_size if config.latent is None else config.num_heads,
-            "heads of a latent attention",
-        ),
+        ("fsdp", shape.fsdp, latent_heads, "heads of latent attention"),
         ("data and fsdp", shape.batch, max_num_seqs, "max_num_seqs"),
         ("expert", shape.expert, 0 if config.experts is None else config.experts.count, "experts"),
     ]
     sizes = asdict(shape)
     for stack in stacks_of(config):
         for field, weight in stack.weights.items():
-            outputs = weight.spec[2 if weight.experts else 1]
-            axes = [
-                axis
-                for axis in (outputs if isinstance(outputs, tuple) else (outputs,))
-                if axis and sizes[axis] > 1
-            ]
-            divided.append(
-                (
-                    " and ".join(axes),
-                    prod(sizes[axis] for axis in axes),
-                    sum(weight.widths),
-                    f"outputs of {field}",
-                )
-            )
-    for axis, size, whole, what in divided:
-        if size > 1 and (whole == 0 or whole % size):
-            raise ConfigError(f"{shape}: {whole} {what} do not divide over {size} devices ({axis})")
+            spec = weight.spec[2 if weight.experts else 1]
+            output_axes = spec if isinstance(spec, tuple) else (spec,)
+            axes = [axis for axis in output_axes if axis and sizes[axis] > 1]
+            num_devices = prod(sizes[axis] for axis in axes)
+            divided.append((" and ".join(axes), num_devices, sum(weight.widths), f"outputs of {field}"))
+    for axis, num_devices, size, what in divided:
+        if num_devices > 1 and (size == 0 or size % num_devices):
+            raise ConfigError(f"{shape}: {size} {what} do not divide over {num_devices} devices ({axis})")
 
 
 def param_shapes(config: ModelConfig, dtype: np.dtype) -> Params:
-    """What `load_params` returns as shapes that lie where the weights will: enough to plan memory and to
-    compile programs with."""
+    """Return the shapes, dtypes and shardings of `load_params`, to plan memory and to compile programs."""
 
-    def at(shape: tuple[int, ...], spec: PartitionSpec, kept: np.dtype = dtype) -> Any:
-        return jax.ShapeDtypeStruct(
-            shape, kept, sharding=None if config.mesh is None else NamedSharding(config.mesh, spec)
-        )
+    def struct(shape: tuple[int, ...], spec: PartitionSpec, leaf_dtype: np.dtype = dtype) -> Any:
+        sharding = None if config.mesh is None else NamedSharding(config.mesh, spec)
+        return jax.ShapeDtypeStruct(shape, leaf_dtype, sharding=sharding)
 
     def stacked(stack: Stack, weight: Weight) -> Any:
-        return at(
-            (len(stack.layers), *weight.shape), weight.spec, np.dtype(np.float32) if weight.exact else dtype
-        )
+        leaf_dtype = np.dtype(np.float32) if weight.exact else dtype
+        return struct((len(stack.layers), *weight.shape), weight.spec, leaf_dtype)
 
     vocabulary = (config.vocab_size, config.hidden_size)
     return Params(
-        embed=at(vocabulary, VOCABULARY),
+        embed=struct(vocabulary, VOCABULARY),
         layers=tuple(
             {field: stacked(stack, weight) for field, weight in stack.weights.items()}
             for stack in stacks_of(config)
         ),
-        final_norm=at(vocabulary[1:], PartitionSpec()),
-        head=None if config.tie_word_embeddings else at(vocabulary, VOCABULARY),
+        final_norm=struct(vocabulary[1:], PartitionSpec()),
+        head=None if config.tie_word_embeddings else struct(vocabulary, VOCABULARY),
     )
 
 
 def save_model(params: Params, config: ModelConfig, model_dir: Path) -> None:
-    """Write config.json and model.safetensors as Hugging Face reads them (one file; tokenizer files are the
-    caller's)."""
-    assert config.mesh is None, "a model is made on one device"
+    """Write config.json and model.safetensors for Hugging Face. The caller adds the tokenizer files."""
+    assert config.mesh is None, "models are saved from one device"
     model_dir.mkdir(parents=True, exist_ok=True)
     host = jax.device_get(params)
     tensors = {"model.embed_tokens.weight": host.embed, "model.norm.weight": host.final_norm}
@@ -193,92 +172,81 @@ def save_model(params: Params, config: ModelConfig, model_dir: Path) -> None:
 
 
 def _tensors_of(stack: Stack, weight: Weight, stacked: np.ndarray) -> dict[str, np.ndarray]:
-    """One field's tensors under Hugging Face's names."""
+    """Return the tensors of one field under Hugging Face's names."""
     tensors = {}
-    outputs = 2 if weight.experts else 1
-    for name, part in zip(
-        weight.names, np.split(stacked, np.cumsum(weight.widths)[:-1], axis=outputs), strict=True
-    ):
-        for number, of_layer in zip(stack.layers, part, strict=True):
-            for expert, tensor in enumerate(of_layer if weight.experts else of_layer[None]):
-                tensors[f"model.layers.{number}.{name.format(expert=expert)}"] = np.ascontiguousarray(tensor)
+    parts = np.split(stacked, np.cumsum(weight.widths)[:-1], axis=2 if weight.experts else 1)
+    for name, part in zip(weight.names, parts, strict=True):
+        for layer, layer_part in zip(stack.layers, part, strict=True):
+            for expert, tensor in enumerate(layer_part if weight.experts else layer_part[None]):
+                tensors[f"model.layers.{layer}.{name.format(expert=expert)}"] = np.ascontiguousarray(tensor)
     return tensors
 
 
 def adapter_to_arrays(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
-    """PEFT's tensors of an adapter: only trained parts, without the rank padding. `adapter` may also be a
-    gradient or a moment."""
-    host = to_host(adapter)
+    """Return PEFT's tensors of the trained parts of an adapter, without the rank padding. `adapter` may also
+    be a gradient or a moment."""
     arrays: dict[str, np.ndarray] = {}
-    for piece in _pieces(host, config, spec):
-        padded = piece.b.shape[-2]
-        columns = slice(piece.part * padded, piece.part * padded + piece.rank)
-        arrays[f"{piece.name}.lora_A.weight"] = np.ascontiguousarray(piece.a[:, columns].T)
-        arrays[f"{piece.name}.lora_B.weight"] = np.ascontiguousarray(piece.b[: piece.rank].T)
+    for factors in _trained_factors(to_host(adapter), config, spec):
+        arrays[f"{factors.name}.lora_A.weight"] = np.ascontiguousarray(factors.a.T)
+        arrays[f"{factors.name}.lora_B.weight"] = np.ascontiguousarray(factors.b.T)
     return arrays
 
 
 def adapter_from_arrays(
     arrays: Mapping[str, np.ndarray], config: ModelConfig, spec: LoraSpec, max_rank: int
 ) -> Adapter:
-    """The inverse of `adapter_to_arrays`, padded to `max_rank`, in host memory. Raises UserError when a
-    tensor is missing or misshapen."""
+    """Return the inverse of `adapter_to_arrays` in host memory, padded to `max_rank`. Raises UserError if a
+    tensor is missing or has another shape."""
     if spec.rank > max_rank:
         raise UserError(
-            f"the checkpoint's LoRA rank {spec.rank} is above this server's max_lora_rank={max_rank}: start it with a larger one"
+            f"the checkpoint has LoRA rank {spec.rank}, this server max_lora_rank={max_rank}: start the "
+            "server with a larger max_lora_rank"
         )
     adapter = zero_adapter(config, max_rank)
-    for piece in _pieces(adapter, config, spec):
-        inputs, (padded, outputs) = piece.a.shape[0], piece.b.shape
-        columns = slice(piece.part * padded, piece.part * padded + piece.rank)
-        piece.a[:, columns] = _tensor(arrays, f"{piece.name}.lora_A.weight", (piece.rank, inputs)).T
-        piece.b[: piece.rank] = _tensor(arrays, f"{piece.name}.lora_B.weight", (outputs, piece.rank)).T
+    for factors in _trained_factors(adapter, config, spec):
+        factors.a[:] = _tensor(arrays, f"{factors.name}.lora_A.weight", factors.a.shape[::-1]).T
+        factors.b[:] = _tensor(arrays, f"{factors.name}.lora_B.weight", factors.b.shape[::-1]).T
     for weight, module in adapted_modules(config, adapter):
         _in_host_memory(module.scale)[...] = np.float32(spec.alpha / rank_of(weight, config, spec.rank))
     return adapter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
-    """One Hugging Face module's factors, as views into an adapter in host memory."""
+class _Factors:
+    """The factors of one Hugging Face module without rank padding: views into an adapter in host memory."""
 
-    name: str  # PEFT's
-    a: np.ndarray  # [in, parts * padded rank]; the module's are the `part`th columns
-    b: np.ndarray  # [padded rank, out]
-    part: int
-    rank: int
+    name: str  # in PEFT, without .lora_A or .lora_B
+    a: np.ndarray  # [in, rank]
+    b: np.ndarray  # [rank, out]
 
 
-def _pieces(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> Iterator[_Piece]:
-    """Every trained module."""
+def _trained_factors(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> Iterator[_Factors]:
     for stack, modules in zip(adapted_stacks(config), adapter.layers, strict=True):
         for field, weight in stack.weights.items():
             if is_trained(spec, weight):
-                for at, number in enumerate(stack.layers):
-                    yield from _module_pieces(
-                        f"model.layers.{number}.", weight, modules[field], (at,), config, spec
-                    )
+                for row, layer in enumerate(stack.layers):
+                    rank = rank_of(weight, config, spec.rank)
+                    yield from _module_factors(f"model.layers.{layer}.", weight, modules[field], (row,), rank)
     if is_trained(spec, head_weight(config)):
-        yield from _module_pieces("", head_weight(config), adapter.head, (), config, spec)
+        yield from _module_factors("", head_weight(config), adapter.head, (), spec.rank)
 
 
-def _module_pieces(
-    prefix: str, weight: Weight, module: LoraWeights, at: tuple[int, ...], config: ModelConfig, spec: LoraSpec
-) -> Iterator[_Piece]:
+def _module_factors(
+    prefix: str, weight: Weight, module: LoraWeights, row: tuple[int, ...], rank: int
+) -> Iterator[_Factors]:
     for part, name in enumerate(weight.names):
         for expert in range(weight.experts or 1):
-            where = (*at, expert) if weight.experts else at
-            yield _Piece(
-                name=f"{PEFT_PREFIX}{prefix}{name.format(expert=expert).removesuffix('.weight')}",
-                a=_in_host_memory(module.a)[where],
-                b=_in_host_memory(module.b[part])[where],
-                part=part,
-                rank=rank_of(weight, config, spec.rank),
+            index = (*row, expert) if weight.experts else row
+            a, b = _in_host_memory(module.a)[index], _in_host_memory(module.b[part])[index]
+            first = part * len(b)
+            name_of_module = name.format(expert=expert).removesuffix(".weight")
+            yield _Factors(
+                name=f"{PEFT_PREFIX}{prefix}{name_of_module}", a=a[:, first : first + rank], b=b[:rank]
             )
 
 
 def _in_host_memory(leaf: ArrayLike) -> np.ndarray:
-    assert isinstance(leaf, np.ndarray), "only an adapter in host memory is read and filled in place"
+    assert isinstance(leaf, np.ndarray), "the adapter must be in host memory"
     return leaf
 
 
@@ -289,76 +257,74 @@ def _tensor(arrays: Mapping[str, np.ndarray], name: str, shape: tuple[int, ...])
         )
     if arrays[name].shape != shape:
         raise UserError(
-            f"the checkpoint's {name} has shape {arrays[name].shape}, expected {shape}: it belongs to another model or rank"
+            f"{name} of the checkpoint has shape {arrays[name].shape}, expected {shape}: it belongs to "
+            "another model or rank"
         )
     return arrays[name]
 
 
-type _PartOf = Callable[[str, tuple[int, ...], tuple[slice, ...]], np.ndarray]
-"""(a tensor's name, the shape it must have, the part to read) -> that part."""
+type _ReadPart = Callable[[str, tuple[int, ...], tuple[slice, ...]], np.ndarray]
+"""(name of a tensor, its expected shape, index) -> the indexed part."""
 
 
-def _reader(model_dir: Path, files: ExitStack) -> _PartOf:
-    """Reads from one file or the shards of an index."""
+def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
+    """Open the safetensors files of a model, one file or the shards of an index."""
     index = model_dir / "model.safetensors.index.json"
     single = model_dir / "model.safetensors"
     if index.exists():
         try:
             weight_map: Any = read_json_object(index)["weight_map"]
-            where: dict[str, str] = weight_map
-            paths = sorted(set(where.values()))
+            file_of: dict[str, str] = weight_map
+            paths = sorted(set(file_of.values()))
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise ConfigError(
-                f"{index} is broken or cut short: it holds no weight_map; fetch it again"
-            ) from None
+            raise ConfigError(f"{index} has no valid weight_map: download the model again") from None
     elif single.exists():
-        where, paths = {}, [single.name]
+        file_of, paths = {}, [single.name]
     else:
-        raise ConfigError(f"{model_dir}: neither model.safetensors nor model.safetensors.index.json found")
+        raise ConfigError(f"{model_dir} has neither model.safetensors nor model.safetensors.index.json")
     try:
         opened = {path: files.enter_context(safe_open(model_dir / path, framework="np")) for path in paths}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{model_dir}: cannot read the weights: {error}") from None
 
-    def part_of(name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> np.ndarray:
+    def read_part(name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> np.ndarray:
         try:
-            tensor = opened[where.get(name, paths[0])].get_slice(name)
+            tensor = opened[file_of.get(name, paths[0])].get_slice(name)
         except SafetensorError:
-            raise ConfigError(f"{model_dir}: the weights hold no tensor {name}") from None
+            raise ConfigError(f"{model_dir}: the weights have no tensor {name}") from None
         if tuple(tensor.get_shape()) != shape:
             raise ConfigError(
                 f"{model_dir}: {name} has shape {tuple(tensor.get_shape())}, config.json implies {shape}"
             )
         if tensor.get_dtype() not in STORED_DTYPES:
             raise ConfigError(
-                f"{model_dir}: {name} is stored as {tensor.get_dtype()}: only {', '.join(STORED_DTYPES)} are weights as they stand; "
-                "quantised ones must be converted to bfloat16 first"
+                f"{model_dir}: {name} has dtype {tensor.get_dtype()}, supported are "
+                f"{', '.join(STORED_DTYPES)}; convert quantized weights to bfloat16"
             )
         return tensor[part]
 
-    return part_of
+    return read_part
 
 
 def _read_field(
-    part_of: _PartOf, prefix: str, weight: Weight, index: tuple[slice, ...], shards: int, expert: int = 0
+    read_part: _ReadPart, prefix: str, weight: Weight, index: tuple[slice, ...], shards: int, expert: int = 0
 ) -> np.ndarray:
-    """A part of one layer's (and expert's) field, [out, in] or [out], in the arrangement that `Weight`
-    describes."""
+    """Return a part of the field of one layer (and expert), [out, in] or [out], in the order of `Weight`."""
     outputs, *inputs = index
     parts = []
-    for name, width, own in _outputs(weight, outputs, shards):
+    for name, width, part in _outputs(weight, outputs, shards):
         shape = (width, weight.inputs) if weight.inputs else (width,)
-        parts.append(part_of(prefix + name.format(expert=expert), shape, (own, *inputs)))
+        parts.append(read_part(prefix + name.format(expert=expert), shape, (part, *inputs)))
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _outputs(weight: Weight, outputs: slice, shards: int) -> Iterator[tuple[str, int, slice]]:
-    """(name, its width, which of its outputs) of the tensors that make up `outputs` of a field, in order."""
-    begins = 0
+    """Yield (name, width, part) of each tensor that has some of the `outputs` of a field, in order."""
+    start = 0
     for shard in range(shards):
         for name, width in zip(weight.names, weight.widths, strict=True):
-            piece = width // shards
-            first, last = max(outputs.start - begins, 0), min(outputs.stop - begins, piece)
-            if first < last:
-                yield name, width, slice(shard * piece + first, shard * piece + last)
-            begins += piece
+            size = width // shards
+            first, end = max(outputs.start - start, 0), min(outputs.stop - start, size)
+            if first < end:
+                yield name, width, slice(shard * size + first, shard * size + end)
+            start += size

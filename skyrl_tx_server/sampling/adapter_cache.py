@@ -37,7 +37,7 @@ type ReadCheckpoint = Callable[[str], tuple[CheckpointInfo, dict[str, np.ndarray
 
 
 class AdapterCache:
-    """Assigns LoRA slots to snapshots and holds their arrays (`arrays`: every leaf is [slots + 1, ...])."""
+    """Assigns LoRA slots to snapshots. `arrays` are the slots; every leaf is [slots + 1, ...]."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class AdapterCache:
         sequences use that name."""
         if self._is_used(weights):
             raise ConflictError(
-                f"sampler weights {weights} are being sampled from and cannot be replaced; save under another name"
+                f"sampler weights {weights} are in use and cannot be replaced; save under another name"
             )
         if weights in self._slots:
             self._evict(weights)
@@ -121,7 +121,7 @@ class AdapterCache:
             slot = self._free_slot()
             if slot is None:
                 raise CapacityError(
-                    f"{len(self._slots)} sampler snapshots are in use at once, no room for another; raise max_loras"
+                    f"all {len(self._slots)} LoRA slots are in use; start the server with a larger max_loras"
                 )
             self._load(weights, adapter, slot)
         self._pins[weights] += 1
@@ -180,7 +180,7 @@ class AdapterCache:
         for unused in [other for other in self._in_host_memory if not self._is_used(other)]:
             if self._free_host_bytes() >= needed:
                 break
-            logger.warning("dropped the sampler snapshot %s: host memory has no room for another", unused)
+            logger.warning("dropped the sampler snapshot %s because host memory is full", unused)
             del self._in_host_memory[unused]
         self._in_host_memory[weights] = copy
 
@@ -189,7 +189,8 @@ class AdapterCache:
             return self._in_host_memory[weights]
         if not is_on_disk(weights):
             raise NotFoundError(
-                f"no sampler weights {weights}: they were never saved, freed with their session, or dropped because host memory was full"
+                f"no sampler weights {weights}: they were never saved, were freed with their session, or "
+                "were dropped because host memory was full"
             )
         _, kind, _ = parse_path(weights)
         if kind is not CheckpointKind.SAMPLER:

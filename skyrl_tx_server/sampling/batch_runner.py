@@ -89,9 +89,7 @@ class BatchRunner:
         )
         self.prefiller = Prefiller(planner, adapters, self.pages, self.pool, self.runner, completion)
         self.pipeline = DecodePipeline(self.pool, self.runner, completion)
-        self._restored: FinishedSequence | FailedSequence | None = (
-            None  # completed when it was restored, not polled yet
-        )
+        self._restored: FinishedSequence | FailedSequence | None = None  # completed by `restore`, not polled
 
     @property
     def num_slots(self) -> int:
@@ -122,7 +120,7 @@ class BatchRunner:
 
     def decode(self) -> bool:
         """Compute up to `steps` more tokens for every sequence with pages. Return whether sequences have
-        ended. Only `poll` knows of those that a stop string ends. On any error all sequences are lost."""
+        ended; those that a stop string ends are found by `poll`. On any error all sequences are lost."""
         try:
             for sequence in self.pool.preempted:
                 sequence.dispatches_preempted += 1

@@ -46,9 +46,8 @@ def allocate_block_tables(
     allocated then.
     """
     num_full, num_pages = num_tokens // PAGE_SIZE, -(-num_tokens // PAGE_SIZE)
-    shared = {
-        prefix_cache: prefix.pages[: prefix.length // PAGE_SIZE]
-    }  # by rank: what the next sequence there can share
+    # by rank, the pages that its next sequence can share
+    shared = {prefix_cache: prefix.pages[: prefix.length // PAGE_SIZE]}
     prefix_cache.incref(prefix.pages)  # protects them from eviction by the allocations below
     allocated: dict[PrefixCache, Sequence[int]] = {}
     for cache, num_sequences in Counter(caches).items():
@@ -59,7 +58,8 @@ def allocate_block_tables(
             for other, other_pages in allocated.items():
                 other.free(other_pages)
             raise CapacityError(
-                f"no room for the keys and values of {text_length} tokens, {cache.num_free * PAGE_SIZE} are free; raise cache_tokens"
+                f"no KV pages for {text_length} tokens, {cache.num_free * PAGE_SIZE} tokens are free; start "
+                "the server with a larger cache_tokens"
             )
         allocated[cache] = pages[:needed]
         cache.free(pages[needed:])
@@ -71,9 +71,7 @@ def allocate_block_tables(
         cache.incref(beginning)
         rest = list(islice(unused[cache], num_pages - len(beginning)))
         tables.append([*beginning, *rest])
-        copies.append(
-            list(zip(source[len(beginning) :], rest, strict=False))
-        )  # the prefix may have fewer pages
+        copies.append(list(zip(source[len(beginning) :], rest, strict=False)))  # prefix may have fewer pages
         shared[cache], source = tables[-1][:num_full], tables[0]
     prefix_cache.free(prefix.pages)
     return BlockTables(

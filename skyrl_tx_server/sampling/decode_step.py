@@ -60,7 +60,7 @@ class Carry:
 class DecodeBatch:
     """The sequences in the B decode slots at the start of a dispatch."""
 
-    tokens: ArrayLike  # [B] int32, the last token, whose keys and values are not cached yet; -1: it is in `before`
+    tokens: ArrayLike  # [B] int32, the last token, which is not in the KV cache yet; -1: it is in `before`
     before: Carry
     positions: ArrayLike  # [B] int32, position of that token = number of cached tokens; 0 for a free slot
     remaining: ArrayLike  # [B] int32, tokens still to sample; 0 for a free slot
@@ -138,9 +138,8 @@ def decode_steps(
         ropes = ropes_of(config, positions[:, None], x.dtype)
         visible = (jnp.arange(steps) <= index)[None, None, None]
         written = []
-        layers = (
-            by_layer(config, params) if unstacked is None else unstacked
-        )  # sliced outside the loop they are copied
+        # layers that are sliced outside the loop are copied
+        layers = by_layer(config, params) if unstacked is None else unstacked
         for number, (stack, layer_weights, layer_adapter) in enumerate(
             zip(stacks, layers, adapters, strict=True)
         ):

@@ -14,7 +14,7 @@ from jax.stages import Lowered
 from skyrl_tx_server.engine.executor_protocol import SequencesLostError
 from skyrl_tx_server.engine.operations import NO_LOGPROB, CsrMatrix, Sample, TopkLogprobs
 from skyrl_tx_server.model.families.table import stacks_of
-from skyrl_tx_server.model.kernels.paged_kernel import reads_as_they_lie
+from skyrl_tx_server.model.kernels.paged_kernel import supports_head_dim
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.lora.lora_math import adapter_count_buckets
 from skyrl_tx_server.model.mesh import on_gpu, replicate, to_host
@@ -38,7 +38,7 @@ class CacheSize:
     pages: int  # including the null page
     page_bytes: int
     context_pages: int  # of the longest sequence
-    copied_pages: int  # of it that a decode dispatch copies into segments; 0 if a kernel reads pages in place
+    copied_pages: int  # pages per slot that a decode dispatch copies; 0 if a kernel reads pages in place
 
     @property
     def pages_bytes(self) -> int:
@@ -51,10 +51,10 @@ class CacheSize:
 
 
 def decodes_in_place(config: ModelConfig) -> bool:
-    """Whether a GPU kernel reads KV pages in place. On other devices, and for head widths and sliding windows
-    that the kernel does not support, the pages are copied into contiguous segments once per dispatch."""
+    """Return whether a GPU kernel reads KV pages in place. On other devices, and for head widths and sliding
+    windows that the kernel does not support, each dispatch copies the pages into contiguous segments."""
     has_windows = any(stack.attention.sliding_window is not None for stack in stacks_of(config))
-    return on_gpu() and reads_as_they_lie(config.head_dim) and not has_windows
+    return on_gpu() and supports_head_dim(config.head_dim) and not has_windows
 
 
 class ModelRunner:
@@ -110,8 +110,8 @@ class ModelRunner:
         self._cache = self._empty_cache()
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
-        """Compute the chunks and the first tokens of the sequences that begin. Raises RowsLostError if the KV
-        cache was lost."""
+        """Compute the chunks and the first tokens of the sequences that begin. Raises SequencesLostError if
+        the KV cache was lost."""
         outputs: list[PrefillOutputs] = []
         try:
             for batch, settings in self.prefill_layout.batches(chunks):
@@ -185,7 +185,7 @@ class ModelRunner:
     def reset(self) -> None:
         """Replace the KV cache by an empty one."""
         for leaf in jax.tree.leaves(self._cache):
-            leaf.delete()  # there may be no memory for both
+            leaf.delete()  # there may not be enough memory for both
         self._cache = self._empty_cache()
 
     def programs(self) -> Iterator[tuple[str, Lowered]]:
@@ -220,12 +220,11 @@ class ModelRunner:
         return empty_cache(config=self._config, pages=self._num_pages, dtype=self._dtype)
 
     def _check_cache(self, error: Exception) -> None:
-        """Raise RowsLostError if a failed prefill has destroyed the donated cache. The call itself may
-        destroy it, or return a cache whose computation fails later, as on a GPU without memory for
-        temporaries."""
+        """Raise SequencesLostError if a failed prefill has destroyed the donated cache. The call may destroy
+        it, or return a cache whose computation fails later, as on a GPU without memory for temporaries."""
         try:
             self.wait()
         except Exception:
             raise SequencesLostError(
-                f"a failed prefill took the key-value cache of all running samples with it: {error}"
+                f"a failed prefill has destroyed the KV cache of all running sequences: {error}"
             ) from error

@@ -1,10 +1,10 @@
 """The sequences that have begun, and what happens to them when slots or KV pages run out.
 
 Preempt: a sequence loses its KV pages, keeps the right to its slot, and is computed again when there are
-pages. It is the youngest sequence of the tenant with the most pages. Pause: the engine takes the slot of a
-sequence for another request. It keeps its pages, so it continues with the same bits in any slot of its
-data-parallel rank. Paused sequences lose their pages before any other sequence is preempted. A sequence that
-was computed again samples the same tokens as it would have otherwise.
+pages. The youngest sequence of the tenant with the most pages is preempted. Pause: the engine takes the slot
+of a sequence for another request. The sequence keeps its pages, so its results are bit-identical in any slot
+of its data-parallel rank. Paused sequences lose their pages before any other sequence is preempted. A
+sequence that was computed again samples the same tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from skyrl_tx_server.sampling.prefix_cache import PrefixCache
 from skyrl_tx_server.sampling.sequences import SequenceKey, SequenceState
 
 MAX_DISPATCHES_PREEMPTED = 32
-"""A sequence that was preempted for so many decode dispatches comes before every new sequence, otherwise only before its own tenant's."""
+"""After this many decode dispatches a preempted sequence is restored before new sequences of all tenants,
+before that only before those of its own tenant."""
 
 
 class SequencePool:

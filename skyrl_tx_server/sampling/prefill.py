@@ -50,7 +50,7 @@ class Prefiller:
 
         The result has an entry for each request that was taken; None: more chunks of its prompt remain.
         Raises CapacityError if there is no room for the first request. After any other error than
-        RowsLostError nothing has changed.
+        SequencesLostError nothing has changed.
         """
         self._check_preempted(requests[0].tenant)
         planned = self._planner.plan(requests)
@@ -93,7 +93,7 @@ class Prefiller:
     def _check_preempted(self, tenant: str) -> None:
         for sequence in self._pool.preempted:
             if sequence.tenant == tenant or sequence.dispatches_preempted >= MAX_DISPATCHES_PREEMPTED:
-                raise CapacityError("preempted samples, which wait for pages, come first")
+                raise CapacityError("preempted sequences are restored before new ones start")
 
     def _compute(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
         """Run the prefill program and cache the pages. The pages are freed on any error."""

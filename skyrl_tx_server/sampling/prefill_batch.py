@@ -65,9 +65,7 @@ class PrefillLayout:
     table_width: int
     max_copies: int
     vocab_size: int
-    num_lora_slots: int | None = (
-        None  # None: programs do not depend on the number of adapters (see `lora_math`)
-    )
+    num_lora_slots: int | None = None  # None: programs do not depend on the number of adapters
 
     def batches(self, chunks: Sequence[PrefillChunk]) -> list[tuple[PrefillBatch, BatchSettings]]:
         """Return the batches that compute these chunks, in the order in which they must run."""

@@ -22,10 +22,10 @@ from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import (
     COMPILER_OPTIONS,
     Params,
-    cut_stack,
     head_logits,
     layer,
     ropes_of,
+    split_stack,
 )
 from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
 
@@ -111,7 +111,7 @@ def prefill(
 
     for stack, weights, modules in zip(stacks_of(config), params.layers, lora_slots.layers, strict=True):
         layers = jnp.arange(stack.layers.start, stack.layers.stop)
-        sliced, unsliced = cut_stack(config, weights)
+        sliced, unsliced = split_stack(config, weights)
         (x, cache), _ = jax.lax.scan(partial(body, stack, modules, unsliced), (x, cache), (layers, sliced))
     cache = keep_cache(config, copy_pages(config, cache, batch.after))
 
@@ -146,8 +146,7 @@ def prefill(
 def _prompt_logprobs(
     config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, targets: ArrayLike
 ) -> jax.Array:
-    """Return log p(targets) [N, T] after every position of hidden [N, T, D], a slice of the positions at a
-    time."""
+    """Return log p(targets) [N, T] of hidden states [N, T, D], a slice of the positions at a time."""
     tiles, length = hidden.shape[:2]
     chunk = min(length, max(1, MAX_PROMPT_LOGITS // (tiles * config.vocab_size)))
     count = -(-length // chunk)

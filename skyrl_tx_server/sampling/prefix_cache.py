@@ -30,7 +30,7 @@ class Prefix:
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Node:
     page: int
-    tokens: np.ndarray  # at most PAGE; fewer only in a leaf
+    tokens: np.ndarray  # at most PAGE_SIZE; fewer only in a leaf
     parent: _Node | None
     children: dict[bytes, _Node] = field(default_factory=dict)
 
@@ -43,9 +43,7 @@ class PrefixCache:
         self._free = list(range(first + count - 1, first, -1))
         self._references: Counter[int] = Counter()  # by page: sequences that hold it, and the tree
         self._roots: dict[Hashable, _Node] = {}
-        self._by_use: OrderedDict[_Node, None] = (
-            OrderedDict()
-        )  # least recently used first, children before parents
+        self._by_use: OrderedDict[_Node, None] = OrderedDict()  # least recently used first, children first
 
     @property
     def num_free(self) -> int:

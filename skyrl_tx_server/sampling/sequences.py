@@ -15,7 +15,7 @@ from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS, BatchSettings
 
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1024
-"""The engine's thread looks for all stop strings after every dispatch, so their number and length are limited."""
+"""Limits, because the engine thread looks for all stop strings after every dispatch."""
 
 type SequenceKey = tuple[int, int]
 """(request_id, index of the sample in its request); smaller keys are older."""
@@ -80,8 +80,8 @@ class SequenceState:
         """
         if np.isnan(logprobs).any():
             raise UserError(
-                f"sampling from {self.weights or 'the base model'}: its probabilities are not numbers, so its weights have diverged; "
-                "go back to an earlier checkpoint and lower the learning rate"
+                f"sampling from {self.weights or 'the base model'}: its probabilities are not numbers, so "
+                "its weights have diverged; go back to an earlier checkpoint and lower the learning rate"
             )
         self.tokens += tokens
         self.logprobs += logprobs

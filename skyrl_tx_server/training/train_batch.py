@@ -25,7 +25,5 @@ class TrainBatch:
     layout: TreeLayout
     token_index: ArrayLike  # [R, E] int32, the token whose hidden state a loss position reads
     targets: ArrayLike  # [R, E] int32
-    loss_inputs: (
-        LossInputs  # [R, E] float32; `counts`: how many sequences share the loss position, 0 for padding
-    )
+    loss_inputs: LossInputs  # [R, E] float32; `counts` are the sequences that share a loss position
     num_trained: ArrayLike  # [R] int32, loss positions with a gradient

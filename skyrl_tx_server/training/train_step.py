@@ -39,10 +39,10 @@ from skyrl_tx_server.training.losses import LossInputs, LossSelection, token_los
 from skyrl_tx_server.training.train_batch import TrainBatch
 
 CHUNKS = 16
-MIN_CHUNK_ENTRIES = 64
+MIN_CHUNK_POSITIONS = 64
 MAX_CHUNK_LOGITS = 1 << 26
-"""The head takes a batch's entries in chunks, so that their logits [E, V] never lie in memory whole: a
-sixteenth of them at a time, and at most this many numbers (256 MiB in float32)."""
+"""The head computes the loss positions of a batch in chunks, so the logits [E, V] are never in memory as a
+whole: a sixteenth of the positions at a time, with at most this many logits (256 MiB in float32)."""
 
 
 @jax.tree_util.register_dataclass
@@ -50,9 +50,7 @@ sixteenth of them at a time, and at most this many numbers (256 MiB in float32).
 class TokenOutputs:
     """The outputs of a training program for the host."""
 
-    logprobs: (
-        jax.Array
-    )  # float32, shaped like the targets: log p(target) of every entry; of padding it means nothing
+    logprobs: jax.Array  # float32, shaped like the targets; undefined for padding
     loss: jax.Array  # [] float32, summed
 
 
@@ -67,13 +65,13 @@ class AdamState:
 
 
 def adam_scalars(settings: AdamSettings) -> np.ndarray:
-    """The settings as one float32 array [6], in the order of their fields: each array that goes to a program
-    takes time of its own."""
+    """Return the settings as one float32 array [6], in the order of their fields. Each argument array of a
+    program takes time."""
     return np.array(astuple(settings), np.float32)
 
 
 def init_adam(config: ModelConfig, max_rank: int) -> AdamState:
-    """Fresh optimizer state in host memory."""
+    """Return the initial optimizer state in host memory."""
     return AdamState(
         step=np.zeros((), np.int32),
         first=zero_adapter(config, max_rank),
@@ -101,12 +99,12 @@ def forward_backward(
     """Return `grad_sum` plus the gradient of this batch. Losses are summed over tokens, as Tinker defines
     them.
 
-    Nothing is donated: the model returns to `grad_sum` if the operation fails, and all models share the zeros
-    they start from.
+    Nothing is donated: the model keeps `grad_sum` if the operation fails, and all models share the same
+    initial zeros.
     """
 
     def run_layers(layers: tuple[LayerAdapter, ...]) -> jax.Array:
-        return _entry_states(config, params, replace(adapter, layers=layers), batch, remat)
+        return _loss_states(config, params, replace(adapter, layers=layers), batch, remat)
 
     hidden, pull_back = jax.vjp(run_layers, adapter.layers)
     outputs, grad_hidden, grad_head = _head_gradient(
@@ -123,7 +121,7 @@ def forward(
     adapter: Adapter, params: Params, batch: TrainBatch, loss: LossSelection, *, config: ModelConfig
 ) -> TokenOutputs:
     """Return the logprobs and the summed loss of the batch."""
-    chunks = _chunks(config, _entry_states(config, params, adapter, batch, Remat.NOTHING), batch)
+    chunks = _chunks(config, _loss_states(config, params, adapter, batch, Remat.NOTHING), batch)
     params = with_gathered_head(config, params)
 
     def run(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
@@ -142,9 +140,9 @@ def adam_step(
     """Take one Adam step with decoupled weight decay. Nothing is donated, so the caller still has the old
     adapter if the new one is not finite.
 
-    `mask` is the adapter's `trainable_mask`: what it leaves out counts neither in the norm nor in the update.
-    `settings` are `adam_scalars`. The report is [2] float32: the gradient's norm before clipping, and 1 if
-    every number of the new adapter is finite.
+    `mask` is the `trainable_mask` of the adapter; masked values count neither in the norm nor in the update.
+    `settings` are `adam_scalars`. The third result is [2] float32: the norm of the gradient before clipping,
+    and 1 if all values of the new adapter are finite.
     """
     learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm = jnp.asarray(settings)
     grads = jax.tree.map(jnp.multiply, gradient, mask)
@@ -173,7 +171,7 @@ def adam_step(
 
 
 def adam_to_arrays(state: AdamState, config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
-    """Return the optimizer state under names that do not collide with the adapter's in a checkpoint."""
+    """Return the optimizer state with names for a checkpoint."""
     arrays = {"optimizer.step": np.asarray(to_host(state.step), np.int32)}
     for moment, adapter in (("first", state.first), ("second", state.second)):
         arrays |= {
@@ -186,12 +184,12 @@ def adam_to_arrays(state: AdamState, config: ModelConfig, spec: LoraSpec) -> dic
 def adam_from_arrays(
     arrays: Mapping[str, np.ndarray], config: ModelConfig, spec: LoraSpec, max_rank: int
 ) -> AdamState:
-    """The inverse of `adam_to_arrays`, in host memory."""
+    """Return the inverse of `adam_to_arrays` in host memory."""
 
     def moment(name: str) -> Adapter:
         prefix = f"optimizer.{name}."
-        mine = {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
-        return adapter_from_arrays(mine, config, spec, max_rank)
+        tensors = {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
+        return adapter_from_arrays(tensors, config, spec, max_rank)
 
     return AdamState(
         step=np.asarray(arrays["optimizer.step"], np.int32).reshape(()),
@@ -200,13 +198,13 @@ def adam_from_arrays(
     )
 
 
-# --- the head, a chunk of entries at a time
+# --- the head, a chunk of loss positions at a time
 
 
-def _entry_states(
+def _loss_states(
     config: ModelConfig, params: Params, adapter: Adapter, batch: TrainBatch, remat: Remat
 ) -> jax.Array:
-    """[R, E, D], the final hidden state that each entry needs."""
+    """Return the final hidden states [R, E, D] that the loss positions read."""
     hidden = hidden_states(
         config,
         params,
@@ -222,13 +220,13 @@ def _entry_states(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chunk:
-    """Entries of a batch, n of each stream; with all chunks stacked every leaf has a leading axis."""
+    """Loss positions of a batch, n of each stream. In stacked chunks every leaf has a leading axis."""
 
     hidden: jax.Array  # [R, n, D]
     targets: ArrayLike  # [R, n] or [R, n, K] int32
     inputs: LossInputs  # [R, n], or [R, n, K] and [R, n, 1]
-    used: jax.Array  # [] bool, it holds more than padding
-    trained: jax.Array  # [] bool, some of it has a gradient
+    used: jax.Array  # [] bool, it has more than padding
+    trained: jax.Array  # [] bool, some loss positions have a gradient
 
 
 def _head_gradient(
@@ -239,11 +237,11 @@ def _head_gradient(
     batch: TrainBatch,
     loss: LossSelection,
 ) -> tuple[TokenOutputs, jax.Array, LoraWeights]:
-    """Outputs, gradient on `hidden`, and gradient on the head's adapter.
+    """Return the outputs, the gradient of `hidden`, and the gradient of the head's adapter.
 
-    The loss is a sum of functions of one entry's logprob, so a chunk's gradient is complete as soon as its
-    logits are there: two passes over the head weight instead of the three of recomputing logits in the
-    backward pass, and one where nothing trains.
+    Each loss depends on the logprobs of one position, so a chunk's gradient is computed together with its
+    logits. This takes two passes over the head weight instead of three with recomputed logits, and one for
+    chunks without a gradient.
     """
 
     def differentiate(chunk: _Chunk) -> tuple[LoraWeights, jax.Array, jax.Array, jax.Array]:
@@ -282,7 +280,7 @@ def _head_gradient(
 def _chunk_loss(
     config: ModelConfig, params: Params, adapter: Adapter, loss: LossSelection, chunk: _Chunk
 ) -> tuple[jax.Array, jax.Array]:
-    """(summed loss, logprobs of the targets) of one chunk."""
+    """Return (summed loss, logprobs of the targets) of one chunk."""
     logits = head_logits(config, params, adapter, chunk.hidden)
     targets = chunk.targets if chunk.targets.ndim == 3 else chunk.targets[..., None]
     logprobs = jnp.take_along_axis(logits, targets, axis=-1) - jax.nn.logsumexp(
@@ -296,23 +294,21 @@ def _nothing_of(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
     return jnp.zeros(()), jnp.zeros(chunk.targets.shape)
 
 
-def chunk_entries(entries: int, *, rows: int, vocab_size: int) -> int:
-    """Return how many entries of each of `rows` streams the head computes together."""
-    return max(
-        1,
-        min(max(MIN_CHUNK_ENTRIES, -(-entries // CHUNKS)), MAX_CHUNK_LOGITS // (rows * vocab_size), entries),
-    )
+def chunk_positions(positions: int, *, streams: int, vocab_size: int) -> int:
+    """Return how many loss positions of each stream the head computes together."""
+    size = max(MIN_CHUNK_POSITIONS, -(-positions // CHUNKS))
+    return max(1, min(size, MAX_CHUNK_LOGITS // (streams * vocab_size), positions))
 
 
 def _chunks(config: ModelConfig, hidden: jax.Array, batch: TrainBatch) -> _Chunk:
-    """The batch's entries stacked as [chunks, R, n, ...], the last chunk filled up with padding."""
-    rows, entries = batch.token_index.shape
-    size = chunk_entries(entries, rows=rows, vocab_size=config.vocab_size)
-    count = -(-entries // size)
+    """Return the loss positions stacked as [chunks, R, n, ...], the last chunk padded."""
+    streams, positions = batch.token_index.shape
+    size = chunk_positions(positions, streams=streams, vocab_size=config.vocab_size)
+    count = -(-positions // size)
 
     def split(array: jax.Array) -> jax.Array:
-        padded = jnp.pad(array, ((0, 0), (0, count * size - entries)) + ((0, 0),) * (array.ndim - 2))
-        return padded.reshape(rows, count, size, *array.shape[2:]).swapaxes(0, 1)
+        padded = jnp.pad(array, ((0, 0), (0, count * size - positions)) + ((0, 0),) * (array.ndim - 2))
+        return padded.reshape(streams, count, size, *array.shape[2:]).swapaxes(0, 1)
 
     counts = jnp.reshape(batch.loss_inputs.counts, batch.loss_inputs.advantages.shape)
     inputs = replace(batch.loss_inputs, counts=counts)
@@ -327,6 +323,6 @@ def _chunks(config: ModelConfig, hidden: jax.Array, batch: TrainBatch) -> _Chunk
 
 
 def _whole(stacked: jax.Array, batch: TrainBatch) -> jax.Array:
-    """[chunks, R, n, ...] back to [R, E, ...]."""
-    rows, entries = batch.token_index.shape
-    return stacked.swapaxes(0, 1).reshape(rows, -1, *stacked.shape[3:])[:, :entries]
+    """[chunks, R, n, ...] -> [R, E, ...]."""
+    streams, positions = batch.token_index.shape
+    return stacked.swapaxes(0, 1).reshape(streams, -1, *stacked.shape[3:])[:, :positions]

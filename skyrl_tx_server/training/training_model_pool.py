@@ -45,9 +45,7 @@ class TrainingModelPool:
         self._limit = on_device
         self._ranks = ranks
         self._device: dict[str, TrainingModel] = {}  # least recently used first
-        self._in_host_memory: dict[
-            str, tuple[TrainingModel, object]
-        ] = {}  # numpy arrays, and their shardings
+        self._in_host_memory: dict[str, tuple[TrainingModel, object]] = {}  # with the shardings to restore
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._device or model_id in self._in_host_memory
@@ -55,13 +53,13 @@ class TrainingModelPool:
     def get(self, model_id: str) -> TrainingModel:
         """Return the model, moved to the device if necessary. Raises NotFoundError if there is none."""
         if model_id in self._in_host_memory:
-            self._free_place()
+            self._make_room()
             model, shardings = self._in_host_memory.pop(model_id)
             self._device[model_id] = model.moved(lambda arrays: put(arrays, shardings))
         elif model_id in self._device:
             self._device[model_id] = self._device.pop(model_id)
         else:
-            raise NotFoundError(f"no model {model_id}: it was never created here, or unloaded")
+            raise NotFoundError(f"no model {model_id}: it was never created or was unloaded")
         return self._device[model_id]
 
     def put(self, model_id: str, model: TrainingModel) -> None:
@@ -69,12 +67,12 @@ class TrainingModelPool:
         room for it."""
         self._in_host_memory.pop(model_id, None)
         if self._device.pop(model_id, None) is None:
-            self._free_place()
+            self._make_room()
         self._device[model_id] = model
 
     def drop(self, model_id: str) -> None:
         if self._device.pop(model_id, None) is None and self._in_host_memory.pop(model_id, None) is None:
-            raise NotFoundError(f"no model {model_id}: it was never created here, or unloaded")
+            raise NotFoundError(f"no model {model_id}: it was never created or was unloaded")
 
     def stats(self) -> dict[str, object]:
         return {
@@ -83,14 +81,15 @@ class TrainingModelPool:
             "models_in_host_memory": len(self._in_host_memory),
         }
 
-    def _free_place(self) -> None:
+    def _make_room(self) -> None:
+        """Move the least recently used models to host memory until the device has room for one more."""
         while len(self._device) >= self._limit:
             oldest = next(iter(self._device))
             model = self._device[oldest]
             if model.num_bytes > (free := self._ranks.broadcast_from_rank0(available_host_bytes)):
                 raise CapacityError(
-                    f"{self._limit} models are on the device (max_models) and host memory has {free >> 20} MiB left, "
-                    f"not the {model.num_bytes >> 20} MiB that moving the least recently used one there takes; unload a model"
+                    f"{self._limit} models are on the device (max_models), and host memory has {free >> 20} "
+                    f"MiB free, but moving a model there takes {model.num_bytes >> 20} MiB; unload a model"
                 )
             self._in_host_memory[oldest] = model.moved(to_host), _shardings(model)
             del self._device[oldest]

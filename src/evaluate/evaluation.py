@@ -21,10 +21,8 @@ MAX_DOMAINS = 5  # reports show each domain if there are at most this many
 class EvalSection:
     """The results of all evaluated tasks, or of those of one domain."""
 
-    rates: dict[
-        str, Estimate
-    ]  # pass_at_<k>, pass_hat_<k>; prefixed with the part if only a part of the grading counts
-    noop_success: Estimate | None  # what an agent that does nothing solves; None if it is unknown
+    rates: dict[str, Estimate]  # by name: pass_at_<k>, pass_hat_<k>, after the name of a partial grading
+    noop_success: Estimate | None  # of an agent that does nothing; None if it is unknown
     patterns: dict[str, int]  # number of failed trials that show each failure pattern
     num_failed: int
 
@@ -68,7 +66,7 @@ async def evaluate(
     """Play all tasks as `plan` says. Raises TooManyFailuresError if no trial could be graded."""
     groups = [timed.group for timed in await rollouts.groups(tasks, policy, plan, on_group)]
     require_some_graded(groups, plan)
-    noop_rewards = await rollouts.floors(tasks)
+    noop_rewards = await rollouts.noop_rewards(tasks)
     whole = section_of(groups, noop_rewards, group_size=plan.group_size)
     domains = {
         name: section_of(members, noop_rewards, group_size=plan.group_size)

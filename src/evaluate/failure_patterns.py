@@ -40,7 +40,7 @@ class Pattern(StrEnum):
     NOTHING_DONE = "nothing_done"  # the trial ended without a tool call
     GRADING_PREVENTED = "grading_prevented"  # the agent broke its sandbox or its grading (`ZeroReason`)
     FALSE_COMPLETION = "false_completion"  # the agent ended the trial after its last call had succeeded
-    CUSTOMER = "customer_fault"  # the user simulator left its scenario or its role, or repeated itself
+    USER_SIMULATOR = "customer_fault"  # the user simulator left its scenario or its role, or repeated itself
 
 
 # The first pattern that matches the text of an error.
@@ -89,8 +89,8 @@ def patterns(trajectory: Trajectory) -> frozenset[Pattern]:
     metrics = trajectory.metrics
     if metrics.get("unusable_answers") or metrics.get("parse_failures"):
         shown.add(Pattern.UNREADABLE)
-    if customer_faults(trajectory):
-        shown.add(Pattern.CUSTOMER)
+    if user_simulator_faults(trajectory):
+        shown.add(Pattern.USER_SIMULATOR)
     if trajectory.stop_reason is StopReason.CONTEXT_LENGTH:
         shown.add(Pattern.CONTEXT_OVERFLOW)
     elif (
@@ -103,7 +103,7 @@ def patterns(trajectory: Trajectory) -> frozenset[Pattern]:
         shown.add(Pattern.GRADING_PREVENTED)
     elif metrics.get("tool_calls") == 0:
         shown.add(Pattern.NOTHING_DONE)
-    elif Pattern.CUSTOMER not in shown and not (results and result_patterns(results[-1])):
+    elif Pattern.USER_SIMULATOR not in shown and not (results and result_patterns(results[-1])):
         shown.add(Pattern.FALSE_COMPLETION)
     return frozenset(shown)
 
@@ -157,16 +157,16 @@ def pattern_of(error: str) -> Pattern:
     return _first_match(error, ERRORS) or Pattern.OTHER_ERROR
 
 
-def customer_faults(trajectory: Trajectory) -> list[str]:
+def user_simulator_faults(trajectory: Trajectory) -> list[str]:
     """Return the faults of the user simulator in a failed trial, in words; none without a user simulator."""
     if not has_user_simulator(trajectory):
         return []
-    said = [_text(message) for message in trajectory.conversation[1:] if message.get("role") == "user"]
-    said = [text for text in said if not text.startswith("Error")]  # errors come from the environment
+    messages = [_text(message) for message in trajectory.conversation[1:] if message.get("role") == "user"]
+    messages = [text for text in messages if not text.startswith("Error")]  # errors come from the environment
     faults: list[str] = []
-    if any(OUT_OF_SCOPE in text for text in said):
+    if any(OUT_OF_SCOPE in text for text in messages):
         faults.append("left its scenario")
-    if any("<tool_call>" in text or "<think>" in text for text in said):
+    if any("<tool_call>" in text or "<think>" in text for text in messages):
         faults.append("left its role")
     if is_stuck(trajectory.conversation):
         faults.append("repeated itself")

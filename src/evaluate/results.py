@@ -106,9 +106,11 @@ def report_section(
 ) -> None:
     """Print rates, no-op success, success with and without writing actions, and failure patterns."""
     for name, rate in section["rates"].items():
-        printer.say(f"{indent}{name.replace('_hat_', '^').replace('_at_', '@')}: {shown(Estimate(**rate))}")
+        printer.say(
+            f"{indent}{name.replace('_hat_', '^').replace('_at_', '@')}: {formatted(Estimate(**rate))}"
+        )
     if section["noop_success"] is not None:
-        printer.say(f"{indent}doing nothing: {shown(Estimate(**section['noop_success']))}")
+        printer.say(f"{indent}doing nothing: {formatted(Estimate(**section['noop_success']))}")
     split = {text: metrics.get(f"{prefix}/{name}") for name, text in SUCCESS_SPLIT.items()}
     parts = [
         f"{value:.1%} of trials at tasks that {text}" for text, value in split.items() if value is not None
@@ -128,8 +130,8 @@ def require_enough(results: Mapping[str, Any], config: EvaluateConfig, directory
     if num_ungraded > config.max_failure_rate * total:
         raise TooManyFailuresError(
             f"{num_ungraded} of {total} trials are ungraded, more than "
-            f"max_failure_rate={config.max_failure_rate:g}; the others are no fair sample: fix the cause and "
-            f"repeat with the same log_path={directory}"
+            f"max_failure_rate={config.max_failure_rate:g}; the graded trials are not representative; fix "
+            f"the cause and repeat with the same log_path={directory}"
         )
 
 
@@ -171,7 +173,7 @@ def compare(
     return comparison
 
 
-def shown(estimate: Estimate) -> str:
+def formatted(estimate: Estimate) -> str:
     return f"{estimate.value:.1%} [{estimate.low:.1%}, {estimate.high:.1%}] over {estimate.num_tasks} tasks"
 
 

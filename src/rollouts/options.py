@@ -6,19 +6,19 @@ from typing import Literal
 
 import chz
 
-from src.core.options import Options, SeedSettings, at_least, pairs, require
-from src.envs.options import AgentSettings, TrialSettings
+from src.core.options import Options, SeedOptions, at_least, pairs, require
+from src.envs.options import AgentOptions, TrialOptions
 from src.learning.options import (
-    CurriculumSettings,
-    DynamicSamplingSettings,
-    FilterSettings,
-    StalenessSettings,
+    CurriculumOptions,
+    DynamicSamplingOptions,
+    FilterOptions,
+    StalenessOptions,
 )
-from src.policy.options import JudgeEndpointSettings
+from src.policy.options import JudgeEndpointOptions
 
 
 @chz.chz
-class BatchSettings(Options):
+class BatchOptions(Options):
     """Batches and schedule"""
 
     batch_size: int = chz.field(default=1, doc="Tasks (groups) per step", validator=at_least(1))
@@ -26,7 +26,7 @@ class BatchSettings(Options):
 
 
 @chz.chz
-class ScheduleSettings(BatchSettings, SeedSettings):
+class ScheduleOptions(BatchOptions, SeedOptions):
     """Batches and schedule"""
 
     n_epochs: int = chz.field(default=1, doc="Passes over the training tasks", validator=at_least(1))
@@ -43,7 +43,7 @@ class ScheduleSettings(BatchSettings, SeedSettings):
     def domain_shares(self) -> dict[str, float]:
         """The share of each domain in a batch; the shares add up to 1. Empty without a mixture.
 
-        >>> ScheduleSettings(domain_mixture=["retail=3", "airline=1"]).domain_shares
+        >>> ScheduleOptions(domain_mixture=["retail=3", "airline=1"]).domain_shares
         {'retail': 0.75, 'airline': 0.25}
         """
         weights: dict[str, float] = {}
@@ -64,7 +64,7 @@ class ScheduleSettings(BatchSettings, SeedSettings):
 
 
 @chz.chz
-class PipelineSettings(BatchSettings, StalenessSettings):
+class PipelineOptions(BatchOptions, StalenessOptions):
     """Rollouts ahead of training"""
 
     max_groups_in_flight: int | None = chz.field(
@@ -95,7 +95,7 @@ class PipelineSettings(BatchSettings, StalenessSettings):
 
 
 @chz.chz
-class RolloutSettings(TrialSettings, SeedSettings):
+class RolloutOptions(TrialOptions, SeedOptions):
     """Trials"""
 
     trial_attempts: int = chz.field(
@@ -111,7 +111,7 @@ class RolloutSettings(TrialSettings, SeedSettings):
 
 
 @chz.chz
-class FaultSettings(Options):
+class FaultOptions(Options):
     """Failures and timeouts"""
 
     quarantine_after: int = chz.field(
@@ -133,7 +133,7 @@ class FaultSettings(Options):
 
 
 @chz.chz
-class JudgeSettings(JudgeEndpointSettings):
+class JudgeOptions(JudgeEndpointOptions):
     """Judge"""
 
     taxonomy_feedback: bool = chz.field(
@@ -168,12 +168,12 @@ class JudgeSettings(JudgeEndpointSettings):
 
 
 @chz.chz
-class GroupSettings(
-    PipelineSettings,
-    FilterSettings,
-    CurriculumSettings,
-    DynamicSamplingSettings,
-    FaultSettings,
-    AgentSettings,
+class GroupOptions(
+    PipelineOptions,
+    FilterOptions,
+    CurriculumOptions,
+    DynamicSamplingOptions,
+    FaultOptions,
+    AgentOptions,
 ):
     """Collection of batches"""

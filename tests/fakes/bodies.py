@@ -1,8 +1,7 @@
-"""Request bodies that nobody means: valid ones with a few places changed, and what every parser must do with
-them.
+"""Mutated request bodies, and the checks that every parser must pass for them.
 
-Imports no test framework but hypothesis and nothing of jax, so that `tests.stress.fuzz` can drive the same
-checks from atheris.
+Imports hypothesis but no test framework and no jax, so that `tests.stress.fuzz` can run the same checks with
+atheris.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ ROUTES = (
         "copy_weights",
     ),
 )
-"""What is posted to below /api/v1."""
+"""Routes below /api/v1 that accept POST."""
 LIMITS = Limits(vocab_size=64, max_context_length=16, max_lora_rank=8)
 TENSOR = {"data": [1, 2, 3], "dtype": "int64", "shape": [3]}
 SPARSE = {
@@ -198,7 +197,7 @@ values = st.recursive(
 
 @st.composite
 def mutated(draw: st.DrawFn, valid: object, changes: int = 2) -> object:
-    """`valid` with up to `changes` places replaced, removed, renamed or doubled."""
+    """Return `valid` with up to `changes` elements replaced, removed, renamed or duplicated."""
     body = json.loads(json.dumps(valid))
     for _ in range(draw(st.integers(1, changes))):
         body = _changed(draw, body)
@@ -225,7 +224,7 @@ def _changed(draw: st.DrawFn, value: object) -> object:
 
 @st.composite
 def messages(draw: st.DrawFn) -> bytes:
-    """A ForwardBackwardRequest whose arrays fit together as often as not."""
+    """Return a ForwardBackwardRequest whose arrays have consistent lengths in about half of the cases."""
     arrays = st.one_of(
         st.just(np.array([1, 2, 3], "<i8").tobytes()),
         st.just(np.array([0, 1, 2], "<f4").tobytes()),
@@ -276,7 +275,7 @@ def messages(draw: st.DrawFn) -> bytes:
 
 
 def json_holds(name: str, body: object) -> bool:
-    """Whether the body was accepted. Anything but acceptance and a `UserError` is a bug, and gets out."""
+    """Return whether the parser accepted the body. Any error except a `UserError` is a bug and is raised."""
     try:
         parsed = PARSERS[name](body)
     except UserError as error:
@@ -297,7 +296,7 @@ def protobuf_holds(body: bytes) -> bool:
 
 
 def check_training(op: ForwardBackward) -> None:
-    """What the losses rely on."""
+    """Check the conditions that the losses rely on."""
     assert op.data and op.model_id
     for datum in op.data:
         assert 0 < len(datum.tokens) == len(datum.target_tokens) <= LIMITS.max_context_length

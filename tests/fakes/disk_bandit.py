@@ -1,5 +1,4 @@
-"""A bandit server whose checkpoints live on disk, and which remembers in them every datum its weights have
-seen."""
+"""A bandit server whose checkpoints are files that record every datum it was trained on."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from src.policy.backend import SavedPaths
 from src.policy.sampling_policy import TinkerPolicy
 from tests.fakes.backend import VOCAB, BanditSampler, BanditTrainingClient, Ready
 
-Tick = Callable[[], None]  # heard before and after everything that a crash might come between
+Tick = Callable[[], None]  # called before and after every operation that a crash may separate
 
 
 class DiskBanditClient(BanditTrainingClient):
-    """With momentum, so that an optimizer that was not restored shows."""
+    """Has momentum, so that a missing restore of the optimizer state changes the result."""
 
     def __init__(self, tick: Tick) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class TickingSampler(BanditSampler):
 
 
 class DiskBandit:
-    """Loads the state that `load` names, or starts anew."""
+    """Loads the state `load`, or starts from zero if it is None."""
 
     def __init__(self, directory: Path, *, load: str | None = None, tick: Tick = lambda: None) -> None:
         self.training_client = DiskBanditClient(tick)

@@ -1,5 +1,4 @@
-"""A stand-in for the engine: tiny deterministic answers, real checkpoints, and a gate to hold operations
-back."""
+"""A fake engine with deterministic answers, real checkpoints, and a gate that holds operations back."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ FACTORS = {
     "base_model.model.lm_head.lora_A.weight": np.ones((4, 2), np.float32),
     "base_model.model.lm_head.lora_B.weight": np.zeros((3, 4), np.float32),
 }
-"""What every model's adapter is made of, whatever it was trained on."""
+"""Return the arrays of an adapter, which are equal for all models."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,9 +59,9 @@ class FakeModel:
 class FakeEngine:
     """Executes operations in submission order on one thread, as the real engine does for each model.
 
-    A model is its number of optimizer steps. Sampling continues the prompt by counting up, shifted by the
-    sampler's steps, so that a test sees which weights were used; every token has log-probability -0.5.
-    Training returns -target/10 per position.
+    The state of a model is its number of optimizer steps. Sampling continues the prompt by counting up,
+    shifted by the number of steps of the sampler, so that tests can see which weights were used. Every token
+    has the logprob -0.5. Training returns -target/10 per position.
     """
 
     def __init__(self, checkpoints: CheckpointStore, *, base_model: str = "local/fake") -> None:
@@ -70,7 +69,7 @@ class FakeEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.executed: list[Op] = []
-        self.submitted: list[tuple[str, Op]] = []  # by which tenant
+        self.submitted: list[tuple[str, Op]] = []  # the tenant and the operation
         self.models: dict[str, FakeModel] = {}
         self.snapshots: dict[str, int] = {}
         self.grad_norm = 1.5

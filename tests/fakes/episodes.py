@@ -12,7 +12,7 @@ from typing import Any
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import Trajectory, TrialFailure
 from src.envs.message_env import EpisodeSettings, StepResult, run_episode
-from src.learning.filters import FilterSettings
+from src.learning.filters import FilterOptions
 from src.policy.chat import Chat
 from tests.fakes.envs import ScriptedEnv, saying
 from tests.fakes.policy import FakePolicy
@@ -41,7 +41,7 @@ async def run_script(
     policy: FakePolicy | None = None,
     **env: Any,
 ) -> tuple[Trajectory | TrialFailure, FakePolicy, ScriptedEnv]:
-    """Run an episode in an environment that reacts from `script`, and check that it is closed once."""
+    """Run an episode in an environment that answers from `script`, and check that it is closed once."""
     chat = chat or toy_chat()
     policy = policy or FakePolicy(chat, replies)
     environment = ScriptedEnv(script, **env)
@@ -53,21 +53,21 @@ async def run_script(
 
 
 async def play(*args: Any, **options: Any) -> tuple[Trajectory, FakePolicy, ScriptedEnv]:
-    """`run_script` for an episode that is graded."""
+    """Call `run_script` and check that the episode is graded."""
     result, policy, environment = await run_script(*args, **options)
     assert isinstance(result, Trajectory), result
     return result, policy, environment
 
 
 async def fail(*args: Any, **options: Any) -> tuple[TrialFailure, FakePolicy, ScriptedEnv]:
-    """`run_script` for an episode that fails."""
+    """Call `run_script` and check that the episode fails."""
     result, policy, environment = await run_script(*args, **options)
     assert isinstance(result, TrialFailure), result
     return result, policy, environment
 
 
-def filters(rule: str) -> FilterSettings:
-    return FilterSettings(
+def filters(rule: str) -> FilterOptions:
+    return FilterOptions(
         remove_constant_reward_groups=False,
         min_group_size=1,
         failed_trial_reward=None,

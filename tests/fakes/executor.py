@@ -1,5 +1,6 @@
-"""An executor without devices. Every operation succeeds unless `errors` says otherwise, and `log` records
-it."""
+"""An executor without devices. Every operation succeeds unless `errors` contains an error for it, and `log`
+records it.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ from skyrl_tx_server.files.checkpoint_record import is_on_disk
 
 @dataclass(kw_only=True)
 class FakeExecutor:
-    """Samples count up from the last prompt token; a ForwardBackward takes one step per datum; logprobs are
-    all -1.
+    """Samples count up from the last prompt token, a ForwardBackward takes one step per datum, and all
+    logprobs are -1.
 
     A dispatch adds `block` tokens to every sequence, which ends after `max_tokens` (default 4) tokens.
     """
@@ -57,15 +58,15 @@ class FakeExecutor:
             base_model="local/fake", max_context_length=64, max_lora_rank=8, vocab_size=1000
         )
     )
-    gate: threading.Event | None = None  # nothing runs until this event is set
+    gate: threading.Event | None = None  # operations wait until this event is set
     errors: dict[str, Exception] = field(
         default_factory=dict
-    )  # by entry of `log`, raised instead of running it
+    )  # entry of `log` -> the error that is raised instead
     log: list[str] = field(default_factory=list)
-    dispatched_next: list[bool] = field(default_factory=list)  # by dispatch
-    threads: set[int] = field(default_factory=set)  # that made calls
+    dispatched_next: list[bool] = field(default_factory=list)  # one per dispatch
+    threads: set[int] = field(default_factory=set)  # ids of the threads that made calls
     models: dict[str, LoraSpec] = field(default_factory=dict)
-    _rows: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
+    active: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
 
     _paused: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
     max_unfinished_tokens: int = 0
@@ -76,7 +77,7 @@ class FakeExecutor:
 
     @property
     def num_running(self) -> int:
-        return len(self._rows)
+        return len(self.active)
 
     def run(self, op: Op) -> Generator[None, None, OpResult]:
         match op:
@@ -124,7 +125,7 @@ class FakeExecutor:
         if not request.paused:
             return [self.admit_one(request.request_id, request.op, first=request.first, count=request.count)]
         self._enter(f"admit {request.op.weights} {request.first} again")
-        self._rows[request.request_id, request.first] = self._paused.pop((request.request_id, request.first))
+        self.active[request.request_id, request.first] = self._paused.pop((request.request_id, request.first))
         return [
             PrefillResult(prompt_logprobs=None, prompt_cache_hit_tokens=len(request.op.prompt), finished=())
         ]
@@ -135,7 +136,7 @@ class FakeExecutor:
             raise UserError("Prompt length plus max_tokens exceeds the model's context window")
         assert self.num_running + count <= self.num_slots
         for index in range(first, first + count):
-            self._rows[request_id, index] = (op, 0)
+            self.active[request_id, index] = (op, 0)
         logprobs = None
         if op.prompt_logprobs and first == 0:
             logprobs = np.full(len(op.prompt), -1.0, np.float32)
@@ -149,22 +150,22 @@ class FakeExecutor:
         try:
             self._enter("decode")
         except Exception:
-            self._rows.clear()
+            self.active.clear()
             self._paused.clear()
             raise
         return any(
-            sampled + self.block >= (op.settings.max_tokens or 4) for op, sampled in self._rows.values()
+            sampled + self.block >= (op.settings.max_tokens or 4) for op, sampled in self.active.values()
         )
 
     def poll(self, *, dispatch_next: bool) -> Sequence[FinishedSequence]:
         self.dispatched_next.append(dispatch_next)
         finished = []
-        for (request_id, index), (op, sampled) in list(self._rows.items()):
+        for (request_id, index), (op, sampled) in list(self.active.items()):
             length = op.settings.max_tokens or 4
             if sampled + self.block < length:
-                self._rows[request_id, index] = (op, sampled + self.block)
+                self.active[request_id, index] = (op, sampled + self.block)
                 continue
-            del self._rows[request_id, index]
+            del self.active[request_id, index]
             tokens = (int(op.prompt[-1]) + 1 + np.arange(length)) % self.info.vocab_size
             sequence = SampledSequence(
                 tokens=tokens.astype(np.int32),
@@ -177,8 +178,8 @@ class FakeExecutor:
     def pause(self, rows: Sequence[tuple[int, int]]) -> None:
         assert not self.dispatched_next[-1], "a dispatch is in flight"
         for key in rows:
-            self._enter(f"pause {self._rows[key][0].weights} {key[1]}")
-            self._paused[key] = self._rows.pop(key)
+            self._enter(f"pause {self.active[key][0].weights} {key[1]}")
+            self._paused[key] = self.active.pop(key)
 
     def running(self, request_id: int) -> Sequence[RunningSequence]:
         return [
@@ -187,12 +188,12 @@ class FakeExecutor:
                 tokens=[int(op.prompt[-1]) + 1 + at for at in range(sampled)],
                 logprobs=[-1.0] * sampled,
             )
-            for (of, index), (op, sampled) in {**self._rows, **self._paused}.items()
+            for (of, index), (op, sampled) in {**self.active, **self._paused}.items()
             if of == request_id
         ]
 
     def release(self, request_id: int) -> None:
-        self._rows = {key: row for key, row in self._rows.items() if key[0] != request_id}
+        self.active = {key: row for key, row in self.active.items() if key[0] != request_id}
         self._paused = {key: row for key, row in self._paused.items() if key[0] != request_id}
 
     def stats(self) -> dict[str, object]:

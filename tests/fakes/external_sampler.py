@@ -1,5 +1,7 @@
-"""A small vLLM, or SGLang: their HTTP as far as the server uses it, over a Qwen3 in numpy read from Hugging
-Face's and PEFT's files."""
+"""A small replacement for vLLM or SGLang: the routes that the server uses, with a Qwen3 in numpy.
+
+The weights are read from files in the formats of Hugging Face and PEFT.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ Weights = dict[str, np.ndarray]
 
 
 class NumpyQwen3:
-    """The forward pass in float64, written from the architecture and not from our own code."""
+    """The forward pass in float64, written independently of the server's code."""
 
     def __init__(self, model_dir: Path) -> None:
         self.config = json.loads((model_dir / "config.json").read_text())
@@ -39,7 +41,7 @@ class NumpyQwen3:
         self.base.setdefault("lm_head.weight", self.base["model.embed_tokens.weight"])
 
     def with_adapter(self, directory: Path) -> Weights:
-        """The base weights plus alpha / r * B @ A of every module in a PEFT folder."""
+        """Return the base weights plus alpha / r * B @ A for every module in a PEFT folder."""
         config = json.loads((directory / "adapter_config.json").read_text())
         tensors = load_file(directory / "adapter_model.safetensors")
         weights = dict(self.base)
@@ -53,7 +55,7 @@ class NumpyQwen3:
         return weights
 
     def logprobs(self, weights: Weights, tokens: list[int]) -> np.ndarray:
-        """[T, V], of the token after each."""
+        """Return the logprobs [T, V] of the token after each position."""
         config, width = self.config, self.config["head_dim"]
         hidden = weights["model.embed_tokens.weight"][tokens]
         theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
@@ -101,8 +103,8 @@ class Draw:
 
 
 class ExternalSampler:
-    """Both dialects' routes; `kind` says as which of them it introduces itself. Every request is kept in
-    `seen`."""
+    """The routes of both servers. `kind` selects which of them it reports to be. `seen` contains every
+    request."""
 
     def __init__(
         self,
@@ -117,12 +119,12 @@ class ExternalSampler:
         self.tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         self.adapters: dict[str, tuple[str, Weights]] = {}
         self.seen: list[dict] = []
-        self.spoil: Callable[[dict], object] = lambda answer: None  # changes an answer before it leaves
+        self.spoil: Callable[[dict], object] = lambda answer: None  # changes an answer before it is sent
         self.leaves_adapters_out = False
         self.loads_adapters = True
-        self.hold = False  # completions wait for ever
+        self.hold = False  # if true, completions never return
         self.changed = threading.Condition()
-        self.aborted = 0  # completions whose client went away
+        self.aborted = 0  # number of completions whose client disconnected
 
     def wait_until(self, true: Callable[[], object], timeout_s: float = 20.0) -> None:
         with self.changed:
@@ -272,7 +274,7 @@ class ExternalSampler:
         weights = self.model.base if plain else self.adapters[adapter][1]
         seeds = [
             (len(self.seen) if seed is None else seed) + index for index in range(count)
-        ]  # no test hangs on chance
+        ]  # results are deterministic
         return await asyncio.to_thread(
             lambda: [self._draw(weights, prompt, asked, max_tokens, each) for each in seeds]
         )
@@ -299,8 +301,7 @@ class ExternalSampler:
 
 @contextlib.contextmanager
 def sampling(sampler: ExternalSampler, *, port: int = 0) -> Iterator[str]:
-    """The sampler on a loopback port, which it leaves with everything that was loaded into it; yields its
-    URL."""
+    """Serve the sampler on a loopback port and yield its URL. All adapters are unloaded at the end."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
@@ -315,7 +316,7 @@ def sampling(sampler: ExternalSampler, *, port: int = 0) -> Iterator[str]:
 
 
 def _filtered(logprobs: np.ndarray, asked: dict) -> np.ndarray:
-    """Probabilities at a temperature, of the top k, of the top p."""
+    """Return probabilities after temperature, top-k and top-p."""
     if asked["temperature"] == 0:
         return np.eye(len(logprobs))[int(np.argmax(logprobs))]
     probabilities = np.exp(_log_softmax(logprobs / asked["temperature"]))

@@ -3,7 +3,7 @@
     python -m tests.fakes.killable DIR POINTS SEED MODE [OPTION ...]
 
 A point is a moment just before or after a write to disk, a sampling call, an optimizer call or a checkpoint.
-Every run is a forked child, so that a kill is a real one and the next process knows only what is on disk.
+Every run is a forked child, so the kill is real and the resumed run knows only what is on disk.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ MODES = {
         "kl_penalty_coef=0",
     ),
 }
-CURSED = "say-03"  # its sandbox never builds; it ends in quarantine
+CURSED = "say-03"  # its trials always fail, so it is quarantined
 
 
 @dataclass(kw_only=True)
 class Killer:
-    """Counts points, and kills this process at number `at`; a write under way is torn in two."""
+    """Counts points and kills this process at point `at`. A write at this point is cut in half."""
 
     at: int | None
     count: int = 0
@@ -73,7 +73,7 @@ os_write = os.write
 
 
 def play_in_child(path: Path, at: int | None, *options: str) -> int:
-    """A run in a process of its own. The number of points it passed; 0 when it was killed."""
+    """Run in a child process. Returns the number of points, or 0 if the child was killed."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -147,7 +147,7 @@ def play(path: Path, at: int | None, *options: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a finished run left, apart from times."""
+    """The results of a finished run, without times."""
 
     metrics: list[dict[str, object]]
     trained: Counter[tuple[int, str]]
@@ -166,7 +166,7 @@ def outcome(path: Path) -> Outcome:
 
 
 def finished_places(path: Path) -> set[tuple[str, str, int]]:
-    """The graded rollouts on disk: (file, task, member)."""
+    """Return the graded rollouts on disk as (file, task, member)."""
     return {
         (file.name, str(record["task"]), int(record["member"]))
         for file in (path / "run" / "finished").glob("*.jsonl")
@@ -184,11 +184,11 @@ def admitted_since(path: Path, num_records: int) -> set[tuple[str, str, int]]:
 
 
 def faults_of(path: Path, kills: list[int], unbroken: Outcome, mode: str, *options: str) -> list[str]:
-    """Kills a fresh run at each of `kills` in turn, lets it end, and says in what it differs from the
-    unbroken one.
+    """Kill a fresh run at each of `kills` in turn, let it finish, and return its differences from the
+    uninterrupted run.
 
-    Ahead of training, time decides which groups make a step; what remains is that each is trained once, and
-    none is lost.
+    In asynchronous modes, time decides which groups form a step, so only the number of times that each group
+    was trained is compared.
     """
     wrong = []
     for at in [*kills, None]:
@@ -208,12 +208,12 @@ def faults_of(path: Path, kills: list[int], unbroken: Outcome, mode: str, *optio
     if set(found.trained.values()) != {1} or found.trained != unbroken.trained:
         wrong.append("groups were not trained exactly once")
     if found.seen_by_server != unbroken.seen_by_server or found.final_state != unbroken.final_state:
-        wrong.append("the final weights have seen something else")
+        wrong.append("the final weights were trained on other data")
     return wrong
 
 
 def inexact(found: Outcome) -> list[str]:
-    """Every task of three epochs, but those of the cursed one, is trained once."""
+    """Return an error unless every task of three epochs, except CURSED, was trained once."""
     expected = Counter({f"say-{number:02d}": 3 for number in range(5)})
     del expected[CURSED]
     trained = Counter(task for _, task in found.trained.elements())
@@ -225,10 +225,8 @@ def inexact(found: Outcome) -> list[str]:
 
 
 def main(directory: Path, num_points: int, seed: int, mode: str, *options: str) -> int:
-    """Single kills at random points, then a chain of kills over one run.
-
-    Prints one line, and each fault; 0 when there is none.
-    """
+    """Kill runs once at random points, then one run repeatedly. Prints a summary and each fault. Returns 0 if
+    there is none."""
     started = time.monotonic()
     total = play_in_child(directory / "unbroken", None, *MODES[mode], *options)
     unbroken = outcome(directory / "unbroken")
@@ -246,7 +244,7 @@ def main(directory: Path, num_points: int, seed: int, mode: str, *options: str) 
         for line in wrong:
             print(f"kill at {at}: {line}")
     num_bad = sum(map(bool, found.values()))
-    as_expected = "the unbroken one" if mode == "synchronous" else "they should"
+    as_expected = "the uninterrupted run" if mode == "synchronous" else "expected"
     print(
         f"{mode}: {num_kills} SIGKILLs over {total} points in {time.monotonic() - started:.0f} s: "
         f"{len(found) - num_bad} of {len(found)} "

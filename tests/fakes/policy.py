@@ -12,9 +12,8 @@ from src.policy.sampling_policy import SampleRequest
 class FakePolicy:
     """Samples `replies` in order, each cut at `max_tokens`, and repeats the last one.
 
-    An Exception in `replies` is raised.
-
-    Every token has the logprob -0.5. `calls` contains all requests.
+    Raises the exceptions that `replies` contains. Every token has the logprob -0.5. `calls` contains all
+    requests.
     """
 
     def __init__(self, chat: Chat, replies: Sequence[str | Exception], *, version: int = 0) -> None:
@@ -40,7 +39,7 @@ class FakePolicy:
 
 
 class UnusedPolicy:
-    """A policy that must not be asked to sample."""
+    """A policy whose `sample` must not be called."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version

@@ -1,4 +1,4 @@
-"""FakeRun: the real trainer, from its options to its folder, on parts that a test makes."""
+"""`FakeRun`: the real trainer with all its files, on a task source and a back end that the test creates."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ OWN_SERVER = ("model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1")
 
 
 class FakeRun:
-    """`make` makes the parts of each connection, where no subclass opens them.
+    """Runs the trainer in the folder `path` and collects its terminal output in `text`.
 
-    `path` is the run's folder, `text` what it says.
+    `make` creates the dependencies of each connection, unless a subclass overrides `opened`.
     """
 
     def __init__(self, path: Path, make: Callable[[TrainerConfig], Dependencies] | None = None) -> None:
@@ -35,7 +35,7 @@ class FakeRun:
         self._make = make
 
     async def go(self, *options: str) -> None:
-        """A later option overrides an earlier one of its name."""
+        """Run with these options. A later option overrides an earlier one with the same name."""
         config = parse([*OWN_SERVER, f"log_path={self.path}", *options])
         await run(config, Display(Console(file=self.text, width=160)), connect=self.opened)
 
@@ -49,16 +49,13 @@ class FakeRun:
 
 
 def untimed(log_path: Path) -> list[dict[str, Any]]:
-    """The metrics of a run, apart from times:
-
-    the same in an unbroken run and in one that was killed and resumed.
-    """
+    """Return the metrics of a run without times. They are equal for an uninterrupted and a resumed run."""
     lines = records(log_path / "metrics.jsonl")
     return [{name: value for name, value in line.items() if not is_wall_clock(name)} for line in lines]
 
 
 def groups_trained(log_path: Path) -> Counter[GroupKey]:
-    """How often the weights the run ends on have seen each group."""
+    """Return how often the final weights of the run were trained on each group."""
     trained: dict[int, Counter[GroupKey]] = {}
     for record in records(log_path / JOURNAL):
         if record["event"] == "started":

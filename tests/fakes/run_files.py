@@ -1,4 +1,4 @@
-"""What a test reads of a run's files."""
+"""Reads the JSON lines of a run's files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from typing import Any
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """Every whole line, without a schema; nothing of a file that is not there."""
+    """Return every complete line, without validation, or [] if the file does not exist."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith(b"\n")]

@@ -28,10 +28,11 @@ def solving(*commands: str) -> list[str]:
 
 
 class ScriptedPolicy:
-    """Samples from the first script whose key occurs in the prompt; the number of answers in the prompt is
+    """Samples from the first script whose key occurs in the prompt. The number of answers in the prompt is
     the index of the reply.
 
-    An exception in a script is raised. Answers are cut at max_tokens, and every token has the logprob -0.5.
+    Raises the exceptions that a script contains. Answers are cut at max_tokens, and every token has the
+    logprob -0.5.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The HTTP side on a fake engine: as a context for route tests, and on a loopback port for the real SDK."""
+"""The HTTP side on a fake engine: a context for tests of routes, and a loopback server for the SDK."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fake_engine(context: AppState) -> FakeEngine:
 
 
 class LoopbackServer(uvicorn.Server):
-    """Says when it listens, so that nobody has to ask."""
+    """A server that sets an event when it listens, so that tests need not poll."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -69,8 +69,7 @@ class LoopbackServer(uvicorn.Server):
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port that nobody else is given meanwhile: who sets SO_REUSEADDR may listen there, and nobody listens
-    until then."""
+    """Reserve a port, which is not given to other processes. A socket with SO_REUSEADDR can listen on it."""
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
@@ -79,7 +78,7 @@ def reserved_port() -> Iterator[int]:
 
 @contextlib.contextmanager
 def serving(startup: StartupState, *, port: int = 0, housekeeping_period_s: float = 5.0) -> Iterator[str]:
-    """The application under uvicorn in a thread; yields its URL. `port` 0 takes a free one."""
+    """Run the application under uvicorn in a thread and yield its URL. Port 0 selects a free one."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
@@ -89,5 +88,5 @@ def serving(startup: StartupState, *, port: int = 0, housekeeping_period_s: floa
         )
         with server.in_thread(listener):
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    if startup.context is not None and isinstance(startup.context.engine, FakeEngine):
-        startup.context.engine.stop()
+    if startup.state is not None and isinstance(startup.state.engine, FakeEngine):
+        startup.state.engine.stop()

@@ -81,7 +81,7 @@ def step(*, episode: str, content: str | None, tool_calls: list[dict[str, Any]])
         playing["speaker"] = "user"
         return state(
             episode, [*playing["user_messages"], {"role": "assistant", "content": content}]
-        )  # the user's own messages too, as in tau2's worker
+        )  # includes the messages of the user, as in tau2's worker
     return state(episode, [{"role": "tool", "content": called(playing, call["name"])} for call in tool_calls])
 
 

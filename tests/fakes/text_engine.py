@@ -1,5 +1,6 @@
-"""An engine that writes given texts, a few tokens at a time, for the tests of the OpenAI doors; and a
-tokenizer that knows chats."""
+"""An engine that writes given texts, a few tokens at a time, and a tokenizer with a chat template, for OpenAI
+routes.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +33,16 @@ END = 256
 TEMPLATE = """\
 {%- if tools %}<tools>{% for tool in tools %}{{ tool.function.name }};{% endfor %}</tools>{% endif %}
 {%- for message in messages %}<{{ message.role }}>{{ message.content }}
-{%- for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}
+{%- for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments | tojson }}]
+{%- endfor %}
 {{- "<|im_end|>" }}{% endfor %}
-{%- if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}{% endif %}"""
+{%- if add_generation_prompt %}<assistant>
+{%- if enable_thinking is defined and not enable_thinking %}<no>{% endif %}
+{%- endif %}"""
 
 
 def save_tokenizer(directory: Path) -> Path:
-    """Bytes and `<|im_end|>`, with a chat template that shows everything it is given."""
+    """Bytes and `<|im_end|>`, with a chat template that renders every field of a message."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(["<|im_end|>"])
@@ -53,10 +57,10 @@ def save_tokenizer(directory: Path) -> Path:
 
 
 class TextEngine:
-    """Sample i of a request writes `texts[i]`, a block of tokens at a time, and ends there, at a stop string
-    or at max_tokens.
+    """Sample i of a request writes `texts[i]`, a block of tokens at a time, until its end, a stop string or
+    max_tokens.
 
-    Every token has log-probability -0.5. `gate` holds the engine back before each block but the first.
+    Every token has the logprob -0.5. Each block except the first waits for `gate`.
     """
 
     def __init__(self, texts: Sequence[str], *, block: int = 3, base_model: str = "local/fake") -> None:
@@ -86,7 +90,7 @@ class TextEngine:
         self.gate.set()
 
     def prompt_text(self) -> str:
-        """The last prompt, read back."""
+        """Return the text of the last prompt."""
         ids = self.seen[-1].prompt.tolist()
         return "".join("<|im_end|>" if token == END else self._tokenizer.decode([token]) for token in ids)
 
@@ -98,7 +102,7 @@ class TextEngine:
         for start in range(0, longest, self._block):
             if start:
                 self.gate.wait()
-            if watcher is not None and not watcher.wanted():
+            if watcher is not None and not watcher.is_waiting():
                 self.withdrawn.set()
                 future.set_exception(WithdrawnError("withdrawn"))
                 return

@@ -1,5 +1,4 @@
-"""A byte-level tokenizer with a ChatML template, built in memory: every character is one token, ids are easy
-to check by hand."""
+"""A byte-level tokenizer with a ChatML template, built in memory. Every character is one token."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from src.policy.chat import Chat, Message
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 
-# Qwen3's habits in little: earlier thinking is stripped, and `enable_thinking=False` puts an empty block in
+# As in Qwen3's template, earlier thinking is removed, and `enable_thinking=False` adds an empty block to
 # the generation prompt.
 TEMPLATE = (
     "{% for m in messages %}"

@@ -1,4 +1,4 @@
-"""FakeTasks: a task source whose trials are a function of the policy, without sandboxes."""
+"""`FakeTasks`: a task source without sandboxes, whose trials are a function of the policy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def failure(
 
 
 async def say_a_token(trial: FakeTrial, policy: Policy) -> Trajectory:
-    """Two turns of one token each; the reward is 1 when the last token is 3."""
+    """Take two turns of one token each. The reward is 1 if the last token is 3."""
     prompt = [9, 8]
     first = await policy.sample(
         SampleRequest(prompt_ids=prompt, max_tokens=1, temperature=trial.temperature, seed=trial.seed)
@@ -76,15 +76,15 @@ class FakeTrial:
 
 @dataclass(kw_only=True)
 class FakeTasks:
-    """`made` keeps every trial that was asked for."""
+    """A task source. `made` contains every trial that was requested."""
 
     train: Sequence[Task]
     eval: Sequence[Task] = ()
     play: Play = say_a_token
     made: list[FakeTrial] = field(default_factory=list)
-    noop_baselines: dict[str, float] = field(default_factory=dict)  # by task
+    noop_baselines: dict[str, float] = field(default_factory=dict)  # task -> reward of doing nothing
     num_closed: int = 0
-    ended: list[str] = field(default_factory=list)  # names of the folders of batches that ended
+    ended: list[str] = field(default_factory=list)  # names of the folders of finished batches
 
     def trial(
         self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0

@@ -1,10 +1,10 @@
-"""A server that answers some requests badly, programs that meet it, and the environment they play.
+"""A server that does not answer some requests correctly, programs that use it, and their environment.
 
-    python -m tests.fakes.unresponsive        starts programs as forks of a process that has imported them: a
-    start takes milliseconds
+    python -m tests.fakes.unresponsive
 
-Each line of its input is a JSON object of `module`, `argv` and `log`; each line of its output is one of
-`number` and `status`. It says `{"number": n, "pid": p}` when program n has started.
+The command imports the programs once and starts each as a fork, which takes milliseconds. Each line of its
+input is a JSON object with `module`, `argv` and `log`. It prints `{"number": n, "pid": p}` when program n has
+started and `{"number": n, "status": s}` when it has ended.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ START = (
 
 
 class Manner(StrEnum):
-    """How a request is answered that is not answered well."""
+    """How a bad request is answered."""
 
     HANGS = "hangs"
     FAILS = "answers 500"
@@ -50,7 +50,7 @@ class Manner(StrEnum):
 
 
 class Unresponsive:
-    """An ASGI application before another. `reached` is set once a request was answered badly."""
+    """An ASGI application that wraps another one. `reached` is set after the first bad request."""
 
     def __init__(self, app: Callable, manner: Manner, is_bad: Callable[[str], bool]) -> None:
         self.reached = threading.Event()
@@ -86,7 +86,7 @@ class Unresponsive:
 def unresponsive(
     root: Path, manner: Manner, is_bad: Callable[[str], bool]
 ) -> Iterator[tuple[str, threading.Event]]:
-    """The URL of a server, and what is set once it was asked what it answers badly."""
+    """Yield the URL of a server and the event that is set after the first bad request."""
     from skyrl_tx_server.http.app import build_app
     from skyrl_tx_server.http.http_handler import StartupState
     from tests.fakes.server import LoopbackServer, fake_context, fake_engine
@@ -94,7 +94,7 @@ def unresponsive(
     context = fake_context(root)
     engine = fake_engine(context)
     engine.info = replace(engine.info, max_context_length=4096)
-    app = Unresponsive(build_app(StartupState(context=context)), manner, is_bad)
+    app = Unresponsive(build_app(StartupState(state=context)), manner, is_bad)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         server = LoopbackServer(
             uvicorn.Config(
@@ -107,7 +107,7 @@ def unresponsive(
 
 
 def open_one_answer(config: TrainerConfig, chat: Chat) -> FakeTasks:
-    """Tasks of one answer, whose reward is the parity of the trial's seed and place."""
+    """Return tasks of one turn, whose reward is the parity of the trial's seed."""
 
     async def play(trial, policy: Policy) -> Trajectory:
         turn = await policy.sample(
@@ -119,7 +119,7 @@ def open_one_answer(config: TrainerConfig, chat: Chat) -> FakeTasks:
 
 
 def open_never(config: TrainerConfig, chat: Chat) -> FakeTasks:
-    """An environment that does not come to an end of its opening."""
+    """An environment whose opening never returns."""
     with urllib.request.urlopen(f"{config.skyrl_tx_url}/opening") as reply:
         reply.read()
     raise AssertionError("the server answered")

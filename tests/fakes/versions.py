@@ -1,6 +1,4 @@
-"""Checkpoints that say in every file which save they are: the rank and every number of version k are its
-own.
-"""
+"""Checkpoints whose files all encode a version: version k determines the rank and every number."""
 
 from __future__ import annotations
 
@@ -37,7 +35,8 @@ def save_version(store: CheckpointStore, path: str, version: int, *, columns: in
 
 
 def version_of(arrays: Mapping[str, np.ndarray], rank: int) -> int:
-    """AssertionError where the arrays are not of one version, or of another one than `rank`."""
+    """Return the version of the arrays. Raises AssertionError if they are of several versions or do not fit
+    `rank`."""
     (version,) = {float(number) for array in arrays.values() for number in (array.min(), array.max())}
     assert rank == 1 + version % 7 == arrays[NAME.format("A")].shape[0], (
         f"rank {rank} with the weights of version {version}"

@@ -1,6 +1,5 @@
-"""A real run on a clock that jumps to the next event:
-
-hours of rollouts in seconds, and the same every time.
+"""Runs the real trainer on a clock that jumps to the next event, so that hours take seconds and are
+deterministic.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from tests.fakes.run import FakeRun, groups_trained
 from tests.fakes.trials import FakeTasks, task, trajectory
 
 TURNS = 20
-SLOWEST = 0.1  # the share of tasks whose fate is told apart
+SLOWEST = 0.1  # share of the longest tasks, which `Result.slowest` contains
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Sleeps by moving its clock. Threads would tear time apart, so their work is done at once."""
+    """An event loop whose sleeps advance a virtual clock. Work of threads runs at once in the loop."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -57,16 +56,13 @@ class _Impatient(selectors.DefaultSelector):
 
     def select(self, timeout=None):
         if timeout is None:
-            raise RuntimeError("the run waits for something that never comes")
+            raise RuntimeError("the run waits for an event that never occurs")
         self._loop._now += max(0.0, timeout)
         return super().select(0)
 
 
 def in_virtual_time[**P](test: Callable[P, Coroutine[object, object, None]]) -> Callable[P, None]:
-    """A test whose waits take no time:
-
-    what it waits for comes before what waits longer, however slow the machine.
-    """
+    """Run the test in virtual time, so that its waits take no time and end in order."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -77,9 +73,7 @@ def in_virtual_time[**P](test: Callable[P, Coroutine[object, object, None]]) -> 
 
 
 class SlowFuture:
-    """An answer of the server that takes its time from when it was asked for, once what was asked before
-    it is done.
-    """
+    """An answer of the server that is ready at the time `until`."""
 
     def __init__(self, value, until: float) -> None:
         self._value = value
@@ -91,7 +85,7 @@ class SlowFuture:
 
 
 class SlowTrainingClient(BanditTrainingClient):
-    """`train_s` for each forward_backward of a whole batch; keeps every trained token's age."""
+    """Each forward_backward of a whole batch takes `train_s`. `ages` has the age of every trained token."""
 
     def __init__(self, train_s: float, num_datums: int) -> None:
         super().__init__()
@@ -116,22 +110,22 @@ class SlowTrainingClient(BanditTrainingClient):
         return SlowFuture(super().optim_step(adam).value, self._free_at)
 
 
-FIRST_VERSION = 100  # a prompt's last token says which weights answered it: this number and the version
+FIRST_VERSION = 100  # the last token of a prompt is FIRST_VERSION plus the version of the policy
 
 
 @dataclass(kw_only=True)
 class Result:
     minutes_per_step: float
     num_steps: int
-    played: Counter[str] = field(default_factory=Counter)  # task -> its groups that ended
+    played: Counter[str] = field(default_factory=Counter)  # task -> number of finished groups
     trained: Counter[str] = field(default_factory=Counter)
     slowest: set[str] = field(default_factory=set)
-    ages: list[int] = field(default_factory=list)  # of trained tokens, in updates
+    ages: list[int] = field(default_factory=list)  # ages of trained tokens, in updates
     metrics: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def num_discarded(self) -> int:
-        """Groups that were played and not one token of which was trained."""
+        """Number of groups that were played but none of whose tokens were trained."""
         return sum((self.played - self.trained).values()) + int(
             sum(line.get("staleness/masked_trajectories", 0) for line in self.metrics)
         )
@@ -155,9 +149,8 @@ def simulate(
     seed: int = 0,
     turns: int = TURNS,
 ) -> Result:
-    """One run of the real trainer over `num_steps * batch_size` tasks, whose groups take `minutes` each,
-    all turns alike.
-    """
+    """Run the real trainer over `num_steps * batch_size` tasks. `minutes` draws the duration of a group, and
+    all its turns take equally long."""
     draw = random.Random(seed)
     names = [f"task-{number}" for number in range(num_steps * batch_size)]
     duration_s = {name: 60 * minutes(draw) for name in names}
@@ -219,7 +212,7 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """A run at random: short or long groups and updates, many turns or one."""
+    """The random parameters of a run."""
 
     max_staleness: int
     stream_groups: bool
@@ -261,7 +254,7 @@ class Schedule:
         )
 
     def faults(self, result: Result) -> list[str]:
-        """What must never be."""
+        """Return the violations of the staleness limit and of training each group once."""
         wrong = []
         if max(result.ages, default=0) > self.max_staleness:
             wrong.append(f"trained a token {max(result.ages)} updates old")

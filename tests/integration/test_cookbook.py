@@ -1,5 +1,4 @@
-"""What `python -m scripts.cookbook` judges by; the recipes themselves take minutes and an environment with
-torch."""
+"""The checks of `python -m scripts.cookbook`. The recipes themselves take minutes and need torch."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ from scripts.cookbook.recipes import KL, NLL, RECIPES, REWARD, at_most, every_st
 from scripts.quickstart.build_model import ROW, encode
 
 
-def test_a_figure_that_does_not_move_as_it_should_is_wrong() -> None:
+def test_rises_and_falls_judge_the_trend_of_a_metric() -> None:
     metrics = [{REWARD: value} for value in (0.1, 0.2, 0.2, 0.1, 0.4, 0.3, 0.5, 0.6)]
     assert rises(REWARD)(metrics) == ("reward/total 0.150 -> 0.550", True)
     assert not falls(REWARD)(metrics)[1]
-    assert not rises(REWARD)([{REWARD: 0.5}])[1]  # one step shows nothing
+    assert not rises(REWARD)([{REWARD: 0.5}])[1]  # one step shows no trend
     assert not rises(REWARD)([{REWARD: 0.0}] * 8)[1]
 
 
-def test_a_limit_holds_at_every_step_and_needs_a_step() -> None:
+def test_a_limit_applies_to_every_step_and_needs_a_step() -> None:
     assert at_most(KL, 2e-4)([{KL: 1e-4}, {KL: -1.5e-4}])[1]
     assert not at_most(KL, 2e-4)([{KL: 1e-8}, {KL: -3e-4}])[1]
     assert not at_most(KL, 2e-4)([{REWARD: 1.0}])[1]
@@ -47,7 +46,7 @@ def test_a_run_is_killed_only_after_it_has_saved(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", f"{saving}; import time; time.sleep(600)"], text=True),
         tmp_path,
     )
-    assert lines(tmp_path / "checkpoints.jsonl") == [{}]  # a line still being written is not read
+    assert lines(tmp_path / "checkpoints.jsonl") == [{}]  # an incomplete line is not read
 
 
 def test_a_student_is_given_its_teachers_last_checkpoint(tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def test_unknown_names_are_refused_before_any_work(capsys: pytest.CaptureFixture
     assert "unknown math_rll, wrok; recipes: math_rl, math_rl_async" in capsys.readouterr().err
 
 
-def test_the_data_sets_lie_where_the_hubs_names_lead(tmp_path: Path) -> None:
+def test_data_sets_are_found_under_their_hub_names(tmp_path: Path) -> None:
     write_data_sets(tmp_path)
     cards = list(tmp_path.rglob("README.md"))
     for card in cards:
@@ -79,8 +78,8 @@ def test_the_data_sets_lie_where_the_hubs_names_lead(tmp_path: Path) -> None:
     assert question["answer"] == f"#### {sum(numbers)}"
 
 
-def test_lessons_fit_a_row_and_keep_their_digits_apart(tmp_path: Path) -> None:
-    """A lesson longer than a row would never be taught, and in the end fill the packing with its like."""
+def test_lessons_fit_the_length_and_separate_digits(tmp_path: Path) -> None:
+    """A lesson that is longer than ROW tokens would never be trained."""
     tokenizer = build_tokenizer(tmp_path)
     lessons = itertools.islice(Lessons(random.Random(0), slips=1.0), 300)
     assert max(len(encode(tokenizer, messages)[0]) for messages in lessons) <= ROW

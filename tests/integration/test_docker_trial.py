@@ -1,4 +1,4 @@
-"""A whole trial on a real Docker engine. The tests are skipped if no engine responds."""
+"""Whole trials on a real Docker engine. The tests are skipped if no engine responds."""
 
 from __future__ import annotations
 

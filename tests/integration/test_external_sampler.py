@@ -1,5 +1,4 @@
-"""The server as its users start it with sampler_url=, the unmodified SDK before it, and behind it a sampler
-that computes in numpy."""
+"""The server with sampler_url=, used by the unmodified SDK, and a sampler that computes in numpy."""
 
 from __future__ import annotations
 
@@ -58,7 +57,9 @@ def url(tmp_path: Path, sampler: ExternalSampler) -> Iterator[str]:
         try:
             assert ready.startswith("skyrl-tx server ready: "), process.communicate()[1]
             yield ready.split()[3]
-            sampler.wait_until(lambda: not sampler.adapters)  # the closed session's snapshots are unloaded
+            sampler.wait_until(
+                lambda: not sampler.adapters
+            )  # the snapshots of the closed session are unloaded
             process.terminate()
             assert process.wait(30) == 0
         finally:
@@ -84,9 +85,7 @@ def draw(client: tinker.SamplingClient, num_samples: int = 2) -> list[types.Samp
 
 
 def far(training: tinker.TrainingClient, sequence: types.SampledSequence) -> float:
-    """The largest difference between a sample's log-probabilities and those of the weights as they are
-    now.
-    """
+    """Return the largest difference between a sample's logprobs and those of the current weights."""
     assert sequence.logprobs is not None
     output = training.forward([text(PROMPT + list(sequence.tokens))], "cross_entropy").result()
     ours = np.array(output.loss_fn_outputs[0]["logprobs"].tolist())[len(PROMPT) - 1 : -1]

@@ -1,5 +1,4 @@
-"""The quick start of service agents as its users start it, with its own model and server, cut down to a
-step."""
+"""The quick start of service agents with its own model and server, reduced to one step."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HELD_OUT = ["cancel-refused-test-1", "price-test-1", "return-test-1"]
 
 
-def test_a_step_of_the_service_quick_start(tmp_path: Path) -> None:
+def test_the_service_quick_start_takes_a_step(tmp_path: Path) -> None:
     small = [
         "max_steps=1",
         "batch_size=2",
@@ -31,13 +30,15 @@ def test_a_step_of_the_service_quick_start(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert "tasks: 40 to train on, 3 held out; 1 steps" in done.stdout
-    assert "points); doing nothing: 33.3%" in done.stdout  # the one that is to be refused
+    assert "points); doing nothing: 33.3%" in done.stdout  # one task must be refused
     _, step = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert step["trials/graded"] == 8 and step["env/all/tool_calls"] > 0 and step["tokens/trained"] > 0
-    assert step["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3  # sampler and trainer are one model
+    assert (
+        step["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3
+    )  # sampler and trainer have the same weights
 
 
-def test_a_mistake_is_one_line_before_a_server_is_started(tmp_path: Path) -> None:
+def test_a_mistake_stops_in_one_line_before_the_server_starts(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.run_skyrl_tx", f"log_path={tmp_path / 'run'}", "learning_rat=1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (

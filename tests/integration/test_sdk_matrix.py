@@ -1,5 +1,4 @@
-"""Five generations of the unmodified SDK, each in an environment of its own, through a whole round against
-the real server."""
+"""Five versions of the unmodified SDK, each in its own virtual environment, against the real server."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,11 +8,11 @@ import pytest
 from scripts import sdk_matrix
 
 VERSIONS = ("0.6.0", "0.16.1", "0.25.0", "0.32.0", "0.38.0")
-"""The oldest and the newest, and between them one on each side of the changes in saving, protobuf and
+"""The oldest and the newest version, and versions before and after the changes in saving, protobuf and
 futures."""
 
 
-def test_old_and_new_sdks_pass_the_round(tmp_path: Path) -> None:
+def test_old_and_new_sdks_work_with_the_server(tmp_path: Path) -> None:
     unreachable = sdk_matrix.package_index_problem()
     if unreachable is not None:
         pytest.skip(

@@ -1,5 +1,4 @@
-"""The server as its users start it: `python -m skyrl_tx_server` with a real engine, and every SDK call made
-against it."""
+"""Every call of the SDK against `python -m skyrl_tx_server` with a real engine."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(model_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and its URL, once it says that it is ready."""
+    """Start the server and yield its process and URL when it is ready."""
     options = {
         "base_model": model_dir,
         "model_alias": "local/tiny",
@@ -74,7 +73,7 @@ def server(model_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[s
         "max_num_seqs": 4,
     }
     options |= {"train_tokens_per_batch": 512, "checkpoints_dir": tmp_path / "checkpoints"}
-    options |= {"compilation_cache_dir": tmp_path.parent / "xla"}  # one for the whole session
+    options |= {"compilation_cache_dir": tmp_path.parent / "xla"}  # shared by all tests
     command = [
         sys.executable,
         "-m",
@@ -122,8 +121,7 @@ def test_the_openai_client_reads_streamed_and_whole_replies(
 def test_the_tinker_command_line_lists_and_downloads(
     server: tuple[subprocess.Popen[str], str], model_dir: Path, tmp_path: Path
 ) -> None:
-    """As its users run it, in processes of its own; what it downloads fits the base model and is what was
-    saved."""
+    """The command line runs in its own process. The download must fit the base model and equal the save."""
     _, url = server
     environment = os.environ | {
         "TINKER_BASE_URL": url,
@@ -163,7 +161,7 @@ def test_the_tinker_command_line_lists_and_downloads(
     )
     assert config["r"] == 4 and {*config["target_modules"]} >= {"q_proj", "o_proj", "gate_proj", "down_proj"}
     store = CheckpointStore(tmp_path / "checkpoints", "local/tiny")
-    assert [info.path for info in store.list()] == [path]  # what the download put there for itself is gone
+    assert [info.path for info in store.list()] == [path]  # files that the download created are removed
     _, saved = store.read(path)
     for module in {name.rpartition(".lora_")[0] for name in tensors}:
         a, b = (tensors[f"{module}.lora_{side}.weight"] for side in "AB")
@@ -175,8 +173,7 @@ def test_the_tinker_command_line_lists_and_downloads(
 async def test_sigterm_under_load_answers_every_future(
     server: tuple[subprocess.Popen[str], str], tmp_path: Path
 ) -> None:
-    """Training, saves and more samples than fit at once: each poll that waits gets a result or an error, and
-    no save is half there."""
+    """During training and sampling, every poll gets a result or an error and no save is incomplete."""
     process, url = server
     async with httpx.AsyncClient(base_url=f"{url}/api/v1/", timeout=60) as http:
 
@@ -213,7 +210,7 @@ async def test_sigterm_under_load_answers_every_future(
                 )
             ]
         waiting = [asyncio.create_task(outcome(request)) for request in requests]
-        await asyncio.wait(waiting[:3])  # by then every program is compiled
+        await asyncio.wait(waiting[:3])  # all programs are compiled now
         process.send_signal(signal.SIGTERM)
         outcomes = await asyncio.gather(*waiting)
     failures = [str(found["error"]) for found in outcomes if "error" in found]
@@ -225,7 +222,7 @@ async def test_sigterm_under_load_answers_every_future(
 
 
 def test_a_killed_server_loses_no_checkpoint(model_dir: Path, tmp_path: Path) -> None:
-    """Resuming is exact: losses, adapter, moments and step are those of a run that nobody killed."""
+    """Losses, adapter, moments and step equal those of an uninterrupted run."""
     options = (f"model={model_dir}", f"folder={tmp_path}", "points=1")
     command = [sys.executable, "-m", "tests.stress.server_kill_points", *options]
     run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)

@@ -1,7 +1,4 @@
-"""The trainer as its users start it:
-
-`python -m src.train` against a real server, with Terminus-2 in real sandboxes.
-"""
+"""Runs `python -m src.train` against a real server, with Terminus-2 in real sandboxes."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random two-layer model with the quick start's tokenizer:
-
-    it speaks nonsense, which is all these tests need.
-    """
+    """A random two-layer model with the tokenizer of the quick start."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
     directory.mkdir()
     tokenizer = json.loads((QUICKSTART / "model" / "tokenizer.json").read_text())
@@ -49,7 +43,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_server(
     model_dir: Path, checkpoints_dir: Path, *, port: int = 0
 ) -> tuple[subprocess.Popen[str], str]:
-    """The process and its URL, once it says that it is ready."""
+    """Start the server and yield its process and URL when it is ready."""
     options = {
         "base_model": model_dir,
         "model_alias": "local/tiny",
@@ -124,7 +118,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_two_steps_then_a_third_after_an_interruption(url: str, model_dir: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_with_its_third_step(url: str, model_dir: Path, tmp_path: Path) -> None:
     log_path = tmp_path / "run"
     done = subprocess.run(
         command(url, model_dir, log_path, "max_steps=2"),
@@ -142,7 +136,7 @@ def test_two_steps_then_a_third_after_an_interruption(url: str, model_dir: Path,
     assert metrics[2]["optim/num_substeps"] == 2 and metrics[2]["optim/grad_norm"] > 0
     assert (
         metrics[1]["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3
-    )  # sampler and trainer are one model
+    )  # sampler and trainer have the same weights
     assert metrics[2]["sampling_client/step_min"] == 1
     assert len(lines(log_path / "rollouts" / "step_000002.jsonl")) == 4
 
@@ -160,13 +154,13 @@ def test_two_steps_then_a_third_after_an_interruption(url: str, model_dir: Path,
     assert "resuming after step 2" in text
     (last,) = map(
         int, re.findall(r"checkpoint after step (\d+): tinker://", text)
-    )  # 3, or a later one where the signal came late
+    )  # 3, or more if the signal arrived late
     assert last >= 3
     assert [record["batch"] for record in lines(log_path / "checkpoints.jsonl")] == [2, last]
     assert [record["step"] for record in lines(log_path / "metrics.jsonl")] == list(range(last + 1))
 
 
-def test_a_killed_and_restarted_server_costs_a_run_nothing(model_dir: Path, tmp_path: Path) -> None:
+def test_a_run_is_unchanged_by_a_restart_of_its_server(model_dir: Path, tmp_path: Path) -> None:
     log_path = tmp_path / "run"
     server, url = start_server(model_dir, tmp_path / "checkpoints")
     options = ("max_steps=2", "save_every=1", "heartbeat_timeout_s=5", "kl_penalty_coef=0", "num_substeps=1")
@@ -240,7 +234,8 @@ def test_the_base_model_is_evaluated_over_both_apis(url: str, model_dir: Path, t
         (["model_name=org/other"], "error: model_name=org/other is not served at "),
         (
             ["lora_rank=16"],
-            "error: creating an adapter of rank 16 on local/tiny: LoRA rank 16 is above this server's max_lora_rank=8",
+            "error: creating an adapter of rank 16 on local/tiny: "
+            "LoRA rank 16 is above this server's max_lora_rank=8",
         ),
         (["tasks_dir=/no/such/folder"], "error: tasks_dir /no/such/folder is not a folder"),
         (
@@ -249,7 +244,7 @@ def test_the_base_model_is_evaluated_over_both_apis(url: str, model_dir: Path, t
         ),
     ],
 )
-def test_a_mistake_is_one_line_before_any_work(
+def test_a_mistake_stops_with_one_line_before_any_work(
     url: str, model_dir: Path, tmp_path: Path, options: list[str], message: str
 ) -> None:
     log_path = tmp_path / "run"

@@ -1,5 +1,4 @@
-"""Two processes with two virtual devices each, as two hosts would run them, against one process with one: the
-SDK sees no difference."""
+"""Two processes with two virtual devices each give the SDK the same results as one process."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.official_sdk
 
 
 class Process:
-    """A server process and what it has said so far, line by line."""
+    """A server process and the lines that it has printed."""
 
     def __init__(self, options: dict[str, object], devices: int) -> None:
         command = [
@@ -70,7 +69,7 @@ class Process:
         return line.partition("server ready: ")[2].split()[0]
 
     def end(self, timeout_s: float) -> int:
-        """The exit status, once all output is there."""
+        """Return the exit status after all output was read."""
         status = self.child.wait(timeout_s)
         self._reader.join()
         return status
@@ -141,8 +140,8 @@ def logprobs_of(output: types.ForwardBackwardOutput) -> np.ndarray:
 
 
 def driven(url: str) -> dict[str, np.ndarray]:
-    """Two steps, a save, samples of two snapshots in one place, a load; the model trained first waits in host
-    memory meanwhile."""
+    """Take two steps, save, sample from two snapshots, and load. The first model is moved to host memory in
+    between."""
     found: dict[str, np.ndarray] = {}
     with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as service:
         training = service.create_lora_training_client(base_model="local/tiny", rank=4, seed=1).result(
@@ -168,7 +167,7 @@ def driven(url: str) -> dict[str, np.ndarray]:
                     .result(TIMEOUT_S)
                     .sequences
                 )
-                for index, sequence in enumerate(sampled):  # one in a slot of each process
+                for index, sequence in enumerate(sampled):  # each process has one sequence
                     whole = types.ModelInput.from_ints([*PROMPT, *sequence.tokens])
                     scored = sampler.compute_logprobs(whole).result(TIMEOUT_S)[len(PROMPT) :]
                     np.testing.assert_allclose(scored, sequence.logprobs, atol=1e-4)  # type: ignore[arg-type]
@@ -217,7 +216,7 @@ def test_a_lost_process_stops_the_server_with_one_line(pair: list[Process]) -> N
     leader, follower = pair
     with httpx.Client(base_url=f"{leader.url}/api/v1/", timeout=60) as http:
         session_id = http.post("create_session", json={}).raise_for_status().json()["session_id"]
-        follower.child.send_signal(signal.SIGSTOP)  # so that nothing can be over when the process dies
+        follower.child.send_signal(signal.SIGSTOP)  # so that no operation can end before the process dies
         body = {
             "session_id": session_id,
             "model_seq_id": 0,

@@ -1,4 +1,4 @@
-"""A server on a fake engine with two tenants and an operator, and what one tenant can make there."""
+"""A server on a fake engine with two tenants and an operator, and the objects that a tenant can create."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPERATOR_KEY = "tml-operator"
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A server and a client for each of those who may use it."""
+    """A server, and a client for each tenant, the operator and a user without a key."""
 
     context: AppState
     keys: Path
@@ -48,7 +48,7 @@ async def two_tenants(root: Path, quota: TenantOptions | None = None) -> AsyncIt
     context = fake_context(root / "checkpoints", retention=Retention(hold_s=5), settings=settings)
     engine = fake_engine(context)
     engine.info = replace(engine.info, vocab_size=257, max_context_length=2000)
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with contextlib.AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(
@@ -82,7 +82,7 @@ async def result(http: httpx.AsyncClient, reply: dict[str, object]) -> dict[str,
 
 
 async def done(http: httpx.AsyncClient, route: str, **body: object) -> dict[str, object]:
-    """The result of an operation that must succeed."""
+    """Return the result of an operation that must succeed."""
     found = await result(http, await post(http, route, **body))
     assert "error" not in found, found
     return found
@@ -111,7 +111,7 @@ async def make_model(http: httpx.AsyncClient, session_id: str, number: int = 0) 
 
 @dataclass(frozen=True, kw_only=True)
 class Objects:
-    """One of everything that a tenant can own, by name."""
+    """Create one object of each kind that a tenant can own."""
 
     session: str
     request: str

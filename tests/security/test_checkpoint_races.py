@@ -1,6 +1,4 @@
-"""Archives, saves, deletions and expiry of one checkpoint at the same time: nothing is lost, stale or
-mixed.
-"""
+"""Concurrent archives, saves, deletions and expiry of one checkpoint leave it complete and consistent."""
 
 from __future__ import annotations
 
@@ -36,14 +34,14 @@ def context(tmp_path: Path) -> AppState:
 
 @pytest.fixture
 async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         yield http
     fake_engine(context).stop()
 
 
 async def archived(http: httpx.AsyncClient) -> int | None:
-    """The version in the archive; None where the server says that there is none, or none any more."""
+    """Return the version in the archive, or None if the server reports that there is none."""
     redirect = await http.get(f"{URL}/archive")
     if redirect.status_code == 302:
         archive = await http.get(redirect.headers["location"])
@@ -55,7 +53,7 @@ async def archived(http: httpx.AsyncClient) -> int | None:
     return None
 
 
-async def test_an_archive_is_of_the_last_save_and_blocks_no_save(
+async def test_an_archive_has_the_last_save_and_blocks_no_save(
     http: httpx.AsyncClient, context: AppState
 ) -> None:
     for version in (1, 2, 3):
@@ -66,7 +64,7 @@ async def test_an_archive_is_of_the_last_save_and_blocks_no_save(
 async def test_a_download_address_is_invalid_after_the_next_save(
     http: httpx.AsyncClient, context: AppState
 ) -> None:
-    """Both files are fetched one after the other, and must be of one save."""
+    """Both files are fetched one after the other and must belong to one save."""
     save_version(context.checkpoints, PATH, 1)
     urls = (await http.get(f"{URL}/external_weights_urls")).json()["urls"]
     config = (await http.get(urls["adapter_config.json"])).content
@@ -74,16 +72,15 @@ async def test_a_download_address_is_invalid_after_the_next_save(
     assert version_in_files(config, weights) == 1
     save_version(context.checkpoints, PATH, 2)
     reply = await http.get(urls["adapter_model.safetensors"])
-    assert reply.status_code == 404 and "saved anew" in reply.json()["detail"]
+    assert reply.status_code == 404 and "saved again" in reply.json()["detail"]
     context.checkpoints.delete(PATH)
     assert (await http.get(urls["adapter_config.json"])).status_code == 404
 
 
-def test_a_download_under_way_ends_as_it_began(tmp_path: Path) -> None:
-    """The kernel cannot hold the whole file between the two, so most of it is read after the overwrite and
-    the deletion."""
+def test_a_running_download_keeps_its_version(tmp_path: Path) -> None:
+    """The file exceeds the socket buffers, so most of it is read after the overwrite and the deletion."""
     context = fake_context(tmp_path)
-    with serving(StartupState(context=context)) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with serving(StartupState(state=context)) as url, httpx.Client(base_url=url, timeout=60) as http:
         for act in (
             lambda: save_version(context.checkpoints, PATH, 9),
             lambda: context.checkpoints.delete(PATH),
@@ -136,7 +133,7 @@ async def test_concurrent_saves_archives_and_deletions_are_consistent(
     assert (await archived(http), version_on_disk(context.checkpoints, PATH)) == (
         ROUNDS,
         ROUNDS,
-    )  # nobody deleted: nothing is lost
+    )  # without a deletion, the last version remains
     writing = True
     async with asyncio.TaskGroup() as tasks:
         for work in (save, *[archive] * 3, delete, delete, read):
@@ -145,8 +142,8 @@ async def test_concurrent_saves_archives_and_deletions_are_consistent(
     assert await archived(http) == 777
 
 
-def test_two_saves_of_one_name_leave_a_whole_checkpoint(tmp_path: Path) -> None:
-    """Each removes what the other has replaced, and never what the other is about to name."""
+def test_two_saves_of_one_name_leave_a_complete_checkpoint(tmp_path: Path) -> None:
+    """Each save removes files that the other one replaced, and no file that the other one will refer to."""
     store, wrong = CheckpointStore(tmp_path, "m"), []
 
     def save(first: int) -> None:
@@ -169,7 +166,7 @@ def test_two_saves_of_one_name_leave_a_whole_checkpoint(tmp_path: Path) -> None:
 async def test_the_expiry_of_a_save_does_not_delete_a_later_one(
     http: httpx.AsyncClient, context: AppState
 ) -> None:
-    """The engine has written the new checkpoint, and the event loop has not heard of it yet."""
+    """The engine has written the new checkpoint, but the event loop does not know it yet."""
     save_version(context.checkpoints, PATH, 1)
     assert (await http.put(f"{URL}/ttl", json={"ttl_seconds": 5000})).status_code == 204
     (listed,) = (await http.get("/api/v1/checkpoints")).json()["checkpoints"]
@@ -195,7 +192,7 @@ async def test_deleting_a_checkpoint_keeps_the_expiry_of_a_later_save(context: A
     fake_engine(context).stop()
 
 
-async def test_derived_files_go_with_their_checkpoint_or_when_unused(
+async def test_derived_files_are_removed_with_their_checkpoint(
     http: httpx.AsyncClient, context: AppState, tmp_path: Path
 ):
     derived = tmp_path / ".derived"
@@ -227,8 +224,8 @@ async def test_a_folder_left_by_an_older_server_does_not_hinder_a_save(
     assert not old.exists() and await archived(http) == 2
 
 
-def test_a_kill_at_any_point_loses_and_mixes_nothing(tmp_path: Path) -> None:
-    """Every seventh point; `python -m tests.stress.checkpoint_kills` goes through all."""
+def test_a_kill_at_any_point_keeps_checkpoints_consistent(tmp_path: Path) -> None:
+    """Tests every seventh point. `python -m tests.stress.checkpoint_kills` tests all points."""
     command = [sys.executable, "-m", "tests.stress.checkpoint_kills", str(tmp_path), "7"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,5 +1,4 @@
-"""Files below checkpoints_dir that nobody should have put there: each is refused by name, and hides and stops
-nothing else."""
+"""Unexpected files below checkpoints_dir are refused by name and do not hide or block others."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "metadata is a list": change(user_metadata=[]),
     "rank is text": change(lora={"rank": "4"}),
     "rank is huge": change(lora={"rank": -(10**30)}),
-    "alpha is no number": change(lora={"rank": 4, "alpha": "x"}),
+    "alpha is not a number": change(lora={"rank": 4, "alpha": "x"}),
     "size is text": change(size_bytes="many"),
     "step is missing": change(step=None),
     "version is deep": change(version=[[[[]]]]),
@@ -87,7 +86,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_one_bad_record_is_refused_by_name_and_hides_no_other(
+def test_a_bad_record_is_refused_by_name_and_hides_no_other(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     store = CheckpointStore(tmp_path / "root", "m")
@@ -121,7 +120,7 @@ def test_a_symbolic_link_to_another_directory_is_not_used(tmp_path: Path, level:
     assert store.list() == [] and sorted(outside.rglob("*")) == before
 
 
-def test_a_root_that_is_itself_a_link_is_fine(tmp_path: Path) -> None:
+def test_a_root_that_is_a_symbolic_link_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "root").symlink_to(tmp_path / "disk")
     store = CheckpointStore(tmp_path / "root", "m")
@@ -141,16 +140,16 @@ def test_arrays_that_are_no_safetensors_are_reported_as_damaged(tmp_path: Path) 
             store.read(BAD)
 
 
-# --- the ledger
+# --- the run index
 
 
 def metadata(num_bytes: int) -> dict[str, str]:
     return {"x": "y" * (num_bytes - 1)}
 
 
-async def test_metadata_over_the_cap_is_refused_before_a_model_is_made(tmp_path: Path) -> None:
+async def test_metadata_over_the_limit_is_refused_before_create_model(tmp_path: Path) -> None:
     context = fake_context(tmp_path)
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         session = await open_session(http)
         body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
@@ -177,7 +176,7 @@ def run_line(number: int, num_bytes: int, owner: str = "") -> str:
 
 
 def test_a_run_index_of_huge_metadata_shrinks_and_keeps_its_runs(tmp_path: Path) -> None:
-    """As an earlier server has written it: eight models with 20 MiB of metadata each, here 2 MiB."""
+    """A file of an earlier server: eight models with large metadata each, here 2 MiB."""
     file = tmp_path / "ledger.jsonl"
     file.write_text("\n".join(run_line(number, 2 << 20) for number in range(8)))
     assert list(RunIndex(file).runs) == [f"s:train:{number}" for number in range(8)]
@@ -230,14 +229,15 @@ def test_the_runs_of_one_tenant_evict_no_others(tmp_path: Path, monkeypatch: pyt
         b"[" * 100_000,
         b'{"run_id": 5, "base_model": "m", "lora": {"rank": 4}, "created_at": "2026-01-01T00:00:00+00:00"}',
         b'{"run_id": "x", "base_model": "m", "lora": {"rank": 4}, "created_at": "2026-01-01T00:00:00"}',
-        b'{"run_id": "x", "base_model": "m", "lora": {"rank": 4}, "created_at": "2026-01-01T00:00:00+00:00", "user_metadata": {"a": 1}}',
+        b'{"run_id": "x", "base_model": "m", "lora": {"rank": 4}, '
+        b'"created_at": "2026-01-01T00:00:00+00:00", "user_metadata": {"a": 1}}',
         b'{"path": "p", "expires_at": "2020-01-01T00:00:00"}',
         b'{"path": ["p"], "expires_at": null}',
         b'{"path": {}, "public": true}',
         b'{"path": "p", "expires_at": ' + b"9" * 5000 + b"}",
     ],
 )
-def test_one_bad_line_costs_no_other_fact(tmp_path: Path, line: bytes) -> None:
+def test_a_bad_line_affects_no_other_line(tmp_path: Path, line: bytes) -> None:
     file = tmp_path / "ledger.jsonl"
     file.write_bytes(run_line(1, 10).encode() + b"\n" + line + b"\n" + run_line(2, 10).encode())
     run_index = RunIndex(file)
@@ -255,7 +255,7 @@ async def test_a_full_disk_after_create_model_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = fake_context(tmp_path)
-    engine, transport = fake_engine(context), httpx.ASGITransport(build_app(StartupState(context=context)))
+    engine, transport = fake_engine(context), httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         session = await open_session(http)
         real = os.write

@@ -1,5 +1,6 @@
-"""Processes of one server know each other by the cluster key: nobody else is listened to, and no message can
-be forged or replayed."""
+"""Processes of one server authenticate each other with the cluster key. Messages cannot be forged or
+replayed.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ def test_an_impostor_of_process_0_gets_nothing_unpickled(
     assert not created.exists()
 
 
-def test_the_payload_would_create_its_file_where_it_is_unpickled(tmp_path: Path) -> None:
+def test_unpickling_the_payload_creates_its_file(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(CreatesFile(tmp_path / "created")))
     assert (tmp_path / "created").exists()
 
@@ -129,7 +130,7 @@ def test_an_impostor_is_refused_and_the_real_process_joins(
         join(chz.replace(hosts, cluster_key_file=key_file(tmp_path, b"x" * 32)), SETTINGS, print)
     with socket.create_connection(
         hosts.address, timeout=30
-    ) as impostor:  # it does not check process 0's proof
+    ) as impostor:  # the impostor does not check the proof of process 0
         impostor.sendall(MAGIC + NUMBER.pack(1) + secrets.token_bytes(NONCE_BYTES))
         read_exactly(impostor, NONCE_BYTES + CODE_BYTES)
         impostor.sendall(secrets.token_bytes(CODE_BYTES))
@@ -151,14 +152,13 @@ def read_exactly(connection: socket.socket, count: int) -> bytes:
 
 @dataclass
 class Relay:
-    """Somebody between the two processes, who sees each message from process 0 and decides what the other
-    gets."""
+    """A relay between two processes that selects which messages of process 0 it forwards."""
 
     ours: Channel
     theirs: Channel
     raw: socket.socket  # to the other process
     back: socket.socket  # to process 0
-    messages: SimpleQueue[bytes] = field(default_factory=SimpleQueue)  # whole, as they came from process 0
+    messages: SimpleQueue[bytes] = field(default_factory=SimpleQueue)  # complete messages of process 0
 
     def deliver(self, *messages: bytes) -> None:
         for message in messages:
@@ -218,7 +218,7 @@ def test_a_changed_message_ends_the_connection(relay: Relay, position: str) -> N
     assert relay.raw.recv(1) == b"", "the connection is closed"
 
 
-def test_a_length_that_nobody_signed_allocates_nothing(relay: Relay) -> None:
+def test_an_unauthenticated_length_allocates_nothing(relay: Relay) -> None:
     relay.deliver(LENGTH.pack(1 << 37) + bytes(CODE_BYTES))
     with pytest.raises(TamperedError):
         relay.theirs.recv_bytes()
@@ -242,7 +242,7 @@ def test_reordered_or_missing_messages_end_the_connection(relay: Relay) -> None:
         relay.theirs.recv_bytes()
 
 
-def test_a_truncated_message_is_the_end_of_the_connection(relay: Relay) -> None:
+def test_a_truncated_message_ends_the_connection(relay: Relay) -> None:
     relay.ours.send_bytes(b"the message")
     relay.deliver(relay.messages.get(timeout=60)[:-1])
     relay.raw.shutdown(socket.SHUT_WR)
@@ -257,7 +257,7 @@ def test_a_message_sent_back_to_its_sender_ends_the_connection(relay: Relay) -> 
         relay.ours.recv_bytes()
 
 
-def test_a_message_of_one_connection_is_worth_nothing_in_another(relay: Relay) -> None:
+def test_a_message_of_another_connection_is_refused(relay: Relay) -> None:
     relay.ours.send_bytes(b"decode")
     with relayed() as other:
         other.deliver(relay.messages.get(timeout=60))

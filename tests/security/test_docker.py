@@ -279,7 +279,7 @@ def test_a_cleanup_removes_networks_without_containers() -> None:
     assert of_project(project) == set()
 
 
-def test_what_cannot_be_removed_is_reported_with_its_reason() -> None:
+def test_objects_that_cannot_be_removed_are_reported() -> None:
     project = f"busy-{secrets.token_hex(4)}"
     with engine(timeout_s=60) as client:
         network = client.networks.create(
@@ -296,7 +296,7 @@ def test_what_cannot_be_removed_is_reported_with_its_reason() -> None:
             network.remove()
 
 
-def test_a_run_of_another_host_and_a_living_one_are_skipped() -> None:
+def test_runs_of_other_hosts_and_running_ones_are_skipped() -> None:
     away, alive = (f"{name}-{secrets.token_hex(4)}" for name in ("away", "alive"))
     with engine(timeout_s=60) as client:
         networks = [

@@ -1,4 +1,4 @@
-"""The server that `run_skyrl_tx` starts takes a key that nobody but its user can read."""
+"""The server that `run_skyrl_tx` starts has a key that only its user can read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_tx_server.config.command_line import with_secrets
 
 
 class Started:
-    """Stands in for a process that was started: keeps how."""
+    """Replaces subprocess.Popen and records its arguments."""
 
     calls: list[tuple[list[str], dict[str, str]]]
     returncode = 0
@@ -32,7 +32,7 @@ class Started:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
-    """How the server and the trainer of a quick start are started."""
+    """Return the arguments with which the quick start starts the server and the trainer."""
     Started.calls = []
     monkeypatch.setattr(subprocess, "Popen", Started)
     monkeypatch.setattr(run_skyrl_tx, "healthy", lambda url: True)
@@ -41,7 +41,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, 
 
 
 def quick_start(path: Path) -> str:
-    """The key of a quick start whose run folder is `path`."""
+    """Return the key of the quick start in the run folder `path`."""
     assert run_skyrl_tx.main([f"log_path={path}"]) == 0
     return (path.with_name("run.server") / "api_key").read_text().strip()
 
@@ -62,7 +62,7 @@ def test_the_key_is_in_a_private_file_and_in_no_argument(
     assert key not in os.environ.values()
 
 
-def test_every_server_has_a_key_of_its_own(
+def test_every_server_has_its_own_key(
     tmp_path: Path, started: list[tuple[list[str], dict[str, str]]]
 ) -> None:
     assert quick_start(tmp_path / "run") != quick_start(tmp_path / "run")

@@ -1,5 +1,7 @@
-"""A large request of one tenant does not keep others waiting: the real engine on a CPU. Waits are counted in
-decode blocks, not seconds."""
+"""A large request of one tenant does not delay others much, on the real engine on a CPU.
+
+Waits are counted in decode dispatches, not in seconds.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ MODEL = replace(
     head_dim=64,
     max_position_embeddings=2048,
 )
-"""Rows of matrices are summed alike whatever their number from this width on, so equal means equal to the
+"""From this width on, the result of a row does not depend on the number of rows, so results are equal bit for
 bit."""
 SLOTS, BLOCK, CONTEXT, TIMEOUT_S = 4, 8, 2048, 240
 FEW_BLOCKS = 6
-"""One that is under way, those that a row runs before it is paused, one of the sample itself, and one to
+"""One dispatch that is running, those before a sequence is paused, one for the sample itself, and one to
 spare."""
 
 
@@ -55,18 +57,20 @@ SMALL = request(2, prompt_tokens=20, max_tokens=4)
 
 @dataclass
 class Neighbours:
-    """A watcher that submits small requests from the engine's thread, one after the other, at moments that
-    are the same in every run."""
+    """A watcher that submits small requests one after the other from the engine's thread.
+
+    The moments are the same in every run.
+    """
 
     engine: Engine
     tenant: str
     count: int
     op: Sample = SMALL
-    after_reports: int = 4  # of the sample that is watched
-    waits: list[int] = field(default_factory=list)  # in decode blocks
+    after_reports: int = 4  # reports of the watched sample before the first request
+    waits: list[int] = field(default_factory=list)  # in decode dispatches
     results: list[Future[OpResult]] = field(default_factory=list)
     turns: list[float] = field(default_factory=list)
-    follows: bool = True
+    streams_tokens: bool = True
     _reports: int = 0
     _waiting: bool = False
 
@@ -79,7 +83,7 @@ class Neighbours:
             self.results.append(future)
             future.add_done_callback(lambda _: self._done(self._blocks - began))
 
-    def wanted(self) -> bool:
+    def is_waiting(self) -> bool:
         return True
 
     def _done(self, blocks: int) -> None:
@@ -138,7 +142,7 @@ def assert_same(found: SampleResult, expected: SampleResult, *, atol: float = 0.
 def test_a_small_sample_waits_briefly_and_changes_no_other(
     engine: Engine, large_alone: SampleResult, small_alone: SampleResult, tenant: str
 ) -> None:
-    """Of another tenant or of the same."""
+    """The small request belongs to another tenant or to the same one."""
     before = engine.stats()
     neighbours = Neighbours(engine, tenant, 8)
     large = engine.submit(LARGE, neighbours, tenant="hostile")
@@ -176,8 +180,7 @@ def test_a_single_request_is_never_paused(engine: Engine) -> None:
 
 
 def test_paused_sequences_free_their_pages_when_others_need_them(tmp_path: Path, engine: Engine) -> None:
-    """A cache with room for two contexts of the large requests and many tenants: all get what they get where
-    there is room for all."""
+    """With a cache for two contexts of the large requests, all samples equal those with a large cache."""
     requests = [request(200 + number, num_samples=3, max_tokens=220) for number in range(6)]
     alone = [result(engine.submit(each)) for each in requests]
     small_alone = result(engine.submit(SMALL))
@@ -239,7 +242,7 @@ def test_long_prompts_delay_a_short_one_by_two_chunks_at_most(engine: Engine) ->
 
 def test_a_withdrawn_request_with_paused_sequences_is_removed(engine: Engine) -> None:
     class Leaves(Neighbours):
-        def wanted(self) -> bool:
+        def is_waiting(self) -> bool:
             return len(self.waits) < 2
 
     leaving = Leaves(engine, "neighbour", 3)

@@ -84,7 +84,7 @@ def test_an_archive_is_unpacked_within_its_allowance(tmp_path: Path) -> None:
     assert len(everything_below(tmp_path / "all")) == 100
 
 
-def test_a_reward_file_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_a_reward_file_is_complete_or_absent(tmp_path: Path) -> None:
     assert unpack(
         archive(("./reward.json", b'{"reward": 1}')), tmp_path / "a", DownloadBudget(files=1, size=0)
     )
@@ -118,7 +118,7 @@ def test_links_sparse_deep_and_existing_files_are_not_written(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("cut", [100, 513, 1025])
-def test_a_broken_archive_is_an_incomplete_one(tmp_path: Path, cut: int) -> None:
+def test_a_broken_archive_counts_as_incomplete(tmp_path: Path, cut: int) -> None:
     packed = archive(("a", b"x" * 600), ("b", b"y" * 600)).getvalue()
     assert not unpack(io.BytesIO(packed[:cut]), tmp_path / "broken", DownloadBudget())
 
@@ -142,7 +142,7 @@ def block(seconds: float) -> None:
     time.sleep(seconds)
 
 
-async def test_a_gap_of_the_event_loop_is_measured_and_forgotten() -> None:
+async def test_event_loop_gaps_are_measured_and_reset() -> None:
     async with LagMeter(period_s=0.01) as gaps:
         block(0.3)
         assert gaps.take() >= 0.2
@@ -210,7 +210,7 @@ async def test_an_upload_omits_files_that_were_downloaded(tmp_path: Path) -> Non
 
 
 @needs_sandbox
-async def test_a_reward_arrives_whatever_else_the_verifier_left(tmp_path: Path) -> None:
+async def test_a_reward_is_read_beside_any_other_files(tmp_path: Path) -> None:
     async with environment(tmp_path, network_mode="no-network") as made:
         await made.exec(
             "mkdir -p /logs/verifier && cd /logs/verifier && head -c 200M /dev/zero > aaa && seq 1 5000 | "
@@ -236,7 +236,7 @@ async def play(tasks: HarborTasks, directory: Path, *commands: str, duration: fl
 
 
 @needs_sandbox
-async def test_an_agent_that_hoards_files_is_graded_and_keeps_little(tmp_path: Path) -> None:
+async def test_an_agent_with_too_many_files_is_graded(tmp_path: Path) -> None:
     hoard = (
         "cd /logs/agent && seq 1 20000 | xargs touch && head -c 100M /dev/zero > big; mkdir -p "
         "/logs/artifacts; cp big /logs/artifacts"
@@ -252,7 +252,7 @@ async def test_an_agent_that_hoards_files_is_graded_and_keeps_little(tmp_path: P
 
 
 @needs_sandbox
-async def test_past_the_quota_of_a_run_trials_keep_their_results(
+async def test_trials_over_the_quota_of_a_run_keep_their_results(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tasks = source(jobs_quota_gb=2 / 1024)

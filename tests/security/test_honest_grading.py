@@ -38,7 +38,10 @@ NO_IMAGE = why_no_image()
 in_sandbox = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
 in_docker = pytest.mark.skipif(NO_IMAGE is not None, reason=f"no trial on Docker: {NO_IMAGE}")
 
-TASK = '[agent]\ntimeout_sec = 20\n[verifier]\ntimeout_sec = {timeout}\n[environment]\nnetwork_mode = "no-network"\n'
+TASK = (
+    "[agent]\ntimeout_sec = 20\n[verifier]\ntimeout_sec = {timeout}\n"
+    '[environment]\nnetwork_mode = "no-network"\n'
+)
 DOCKERFILE = "FROM debian:bookworm-slim\nWORKDIR /app\n"
 REWARD = "/logs/verifier/reward.txt"
 
@@ -112,7 +115,8 @@ def shim(program: str, says: str = "echo right", directory: str = "/usr/local/bi
     return f"printf '#!/bin/sh\\n{says}\\n' > {directory}/{program}; chmod 755 {directory}/{program}"
 
 
-USER_SITE = 'site=$(python3 -c "import site; print(site.getusersitepackages())"); mkdir -p $site; echo "import os; os._exit(0)" > $site/'
+USER_SITE = 'site=$(python3 -c "import site; print(site.getusersitepackages())"); mkdir -p $site; '
+USER_SITE += 'echo "import os; os._exit(0)" > $site/'
 OTHER_PID_1 = r"""python3 - <<'END'
 import os, re
 for number in range(2000):
@@ -120,7 +124,8 @@ for number in range(2000):
     for name in ('stdout', 'stderr', 'status'):
         os.symlink(f'/.sandbox/requests/{number}.{name}', f'/tmp/evilrequests/{number}.{name}')
     with open(f'/tmp/evilrequests/{number}.sh', 'w') as script:
-        script.write(f'. /.sandbox/requests/{number}.sh; test ! -d /logs/verifier || echo 1 > /logs/verifier/reward.txt\n')
+        script.write(f'. /.sandbox/requests/{number}.sh; ')
+        script.write('test ! -d /logs/verifier || echo 1 > /logs/verifier/reward.txt\n')
 with open('/proc/1/mem', 'r+b', 0) as memory:
     for line in open('/proc/1/maps'):
         span, rights = line.split()[:2]
@@ -203,7 +208,7 @@ async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
 
 
 @in_sandbox
-async def test_programs_of_the_agent_are_not_carried_into_the_path(tmp_path: Path) -> None:
+async def test_programs_of_the_agent_are_not_copied_into_the_path(tmp_path: Path) -> None:
     dockerfile = f"{DOCKERFILE}RUN mkdir /opt/tools\nENV PATH=/opt/tools:/usr/bin:/bin\n"
     folder = task(tmp_path / "task", BY_CAT, dockerfile=dockerfile)
     outcome = await play(
@@ -337,9 +342,7 @@ async def test_a_voided_trial_is_graded_0_with_its_reason(
 
 
 @in_sandbox
-async def test_more_files_than_can_be_taken_are_graded_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_too_many_files_are_graded_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carried_files, "MAX_MEMBERS", 100)
     outcome = await play(
         tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt; touch file{1..200}"
@@ -355,7 +358,7 @@ async def test_more_files_than_can_be_taken_are_graded_0(
 
 
 @in_sandbox
-async def test_what_fails_without_an_agent_is_a_failure_not_a_reward(tmp_path: Path) -> None:
+async def test_a_fault_without_an_agent_is_no_reward(tmp_path: Path) -> None:
     for number, test in enumerate(("true", "sleep 100", f"echo nan > {REWARD}")):
         outcome = await play(
             tmp_path, task(tmp_path / f"task-{number}", test, timeout=2), "printf right > answer.txt"
@@ -394,7 +397,7 @@ async def test_an_agent_that_uses_up_the_time_of_its_trial_is_graded_0(tmp_path:
 
 
 @in_sandbox
-async def test_a_start_tells_how_many_tasks_are_graded_how(
+async def test_the_start_reports_the_tasks_per_grading_method(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -406,8 +409,10 @@ async def test_a_start_tells_how_many_tasks_are_graded_how(
 
 
 # Terminus-2 needs tmux, which a container without network cannot install.
-DOCKER = f"FROM {BASE_IMAGE}\nRUN apt-get update && apt-get install -y tmux && rm -rf /var/lib/apt/lists/*\nWORKDIR /app\n"
-DOCKER += "RUN echo old > old.txt && mkdir folder && echo x > folder/x && mkdir /opt/tools\nENV PATH=/opt/tools:$PATH\n"
+DOCKER = f"FROM {BASE_IMAGE}\nRUN apt-get update && apt-get install -y tmux && rm -rf /var/lib/apt/lists/*\n"
+DOCKER += "WORKDIR /app\n"
+DOCKER += "RUN echo old > old.txt && mkdir folder && echo x > folder/x && mkdir /opt/tools\n"
+DOCKER += "ENV PATH=/opt/tools:$PATH\n"
 DOCKER_TASK = "[agent]\ntimeout_sec = 120\n[verifier]\ntimeout_sec = {timeout}\n"
 
 
@@ -464,7 +469,8 @@ async def test_honest_work_in_a_container_is_graded_as_it_was_left(tmp_path: Pat
         "/home/answer.txt; chmod 700 /srv",
     )
     test = graded_if(
-        '[ "$(cat answer.txt /root/answer.txt /home/answer.txt)" = rightrightright ] && [ "$(stat -c %a answer.txt)" = 741 ] && '
+        '[ "$(cat answer.txt /root/answer.txt /home/answer.txt)" = rightrightright ] && '
+        '[ "$(stat -c %a answer.txt)" = 741 ] && '
         "[ ! -e old.txt ] && [ ! -e folder ] && [ -d a/b/c ] && [ $(readlink link) = answer.txt ] && [ -e "
         "'größe 日本' ] && "
         "[ -e ' -rf' ] && [ -e hard ] && [ $(stat -c %a /srv) = 700 ]"
@@ -515,9 +521,7 @@ async def test_too_large_files_in_a_container_are_graded_0(
 
 
 @in_sandbox
-async def test_a_fault_in_laying_down_files_is_no_reward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_fault_in_placing_files_is_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Placing files also fails without an agent, so the trial is an infrastructure failure."""
 
     async def broken(*_: object) -> None:

@@ -1,5 +1,4 @@
-"""A web page that the user of this machine visits cannot use the server: neither by DNS rebinding nor by
-requests across sites."""
+"""A web page that the user visits cannot use the server by DNS rebinding or cross-site requests."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def policy_context(
 
 def client(context: AppState) -> httpx.AsyncClient:
     return httpx.AsyncClient(
-        transport=httpx.ASGITransport(build_app(StartupState(context=context))),
+        transport=httpx.ASGITransport(build_app(StartupState(state=context))),
         base_url="http://127.0.0.1:8000",
     )
 
@@ -60,7 +59,7 @@ async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
         {"sec-fetch-site": "same-site"},
     ],
 )
-async def test_every_route_refuses_what_a_web_page_sends(
+async def test_every_route_refuses_requests_of_web_pages(
     headers: dict[str, str], http: httpx.AsyncClient
 ) -> None:
     for endpoint in ENDPOINTS:
@@ -126,7 +125,7 @@ async def test_a_body_needs_a_type_that_requires_a_cors_preflight(
 
 
 @pytest.mark.parametrize("sent", ["application/json", "Application/JSON; charset=utf-8"])
-async def test_the_sdks_content_type_is_taken(sent: str, http: httpx.AsyncClient) -> None:
+async def test_the_sdks_content_type_is_accepted(sent: str, http: httpx.AsyncClient) -> None:
     assert (
         await http.post("/api/v1/create_session", content=b"{}", headers={"content-type": sent})
     ).status_code == 200

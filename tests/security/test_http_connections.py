@@ -1,4 +1,4 @@
-"""Clients that hold connections, and a shortage of file descriptors, do not keep others from being served."""
+"""Clients that hold connections and a shortage of file descriptors do not block other clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def serving(
 ) -> AsyncIterator[tuple[str, int]]:
     context = fake_context(root)
     config = uvicorn.Config(
-        build_app(StartupState(context=context)),
+        build_app(StartupState(state=context)),
         log_level="error",
         access_log=False,
         timeout_graceful_shutdown=1,
@@ -64,7 +64,7 @@ async def half_open(address: tuple[str, int], sent: bytes = b"POST /api/v1/crea"
 
 
 async def ended(stream: Stream) -> bytes:
-    """What the server still sent before it closed the connection."""
+    """Return the bytes that the server sent before it closed the connection."""
     try:
         async with asyncio.timeout(30):
             return await stream[0].read()
@@ -74,7 +74,7 @@ async def ended(stream: Stream) -> bytes:
         stream[1].close()
 
 
-async def test_half_open_connections_make_way_for_a_request(tmp_path: Path) -> None:
+async def test_half_open_connections_do_not_block_a_request(tmp_path: Path) -> None:
     async with serving(tmp_path, max_connections=8) as address:
         streams = [await half_open(address) for _ in range(40)]
         assert await is_healthy(address)
@@ -83,7 +83,7 @@ async def test_half_open_connections_make_way_for_a_request(tmp_path: Path) -> N
             writer.close()
 
 
-async def test_a_head_that_never_ends_is_closed(tmp_path: Path) -> None:
+async def test_a_connection_with_an_endless_head_is_closed(tmp_path: Path) -> None:
     async with serving(tmp_path, head_timeout_s=0.1) as address:
         for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: a\r\n"):
             assert await ended(await half_open(address, sent)) == b""
@@ -99,9 +99,7 @@ async def test_the_deadline_of_a_head_does_not_end_a_request(tmp_path: Path) -> 
             b"host: a\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: 2\r\n\r\n"
         )
         stream = await half_open(address, b"POST /api/v1/create_session HTTP/1.1\r\n" + headers)
-        await asyncio.sleep(
-            0.3
-        )  # longer than the deadline: nothing else can show that it does not count here
+        await asyncio.sleep(0.3)  # longer than the deadline, which must not apply here
         stream[1].write(b"{}")
         assert b"session_id" in await ended(stream)
 
@@ -115,14 +113,14 @@ async def test_the_deadline_of_a_head_does_not_end_a_request(tmp_path: Path) -> 
     ],
     ids=["many headers", "a long header", "a long url"],
 )
-async def test_a_head_is_bounded(head: bytes, tmp_path: Path) -> None:
+async def test_the_size_of_a_head_is_limited(head: bytes, tmp_path: Path) -> None:
     async with serving(tmp_path) as address:
         reply = await ended(await half_open(address, head + b"\r\n\r\n"))
         assert not reply or reply.startswith(b"HTTP/1.1 400")  # a reset may overtake the reply
         assert await is_healthy(address)
 
 
-async def test_no_descriptor_for_a_connection_is_survived(
+async def test_the_server_survives_a_lack_of_descriptors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(tmp_path) as address:
@@ -174,7 +172,7 @@ def test_a_key_comes_from_the_environment_or_a_file(tmp_path: Path) -> None:
 
 
 def test_a_key_on_the_command_line_leaves_the_process_list(tmp_path: Path) -> None:
-    """The program waits for a file that nobody writes, so that it is there to be looked at."""
+    """The program waits for a FIFO, so that its process can be inspected."""
     fifo = tmp_path / "key"
     os.mkfifo(fifo)
     argv = [
@@ -187,9 +185,7 @@ def test_a_key_on_the_command_line_leaves_the_process_list(tmp_path: Path) -> No
     ]
     with subprocess.Popen(argv, stderr=subprocess.PIPE) as server:
         try:
-            with fifo.open(
-                "wb"
-            ) as writer:  # opens once the program reads it, which is after it has started again
+            with fifo.open("wb") as writer:  # opens when the restarted program reads it
                 shown = Path(f"/proc/{server.pid}/cmdline").read_bytes()
                 writer.write(b"wrong\n")
             _, said = server.communicate(timeout=60)

@@ -1,5 +1,4 @@
-"""One bad file, one odd URL or a full disk is one clear error for whoever asks for it, and changes nothing
-for anyone else."""
+"""A bad file, a malformed URL or a full disk causes one clear error and affects no other object."""
 
 from __future__ import annotations
 
@@ -36,14 +35,14 @@ def context(tmp_path: Path) -> AppState:
 
 @pytest.fixture
 async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         yield http
     fake_engine(context).stop()
 
 
 async def call(http: httpx.AsyncClient, route: str, **body: object) -> dict[str, Any]:
-    """The result of an operation."""
+    """Return the result of an operation."""
     sent = await http.post(route, json=body)
     assert sent.status_code == 200, sent.text
     return (await http.post("retrieve_future", json={"request_id": sent.json()["request_id"]})).json()
@@ -117,7 +116,7 @@ async def test_a_record_that_names_a_file_elsewhere_is_refused(
 
 
 @pytest.mark.parametrize("text", [DEEP, NESTED, "[]", '{"r": 1e999, "lora_alpha": 1}', "\xff"])
-def test_an_adapter_config_that_is_none_is_one_line(text: str, tmp_path: Path) -> None:
+def test_an_invalid_adapter_config_is_one_line(text: str, tmp_path: Path) -> None:
     base = open_base_model(FIXTURES / "tied")
     (tmp_path / CONFIG).write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match="not a PEFT adapter"):
@@ -125,7 +124,7 @@ def test_an_adapter_config_that_is_none_is_one_line(text: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("text", [DEEP, NESTED, "[]", "\xff"])
-def test_a_model_config_that_is_none_is_one_line(text: str, tmp_path: Path) -> None:
+def test_an_invalid_model_config_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
         load_model_config(tmp_path)
@@ -145,7 +144,7 @@ def test_a_model_config_that_is_none_is_one_line(text: str, tmp_path: Path) -> N
         {},
     ],
 )
-async def test_an_odd_download_url_is_an_unknown_one(query: dict[str, str], http: httpx.AsyncClient) -> None:
+async def test_a_malformed_download_url_is_not_found(query: dict[str, str], http: httpx.AsyncClient) -> None:
     pairs = "&".join(f"{name}={percent(value)}" for name, value in query.items())
     for file in ("adapter_config.json", "%C3%A9", "%ED%A0%80"):
         reply = await http.get(f"downloads/run/weights/w/{file}?{pairs}")

@@ -1,5 +1,6 @@
-"""No request body costs the server more than its route may cost: one line of refusal, no bug in the log, no
-gap of the event loop."""
+"""Every hostile request body is refused with one line, without an internal error and without blocking the
+event loop.
+"""
 
 from __future__ import annotations
 
@@ -90,13 +91,13 @@ def context(tmp_path: Path) -> Iterator[AppState]:
 
 @pytest.fixture
 async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         yield http
 
 
 class Ticker:
-    """The longest time between two turns of the event loop."""
+    """Measures the longest time between two iterations of the event loop."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -138,7 +139,7 @@ async def test_a_hostile_body_is_refused_without_blocking_the_loop(
 async def test_a_compressed_body_blocks_no_loop_and_fills_no_memory(
     inner: bytes, http: httpx.AsyncClient
 ) -> None:
-    """Six kilobytes took 3.4 GiB and ten seconds."""
+    """Without limits, six kilobytes would take 3.4 GiB and ten seconds."""
     bomb = packed(b'{"tags":[' + inner * (60_000_000 // len(inner)) + b"1]}")
     assert len(bomb) < 50_000
     ticker = Ticker()
@@ -214,7 +215,7 @@ PARSERS: dict[str, Callable[[bytes], object]] = {
 
 @pytest.mark.parametrize("name", [name for name, body in BODIES.items() if len(body) < 2 << 20])
 @pytest.mark.parametrize("route", PARSERS)
-def test_a_parser_refuses_with_nothing_but_a_user_error(route: str, name: str) -> None:
+def test_a_parser_refuses_only_with_a_user_error(route: str, name: str) -> None:
     with pytest.raises(UserError):
         PARSERS[route](BODIES[name])
 
@@ -245,7 +246,7 @@ def test_a_long_string_among_numbers_does_not_widen_the_array() -> None:
         (b"[1,2,3,4,5,6,7,8,9,10]", None),
     ],
 )
-def test_bounds_count_what_is_built_and_not_what_strings_hold(body: bytes, exceeds: str | None) -> None:
+def test_limits_count_parsed_values_and_not_string_contents(body: bytes, exceeds: str | None) -> None:
     bounds = JsonBounds(values=10, strings=8, containers=6, depth=4)
     if exceeds is None:
         assert parse_json(body, bounds) == json.loads(body)
@@ -286,7 +287,7 @@ def test_control_routes_accept_a_mebibyte_at_most() -> None:
         ({"display_name": "n" * 257}, "at most 256"),
     ],
 )
-async def test_what_the_server_keeps_of_a_client_is_small(
+async def test_the_state_kept_for_a_client_is_small(
     body: dict[str, object], says: str, http: httpx.AsyncClient
 ) -> None:
     response = await http.post("/api/v1/create_session", json=body)
@@ -301,7 +302,7 @@ async def test_metadata_as_large_as_allowed_is_kept(http: httpx.AsyncClient) -> 
     assert (await http.get(f"/api/v1/sessions/{session}")).json()["user_metadata"] == metadata
 
 
-async def test_bytes_in_flight_are_bounded_and_given_back() -> None:
+async def test_bytes_in_flight_are_limited_and_released() -> None:
     budget, entered = BodyBudget(), []
 
     async def hold(name: str, num_bytes: int, leave: asyncio.Event) -> None:
@@ -327,7 +328,7 @@ async def test_bytes_in_flight_are_bounded_and_given_back() -> None:
     assert entered == ["a", "c", "d"] and budget.used_bytes == 0
 
 
-async def test_a_body_that_finds_no_room_in_time_is_told_to_come_again() -> None:
+async def test_a_body_that_waits_too_long_for_memory_is_refused() -> None:
     budget = BodyBudget()
     async with budget.reserve(100, capacity=100, timeout_s=60):
         with pytest.raises(CapacityError, match="try again later"):
@@ -336,7 +337,7 @@ async def test_a_body_that_finds_no_room_in_time_is_told_to_come_again() -> None
     assert budget.used_bytes == 0
 
 
-async def test_a_body_that_drips_is_given_up_although_it_never_pauses(tmp_path: Path) -> None:
+async def test_a_slow_body_is_refused_although_it_never_pauses(tmp_path: Path) -> None:
     context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, stalled_s=0.2))
 
     async def drips() -> AsyncIterator[bytes]:
@@ -344,7 +345,7 @@ async def test_a_body_that_drips_is_given_up_although_it_never_pauses(tmp_path: 
             yield b" "
             await asyncio.sleep(0.01)
 
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http, asyncio.timeout(30):
         response = await http.post("/api/v1/asample", content=drips(), headers=JSON)
     assert (response.status_code, "on average" in response.text) == (400, True)

@@ -107,7 +107,8 @@ print(sum(os.waitpid(child, os.WNOHANG)[0] == 0 for child in children))
 @needs_cgroup
 async def test_a_full_file_system_does_not_end_the_sandbox() -> None:
     async with sandbox(limits=SandboxLimits(memory_mb=256, storage_mb=4096)) as running:
-        fill = "for place in /tmp /usr/local /dev/shm; do head -c 2000000000 /dev/zero >$place/big; echo $?; done"
+        fill = "for place in /tmp /usr/local /dev/shm; do "
+        fill += "head -c 2000000000 /dev/zero >$place/big; echo $?; done"
         assert (await running.run(fill)).stdout == b"1\n1\n1\n"
         assert (await running.run("rm /tmp/big /usr/local/big /dev/shm/big; echo on")).stdout == b"on\n"
 
@@ -128,7 +129,7 @@ async def test_open_files_and_core_files_are_limited() -> None:
         assert (await running.run("ulimit -n 100000")).status != 0
 
 
-def test_what_enforces_the_limits_is_named() -> None:
+def test_the_mechanism_of_the_limits_is_named() -> None:
     parents = cgroup_parents()
     expected = "limits per process and per user only" if parents is None else f"cgroup v{parents.version}"
     assert limits_enforced_by().startswith(expected)
@@ -157,7 +158,7 @@ def test_the_next_run_removes_the_cgroups_of_an_ended_one(
 ) -> None:
     monkeypatch.setattr(
         "src.envs.sandbox.run_directory.root_directory", lambda: tmp_path
-    )  # a trainer that starts meanwhile sweeps too
+    )  # another trainer that starts at the same time may remove it
     parents = cgroup_parents()
     assert parents is not None
     dead = tmp_path / f"dead-{os.getpid()}"

@@ -120,7 +120,7 @@ def test_a_default_path_that_another_user_created_is_refused(open_to_all: Path, 
     assert list((tmp_path / "mine").iterdir()) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of somebody else's")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can create a folder of another user")
 def test_a_folder_of_another_user_is_refused(open_to_all: Path) -> None:
     (open_to_all / "theirs").mkdir()
     os.chown(open_to_all / "theirs", 65534, 65534)

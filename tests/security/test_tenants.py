@@ -1,4 +1,4 @@
-"""Tenants: keys, quotas, sharing, signed addresses, and what survives a restart."""
+"""Tenants: keys, quotas, sharing, signed addresses, and state after a restart."""
 
 from __future__ import annotations
 
@@ -199,14 +199,14 @@ async def test_two_tenants_may_use_the_same_names(tmp_path: Path) -> None:
 async def test_owners_survive_a_restart(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
-        # as a server without tenants has written it
+        # as written by a server without tenants
         old = "tinker://session-0123456789abcdef:train:0/weights/old"
         site.context.checkpoints.write(
             old, {"steps": np.zeros(1)}, lora=LoraSpec(rank=4), step=0, user_metadata={}
         )
         settings = site.context.settings
         restarted = fake_context(tmp_path / "checkpoints", settings=settings)
-        transport = httpx.ASGITransport(build_app(StartupState(context=restarted)))
+        transport = httpx.ASGITransport(build_app(StartupState(state=restarted)))
         found = {}
         for name, http in (("alice", site.alice), ("bob", site.bob), ("operator", site.operator)):
             async with httpx.AsyncClient(
@@ -243,7 +243,7 @@ async def test_a_single_key_reaches_everything_whoever_made_it(tmp_path: Path) -
     context = fake_context(
         tmp_path / "checkpoints", settings=HttpSettings(model_dir=None, api_key=OPERATOR_KEY)
     )
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(
         transport=transport, base_url="http://server", headers={"x-api-key": OPERATOR_KEY}
     ) as http:
@@ -314,14 +314,16 @@ async def test_a_published_checkpoint_is_changed_by_its_owner_only(tmp_path: Pat
             ("/api/v1/asample", named),
             ("/v1/completions", {"model": f"{session}:sample:3", "prompt": [1], "max_tokens": 1}),
         ):
-            assert (await site.bob.post(route, json=body)).status_code == 404  # made while it was public
+            assert (
+                await site.bob.post(route, json=body)
+            ).status_code == 404  # created while the checkpoint was public
 
 
 async def test_a_checkpoint_that_replaces_a_published_one_is_private(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
         await site.alice.post(f"{objects.checkpoint}/publish")
-        site.context.checkpoints.delete(objects.weights)  # and the server dies before it can enter that
+        site.context.checkpoints.delete(objects.weights)  # the server stops before it records the deletion
         await done(site.alice, "save_weights", model_id=objects.model, seq_id=30, path="w")
         assert (
             await site.bob.post("/api/v1/weights_info", json={"tinker_path": objects.weights})
@@ -406,7 +408,7 @@ def test_the_bytes_of_a_tenants_checkpoints_are_counted_apart(tmp_path: Path) ->
 
 
 class HeldEngine:
-    """Keeps every operation until the test ends it."""
+    """An engine whose operations run until the test ends them."""
 
     def __init__(self) -> None:
         self.info = EngineInfo(base_model="m", max_context_length=1000, max_lora_rank=8, vocab_size=10)
@@ -440,10 +442,10 @@ def test_tokens_in_flight_are_bounded_and_always_released() -> None:
     engine = HeldEngine()
     share = EngineShare(engine, "alice", 4000)
     share.submit(sample(prompt=100, max_tokens=900, num_samples=2))  # 1,900
-    share.submit(sample(prompt=100, max_tokens=None, num_samples=2))  # up to the context: 1,900
+    share.submit(sample(prompt=100, max_tokens=None, num_samples=2))  # up to the context length: 1,900
     with pytest.raises(CapacityError, match="tenant_max_tokens=4000"):
         share.submit(sample(prompt=1, max_tokens=1))  # counts as 256
-    with pytest.raises(UserError, match="send it in parts"):
+    with pytest.raises(UserError, match="send smaller requests"):
         share.submit(sample(prompt=100, max_tokens=900, num_samples=5))
     for free in (CreateModel(model_id="m", lora=LoraSpec(rank=1)), UnloadModel(model_id="m")):
         share.submit(free)
@@ -478,7 +480,8 @@ async def test_too_many_tokens_in_flight_are_a_429_for_that_tenant(tmp_path: Pat
 def test_a_tenant_evicts_its_own_least_recently_used_snapshots() -> None:
     registry = Registry(session_timeout_s=10)
     views = {
-        tenant: registry.of(tenant, TenantOptions(tenant_max_snapshots=2)) for tenant in ("alice", "bob")
+        tenant: registry.for_tenant(tenant, TenantOptions(tenant_max_snapshots=2))
+        for tenant in ("alice", "bob")
     }
     sessions = {
         tenant: view.open_session(tags=[], user_metadata={}, display_name=None).session_id
@@ -489,7 +492,7 @@ def test_a_tenant_evicts_its_own_least_recently_used_snapshots() -> None:
             sampler_id = view.sampler_id(sessions[tenant], number)
             view.add_sampler(sessions[tenant], sampler_id, model_path=None, weights=sampler_id)
             if number == 1:
-                view.sampler(f"{sessions[tenant]}:sample:0")  # used after 1 was made
+                view.sampler(f"{sessions[tenant]}:sample:0")  # used after sampler 1 was created
     freed = views["alice"].free_surplus_snapshots()
     assert [op.weights for op in freed] == [f"{sessions['alice']}:sample:1"]
     assert views["bob"].stats()["snapshots"] == 3 and views["alice"].stats()["snapshots"] == 2
@@ -498,7 +501,7 @@ def test_a_tenant_evicts_its_own_least_recently_used_snapshots() -> None:
 
 def test_sessions_and_samplers_of_a_tenant_are_bounded() -> None:
     registry = Registry(session_timeout_s=10)
-    view = registry.of("alice", TenantOptions(tenant_max_sessions=1, tenant_max_samplers=1))
+    view = registry.for_tenant("alice", TenantOptions(tenant_max_sessions=1, tenant_max_samplers=1))
     session = view.open_session(tags=[], user_metadata={}, display_name=None).session_id
     with pytest.raises(UserError, match="open sessions"):
         view.open_session(tags=[], user_metadata={}, display_name=None)
@@ -511,7 +514,7 @@ def test_sessions_and_samplers_of_a_tenant_are_bounded() -> None:
 
 async def test_results_of_one_tenant_never_push_out_those_of_another(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
-        alice, bob = site.context.of("alice").futures, site.context.of("bob").futures
+        alice, bob = site.context.for_tenant("alice").futures, site.context.for_tenant("bob").futures
         assert alice is not bob
         model = await make_model(site.alice, await open_session(site.alice))
         kept = await post(site.alice, "optim_step", model_id=model, seq_id=1, adam_params={})
@@ -570,7 +573,7 @@ async def test_an_archive_of_the_tenants_own_checkpoint_is_served(tmp_path: Path
 
 
 def test_a_key_file_of_another_user_keeps_its_mode(tmp_path: Path) -> None:
-    """A server that runs as that user must still be able to read it."""
+    """A server that runs as this user must be able to read the file."""
     file = tmp_path / "keys"
     keys.add(file, "alice")
     file.chmod(0o640)

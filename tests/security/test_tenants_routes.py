@@ -1,7 +1,7 @@
-"""Every route of the application, called by one tenant on what belongs to another: the answer is that for
-what does not exist.
+"""Calls every route as one tenant with the objects of another.
 
-A route that is not classified here fails `test_every_route_is_classified`.
+The answer must equal that for objects that do not exist. A route that is not classified here fails
+`test_every_route_is_classified`.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ NO_OBJECTS = {
     "POST /api/v1/client/dynamic_config",
     "POST /api/v1/telemetry",
     "GET /api/v1/get_server_capabilities",
-    "GET /api/v1/stats",  # a tenant's own counts: `test_a_tenant_reads_only_its_own_statistics`
+    "GET /api/v1/stats",  # see `test_a_tenant_reads_only_its_own_statistics`
     "POST /api/v1/create_session",
 }
 
@@ -203,7 +203,7 @@ REFUSED = {f"{endpoint.method} {endpoint.path}" for endpoint in unsupported.ENDP
 FOR_OPERATOR = {"GET /metrics"}
 
 CAPABILITIES = {"GET /api/v1/downloads/{run_id}/{checkpoint_id:path}/{file}"}
-"""Routes whose URL is the permission: `test_tenants.py` tries to make one up."""
+"""Routes whose URL is the permission. `test_tenants.py` tests forged URLs."""
 
 VARIANTS = [
     pytest.param(route, call, id=f"{route}-{number}")
@@ -218,7 +218,7 @@ def test_every_route_is_classified() -> None:
 
 
 def absent(objects: Objects) -> Objects:
-    """Ids of the same tenant and form that were never given."""
+    """Return ids of the same form that were never assigned."""
     return Objects(session=_other(objects.session), request=_other(objects.request))
 
 
@@ -252,7 +252,7 @@ async def test_an_object_of_another_tenant_does_not_exist(
         assert same_ids(foreign) == same_ids(unknown)
         assert (await what_alice_sees(site), len(engine.executed)) == (before, executed)
         own = await call(objects).send(site.alice, method)
-        assert own.status_code in (200, 204, 302), own.text  # the call is a right one
+        assert own.status_code in (200, 204, 302), own.text  # the call is valid
 
 
 @pytest.mark.parametrize("route", SILENT)
@@ -315,7 +315,7 @@ async def test_a_tenant_reads_only_its_own_statistics(tmp_path: Path) -> None:
 async def test_a_checkpoint_of_another_tenant_cannot_be_used(
     tmp_path: Path,
 ) -> None:
-    """Routes that take a path beside an object of the caller's own."""
+    """Routes that take a path and an object of the caller."""
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
         session = await open_session(site.bob)

@@ -1,5 +1,6 @@
-"""Run as a program with 8 virtual devices; prints, as JSON, how far several meshes are from one device. See
-test_mesh.py."""
+"""Compares several meshes of 8 virtual devices with one device. Prints the differences as JSON for
+test_mesh.py.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def main(directory: Path) -> None:
 
 
 def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str, float]:
-    """One forward_backward from a model directory, on one device and on the mesh."""
+    """Run one forward_backward from a model directory, on one device and on the mesh."""
     made = jax.jit(init_params, static_argnums=(0,))(config, jax.random.key(0))
     save_model(
         jax.tree.map(lambda leaf: np.asarray(leaf) * (3 if leaf.ndim > 1 else 1), made), config, model_dir
@@ -141,8 +142,8 @@ def _noting_parts(parts: list[int], config, shape, spec, read) -> jax.Array:
 
 
 def cached(config: ModelConfig) -> dict[str, bool]:
-    """What is written into pages of several devices is what is read back there, and attended to, and nothing
-    else changes."""
+    """Pages of several devices keep what is written into them, attention reads it, and other pages do not
+    change."""
     random = np.random.default_rng(0)
 
     def values(*shape: int) -> np.ndarray:
@@ -153,11 +154,11 @@ def cached(config: ModelConfig) -> dict[str, bool]:
         keys=values(layers, 2, heads, head_dim, 150), values=values(layers, 2, heads, 150, head_dim)
     )
     block = Segment(keys=values(layers, 4, heads, head_dim, 4), values=values(layers, 4, heads, 4, head_dim))
-    tables = np.array([[1, 3, 4], [2, 5, 0], [9, 10, 11], [12, 8, 8]], np.int32)  # pages 0 and 8 are nobody's
+    tables = np.array([[1, 3, 4], [2, 5, 0], [9, 10, 11], [12, 8, 8]], np.int32)  # pages 0 and 8 are padding
     starts, counts = np.array([126, 0, 130, 3], np.int32), np.array([4, 0, 4, 4], np.int32)
     queries = values(
         3, PREFILL_TILE, config.num_heads, head_dim
-    )  # of blocks of two prompts, on different devices, and of padding
+    )  # blocks of two prompts on different devices, and padding
     blocks = PrefillTiles(
         starts=np.array([60, 70, 0], np.int32),
         lengths=np.array([64, 60, 0], np.int32),
@@ -210,7 +211,8 @@ def cached(config: ModelConfig) -> dict[str, bool]:
 
 
 def most_sent(config: ModelConfig, shape: MeshShape) -> float:
-    """Of a decode block's messages between devices the longest, in parts of one matrix of a layer."""
+    """Return the size of the longest message between devices in a decode dispatch, in shares of a layer's
+    matrix."""
     config, rows = replace(config, mesh=make_mesh(shape)), 4
     bank = jax.tree.map(lambda leaf: np.stack([leaf]), zero_adapter(config, RANK))
     row = DecodeBatch(
@@ -250,8 +252,10 @@ def most_sent(config: ModelConfig, shape: MeshShape) -> float:
 
 
 def decoded(config: ModelConfig) -> float:
-    """How far a GPU's decode attention, interpreted, is from one device's; rows of the same device have pages
-    in common."""
+    """Return the difference between the GPU's decode attention, interpreted, and one device.
+
+    Sequences of the same device share pages.
+    """
     random = np.random.default_rng(0)
 
     def values(*shape: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The losses a second time, in float64 numpy and from the contract's table, as a reference for the server's.
+"""The losses in float64 numpy, written from the table of the contract as a reference for the server's.
 
 Each function takes one sequence: `lp` are the logprobs, `frozen` the logprobs under a stop-gradient.
 """

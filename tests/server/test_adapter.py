@@ -105,8 +105,7 @@ def test_a_sequence_in_a_lora_slot_equals_its_adapter_exactly() -> None:
 def test_adapters_side_by_side_equal_them_one_by_one(
     entries: tuple[int, ...],
 ) -> None:
-    """As a GPU's programs have them, which are compiled for as many as a bank holds; the last case is
-    compiled for one."""
+    """As in programs for a GPU, which are compiled for one adapter or for the whole stack."""
     x = np.random.default_rng(0).normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
     bank = jax.tree.map(
         lambda *leaves: np.stack(leaves),

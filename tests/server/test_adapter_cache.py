@@ -42,7 +42,7 @@ def save(cache: AdapterCache, *names: str) -> None:
 
 
 def pinned_values(cache: AdapterCache, weights: str | None) -> set[float]:
-    """The values of the LoRA slot in which `weights` is pinned."""
+    """Return the values of the LoRA slot in which `weights` is pinned."""
     slot = cache.pin(weights)
     try:
         return {
@@ -81,13 +81,13 @@ def test_pinned_snapshots_are_neither_replaced_nor_evicted() -> None:
     for _ in range(2):
         cache.pin("a")
     cache.unpin("a")
-    with pytest.raises(ConflictError, match="a are being sampled from"):
+    with pytest.raises(ConflictError, match="sampler weights a are in use"):
         save(cache, "a")
     save(cache, *"cd")
     assert cache.on_device == ["a", "d"]
     cache.pin("d")
     save(cache, "e")  # all slots are pinned: `pin` loads it later
-    with pytest.raises(CapacityError, match="raise max_loras"):
+    with pytest.raises(CapacityError, match="a larger max_loras"):
         cache.pin("e")
     for name in "ad":
         cache.unpin(name)
@@ -125,7 +125,7 @@ def test_full_host_memory_drops_the_least_recently_used() -> None:
     cache.put("tinker://run/sampler_weights/e", adapter(5.0))
     assert len(cache.in_host_memory) == 3, "its copy is on disk"
     for _ in range(2):
-        save(cache, "d")  # replaces itself
+        save(cache, "d")  # replaces the earlier snapshot of this name
     assert cache.in_host_memory == ["a", "b", "d"]
 
 

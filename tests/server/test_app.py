@@ -1,5 +1,4 @@
-"""Routes and their border without a socket: statuses, refusals, sessions' ends, and what the real SDK never
-sends."""
+"""Routes without a socket: statuses, refusals, the end of sessions, and requests that the SDK never sends."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def context(tmp_path: Path) -> AppState:
 
 @pytest.fixture
 async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)), client=("127.0.0.1", 1234))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)), client=("127.0.0.1", 1234))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         yield http
     fake_engine(context).stop()
@@ -106,14 +105,14 @@ def training_bytes(model_id: str, seq_id: int = 1) -> bytes:
     return request_conv.forward_backward_request_to_proto(request).SerializeToString()
 
 
-async def test_nothing_is_served_before_the_engine_can_work(context: AppState) -> None:
+async def test_nothing_is_served_before_the_engine_is_ready(context: AppState) -> None:
     startup = StartupState()
     transport = httpx.ASGITransport(build_app(startup))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         for method, route in (("GET", "healthz"), ("POST", "create_session")):
             response = await http.request(method, route)
             assert (response.status_code, "still loading" in response.text) == (503, True)
-        startup.context = context
+        startup.state = context
         response = await http.get("healthz")
         assert (response.status_code, response.json()) == (200, {"status": "ok"})
     fake_engine(context).stop()
@@ -128,7 +127,7 @@ async def test_the_client_is_told_to_send_chunks_in_order(http: httpx.AsyncClien
 async def test_over_https_the_sdk_accepts_self_signed_certificates(
     context: AppState,
 ) -> None:
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     for scheme, told in (("http", None), ("https", False)):
         async with httpx.AsyncClient(transport=transport, base_url=f"{scheme}://server/api/v1/") as http:
             assert (await post(http, "client/config", sdk_version="0.38.0")).get(
@@ -137,7 +136,7 @@ async def test_over_https_the_sdk_accepts_self_signed_certificates(
     fake_engine(context).stop()
 
 
-async def test_protobuf_and_json_requests_and_replies_by_header(http: httpx.AsyncClient) -> None:
+async def test_headers_select_protobuf_or_json(http: httpx.AsyncClient) -> None:
     model_id = await make_model(http, await open_session(http))
     sent = await http.post(
         "forward_backward", content=training_bytes(model_id), headers={"content-type": PROTO}
@@ -188,7 +187,7 @@ async def test_a_body_over_the_limit_is_refused_after_it_was_read(http: httpx.As
     )
 
 
-async def test_what_is_not_json_is_a_clear_400(http: httpx.AsyncClient) -> None:
+async def test_an_invalid_json_body_is_a_clear_400(http: httpx.AsyncClient) -> None:
     for content in (b"{", b"[" * 19_000, b"\xff"):
         response = await http.post("create_session", content=content, headers=JSON)
         assert (response.status_code, response.json()["category"]) == (400, "user")
@@ -200,7 +199,7 @@ async def test_what_is_not_json_is_a_clear_400(http: httpx.AsyncClient) -> None:
     assert "expected a JSON object" in response.json()["detail"]
 
 
-async def test_a_client_that_leaves_while_it_sends_is_no_bug_of_ours(
+async def test_a_disconnect_during_a_request_is_no_server_error(
     context: AppState, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = iter([{"type": "http.request", "body": b'{"a', "more_body": True}, {"type": "http.disconnect"}])
@@ -221,20 +220,20 @@ async def test_a_client_that_leaves_while_it_sends_is_no_bug_of_ours(
         "client": ("127.0.0.1", 1),
     }
     with caplog.at_level(logging.INFO):
-        await build_app(StartupState(context=context))(scope, receive, send)
+        await build_app(StartupState(state=context))(scope, receive, send)
     assert sent[0]["status"] == 499
     assert "Traceback" not in caplog.text and "internal error" not in caplog.text
     fake_engine(context).stop()
 
 
-async def test_a_body_that_never_ends_is_given_up(tmp_path: Path) -> None:
+async def test_an_endless_body_is_refused(tmp_path: Path) -> None:
     context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, stalled_s=0.05))
 
     async def half() -> AsyncIterator[bytes]:
         yield b"{"
         await asyncio.Event().wait()
 
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with (
         httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http,
         asyncio.timeout(10),
@@ -326,7 +325,7 @@ async def test_a_model_that_could_not_be_made_does_not_exist(
     assert info.status_code == 404
 
 
-async def test_permanent_faults_are_never_retried_statuses(http: httpx.AsyncClient) -> None:
+async def test_permanent_errors_have_statuses_without_retries(http: httpx.AsyncClient) -> None:
     """The SDK would repeat a 409 or 5xx for five minutes."""
     session_id = await open_session(http)
     model_id = await make_model(http, session_id)
@@ -447,7 +446,7 @@ async def test_the_tokenizer_is_offered_to_local_clients_only(
         "model_name": MODEL,
         "tokenizer_id": str(context.settings.model_dir),
     }
-    far = httpx.ASGITransport(build_app(StartupState(context=context)), client=("10.0.0.7", 1234))
+    far = httpx.ASGITransport(build_app(StartupState(state=context)), client=("10.0.0.7", 1234))
     async with httpx.AsyncClient(transport=far, base_url="http://server/api/v1/") as remote:
         info = await post(remote, "get_info", model_id=model_id)
     assert info["model_data"] == {"arch": "qwen3", "model_name": MODEL, "tokenizer_id": None}
@@ -456,7 +455,7 @@ async def test_the_tokenizer_is_offered_to_local_clients_only(
 async def test_a_silent_session_is_freed_by_housekeeping(tmp_path: Path) -> None:
     context = fake_context(tmp_path, session_timeout_s=0.0, retention=Retention(hold_s=0.05))
     engine = fake_engine(context)
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         session_id = await open_session(http)
         model_id = await make_model(http, session_id)
@@ -487,14 +486,14 @@ def records(folder: Path) -> list[Path]:
     return list(folder.rglob("checkpoint.json"))
 
 
-async def test_a_session_that_ends_takes_its_running_samples_with_it(tmp_path: Path) -> None:
-    """Those that have begun, and those of the same request that have no slot yet."""
+async def test_the_end_of_a_session_cancels_its_running_samples(tmp_path: Path) -> None:
+    """Running samples end, and so do samples of the same request that wait for a slot."""
     gate = threading.Event()
     gate.set()
     executor = FakeExecutor(num_slots=2, block=1, gate=gate)
     engine = Engine(executor)
     context = replace(fake_context(tmp_path), engine=engine)
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         session_id = await open_session(http)
         sampler = await post(
@@ -512,7 +511,7 @@ async def test_a_session_that_ends_takes_its_running_samples_with_it(tmp_path: P
         await post(http, "asample", sampling_session_id=sampler["sampling_session_id"], seq_id=0, **body)
         engine.start()
         await asyncio.to_thread(wait_until, lambda: "decode" in executor.log)
-        gate.clear()  # one turn may be past the gate, and the next one come to it before the session ends
+        gate.clear()  # one turn may have passed the gate, and the next one may wait at it
         blocks = executor.log.count("decode")
         await http.post(f"sessions/{session_id}/finish", json={"reason": {"type": "success"}})
         gate.set()
@@ -563,7 +562,7 @@ async def test_an_expired_checkpoint_is_deleted_and_others_survive(
         run_index.write('\n{"run_id": "torn')
 
     restarted = fake_context(tmp_path)
-    transport = httpx.ASGITransport(build_app(StartupState(context=restarted)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=restarted)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as again:
         (checkpoint,) = (await again.get("checkpoints")).json()["checkpoints"]
         assert (checkpoint["tinker_path"], checkpoint["expires_at"] is not None) == (kept["path"], True)
@@ -577,7 +576,7 @@ async def test_an_expired_checkpoint_is_deleted_and_others_survive(
     fake_engine(restarted).stop()
 
 
-async def test_pages_of_checkpoints(http: httpx.AsyncClient) -> None:
+async def test_checkpoints_are_listed_in_pages(http: httpx.AsyncClient) -> None:
     model_id = await make_model(http, await open_session(http))
     for index in range(3):
         await result(
@@ -589,7 +588,7 @@ async def test_pages_of_checkpoints(http: httpx.AsyncClient) -> None:
     assert (await http.get("checkpoints", params={"limit": "x"})).status_code == 400
 
 
-async def test_stats_count_what_is_alive(http: httpx.AsyncClient) -> None:
+async def test_stats_count_existing_objects(http: httpx.AsyncClient) -> None:
     await make_model(http, await open_session(http))
     stats = (await http.get("stats")).json()
     assert stats["registry"] == {"sessions": 1, "models": 1, "samplers": 0, "snapshots": 0}
@@ -609,7 +608,7 @@ async def test_a_request_is_one_log_line_and_polls_are_debug(
     assert lines[2][1].endswith("sdk=RestClient.get_session")
 
 
-async def test_a_bug_of_ours_is_reported_once_and_not_retried(
+async def test_a_bug_of_the_server_is_reported_once_and_not_retried(
     http: httpx.AsyncClient,
     context: AppState,
     monkeypatch: pytest.MonkeyPatch,
@@ -626,7 +625,7 @@ async def test_a_bug_of_ours_is_reported_once_and_not_retried(
     assert "nobody thought of this" in caplog.text
 
 
-async def test_order_of_arrival_is_order_of_execution(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_requests_run_in_the_order_of_arrival(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     model_id = await make_model(http, await open_session(http))
     engine.gate.clear()
     replies = []
@@ -644,7 +643,7 @@ async def test_order_of_arrival_is_order_of_execution(http: httpx.AsyncClient, e
     assert order == [ForwardBackward, OptimStep, ForwardBackward, OptimStep]
 
 
-async def test_sampling_by_name_or_path_without_a_session(
+async def test_a_name_or_path_can_be_sampled_without_a_session(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     """The low-level resource of older SDKs."""
@@ -670,13 +669,13 @@ async def test_sampling_by_name_or_path_without_a_session(
 async def test_an_unserializable_reply_has_a_status_without_retries(
     http: httpx.AsyncClient, context: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A 5xx of retrieve_future would be asked again at once, for ever."""
+    """The SDK would repeat retrieve_future at once and without end after a 5xx."""
     monkeypatch.setattr(context.engine, "stats", lambda: {"cannot be written": object()})
     response = await http.get("stats")
     assert (response.status_code, "not JSON serializable" in response.text) == (400, True)
 
 
-async def test_waiting_is_a_sign_of_life_when_it_begins_only(
+async def test_a_poll_keeps_its_session_alive_only_when_it_begins(
     http: httpx.AsyncClient, context: AppState, engine: FakeEngine
 ) -> None:
     now = [0.0]
@@ -696,7 +695,7 @@ async def test_waiting_is_a_sign_of_life_when_it_begins_only(
     assert context.registry.expired() == [session_id]
 
 
-async def test_a_sample_that_is_given_up_while_it_waits_is_never_run(
+async def test_a_sample_cancelled_while_it_waits_never_runs(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     body = {"base_model": MODEL, "sampling_params": {"max_tokens": 1}}
@@ -715,7 +714,7 @@ async def test_a_sample_that_is_given_up_while_it_waits_is_never_run(
 async def test_a_signed_download_opens_without_the_api_key(tmp_path: Path) -> None:
     """The command line fetches the files with nothing but their URLs."""
     context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, api_key="tml-secret"))
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     key = {"x-api-key": "tml-secret"}
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/", headers=key) as http:
         model_id = await make_model(http, await open_session(http))
@@ -731,7 +730,7 @@ async def test_a_signed_download_opens_without_the_api_key(tmp_path: Path) -> No
 
 
 async def test_an_archive_of_a_checkpoint_is_a_tar_behind_a_redirect(http: httpx.AsyncClient) -> None:
-    """What SDKs up to 0.35 ask for; real ones of them do in scripts/sdk_smoke.py."""
+    """SDKs up to 0.35 request this. scripts/sdk_smoke.py tests real ones."""
     model_id = await make_model(http, await open_session(http))
     await result(http, await post(http, "save_weights", model_id=model_id, path="w1"))
     await result(http, await post(http, "save_weights_for_sampler", model_id=model_id, path="s1"))

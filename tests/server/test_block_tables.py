@@ -10,7 +10,7 @@ NO_PREFIX = Prefix()
 
 
 def cached(cache: PrefixCache, text: np.ndarray) -> None:
-    """Cache `text` in the first free pages, as a sequence does that has ended."""
+    """Cache `text` in the first free pages, as when a sequence ends."""
     pages = cache.allocate(-(-len(text) // PAGE_SIZE))
     assert pages is not None
     cache.insert("w", text, pages)
@@ -68,7 +68,7 @@ def test_too_few_pages_or_spare_pages_allocate_nothing(length: int, spare: int) 
     text = np.arange(PAGE_SIZE, dtype=np.int32)
     cached(home, text)
     found = home.find("w", text)
-    with pytest.raises(CapacityError, match="keys and values of 999 tokens, 192 are free"):
+    with pytest.raises(CapacityError, match="no KV pages for 999 tokens, 192 tokens are free"):
         allocate_block_tables(
             [home, other],
             length,
@@ -83,7 +83,7 @@ def test_too_few_pages_or_spare_pages_allocate_nothing(length: int, spare: int) 
 def test_an_allocation_does_not_evict_its_own_prefix() -> None:
     home, text = PrefixCache(first=0, count=3), np.arange(PAGE_SIZE, dtype=np.int32)
     cached(home, text)
-    with pytest.raises(CapacityError, match="64 are free"):
+    with pytest.raises(CapacityError, match="64 tokens are free"):
         allocate_block_tables(
             [home],
             2 * PAGE_SIZE,

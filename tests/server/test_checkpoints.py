@@ -46,7 +46,7 @@ def write(
     )
 
 
-def test_what_is_read_is_what_was_written(store: CheckpointStore):
+def test_a_checkpoint_is_read_as_it_was_written(store: CheckpointStore):
     written = write(store)
     info, arrays = store.read(f"tinker://{RUN}/weights/one")
     assert info == written == store.info(written.path)
@@ -100,13 +100,15 @@ def test_a_failed_write_leaves_the_old_checkpoint_only(
 
 
 def test_a_full_disk_while_writing_loses_no_earlier_save(store: CheckpointStore):
-    """The real thing: the kernel refuses the bytes half-way through the arrays."""
+    """The kernel refuses to write more bytes in the middle of the arrays."""
     path = write(store).path
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
         for overwrite, name in ((True, "one"), (False, "two")):
-            with pytest.raises(ServerError, match=r"cannot write checkpoint .*nothing saved before is lost"):
+            with pytest.raises(
+                ServerError, match=r"cannot write checkpoint .*saved checkpoints are unchanged"
+            ):
                 write(store, name, overwrite=overwrite)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
@@ -115,8 +117,8 @@ def test_a_full_disk_while_writing_loses_no_earlier_save(store: CheckpointStore)
     assert len(list((Path(store.root) / RUN / "weights" / "one").iterdir())) == 2
 
 
-def test_all_is_on_the_disk_before_it_has_its_name(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
-    """What a power cut leaves of a file that was renamed and never synced is its name."""
+def test_files_are_synced_before_they_are_renamed(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+    """After a power failure, a file that was renamed without a sync may be empty."""
     events: list[str] = []
     fsync, replace_file = os.fsync, os.replace
 
@@ -131,10 +133,10 @@ def test_all_is_on_the_disk_before_it_has_its_name(store: CheckpointStore, monke
     monkeypatch.setattr(os, "fsync", syncing)
     monkeypatch.setattr(os, "replace", renaming)
     write(store)
-    assert events == ["arrays", "checkpoint", "rename", "one"]  # the last is its directory
+    assert events == ["arrays", "checkpoint", "rename", "one"]  # the last one is the directory
 
 
-def test_nothing_is_written_where_there_is_no_room(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_written_to_a_full_disk(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda directory: SimpleNamespace(free=disk.SLACK_BYTES))
     with pytest.raises(ServerError, match="not enough disk space"):
         write(store)
@@ -180,7 +182,7 @@ def test_a_write_killed_before_its_rename_is_no_checkpoint(store: CheckpointStor
         (lambda directory: change_record(directory, lora={"rank": 4, "colour": "red"}), "has no valid"),
     ],
 )
-def test_torn_and_foreign_checkpoints_are_refused_by_name(store: CheckpointStore, damage, message: str):
+def test_incomplete_and_foreign_checkpoints_are_refused(store: CheckpointStore, damage, message: str):
     path = write(store).path
     damage(Path(store.root) / RUN / "weights" / "one")
     with pytest.raises(UserError, match=message) as caught:
@@ -207,7 +209,7 @@ def test_another_base_models_checkpoint_is_refused(store: CheckpointStore):
         other.read(path)
 
 
-def test_delete_removes_it(store: CheckpointStore):
+def test_delete_removes_a_checkpoint(store: CheckpointStore):
     path = write(store, kind="sampler_weights").path
     store.delete(path)
     assert not store.exists(path)
@@ -219,8 +221,7 @@ def test_delete_removes_it(store: CheckpointStore):
 def test_a_delete_during_a_save_loses_no_accepted_checkpoint(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, moment: str
 ):
-    """Either the save fails, or it came first and was deleted: never accepted and then lost, never half
-    there."""
+    """Either the save fails, or it came first and was deleted. No accepted save is lost or incomplete."""
     path = write(store).path
     real = os.replace
 
@@ -242,7 +243,9 @@ def test_a_delete_during_a_save_loses_no_accepted_checkpoint(
     np.testing.assert_array_equal(store.read(write(store).path)[1]["scale"], np.float32(0.5))
 
 
-def test_a_delete_or_read_that_comes_second_says_so(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+def test_a_read_or_delete_after_a_delete_is_not_found(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+):
     path = write(store).path
     record = read_record(path, store.root / RUN / "weights" / "one" / RECORD_NAME)
     store.delete(path)
@@ -254,9 +257,13 @@ def test_a_delete_or_read_that_comes_second_says_so(store: CheckpointStore, monk
 
 
 @pytest.mark.parametrize(
-    "path", ["one", "tinker://run/weights", "tinker://run/other/one", "tinker://run/weights/a/b", "tinker://../weights/one", "tinker://run/weights/..",
-             "tinker://run/weights/", "tinker:///weights/one", "tinker://run/weights/a b"]
-)  # fmt: skip
+    "path",
+    [
+        *("one", "tinker://run/weights", "tinker://run/other/one", "tinker://run/weights/a/b"),
+        *("tinker://../weights/one", "tinker://run/weights/..", "tinker://run/weights/"),
+        *("tinker:///weights/one", "tinker://run/weights/a b"),
+    ],
+)
 def test_paths_outside_the_grammar_are_refused(path: str):
     with pytest.raises(UserError):
         parse_path(path)

@@ -1,4 +1,4 @@
-"""Mistakes on the command line: one line, exit status 2, nothing started."""
+"""Mistakes on the command line give one line and exit status 2, and start nothing."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel
         ),
         (
             ["base_model=x", *TWO, "tensor_parallel=1"],
-            "multiply to 1 devices, which must be a multiple of it",
+            "num_processes=2: must divide the 1 devices",
         ),
         (["base_model=x", *TWO, "coordinator_address=localhost"], "must be host:port, as in 10.0.0.1:7000"),
         (
@@ -157,7 +157,7 @@ def test_help_names_every_option_and_its_default(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("program", "argv"), [(main, ["--help"]), (export.main, ["--help"]), (export.main, ["merge", "--help"])]
 )
-def test_help_that_nobody_reads_to_its_end_is_no_traceback(
+def test_help_into_a_closed_pipe_is_no_traceback(
     program: Callable[[list[str]], int], argv: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, writer = os.pipe()
@@ -211,12 +211,12 @@ def test_a_dry_run_prints_the_memory_plan_and_touches_nothing(
     assert main([*options, "max_num_seqs=2", "compilation_cache_dir=none"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("memory plan for ") and printed.endswith("it fits\n")
-    assert "pages for keys and values of 640 tokens" in printed
+    assert "KV cache of 640 tokens" in printed
     assert not checkpoints.exists()
 
 
-def test_virtual_devices_have_threads_to_wait_for_each_other_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which XLA reads when it starts, here long ago."""
+def test_virtual_devices_have_enough_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA reads this variable when it starts, which has already happened in this process."""
     monkeypatch.setenv("NPROC", "1")
     monkeypatch.delenv("NPROC")
     assert main([f"base_model={FIXTURES / 'tied'}", "data_parallel=32", "dry_run=true"]) == 2, (
@@ -231,8 +231,8 @@ def test_a_plan_that_does_not_fit_names_the_options_to_lower(
     options = [f"base_model={FIXTURES / 'tied'}", "dry_run=true", "compilation_cache_dir=none"]
     assert main([*options, "max_num_seqs=1000000"]) == 2
     printed = capsys.readouterr()
-    assert "together" in printed.out and printed.err.count("\n") == 1
-    assert "this does not fit; lower cache_tokens (" in printed.err
+    assert "total" in printed.out and printed.err.count("\n") == 1
+    assert "the model does not fit into memory; lower cache_tokens (" in printed.err
 
 
 def test_the_plan_counts_the_weights_and_the_cache_to_the_byte() -> None:

@@ -1,4 +1,4 @@
-"""docs/server-contract.md names every route of the application, and no other."""
+"""docs/server-contract.md names exactly the routes of the application."""
 
 import re
 from pathlib import Path
@@ -23,8 +23,8 @@ def test_the_page_lists_the_applications_routes():
 
 
 def test_every_route_of_the_installed_sdk_is_answered_by_name():
-    """Those of the SDK's own calls that this server does not implement are refused in
-    `routes/unsupported.py`, each with what to do instead."""
+    """Routes of the SDK that this server does not implement are refused in `routes/unsupported.py`, with an
+    alternative."""
     sources = [path.read_text() for path in Path(tinker.__file__).parent.rglob("*.py")]
     routes = {route for text in sources for route in re.findall(r"""["'](/api/v1/[^"'?\s]+)["']""", text)}
     assert len(routes) > 30

@@ -1,5 +1,4 @@
-"""A dispatch of decode steps can start before the host has read the one before. Samples do not change, and
-errors stay contained."""
+"""A dispatch of decode steps can start before the last one was read, without changing samples."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ REQUESTS += [
 
 @dataclass
 class Driver:
-    """Makes the calls of an engine, at moments that the test chooses."""
+    """Makes the calls of an engine at times that the test chooses."""
 
     executor: DeviceExecutor
     finished: dict[tuple[int, int], SampledSequence] = field(default_factory=dict)
@@ -111,7 +110,7 @@ def idle(driver: Driver) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def alone(driver: Driver) -> dict[tuple[int, int], SampledSequence]:
-    """What each request samples alone, without dispatches ahead."""
+    """Return the samples of each request alone, without dispatches ahead."""
     for request_id in range(len(REQUESTS)):
         driver.admit(request_id)
         while driver.executor.sampler.num_running:
@@ -162,7 +161,7 @@ def test_samples_do_not_depend_on_other_requests(driver: Driver, alone: dict, se
 
 
 def test_the_requests_end_in_every_way(alone: dict) -> None:
-    """Otherwise the test above would show little."""
+    """Shows that the test above covers every way to end."""
     ways = {
         (REQUESTS[request_id].settings.stop_strings != (), sequence.stop_reason)
         for (request_id, _), sequence in alone.items()
@@ -218,7 +217,7 @@ def test_no_dispatch_starts_when_all_sequences_have_ended(driver: Driver, alone:
     before = driver.executor.stats()["decode_dispatches_ahead"]
     settings = replace(
         REQUESTS[LONG].settings, stop_token_ids=(int(alone[LONG, 0].tokens[4]),)
-    )  # it might have gone on
+    )  # it had not reached its end
     for op in (REQUESTS[SHORT], replace(REQUESTS[LONG], settings=settings)):
         driver.executor.sampler.prefill([PrefillRequest(request_id=99, op=op, first=0, count=1)])
         assert driver.executor.sampler.decode()
@@ -245,7 +244,7 @@ def test_a_preempted_sequence_keeps_its_slot_and_is_restored(driver: Driver) -> 
         len(executor.sampler.running(request_id)) == 1 for request_id in (101, 102, 103, 104)
     )
     if is_small:
-        with pytest.raises(CapacityError, match="come first"):
+        with pytest.raises(CapacityError, match="are restored before"):
             driver.admit(SHORT)
     while len(driver.finished) < 2:
         driver.dispatch(dispatch_next=True)

@@ -104,7 +104,7 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
 
 
 def trained(params: Params, adapter: Adapter, tokens: np.ndarray) -> np.ndarray:
-    """The trainer's log p of every token except the first."""
+    """Return the trainer's logprob of every token except the first."""
     shape = BucketShape(streams=1, length=256)
     datum = TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])
     (batch,) = pack((datum,), [np.ones(len(datum.tokens), bool)], BucketShapes(shapes=(shape,), budget=shape))

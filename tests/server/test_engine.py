@@ -1,4 +1,6 @@
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -70,7 +72,6 @@ def test_one_thread_does_the_work_and_resolves_the_futures():
         results = [future.result(TIMEOUT_S) for future in futures]
         engine.submit(replace(train("b", 1), forward_only=True)).result(TIMEOUT_S)
         stats = engine.stats()
-        assert not engine._jobs
     assert results[0] == Done()
     assert results[1].metrics == {"loss:sum": 6.0}
     assert (stats["tokens_trained"], stats["tokens_forward"], stats["ops_finished"], stats["ops_failed"]) == (
@@ -91,7 +92,7 @@ def test_samples_of_a_request_return_in_order_with_few_slots():
     assert [list(sequence.tokens) for sequence in result.sequences] == [[11, 12, 13, 14]] * 5
     assert (
         result.prompt_logprobs is not None and result.prompt_cache_hit_tokens == 0
-    )  # as when the first of them came
+    )  # as for the first sample
     stats = engine.stats()
     assert (stats["tokens_prefilled"], stats["tokens_from_prefix_cache"]) == (2 + 1 + 1, 1 + 1)
 
@@ -188,7 +189,7 @@ def test_a_lost_cache_fails_running_samples_only(entry: str, error: Exception):
         assert len(engine.submit(sample()).result(TIMEOUT_S).sequences) == 1
 
 
-def test_a_sample_without_room_waits_for_a_row_to_finish():
+def test_a_sample_without_room_waits_for_a_sequence_to_end():
     class OneAtATime(FakeExecutor):
         def prefill(self, requests):
             if self.num_running:
@@ -200,7 +201,7 @@ def test_a_sample_without_room_waits_for_a_row_to_finish():
         assert [future.result(TIMEOUT_S).sequences[0].tokens[0] for future in futures] == [2, 3, 4]
 
 
-def test_a_sample_without_room_gets_that_of_one_that_fails():
+def test_a_sample_starts_after_a_withdrawn_one_makes_room():
     class OneAtATime(FakeExecutor):
         def prefill(self, requests):
             if self.num_running:
@@ -216,8 +217,11 @@ def test_a_sample_without_room_gets_that_of_one_that_fails():
 
 
 class Together(FakeExecutor):
-    """Computes two prompts at once. One of the weights "poison" spoils its company, for one of "huge" there
-    is never room; `withdraw` goes while it is computed."""
+    """Computes two prompts at once.
+
+    A prompt with the weights "poison" fails the batch, and one with "huge" never fits. `withdraw` is called
+    during the computation.
+    """
 
     def __init__(self, **options) -> None:
         super().__init__(num_slots=8, gate=threading.Event(), **options)
@@ -256,7 +260,7 @@ def test_prompts_are_offered_together_and_a_bad_one_fails_alone():
 
 
 @pytest.mark.parametrize("withdrawn", [False, True])
-def test_a_sample_for_which_there_is_never_room_fails_alone(withdrawn: bool):
+def test_a_sample_that_never_fits_fails_alone(withdrawn: bool):
     executor = Together()
     with running(executor) as engine:
         held = engine.submit(create("holds the thread until all have been submitted"))
@@ -268,11 +272,11 @@ def test_a_sample_for_which_there_is_never_room_fails_alone(withdrawn: bool):
         held.result(TIMEOUT_S)
         assert [int(future.result(TIMEOUT_S).sequences[0].tokens[0]) for future in others] == [3, 4]
         assert huge.cancelled() if withdrawn else isinstance(huge.exception(TIMEOUT_S), CapacityError)
-        assert not engine._watchers
+        assert engine.stats()["ops_pending"] == 0
     assert executor.offered == [[1, 2, 3], [2, 3]]
 
 
-def test_a_withdrawn_sample_leaves_nothing_behind():
+def test_a_withdrawn_sample_is_removed_completely():
     executor = Together()
     with running(executor) as engine:
         held = engine.submit(create("holds the thread until all have been submitted"))
@@ -284,12 +288,12 @@ def test_a_withdrawn_sample_leaves_nothing_behind():
         held.result(TIMEOUT_S)
         assert int(kept.result(TIMEOUT_S).sequences[0].tokens[0]) == 3
         assert computed.cancelled() and waiting.cancelled()
-        assert (engine.stats()["ops_pending"], engine.stats()["slots_used"], engine._watchers) == (0, 0, {})
+        assert (engine.stats()["ops_pending"], engine.stats()["slots_used"]) == (0, 0)
     assert executor.offered == [[1, 2, 3]] and executor.log.count("decode") == 2
 
 
 class Pieces(FakeExecutor):
-    """Computes a long prompt in three pieces."""
+    """Computes a long prompt in three prefill chunks."""
 
     def prefill(self, requests):
         (request,) = requests
@@ -311,8 +315,10 @@ def test_the_engine_decodes_between_two_prefill_chunks():
 
 
 class Doctored(FakeExecutor):
-    """Rows end last sample first, whose logprobs are their indices. The second of the weights "broken" fails
-    in the end, one of "short" is over with its first token."""
+    """Samples end in reverse order, and their logprobs are their indices.
+
+    The second sample of the weights "broken" fails, and one of "short" ends with its first token.
+    """
 
     def admit_one(self, request_id, op, *, first, count):
         admission = super().admit_one(request_id, op, first=first, count=count)
@@ -323,7 +329,7 @@ class Doctored(FakeExecutor):
         )
 
     def poll(self, *, dispatch_next):
-        broken = {request_id for (request_id, _), (op, _) in self._rows.items() if op.weights == "broken"}
+        broken = {request_id for (request_id, _), (op, _) in self.active.items() if op.weights == "broken"}
         return [
             FailedSequence(request_id=row.request_id, error=RuntimeError("boom"))
             if row.request_id in broken and row.index == 1
@@ -365,7 +371,7 @@ def test_a_withdrawn_operation_never_runs():
     assert executor.log == ["create a", "optim b"]
 
 
-def test_stop_fails_what_is_pending_with_a_clear_error():
+def test_stop_fails_pending_operations_with_a_clear_error():
     executor = FakeExecutor()
     engine = Engine(executor)
     pending = [engine.submit(create("a")), engine.submit(sample())]
@@ -379,7 +385,7 @@ def test_stop_fails_what_is_pending_with_a_clear_error():
 
 
 class Entered(FakeExecutor):
-    """Says when its first turn has begun."""
+    """Sets `entered` when its first operation begins."""
 
     def __init__(self) -> None:
         super().__init__(gate=threading.Event())
@@ -390,7 +396,7 @@ class Entered(FakeExecutor):
         return super().run(op)
 
 
-def test_stop_waits_for_the_turn_under_way():
+def test_stop_waits_for_the_running_operation():
     executor = Entered()
     engine = Engine(executor)
     engine.start()
@@ -401,20 +407,20 @@ def test_stop_waits_for_the_turn_under_way():
     assert future.result(0) == Done()
 
 
-def test_what_is_abandoned_in_its_turn_has_its_answer_once():
-    executor = Entered()
+def test_an_operation_abandoned_while_it_runs_resolves_once():
+    executor, threads = Entered(), set(threading.enumerate())
     with running(executor) as engine:
         future = engine.submit(create("a"))
         executor.entered.wait(TIMEOUT_S)
         engine.abandon("lost")
         assert str(future.exception(0)) == "lost"
-    assert not engine._thread.is_alive() and executor.log == ["create a"]
+    assert set(threading.enumerate()) <= threads and executor.log == ["create a"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bug_of_ours_in_the_thread_leaves_nobody_waiting():
+def test_a_bug_in_the_engine_thread_fails_all_futures():
     class Broken(Notes):
-        def wanted(self) -> bool:
+        def is_waiting(self) -> bool:
             raise KeyError("a bug")
 
     with running(FakeExecutor()) as engine:
@@ -423,9 +429,9 @@ def test_a_bug_of_ours_in_the_thread_leaves_nobody_waiting():
 
 
 class Notes:
-    """A watcher that writes down what it is told, and leaves after `patience` reports."""
+    """A watcher that records its reports and is no longer wanted after `patience` of them."""
 
-    follows = True
+    streams_tokens = True
 
     def __init__(self, patience: int = 1000) -> None:
         self.told: list[tuple[int, list[int], list[float]]] = []
@@ -434,7 +440,7 @@ class Notes:
     def tokens(self, index, tokens, logprobs) -> None:
         self.told.append((index, list(tokens), list(logprobs)))
 
-    def wanted(self) -> bool:
+    def is_waiting(self) -> bool:
         return len(self.told) < self._patience
 
 
@@ -445,13 +451,13 @@ def test_a_watcher_gets_every_token_once_except_the_last_ones():
         assert notes.told == [(index, ids, [-1.0, -1.0]) for ids in ([11, 12], [13, 14]) for index in (0, 1)]
         assert [sequence.tokens.tolist() for sequence in result.sequences] == [[11, 12, 13, 14, 15]] * 2
         indifferent = Notes()
-        indifferent.follows = False
+        indifferent.streams_tokens = False
         engine.submit(sample(10, max_tokens=5), indifferent).result(TIMEOUT_S)
         assert not indifferent.told
 
 
 @pytest.mark.parametrize(("patience", "blocks"), [(0, 0), (1, 1 + 1)])
-def test_a_sample_nobody_waits_for_any_more_gives_its_slots_back(patience: int, blocks: int):
+def test_a_sample_that_nobody_awaits_releases_its_slots(patience: int, blocks: int):
     executor = FakeExecutor(block=2)
     with running(executor) as engine:
         with pytest.raises(WithdrawnError):
@@ -462,6 +468,11 @@ def test_a_sample_nobody_waits_for_any_more_gives_its_slots_back(patience: int, 
 
 def test_a_sample_refused_before_it_starts_leaves_no_watcher():
     with running(FakeExecutor()) as engine:
+        watcher = Notes()
+        reference = weakref.ref(watcher)
         with pytest.raises(UserError):
-            engine.submit(sample(10, max_tokens=1000), Notes()).result(TIMEOUT_S)
-        assert not engine._watchers
+            engine.submit(sample(10, max_tokens=1000), watcher).result(TIMEOUT_S)
+        engine.submit(sample(10)).result(TIMEOUT_S)  # the engine's thread drops its references
+        del watcher
+        gc.collect()
+        assert reference() is None

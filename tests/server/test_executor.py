@@ -1,5 +1,4 @@
-"""The executor behind the engine, on a tiny random model: models, snapshots, checkpoints, and what survives a
-failure."""
+"""The executor with the engine on a tiny random model: models, snapshots, checkpoints and failures."""
 
 import logging
 import threading
@@ -106,7 +105,7 @@ def train(engine: Engine, model_id: str, seed: int = 0) -> float:
 
 
 def state(engine: Engine, model_id: str, checkpoints_dir: Path) -> dict[str, np.ndarray]:
-    """Everything a training checkpoint holds, bit for bit."""
+    """Return all arrays of a training checkpoint."""
     path = run(engine, SaveWeights(model_id=model_id, name="state", overwrite=True)).path
     return CheckpointStore(checkpoints_dir, "local/tiny").read(path)[1]
 
@@ -118,8 +117,7 @@ def assert_identical(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) 
 
 
 def test_a_checkpoint_loads_into_a_model_with_another_seed(engine: Engine, checkpoints_dir: Path):
-    """SDKs up to 0.36 restore in two requests: a model from nothing but the rank, then the checkpoint into
-    it."""
+    """SDKs up to 0.36 restore with two requests: create_model with the rank, then load_weights."""
     create(engine, "m")
     train(engine, "m")
     path = run(engine, SaveWeights(model_id="m", name="a")).path
@@ -127,14 +125,14 @@ def test_a_checkpoint_loads_into_a_model_with_another_seed(engine: Engine, check
     assert run(engine, LoadWeights(model_id="other", path=path, optimizer=True)).lora == LORA
     assert_identical(state(engine, "other", checkpoints_dir), state(engine, "m", checkpoints_dir))
     create(engine, "smaller", replace(LORA, rank=2))
-    with pytest.raises(UserError, match="holds another adapter"):
+    with pytest.raises(UserError, match="create a model from it"):
         run(engine, LoadWeights(model_id="smaller", path=path, optimizer=True))
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_gspo_takes_its_ratios_from_the_model_as_it_is(engine: Engine, forward_only: bool):
-    """Six sequences in several micro-batches: the loss is the float64 reference's on the logprobs that came
-    back."""
+def test_gspo_ratios_use_the_current_weights(engine: Engine, forward_only: bool):
+    """The loss of six sequences in several micro-batches equals the float64 reference on the returned
+    logprobs."""
     create(engine, "m")
     rng = np.random.default_rng(6)
     batch = data(6, length=120)
@@ -184,10 +182,9 @@ def snapshot(engine: Engine, model_id: str, weights: str) -> WeightsSaved:
 
 
 def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, checkpoints_dir: Path):
-    """Gradients made, added and applied, groups whose members part within a page, conversations that go on:
-    no program of their own."""
+    """Gradients, groups with partly shared pages, and later turns need no further programs."""
     before = Counter(compile_stats.programs())
-    # as no other test has it, which would have compiled it already
+    # a size that no other test has compiled
     with running(
         model_dir,
         checkpoints_dir,
@@ -232,8 +229,7 @@ def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, ch
 
 
 def test_programs_compiled_ahead_are_those_that_are_used(model_dir: Path, checkpoints_dir: Path):
-    """Both prefill passes, decoding, and a training stream forward and backward: no more when they are asked
-    for."""
+    """The programs of prefill, decoding and training are compiled ahead, and requests compile no others."""
     sizes = {"max_lora_rank": 6, "max_num_seqs": 3, "max_context_length": 250, "train_tokens_per_batch": 128}
     before = Counter(compile_stats.programs())
     with running(model_dir, checkpoints_dir, warmup=True, **sizes) as engine:
@@ -282,7 +278,7 @@ def test_forward_only_leaves_no_gradient(engine: Engine):
     assert step(engine, "a") == 0.0
 
 
-def test_models_do_not_touch_one_another(engine: Engine, checkpoints_dir: Path):
+def test_models_do_not_affect_each_other(engine: Engine, checkpoints_dir: Path):
     create(engine, "a"), create(engine, "b", replace(LORA, seed=9))
     before = state(engine, "b", checkpoints_dir)
     train(engine, "a")
@@ -308,7 +304,8 @@ def test_unknown_taken_and_unloaded_models_are_refused_by_name(engine: Engine):
 
 
 def test_save_and_load_restore_training_bit_for_bit(model_dir: Path, checkpoints_dir: Path):
-    """A run resumed in a new process equals the unbroken one: the next step gives identical arrays."""
+    """A run that is resumed in a new process equals the uninterrupted one: the next step gives identical
+    arrays."""
     with running(model_dir, checkpoints_dir) as engine:
         create(engine, "run:train:0")
         train(engine, "run:train:0", seed=1)
@@ -333,7 +330,7 @@ def test_save_and_load_restore_training_bit_for_bit(model_dir: Path, checkpoints
         assert all(not array.any() for name, array in weights_only.items() if name.startswith("optimizer."))
 
 
-def test_loading_drops_a_gradient_half_gathered(engine: Engine):
+def test_loading_discards_an_accumulated_gradient(engine: Engine):
     create(engine, "a")
     path = run(engine, SaveWeights(model_id="a", name="one")).path
     accumulate(engine, "a", data())
@@ -352,7 +349,7 @@ def test_checkpoints_that_do_not_fit_are_refused(model_dir: Path, checkpoints_di
         with pytest.raises(NotFoundError, match="no checkpoint"):
             run(engine, LoadWeights(model_id="c", path="tinker://a/weights/two", optimizer=True, create=True))
         sampler = run(engine, SaveSampler(model_id="a", weights="tinker://a/sampler_weights/s")).path
-        with pytest.raises(UserError, match="holds weights only"):
+        with pytest.raises(UserError, match="has no optimizer state"):
             run(engine, LoadWeights(model_id="c", path=sampler, optimizer=True, create=True))
         with pytest.raises(UserError, match="is a training checkpoint"):
             run(engine, ask(path))
@@ -372,7 +369,7 @@ def test_checkpoints_that_do_not_fit_are_refused(model_dir: Path, checkpoints_di
 
 
 def test_a_snapshot_never_changes_and_comes_back_after_eviction(engine: Engine):
-    """The bank holds two snapshots; ephemeral ones return from host memory, named ones from disk."""
+    """There are two LoRA slots. Ephemeral snapshots return from host memory, named ones from disk."""
     create(engine, "a")
     drawn = {}
     for number, weights in enumerate(
@@ -389,7 +386,7 @@ def test_a_snapshot_never_changes_and_comes_back_after_eviction(engine: Engine):
     assert engine.stats()["snapshots_on_device"] == 2
 
 
-def test_more_snapshots_than_lora_slots_take_turns(engine: Engine):
+def test_more_snapshots_than_lora_slots_are_all_served(engine: Engine):
     create(engine, "a")
     drawn = {}
     for weights in ("s0", "s1", "s2", "s3"):
@@ -442,7 +439,7 @@ def test_a_sample_submitted_with_its_save_finds_the_snapshot(engine: Engine):
 
 
 @pytest.mark.parametrize("weights", ["never saved", "tinker://a/sampler_weights/none"])
-def test_unknown_weights_fail_alone(engine: Engine, weights: str):
+def test_unknown_weights_fail_only_their_request(engine: Engine, weights: str):
     good, bad = engine.submit(ask(None)), engine.submit(ask(weights))
     assert isinstance(bad.exception(TIMEOUT_S), NotFoundError)
     assert len(good.result(TIMEOUT_S).sequences[0].tokens) == 10
@@ -458,7 +455,7 @@ class DeviceError(RuntimeError):
 def test_a_failed_forward_backward_leaves_the_gradient_as_it_was(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    """The second of several micro-batches fails after it has destroyed the sum it was to add to."""
+    """The second of several micro-batches fails after it has donated the accumulated gradient."""
     create(engine, "a"), create(engine, "untouched")
     for model_id in ("a", "untouched"):
         accumulate(engine, model_id, data())
@@ -523,14 +520,14 @@ def test_a_lost_kv_cache_fails_only_the_running_samples(
         assert all("out of memory" in str(future.exception(TIMEOUT_S)) for future in futures)
     assert draw(engine, "s") == expected
     assert engine.stats()["slots_used"] == 0
-    run(engine, DropSnapshot(weights="s"))  # nothing is left pinned
+    run(engine, DropSnapshot(weights="s"))  # no snapshot is pinned
 
 
 def test_a_prefill_that_fails_late_fails_only_running_samples(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    """As a GPU's does where memory for its temporaries runs out: the cache it returns never comes to be. The
-    next is made where it lay."""
+    """Fails like a GPU without memory for temporaries: the donated KV cache is lost and must be created
+    again."""
     expected = draw(engine, None)
     real_prefill, real_cache = model_runner.prefill, model_runner.empty_cache
     lost: list[KVCache] = []
@@ -554,7 +551,7 @@ def test_a_prefill_that_fails_late_fails_only_running_samples(
         returned, matrix = (
             real_prefill(*args, **options),
             late(np.ones((300, 300), np.float32)),
-        )  # or a CPU would raise at once
+        )  # otherwise a CPU raises at once
         cache, outputs = jax.tree.map(lambda leaf: checked(leaf, matrix), returned)
         lost.append(cache)
         return cache, outputs
@@ -575,7 +572,7 @@ def test_a_prefill_that_fails_late_fails_only_running_samples(
 
 
 def test_a_failed_prefill_fails_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    """Also where it was to be computed together with others, before and after it."""
+    """The same holds if the prompt is computed together with others before and after it."""
     expected = run(engine, ask(None, max_tokens=60)).sequences[0].tokens.tolist()
     real = model_runner.prefill
 
@@ -593,9 +590,8 @@ def test_a_failed_prefill_fails_one_request(engine: Engine, monkeypatch: pytest.
             assert future.result(TIMEOUT_S).sequences[0].tokens.tolist() == expected
 
 
-def test_a_failed_top_k_costs_the_request_that_asked_for_it(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    """Of a prompt when it is admitted, of sampled tokens when their row is complete: long before and long
-    after the others' blocks."""
+def test_a_failed_top_k_fails_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """The logprobs of a prompt are read when it starts, those of sampled tokens when their sequence ends."""
     expected = run(engine, ask(None, max_tokens=60)).sequences[0].tokens.tolist()
 
     def failing(*args, **options):
@@ -628,7 +624,7 @@ def test_a_step_that_is_not_finite_is_not_taken(engine: Engine, checkpoints_dir:
 
 
 def test_a_diverged_model_fails_only_its_own_samples(engine: Engine):
-    """What its rows leave in the slots is not a number; the rows that sit there next must not see it."""
+    """The sequences leave NaN in their slots, which must not affect the next sequences there."""
     expected = run(engine, ask(None, max_tokens=60)).sequences[0].tokens.tolist()
     create(engine, "diverged")
     accumulate(engine, "diverged", data())
@@ -652,7 +648,7 @@ def test_the_number_of_slots_shrinks_to_what_fits(
     each = -(-600 // PAGE_SIZE) * page_bytes(CONFIG, np.dtype(np.float32))
     monkeypatch.setattr(
         device_memory, "cache_budget_bytes", lambda *_: 7.5 * each
-    )  # a context in pages, and as it is read
+    )  # a context in pages, rounded as it is read
     with caplog.at_level(logging.WARNING):
         assert DeviceExecutor(make_settings(model_dir, checkpoints_dir)).sampler.num_slots == 3
     assert "max_num_seqs=6: only 3 sequences of 600 tokens fit" in caplog.text
@@ -674,7 +670,7 @@ def test_a_context_beyond_the_models_own_is_refused(model_dir: Path, checkpoints
         DeviceExecutor(make_settings(model_dir, checkpoints_dir, max_context_length=601))
 
 
-def test_info_is_what_clients_may_ask_for(model_dir: Path, checkpoints_dir: Path):
+def test_info_states_what_clients_may_request(model_dir: Path, checkpoints_dir: Path):
     info = DeviceExecutor(make_settings(model_dir, checkpoints_dir, max_context_length=100)).info
     assert (info.base_model, info.max_context_length, info.max_lora_rank, info.vocab_size) == (
         "local/tiny",

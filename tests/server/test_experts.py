@@ -1,4 +1,4 @@
-"""A mixture's grouped products against every expert applied to every token."""
+"""Compares grouped expert products with applying every expert to every token."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def mixture(x, router: Router, gate_up, down, modules, *, experts: Experts = EXP
 
 
 def dense(x: jax.Array, router: Router, gate_up, down, modules: tuple[LoraWeights, LoraWeights]) -> jax.Array:
-    """Every expert over every token, the chosen ones added up."""
+    """Apply every expert to every token and add the chosen ones."""
 
     def low_rank(x: jax.Array, module: LoraWeights) -> jax.Array:
         inner = jnp.split(jnp.einsum("...ei,eir->...er", x, module.a) * module.scale, len(module.b), axis=-1)
@@ -75,15 +75,15 @@ def test_grouped_products_and_gradients_equal_the_dense_ones(length: int) -> Non
     for leaf, (path, other) in zip(
         jax.tree.leaves(grad_modules), jax.tree_util.tree_flatten_with_path(expected_modules)[0], strict=True
     ):
-        if "scale" not in str(path):  # never trained, and its gradient stopped
+        if "scale" not in str(path):  # the scale is not trained
             np.testing.assert_allclose(leaf, other, atol=1e-3)
 
 
-def test_a_row_of_a_bank_is_that_adapter_alone() -> None:
+def test_an_adapter_in_a_stack_equals_that_adapter_alone() -> None:
     x = np.random.default_rng(2).normal(size=(4, 1, HIDDEN)).astype(np.float32)
     adapters = [factors(seed) for seed in (1, 2, 3)]
     rows = np.array([2, 0, 2, 1], np.int32)
-    banks = jax.tree.map(lambda *leaves: np.stack(leaves)[:, None], *adapters)  # of one layer
+    banks = jax.tree.map(lambda *leaves: np.stack(leaves)[:, None], *adapters)  # adapters of one layer
     banks = tuple(replace(bank, indices=lora_indices(rows), layer=np.int32(0)) for bank in banks)
     mixed = jax.jit(lambda x, modules: mixture(x, *weights(), modules))(x, banks)
     for row, adapter in enumerate(rows):
@@ -94,7 +94,7 @@ def test_a_row_of_a_bank_is_that_adapter_alone() -> None:
 def test_every_assignment_lies_in_a_block_of_its_expert() -> None:
     for seed, block in ((0, 1), (1, 3), (2, 8)):
         local = np.random.default_rng(seed).integers(-2, COUNT + 2, 50)  # some belong to other devices
-        layout = lay_out_tiles(jnp.asarray(local), COUNT, block=block)
+        layout = lay_out_tiles(jnp.asarray(local), COUNT, tile=block)
         places, here = np.asarray(layout.places), (local >= 0) & (local < COUNT)
         assert len(set(places[here])) == here.sum()
         assert np.array_equal(np.asarray(layout.groups)[places[here] // block], local[here])
@@ -103,11 +103,11 @@ def test_every_assignment_lies_in_a_block_of_its_expert() -> None:
 
 
 def test_all_tokens_may_choose_one_expert() -> None:
-    layout = lay_out_tiles(jnp.full(20, 3), COUNT, block=8)
+    layout = lay_out_tiles(jnp.full(20, 3), COUNT, tile=8)
     assert int(layout.used) == 3 and sorted(np.asarray(layout.places)) == list(range(20))
 
 
-def test_blocks_grow_with_what_an_expert_gets() -> None:
+def test_blocks_grow_with_the_tokens_of_an_expert() -> None:
     assert [tile_size(assignments, 8) for assignments in (1, 64, 256, 1 << 20)] == [8, 8, 32, 128]
 
 

@@ -1,5 +1,4 @@
-"""Checkpoints to PEFT and Hugging Face and back: what leaves is what was trained, and every mistake is one
-line."""
+"""Export to PEFT and Hugging Face and import again keep the trained weights. Mistakes give one line."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ SAVED = "tinker://run/weights/last"
 
 
 def trained(base: Path, spec: LoraSpec) -> dict[str, np.ndarray]:
-    """A checkpoint's arrays: an adapter whose every factor is random."""
+    """Return the arrays of a checkpoint whose adapter is random."""
     config = load_model_config(base)
     random = np.random.default_rng(4)
     arrays = adapter_to_arrays(init_adapter(config, spec, MAX_RANK), config, spec)
@@ -150,7 +149,7 @@ def test_deepseek_adapters_survive_a_round_trip_through_peft(tmp_path: Path) -> 
     )
     ahead = {
         "model.layers.2.self_attn.o_proj.weight": np.zeros((40, 40), np.float32)
-    }  # of a layer that predicts more tokens ahead
+    }  # belongs to a multi-token-prediction layer
     save_file(
         load_file(base / "model.safetensors") | ahead, base / "model.safetensors", metadata={"format": "pt"}
     )
@@ -202,7 +201,7 @@ def test_every_tensor_has_the_dtype_asked_for(tmp_path: Path) -> None:
     assert main(["adapter", *here, f"output={tmp_path / 'peft'}"]) == 0
     assert main(["merge", *here, f"base_model={FIXTURES / 'untied'}", f"output={tmp_path / 'merged'}"]) == 0
     files = [*(tmp_path / "peft").glob("*.safetensors"), *(tmp_path / "merged").glob("*.safetensors")]
-    assert len(files) == 1 + 2  # the base model's two shards stay two
+    assert len(files) == 1 + 2  # the base model has two shards
     assert {str(array.dtype) for file in files for array in load_file(file).values()} == {"bfloat16"}
 
 
@@ -249,15 +248,15 @@ def without_v(adapter: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (without_v, "without its fellows"),
+        (without_v, "without the others"),
         (lambda adapter: change(adapter, use_dora=True), "use_dora is not supported"),
-        (lambda adapter: change(adapter, r=2), "ask for (2,"),
-        (lambda adapter: change(adapter, r=0), "are those of no adapter"),
+        (lambda adapter: change(adapter, r=2), "require (2,"),
+        (lambda adapter: change(adapter, r=0), "are not valid"),
         (
             lambda adapter: change(adapter, lora_alpha=0),
-            "rank 3, alpha 0 and dropout 0 are those of no adapter",
+            "rank 3, alpha 0 and dropout 0 are not valid",
         ),
-        (lambda adapter: change(adapter, lora_dropout=1.0001), "dropout 1.0001 are those of no adapter"),
+        (lambda adapter: change(adapter, lora_dropout=1.0001), "dropout 1.0001 are not valid"),
         (lambda adapter: (adapter / "adapter_config.json").unlink(), "not a PEFT adapter"),
     ],
 )

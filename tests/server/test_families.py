@@ -1,5 +1,4 @@
-"""Every family of models against Hugging Face's own logits, and through the whole executor: training,
-snapshots, sampling, checkpoints."""
+"""Compares every model family with Hugging Face's logits, and runs it through the executor."""
 
 import json
 from collections.abc import Iterator
@@ -71,7 +70,7 @@ def _logits_of(config: ModelConfig, params: Params, tokens: jax.Array, adapter: 
 
 
 def difference(config: ModelConfig, name: str, params: Params | None = None) -> float:
-    """How far the logits of a fixture, or of it with other `params`, are from Hugging Face's."""
+    """Return the difference of a fixture's logits, optionally with other `params`, from Hugging Face's."""
     expected = np.load(FAMILIES / name / "expected.npz")
     logits = logits_of(config, params or load_params(FAMILIES / name, config, "float32"), expected["tokens"])
     return float(np.abs(logits[:, :: int(expected["stride"])] - expected["logits"]).max())
@@ -92,7 +91,7 @@ def test_the_llama3_fixture_would_notice_plain_rotary_angles() -> None:
 
 
 @pytest.mark.parametrize("part", ["score scale", "groups", "bias", "weights' scale", "pairs"])
-def test_the_deepseek_fixture_would_notice_what_sets_it_apart(part: str) -> None:
+def test_the_deepseek_fixture_detects_each_missing_feature(part: str) -> None:
     config = load_model_config(FAMILIES / "deepseek_v3")
     params = load_params(FAMILIES / "deepseek_v3", config, "float32")
     assert config.experts is not None and config.experts.groups is not None and config.latent is not None
@@ -184,14 +183,14 @@ def test_a_mixture_samples_what_it_trains_under_each_adapter(mixture: Engine) ->
 
 
 def random_adapter(config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
-    """A checkpoint's arrays, every factor random."""
+    """Return the arrays of a checkpoint with random factors."""
     random = np.random.default_rng(spec.seed)
     fresh = adapter_to_arrays(init_adapter(config, spec, spec.rank), config, spec)
     return {name: random.normal(0, 0.05, array.shape).astype(np.float32) for name, array in fresh.items()}
 
 
 def test_latent_attention_samples_what_its_forward_pass_computes(tmp_path: Path) -> None:
-    """Under two adapters and the base model in one batch, and from a prompt whose beginning is cached."""
+    """Samples with two adapters and the base model in one batch, with a partly cached prompt."""
     directory, spec = FAMILIES / "deepseek_v3", LoraSpec(rank=8)
     config = load_model_config(directory)
     params, store = (
@@ -215,7 +214,7 @@ def test_latent_attention_samples_what_its_forward_pass_computes(tmp_path: Path)
         return engine.submit(Sample(prompt=prompt, weights=weights, num_samples=1, settings=settings))
 
     def checked(weights: str | None, prompt: np.ndarray, result: SampleResult) -> np.ndarray:
-        """The sampled tokens, held against the forward pass."""
+        """Compares the sampled tokens with the forward pass."""
         (sequence,) = result.sequences
         text = np.concatenate([prompt, sequence.tokens])
         logits = logits_of(config, params, np.pad(text, (0, 160 - len(text)))[None], adapters[weights])[
@@ -260,29 +259,33 @@ def write_config(directory: Path, name: str, **changes) -> Path:
         ),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
-        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 of 6 experts"),
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok=9 must be between 1 and the number of experts, 6",
+        ),
         ("qwen3_moe", {"num_local_experts": None}, "'num_experts' is missing"),
         (
             "qwen2",
             {"quantization_config": {"quant_method": "fp8"}},
-            "its weights are quantised .*fp8.*convert them to bfloat16",
+            "quantized weights .*fp8.*convert them to bfloat16",
         ),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias=True is not supported"),
-        ("deepseek_v3", {"num_key_value_heads": 2}, "latent attention has as many as num_attention_heads=4"),
-        ("deepseek_v3", {"n_group": 3}, "3 of 8 experts in topk_group=2 of n_group=3"),
-        ("deepseek_v3", {"num_experts_per_tok": 5}, "5 of 8 experts in topk_group=2 of n_group=4"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 must equal num_attention_heads=4"),
+        ("deepseek_v3", {"n_group": 3}, "n_routed_experts=8, n_group=3, topk_group=2"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "n_group=4, topk_group=2, num_experts_per_tok=5"),
         (
             "deepseek_v3",
             {"first_k_dense_replace": 2},
-            "first_k_dense_replace=2 of 2 layers leaves no mixture",
+            "first_k_dense_replace=2 must be less than num_hidden_layers=2",
         ),
         ("deepseek_v3", {"kv_lora_rank": None}, "'kv_lora_rank' is missing"),
     ],
 )
-def test_a_config_we_cannot_run_is_one_clear_line(
+def test_an_unsupported_config_is_one_clear_line(
     tmp_path: Path, name: str, changes: dict, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as error:
@@ -293,8 +296,7 @@ def test_a_config_we_cannot_run_is_one_clear_line(
 def test_deepseek_is_read_as_its_own_checkpoints_write_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Positions as transformers 4 wrote them, and the layers that predict more tokens ahead named as left
-    out."""
+    """The rotary settings of transformers 4, and omitted multi-token-prediction layers."""
     config = load_model_config(FAMILIES / "deepseek_v3")
     scaling = {
         "type": "yarn",
@@ -315,8 +317,8 @@ def test_deepseek_is_read_as_its_own_checkpoints_write_it(
             load_model_config(write_config(tmp_path, "deepseek_v3", **changes, num_nextn_predict_layers=1))
             == config
         )
-    assert "num_nextn_predict_layers=1: the layers that predict more tokens ahead are left out" in caplog.text
-    with pytest.raises(ConfigError, match="deepseek_v3 model is stretched by its own config"):
+    assert "num_nextn_predict_layers=1: multi-token prediction is not used" in caplog.text
+    with pytest.raises(ConfigError, match="yarn=true does not support deepseek_v3"):
         yarn_context(load_model_config(FAMILIES / "deepseek_v3_plain"), 512)
 
 

@@ -74,7 +74,7 @@ async def test_one_seq_id_for_two_kinds_of_request_is_refused() -> None:
         submit(store, Work(), seq_id=1, kind="forward_backward")
 
 
-async def test_a_submission_that_fails_leaves_no_trace() -> None:
+async def test_a_failed_submission_leaves_no_state() -> None:
     store = FutureStore(Retention())
 
     def fails() -> Future[OpResult]:
@@ -119,10 +119,10 @@ async def test_a_run_index_that_cannot_be_written_is_an_error(
     work.futures[0].set_result(Done())
     async with asyncio.timeout(60):
         outcome = await store.wait(request_id)
-    assert outcome is not None and "books: [Errno 28] No space left" in str(outcome.error)
+    assert outcome is not None and "record it: [Errno 28] No space left" in str(outcome.error)
 
 
-async def test_an_unknown_id_is_lost() -> None:
+async def test_an_unknown_id_is_reported_as_lost() -> None:
     with pytest.raises(FutureLostError, match="restarted"):
         await FutureStore(Retention()).wait("optim_step-of-another-life")
 
@@ -160,15 +160,15 @@ async def test_the_limit_of_bytes_drops_delivered_results_first() -> None:
         await store.wait(ids[1])
 
 
-async def test_the_newest_result_stays_however_large() -> None:
+async def test_the_newest_result_is_kept_at_any_size() -> None:
     store, work = FutureStore(Retention(max_bytes=1)), Work()
     request_id = submit(store, work)
     work.futures[0].set_result(Done())
-    await asyncio.sleep(0)  # the result is there before anyone asks
+    await asyncio.sleep(0)  # the result exists before the first poll
     assert await store.wait(request_id) is not None
 
 
-async def test_of_more_keys_than_are_kept_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_oldest_key_is_removed_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(futures, "MAX_KEYS_PER_SCOPE", 2)
     store, work = FutureStore(Retention()), Work()
     ids = [submit(store, work, seq_id=seq_id) for seq_id in range(3)]
@@ -176,7 +176,7 @@ async def test_of_more_keys_than_are_kept_the_oldest_goes(monkeypatch: pytest.Mo
     assert submit(store, work, seq_id=0) != ids[0]
 
 
-async def test_the_bound_on_count_counts_the_results_nobody_fetched() -> None:
+async def test_the_limit_on_results_counts_unfetched_ones() -> None:
     store, work = FutureStore(Retention(max_finished=2)), Work()
     ids = [submit(store, work) for _ in range(4)]
     for future in work.futures:
@@ -222,7 +222,7 @@ async def test_a_result_after_its_session_is_kept_for_the_grace_period() -> None
     assert store.stats()["finished"] == 0
 
 
-async def test_closing_lets_go_of_every_waiting_poll() -> None:
+async def test_closing_ends_every_waiting_poll() -> None:
     store = FutureStore(Retention(hold_s=30))
     poll = asyncio.create_task(store.wait(submit(store, Work())))
     await asyncio.sleep(0)
@@ -231,14 +231,14 @@ async def test_closing_lets_go_of_every_waiting_poll() -> None:
 
 
 async def _eventually(store: FutureStore, request_id: str) -> Outcome | None:
-    """With a short hold the hand-over from the engine's thread may take more than one poll."""
+    """With a short hold time, the hand-over from the engine thread may take more than one poll."""
     for _ in range(100):
         if (outcome := await store.wait(request_id)) is not None:
             return outcome
     return None
 
 
-async def test_who_gives_up_withdraws_what_has_begun() -> None:
+async def test_cancelling_withdraws_a_started_operation() -> None:
     store, work = FutureStore(Retention()), Work()
     withdrawn: list[str] = []
     for session_id in ("one", "other"):
@@ -254,7 +254,7 @@ async def test_who_gives_up_withdraws_what_has_begun() -> None:
     assert withdrawn == ["one"]
 
 
-async def test_the_key_of_a_sample_goes_and_that_of_a_step_stays() -> None:
+async def test_keys_of_samples_are_pruned_and_those_of_steps_kept() -> None:
     store, work = FutureStore(Retention(max_finished=0)), Work()
     for kind in ("sample", "optim_step"):
         for seq_id in range(3):
@@ -262,4 +262,10 @@ async def test_the_key_of_a_sample_goes_and_that_of_a_step_stays() -> None:
             work.futures[-1].set_result(Done())
             await store.wait(request_id)
     store.prune()
-    assert {scope: len(keys) for scope, keys in store._keys.items()} == {"optim_step": 3}
+    known = {
+        kind: [
+            store.find(RequestKey(scope=kind, seq_id=seq_id), kind=kind) is not None for seq_id in range(3)
+        ]
+        for kind in ("sample", "optim_step")
+    }
+    assert known == {"sample": [False] * 3, "optim_step": [True] * 3}

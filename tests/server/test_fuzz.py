@@ -1,5 +1,4 @@
-"""Bodies that nobody means: every parser accepts or refuses them in one line, and no route calls them an
-internal error.
+"""Every parser accepts mutated bodies or refuses them with one line, and no route reports an internal error.
 
 The same checks run for hours under coverage guidance with `python -m tests.stress.fuzz`.
 """
@@ -30,6 +29,7 @@ from tests.fakes.bodies import (
     values,
 )
 from tests.fakes.server import fake_context, fake_engine
+from tests.stress.fuzz import finding_report
 
 FUZZED = settings(max_examples=120, deadline=None, derandomize=True)
 
@@ -91,13 +91,13 @@ FIELDS: dict[str, object] = {
 def test_no_body_is_an_internal_error_of_any_route(
     tmp_path_factory: pytest.TempPathFactory, route: str, body: object, alive: bool
 ) -> None:
-    """`alive`: the session and the model that the body names exist."""
+    """If `alive`, the session and the model that the body names exist."""
     asyncio.run(_post(tmp_path_factory.mktemp("fuzz"), route, body, alive=alive))
 
 
 async def _post(folder: Path, route: str, body: object, *, alive: bool) -> None:
     context = fake_context(folder, retention=Retention(hold_s=0.01))
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         if alive and isinstance(body, dict):
             session_id = (await http.post("create_session", json={})).json()["session_id"]
@@ -120,3 +120,10 @@ async def _post(folder: Path, route: str, body: object, *, alive: bool) -> None:
         assert response.status_code in (200, 204, 400, 404, 408, 410), response.text
         assert "internal error" not in response.text
     fake_engine(context).stop()
+
+
+def test_a_finding_has_its_traceback_and_the_path_of_its_input() -> None:
+    error = "=== Uncaught Python exception: ===\nValueError: a"
+    stderr = "#1 NEW\nartifact_prefix='/f/'; Test unit written to /f/crash-0\nBase64: AA=="
+    assert finding_report(f"text\n {error}\n", stderr) == f"{error}\ninput: /f/crash-0"
+    assert finding_report("", "killed\n") == "killed"

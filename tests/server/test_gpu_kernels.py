@@ -1,4 +1,4 @@
-"""The GPU's kernels, run here by Pallas' interpreter and lowered for a GPU that is not here."""
+"""GPU kernels, run by the interpreter of Pallas and lowered for a GPU."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ TRITON_IS_LEAVING = "ignore:The Pallas Triton backend is deprecated:DeprecationW
 
 
 def forest(*, seed: int, rows: int) -> TrainBatch:
-    """Streams of 512 tokens in which some sequences begin alike, the last block padding."""
+    """Return streams of 512 tokens with shared prefixes and a padding block at the end."""
     random = np.random.default_rng(seed)
     sequences: list[np.ndarray] = []
     for length in random.integers(20, 90, 6 * rows):
@@ -114,9 +114,9 @@ def test_tree_kernels_and_loop_have_equal_values_and_gradients(
         )
 
 
-def test_a_row_attends_to_its_pages_alone() -> None:
-    """Shared pages, a row of length 0, a part of a page, one that is not of any row and NaN beyond every
-    row's end."""
+def test_a_sequence_attends_only_to_its_own_pages() -> None:
+    """Return sequences with shared pages, of length 0 and with a partial page, an unused page, and NaN after
+    each end."""
     heads, kv_heads, head_dim, page = 6, 2, 24, 16
     tables = np.array([[0, 1, 2, 5], [0, 1, 3, 5], [4, 5, 5, 5], [5, 5, 5, 5], [3, 2, 1, 0]], np.int32)
     lengths = np.array([48, 37, 1, 0, 64], np.int32)
@@ -143,7 +143,7 @@ def test_a_row_attends_to_its_pages_alone() -> None:
 def reference(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, tables: np.ndarray, lengths: np.ndarray
 ) -> Attended:
-    """One row and head after the other, in float64."""
+    """Compute one sequence and head after the other in float64."""
     out, highest, total = np.zeros(q.shape), np.full(q.shape[:2], -1e30), np.zeros(q.shape[:2])
     for row, head in np.ndindex(*q.shape[:2]):
         of, length = head // (q.shape[1] // keys.shape[1]), lengths[row]
@@ -162,8 +162,8 @@ def reference(
 
 
 def test_a_sequence_does_not_depend_on_those_sharing_its_pages() -> None:
-    """Six rows share two parts and some of a third, one has their first part alone, one is nobody's and one
-    is too long to be cut alike."""
+    """Six sequences share two splits and a part of a third. Another one has only their first split, one page
+    is unused, and one sequence is longer than a split."""
     heads, kv_heads, head_dim, page, width = 8, 2, 16, 16, 150
     tables = np.arange(9 * width, dtype=np.int32).reshape(9, width)
     tables[1:6, :20], tables[6, :8] = tables[0, :20], tables[0, :8]
@@ -195,12 +195,12 @@ def test_a_sequence_does_not_depend_on_those_sharing_its_pages() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "many"), [(4, 1), (4, 1000), (6, 1)]
-)  # two heads share a program, one alone, an odd group
+)  # two heads per program, one head, an odd group size
 def test_prefill_attention_of_kernel_and_loop_are_equal(
     heads: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three prompts of different lengths, one of them begun before and NaN where it ends, and a block of
-    padding."""
+    """Return three prompts of different lengths, one with a cached prefix and NaN after its end, and a
+    padding block."""
     monkeypatch.setattr(paged_kernel, "MANY_TILES", many)
     cache = KVCache(keys=normal(0, 2, 12, 2, 24, PAGE_SIZE), values=normal(1, 2, 12, 2, PAGE_SIZE, 24))
     q = normal(2, 5, PREFILL_TILE, heads, 24)
@@ -242,9 +242,9 @@ def test_grouped_products_equal_each_tile_times_its_expert(
     assert not np.any(found[4:])
 
 
-def test_a_mixture_mixes_by_the_kernel_as_by_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the second layer of a stack: values and gradients under one adapter, and values where each row has
-    one of a bank's."""
+def test_the_kernel_and_the_loop_compute_equal_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second layer of a stack: values and gradients with one adapter, and values with one adapter per
+    row."""
     hidden, width, count, rank, choice = 32, 16, 5, 2, Experts(count=5, per_token=2, normalized=True)
     x = normal(0, 3, 7, hidden)
     routed = experts.route(choice, experts.Router(normal(1, count, hidden)), x)
@@ -303,11 +303,10 @@ def test_decode_attention_over_pages_equals_that_over_segments() -> None:
 def test_a_server_with_the_kernel_samples_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A group, and a sample of another prompt beside it; the group's prompt is read for several members at
-    once."""
+    """A group and a sample of another prompt. The prompt of the group is read once for several members."""
     model_dir = make_model(
         tmp_path / "model", replace(TINY, max_position_embeddings=1200, head_dim=16)
-    )  # as the kernels take them
+    )  # the format of the kernels
     random = np.random.default_rng(0)
     prompt, other = (random.integers(0, 256, length).astype(np.int32) for length in (1000, 600))
 
@@ -343,7 +342,7 @@ def test_a_server_with_the_kernel_samples_the_same_tokens(
     monkeypatch.setattr(
         prefill_attention, "attend_by_loop", partial(prefill_attention.attend_by_kernel, interpret=True)
     )
-    jax.clear_caches()  # or a prefill program would be the one without the kernel
+    jax.clear_caches()  # otherwise a program without the kernel would be reused
     found = sampled("kernel")
     jax.clear_caches()
     assert rows_read_for == {1, 5}
@@ -389,7 +388,7 @@ def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
         1,
         1,
         1,
-    ]  # what the forward pass made is kept
+    ]  # results of the forward pass are kept
     head = f"tensor<{config.vocab_size}x{config.hidden_size}x"
     assert head + "bf16>" in step and head + "f32>" not in step, "the head is multiplied as it lies"
     pages = (

@@ -33,7 +33,7 @@ except UserError as error:
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the server and its tests with the patches applied."""
+    """Return a copy of the server and its tests with the patches applied."""
     copy = tmp_path_factory.mktemp("patched")
     for name in ("skyrl_tx_server", "tests", "pyproject.toml"):
         source = ROOT / name

@@ -14,7 +14,7 @@ PAGES = ROOT / "docs" / "how-to"
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the server and its tests with the patches of both pages applied."""
+    """Return a copy of the server and its tests with the patches of both pages applied."""
     copy = tmp_path_factory.mktemp("patched")
     for name in ("skyrl_tx_server", "tests", "docs"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))

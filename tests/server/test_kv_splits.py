@@ -1,4 +1,4 @@
-"""Which rows read which pages together: every part of every row once, and nobody reads another's."""
+"""Every KV split of a sequence is read once, and no sequence reads pages of another one."""
 
 import numpy as np
 from hypothesis import given
@@ -12,7 +12,7 @@ WIDTH, ROWS = 300, 8
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of any length, many of which go on from another one's first pages."""
+    """Draw sequences of any length, many of which share their first pages."""
     tables = np.arange(ROWS * WIDTH, dtype=np.int32).reshape(ROWS, WIDTH)
     for row in range(1, ROWS):
         other, shared = draw(st.integers(0, row - 1)), draw(st.sampled_from([0, 1, 8, 9, 24, 130, WIDTH]))
@@ -36,7 +36,7 @@ def test_every_part_is_read_once_by_sequences_with_its_pages(
         found.rows.shape == (devices * own * max_parts(WIDTH), sequences_per_split(group))
         and found.num_parts.max() <= MAX_PARTS
     )
-    positions: dict[tuple[int, int], tuple[int, int]] = {}  # of each part of each row
+    positions: dict[tuple[int, int], tuple[int, int]] = {}  # by sequence and split
     for device in range(devices):
         for at in device * own * max_parts(WIDTH) + np.arange(found.counts[device]):
             members = device * own + found.rows[at][found.rows[at] >= 0]
@@ -53,7 +53,7 @@ def test_every_part_is_read_once_by_sequences_with_its_pages(
 
 
 @given(batches())
-def test_rows_that_share_a_part_read_it_as_few_times_as_can_be(batch: tuple[np.ndarray, np.ndarray]) -> None:
+def test_shared_parts_are_read_as_few_times_as_possible(batch: tuple[np.ndarray, np.ndarray]) -> None:
     tables, lengths = batch
     found = kv_splits_of(tables, lengths, group=2)
     readings = {
@@ -66,7 +66,7 @@ def test_rows_that_share_a_part_read_it_as_few_times_as_can_be(batch: tuple[np.n
 
 
 def test_sequences_beyond_the_width_of_a_split_get_another() -> None:
-    """Five rows alike, of which four fill a matrix product."""
+    """Five equal sequences, four of which fill a matrix product."""
     found = kv_splits_of(np.tile(np.arange(8, dtype=np.int32), (5, 1)), np.full(5, 500, np.int32), group=4)
     assert [rows[rows >= 0].tolist() for *_, rows in _stretches(found)] == [[0, 1, 2, 3], [4]]
 

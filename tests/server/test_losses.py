@@ -18,7 +18,7 @@ from tests.server import reference_losses, tiny_qwen3
 
 
 def defaults(loss_fn: LossFn) -> dict[str, float]:
-    """The options of a loss with their default values."""
+    """Return the options of a loss with their default values."""
     return {name: asdict(LossSettings())[name] for name in LOSSES[loss_fn].options}
 
 
@@ -79,7 +79,7 @@ def loss_and_slope(selection, logprobs, inputs):
 
 
 @pytest.mark.parametrize(("loss_fn", "config"), CASES)
-def test_the_sum_and_its_slope_match_the_float64_reference(loss_fn: LossFn, config: dict[str, float]) -> None:
+def test_loss_and_gradient_match_the_float64_reference(loss_fn: LossFn, config: dict[str, float]) -> None:
     logprobs, inputs = tokens()
     loss, slope = loss_and_slope(select_loss(loss_fn, LossSettings(**config)), logprobs, inputs)
     assert float(loss) == pytest.approx(reference(loss_fn, config, logprobs, inputs), rel=1e-5)
@@ -177,7 +177,7 @@ def test_every_loss_runs_in_one_program() -> None:
 @pytest.mark.parametrize("loss_fn", list(LossFn))
 def test_padding_and_overflowing_ratios_stay_finite(loss_fn: LossFn) -> None:
     _, inputs = tokens(4)
-    huge = 200 if loss_fn is LossFn.GSPO else -200  # a log-ratio, or what the sampler is to have said
+    huge = 200 if loss_fn is LossFn.GSPO else -200  # a log-ratio, or the sampler's logprob
     inputs = replace(
         inputs,
         sampler_logprobs=np.array([huge, huge, 0, 0], np.float32),
@@ -197,7 +197,7 @@ def test_defaults_are_the_documented_ones() -> None:
 
 
 @pytest.mark.parametrize("loss_fn", list(LossFn))
-def test_what_trains_is_what_has_a_gradient(loss_fn: LossFn) -> None:
+def test_only_trained_positions_have_a_gradient(loss_fn: LossFn) -> None:
     (datum,) = tiny_qwen3.data((4,))
     weights, advantages = (
         np.array([[0, 0], [0, 1], [2, 0], [0, 0]], np.float32),

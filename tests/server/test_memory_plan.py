@@ -1,5 +1,4 @@
-"""The plan's training share; the others are held to the byte in test_command_line.py, and all of them to a
-process by scripts/bench."""
+"""The training share of the memory plan. test_command_line.py checks the other shares."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Several devices compute what one does. They are virtual ones, which jax must be told of before it starts:
-hence a process of its own.
+"""Several devices give the same results as one.
 
-`scripts/check_mesh.py` holds whole servers on more meshes against one device.
+The virtual devices are configured before jax starts, so they have their own process. `scripts/check_mesh.py`
+compares whole servers on more meshes with one device.
 """
 
 import json
@@ -83,10 +83,10 @@ def test_the_decode_kernel_on_several_devices_equals_one(found: dict) -> None:
         (DENSE, MeshShape(expert=2), "expert_parallel=2: 0 experts do not divide"),
         (SPARSE, MeshShape(expert=8), "4 experts do not divide over 8 devices"),
         (LATENT, MeshShape(tensor=2), "tensor_parallel=2: 1 key-value heads do not divide over 2 devices"),
-        (LATENT, MeshShape(fsdp=8), "4 heads of a latent attention do not divide over 8 devices"),
+        (LATENT, MeshShape(fsdp=8), "4 heads of latent attention do not divide over 8 devices"),
     ],
 )
-def test_what_does_not_divide_is_one_clear_line(config, shape: MeshShape, message: str | None) -> None:
+def test_sizes_that_do_not_divide_are_one_clear_line(config, shape: MeshShape, message: str | None) -> None:
     if message is None:
         return check_divisible(config, shape, max_num_seqs=12)
     with pytest.raises(ConfigError, match=message) as error:
@@ -94,7 +94,7 @@ def test_what_does_not_divide_is_one_clear_line(config, shape: MeshShape, messag
     assert "\n" not in str(error.value)
 
 
-def test_more_devices_than_there_are_is_one_clear_line() -> None:
+def test_too_many_devices_are_one_clear_line() -> None:
     assert make_mesh(MeshShape()) is None
     with pytest.raises(
         ConfigError,

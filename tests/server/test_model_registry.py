@@ -1,4 +1,4 @@
-"""Sessions, models and samplers: ids, signs of life, and what ending a session frees."""
+"""Sessions, models and samplers: ids, expiry, and what the end of a session frees."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_silent_session_expires_and_any_request_keeps_it_alive() -> None:
     registry.heartbeat(beating)
     registry.touch(polling)
     registry.model(f"{working}:train:0")
-    registry.look_up(silent)  # someone else listing it is no sign of life
+    registry.look_up(silent)  # a listing by another session does not keep it alive
     clock.now = 11
     assert registry.expired() == [silent]
 

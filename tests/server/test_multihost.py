@@ -1,4 +1,4 @@
-"""Process 0 and another one, as two threads with executors that have no devices."""
+"""Two server processes, as two threads with executors without devices."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ SAMPLE = Sample(
 
 @dataclass(kw_only=True)
 class Pair:
-    """Process 0's view of a pair, and what became of the other."""
+    """The connection of process 0, and the end of the other process."""
 
     rank0: RankZero
     executor: MultihostExecutor
     own: FakeExecutor
     other: FakeExecutor
     lost: SimpleQueue[str]
-    end: SimpleQueue[Exception | None]  # how the other ended
+    end: SimpleQueue[Exception | None]  # how the other process ended
 
     def run(self, op: Op) -> object:
         job = self.executor.run(op)
@@ -118,9 +118,9 @@ def test_every_process_makes_the_same_calls_in_the_same_order(started: _Started)
 
 
 class Submits:
-    """A watcher that submits a sample of another tenant as soon as its own has tokens."""
+    """A watcher that submits a sample of another tenant after its first tokens."""
 
-    follows = True
+    streams_tokens = True
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -130,7 +130,7 @@ class Submits:
         if self.submitted is None:
             self.submitted = self._engine.submit(SAMPLE, tenant="b")
 
-    def wanted(self) -> bool:
+    def is_waiting(self) -> bool:
         return True
 
 
@@ -185,7 +185,7 @@ def test_an_error_of_one_process_alone_stops_the_server(
 ) -> None:
     comes = isinstance(
         other, SequencesLostError
-    )  # what is waited for after a failure of our own: the other's word, or nothing
+    )  # after its own failure, process 0 waits for the other process or for nothing
     monkeypatch.setattr("skyrl_tx_server.distributed.multihost.LAST_MESSAGE_S", 60 if comes else 0.2)
     pair = started()
     for executor, error in ((pair.own, own), (pair.other, other)):
@@ -204,13 +204,13 @@ def test_a_lost_process_fails_waiting_operations_at_once() -> None:
     lost, own = (
         SimpleQueue[str](),
         FakeExecutor(gate=threading.Event()),
-    )  # our devices wait for the other's for ever
+    )  # our devices never return
     rank0 = RankZero({1: ours}, lost.put)
     executor = MultihostExecutor(own, rank0)
     engine = Engine(executor)
     engine.start()
     stuck, queued = engine.submit(CREATE), engine.submit(SAMPLE)
-    theirs.recv_bytes()  # the turn is under way
+    theirs.recv_bytes()  # the operation has started
     theirs.close()
     reason = lost.get(timeout=60)
     assert reason == "process 1 has gone: start all processes again; what was saved is in checkpoints_dir"
@@ -220,7 +220,7 @@ def test_a_lost_process_fails_waiting_operations_at_once() -> None:
             future.result(60)
     with pytest.raises(RankLostError, match=reason):
         executor.sampler.decode()
-    executor.sampler.release(1)  # it raises nothing, because nothing is held
+    executor.sampler.release(1)  # raises no error, because no sequence is held
     assert own.gate is not None
     own.gate.set()
     engine.stop()
@@ -232,7 +232,7 @@ def test_the_loss_of_process_0_is_detected_during_a_call() -> None:
     lost, other = (
         SimpleQueue[str](),
         FakeExecutor(gate=threading.Event()),
-    )  # its devices wait for process 0's for ever
+    )  # its devices never return
     worker = WorkerRank(theirs, lost.put)
     with ThreadPoolExecutor() as threads:
         following = threads.submit(worker.follow, lambda: other)
@@ -259,7 +259,7 @@ def test_every_process_gets_the_value_of_process_0(started: _Started) -> None:
             worker.broadcast_from_rank0(lambda: 2)
         with pytest.raises(
             ServerError, match="Stale file handle"
-        ):  # on purpose: it concerns its operation alone
+        ):  # an intended error, which concerns only its operation
             worker.broadcast_from_rank0(lambda: 3)
 
     pair = started(ask)

@@ -1,4 +1,6 @@
-"""The official `openai` client against our doors on a loopback port; what the model writes is given."""
+"""The official `openai` client and the OpenAI routes on a loopback port. The test gives the text of the
+model.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,14 @@ def context(tmp_path: Path, model_dir: Path, engine: TextEngine) -> AppState:
 @pytest.fixture
 def client(context: AppState) -> Iterator[openai.OpenAI]:
     with (
-        serving(StartupState(context=context)) as url,
+        serving(StartupState(state=context)) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
     ):
         yield client
 
 
 def streamed(client: openai.OpenAI, **options: object) -> tuple[str, str, list[dict[str, str]], str | None]:
-    """Content, reasoning, tool calls and the reason of a streamed chat, put together as a client does."""
+    """Return content, reasoning, tool calls and finish reason of a streamed chat."""
     content, reasoning, reason, calls = "", "", None, {}
     for chunk in client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, **options):  # type: ignore[call-overload]
         delta = chunk.choices[0].delta
@@ -115,7 +117,7 @@ def test_a_chat_is_rendered_by_the_template_and_answered(client: openai.OpenAI, 
         ("<think", "<think", "", 0, "stop"),
     ],
 )
-def test_stream_and_whole_say_the_same(
+def test_streamed_and_whole_replies_are_equal(
     client: openai.OpenAI,
     engine: TextEngine,
     text: str,
@@ -152,7 +154,8 @@ def test_tools_and_past_calls_reach_the_chat_template(client: openai.OpenAI, eng
         {"role": "tool", "tool_call_id": "call_1", "content": "a"},
     ]
     client.chat.completions.create(model=MODEL, messages=messages, tools=[LS])  # type: ignore[arg-type]
-    expected = '<tools>ls;</tools><user>Hello<|im_end|><assistant>[ls {"path": "/"}]<|im_end|><tool>a<|im_end|><assistant>'
+    expected = '<tools>ls;</tools><user>Hello<|im_end|><assistant>[ls {"path": "/"}]<|im_end|>'
+    expected += "<tool>a<|im_end|><assistant>"
     assert engine.prompt_text() == expected
     client.chat.completions.create(model=MODEL, messages=HELLO, tools=[LS], tool_choice="none")
     assert engine.prompt_text() == "<user>Hello<|im_end|><assistant>"
@@ -165,9 +168,7 @@ def test_enable_thinking_reaches_the_template(client: openai.OpenAI, engine: Tex
     assert engine.prompt_text().endswith("<assistant><no>")
 
 
-def test_a_stop_string_ends_the_text_before_it_streamed_or_not(
-    client: openai.OpenAI, engine: TextEngine
-) -> None:
+def test_a_stop_string_is_not_part_of_the_text(client: openai.OpenAI, engine: TextEngine) -> None:
     engine.texts = ["one STO two STOP three"]
     whole = client.completions.create(model=MODEL, prompt="x", stop=["STOP", "never"]).choices[0]
     assert (whole.text, whole.finish_reason) == ("one STO two ", "stop")
@@ -176,12 +177,12 @@ def test_a_stop_string_ends_the_text_before_it_streamed_or_not(
     assert len(chunks) > 3
 
 
-def test_length_is_the_reason_when_max_tokens_ends_it(client: openai.OpenAI) -> None:
+def test_the_finish_reason_at_max_tokens_is_length(client: openai.OpenAI) -> None:
     choice = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2).choices[0]
     assert (choice.message.content, choice.finish_reason) == ("Gr", "length")
 
 
-def test_logprobs_belong_to_every_sampled_token(client: openai.OpenAI) -> None:
+def test_every_sampled_token_has_a_logprob(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, max_tokens=2).choices[0]
     assert chat.logprobs is not None and chat.logprobs.content is not None
     assert [(token.token, token.logprob) for token in chat.logprobs.content] == [("G", -0.5), ("r", -0.5)]
@@ -205,7 +206,7 @@ def test_token_ids_come_back_exactly_when_asked_for(client: openai.OpenAI, engin
     assert reply["choices"][0]["token_ids"][-1] == END
 
 
-def test_several_prompts_as_text_or_tokens(client: openai.OpenAI, engine: TextEngine) -> None:
+def test_several_prompts_may_be_text_or_tokens(client: openai.OpenAI, engine: TextEngine) -> None:
     assert [
         choice.index
         for choice in client.completions.create(model=MODEL, prompt=["a", "b"], n=2, max_tokens=3).choices
@@ -214,14 +215,14 @@ def test_several_prompts_as_text_or_tokens(client: openai.OpenAI, engine: TextEn
     assert engine.seen[-1].prompt.tolist() == [5, 6, 7]
 
 
-def test_a_stream_brings_tokens_while_the_model_still_writes(
-    client: openai.OpenAI, engine: TextEngine
-) -> None:
+def test_a_stream_sends_tokens_during_sampling(client: openai.OpenAI, engine: TextEngine) -> None:
     engine.gate.clear()
     stream = client.completions.create(
         model=MODEL, prompt="x", stream=True, stream_options={"include_usage": True}
     )
-    assert next(stream).choices[0].text == "Gr"  # half a letter is held back; the engine waits at the gate
+    assert (
+        next(stream).choices[0].text == "Gr"
+    )  # an incomplete character is held back; the engine waits at the gate
     engine.gate.set()
     rest = list(stream)
     assert (
@@ -238,9 +239,7 @@ def test_a_client_that_leaves_a_stream_frees_the_engine(client: openai.OpenAI, e
     stream = client.completions.create(model=MODEL, prompt="x", stream=True)
     next(stream)
     stream.close()
-    with pytest.raises(
-        openai.NotFoundError
-    ):  # the server's loop has turned, so it has seen the other connection go
+    with pytest.raises(openai.NotFoundError):  # the server has noticed the closed connection
         client.models.retrieve("nobody")
     engine.gate.set()
     assert engine.withdrawn.wait(60)
@@ -249,7 +248,7 @@ def test_a_client_that_leaves_a_stream_frees_the_engine(client: openai.OpenAI, e
 def test_a_client_that_gives_up_waiting_frees_the_engine(client: openai.OpenAI, engine: TextEngine) -> None:
     engine.texts = ["x" * 300]
     engine.gate.clear()
-    while not engine.seen:  # a client may give up before the server has heard it out
+    while not engine.seen:  # a client may time out before the server has read its request
         with pytest.raises(openai.APITimeoutError):
             client.completions.create(model=MODEL, prompt="x", timeout=0.3)
     with pytest.raises(openai.NotFoundError):
@@ -311,7 +310,7 @@ def test_models_are_the_base_samplers_and_sampler_checkpoints(
         ({"messages": []}, "messages is missing"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_in_openais_shape(
+def test_unsupported_parameters_have_openais_error_shape(
     client: openai.OpenAI, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
@@ -319,7 +318,7 @@ def test_what_cannot_be_honoured_is_refused_in_openais_shape(
     assert refused.value.type == "invalid_request_error" and message in refused.value.message
 
 
-def test_a_prompt_over_the_context_is_told_apart(client: openai.OpenAI) -> None:
+def test_a_prompt_over_the_context_has_its_own_error_code(client: openai.OpenAI) -> None:
     with pytest.raises(
         openai.BadRequestError, match="This model's maximum context length is 400 tokens"
     ) as refused:
@@ -335,7 +334,7 @@ def test_a_token_that_only_the_tokenizer_knows_is_refused(client: openai.OpenAI,
         client.chat.completions.create(model=MODEL, messages=HELLO)
 
 
-def test_harmless_parameters_are_taken(client: openai.OpenAI) -> None:
+def test_parameters_without_effect_are_accepted(client: openai.OpenAI) -> None:
     client.chat.completions.create(
         model=MODEL,
         messages=HELLO,
@@ -355,22 +354,22 @@ def test_tools_are_refused_if_the_template_has_no_tools(
     config["chat_template"] = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     plain = replace(context, settings=HttpSettings(model_dir=directory))
-    with serving(StartupState(context=plain)) as url:
+    with serving(StartupState(state=plain)) as url:
         reply = httpx.post(
             f"{url}/v1/chat/completions", json={"model": MODEL, "messages": HELLO, "tools": [LS]}
         )
     assert reply.status_code == 400 and "no place for them" in reply.json()["error"]["message"]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of LiteLLM's own types
+@pytest.mark.filterwarnings("ignore::UserWarning")  # caused by LiteLLM's types
 def test_litellm_sends_its_own_answer_back_in_a_second_turn(
     client: openai.OpenAI, engine: TextEngine
 ) -> None:
-    """It adds provider_specific_fields and more to every assistant message."""
+    """LiteLLM adds provider_specific_fields and other fields to every assistant message."""
     engine.texts = [f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"]
 
     def turn(messages: list[object]) -> Any:
-        """`extra_body`: LiteLLM's own handling of tools imports a package that is not installed here."""
+        """Uses `extra_body`, because LiteLLM's handling of tools imports a package that is not installed."""
         where = {
             "model": f"openai/{MODEL}",
             "api_base": str(client.base_url),
@@ -407,7 +406,7 @@ def test_litellm_sends_its_own_answer_back_in_a_second_turn(
         ("thinking_blocks", []),
     ],
 )
-def test_what_clients_send_back_and_no_model_reads_is_taken(
+def test_ignored_fields_of_returned_messages_are_accepted(
     client: openai.OpenAI, field: str, value: object
 ) -> None:
     messages: Any = [*HELLO, {"role": "assistant", "content": "Yes.", field: value}, *HELLO]

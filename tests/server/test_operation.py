@@ -1,4 +1,4 @@
-"""What an operator relies on: metrics, the API key, and https."""
+"""Metrics, the API key and https."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def context(tmp_path: Path) -> AsyncIterator[AppState]:
 
 def http_of(context: AppState) -> httpx.AsyncClient:
     return httpx.AsyncClient(
-        transport=httpx.ASGITransport(build_app(StartupState(context=context))), base_url="http://server"
+        transport=httpx.ASGITransport(build_app(StartupState(state=context))), base_url="http://server"
     )
 
 
@@ -120,7 +120,7 @@ async def test_renamed_metrics_keep_their_former_names(
     assert statistics["decode_blocks"] == statistics["decode_dispatches"] == 3
 
 
-async def test_every_route_but_health_wants_the_key(context: AppState) -> None:
+async def test_every_route_except_health_needs_the_key(context: AppState) -> None:
     async with http_of(context) as http:
         assert (await http.get("/api/v1/healthz")).status_code == 200
         for path in ("/metrics", "/v1/models", "/api/v1/stats", "/api/v1/get_server_capabilities"):
@@ -132,9 +132,9 @@ async def test_every_route_but_health_wants_the_key(context: AppState) -> None:
 
 
 @pytest.mark.official_sdk
-def test_both_official_clients_bring_the_key(tmp_path: Path) -> None:
+def test_both_official_clients_send_the_key(tmp_path: Path) -> None:
     context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, api_key=KEY))
-    with serving(StartupState(context=context)) as url:
+    with serving(StartupState(state=context)) as url:
         rest = tinker.RestClient(base_url=url, api_key=KEY)
         assert rest.get_server_capabilities().result().supported_models[0].model_name == "local/fake"
         with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:

@@ -43,7 +43,7 @@ def test_shared_tokens_are_in_the_stream_once() -> None:
     ]
     assert batch.arrays.loss_inputs.counts[0, :28].tolist() == [2] * 20 + [1] * 7 + [
         0
-    ]  # the common beginning has the same targets and weights in both
+    ]  # the shared prefix has equal targets and weights in both
 
 
 def test_loss_positions_are_separate_where_losses_differ() -> None:
@@ -59,7 +59,7 @@ def test_loss_positions_are_separate_where_losses_differ() -> None:
 
 @st.composite
 def forests(draw) -> tuple[TrainDatum, ...]:
-    """Sequences of which many continue a part of an earlier one."""
+    """Draw sequences, many of which continue a prefix of an earlier one."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     sequences: list[np.ndarray] = []
     for _ in range(draw(st.integers(1, 12))):
@@ -121,9 +121,7 @@ def check_span(batch: TrainBatch, span: DatumSpan, datum: TrainDatum) -> None:
     np.testing.assert_array_equal(batch.positions[span.stream, path], np.arange(len(path)))
     last = path[-1]
     (seen,) = np.nonzero((np.arange(len(ends)) <= last) & (last < ends))
-    np.testing.assert_array_equal(
-        seen, path
-    )  # and so every token before it sees its own beginning of the path
+    np.testing.assert_array_equal(seen, path)  # so every earlier token sees its own prefix
     blocks = batch.layout.key_blocks[
         span.stream,
         last // ATTENTION_TILE,
@@ -132,23 +130,24 @@ def check_span(batch: TrainBatch, span: DatumSpan, datum: TrainDatum) -> None:
     assert set(path // ATTENTION_TILE) <= set(blocks.tolist())
 
 
-def test_a_group_costs_its_prompt_once() -> None:
+def test_a_group_contains_its_prompt_once() -> None:
     random = np.random.default_rng(0)
     prompt = random.integers(0, 50, 256)
     tokens = [np.concatenate([prompt, random.integers(0, 50, 32)]).astype(np.int32) for _ in range(8)]
     (batch,) = packed(tuple(TrainDatum(tokens=one, target_tokens=one) for one in tokens))
     assert batch.arrays.tokens.shape == (1, 512)
-    assert batch.arrays.layout.subtree_end[0, 511] == 512  # 256 + 8 * 32: full to the last token
+    assert batch.arrays.layout.subtree_end[0, 511] == 512  # 256 + 8 * 32 tokens fill the stream
     assert batch.arrays.layout.num_key_blocks[0].tolist() == [
         1,
         2,
         3,
         3,
-    ]  # the last four responses see none of the first four
+    ]  # the last four responses do not see the first four
 
 
 def test_no_batch_exceeds_the_budget_unless_a_sequence_does() -> None:
-    """256 tokens in common and 8 times 64: in one stream of 1,024, or twice the beginning in two of 512."""
+    """A prefix of 256 tokens and 8 responses of 64 fit one stream of 1,024, or two of 512 with the prefix in
+    both."""
     random = np.random.default_rng(0)
     prompt = random.integers(0, 50, 256)
     tokens = [np.concatenate([prompt, random.integers(0, 50, 64)]).astype(np.int32) for _ in range(8)]
@@ -170,8 +169,8 @@ def test_many_short_sequences_fill_the_budget() -> None:
 
 
 def test_loss_positions_limit_a_stream_too() -> None:
-    """The same 100 tokens with 8 different advantages: 100 tokens and 800 loss positions, of which a stream
-    of 512 has 640."""
+    """The same 100 tokens with 8 different advantages have 100 tokens and 800 loss positions, of which a
+    stream of 512 has 640."""
     tokens = np.arange(100, dtype=np.int32) % 50
     for count in (4, 8):
         data = tuple(
@@ -187,8 +186,7 @@ def test_loss_positions_limit_a_stream_too() -> None:
 
 
 def test_groups_are_split_if_shorter_streams_have_less_padding() -> None:
-    """Two groups of 1,216 tokens: together in 4,096, or 3 members of each in 1,024 and the others of both in
-    another."""
+    """Two groups of 1,216 tokens fit one stream of 4,096, or three streams of 1,024."""
     random = np.random.default_rng(0)
     prompts = random.integers(0, 50, (2, 256))
     sequences = [

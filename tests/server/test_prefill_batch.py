@@ -1,5 +1,4 @@
-"""Neither the other chunks of a prefill batch nor the places where a prompt is cut change a bit of its
-results."""
+"""The results of a prompt do not depend on the other chunks of its batch or on the positions of the cuts."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ BANK = jax.tree.map(
 
 
 def rounding() -> float:
-    """0 if the number of rows of a matrix product does not change the bits of a row; some CPUs sum few rows
-    in another order."""
+    """Return 0 if the bits of a row do not depend on the number of rows of a matrix product."""
     sequences, weights = (
         jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in ((256, 128), (128, 640))
     )
@@ -94,7 +92,7 @@ def fresh() -> KVCache:
 
 
 def written(cache: KVCache, chunk: PrefillChunk) -> tuple[np.ndarray, np.ndarray]:
-    """The keys and values of a chunk's whole text in every layer."""
+    """Return the keys and values of a chunk's whole text in every layer."""
     pages, length = np.array(chunk.tables[0]), chunk.length
     keys, values = np.asarray(cache.keys)[:, pages], np.asarray(cache.values)[:, pages]
     keys = keys.transpose(0, 2, 3, 1, 4).reshape(*keys.shape[:1], *keys.shape[2:4], -1)[..., :length]

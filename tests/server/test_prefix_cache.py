@@ -13,7 +13,7 @@ def text(length: int, seed: int = 0) -> np.ndarray:
 
 
 def computed(pages: PrefixCache, tokens: np.ndarray, weights: str = "w") -> list[int]:
-    """Cache `tokens`, as a sequence does that has ended."""
+    """Cache `tokens`, as when a sequence ends."""
     own = pages.allocate(-(-len(tokens) // PAGE_SIZE))
     assert own is not None
     pages.insert(weights, tokens, own)

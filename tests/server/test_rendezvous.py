@@ -1,5 +1,6 @@
-"""Processes that may not go on together learn it before jax is started; what comes of those that may is in
-test_two_processes.py."""
+"""Processes that do not fit together are refused before jax starts. test_two_processes.py tests matching
+ones.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def hosts(tmp_path: Path) -> Iterator[ProcessOptions]:
 
 @pytest.fixture
 def leading(hosts: ProcessOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Process 0 waits for one that may go on with it, which comes in the end."""
+    """Process 0 waits for a matching process, which connects at the end."""
     monkeypatch.setattr("skyrl_tx_server.distributed.rendezvous._start_jax", lambda hosts, address: None)
     thread = threading.Thread(target=lambda: lead(hosts, SETTINGS, print).stop())
     thread.start()
@@ -87,12 +88,10 @@ def test_a_disconnected_process_frees_its_number() -> None:
 def test_an_address_of_another_host_is_one_line(hosts: ProcessOptions) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"192.0.2.1:7000: Cannot assign requested address; it must be a free address of process 0's host",
+        match=r"192.0.2.1:7000: Cannot assign requested address; use a free address of the host of process 0",
     ):
         lead(chz.replace(hosts, coordinator_address="192.0.2.1:7000"), SETTINGS, print)
-    with pytest.raises(
-        ConfigError, match=r"no.such.host.invalid:7000: .*; it must be a free address"
-    ) as error:
+    with pytest.raises(ConfigError, match=r"no.such.host.invalid:7000: .*; use a free address") as error:
         lead(chz.replace(hosts, coordinator_address="no.such.host.invalid:7000"), SETTINGS, print)
     assert "\n" not in str(error.value)
 
@@ -130,4 +129,5 @@ def test_paths_may_differ_and_process_ids_may_not_repeat() -> None:
     mine = Handshake(process_id=0, num_processes=2, settings={"dtype": "float32"})
     theirs = replace(mine, process_id=1, settings={"dtype": "float32", "model_dir": "/elsewhere"})
     assert refusal_of(mine, theirs, {}) is None
-    assert refusal_of(mine, theirs, {1: None}) == "process_id=1 is taken: each process needs its own"  # type: ignore[dict-item]
+    refusal = refusal_of(mine, theirs, {1: None})  # type: ignore[dict-item]
+    assert refusal == "process_id=1 is taken: start each process with its own process_id"

@@ -1,4 +1,4 @@
-"""The books that outlive the server: what is written is read again, whatever became of the last line."""
+"""The run index returns what was written, also after an incomplete last line."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_a_new_index_reads_the_file_and_the_last_line_counts(tmp_path: Path) -> 
     assert run_index.expired() == [PATH]
 
 
-def test_a_line_that_a_crash_left_torn_costs_one_fact(tmp_path: Path) -> None:
+def test_an_incomplete_line_affects_no_other_line(tmp_path: Path) -> None:
     file = tmp_path / "ledger.jsonl"
     run_index = RunIndex(file)
     run_index.record_run(run_of("one"))
@@ -42,7 +42,7 @@ def test_a_line_that_a_crash_left_torn_costs_one_fact(tmp_path: Path) -> None:
     assert list(RunIndex(file).runs) == ["one", "two"]
 
 
-def test_a_line_of_another_version_is_passed_over(tmp_path: Path) -> None:
+def test_a_line_of_another_version_is_skipped(tmp_path: Path) -> None:
     file = tmp_path / "ledger.jsonl"
     file.write_text('{"run_id": "x", "lora": {"colour": 1}, "created_at": "never"}\n{"path": "p"}\n[]\n')
     RunIndex(file).record_run(run_of("one"))

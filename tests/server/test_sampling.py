@@ -1,5 +1,4 @@
-"""Sampling through the engine on a tiny random model: what is sampled, with which logprobs, and when it
-ends."""
+"""Sampling through the engine on a tiny random model: tokens, logprobs, and the end of sequences."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -79,7 +78,7 @@ def datum_of(sequence: np.ndarray) -> TrainDatum:
 
 
 def request(prompt: np.ndarray, *, weights: str | None = "first", **options) -> Sample:
-    """Options are those of `Sample` and, for the rest, of `SamplingSettings`."""
+    """Return a request. Options are fields of `Sample` or of `SamplingSettings`."""
     of_sample = {name: options.pop(name) for name in list(options) if name in Sample.__dataclass_fields__}
     settings = {"max_tokens": 12, "seed": 0, "stop_at_eos": False} | options
     return Sample(weights=weights, prompt=prompt, settings=SamplingSettings(**settings), **of_sample)
@@ -92,7 +91,7 @@ def sample(engine: Engine, prompt: np.ndarray, **options) -> SampledSequence:
 def forward_logprobs(
     engine: Engine, sequences: list[np.ndarray], model_id: str = "first"
 ) -> list[np.ndarray]:
-    """log p of every token but the first, by the training side's forward."""
+    """Return the logprob of every token except the first from the training side's forward."""
     data = tuple(datum_of(sequence) for sequence in sequences)
     return list(
         run(
@@ -103,8 +102,7 @@ def forward_logprobs(
 
 
 def test_logprobs_equal_forward_in_a_batch_of_mixed_lengths(engine: Engine):
-    """The numerics bar: fp32, at most 1e-4 apart. Lengths cross the boundaries of the cache's segments and of
-    the blocks."""
+    """The largest difference in float32 is 1e-4. Lengths cross the boundaries of segments and blocks."""
     rng = np.random.default_rng(1)
     histories = [
         tokens(int(length), seed=row)
@@ -148,9 +146,8 @@ def test_prompt_logprobs_equal_forward(engine: Engine):
         assert result.prompt_cache_hit_tokens == 0
 
 
-def test_a_conversation_is_prefilled_from_where_it_left_off(engine: Engine):
-    """Only the new tokens of a turn are computed, others may have used the device in between, and the
-    logprobs are still forward's."""
+def test_a_conversation_prefills_only_its_new_tokens(engine: Engine):
+    """A turn computes only its new tokens, also after other requests, and its logprobs equal forward's."""
     history = tokens(300, seed=50)
     sampled, hits = [], []
     for turn in range(3):
@@ -159,7 +156,7 @@ def test_a_conversation_is_prefilled_from_where_it_left_off(engine: Engine):
         hits.append(result.prompt_cache_hit_tokens)
         sampled.append((len(history), sequence.logprobs))
         history = np.concatenate([history, sequence.tokens, tokens(30, seed=60 + turn)])
-        for other in range(3):  # rows elsewhere decode beside the parked slot and must leave it alone
+        for other in range(3):  # sequences in other slots must not change the cached pages
             run(engine, request(tokens(40, seed=70 + other), weights="second", max_tokens=30))
     assert hits == [0, 300 + 19, 300 + 20 + 30 + 19]
     (logprobs,) = forward_logprobs(engine, [history])
@@ -167,8 +164,8 @@ def test_a_conversation_is_prefilled_from_where_it_left_off(engine: Engine):
         np.testing.assert_allclose(own, logprobs[start - 1 : start - 1 + len(own)], atol=1e-4)
 
 
-def test_a_common_beginning_is_computed_once_per_snapshot(engine: Engine):
-    """A group's prompt, and a system prompt in front of different ones; another snapshot begins anew."""
+def test_a_common_prefix_is_computed_once_per_snapshot(engine: Engine):
+    """The prompt of a group and a system prompt are shared. Another snapshot starts without them."""
     system = tokens(400, seed=80)
     prompts = [
         system,
@@ -189,8 +186,8 @@ def test_a_common_beginning_is_computed_once_per_snapshot(engine: Engine):
 
 
 @pytest.mark.usefixtures("engine")
-def test_prompts_with_a_common_beginning_wait_for_the_first(executor: DeviceExecutor):
-    """Other prompts are computed together. The engine's thread is idle."""
+def test_prompts_with_a_common_prefix_wait_for_the_first(executor: DeviceExecutor):
+    """Other prompts are computed together. The engine thread is idle."""
     begin, others = tokens(200, seed=9000), [tokens(100, seed=9001 + number) for number in range(3)]
     alike = [np.concatenate([begin, other]) for other in others[:2]]
     admits = [
@@ -216,9 +213,9 @@ def test_prompts_with_a_common_beginning_wait_for_the_first(executor: DeviceExec
 def test_a_long_prompt_is_prefilled_in_chunks(
     engine: Engine, executor: DeviceExecutor, blocks: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its samples' logprobs are forward's, and only what was in the cache before it came counts as a hit.
+    """The logprobs of the samples equal forward's, and only tokens that were cached before count as hits.
 
-    The model has been trained at a high rate, which magnifies what float32 rounds off on either side.
+    The model was trained with a high learning rate, which magnifies rounding differences in float32.
     """
     runner = executor.sampler.runner
     layout = replace(runner.prefill_layout, shapes=replace(CPU_PREFILL, turn=blocks))
@@ -244,9 +241,9 @@ def test_a_long_prompt_is_prefilled_in_chunks(
     )
 
 
-def test_preempted_sequences_lose_nothing(engine: Engine, tmp_path: Path):
-    """A cache with room for 1,024 tokens and 6 rows of up to 360: some wait, all get what they get where
-    there is room for all."""
+def test_preempted_sequences_give_the_same_samples(engine: Engine, tmp_path: Path):
+    """With a cache for 1,024 tokens, 6 sequences of up to 360 tokens get the same results as with a large
+    cache."""
     prompts = [tokens(60 + 40 * row, seed=200 + row) for row in range(5)]
     requests = [request(prompt, weights=None, max_tokens=160, seed=row) for row, prompt in enumerate(prompts)]
     requests.append(request(prompts[0], weights=None, max_tokens=160, seed=9, num_samples=3))
@@ -337,7 +334,7 @@ def test_the_first_token_can_be_the_stop_token(engine: Engine):
 
 
 def test_eos_of_the_model_stops_only_when_asked(engine: Engine):
-    """Among 200 samples of a random model some hit one of the two eos tokens."""
+    """Some of 200 samples of a random model contain one of the two end tokens."""
     ends = [
         {int(token) for token in sequence.tokens[-1:]}
         for sequence in run(
@@ -383,8 +380,7 @@ def test_too_many_stop_tokens_or_strings_are_refused(engine: Engine, settings: d
 
 
 def test_new_settings_compile_nothing(engine: Engine):
-    """Whatever a request asks for is an array; only lengths and the number of different adapters choose a
-    program."""
+    """Settings of requests are arrays. Only lengths and the number of different adapters select a program."""
     run(engine, request(tokens(10), max_tokens=40))
     before = engine.stats()["programs"]
     for number, max_tokens in enumerate((1, 2, 7, 33, 100)):
@@ -439,10 +435,10 @@ def draws(
         (
             {"top_p": 0.9},
             [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0, 0],
-        ),  # 0.8 is not enough, so the third belongs
+        ),  # 0.8 is not enough, so the third token is included
         ({"top_p": 0.01}, [1, 0, 0, 0, 0]),
         ({"top_p": 0.7, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),
-        ({"top_p": 0.82, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),  # of what the three hold: 0.8 / 0.95
+        ({"top_p": 0.82, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),  # of the sum of the three: 0.8 / 0.95
     ],
 )
 def test_frequencies_follow_the_filtered_distribution(settings: dict, expected: list[float]):
@@ -452,12 +448,13 @@ def test_frequencies_follow_the_filtered_distribution(settings: dict, expected: 
     assert all(np.bincount(chosen, minlength=5)[np.array(expected) == 0] == 0)
     np.testing.assert_allclose(
         logprobs, LOGITS[chosen], atol=1e-5
-    )  # of the distribution before temperature and filters
+    )  # from the distribution before temperature and filters
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(0.5, 2 * LOGITS), (2.0, LOGITS / 2), (0.0, LOGITS)])
 def test_processed_logprobs_are_those_after_temperature(temperature: float, expected: np.ndarray):
-    """The tokens are the same either way; a greedy row has the model's own logprobs; filters never count."""
+    """The tokens do not change. A greedy sequence has the logprobs of the model, and filters are never
+    included."""
     chosen, logprobs = draws(500, temperature=temperature, tempered=True, top_k=2)
     np.testing.assert_array_equal(chosen, draws(500, temperature=temperature, top_k=2)[0])
     np.testing.assert_allclose(logprobs, (expected - np.log(np.exp(expected).sum()))[chosen], atol=1e-5)
@@ -491,15 +488,14 @@ def test_a_server_set_to_processed_logprobs_returns_them(tmp_path):
 
 
 def top_of(engine: Engine, context: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:
-    """The likeliest tokens after `context` and their logprobs, by asking the training side about every token
-    there is."""
+    """Return the likeliest tokens after `context` and their logprobs, computed by forward for every token."""
     every = forward_logprobs(engine, [np.append(context, token) for token in range(CONFIG.vocab_size)])
     logprobs = np.array([entry[-1] for entry in every])
     order = np.argsort(-logprobs)[:count]
     return order.tolist(), logprobs[order]
 
 
-def test_top_k_of_prompt_and_sample_is_the_models(engine: Engine):
+def test_top_k_logprobs_equal_those_of_the_model(engine: Engine):
     prompt = tokens(20, seed=91)
     result = run(
         engine,
@@ -575,7 +571,7 @@ def test_prompt_logprobs_can_be_limited_to_the_last_tokens(engine: Engine):
     )
 
 
-def test_scoring_leaves_the_programs_of_plain_sampling_alone(engine: Engine):
+def test_scoring_does_not_change_programs_of_plain_sampling(engine: Engine):
     run(engine, request(tokens(10)))
     before = engine.stats()["programs"]
     run(engine, request(tokens(10), topk_prompt_logprobs=3, topk_sample_logprobs=4))
@@ -605,7 +601,7 @@ def test_results_are_whole(engine: Engine):
 
 def test_a_streamed_sample_is_the_same_sample(engine: Engine):
     class Parts:
-        follows = True
+        streams_tokens = True
 
         def __init__(self) -> None:
             self.tokens_of: dict[int, list[int]] = {0: [], 1: []}
@@ -614,7 +610,7 @@ def test_a_streamed_sample_is_the_same_sample(engine: Engine):
             assert len(tokens) == len(logprobs)
             self.tokens_of[index] += tokens
 
-        def wanted(self) -> bool:
+        def is_waiting(self) -> bool:
             return True
 
     op = Sample(

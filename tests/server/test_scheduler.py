@@ -47,7 +47,8 @@ def queue(*ops: Op) -> Scheduler:
 
 
 def run_steps(scheduler: Scheduler) -> list[int]:
-    """Tickets in the order they run when every operation takes one step and nothing samples."""
+    """Return request ids in the order in which they run if every operation takes one step and nothing
+    samples."""
     order = []
     while isinstance(turn := scheduler.next(free_slots=0, num_running=0), Step):
         order.append(turn.request_id)
@@ -58,7 +59,7 @@ def run_steps(scheduler: Scheduler) -> list[int]:
 def next_turn(
     scheduler: Scheduler, *, free_slots: int, num_running: int
 ) -> Step | PrefillRequest | Decode | None:
-    """Of an executor that computes one prompt at a time."""
+    """For an executor that computes one prompt at a time."""
     turn = scheduler.next(free_slots=free_slots, num_running=num_running)
     assert not isinstance(turn, Pause)
     if not isinstance(turn, Prefill):
@@ -67,7 +68,7 @@ def next_turn(
     return turn.requests[0]
 
 
-def test_nothing_to_do_is_none():
+def test_an_idle_scheduler_returns_none():
     assert Scheduler().next(free_slots=4, num_running=0) is None
 
 
@@ -104,7 +105,7 @@ def test_a_forward_waits_for_at_most_one_decode_dispatch():
     assert isinstance(scheduler.next(free_slots=3, num_running=1), Step)
 
 
-def test_waiting_samples_enter_in_order_and_in_parts():
+def test_waiting_samples_start_in_order_and_in_parts():
     scheduler = queue(sample(num_samples=3), sample(num_samples=2))
     first = next_turn(scheduler, free_slots=2, num_running=0)
     assert isinstance(first, PrefillRequest) and (first.request_id, first.first, first.count) == (1, 0, 2)
@@ -220,7 +221,7 @@ def test_dropping_a_snapshot_waits_for_its_save():
     assert run_steps(queue(optim("a"), save, DropSnapshot(weights="s"))) == [1, 2, 3]
 
 
-def test_what_is_put_back_keeps_its_order():
+def test_requeued_samples_keep_their_order():
     scheduler = queue(*[sample(num_samples=2)] * 3)
 
     def offers(free_slots: int) -> list[tuple[int, int, int]]:
@@ -240,7 +241,7 @@ def test_what_is_put_back_keeps_its_order():
     )
 
 
-def test_a_held_sample_keeps_its_place_until_a_row_finishes():
+def test_a_held_sample_keeps_its_place_until_a_sequence_ends():
     scheduler = queue(sample("s"), sample())
     admit = next_turn(scheduler, free_slots=2, num_running=1)
     assert isinstance(admit, PrefillRequest)
@@ -262,11 +263,11 @@ def test_running_samples_decode_between_two_prefill_chunks():
     admit = next_turn(scheduler, free_slots=2, num_running=0)
     assert isinstance(admit, PrefillRequest) and admit.request_id == 1
     scheduler.prefill_continues(admit)
-    last = next_turn(scheduler, free_slots=2, num_running=0)  # nobody to wait for
+    last = next_turn(scheduler, free_slots=2, num_running=0)  # no sequence is running
     assert isinstance(last, PrefillRequest) and last.request_id == 1
 
 
-def test_a_dropped_request_does_not_enter():
+def test_a_dropped_request_does_not_start():
     scheduler = queue(
         sample(), sample(num_samples=3), sample(), CreateModel(model_id="a", lora=LoraSpec(rank=1))
     )
@@ -290,19 +291,19 @@ def long_sample(num_samples: int, *, prompt_tokens: int = 1, max_tokens: int | N
 
 @dataclass(kw_only=True)
 class Simulation:
-    """Runs a scheduler's turns as an engine with `slots` slots does. Samples never end unless their request
-    has a length in blocks."""
+    """Runs a scheduler as an engine with `slots` slots does. Samples end only if their request has a number
+    of blocks."""
 
     slots: int
     unfinished_tokens: int = 0
     piece: int = 512  # prompt tokens that one turn computes
     scheduler: Scheduler = field(init=False)
-    rows: dict[tuple[int, int], int] = field(default_factory=dict)  # blocks to go, by ticket and index
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)  # remaining blocks by request id and index
     paused: dict[tuple[int, int], int] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     tenants: dict[int, str] = field(default_factory=dict)
-    prompts: Counter[int] = field(default_factory=Counter)  # tokens computed, by ticket
-    ended: dict[int, int] = field(default_factory=dict)  # by ticket, after which block its last sample ended
+    prompts: Counter[int] = field(default_factory=Counter)  # computed tokens by request id
+    ended: dict[int, int] = field(default_factory=dict)  # request id -> block in which its last sample ended
     blocks: int = 0
     turns: list[Step | Prefill | Decode | Pause] = field(default_factory=list)
 
@@ -391,7 +392,7 @@ def test_two_tenants_with_large_requests_share_the_slots_equally():
     simulation = Simulation(slots=32)
     simulation.submit(long_sample(4096), "a")
     simulation.run(10)
-    assert simulation.rows_of("a") == 32, "all slots while nobody else waits"
+    assert simulation.rows_of("a") == 32, "all slots while no other request waits"
     simulation.submit(long_sample(4096), "b")
     simulation.run(5)
     assert abs(simulation.rows_of("a") - simulation.rows_of("b")) <= 2
@@ -441,7 +442,7 @@ def test_a_sequence_runs_for_a_quantum_before_it_is_paused():
     assert 10 <= simulation.pauses <= 400 / QUANTUM
 
 
-def test_a_tenant_that_was_idle_or_modest_has_saved_nothing_up():
+def test_idle_tenants_accumulate_no_share():
     simulation = Simulation(slots=8)
     simulation.submit(long_sample(1), "modest")
     simulation.submit(long_sample(4096), "busy")
@@ -514,7 +515,7 @@ def test_one_large_request_alone_is_never_interrupted():
         assert not scheduler.interrupts(free_slots=0)
 
 
-def test_nothing_is_paused_while_a_decode_block_may_be_under_way():
+def test_nothing_is_paused_during_a_decode_dispatch():
     scheduler = queue(long_sample(4096))
     scheduler.next(free_slots=4, num_running=0)
     for _ in range(5):
@@ -570,8 +571,8 @@ def test_tenants_take_turns_in_training_and_so_do_their_models():
 
 def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
     def operations(waiting: int) -> int:
-        """Function calls of Python in 100 blocks, in each of which one row ends, one request is added and one
-        withdrawn."""
+        """Return the number of Python function calls in 100 blocks. Each block ends a sequence, adds a
+        request and withdraws one."""
         simulation = Simulation(slots=32)
         for number in range(waiting):
             simulation.submit(long_sample(1), f"tenant {number % 4}", blocks=1 + number % 32)
@@ -597,7 +598,7 @@ def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_request_is_served_whatever_comes_before_it(seed: int) -> None:
-    """Tenants come and go; some of their samples wait for a snapshot that is being saved."""
+    """Tenants start and stop, and some of their samples wait for a snapshot that is being saved."""
     draw = random.Random(seed)
     simulation = Simulation(slots=4, unfinished_tokens=2048)
     request_ids: list[int] = []

@@ -1,4 +1,4 @@
-"""The unmodified SDK against our HTTP side on a loopback port; only the engine is fake."""
+"""The unmodified SDK and the HTTP side with a fake engine on a loopback port."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def engine(context: AppState) -> FakeEngine:
 
 @pytest.fixture
 def url(context: AppState) -> Iterator[str]:
-    with serving(StartupState(context=context)) as url:
+    with serving(StartupState(state=context)) as url:
         yield url
 
 
@@ -91,7 +91,7 @@ def prompt(*tokens: int) -> types.ModelInput:
     return types.ModelInput.from_ints(list(tokens))
 
 
-def test_a_training_step_through_the_sdk(client: tinker.ServiceClient, engine: FakeEngine) -> None:
+def test_the_sdk_takes_a_training_step(client: tinker.ServiceClient, engine: FakeEngine) -> None:
     training = client.create_lora_training_client(MODEL, rank=4, seed=7, train_unembed=False).result()
     done = training.forward_backward([datum([1, 2, 3]), datum([4, 5], [0.0, 1.0])], "cross_entropy")
     step = training.optim_step(types.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0))
@@ -132,7 +132,7 @@ def test_forward_does_not_train(client: tinker.ServiceClient, engine: FakeEngine
     assert [op.forward_only for op in engine.of_type(ForwardBackward)] == [True]
 
 
-def test_rl_losses_carry_their_inputs_and_settings(client: tinker.ServiceClient, engine: FakeEngine) -> None:
+def test_rl_losses_send_their_inputs_and_settings(client: tinker.ServiceClient, engine: FakeEngine) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     training.forward_backward(
         [rl_datum([1, 2])], "ppo", {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}
@@ -144,7 +144,7 @@ def test_rl_losses_carry_their_inputs_and_settings(client: tinker.ServiceClient,
 
 
 def test_many_datums_arrive_in_order(client: tinker.ServiceClient, engine: FakeEngine) -> None:
-    """The SDK cuts a batch into chunks; sent in parallel the first one would arrive last."""
+    """The SDK sends a batch in chunks. If they were sent in parallel, the first one would arrive last."""
     training = client.create_lora_training_client(MODEL, rank=4).result()
     output = training.forward_backward(
         [datum([1 + i % 10, 2]) for i in range(2500)], "cross_entropy"
@@ -155,7 +155,7 @@ def test_many_datums_arrive_in_order(client: tinker.ServiceClient, engine: FakeE
     assert seen == [1 + i % 10 for i in range(2500)]
 
 
-def test_an_ephemeral_sampler_keeps_the_weights_of_its_moment(client: tinker.ServiceClient) -> None:
+def test_an_ephemeral_sampler_keeps_its_weights(client: tinker.ServiceClient) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     before = training.save_weights_and_get_sampling_client().result()
     training.optim_step(types.AdamParams()).result()
@@ -192,7 +192,7 @@ def test_sampling_parameters_arrive_and_every_sequence_has_an_id(
         ([3], (), (3,), False),
     ],
 )
-def test_every_form_of_stop(
+def test_every_form_of_stop_is_accepted(
     client: tinker.ServiceClient,
     engine: FakeEngine,
     stop: str | list[str] | list[int] | None,
@@ -207,13 +207,13 @@ def test_every_form_of_stop(
     assert (settings.stop_strings, settings.stop_token_ids, settings.stop_at_eos) == (strings, ids, at_eos)
 
 
-def test_compute_logprobs(client: tinker.ServiceClient) -> None:
+def test_compute_logprobs_returns_prompt_logprobs(client: tinker.ServiceClient) -> None:
     assert client.create_sampling_client(base_model=MODEL).result().compute_logprobs(
         prompt(1, 2, 3)
     ).result() == [None, -2.0, -2.0]
 
 
-def test_save_and_restore_with_metadata(
+def test_metadata_survives_save_and_restore(
     client: tinker.ServiceClient, rest: tinker.RestClient, engine: FakeEngine
 ) -> None:
     training = client.create_lora_training_client(
@@ -340,7 +340,7 @@ def test_weights_are_downloaded_in_pefts_layout(
     address = found.urls["adapter_config.json"]
     assert (
         httpx.get(address.replace("ends=", "ends=9")).status_code == 404
-    )  # a later end, with the old signature
+    )  # a later expiry with the old signature
     assert httpx.get(address.replace("adapter_config.json", "..%2Fcheckpoint.json")).status_code == 404
     (listed,) = rest.list_checkpoints(training.model_id).result().checkpoints
     assert (listed.checkpoint_type, listed.expires_at is not None) == ("external", True)
@@ -367,13 +367,13 @@ def test_leaving_the_with_block_frees_models_and_snapshots(url: str, engine: Fak
         training = client.create_lora_training_client(MODEL, rank=4).result()
         training.save_weights_and_get_sampling_client().result()
         assert len(engine.models) == len(engine.snapshots) == 1
-    engine.submit(DropSnapshot(weights="none")).result(5)  # a barrier: everything before it has run
+    engine.submit(DropSnapshot(weights="none")).result(5)  # a barrier: all earlier operations have run
     assert (engine.models, engine.snapshots) == ({}, {})
     assert engine.of_type(UnloadModel)
 
 
 def test_a_bad_request_fails_alone_beside_good_ones(client: tinker.ServiceClient) -> None:
-    """Checked at submit or only in the engine: the neighbours notice neither."""
+    """Requests before and after are unaffected, whether the error is found at submit or in the engine."""
     sampler = client.create_sampling_client(base_model=MODEL).result()
     params = types.SamplingParams(max_tokens=2)
     firsts = [1, 99, 2, UNLUCKY_TOKEN, 3]
@@ -395,7 +395,7 @@ def test_a_bad_request_fails_alone_beside_good_ones(client: tinker.ServiceClient
         bad.result(10)
 
 
-def test_two_hundred_samples_at_once(client: tinker.ServiceClient, engine: FakeEngine) -> None:
+def test_two_hundred_concurrent_samples_return(client: tinker.ServiceClient, engine: FakeEngine) -> None:
     sampler = client.create_sampling_client(base_model=MODEL).result()
     engine.gate.clear()
     calls = [
@@ -421,8 +421,7 @@ def test_a_result_that_takes_longer_than_one_poll_still_arrives(
 
 
 class DropOneReply:
-    """A TCP proxy that delivers one chosen request to the server and cuts the connection instead of bringing
-    the reply back."""
+    """A TCP proxy that delivers one chosen request and then closes the connection without a reply."""
 
     def __init__(self, url: str, route: bytes) -> None:
         self._upstream = int(url.rsplit(":", 1)[1])
@@ -443,7 +442,7 @@ class DropOneReply:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # the aborted transports close in the loop's next turn
+        await asyncio.sleep(0)  # aborted transports close in the next iteration of the loop
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
@@ -502,9 +501,9 @@ def test_a_request_whose_reply_was_lost_runs_once(url: str, engine: FakeEngine, 
 
 
 def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
-    """Its pending request is answered 410; what it does next names the way back, which then works."""
+    """Its pending request is answered with 410. The next error names a remedy, which then works."""
     first = fake_context(tmp_path, retention=Retention(hold_s=0.2))
-    with serving(StartupState(context=first)) as url:
+    with serving(StartupState(state=first)) as url:
         client = tinker.ServiceClient(base_url=url, api_key="tml-dummy")
         training = client.create_lora_training_client(MODEL, rank=4).result()
         training.optim_step(types.AdamParams()).result()
@@ -514,7 +513,7 @@ def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
         with pytest.raises((TimeoutError, concurrent.futures.TimeoutError)):
             step.result(0.5)
     second = fake_context(tmp_path)
-    with serving(StartupState(context=second), port=int(url.rsplit(":", 1)[1])):
+    with serving(StartupState(state=second), port=int(url.rsplit(":", 1)[1])):
         with pytest.raises(Exception, match="expired/broken") as raised:
             step.result(20)
         assert type(raised.value).__name__ == "RetryableException"
@@ -523,7 +522,7 @@ def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
         with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as again:
             restored = again.create_training_client_from_state_with_optimizer(saved).result()
             assert fake_engine(second).models[restored.model_id].steps == 1
-        client.close("interrupted").result(20)  # its heartbeat would go on beside the tests that follow
+        client.close("interrupted").result(20)  # its heartbeat would continue during later tests
 
 
 REFUSALS = {
@@ -611,6 +610,6 @@ def test_an_unsupported_request_is_refused_with_an_alternative(
     sampler = client.create_sampling_client(base_model=MODEL).result()
     with pytest.raises((tinker.BadRequestError, tinker.NotFoundError), match=message):
         call(training, sampler, rest).result(10)
-    # and the clients are as good as before
+    # the clients still work
     training.optim_step(types.AdamParams()).result(10)
     sampler.sample(prompt(1), 1, types.SamplingParams(max_tokens=1)).result(10)

@@ -1,5 +1,6 @@
-"""Qwen3 with a sliding window in some layers, against Hugging Face transformers
-(scripts/make_reference_fixtures.py)."""
+"""Compares Qwen3 with sliding windows in some layers to Hugging Face transformers
+(scripts/make_reference_fixtures.py).
+"""
 
 import json
 from collections.abc import Iterator
@@ -105,7 +106,7 @@ def test_a_cached_prompt_continues_with_the_same_tokens(
 
 
 def test_training_gives_hugging_faces_logprobs(engine: Engine, decoding: dict[str, np.ndarray]) -> None:
-    """Two sequences that share their prompt, so that they are one tree in the packed batch."""
+    """Return two sequences that share their prompt, so that they are one tree in the packed batch."""
     text = np.concatenate([decoding["prompt"], decoding["tokens"]])
     expected = np.concatenate([decoding["prompt_logprobs"], decoding["logprobs"]])
     lengths = (len(text), len(text) - 20)
@@ -179,7 +180,7 @@ def test_layer_types_and_max_window_layers_mean_the_same(tmp_path: Path) -> None
         ),
     ],
 )
-def test_a_window_we_cannot_run_is_one_clear_line(
+def test_an_unsupported_window_is_one_clear_line(
     tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as error:

@@ -1,5 +1,4 @@
-"""Tenants are isolated to the bit: a model among seven others ends as it does alone, wherever the server
-keeps it meanwhile."""
+"""A model that is trained among seven others ends bit-identical to training alone."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -37,7 +36,7 @@ TIMEOUT_S = 300
 STEPS = 2
 ON_DEVICE = 3
 TENANTS = 8
-ALONE = (0, 5, 7)  # which of them are trained alone too
+ALONE = (0, 5, 7)  # models that are also trained alone
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +64,8 @@ def lora(tenant: int) -> LoraSpec:
 
 
 def batch(tenant: int, step: int) -> tuple[TrainDatum, ...]:
-    """Several micro-batches, so that other models' turns come in between; all of one shape, so that few
-    programs are compiled."""
+    """Return several micro-batches of one shape, so that other models run in between and few programs are
+    compiled."""
     rng = np.random.default_rng((tenant, step))
     sequences = [rng.integers(0, 256, rng.integers(110, 200)).astype(np.int32) for _ in range(6)]
     return tuple(
@@ -81,7 +80,7 @@ def batch(tenant: int, step: int) -> tuple[TrainDatum, ...]:
 
 
 class Tenant:
-    """A client's whole life, one step at a time, each submitted without waiting for anything."""
+    """Yield all operations of a client, each of which is submitted without waiting for others."""
 
     def __init__(self, engine: Engine, number: int) -> None:
         self.engine, self.number, self.model_id = engine, number, f"m{number}"
@@ -98,9 +97,7 @@ class Tenant:
         settings = SamplingSettings(
             max_tokens=12 + self.number, temperature=1.0, seed=step, stop_at_eos=False
         )
-        prompt = np.arange(
-            5 + 8 * self.number, dtype=np.int32
-        )  # less than a part: nothing of it comes from another's
+        prompt = np.arange(5 + 8 * self.number, dtype=np.int32)  # less than a page, so no page is shared
         self.futures += [
             self.engine.submit(op)
             for op in (
@@ -113,7 +110,7 @@ class Tenant:
         ]
 
     def outcome(self, folder: Path) -> dict[str, np.ndarray]:
-        """Losses, gradient norms, sampled tokens, every log-probability, weights and optimizer state."""
+        """Compares losses, gradient norms, sampled tokens, logprobs, weights and optimizer state."""
         found: dict[str, np.ndarray] = {}
         for at, future in enumerate(self.futures):
             result = future.result(TIMEOUT_S)
@@ -131,8 +128,10 @@ class Tenant:
 
 
 def test_a_model_trained_among_seven_others_is_bit_identical(model_dir: Path, tmp_path: Path):
-    """Eight models, three places on the device, three for snapshots: all of them take turns, mixed in every
-    decode block. For one that comes back nothing is compiled again."""
+    """Eight models share three places on the device and three LoRA slots.
+
+    They take turns and are mixed in every decode batch. A model that returns to the device compiles nothing.
+    """
     before = Counter(compile_stats.programs())
     with running(model_dir, tmp_path / "together") as engine:
         tenants = [Tenant(engine, number) for number in range(TENANTS)]
@@ -170,7 +169,8 @@ def test_a_model_that_does_not_fit_is_refused_for_now(
         monkeypatch.setattr(training_model_pool, "available_host_bytes", lambda: 1 << 10)
         with pytest.raises(
             CapacityError,
-            match=r"3 models are on the device \(max_models\).*moving the least recently used one there.*unload a "
+            match=r"3 models are on the device \(max_models\).*"
+            r"moving a model there.*unload a "
             r"model",
         ):
             engine.submit(CreateModel(model_id="one too many", lora=lora(0))).result(TIMEOUT_S)

@@ -45,8 +45,10 @@ def gradient(
     adapter: Adapter | None = None,
     grad_sum: Adapter | None = None,
 ) -> tuple[Adapter, float, tuple[np.ndarray, ...]]:
-    """(accumulated gradient, summed loss, logprobs per datum) of one request, micro-batch by micro-batch as
-    the executor runs it."""
+    """Return the accumulated gradient, the summed loss and the logprobs per datum of one request.
+
+    Micro-batches run as in the executor.
+    """
     adapter = adapter or tiny_qwen3.adapter()
     grad_sum = grad_sum or jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     if (add_term := LOSSES[loss_fn].add_sequence_term) is not None:
@@ -72,7 +74,7 @@ def logprobs_of(adapter: Adapter, data: tuple[TrainDatum, ...]) -> tuple[np.ndar
 
 
 def assert_close(one: Adapter, other: Adapter, *, relative: float) -> None:
-    """Every leaf equal up to `relative` of its own norm."""
+    """Assert that every leaf is equal up to `relative` times its norm."""
     for left, right in zip(
         jax.tree.leaves(jax.device_get(one)), jax.tree.leaves(jax.device_get(other)), strict=True
     ):
@@ -128,8 +130,10 @@ def tensors(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]
 def test_gradients_match_differences_of_the_float64_reference(
     loss_fn: LossFn, config: dict[str, float]
 ) -> None:
-    """Along each parameter's own gradient the loss must rise by that gradient's norm; the loss is the
-    reference's, not ours."""
+    """Along the gradient of each parameter, the loss must rise by the norm of that gradient.
+
+    The loss is that of the reference.
+    """
     adapter = tiny_qwen3.adapter()
     data = tiny_qwen3.data((30, 20), weights=loss_fn is LossFn.CROSS_ENTROPY)
     start = logprobs_of(adapter, data)
@@ -175,14 +179,14 @@ def test_gradients_match_differences_of_the_float64_reference(
 
 
 def moved(adapter: Adapter, index: int, by: np.ndarray) -> Adapter:
-    """The adapter with one leaf displaced."""
+    """Return the adapter with one leaf displaced."""
     leaves, structure = jax.tree.flatten(jax.device_get(adapter))
     leaves[index] = (leaves[index] + by).astype(np.float32)
     return jax.tree.unflatten(structure, leaves)
 
 
 def several_targets(lengths: tuple[int, ...], widths: tuple[int | None, ...]) -> tuple[TrainDatum, ...]:
-    """Data with so many targets per position each; None: plain ones."""
+    """Return data with `targets` targets per position, or with plain targets if None."""
     random = np.random.default_rng(8)
     data = []
     for datum, width in zip(tiny_qwen3.data(lengths, weights=True), widths, strict=True):
@@ -241,7 +245,7 @@ def test_gspo_ratios_do_not_depend_on_the_packing() -> None:
         replace(datum, sequence_ratio_mask=(random.random(len(datum.tokens)) > 0.5).astype(np.float32))
         for datum in tiny_qwen3.data((50, 60, 40), advantages=True)
     )
-    # near the sampler, each sequence at a distance of its own: some ratios within the bounds and some beyond
+    # the distance from the sampler differs by sequence, so that some ratios are within the bounds
     data = tuple(
         replace(datum, logprobs=logprobs - np.float32(offset))
         for datum, logprobs, offset in zip(
@@ -281,8 +285,10 @@ def test_two_calls_add_up_and_one_batch_equals_its_micro_batches() -> None:
 
 
 def test_a_group_with_one_prompt_trains_as_its_members_alone() -> None:
-    """Within 1e-5: the prompt is computed once, its gradient is the sum over the group; its end trains too,
-    with weights of its own."""
+    """Equal within 1e-5. The prompt is computed once, and its gradient is the sum over the group.
+
+    The end of the prompt is trained too, with different weights per sequence.
+    """
     random = np.random.default_rng(3)
     prompt, common = (
         random.integers(0, CONFIG.vocab_size, 90),
@@ -336,7 +342,7 @@ def test_a_large_vocabulary_goes_through_the_head_in_chunks(monkeypatch) -> None
     (batch,) = packed(data, shapes=train_shapes(max_context_length=128, tokens_per_batch=384))
     monkeypatch.setattr(
         train_step, "MAX_CHUNK_LOGITS", 25 * CONFIG.vocab_size
-    )  # a shape no other test compiles
+    )  # a shape that no other test compiles
     nothing = jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     chunked, output = forward_backward(
         tiny_qwen3.adapter(),
@@ -398,7 +404,7 @@ def numpy_adam(value, grads_per_step, settings: AdamSettings):
         AdamSettings(learning_rate=1e-2, beta1=0.0, beta2=0.0, eps=1e-4),
     ],
 )
-def test_adam_follows_a_float64_adam(settings: AdamSettings) -> None:
+def test_adam_equals_a_float64_reference(settings: AdamSettings) -> None:
     random = np.random.default_rng(0)
     mask = trainable_mask(CONFIG, SPEC, MAX_RANK)
     adapter = tiny_qwen3.adapter()

@@ -93,7 +93,7 @@ def test_a_fresh_adapter_changes_nothing() -> None:
     )
 
 
-def test_what_is_recomputed_does_not_change_the_gradient() -> None:
+def test_recomputation_does_not_change_the_gradient() -> None:
     tokens = np.arange(20, dtype=np.int32).reshape(2, 10)
 
     def loss(adapter: Adapter, params: Params, remat: Remat) -> jax.Array:
@@ -111,7 +111,7 @@ def test_what_is_recomputed_does_not_change_the_gradient() -> None:
             np.testing.assert_allclose(leaf, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_long_rows_attend_block_by_block_to_the_same_result() -> None:
+def test_blockwise_attention_equals_the_reference() -> None:
     random = np.random.default_rng(0)
     q, k, v = (random.normal(size=(2, 600, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
     segments = np.sort(random.integers(0, 4, (2, 600)), axis=1).astype(np.int32)
@@ -182,7 +182,7 @@ def test_generation_config_names_the_stop_tokens(tmp_path) -> None:
         ({"num_key_value_heads": 3}, "4 attention heads do not divide over 3"),
     ],
 )
-def test_a_config_we_cannot_run_is_one_clear_line(tmp_path, changes: dict, message: str) -> None:
+def test_an_unsupported_config_is_one_clear_line(tmp_path, changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         load_model_config(write_config(tmp_path, **changes))
     assert "\n" not in str(error.value) and str(error.value).count(str(tmp_path)) == 1

@@ -84,7 +84,7 @@ def test_eight_bit_weights_without_quantization_are_refused(tmp_path, dtype, nam
     }
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(
-        ConfigError, match=rf"is stored as {name}: only F64, F32, F16, BF16 .* converted to bfloat16 first"
+        ConfigError, match=rf"has dtype {name}, supported are F64, F32, F16, BF16; convert quantized"
     ):
         load_params(tmp_path, config, "float32")
     (tmp_path / "model.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""Both wire formats: what they turn into, and what they refuse."""
+"""Parsing of both wire formats, and the requests that they refuse."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LIMITS = Limits(vocab_size=64, max_context_length=16, max_lora_rank=8)
 def sdk_bytes(
     *data: types.Datum, loss_fn: types.LossFnType = "cross_entropy", config: dict[str, Any] | None = None
 ) -> bytes:
-    """The very bytes the SDK sends."""
+    """Return the bytes that the SDK sends."""
     request = types.ForwardBackwardRequest(
         forward_backward_input=types.ForwardBackwardInput(
             data=list(data), loss_fn=loss_fn, loss_fn_config=config
@@ -74,7 +74,7 @@ def test_the_sdks_protobuf_becomes_arrays() -> None:
     assert second.weights is None
 
 
-def test_text_is_cut_into_chunks_as_the_client_likes() -> None:
+def test_a_prompt_may_have_any_number_of_chunks() -> None:
     chunks = [types.EncodedTextChunk(tokens=[1, 2]), types.EncodedTextChunk(tokens=[3])]
     whole = types.Datum(
         model_input=types.ModelInput(chunks=list(chunks)),
@@ -102,7 +102,7 @@ def test_narrow_dtypes_are_read_exactly(dtype: int) -> None:
     assert parsed.weights is not None and parsed.weights.tolist() == [1.0, 0.5]
 
 
-def test_json_and_protobuf_mean_the_same() -> None:
+def test_json_and_protobuf_give_the_same_operation() -> None:
     body = {
         "model_id": "s:train:0",
         "seq_id": 5,
@@ -245,7 +245,7 @@ def json_tensor(tensor: types.TensorData) -> dict[str, object]:
     ("targets", "weights"),
     [(DENSE_TARGETS, DENSE_WEIGHTS), (SPARSE_TARGETS, SPARSE_WEIGHTS), (DENSE_TARGETS, SPARSE_WEIGHTS)],
 )
-def test_several_targets_per_position_in_both_formats(
+def test_both_formats_have_several_targets_per_position(
     targets: types.TensorData, weights: types.TensorData
 ) -> None:
     from_proto = parse_training_proto(sdk_bytes(matrix_datum([1, 2, 3], targets, weights)), LIMITS).op.data[0]
@@ -278,7 +278,7 @@ def test_several_targets_per_position_in_both_formats(
         ({"shape": [3, 1 << 30]}, "cells per tensor"),
     ],
 )
-def test_a_sparse_tensor_that_is_none_is_refused(changes: dict[str, list[int]], message: str) -> None:
+def test_an_invalid_sparse_tensor_is_refused(changes: dict[str, list[int]], message: str) -> None:
     message_body = pb.ForwardBackwardRequest()
     message_body.ParseFromString(sdk_bytes(matrix_datum([1, 2, 3], SPARSE_TARGETS, SPARSE_WEIGHTS)))
     tensor = message_body.data[0].loss_fn_inputs["target_tokens"]
@@ -322,7 +322,7 @@ def test_training_results_reach_the_sdk_datum_by_datum() -> None:
     assert output.metrics == {"loss:sum": 6.0}
 
 
-def test_a_metric_without_a_reduction_is_our_own_mistake() -> None:
+def test_a_metric_without_a_reduction_is_a_server_error() -> None:
     with pytest.raises(AssertionError, match="name:reduction"):
         result_to_proto(ForwardBackwardResult(logprobs=(np.zeros(1, np.float32),), metrics={"loss": 1.0}))
 
@@ -383,7 +383,7 @@ def test_top_k_and_targets_reach_the_sdk() -> None:
     assert dense.target_prompt_logprobs is not None and dense.target_prompt_logprobs.tolist() == [[-1.5, 0.0]]
 
 
-def test_targets_of_a_prompt_dense_and_sparse() -> None:
+def test_prompt_targets_may_be_dense_or_sparse() -> None:
     dense = {"data": [5, -1], "dtype": "int64", "shape": [1, 2]}
     sparse = {
         "data": [5],
@@ -409,7 +409,7 @@ def test_samples_reach_the_sdk_token_by_token() -> None:
     assert (response.prompt_logprobs, response.prompt_cache_hit_tokens) == ([None, -1.0], 3)
 
 
-def test_results_in_json_for_older_clients() -> None:
+def test_older_clients_get_results_in_json() -> None:
     sampled = json.loads(json.dumps(result_to_json("sample", SAMPLED, {})))
     assert sampled["prompt_logprobs"] == [None, -1.0]
     assert sampled["sequences"][0] == {"stop_reason": "stop", "tokens": [5, 6], "logprobs": [-0.5, -1.5]}
@@ -437,8 +437,8 @@ def sample_body(**changes: object) -> dict[str, object]:
     }
 
 
-def test_an_old_sdk_that_leaves_defaults_out_is_understood() -> None:
-    """Up to 0.16 only fields set by hand are sent: even a chunk's type may be missing."""
+def test_requests_of_old_sdks_may_omit_defaults() -> None:
+    """SDKs up to 0.16 send only explicitly set fields. Even the type of a chunk may be missing."""
     op = parse_sample(
         {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "base_model": "m"}, LIMITS
     ).op
@@ -450,7 +450,7 @@ def test_an_old_sdk_that_leaves_defaults_out_is_understood() -> None:
     )
 
 
-def test_seq_ids_of_pickled_clients_are_large() -> None:
+def test_large_seq_ids_of_pickled_clients_are_accepted() -> None:
     assert parse_sample(sample_body(seq_id=435852681000000000), LIMITS).seq_id == 435852681000000000
 
 
@@ -501,7 +501,7 @@ def test_a_sample_that_cannot_be_honoured_is_refused(changes: dict[str, object],
         parse_sample(sample_body(**changes), LIMITS)
 
 
-def test_every_limit_may_be_reached() -> None:
+def test_values_at_every_limit_are_accepted() -> None:
     def sampled(length: int, **settings: object) -> int:
         return parse_sample(
             sample_body(prompt={"chunks": [{"tokens": [63] * length}]}, sampling_params=settings), LIMITS
@@ -509,7 +509,7 @@ def test_every_limit_may_be_reached() -> None:
 
     assert sampled(12, max_tokens=4, stop=[63]) == 12 and sampled(15) == 15
     with pytest.raises(UserError, match=r"16 \+ 1 > 16"):
-        sampled(16)  # an answer has one token at least
+        sampled(16)  # a sample has at least one token
     (full,) = parse_training_proto(sdk_bytes(datum([63] * 16)), LIMITS).op.data
     assert full.tokens.tolist() == [63] * 16
     same = parse_training_proto(
@@ -522,13 +522,13 @@ def test_every_limit_may_be_reached() -> None:
     assert parse_lora({}, replace(LIMITS, max_lora_rank=32)).rank == 32
 
 
-def test_whoever_gives_a_stop_means_no_other() -> None:
+def test_a_given_stop_replaces_the_default() -> None:
     for stop in ("\n", ["\n"], [7], []):
         assert not parse_sampling_params({"stop": stop}, LIMITS).stop_at_eos
     assert parse_sampling_params({}, LIMITS).stop_at_eos
 
 
-def test_switched_off_options_are_no_reason_to_refuse() -> None:
+def test_disabled_options_are_accepted() -> None:
     off = {
         "topk_prompt_logprobs": 0,
         "topk_sample_logprobs": 0,
@@ -539,7 +539,7 @@ def test_switched_off_options_are_no_reason_to_refuse() -> None:
     assert parse_sample(sample_body(**off), LIMITS).op.prompt_logprobs is False
 
 
-def test_a_lora_without_seed_gets_its_own() -> None:
+def test_a_lora_without_seed_gets_its_own_seed() -> None:
     seeds = {parse_lora({"rank": 4}, LIMITS).seed for _ in range(3)}
     assert len(seeds) == 3
     assert parse_lora({"rank": 4, "seed": 0}, LIMITS).seed == 0
@@ -555,7 +555,7 @@ def test_a_lora_without_seed_gets_its_own() -> None:
         ({"rank": 4, "alpha": 16}, "unknown field alpha"),
     ],
 )
-def test_a_lora_this_server_cannot_make_is_refused(body: dict[str, object], message: str) -> None:
+def test_an_unsupported_lora_is_refused(body: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_lora(body, LIMITS)
 
@@ -585,7 +585,7 @@ def test_adam_defaults_are_tinkers_and_every_field_counts() -> None:
         ({"adam_params": {"amsgrad": True}}, "unknown field amsgrad"),
     ],
 )
-def test_an_optimizer_this_server_lacks_is_refused(body: dict[str, object], message: str) -> None:
+def test_an_unsupported_optimizer_is_refused(body: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_adam(JsonReader(body, "optim_step"))
 

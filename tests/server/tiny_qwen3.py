@@ -35,14 +35,14 @@ MAX_RANK = 4
 
 
 def attention_spec(head_dim: int, *, sliding_window: int | None = None) -> AttentionSpec:
-    """The usual attention of heads of this width."""
+    """Return the attention settings for heads of this width."""
     rope = RopeSpec(dim=head_dim, theta=1e4)
     return AttentionSpec(scale=head_dim**-0.5, rope=rope, sliding_window=sliding_window)
 
 
 @lru_cache
 def params(dtype: str = "float32") -> Params:
-    """Weights larger than a fresh model's, so that logits differ between tokens."""
+    """Return weights that are larger than those of a fresh model, so that logits differ between tokens."""
     made = jax.jit(partial(init_params, CONFIG))(jax.random.key(0))
     return jax.tree.map(
         lambda leaf: (np.asarray(leaf) * (8.0 if leaf.ndim > 2 or leaf.shape[0] == 53 else 1.0)).astype(
@@ -53,8 +53,10 @@ def params(dtype: str = "float32") -> Params:
 
 
 def adapter(spec: LoraSpec = SPEC, *, b_scale: float = 0.02) -> Adapter:
-    """An adapter that has been trained a little: B is random where `spec` trains, zero elsewhere. Fresh
-    device arrays each time."""
+    """Return an adapter like a trained one: B is random where `spec` trains and zero elsewhere.
+
+    The arrays are new device arrays in each call.
+    """
     random = np.random.default_rng(3)
     fresh = init_adapter(CONFIG, spec, MAX_RANK)
 

@@ -1,12 +1,12 @@
-"""SIGKILL of a process that saves, archives, overwrites and deletes one checkpoint, at every call that
-changes the disk.
+"""Kills a process with SIGKILL while it saves, archives, overwrites and deletes one checkpoint.
 
     python -m tests.stress.checkpoint_kills DIRECTORY [EVERY]
 
-Each run is a forked child that is killed at its n-th such call, for every n (or every EVERY-th), and tells
-its parent what it was told had been done. Afterwards the checkpoint must be what was last acknowledged or
-what was about to be, the listing must work, the archive must be of the save that is read, and the next save,
-archive and sweep must leave nothing else. Prints one line; exit status 0 if all is so.
+Each run is a forked child that is killed at its n-th call that changes the disk, for every n (or every
+EVERY-th). The child reports each completed step to its parent. After a kill, the checkpoint must be the last
+acknowledged version or the one that was being written. The list of checkpoints must be readable, and the
+archive must contain the version that is read. The next save, archive and sweep must leave no other files.
+Prints one line. The exit status is 0 if all checks pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def archived(store: CheckpointStore) -> int:
 
 
 def steps(store: CheckpointStore) -> list[tuple[int, Callable[[], object]]]:
-    """What is done in turn, and the version that there is afterwards."""
+    """Return the steps of a run: the version after the step, and the function that performs it."""
     return [
         (1, lambda: save_version(store, PATH, 1)),
         (1, lambda: archived(store)),
@@ -53,7 +53,7 @@ def steps(store: CheckpointStore) -> list[tuple[int, Callable[[], object]]]:
 
 
 def killed_at(directory: Path, at: int) -> tuple[int, bool]:
-    """How many steps were acknowledged, and whether the child lived through all of them."""
+    """Return the number of acknowledged steps, and whether the child completed all of them."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -96,14 +96,14 @@ def check(directory: Path, done: int) -> None:
     assert version in versions[done : done + 2], f"version {version} after {done} acknowledged steps"
     assert [info.step for info in store.list()] == ([] if version == GONE else [version])
     if version != GONE:
-        assert archived(store) == version, "the archive is of another save"
+        assert archived(store) == version, "the archive contains another version"
     save_version(store, PATH, 9)
     assert (found(store), archived(store)) == (9, 9)
     assert len(list((directory / "run" / "weights" / "last").iterdir())) == 2, (
-        "something was left beside the checkpoint"
+        "the folder of the checkpoint contains other files"
     )
     store.sweep_derived(-60.0)
-    assert list((directory / ".derived").iterdir()) == [], "something was left of files made for downloads"
+    assert list((directory / ".derived").iterdir()) == [], "files that were made for downloads remain"
 
 
 def main(directory: Path, every: int) -> int:

@@ -1,10 +1,10 @@
-"""Compare what two versions of the server make of the same mutated request bodies.
+"""Compares how two versions of the server handle the same mutated request bodies.
 
     python -m tests.stress.compare_requests OTHER_TREE [bodies=15000] [seed=0]
 
-OTHER_TREE is a checkout, or `git archive`, of another commit. Every body is given to the same parser or route
-of both versions; the operation, or the error, must be equal. `TERMS` lists the texts that were renamed on
-purpose.
+OTHER_TREE is a checkout, or a `git archive`, of another commit. Every body is given to the same parser or
+route of both versions. Both must return the same operation or the same error. `TERMS` lists texts that differ
+on purpose.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-TERMS = (("=Cells(", "=CsrMatrix("), ("ask=Ask(", "ask=SamplingRequest("))
-"""Former text, present text."""
+TERMS: tuple[tuple[str, str], ...] = ()
+"""Pairs of a text of the other tree and the text of this tree."""
 SPECIAL = (
     None,
     True,
@@ -50,7 +50,7 @@ ROUTES_SHARE = 0.2
 
 
 def mutate(rng: random.Random, value: object) -> object:
-    """Return `value` with one place replaced, removed, renamed or doubled."""
+    """Return `value` with one element replaced, removed, renamed or duplicated."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         name = rng.choice(sorted(value))
         kind = rng.random()
@@ -66,13 +66,13 @@ def mutate(rng: random.Random, value: object) -> object:
 
 
 def outcomes(number: int, seed: int) -> list[str]:
-    """The outcome of every body in the version that `sys.path` finds."""
+    """Return the outcome of every body in the version that `sys.path` finds."""
     bodies = importlib.import_module("tests.fakes.bodies")
     errors = importlib.import_module("skyrl_tx_server.errors")
     fuzz = importlib.import_module("tests.server.test_fuzz")
     rng, results = random.Random(seed), []
     request = bodies.pb.ForwardBackwardRequest
-    valid_messages = [  # entries of a map are in an arbitrary order otherwise
+    valid_messages = [  # otherwise the order of the entries of a map is arbitrary
         request.FromString(message).SerializeToString(deterministic=True) for message in bodies.VALID_MESSAGES
     ]
     for _ in range(int(number * (1 - ROUTES_SHARE))):
@@ -80,7 +80,7 @@ def outcomes(number: int, seed: int) -> list[str]:
         try:
             if name == "protobuf":
                 message = bytearray(rng.choice(valid_messages))
-                # One byte only: of two wrong inputs the parser reports the one that the map gives first.
+                # Only one byte: of two wrong inputs, the parser reports the one that comes first in the map.
                 message[rng.randrange(len(message))] = rng.randrange(256)
                 parsed = bodies.parse_training_proto(bytes(message), bodies.LIMITS)
             else:
@@ -91,7 +91,7 @@ def outcomes(number: int, seed: int) -> list[str]:
             result = re.sub(r"seed=\d{3,}", "seed=", repr(parsed))
         except errors.UserError as error:
             result = f"{type(error).__name__}: {error}"
-            if name == "protobuf":  # without tokens every input is wrong, and a map has no order
+            if name == "protobuf":  # without tokens every input is wrong, and the order of a map is arbitrary
                 result = re.sub(r": \w+ has (\d+) entries for 0", r": an input has \1 entries for 0", result)
         results.append(f"{name}: {result}")
     return results + asyncio.run(replies(rng, number - len(results), bodies.ROUTES, fuzz.FIELDS))
@@ -101,7 +101,9 @@ async def replies(
     rng: random.Random, number: int, routes: tuple[str, ...], fields: dict[str, object]
 ) -> list[str]:
     server = importlib.import_module("tests.fakes.server")
-    futures, app, startup = former_or_present()
+    futures = importlib.import_module("skyrl_tx_server.engine.futures")
+    app = importlib.import_module("skyrl_tx_server.http.app")
+    startup = importlib.import_module("skyrl_tx_server.http.http_handler").StartupState
     results = []
     with tempfile.TemporaryDirectory() as folder:
         context = server.fake_context(Path(folder), retention=futures.Retention(hold_s=0.001))
@@ -117,17 +119,6 @@ async def replies(
                 results.append(f"{route}: {reply.status_code} {text}")
         server.fake_engine(context).stop()
     return results
-
-
-def former_or_present() -> tuple:  # type: ignore[type-arg]
-    """The modules futures and app, and the state at the start, under the names of either version."""
-    try:
-        handler = importlib.import_module("skyrl_tx_server.http.http_handler")
-    except ImportError:
-        app = importlib.import_module("skyrl_tx_server.app")
-        return importlib.import_module("skyrl_tx_server.futures"), app, app.Lobby
-    futures = importlib.import_module("skyrl_tx_server.engine.futures")
-    return futures, importlib.import_module("skyrl_tx_server.http.app"), handler.StartupState
 
 
 def main(argv: list[str]) -> int:

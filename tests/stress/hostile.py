@@ -1,14 +1,16 @@
-"""A normal training loop beside hostile clients on one server: nothing may crash, leak, or change a number of
-the loop.
+"""Runs a training loop and hostile clients on one server, which must not crash, leak memory or change a
+result.
 
     python -m tests.stress.hostile [minutes=60] [rate=5] [seed=0] [step_every_s=2] [folder=DIR]
 
-The server runs the quick start's model. `hostile_requests` fires its attacks from a process of its own while
-the loop trains, saves and samples; afterwards a fresh server replays the same steps undisturbed. Exit status
-0 only if the server lived, every answer was one that a sound server gives, its log holds no traceback,
-losses, gradient norms and sampled tokens are equal to the undisturbed run's to the bit, and memory is flat:
-the floor of the resident set rises by less than MAX_SLOPE_MIB_PER_HOUR, and nothing is left once all sessions
-are over.
+The server runs the model of the quick start. `hostile_requests` sends the attacks from its own process while
+the loop trains, saves and samples. A fresh server then repeats the same steps without any other client. The
+exit status is 0 only if
+
+- the server lived, gave no answer that a correct server never gives and logged no traceback,
+- losses, gradient norms and sampled tokens equal those of the undisturbed run, bit for bit,
+- the minimum of resident memory rose by less than MAX_SLOPE_MIB_PER_HOUR, and the server holds no objects
+  after all sessions have ended.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ SIZES = (
     "max_context_length=512",
     "train_tokens_per_batch=512",
 )
-SNAPSHOT_EVERY = 50  # steps; every snapshot is kept as long as its session
+SNAPSHOT_EVERY = 50  # steps; a snapshot is kept until its session ends
 SAVE_EVERY = 25
 TIMEOUT_S = 300
 DRAIN_S = 180
@@ -53,11 +55,11 @@ DRAIN_S = 180
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What one step of the loop brought; two runs must agree in all of it."""
+    """The results of one training step, which must be equal in both runs."""
 
     losses: tuple[float, ...]
     grad_norm: float
-    tokens: tuple[int, ...]  # sampled after the step; () where it took no snapshot
+    tokens: tuple[int, ...]  # sampled after the step; () if the step saved no snapshot
 
 
 class Server:
@@ -102,7 +104,7 @@ def server(folder: Path, name: str, *more_options: str, api_key: str | None = No
 
 
 def batch(step: int) -> tuple[list[types.Datum], list[types.Datum]]:
-    """Step `step`'s data: two lists, for cross_entropy and for importance_sampling, the same in every run."""
+    """Return the data of a step for cross_entropy and for importance_sampling, the same in every run."""
     random = np.random.default_rng(step)
     plain, rewarded = [], []
     for length in random.integers(8, 160, 4):
@@ -131,8 +133,7 @@ def training_loop(
     api_key: str = "tml-dummy",
     began_with: Callable[[str], None] = lambda model_id: None,
 ) -> list[Step]:
-    """`num_steps` steps, or as many as there is time for. `began_with` is told the id of the model that is
-    trained."""
+    """Take `num_steps` steps, or as many as fit into the time. `began_with` is called with the model id."""
     steps: list[Step] = []
     with tinker.ServiceClient(base_url=url, api_key=api_key) as service:
         training = service.create_lora_training_client("local/quickstart", rank=8, seed=11).result(
@@ -223,10 +224,10 @@ class Watch:
         return float(per_object), float(3600 * per_second)
 
     def slope(self) -> float:
-        """MiB per hour that the floor rises after the first third: a leak lifts it, sessions that come and go
-        do not.
+        """Return the slope in MiB per hour of the minimum of resident memory after the first third.
 
-        The floor is the least of each eighth; least squares.
+        A leak raises this minimum, and sessions that begin and end do not. The slope is a least-squares fit
+        to the minimum of each eighth.
         """
         late = np.array(self.rss[len(self.rss) // 3 :])
         floor = np.array([part[part[:, 1].argmin()] for part in np.array_split(late, min(8, len(late)))])
@@ -238,7 +239,7 @@ class Watch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hostilities:
-    """What `hostile_requests` prints."""
+    """The output of `hostile_requests`."""
 
     attacks: dict[str, int]
     statuses: dict[str, int]
@@ -290,8 +291,7 @@ def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_
 
 
 def what_is_left(url: str, headers: Mapping[str, str] | None = None) -> dict[str, int]:
-    """What the server still holds of anybody once every session has had the time to end; {} when that is
-    nothing."""
+    """Return the objects that the server still holds after every session has had time to end, {} if none."""
     deadline = time.monotonic() + DRAIN_S
     while True:
         stats = httpx.get(f"{url}/api/v1/stats", headers=headers, timeout=60).json()
@@ -374,4 +374,4 @@ def same(left: list[Step], right: list[Step]) -> int:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(status)  # the SDK's background threads would keep the interpreter for seconds
+    os._exit(status)  # does not wait for the SDK's background threads

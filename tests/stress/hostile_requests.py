@@ -1,9 +1,10 @@
-"""The hostile side of `hostile.py`, a process of its own: python -m tests.stress.hostile_requests URL SECONDS
-RATE SEED
+"""The hostile clients of `hostile.py`, in their own process.
 
-Fires RATE attacks a second, drawn from ATTACKS, at most MAX_UNDER_WAY at once. Prints one JSON line per
-finished minute and one at the end: how often each attack was made, which statuses answered, and every answer
-that a sound server never gives (`faults`).
+    python -m tests.stress.hostile_requests URL SECONDS RATE SEED
+
+Sends RATE attacks per second, which are drawn from ATTACKS, with at most MAX_UNDER_WAY at the same time.
+Prints one JSON line per minute and one at the end: the number of each attack, the statuses of the answers,
+and every answer that a correct server never gives (`faults`).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ async def mutated_protobuf(world: World) -> None:
 
 
 async def wild_training(world: World) -> None:
-    """Well-formed steps with absurd values, on the attacker's own model."""
+    """Sends well-formed training requests with extreme values for the attacker's own model."""
     tenant = await tenant_of(world)
     body = training_proto(world, tenant).SerializeToString()
     await world.send("POST", "/api/v1/forward_backward", content=body, headers=PROTOBUF)
@@ -81,7 +82,7 @@ async def wild_training(world: World) -> None:
 
 
 async def diverged(world: World) -> None:
-    """A model whose weights are absurd, sampled from until its slots are full of it."""
+    """Makes the weights of a model diverge and fills all slots with samples from it."""
     tenant = await new_tenant(world)
     await world.send(
         "POST",
@@ -220,7 +221,7 @@ async def cancelled(world: World) -> None:
 
 
 async def fire_and_forget(world: World) -> None:
-    """Results nobody comes for, of a session and of none."""
+    """Requests samples, of a session or of the base model, and never retrieves the results."""
     body = sample_json(world, await tenant_of(world))
     if world.random.random() < 0.3:
         body = {
@@ -278,7 +279,7 @@ async def checkpoints(world: World) -> None:
     )
 
 
-async def openai_doors(world: World) -> None:
+async def openai_routes(world: World) -> None:
     body = chat_json(world)
     if world.random.random() < 0.5:
         body = {"model": "local/quickstart", "prompt": tokens(world), "max_tokens": 4, "n": 2}
@@ -313,7 +314,7 @@ async def dies_mid_chunk(world: World) -> None:
 
 
 async def slowloris(world: World) -> None:
-    """A byte every other second, then gone."""
+    """Sends one byte every two seconds and then disconnects."""
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for _ in range(world.random.randrange(3, 15)):
@@ -348,8 +349,7 @@ async def broken_http(world: World) -> None:
 
 
 def _head(world: World, route: str) -> bytes:
-    """The beginning of a request on a bare connection: the request line and the headers that a real client
-    sends."""
+    """Return the request line and the headers that a real client sends, for a raw connection."""
     key = world.http.headers.get("x-api-key")
     lines = [
         f"POST /api/v1/{route} HTTP/1.1",
@@ -369,8 +369,7 @@ async def _raw(
     *,
     then: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
 ) -> None:
-    """Bytes on a bare connection; that the server hangs up on them is its right, that it cannot be reached is
-    a fault."""
+    """Send bytes on a raw connection. The server may close the connection, but it must accept it."""
     reader, writer = await asyncio.open_connection(world.host, world.port)
     try:
         with contextlib.suppress(ConnectionError):
@@ -385,7 +384,7 @@ async def _raw(
 
 
 async def _reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Gone without a goodbye: RST instead of FIN."""
+    """Close the connection with RST instead of FIN."""
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
@@ -395,8 +394,10 @@ async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 
 async def burst(world: World) -> None:
-    """2,000 samples at once; every one of them must come back. In parts, each with connections of its own: a
-    pool is slow to search."""
+    """Requests 2,000 samples at once, all of which must return.
+
+    The requests are divided among several clients, because a large connection pool is slow to search.
+    """
     tenant = await new_tenant(world)
     heartbeat = asyncio.create_task(_heartbeat(world, tenant))
     await asyncio.gather(
@@ -419,7 +420,7 @@ async def _part_of_burst(world: World, tenant: Tenant, indices: range) -> None:
     async with httpx.AsyncClient(
         base_url=world.http.base_url, headers=world.http.headers, timeout=ANSWER_WITHIN_S, limits=UNLIMITED
     ) as http:
-        part = replace(world, http=http)  # one book for all: the counters and the list of faults are shared
+        part = replace(world, http=http)  # shares the counters and the list of faults
 
         async def one(index: int) -> None:
             prompt = {"chunks": [{"type": "encoded_text", "tokens": [index % VOCABULARY, 5, 6, 7]}]}
@@ -467,7 +468,7 @@ ATTACKS: tuple[Callable[[World], Awaitable[None]], ...] = (
         slowloris,
         broken_http,
     ),
-    *(openai_doors, openai_doors, stream_left),
+    *(openai_routes, openai_routes, stream_left),
 )
 
 
@@ -481,7 +482,7 @@ async def attack(world: World, make: Callable[[World], Awaitable[None]], slots: 
             async with asyncio.timeout(4 * ANSWER_WITHIN_S):
                 await make(world)
         except (httpx.InvalidURL, httpx.LocalProtocolError):
-            world.statuses["not sent"] += 1  # the client library would not put it on the wire
+            world.statuses["not sent"] += 1  # httpx refused to send it
         except (httpx.RemoteProtocolError, httpx.WriteError, httpx.ReadError) as error:
             world.statuses[f"hung up {type(error).__name__}"] += 1
         except (httpx.ReadTimeout, TimeoutError) as error:

@@ -1,11 +1,12 @@
-"""The attacks of `hostile_tenants`: python -m tests.stress.hostile_tenant_requests URL SECONDS RATE SEED
-KEYS.json VICTIM_MODEL_ID
+"""The attacks of `hostile_tenants`, in their own process.
+
+    python -m tests.stress.hostile_tenant_requests URL SECONDS RATE SEED KEYS.json VICTIM_MODEL_ID
 
 Every tenant sends attacks of `hostile_requests` with its own key, and attacks on the other tenants: it asks
-for more than its share, hoards objects, and tries every route on the objects of the victim, whose ids it
-knows. RATE is the number of attacks per second over all tenants. Prints one JSON line at the end: how often
-each attack was made, which statuses answered, and every answer that a sound server never gives. An answer
-that shows or changes an object of the victim begins with "cross-tenant".
+for more than its share, creates many objects, and tries every route on the objects of the victim, whose ids
+it knows. RATE is the number of attacks per second over all tenants. Prints one JSON line at the end: the
+number of each attack, the statuses of the answers, and every answer that a correct server never gives. An
+answer that shows or changes an object of the victim begins with "cross-tenant".
 """
 
 from __future__ import annotations
@@ -34,9 +35,8 @@ from tests.stress.hostile_world import (
 )
 
 NO_ACCESS = (400, 403, 404, 410, 422, 429)
-"""What a request for an object of another tenant may be answered with. 429: the tenant is over its own
-quota.
-"""
+"""The statuses that may answer a request for an object of another tenant. 429 means that the tenant has
+reached its own quota."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class Victim:
 
 
 async def huge_sample(world: World) -> None:
-    """More samples than there are slots, each as long as the context allows. Nobody waits for the result."""
+    """Requests more samples than there are slots, each as long as the context, and never retrieves them."""
     tenant = await tenant_of(world)
     settings = {"max_tokens": 480, "temperature": 1.0}
     await world.post(
@@ -74,7 +74,7 @@ async def long_prompts(world: World) -> None:
 
 
 async def many_models(world: World) -> None:
-    """A model, a sampler and a checkpoint more each time, in a session that is left open."""
+    """Creates a model, a sampler and a checkpoint in a session that is left open."""
     tenant = await new_tenant(world)
     for number in range(8):
         model = {
@@ -151,7 +151,8 @@ VICTIM_ROUTES: tuple[tuple[str, str, dict[str, object] | None], ...] = (
 
 
 def reach_victim(victim: Victim) -> Callable[[World], Awaitable[None]]:
-    """An attack that tries one route on an object of the victim, or looks for the victim in one listing."""
+    """Return an attack that tries one route on an object of the victim, or searches one listing for the
+    victim."""
 
     def filled(text: str) -> str:
         return text.format(session=victim.session_id, model=victim.model_id, checkpoint=victim.checkpoint)
@@ -228,7 +229,7 @@ async def main(url: str, seconds: float, rate: float, seed: int, keys: list[str]
                 task.add_done_callback(under_way.discard)
                 made += 1
                 await asyncio.sleep(max(0.0, began + made * period - time.monotonic()))
-            for task in under_way:  # these clients disappear in the middle of their requests
+            for task in under_way:  # these clients disconnect during their requests
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
 

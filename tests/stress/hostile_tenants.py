@@ -1,5 +1,4 @@
-"""A training loop beside 64 hostile tenants on one server: the loop stays exact, a small sample stays fast,
-no tenant reaches another.
+"""Runs a training loop and 64 hostile tenants on one server, which must isolate them from each other.
 
     python -m tests.stress.hostile_tenants [minutes=60] [tenants=64] [rate=6] [seed=0] [step_every_s=2]
     [folder=DIR]
@@ -9,12 +8,12 @@ that measures latency and one for each hostile tenant. `hostile_tenant_requests`
 own process. A fresh server then repeats the training steps without any other client. The exit status is 0
 only if
 
-- the server lived, gave no answer that a sound server never gives and logged no traceback,
+- the server lived, gave no answer that a correct server never gives and logged no traceback,
 - losses, gradient norms and sampled tokens equal those of the undisturbed run, bit for bit,
 - the 99th percentile of the time of a 4-token sample is at most MAX_LATENCY_RATIO times the one measured
   without other clients,
 - no hostile tenant read or changed an object of another tenant,
-- resident memory did not grow and nothing is left once all sessions have ended.
+- resident memory did not grow, and the server holds no objects after all sessions have ended.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ TRAINER, PROBE = "trainer", "probe"
 
 
 def write_keys(folder: Path, names: list[str]) -> tuple[Path, dict[str, str]]:
-    """Make a key for each name. Returns the file for `api_keys_file=` and the keys."""
+    """Create a key for each name. Returns the file for `api_keys_file=` and the keys."""
     keys = {name: f"tml-{secrets.token_hex(16)}" for name in names}
     path = folder / "api_keys"
     path.write_text(
@@ -135,7 +134,7 @@ class LatencyProbe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What the run with hostile tenants brought."""
+    """The results of the run with hostile tenants."""
 
     steps: list[Step]
     watch: Watch
@@ -161,7 +160,7 @@ def run_with_tenants(
         contextlib.ExitStack() as stack,
     ):
         probe = LatencyProbe(running.url, keys[PROBE])
-        for _ in range(20):  # compiles what the measurement needs
+        for _ in range(20):  # compiles the programs that the measurement uses
             probe.sample()
         alone_s = [probe.sample() for _ in range(SAMPLES_ALONE)]
         watch = Watch(running, {"x-api-key": operator_key})
@@ -303,4 +302,4 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(status)  # the SDK's background threads would keep the interpreter for seconds
+    os._exit(status)  # does not wait for the SDK's background threads

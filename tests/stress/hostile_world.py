@@ -1,5 +1,6 @@
-"""Where the attacks of `hostile_requests` take place: the server as they see it, what they have found out,
-and bodies to begin from."""
+"""The state of the attacks of `hostile_requests`: the server, the objects of the attacker, and valid bodies
+to mutate.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ NASTY: tuple[object, ...] = (
 
 @dataclass(kw_only=True, slots=True)
 class Tenant:
-    """A session that attacks may use, mistreat and abandon."""
+    """A session that the attacks use and abandon."""
 
     session_id: str
     model_id: str
@@ -91,7 +92,7 @@ class World:
     statuses: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     shares_with_itself: bool = False
-    """A tenant's requests wait for its own earlier ones: a read timeout of its client is then no fault of the
+    """Whether the requests of a tenant wait for its own earlier ones. A read timeout is then no fault of the
     server."""
 
     def post(self, route: str, body: object) -> Awaitable[httpx.Response]:
@@ -100,9 +101,8 @@ class World:
         )
 
     async def send(self, method: str, path: str, **rest: object) -> httpx.Response:
-        """One whole request. A 5xx, an internal error and silence are faults; everything else is an
-        answer.
-        """
+        """Send one complete request. A status of 500 or more, an internal error and a missing answer are
+        faults."""
         response = await self.http.request(method, path, **rest)  # pyright: ignore[reportArgumentType]
         self.saw(
             f"{method} {path}",
@@ -121,7 +121,7 @@ class World:
             self.faults.append(text)
 
     async def outcome(self, request_id: str) -> dict[str, object]:
-        """A future, polled to its end. An operation that raised what nobody meant it to raise is a fault."""
+        """Poll a future until it ends. An operation that failed with an unexpected exception is a fault."""
         while True:
             response = await self.post("retrieve_future", {"request_id": request_id})
             if response.status_code == 408:
@@ -238,7 +238,7 @@ def chat_json(world: World) -> dict[str, object]:
 
 
 def mutated_json(world: World, value: object) -> object:
-    """`value` with one place in it replaced, removed, renamed or doubled."""
+    """Return `value` with one element replaced, removed, renamed or duplicated."""
     draw = world.random
     if isinstance(value, dict) and value and draw.random() < 0.85:
         name = draw.choice(list(value))

@@ -1,9 +1,9 @@
-"""SIGKILL at random points of a run, each resumed and compared with the unbroken run.
+"""Kills a run with SIGKILL at random points, resumes it, and compares it with an uninterrupted run.
 
     python -m tests.stress.kill_points [POINTS] [SEED] [MODE]
 
-The trainer is the real one, on the tests' bandit server; MODE is synchronous, asynchronous or streaming. Ends
-with one line of figures, and with status 1 if a single run is not as it should be.
+The trainer is the real one, on the bandit server of the tests. MODE is synchronous, asynchronous or
+streaming. The last line of the output summarizes the runs. The exit status is 1 if any run differs.
 """
 
 from __future__ import annotations

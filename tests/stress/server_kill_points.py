@@ -1,16 +1,15 @@
-"""SIGKILL of the server at random moments under load; its client resumes every time, and ends where an
-undisturbed run ends.
+"""Kills the server with SIGKILL at random moments under load, while its client resumes after each kill.
 
     python -m tests.stress.server_kill_points [points=30] [seed=0] [model=DIR] [folder=DIR]
 
-One training job saves its state after every step, overwrites one name, saves sampler weights and samples,
-while others sample from the base model. A kill comes in the first seconds of the server's life, or up to two
-seconds after a step that it has done whole. Then it is started anew on the same directory, and the job goes
-on from the last state whose save was acknowledged.
+One training job saves its state after every step, overwrites one name, saves sampler weights and samples.
+Other clients sample from the base model at the same time. The server is killed in the first seconds of its
+life, or up to two seconds after a completed step. It is then started again in the same directory, and the job
+resumes from the last state whose save was acknowledged.
 
-Checked after every restart: each acknowledged checkpoint is there with the bytes it had, and nothing that is
-listed is torn. Checked at the end: losses and final state (adapter, moments, step) are equal to the bit to
-those of a run that nobody killed. Exit status 0 if all is so.
+After every restart, each acknowledged checkpoint must exist with unchanged contents, and every listed
+checkpoint must be readable. At the end, losses and final state (adapter, moments, step) must equal those of
+an uninterrupted run, bit for bit. The exit status is 0 if all checks pass.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ EARLY_KILLS = 0.2
 
 @dataclass(kw_only=True)
 class Site:
-    """A server's place: its port, its directories, and the process that is up at the moment."""
+    """The port, the directories and the current process of a server."""
 
     folder: Path
     model: Path
@@ -72,7 +71,7 @@ class Site:
         return CheckpointStore(self.folder / "checkpoints", ALIAS)
 
     def start(self) -> float:
-        """Seconds until it could work."""
+        """Start the server. Returns the seconds until it was ready."""
         began = time.monotonic()
         options = (
             f"base_model={self.model}",
@@ -119,13 +118,11 @@ def site(folder: Path, model: Path) -> Iterator[Site]:
 
 @dataclass(kw_only=True)
 class Job:
-    """What its client remembers: all of it was acknowledged by the server."""
+    """The state of the client. The server has acknowledged all of it."""
 
-    losses: list[float] = field(default_factory=list)  # by step
+    losses: list[float] = field(default_factory=list)  # one per step
     states: list[str] = field(default_factory=list)  # path of the training checkpoint after each step
-    digests: dict[str, str] = field(
-        default_factory=dict
-    )  # of every acknowledged checkpoint that is not overwritten
+    digests: dict[str, str] = field(default_factory=dict)  # by path, without the overwritten checkpoint
 
     @property
     def steps(self) -> int:
@@ -143,7 +140,7 @@ def datum(step: int) -> types.Datum:
 
 
 def work(there: Site, job: Job, *, until: int, stepped: threading.Event) -> None:
-    """Steps until there are `until`, from the last state that was acknowledged. Sets `stepped` after each."""
+    """Take steps until there are `until`, from the last acknowledged state. Each step sets `stepped`."""
     with tinker.ServiceClient(base_url=there.url, api_key="tml-dummy") as service:
         if job.states:
             training = service.create_training_client_from_state_with_optimizer(job.states[-1]).result(
@@ -172,7 +169,7 @@ def work(there: Site, job: Job, *, until: int, stepped: threading.Event) -> None
 
 
 def digest(store: CheckpointStore, path: str) -> str:
-    """Of everything in a checkpoint, read as the server reads it: a torn one raises."""
+    """Return a hash of a checkpoint, read as the server reads it. Raises an error if it is incomplete."""
     info, arrays = store.read(path)
     sha = hashlib.sha256(repr((info.step, info.lora, info.kind)).encode())
     for name in sorted(arrays):
@@ -182,7 +179,7 @@ def digest(store: CheckpointStore, path: str) -> str:
 
 @contextlib.contextmanager
 def neighbours(url: str) -> Iterator[None]:
-    """Clients that sample from the base model all the time, and do not mind what becomes of it."""
+    """Run clients that sample from the base model continuously and ignore errors."""
     over = threading.Event()
 
     def sample() -> None:
@@ -214,11 +211,9 @@ def neighbours(url: str) -> Iterator[None]:
 @dataclass(kw_only=True, slots=True)
 class Figures:
     restarts_s: list[float] = field(default_factory=list)
-    lost: list[str] = field(
-        default_factory=list
-    )  # acknowledged checkpoints that are gone, torn or other than they were
-    torn: list[str] = field(default_factory=list)  # listed, and cannot be read
-    unacknowledged: int = 0  # complete all the same
+    lost: list[str] = field(default_factory=list)  # acknowledged checkpoints that are missing or changed
+    torn: list[str] = field(default_factory=list)  # listed checkpoints that cannot be read
+    unacknowledged: int = 0  # complete checkpoints whose save was not acknowledged
 
 
 def killed_run(there: Site, points: int, seed: int) -> tuple[Job, Figures]:
@@ -236,7 +231,7 @@ def killed_run(there: Site, points: int, seed: int) -> tuple[Job, Figures]:
             there.kill()
         figures.restarts_s.append(there.start())
         worker.join(TIMEOUT_S)
-        assert not worker.is_alive(), "the client hangs after its server was killed and restarted"
+        assert not worker.is_alive(), "the client does not return after the server was killed and restarted"
         check(there.store, job, figures)
     work(there, job, until=job.steps + STEPS_AFTER_LAST_KILL, stepped=threading.Event())
     return job, figures
@@ -274,9 +269,8 @@ def kill_points(folder: Path, model: Path, *, points: int, seed: int) -> int:
     restarts = np.array(figures.restarts_s)
     print(
         f"{points} kills of the server, {job.steps} steps in all, {len(job.digests)} acknowledged "
-        f"checkpoints: {len(figures.lost)} lost, "
-        f"{len(figures.torn)} torn; {figures.unacknowledged} complete though not acknowledged; restart p50 "
-        f"{np.median(restarts):.1f} s, "
+        f"checkpoints: {len(figures.lost)} lost, {len(figures.torn)} unreadable; {figures.unacknowledged} "
+        f"complete but not acknowledged; restart p50 {np.median(restarts):.1f} s, "
         f"max {restarts.max():.1f} s; losses {'equal' if job.losses == alone.losses else 'DIFFER'}, "
         f"final state {'equal' if final == undisturbed else 'DIFFERS'} to the bit",
         flush=True,
@@ -299,4 +293,4 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(status)  # the SDK's background threads would keep the interpreter for seconds
+    os._exit(status)  # does not wait for the SDK's background threads

@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "add-a-metric.m
 
 @pytest.fixture
 def example() -> dict:
-    """The names that the code of the page defines; its assertions have passed."""
+    """Return the names that the code of the page defines. Its assertions have passed."""
     names: dict = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(block, names)

@@ -1,4 +1,4 @@
-"""Numbers computed with SkyRL's own functions; G, R, X and RP are the names of its reference cases."""
+"""Numbers computed with SkyRL's functions. G, R, X and RP are the names of its reference cases."""
 
 import random
 import statistics
@@ -81,7 +81,7 @@ def test_x2_a_failed_trial_does_not_change_the_grouping():
 def test_rp_reinforce_plus_plus_whitens_over_the_batchs_tokens():
     assert advantages([1, 0], "reinforce++") == [1, 0]
     assert whiten([1, 0], [3, 3]) == pytest.approx([0.9128709, -0.9128709], abs=5e-8)
-    # every token is one sample, so that longer sequences weigh more
+    # every token is one sample, so longer sequences have more weight
     tokens = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.5]
     mean, deviation = statistics.fmean(tokens), statistics.stdev(tokens)
     assert whiten([1, 0, 0.5], [2, 4, 1]) == pytest.approx(

@@ -8,7 +8,7 @@ from src.records.atomic_io import append_record, replace_text, truncate_torn_lin
 from tests.fakes.run_files import records
 
 
-def test_a_line_that_does_not_fit_is_taken_back_and_named(tmp_path, monkeypatch):
+def test_a_line_that_does_not_fit_is_removed_and_named(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     append_record(path, {"n": 1})
     before = path.read_text()
@@ -20,13 +20,14 @@ def test_a_line_that_does_not_fit_is_taken_back_and_named(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "write", half)
     with pytest.raises(
         StorageError,
-        match=r"cannot write .*a.jsonl: No space left on device; free space or fix the cause, then resume the run",
+        match=r"cannot write .*a.jsonl: No space left on device; "
+        "free space or fix the cause, then resume the run",
     ):
         append_record(path, {"n": 2})
     assert path.read_text() == before
 
 
-def test_a_torn_line_is_passed_over_and_cut_off(tmp_path):
+def test_an_incomplete_line_is_skipped_and_removed(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"n": 1}\n{"n": 2')
     assert records(path) == [{"n": 1}]
@@ -37,7 +38,7 @@ def test_a_torn_line_is_passed_over_and_cut_off(tmp_path):
     truncate_torn_line(tmp_path / "none.jsonl")
 
 
-def test_what_follows_the_last_whole_line_is_found_from_the_end(tmp_path, monkeypatch):
+def test_the_end_of_the_last_complete_line_is_found(tmp_path, monkeypatch):
     path, block = tmp_path / "a.jsonl", 8
     monkeypatch.setattr("src.records.atomic_io.CHUNK_BYTES", block)
     for whole in ("", '{"n": 1}\n', '{"n": 1}\n' * 5):
@@ -47,17 +48,17 @@ def test_what_follows_the_last_whole_line_is_found_from_the_end(tmp_path, monkey
             assert path.read_text() == whole
 
 
-def test_a_large_file_is_mended_without_reading_it(tmp_path):
+def test_a_large_file_is_repaired_without_reading_it(tmp_path):
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
-        file.truncate(2**40)  # a hole: no memory would hold it
+        file.truncate(2**40)  # a sparse file that does not fit into memory
         file.seek(0, os.SEEK_END)
         file.write(b"\n{")
     truncate_torn_line(path)
     assert path.stat().st_size == 2**40 + 1
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_file_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "sub" / "a.json"
     replace_text(path, "one")
     replace_text(path, "two")

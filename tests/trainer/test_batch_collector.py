@@ -1,7 +1,4 @@
-"""What each step learns from, and what stays known of the groups gone by:
-
-played for the step or ahead of it.
-"""
+"""The batch of each step, and the records of earlier groups, on-policy and ahead of training."""
 
 import asyncio
 import gc
@@ -13,19 +10,19 @@ from rich.console import Console
 
 from src.cli.console import Display
 from src.core.errors import ConfigError, ServerLost, TooManyFailuresError, TrainerError
-from src.policy.options import WatchdogSettings
+from src.policy.options import WatchdogOptions
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
 from src.rollouts.batch_collector import BatchCollector, StepBatch
 from src.rollouts.group_rollout import Rollouts
-from src.rollouts.options import GroupSettings, RolloutSettings
+from src.rollouts.options import GroupOptions, RolloutOptions
 from src.rollouts.pipeline import Batch
 from src.rollouts.watchdog import Watchdog
 from tests.fakes.policy import UnusedPolicy
 from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
 
-TRIALS = 3  # of a group
+TRIALS = 3  # trials per group
 
 
 def batch(step: int, names: str) -> Batch:
@@ -33,9 +30,9 @@ def batch(step: int, names: str) -> Batch:
 
 
 class Bench:
-    """Step groups over what is on disk in `path`.
+    """Return step groups for the files in `path`.
 
-    The sandboxes of `cursed` tasks never build; `mixed` ones are solved now and then.
+    Sandboxes of `cursed` tasks never build, and `mixed` tasks are solved sometimes.
     """
 
     def __init__(self, path, names="abcdef", *, cursed="", mixed="", hold=(), steps_done=0, **changes):
@@ -47,19 +44,19 @@ class Bench:
         self.missing: list[str] = []
         self.journal = Journal(path)
         finished = FinishedRollouts(path, self.journal)
-        once = RolloutSettings(
+        once = RolloutOptions(
             n_parallel_envs=99, trial_timeout_s=None, trial_attempts=2, retry_wait_s=0, seed=0
         )
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         options = {"quarantine_after": 1, "max_failure_rate": 1.0, "batch_size": 2, "exploration_floor": 1e-9}
         self.groups = BatchCollector(
-            GroupSettings(
+            GroupOptions(
                 group_size=TRIALS, temperature=1.0, dynamic_sampling_max_batches=5, **(options | changes)
             ),
             source=self.source,
             rollouts=Rollouts(self.source, once, finished),
             finished=finished,
-            watchdog=Watchdog(WatchdogSettings(heartbeat_timeout_s=60, request_timeout_s=60), self.lost),
+            watchdog=Watchdog(WatchdogOptions(heartbeat_timeout_s=60, request_timeout_s=60), self.lost),
             events=Display(Console(file=io.StringIO())),
             steps_done=steps_done,
         )
@@ -88,7 +85,7 @@ class Bench:
         self.journal.trained(step, groups=self.journal.groups_of(step) or [], state=self.groups.state())
 
     def played(self, *, folder: str = "") -> str:
-        """The tasks that were tried, in alphabetical order."""
+        """Return the tasks that were tried, in alphabetical order."""
         return "".join(
             sorted({trial.task.id for trial in self.source.made if folder in trial.directory.name})
         )
@@ -104,7 +101,7 @@ async def test_a_quarantined_task_stays_left_out_after_a_restart(tmp_path):
     for again in (bench, Bench(tmp_path, cursed="a", steps_done=1)):
         again.source.made.clear()
         second = await again.gather(2, "ac")
-        assert again.played() in ("c", "")  # it is on disk the second time
+        assert again.played() in ("c", "")  # the second time, it is loaded from disk
         assert [group.task.id for group in second.to_learn] == ["c"] and [
             second.metrics[name] for name in names
         ] == [1, 1, 0]
@@ -115,7 +112,7 @@ async def test_a_quarantined_task_stays_left_out_after_a_restart(tmp_path):
     ] == ["a"]
 
 
-async def test_a_strike_is_no_quarantine(tmp_path):
+async def test_a_single_strike_does_not_quarantine_a_task(tmp_path):
     bench = Bench(tmp_path, cursed="a", quarantine_after=2)
     assert [(await bench.gather(step, "ab")).metrics["tasks/quarantined"] for step in (1, 2)] == [0, 1]
 
@@ -137,7 +134,7 @@ async def test_too_many_failures_or_no_task_left_end_the_run(tmp_path):
 
 
 async def test_the_curriculum_continues_after_a_restart(tmp_path):
-    """The journal says what was chosen, not what was scheduled; a task that is left out is chosen no more."""
+    """The journal records the chosen tasks, not the schedule. A task that is left out is not chosen again."""
     bench, chosen = Bench(tmp_path, cursed="a", mixed="ef", task_sampling="thompson"), []
     for step in range(1, 9):
         gathered = await bench.gather(step, "ab")
@@ -217,7 +214,7 @@ async def test_a_restarted_run_takes_the_same_groups(tmp_path):
         second = await again.gather(2, "cd")
         assert not {group.task.id for group in second.to_learn} & set(bench.heard)
     again.source.train = again.source.train[2:]
-    with pytest.raises(ConfigError, match="this run has learned from b, which tasks_dir does not hold"):
+    with pytest.raises(ConfigError, match="this run has trained on b, which the environment lacks"):
         await again.gather(1, "ab")
 
 
@@ -232,7 +229,7 @@ async def test_what_a_restarted_run_has_taken_up_from_disk_is_not_kept(tmp_path)
         assert not any(isinstance(found, FinishedRollout) for found in gc.get_objects())
 
 
-async def test_groups_that_are_played_ahead_are_reckoned_with(tmp_path):
+async def test_groups_played_ahead_are_counted(tmp_path):
     bench, names = (
         Bench(tmp_path, cursed="a", max_staleness=1, max_groups_in_flight=1, batch_size=1),
         ("ab", "cd", "ab"),

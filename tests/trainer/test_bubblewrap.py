@@ -45,9 +45,8 @@ def processes_with(marker: str) -> list[str]:
 
 
 def open_files() -> set[str]:
-    """Return the targets of this process's descriptors. Their numbers would not do, because threads reuse
-    them.
-    """
+    """Return the targets of this process's descriptors. Their numbers are not compared, because threads reuse
+    them."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
@@ -174,8 +173,8 @@ async def test_sandboxes_start_fast_and_leave_nothing() -> None:
                 await running.run("sleep 60", timeout_s=0.05)
     slow = max(
         1.0, min(plain_s) / 0.01
-    )  # how much slower this machine is now than an idle one, on which this takes 3 ms
-    assert min(start_s) < 1.5 * slow and min(exec_s) < 0.15 * slow  # ten times what it takes there
+    )  # slowdown of this machine compared with an idle one, which needs 3 ms
+    assert min(start_s) < 1.5 * slow and min(exec_s) < 0.15 * slow  # ten times the time on an idle machine
     await asyncio.sleep(0)
     assert open_files() <= before
     assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -212,7 +211,11 @@ async def main(label, marker):
     run = run_directory(label)
     boxes = [
         await Bubblewrap.start(
-            run / str(i), skeleton=build_rootfs(run), hostname="sandbox", share_network=False, limits=SandboxLimits()
+            run / str(i),
+            skeleton=build_rootfs(run),
+            hostname="sandbox",
+            share_network=False,
+            limits=SandboxLimits(),
         )
         for i in range(3)
     ]
@@ -242,11 +245,9 @@ def test_kill_9_of_the_trainer_leaves_nothing() -> None:
     while processes_with(marker) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert processes_with(marker) == []
-    assert [
-        mount for mount in mounts() - mounts_before if "docker" not in mount
-    ] == []  # the trial on Docker may be beside this test
+    # The trial on Docker may run at the same time.
+    assert [mount for mount in mounts() - mounts_before if "docker" not in mount] == []
     while (root_directory() / label).exists() and time.monotonic() < deadline:
-        # Unless another trainer that has started in the meantime did; a cgroup whose last process ends stays
-        # until it has ended
+        # Another trainer may have removed them. A cgroup exists until its last process has ended.
         remove_dead_runs()
     assert not (root_directory() / label).exists()

@@ -78,7 +78,8 @@ def test_a_base_model_causes_a_warning(tmp_path, caplog):
 
 def test_a_template_without_thinking_or_tools_works():
     tokenizer = deepcopy(byte_tokenizer())
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}[assistant]{% endif %}"
     assert text(Chat(tokenizer).render(USER)) == "[user]go<|im_end|>[assistant]"
 
 

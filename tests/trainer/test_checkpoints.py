@@ -15,14 +15,14 @@ def checkpoint(batch):
     )
 
 
-def test_the_last_entry_is_where_a_run_goes_on(tmp_path):
+def test_a_run_resumes_from_the_last_entry(tmp_path):
     assert last(tmp_path) is None
     append(tmp_path, checkpoint(2))
     append(tmp_path, checkpoint(4))
     assert last(tmp_path) == checkpoint(4)
 
 
-def test_a_line_cut_by_a_crash_and_keys_of_others_do_no_harm(tmp_path):
+def test_incomplete_lines_and_unknown_keys_are_ignored(tmp_path):
     append(tmp_path, checkpoint(2))
     journal = tmp_path / JOURNAL
     journal.write_text(journal.read_text().replace('{"name"', '{"note": "mine", "name"') + '{"name": "0000')

@@ -5,7 +5,7 @@ from src.cli.command_line import help_text, parse
 from src.config import REFUSED, SECTIONS, TrainerConfig, run_name
 from src.core.errors import ConfigError
 from src.core.options import pairs, sections
-from src.learning.options import LearnerSettings
+from src.learning.options import LearnerOptions
 
 BASE = ["model_name=Qwen/Qwen3-4B", "tasks_dir=./tasks"]
 OWN = [*BASE, "backend=skyrl-tx", "skyrl_tx_url=http://h:1"]
@@ -50,9 +50,11 @@ def test_the_seeds_options_keep_their_names_and_defaults():
 
 
 def test_the_seeds_own_recipe_is_accepted():
-    recipe = "learning_rate=2e-4 batch_size=2 group_size=16 n_parallel_envs=16 max_tokens=2048 temperature=0.7 context_limit=128000"
+    recipe = "learning_rate=2e-4 batch_size=2 group_size=16 n_parallel_envs=16 max_tokens=2048 "
+    recipe += "temperature=0.7 context_limit=128000"
     recipe += " proactive_summarization_threshold=8000 enable_summarize=true n_epochs=2 num_substeps=4"
-    recipe += " remove_constant_reward_groups=true normalize_advantages_by_std=true loss_fn=ppo environment_type=docker"
+    recipe += " remove_constant_reward_groups=true normalize_advantages_by_std=true loss_fn=ppo"
+    recipe += " environment_type=docker"
     config = parse([*OWN, *recipe.split()])
     assert (config.num_substeps, config.remove_constant_reward_groups, config.context_limit) == (
         4,
@@ -90,7 +92,8 @@ def test_the_seeds_own_recipe_is_accepted():
         ),
         (
             ["max_input_length=31000"],
-            r"max_input_length=31000 \+ max_tokens=1024 exceed max_sequence_length=32000; lower max_input_length",
+            r"max_input_length=31000 \+ max_tokens=1024 exceed max_sequence_length=32000; "
+            "lower max_input_length",
         ),
         (
             ["max_input_length=30720", "max_generate_length=2048"],
@@ -131,7 +134,8 @@ def test_the_seeds_own_recipe_is_accepted():
         ),
         (
             ["stream_groups=true"],
-            "cannot go with loss_reduction=token_mean, which needs the whole batch; use loss_reduction=prompt_mean",
+            "cannot go with loss_reduction=token_mean, which needs the whole batch; "
+            "use loss_reduction=prompt_mean",
         ),
         (
             ["stream_groups=true", "loss_reduction=prompt_mean", "tis=token"],
@@ -141,7 +145,7 @@ def test_the_seeds_own_recipe_is_accepted():
         (["a...=3"], "unknown option"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_with_a_fix(options, message):
+def test_unsupported_options_are_refused_with_a_fix(options, message):
     with pytest.raises(ConfigError, match=message) as error:
         parse([*BASE, *options])
     assert "\n" not in str(error.value)
@@ -168,11 +172,11 @@ def test_a_raw_singleton_may_be_a_group():
 
 
 def test_loss_settings_are_those_of_the_loss():
-    given = LearnerSettings(loss_fn="cispo", loss_fn_config=["clip_low_threshold=0.7"])
+    given = LearnerOptions(loss_fn="cispo", loss_fn_config=["clip_low_threshold=0.7"])
     assert given.loss_settings == {"clip_low_threshold": 0.7}
 
 
-def test_a_run_is_named_by_what_differs_between_runs():
+def test_a_run_name_has_the_options_that_differ():
     assert run_name(parse(BASE), date="D") == "tasks-Qwen-Qwen3-4B-rank32-lr0.0005-g8-b1-D"
     assert run_name(parse([*BASE, "wandb_name=mine"]), date="D") == "mine"
 
@@ -186,7 +190,7 @@ def test_every_option_is_documented_and_sections_are_options():
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_tinker_endpoint_can_honour_is_refused_by_name(name):
+def test_options_without_tinker_support_are_refused_by_name(name):
     with pytest.raises(ConfigError, match=f"^{name} cannot be honoured: .+") as error:
         parse([*BASE, f"{name}=0.1"])
     assert "\n" not in str(error.value)

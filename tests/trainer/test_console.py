@@ -58,7 +58,7 @@ def test_a_group_is_one_line():
     ]
 
 
-def test_partial_rewards_are_seen_where_nothing_is_solved():
+def test_partial_rewards_are_shown_if_nothing_is_solved():
     first, later = evaluation(0, group("walk", 0.25, 0.0)), evaluation(4, group("walk", 0.5, 0.75))
     lines = [line.split() for line in shown(lambda display: display.evaluation_finished(later, first))]
     assert lines[1:] == [
@@ -119,7 +119,7 @@ def test_a_step_without_an_update_leaves_its_columns_out():
     assert head.split() == ["reward"]
 
 
-def test_an_evaluation_stands_beside_the_first_one():
+def test_an_evaluation_is_shown_beside_the_first_one():
     first = evaluation(0, group("copy-01", 0, 0), group("move-01", 1, 0))
     later = evaluation(4, group("copy-01", 1, 1), group("move-01", 1, 0))
     lines = [line.split() for line in shown(lambda display: display.evaluation_finished(later, first))]
@@ -143,14 +143,14 @@ def test_an_evaluation_stands_beside_the_first_one():
 def test_the_outcome_compares_success_and_names_the_files(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "jobs").mkdir()
-    rates = Success(before=0.25, after=0.5, floor=None)
+    rates = Success(before=0.25, after=0.5, noop_success=None)
     lines = outcome(rates, [], steps=1, wall_s=125.4, log_path=tmp_path)
     assert lines[:2] == [
         "done: 1 step in 2 min 5 s",
         "held-out success: 25.0% before, 50.0% after (+25.0 points)",
     ]
     assert lines[2] == f"files: {tmp_path} (metrics.jsonl, jobs/)"
-    assert outcome(replace(rates, floor=0.1), ["a"], steps=1, wall_s=1, log_path=tmp_path)[1:3] == [
+    assert outcome(replace(rates, noop_success=0.1), ["a"], steps=1, wall_s=1, log_path=tmp_path)[1:3] == [
         f"{lines[1]}; doing nothing: 10.0%",
         "a",
     ]
@@ -161,7 +161,11 @@ def test_the_outcome_compares_success_and_names_the_files(tmp_path):
         "held-out success, graded in part: 25.0% before"
     )
     assert (
-        len(outcome(Success(before=None, after=None, floor=None), [], steps=3, wall_s=9, log_path=tmp_path))
+        len(
+            outcome(
+                Success(before=None, after=None, noop_success=None), [], steps=3, wall_s=9, log_path=tmp_path
+            )
+        )
         == 2
     )
 
@@ -207,7 +211,7 @@ def test_signal_has_a_line_per_domain_if_there_are_few():
         assert [line.split(":")[0] for line in lines] == ["signal of all tasks"]
 
 
-def test_a_run_goes_on_when_nobody_reads_its_output_any_more():
+def test_a_run_continues_when_its_output_pipe_is_closed():
     script = """
         import os, sys
         from src.cli.console import Display, terminal
@@ -224,7 +228,7 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more():
     assert (done.returncode, done.stderr.splitlines()[-1]) == (0, "went on")
 
 
-def test_a_terminal_that_hung_up_ends_no_run():
+def test_a_run_survives_a_closed_terminal():
     class HungUp(io.StringIO):
         def write(self, text, /):
             raise OSError(errno.EIO, "Input/output error")

@@ -4,10 +4,10 @@ import pytest
 from scripts.bench.signal_sampling import simulated
 from src.core.trajectory import TrajectoryGroup
 from src.learning.curriculum import DECAY, Curriculum, curriculum_metrics, from_records, to_record
-from src.learning.options import CurriculumSettings
+from src.learning.options import CurriculumOptions
 from tests.fakes.trials import failure, task, trajectory
 
-SIGNAL = CurriculumSettings(task_sampling="thompson", exploration_floor=0.25, seed=0)
+SIGNAL = CurriculumOptions(task_sampling="thompson", exploration_floor=0.25, seed=0)
 TASKS = [task(name) for name in "abcdefgh"]
 
 
@@ -19,7 +19,7 @@ def group(name, *rewards):
     )
 
 
-def test_evidence_adds_up_and_fades():
+def test_evidence_accumulates_and_decays():
     state = Curriculum().after([group("a", 1, 0, 0, 0), group("a", 1, 1, 0.5, 0)])
     assert (state.posterior(task("a")).solved, state.posterior(task("a")).failed) == (
         DECAY * 1 + 2,

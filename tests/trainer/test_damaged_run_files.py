@@ -1,4 +1,4 @@
-"""Whatever has become of a run's files: a resume works, or ends with one line that names the file."""
+"""With damaged run files, a resume works or ends with one line that names the file."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ RUBBISH = [
 
 
 class Resumable(FakeRun):
-    """A run of the bandit, which takes up whatever checkpoint it is given."""
+    """A run of the bandit, which accepts any checkpoint."""
 
     def __init__(self, path: Path) -> None:
         source = FakeTasks(
@@ -87,8 +87,10 @@ class Resumable(FakeRun):
 
 @pytest.fixture(scope="module")
 def half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that has two of its four steps behind it. The second one's checkpoint was lost, so
-    it is trained from disk."""
+    """Return the folder of a run after two of four steps.
+
+    The checkpoint of the second step is missing, so that this step is trained again from disk.
+    """
     path = tmp_path_factory.mktemp("half") / "run"
     asyncio.run(Resumable(path).go(*OPTIONS, "max_steps=2"))
     first, _ = (path / "checkpoints.jsonl").read_text().splitlines(keepends=True)
@@ -98,7 +100,7 @@ def half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resumed(half_done: Path, tmp_path: Path, name: str, change: Any) -> str:
-    """What the resume of a copy whose file was changed says; nothing where it works."""
+    """Return the error of resuming a copy with a changed file, or "" if it works."""
     copy = tmp_path / "run"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(half_done, copy)
@@ -113,7 +115,7 @@ def resumed(half_done: Path, tmp_path: Path, name: str, change: Any) -> str:
 
 @st.composite
 def changed_values(draw: st.DrawFn) -> Any:
-    """A change of one value of one line, at any depth."""
+    """Return a change of one value of one line, at any depth."""
     at, path, word = (
         draw(st.integers(0, 40)),
         draw(st.lists(st.integers(0, 12), min_size=1, max_size=5)),
@@ -192,13 +194,11 @@ def test_a_line_that_is_no_record_is_named(
 
 
 @pytest.mark.parametrize("name", [name for name in READ if name != "config.json"])
-def test_a_last_line_that_a_crash_cut_short_is_passed_over(
-    half_done: Path, tmp_path: Path, name: str
-) -> None:
+def test_an_incomplete_last_line_is_skipped(half_done: Path, tmp_path: Path, name: str) -> None:
     assert resumed(half_done, tmp_path, name, lambda content: content + content.splitlines()[-1][:-3]) == ""
 
 
-def test_a_word_for_a_number_is_named_with_its_line_and_field(half_done: Path, tmp_path: Path) -> None:
+def test_a_value_of_a_wrong_type_is_named_with_line_and_field(half_done: Path, tmp_path: Path) -> None:
     def change(content: bytes) -> bytes:
         first, *rest = content.splitlines(keepends=True)
         return b"".join([json.dumps(json.loads(first) | {"resumed_from": "seven"}).encode() + b"\n", *rest])

@@ -55,7 +55,7 @@ def test_an_evaluation_dump_has_a_file_per_family(tmp_path):
     assert (record["input_prompt"], record["output_response"]) == (
         "9 1",
         "2 9 3 4 9",
-    )  # special tokens and all
+    )  # including special tokens
     assert record["conversation"] == said and record["turns"] == 2 and record["score"] == [1.0]
     assert "größer" in (folder / "copy.jsonl").read_text()
     assert lines(folder / "aggregated_results.jsonl") == [{"test/pass_at_1": 1.0}]

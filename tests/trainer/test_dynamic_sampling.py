@@ -14,12 +14,12 @@ from src.learning.dynamic_sampling import (
     sample_groups,
     sampling_metrics,
 )
-from src.learning.options import DynamicSamplingSettings, FilterSettings
+from src.learning.options import DynamicSamplingOptions, FilterOptions
 from tests.fakes.trials import failure, task, trajectory
 
 
 def settings(kind, *, limit=30, ratio=0.3):
-    return DynamicSamplingSettings(
+    return DynamicSamplingOptions(
         dynamic_sampling=kind,
         dynamic_sampling_max_batches=limit,
         dynamic_sampling_min_replace_ratio=ratio,
@@ -71,7 +71,7 @@ def test_filter_collects_over_batches_and_cuts_to_whole_groups():
     )
 
 
-def test_replace_puts_good_groups_in_bad_places():
+def test_replace_substitutes_good_groups_for_bad_ones():
     state = add_batch(
         EMPTY, [*bad("x"), *good("a", "b"), *bad("y")], settings("replace"), step=1, num_groups=4
     )
@@ -79,7 +79,7 @@ def test_replace_puts_good_groups_in_bad_places():
     assert names(state.kept)[1:3] == ["a", "b"] and {names(state.kept)[0], names(state.kept)[3]} == {
         "a",
         "b",
-    }  # none taken twice
+    }  # no group is used twice
 
 
 def test_replace_draws_freely_when_good_groups_are_fewer():
@@ -124,7 +124,7 @@ async def test_a_step_asks_for_further_tasks_with_what_it_has_so_far():
         asked.append((state.num_batches, wanted - len(state.kept), names(state.played)))
         return [task("x")]
 
-    filters = FilterSettings(
+    filters = FilterOptions(
         remove_constant_reward_groups=False,
         min_group_size=1,
         failed_trial_reward=None,
@@ -141,7 +141,7 @@ async def test_groups_are_good_by_rewards_after_the_reward_rules():
     async def play(tasks, attempt):
         return played
 
-    filters = FilterSettings(
+    filters = FilterOptions(
         remove_constant_reward_groups=False,
         min_group_size=1,
         failed_trial_reward=1.0,
@@ -151,5 +151,5 @@ async def test_groups_are_good_by_rewards_after_the_reward_rules():
     assert (names(state.kept), state.num_bad) == (
         ["a"],
         1,
-    )  # b has two rewards of 1, now that its failure has one
+    )  # b has two rewards of 1, because its failure has a reward now
     assert state.played == played

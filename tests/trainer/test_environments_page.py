@@ -1,4 +1,4 @@
-"""docs/environments.md: its examples run as they are written, and it lists every environment."""
+"""The examples of docs/environments.md run unchanged, and the page lists every environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The task source of message environments, in whole runs and on its own."""
+"""The task source of message environments, alone and in whole runs."""
 
 from __future__ import annotations
 
@@ -189,14 +189,14 @@ async def test_a_resumed_run_repeats_no_episode(tmp_path):
         "max_steps=2", "eval_every=0", "temperature=1", "n_epochs=2", "behavior_if_log_dir_exists=resume"
     )
     assert [line["step"] for line in metrics] == [0, 1, 2]
-    assert len(closed) == 16 + 8  # of the second step and of the last evaluation
+    assert len(closed) == 16 + 8  # episodes of the second step and of the last evaluation
 
 
 async def test_evaluation_selects_tasks_by_name(tmp_path):
     @asynccontextmanager
     async def opened(config, checkpoint):
         yield Evaluated(
-            policy=FakePolicy(toy_chat(), ["\n"]), source=open_task_source(config.trials, toy_chat())
+            policy=FakePolicy(toy_chat(), ["\n"]), source=open_task_source(config.environment, toy_chat())
         )
 
     chosen = parse_as(

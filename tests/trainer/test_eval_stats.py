@@ -59,11 +59,11 @@ def test_trials_of_one_task_are_not_independent():
 
 
 def test_the_effective_number_is_at_most_the_number_of_trials():
-    estimate = mean_rate([0.5, 0.52], num_trials=100)  # they vary as the means of 2,499 would
+    estimate = mean_rate([0.5, 0.52], num_trials=100)  # their variance is that of means over 2,499 trials
     assert (estimate.low, estimate.high) == (
         pytest.approx(0.41348, abs=1e-5),
         pytest.approx(0.60578, abs=1e-5),
-    )  # Wilson's at 100
+    )  # the Wilson interval for 100 trials
 
 
 def test_an_interval_has_a_width_if_every_trial_was_solved():
@@ -102,7 +102,7 @@ def test_the_sign_flip_test_agrees_with_enumeration():
 
 @pytest.mark.parametrize("primes", [(1009, 1013, 1033), (1009, 1013, 1061), (1009, 1019, 1021)])
 def test_a_rounded_sign_flip_test_is_an_upper_bound(primes):
-    """Rounded to the grid, the differences come to less than they are."""
+    """After rounding to the grid, the sum of the differences is smaller than the exact sum."""
     assert sign_flip_p_value([Fraction(1, prime) for prime in primes]) == 0.25
 
 

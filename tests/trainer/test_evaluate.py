@@ -39,7 +39,7 @@ EXCLUSIVE = (
 
 
 class Bench:
-    """Evaluations on fakes. `solves(checkpoint, task, member)` is what the policy can do."""
+    """Evaluations on fakes. `solves(checkpoint, task, member)` tells whether the policy solves a trial."""
 
     def __init__(self, path, solves, *, lost=()):
         self.path = path / "evaluation"
@@ -151,8 +151,8 @@ async def test_every_domain_has_a_section_of_results(tmp_path):
     shop = lines[lines.index("shop:") + 1 :]
     assert shop[1].startswith("  pass^1: 50.0% [") and shop[4].startswith("  doing nothing: 0.0% [")
     assert (
-        "  solved: 50.0% of trials at tasks that take a writing action, 50.0% of trials at tasks that take none"
-        in shop
+        "  solved: 50.0% of trials at tasks that take a writing action, "
+        "50.0% of trials at tasks that take none" in shop
     )
     assert "  of 2 failed trials: false completion 2" in shop
 
@@ -182,7 +182,7 @@ async def test_an_unknown_noop_reward_is_left_out(tmp_path):
     )
 
 
-async def test_what_could_not_be_graded_is_named_and_in_no_rate(tmp_path):
+async def test_ungraded_trials_are_named_and_in_no_rate(tmp_path):
     bench = Bench(tmp_path, lambda *_: True, lost={("say-00", 3), ("say-01", 0)})
     await bench.go("n_samples=4", "trial_attempts=1")
     results = bench.results()
@@ -213,7 +213,7 @@ async def test_too_many_ungraded_trials_are_an_error(tmp_path):
     bench.lost, bench.played = (), 0
     await bench.go(
         "n_samples=4", "trial_attempts=1", "skyrl_tx_url=http://elsewhere:8000"
-    )  # wherever the server is by now
+    )  # the address of the server may have changed
     assert bench.played == 24
     assert bench.results()["metrics"]["test/trials/graded"] == 32
     with pytest.raises(ConfigError, match="belongs to another evaluation"):
@@ -284,12 +284,26 @@ def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
         (["model_name=m", "tasks_dir=t", "n_samples=0"], "error: n_samples must be at least 1, not 0"),
         (["model_name=m", "tasks_dir=t", "max_turns=0"], "error: max_turns must be at least 1, not 0"),
         ([*SERVER, "base_url=http://h/v1", "checkpoint=tinker://x"], EXCLUSIVE),
-        ([*SERVER, "checkpoint=/no/such"], "error: /no/such is neither a tinker:// path nor a run folder with a checkpoint; give one of them"),
-        ([*SERVER, "checkpoint=tinker://r/weights/2"], "error: tinker://r/weights/2 is a training state; evaluate its sampler: tinker://r/sampler_weights/2"),
-        (["results=/no/such"], "error: results= names a finished evaluation; add compare_with=<folder of another evaluation>"),
-        (["results=/no/such", "compare_with=/none"], "error: /no/such has no results.json; give the folder of an evaluation"),
+        (
+            [*SERVER, "checkpoint=/no/such"],
+            "error: /no/such is neither a tinker:// path nor a run folder with a checkpoint; "
+            "give one of them",
+        ),
+        (
+            [*SERVER, "checkpoint=tinker://r/weights/2"],
+            "error: tinker://r/weights/2 is a training state; "
+            "evaluate its sampler: tinker://r/sampler_weights/2",
+        ),
+        (
+            ["results=/no/such"],
+            "error: missing: compare_with; e.g. compare_with=..., or --help",
+        ),
+        (
+            ["results=/no/such", "compare_with=/none"],
+            "error: /no/such has no results.json; give the folder of an evaluation",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_line(argv, line, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main(argv) in (1, 2)

@@ -4,10 +4,10 @@ import pytest
 from src.core.trajectory import StopReason, TrajectoryGroup
 from src.learning.examples import apply_loss_reduction, examples_of, examples_of_batch, substeps
 from src.learning.kl_penalty import apply_kl_penalty, kl_estimates
-from src.learning.options import AdvantageSettings, FilterSettings, KlSettings
+from src.learning.options import AdvantageOptions, FilterOptions, KlOptions
 from tests.fakes.trials import task, trajectory, turn
 
-FILTERS = FilterSettings(
+FILTERS = FilterOptions(
     remove_constant_reward_groups=False,
     min_group_size=1,
     failed_trial_reward=None,
@@ -22,11 +22,11 @@ def settings(**changes):
         "max_tokens": 5,
         "context_limit": 10,
     }
-    return AdvantageSettings(**(options | changes))
+    return AdvantageOptions(**(options | changes))
 
 
 def two_and_six(*, second=StopReason.STOP):
-    """A=+1 on two tokens and A=-1 on six."""
+    """Return examples with the advantage 1 on two tokens and -1 on six."""
     members = [
         trajectory(reward=2, turns=[turn([1], [10, 11])]),
         trajectory(reward=0, turns=[turn([1], [12, 13, 14]), turn([2], [15, 16, 17])], stop=second),
@@ -75,14 +75,16 @@ def test_a_masked_trajectory_counts_in_group_and_batch(reduction, first, total):
 
 @pytest.mark.parametrize(("num_tokens", "num_trained"), [(10, 10), (11, 0)])
 def test_l13_to_l15_an_overlong_sequence_trains_nothing(num_tokens, num_trained):
-    # SkyRL-fleet cuts such a sequence and trains what is left; the seed's rule, and ours, is that nothing of
-    # it is trained.
+    # SkyRL-fleet cuts such a sequence and trains the rest. Here, no token of it is trained.
     long = trajectory(reward=1, turns=[turn([1] * (num_tokens - 3), [2, 3, 4])])
     short = trajectory(reward=0, turns=[turn([1], [2])])
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=[long, short]), settings(), FILTERS)
     assert [example.num_too_long for example in examples] == [int(not num_trained), 0]
     assert len(examples[0].sequences) == bool(num_trained)
-    assert [example.advantage for example in examples] == [0.5, -0.5]  # the reward still moves the group
+    assert [example.advantage for example in examples] == [
+        0.5,
+        -0.5,
+    ]  # the reward still changes the baseline of the group
     assert (
         len(
             apply_loss_reduction(examples, settings(loss_reduction="sequence_mean"))[1]
@@ -103,8 +105,7 @@ def test_l15_an_overlong_prompt_is_counted_and_not_cut():
 
 
 def test_s7_every_turn_has_the_advantage_of_its_trajectory():
-    # SkyRL's samples also carry the observation after the turn, with mask 0: tokens without effect, left out
-    # here.
+    # SkyRL's samples also contain the observation after the turn, with mask 0, which has no effect.
     turns = [turn([1] * 3, [2, 3]), turn([1, 1, 1, 2, 3, 4], [5])]
     members = [trajectory(reward=1, turns=turns), trajectory(reward=0, turns=[turn([1], [2])])]
     group = TrajectoryGroup(task=task("a"), trajectories=members)
@@ -139,7 +140,7 @@ def test_fewer_groups_than_substeps_are_split_by_trajectory():
 
 
 class Reference:
-    """Says -1 of every token."""
+    """Returns the logprob -1 for every token."""
 
     async def logprobs(self, token_ids):
         return [-1.0] * (len(token_ids) - 1)
@@ -151,11 +152,11 @@ async def test_the_kl_penalty_keeps_the_sum_of_advantages():
         trajectory(reward=1, turns=[turn([1], [11], logprob=-1.5)]),
     ]
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=members), settings(), FILTERS)
-    result = await apply_kl_penalty(examples, Reference(), KlSettings(kl_penalty_coef=0.1, kl_estimator="k1"))
+    result = await apply_kl_penalty(examples, Reference(), KlOptions(kl_penalty_coef=0.1, kl_estimator="k1"))
     assert result.mean_kl == pytest.approx(0.0)
     assert token_advantages(result.examples[0]) == pytest.approx(
         [-0.05]
-    )  # likelier than in the reference: pushed down
+    )  # likelier than in the reference, so its advantage is lowered
     assert token_advantages(result.examples[1]) == pytest.approx([0.05])
 
 
@@ -168,7 +169,7 @@ async def test_kl_estimators_of_half_a_nat(estimator, value):
     ]
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=members), settings(), FILTERS)
     result = await apply_kl_penalty(
-        examples, Reference(), KlSettings(kl_penalty_coef=1.0, kl_estimator=estimator)
+        examples, Reference(), KlOptions(kl_penalty_coef=1.0, kl_estimator=estimator)
     )  # differences 0.5 and 0
     assert token_advantages(result.examples[0]) == pytest.approx([-value / 2])
     assert token_advantages(result.examples[1]) == pytest.approx([value / 2])

@@ -9,7 +9,7 @@ import pytest
 
 from src.core.trajectory import StopReason, Trajectory, ZeroReason
 from src.envs.service.user_simulator import OUT_OF_SCOPE, STOP
-from src.evaluate.failure_patterns import Pattern, customer_faults, pattern_counts, pattern_of, patterns
+from src.evaluate.failure_patterns import Pattern, pattern_counts, pattern_of, patterns, user_simulator_faults
 
 SYSTEM = {"role": "system", "content": "policy"}
 
@@ -42,12 +42,12 @@ def failed(*messages: tuple[str, str], stop: StopReason = StopReason.STOP, **met
         ("Error: 7", Pattern.OTHER_ERROR),
     ],
 )
-def test_what_a_tool_refused_is_told_from_its_words(error: str, pattern: Pattern):
+def test_tool_refusals_are_recognised_by_their_text(error: str, pattern: Pattern):
     assert pattern_of(error) is pattern
     assert pattern in patterns(failed(("tool", error), stop=StopReason.MAX_TURNS))
 
 
-def test_an_answer_of_a_tool_that_only_speaks_of_errors_is_none():
+def test_a_tool_answer_that_mentions_errors_is_no_error():
     assert patterns(failed(("tool", '{"note": "Error: not found"}'))) == {Pattern.FALSE_COMPLETION}
 
 
@@ -59,7 +59,7 @@ def test_an_answer_of_a_tool_that_only_speaks_of_errors_is_none():
         (failed(stop=StopReason.CONTEXT_LENGTH), Pattern.CONTEXT_OVERFLOW),
         (failed(stop=StopReason.MAX_TURNS), Pattern.LIMIT),
         (failed(stop=StopReason.TIMEOUT), Pattern.LIMIT),
-        (failed(stop=StopReason.SESSION_CLOSED), Pattern.FALSE_COMPLETION),  # the agent's own act
+        (failed(stop=StopReason.SESSION_CLOSED), Pattern.FALSE_COMPLETION),  # caused by the agent
         (failed(too_many_errors=1.0), Pattern.LIMIT),
     ],
 )
@@ -96,8 +96,8 @@ def test_a_solved_trial_shows_nothing():
 )
 def test_a_customer_fault_is_no_false_completion(said: list[str], metrics: dict[str, Any], fault: str):
     trajectory = failed(*(("user", text) for text in said), **metrics)
-    assert customer_faults(trajectory) == [fault]
-    assert patterns(trajectory) == {Pattern.CUSTOMER}
+    assert user_simulator_faults(trajectory) == [fault]
+    assert patterns(trajectory) == {Pattern.USER_SIMULATOR}
 
 
 def conversation(questions: list[str], answers: list[str]) -> Trajectory:
@@ -112,13 +112,21 @@ def conversation(questions: list[str], answers: list[str]) -> Trajectory:
 
 def test_a_customer_that_repeats_a_long_answer_is_stuck():
     wish = "I would like to have my order number 17 sent to another address."
-    assert customer_faults(conversation(["Which?", "When?", "Where?"], [wish] * 3)) == ["repeated itself"]
-    assert customer_faults(conversation(["Which?", "When?", "Where?"], [wish, wish, f"{wish} {STOP}"])) == []
+    assert user_simulator_faults(conversation(["Which?", "When?", "Where?"], [wish] * 3)) == [
+        "repeated itself"
+    ]
     assert (
-        customer_faults(conversation(["I cannot help."] * 3, [wish] * 3)) == []
-    )  # it is the agent who is stuck
-    assert customer_faults(conversation(["Shall I?", "Really?", "Now?"], ["Yes, please go ahead."] * 3)) == []
-    assert customer_faults(conversation(["", "", ""], ["Error: the answer was empty."] * 3)) == []
+        user_simulator_faults(conversation(["Which?", "When?", "Where?"], [wish, wish, f"{wish} {STOP}"]))
+        == []
+    )
+    assert (
+        user_simulator_faults(conversation(["I cannot help."] * 3, [wish] * 3)) == []
+    )  # the agent is stuck, not the user
+    assert (
+        user_simulator_faults(conversation(["Shall I?", "Really?", "Now?"], ["Yes, please go ahead."] * 3))
+        == []
+    )
+    assert user_simulator_faults(conversation(["", "", ""], ["Error: the answer was empty."] * 3)) == []
 
 
 def test_patterns_are_counted_once_per_trial():

@@ -6,7 +6,7 @@ import pytest
 from src.core.log_setup import set_log_levels
 from src.core.trajectory import StopReason, TrajectoryGroup
 from src.learning.filters import DropReason, apply_reward_rules, is_trainable, keep_groups, zeroed_metrics
-from src.learning.options import FilterSettings
+from src.learning.options import FilterOptions
 from tests.fakes.trials import failure, task, trajectory, turn
 
 
@@ -17,7 +17,7 @@ def settings(**changes):
         "failed_trial_reward": None,
         "apply_overlong_filtering": "off",
     }
-    return FilterSettings(**(options | changes))
+    return FilterOptions(**(options | changes))
 
 
 def group(*rewards, failures=0):
@@ -28,7 +28,7 @@ def group(*rewards, failures=0):
     )
 
 
-def test_constant_groups_stay_unless_they_are_to_go():
+def test_constant_groups_stay_unless_the_filter_is_on():
     groups = [group(1, 1), group(1, 0), group(0, 0)]
     assert keep_groups(groups, settings()) == (groups, {})
     kept, dropped = keep_groups(groups, settings(remove_constant_reward_groups=True))
@@ -36,7 +36,7 @@ def test_constant_groups_stay_unless_they_are_to_go():
     assert dropped == {DropReason.CONSTANT_REWARD: 2}
 
 
-def test_rounding_is_no_variance_and_a_lone_trial_stays():
+def test_rounding_is_no_variance_and_a_single_trial_stays():
     kept, dropped = keep_groups(
         [group(0.6667, 0.66670001), group(1)], settings(remove_constant_reward_groups=True)
     )
@@ -64,14 +64,14 @@ def test_l10_zero_reward_on_non_stop_keeps_the_mask(stop, reward):
     [after] = apply_reward_rules([before], settings(zero_reward_on_non_stop=True))
     assert after.rewards == [reward] and after.trajectories[0].turns == turns
     assert is_trainable(after.trajectories[0], settings())
-    assert before.rewards == [1]  # the raw reward stays what the metrics see
+    assert before.rewards == [1]  # metrics use the raw reward
 
 
 def test_one_answer_over_the_threshold_costs_the_reward(caplog):
     def saying(*lengths):
         return trajectory(
             reward=1, turns=[turn([1], [2] * (length + 1)) for length in lengths]
-        )  # each with its end of turn
+        )  # each includes its end of turn
 
     members = [saying(1000, 1000, 1000), saying(5, 2049), saying(2048)]
     with caplog.at_level(logging.INFO):
@@ -134,7 +134,7 @@ def test_the_eos_rule_asks_only_how_the_last_answer_ended():
 def test_zeroed_rewards_are_counted_by_the_rule_that_took_them():
     long = trajectory(reward=1, turns=[turn([1], [2] * 9)])
     cut = trajectory(reward=1, turns=[turn([1], [2])], stop=StopReason.MAX_TURNS)
-    shown = trajectory(reward=1, turns=[turn([1] * 9, [2])])  # a long prompt, whoever wrote it
+    shown = trajectory(reward=1, turns=[turn([1] * 9, [2])])  # a long prompt counts, whoever wrote it
     members = [long, cut, replace(cut, reward=0.0), shown]
     groups = [TrajectoryGroup(task=task("a"), trajectories=members)]
     both = settings(
@@ -156,7 +156,7 @@ def test_debug_length_filtering_logs_every_decision(monkeypatch, caplog):
     assert "a: the longest answer has 8 tokens, 4 are allowed" in caplog.text
 
 
-def test_a_judges_bonus_is_part_of_what_is_learned_from():
+def test_a_judges_bonus_is_part_of_the_training_reward():
     members = [replace(trajectory(reward=1), bonus=0.5), trajectory(reward=0)]
     [group] = apply_reward_rules([TrajectoryGroup(task=task("a"), trajectories=members)], settings())
     assert group.rewards == [1.5, 0.0] and members[0].reward == 1

@@ -7,7 +7,7 @@ from src.core.trajectory import FailureKind, TrajectoryGroup
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollouts
 from src.rollouts.group_rollout import RolloutPlan, Rollouts, back_off, require_some_graded, trial_seed
-from src.rollouts.options import RolloutSettings
+from src.rollouts.options import RolloutOptions
 from tests.fakes.policy import UnusedPolicy
 from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
@@ -26,7 +26,7 @@ async def play(
 ):
     source = FakeTasks(train=tasks, play=play)
     heard = []
-    settings = RolloutSettings(
+    settings = RolloutOptions(
         n_parallel_envs=parallel,
         trial_timeout_s=deadline,
         trial_attempts=attempts,
@@ -89,7 +89,7 @@ async def test_the_duration_of_a_group_is_from_first_start_to_last_end(tmp_path)
     assert finished.duration_s >= 0.03
 
 
-async def test_never_more_trials_at_once_than_asked_for(tmp_path):
+async def test_concurrent_trials_stay_within_the_limit(tmp_path):
     running = most = 0
 
     async def count(trial, policy):
@@ -130,7 +130,7 @@ def test_the_wait_before_a_retry_doubles_and_is_spread():
     assert [back_off(2.0, 1, seed) for seed in (500, 999)] == [2.5, 2.999]
 
 
-async def test_a_lost_trial_is_tried_again_after_a_while(tmp_path):
+async def test_a_lost_trial_is_retried_after_a_wait(tmp_path):
     loop = asyncio.get_running_loop()
     times = []
 
@@ -174,7 +174,7 @@ async def test_a_trial_past_its_deadline_is_cancelled_and_counted(tmp_path):
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.02)  # a sandbox takes a while to go
+            await asyncio.sleep(0.02)  # stopping a sandbox takes time
             freed.append(trial)
 
     groups, _, _ = await play(tmp_path, hang, deadline=0.01, group_size=1)
@@ -212,9 +212,7 @@ async def test_when_nothing_was_graded_the_commonest_cause_is_named(tmp_path):
         match=r"none of the 3 trials of evaluation 3 could be graded; 2 failed by sandbox, e.g. no tmux",
     ) as one:
         require_some_graded(groups, plan(tmp_path, purpose="eval", directory=jobs))
-    assert str(one.value).endswith(
-        f"; see {tmp_path / 'logs.log'}"
-    )  # these trials left no files of their own
+    assert str(one.value).endswith(f"; see {tmp_path / 'logs.log'}")  # these trials have no files
     jobs.mkdir(parents=True)
     with pytest.raises(TrainerError, match=f"; see {jobs}$"):
         require_some_graded(groups, plan(tmp_path, purpose="eval", directory=jobs))
@@ -258,7 +256,7 @@ def test_seeds_differ_by_place_and_repeat_between_evaluations(tmp_path):
 
 
 class Floored(FakeTasks):
-    """Doing nothing solves a, cannot be tried at b."""
+    """Doing nothing solves task a and fails to run for task b."""
 
     asked: list[str]
     num_running = 0
@@ -277,14 +275,14 @@ class Floored(FakeTasks):
 async def test_the_noop_reward_is_measured_once_and_may_be_unknown(tmp_path, caplog):
     source = Floored(train=(A, B))
     source.asked = []
-    settings = RolloutSettings(
+    settings = RolloutOptions(
         n_parallel_envs=1, trial_timeout_s=None, trial_attempts=1, retry_wait_s=0, seed=0
     )
     rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
-    assert await rollouts.floors([A, B]) == await rollouts.floors([A, B]) == {"a": 1.0}
+    assert await rollouts.noop_rewards([A, B]) == await rollouts.noop_rewards([A, B]) == {"a": 1.0}
     assert (
         source.asked == ["a", "b"]
-        and "b: what doing nothing earns could not be measured: OSError: gone" in caplog.text
+        and "b: the reward of an agent that does nothing could not be measured: OSError: gone" in caplog.text
     )
 
 

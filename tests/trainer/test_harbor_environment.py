@@ -100,7 +100,7 @@ NO_SANDBOX = "bubblewrap cannot start"
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets why this machine can run neither Docker nor the sandbox; None: it can."""
+    """Set the reasons why this machine cannot run Docker and the sandbox. None means that it can."""
 
     def set_reasons(*, engine: str | None, sandbox: str | None) -> None:
         monkeypatch.setattr("src.envs.harbor.environment.why_no_engine", lambda: engine)

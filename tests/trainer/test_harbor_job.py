@@ -1,4 +1,4 @@
-"""A folder of trials as a job of Harbor's viewer."""
+"""A folder of trials can be read as a job of Harbor's viewer."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_a_successor_knows_what_its_predecessor_did(tmp_path):
     second = Journal(tmp_path)
     assert second.is_settled(HERE) and second.is_evaluated(0) and not second.is_evaluated(1)
     assert second.states_until(1) == [{"strikes": {"b": 1}}] and second.states_until(0) == []
-    assert first.progress == 2 and second.progress == 1  # what was trained may have to be trained again
+    assert first.progress == 2 and second.progress == 1  # a trained step may have to be trained again
     second.trained(1, groups=[(1, "a")], state={})
     assert second.progress == 1
     second.ended(RunState.DONE)

@@ -6,7 +6,7 @@ import pytest
 from src.core.errors import BackendError, TrainerError
 from src.learning.datums import sequences_of, to_datums
 from src.learning.learner import Learner, learning_rate
-from src.learning.options import LearnerSettings
+from src.learning.options import LearnerOptions
 from tests.fakes.backend import BanditTrainingClient
 from tests.fakes.trials import turn
 
@@ -23,7 +23,7 @@ def settings(**changes):
         "weight_decay": 0.1,
         "grad_clip_norm": 1.0,
     }
-    return LearnerSettings(**(options | changes))
+    return LearnerOptions(**(options | changes))
 
 
 def datums(token, *, logprob=QUARTER, advantage=1.0):
@@ -75,7 +75,7 @@ async def test_nothing_to_learn_takes_no_step():
 
 
 async def test_sampler_and_trainer_are_compared_on_the_trained_tokens():
-    client = BanditTrainingClient()  # says log 1/4 of every token
+    client = BanditTrainingClient()  # returns log 1/4 for every token
     metrics = await Learner(client, settings()).update(
         [[*datums(3, logprob=QUARTER + 0.2), *datums(2, logprob=QUARTER - 0.4)]]
     )
@@ -123,7 +123,7 @@ async def test_a_failing_server_is_a_backend_error():
     ("schedule", "warmup", "rates"),
     [
         ("constant", 0, [1, 1, 1, 1]),
-        ("constant", 2, [0.5, 1, 1, 1]),  # SkyRL's first step has rate 0 and changes nothing; ours has not
+        ("constant", 2, [0.5, 1, 1, 1]),  # SkyRL's first step has rate 0, ours does not
         ("linear", 0, [1, 0.75, 0.5, 0.25]),
         ("linear", 2, [0.5, 1, 1, 0.5]),
         ("cosine", 0, [1, 0.8535534, 0.5, 0.1464466]),

@@ -29,12 +29,12 @@ def test_reward_metrics_have_skyrls_values():
     assert metrics["reward/signal_ratio"] == 0.5
     assert metrics["reward/mean_positive_reward"] == pytest.approx(0.9166667)
     assert metrics["env/all/reward/total"] == pytest.approx(0.3125)
-    assert metrics["reward/mean_clipped_at_zero"] == 0.34375  # upstream's mean_positive_reward
+    assert metrics["reward/mean_clipped_at_zero"] == 0.34375  # SkyRL's mean_positive_reward
     assert metrics["reward/zero_reward_rate"] == 9 / 16
 
 
 def test_a_pass_is_a_positive_sum_of_rewards():
-    token_level = [[1, 0], [0, 1], [0, 0]]  # upstream: 0.3333
+    token_level = [[1, 0], [0, 1], [0, 0]]  # SkyRL: 0.3333
     groups = [group(str(index), sum(rewards)) for index, rewards in enumerate(token_level)]
     assert group_metrics(groups, group_size=1)["reward/avg_pass_at_1"] == pytest.approx(0.6667, abs=5e-5)
 
@@ -155,7 +155,7 @@ def test_a_batch_of_failures_has_counts_and_no_rewards():
     assert not any(name.startswith(("reward/", "env/")) for name in metrics)
 
 
-def test_lengths_and_endings():
+def test_lengths_and_stop_reasons_are_measured():
     long = trajectory("a", 1, [turn([1], [2, 3], version=4), turn([1, 2, 3, 4], [5, 6], version=5)])
     short = trajectory("a", 0, [turn([1], [2, 3], version=4)], stop=StopReason.LENGTH)
     metrics = group_metrics([TrajectoryGroup(task=task("a"), trajectories=[long, short])], group_size=2)

@@ -121,7 +121,7 @@ async def test_a_trial_waits_for_a_free_session(monkeypatch):
     client = FullClient(refusals=2)
     trajectory = await played(client)
     assert isinstance(trajectory, Trajectory) and trajectory.reward == 1
-    assert client.num_closed == 3  # two refused sessions and the one that was played
+    assert client.num_closed == 3  # two refused sessions and one that was played
 
 
 async def test_the_wait_for_a_free_session_has_a_timeout(monkeypatch):

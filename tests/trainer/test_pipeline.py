@@ -4,7 +4,7 @@ import pytest
 
 from src.core.trajectory import TrajectoryGroup
 from src.rollouts.group_rollout import TimedGroup
-from src.rollouts.options import PipelineSettings, ScheduleSettings
+from src.rollouts.options import PipelineOptions, ScheduleOptions
 from src.rollouts.pipeline import Pipeline, Scheduled, epoch_order, schedule
 from tests.fakes.trials import task
 from tests.fakes.virtual_time import Schedule, lognormal_minutes, simulate
@@ -18,7 +18,7 @@ def names(tasks):
 
 def batches(**changes):
     options = {"batch_size": 2, "n_epochs": 2, "max_steps": None, "seed": 0}
-    return schedule(TASKS, ScheduleSettings(**(options | changes)))
+    return schedule(TASKS, ScheduleOptions(**(options | changes)))
 
 
 def test_every_task_comes_once_an_epoch_and_epochs_never_mix():
@@ -51,7 +51,7 @@ def test_the_order_is_a_function_of_ids_seed_and_epoch_alone():
 
 
 class Stage:
-    """Plays groups until they are told to end."""
+    """Plays groups until the test ends them."""
 
     def __init__(self, names, *, left_out=(), **changes):
         options = {"max_staleness": 1, "max_groups_in_flight": None, "stream_groups": False, "batch_size": 2}
@@ -59,7 +59,7 @@ class Stage:
         self.pipeline = Pipeline(
             [Scheduled(step=1 + place // 2, task=task(name)) for place, name in enumerate(names)],
             self._play,
-            PipelineSettings(**(options | changes)),
+            PipelineOptions(**(options | changes)),
             is_left_out=lambda task: task.id in left_out,
         )
 
@@ -117,13 +117,13 @@ async def test_a_step_takes_the_groups_that_end_first():
 async def test_groups_that_end_during_an_update_are_bounded():
     stage = Stage("abcdefgh", max_groups_in_flight=8)
     async with stage.pipeline:
-        stage.pipeline.update_begins()  # so early that no group takes longer
+        stage.pipeline.update_begins()  # so early that no group takes longer than the update
         taking = await started(stage)
         await stage.end("a", "b")
         assert [await taking, await stage.taken(1)] == ["a", "b"]
         assert stage.under_way == "cd"
         await stage.end("c", "d")
-        assert stage.under_way == ""  # what would end now would be two updates old when its turn comes
+        assert stage.under_way == ""  # a group that ends now would be two updates old when it is used
         assert [await stage.taken(2), await stage.taken(2)] == ["c", "d"]
         assert stage.under_way == ""
         stage.pipeline.update_ended()
@@ -144,7 +144,7 @@ async def test_groups_in_flight_are_limited():
     ("max_staleness", "stream_groups", "is_ahead"), [(0, False, False), (0, True, True), (1, False, True)]
 )
 def test_staleness_or_streaming_rolls_out_ahead(max_staleness, stream_groups, is_ahead):
-    settings = PipelineSettings(
+    settings = PipelineOptions(
         max_staleness=max_staleness, max_groups_in_flight=None, stream_groups=stream_groups, batch_size=2
     )
     assert settings.is_ahead == is_ahead

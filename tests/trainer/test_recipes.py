@@ -1,4 +1,4 @@
-"""Every recipe of scripts/recipes/ loads, validates and says what the seeds' preset of that name says."""
+"""Every recipe of scripts/recipes/ loads, validates, and has the values of the preset of that name."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_numbers_are_the_seeds():
     assert many.test_data == ["retail:test", "airline:test"] and many.eval_every == 3
 
 
-def test_later_recipes_and_options_of_ones_own_win():
+def test_later_recipes_and_given_options_take_precedence():
     config = recipe("retail_4b_lora", "taxonomy", "small_memory", "seed=7", "batch_size=2", *JUDGE)
     assert (
         config.n_parallel_envs,

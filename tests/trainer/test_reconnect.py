@@ -1,7 +1,4 @@
-"""A server that goes away under a running trainer:
-
-through the real SDK, against our server's HTTP side on a fake engine.
-"""
+"""A server that stops during a run: the real trainer and SDK with the HTTP side on a fake engine."""
 
 import asyncio
 import contextlib
@@ -40,9 +37,8 @@ def port():
 
 
 class Bench(FakeRun):
-    """A run of the real trainer and SDK on a server that a test can stop and start again, at the same
-    address and with the same disk.
-    """
+    """A run of the real trainer and SDK. The test can stop the server and start it again with the same
+    address and disk."""
 
     def __init__(self, path, port):
         super().__init__(path / "run")
@@ -56,7 +52,7 @@ class Bench(FakeRun):
 
     def start(self):
         self.url = self._server.enter_context(
-            serving(StartupState(context=fake_context(self._checkpoints)), port=self._port)
+            serving(StartupState(state=fake_context(self._checkpoints)), port=self._port)
         )
 
     def stop(self):
@@ -83,7 +79,7 @@ class Bench(FakeRun):
     @asynccontextmanager
     async def opened(self, config, events, source):
         async with connect(config) as endpoint:
-            yield Dependencies(source=self.source, backend=await endpoint.open_training())
+            yield Dependencies(source=self.source, backend=await endpoint.open_training(config))
 
     async def _play(self, trial, policy):
         turn = await policy.sample(
@@ -101,7 +97,7 @@ class Bench(FakeRun):
         (
             False,
             "server lost: training(: no model session-| step 4: the server at http://)",
-        ),  # whichever hears of it first
+        ),  # whichever notices it first
     ],
     ids=["while a trial waits", "when training goes on"],
 )
@@ -115,7 +111,7 @@ async def test_a_run_continues_when_its_server_restarts(tmp_path, port, waits, n
     async def restart_in_step_four(trial, policy):
         if policy.version == 3 and trial.task.id.startswith("t"):
             sampled.append(trial)
-            if len(sampled) == 4:  # all of the step: no other asks the server for anything more
+            if len(sampled) == 4:  # these are all requests of the step
                 await asyncio.to_thread(bench.stop)
                 bench.start()
                 if waits:
@@ -140,7 +136,7 @@ async def test_a_run_continues_when_its_server_restarts(tmp_path, port, waits, n
     assert re.search(noticed, said) and "was restarted" in said and "resuming after step 2" in said
 
 
-async def test_a_server_that_stays_away_ends_the_run_in_one_line(tmp_path, port):
+async def test_a_server_that_stays_unreachable_ends_the_run(tmp_path, port):
     bench = Bench(tmp_path, port)
 
     async def pull_the_plug(trial, policy):
@@ -148,13 +144,14 @@ async def test_a_server_that_stays_away_ends_the_run_in_one_line(tmp_path, port)
             await asyncio.to_thread(bench.stop)
             await policy.sample(
                 SampleRequest(prompt_ids=[1, 2], max_tokens=2, temperature=1.0, seed=1)
-            )  # the SDK alone would try for minutes
+            )  # the SDK alone would retry for minutes
 
     bench.on_trial = pull_the_plug
     bench.start()
     with pytest.raises(
         ServerLost,
-        match=r"no server answers at .*; it stayed away for reconnect_timeout_s=0.5; start it again and resume",
+        match=r"no server answers at .*; the server did not return within reconnect_timeout_s=0.5; "
+        "start it again and resume",
     ) as error:
         await asyncio.wait_for(bench.go("reconnect_timeout_s=0.5"), 120)
     assert "\n" not in str(error.value)
@@ -162,7 +159,7 @@ async def test_a_server_that_stays_away_ends_the_run_in_one_line(tmp_path, port)
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_it_can_be_told_not_to_wait(tmp_path, port):
+async def test_waiting_for_the_server_can_be_disabled(tmp_path, port):
     bench = Bench(tmp_path, port)
 
     async def pull_the_plug(trial, policy):
@@ -174,7 +171,8 @@ async def test_it_can_be_told_not_to_wait(tmp_path, port):
     bench.start()
     with pytest.raises(
         ServerLost,
-        match=r"playing step 2: the server has not answered for heartbeat_timeout_s=0\.5 .*start it again and resume",
+        match=r"playing step 2: the server has not answered for heartbeat_timeout_s=0\.5 .*"
+        "start it again and resume",
     ):
         await asyncio.wait_for(bench.go("reconnect_timeout_s=0"), 120)
     assert "waiting up to" not in bench.text.getvalue()

@@ -1,4 +1,4 @@
-"""The table of environments: built-in and registered names, modules of the user, errors in one line."""
+"""The table of environments: built-in and registered names, modules of the user, and errors in one line."""
 
 from __future__ import annotations
 
@@ -76,9 +76,7 @@ def test_an_error_in_the_users_module_is_one_line(env, message, tmp_path, monkey
 
 @pytest.fixture
 def installed_package(tmp_path, monkeypatch):
-    """The metadata of an installed package that registers two environments, one with the name of a built-in
-    one.
-    """
+    """Install a package that registers two environments, one with the name of a built-in one."""
     package = tmp_path / "shop-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: shop\nVersion: 1.0\n")

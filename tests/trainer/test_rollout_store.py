@@ -27,8 +27,7 @@ def graded():
 
 
 def conversation(draw):
-    """Turns that mostly extend one another, as a rewritten history and a side conversation would leave
-    them."""
+    """Draw turns that mostly extend one another, with rewritten histories and side conversations."""
     turns, context = [], [1, 2]
     for version in range(draw.randrange(1, 6)):
         if context and draw.random() < 0.2:
@@ -102,7 +101,7 @@ def test_a_rewritten_history_is_written_compactly():
         context += [draw.randrange(150_000) for _ in range(300)]
         completion = [draw.randrange(150_000) for _ in range(100)]
         turns.append(turn(list(context), completion, logprob=float(np.float32(-draw.random()))))
-        context += completion[50:]  # without what it thought
+        context += completion[50:]  # without its thinking
     played = Trajectory(task_id="a", turns=turns, reward=0.0, stop_reason=StopReason.STOP)
     text = json.dumps(encoded(played))
     assert len(text) < 7 * len(context) and decoded(json.loads(text)) == played
@@ -116,7 +115,7 @@ def test_numbers_are_packed_without_loss():
     assert math.isnan(unpacked(packed([math.nan]))[0])
 
 
-def test_failures_stand_only_once_their_step_was_trained(tmp_path):
+def test_failures_are_final_once_their_step_was_trained(tmp_path):
     journal = Journal(tmp_path)
     finished = FinishedRollouts(tmp_path, journal)
     finished.add(STEP, FinishedRollout(result=failure("a"), seed=5, attempts=3))
@@ -137,7 +136,7 @@ def test_a_torn_line_is_no_finished_rollout(tmp_path):
     assert again.load("step", 1) == {STEP: rollout} and any_graded(tmp_path)
 
 
-def test_a_rollout_is_on_the_disk_before_the_journal_says_so(tmp_path, monkeypatch):
+def test_a_rollout_is_written_before_its_journal_line(tmp_path, monkeypatch):
     journal, found = Journal(tmp_path), []
     finished = FinishedRollouts(tmp_path, journal)
     monkeypatch.setattr(journal, "finished", lambda place, outcome: found.append(finished.load("step", 1)))

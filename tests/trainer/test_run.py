@@ -22,7 +22,7 @@ HELD_OUT = [task("held-01"), task("held-02")]
 
 
 class Bench(FakeRun):
-    """A run on fakes: `go` runs it, the rest is what it left behind."""
+    """A run on fakes. `go` runs it, and the other members return its results."""
 
     def __init__(self, path, **play):
         super().__init__(path / "run", self._parts)
@@ -46,7 +46,7 @@ class Bench(FakeRun):
         return Dependencies(source=self.source, backend=self.backend)
 
 
-async def test_two_steps_leave_every_file_and_say_what_happened(tmp_path):
+async def test_two_steps_write_every_file_and_their_log_lines(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("eval_group_size=2", "save_every=1")
     metrics = bench.lines("metrics.jsonl")
@@ -80,7 +80,7 @@ async def test_two_steps_leave_every_file_and_say_what_happened(tmp_path):
     assert {trial.directory for trial in bench.source.made} == {
         bench.path / "jobs" / name for name in bench.source.ended
     }
-    assert not (bench.path / "jobs").exists()  # these trials write nothing
+    assert not (bench.path / "jobs").exists()  # these trials write no files
     assert bench.source.ended == ["eval_000000", "step_000001", "step_000002", "eval_000002"]
     assert (bench.path / "logs.log").exists()
     text = bench.text.getvalue()
@@ -90,7 +90,7 @@ async def test_two_steps_leave_every_file_and_say_what_happened(tmp_path):
     assert str(bench.path) in text.splitlines()[-1]
 
 
-async def test_each_step_says_how_long_the_event_loop_was_held_up(tmp_path):
+async def test_each_step_reports_the_longest_event_loop_gap(tmp_path):
     async def blocking(trial, policy):
         time.sleep(0.3)  # noqa: ASYNC251 - what a trial must not do, and what the metric is there to show
         return await say_a_token(trial, policy)
@@ -136,7 +136,7 @@ async def test_dynamic_sampling_fills_the_batch_with_differing_groups(tmp_path):
         calls["n"] += 1
         number = calls["n"]
         result = await say_a_token(trial, policy)
-        same = number <= 8  # the first batch of 2 groups of 4
+        same = number <= 8  # the first batch has 2 groups of 4
         return dataclasses.replace(result, reward=1.0 if same else float(number % 2))
 
     bench = Bench(tmp_path, play=same_at_first)
@@ -147,9 +147,9 @@ async def test_dynamic_sampling_fills_the_batch_with_differing_groups(tmp_path):
     assert metrics["tokens/trained"] == 16  # two groups of four trials of two tokens
     assert (
         len(bench.lines("rollouts/step_000001.jsonl")) == 16
-    )  # what was played is recorded, learned from or not
+    )  # every played trial is recorded, even if it is not trained
     assert {trial.directory.name for trial in bench.source.made} == {"step_000001", "refill-1_000001"}
-    assert bench.backend.versions == [0, 1]  # re-sampling is not a step
+    assert bench.backend.versions == [0, 1]  # sampling a batch again is not a step
 
 
 async def test_the_learning_rate_schedule_spans_the_run(tmp_path):
@@ -198,7 +198,7 @@ async def test_a_folder_with_a_run_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("behavior", ["resume", "delete", "raise"])
-async def test_a_folder_in_which_a_trainer_is_at_work_is_nobody_elses(tmp_path, behavior):
+async def test_a_run_folder_in_use_is_refused(tmp_path, behavior):
     entered, free = asyncio.Event(), asyncio.Event()
 
     async def wait(trial, policy):
@@ -239,10 +239,7 @@ async def test_a_run_without_results_leaves_its_folder_free(tmp_path):
 
 
 async def cancelled_with_version(bench: Bench, version: int, *options: str) -> None:
-    """The run, up to where it plays with these weights:
-
-    in the step after so many, or in the evaluation after the last.
-    """
+    """Run until it plays with the weights of this version: in a later step or in the last evaluation."""
     reached = asyncio.Event()
 
     async def hang(trial, policy):
@@ -270,10 +267,8 @@ async def test_cancelling_saves_what_was_learned_and_the_run_can_go_on(tmp_path)
 
 
 @pytest.mark.parametrize("ahead", [["max_staleness=1", "loss_fn=ppo"], ["stream_groups=true"]])
-async def test_a_run_that_takes_groups_as_they_end_goes_on_doing_so(tmp_path, ahead):
-    """A step that played its own batch would train again what an earlier one took of it, and never what
-    that one left of its own.
-    """
+async def test_a_streaming_run_resumes_only_with_streaming(tmp_path, ahead):
+    """A step that plays its own batch would repeat groups of an earlier step and omit others."""
     bench = Bench(tmp_path)
     await bench.go("max_steps=1", *ahead)
     with pytest.raises(
@@ -306,7 +301,7 @@ async def test_a_run_stopped_in_its_last_evaluation_is_checkpointed(tmp_path):
 
 @pytest.mark.parametrize("max_steps", [2, 3])
 async def test_wandb_gets_an_interrupted_step_after_the_resume(tmp_path, monkeypatch, max_steps):
-    """With its evaluation where that is still due; else, by options that have changed, as it is."""
+    """The run resumes with its evaluation if it is still due, and otherwise with the changed options."""
     sent = []
     monkeypatch.setattr(
         "src.records.tracking.RunLog._send",
@@ -400,7 +395,7 @@ async def test_a_run_killed_in_its_first_evaluation_is_kept(tmp_path):
     await bench.go("behavior_if_log_dir_exists=resume", "max_steps=1")
     assert (
         len(bench.source.made) - made == 8 - 3 + 8 + 8
-    )  # the rest of the evaluation, the step, the last evaluation
+    )  # the rest of the evaluation, the step and the last evaluation
     await bench.go("behavior_if_log_dir_exists=delete", "max_steps=1")
     assert len([line for line in bench.lines("journal.jsonl") if line["event"] == "started"]) == 1
 
@@ -443,9 +438,7 @@ async def test_a_held_out_copy_of_a_training_task_is_refused(tmp_path):
     bench.source.eval += [Task(id="c", path=tmp_path / "c", instruction="another")]
     with pytest.raises(ConfigError, match=r"two sets; eval_tasks chooses others, e\.g\. eval_tasks=c$"):
         await bench.go()
-    with pytest.raises(
-        ConfigError, match=r"two sets$"
-    ):  # the names in a folder of tasks are none of tasks_dir's
+    with pytest.raises(ConfigError, match=r"two sets$"):  # the folder has none of the names of tasks_dir
         await bench.go(f"eval_tasks={tmp_path}")
 
 
@@ -457,11 +450,11 @@ async def test_without_eval_before_train_the_first_line_is_step_1(tmp_path):
     assert set(json.loads((bench.path / "train_tasks.json").read_text())) == {task.id for task in TASKS}
 
 
-async def test_a_rate_of_full_fine_tuning_is_pointed_out(tmp_path):
+async def test_a_full_fine_tuning_learning_rate_is_reported(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("max_steps=1", "learning_rate=5e-7", "eval_every=0", "eval_before_train=false")
     assert (
-        "learning_rate=5e-07 is one for full fine-tuning; an adapter needs ten times that or more"
+        "learning_rate=5e-07 is usual for full fine-tuning; use a rate that is at least ten times as large"
         in bench.text.getvalue()
     )
 
@@ -530,7 +523,7 @@ async def test_a_judge_changes_training_rewards_but_no_success_rate(tmp_path, mo
         "taxonomy_alpha=0.5",
     )
     before, step = bench.lines("metrics.jsonl")
-    assert asked.num_asked == 1  # fake trials have no conversations: all of them are the same
+    assert asked.num_asked == 1  # fake trials have no conversations, so all are equal
     assert (
         step["reward/avg_shaped_reward"]
         == step["reward/avg_raw_reward"] + 0.5

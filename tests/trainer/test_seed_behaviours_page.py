@@ -1,4 +1,4 @@
-"""docs/seed-behaviours.md has all 98 behaviours, each with tests that exist or with what there is instead."""
+"""docs/seed-behaviours.md lists all 98 behaviours, each with existing tests or a reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = [
 
 
 def known_tests() -> Mapping[str, set[str]]:
-    """By the file's name, and for the server's as server/<name>."""
+    """Return the names of tests by the name of the file, with server/ before those of the server."""
     found: dict[str, set[str]] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         name = f"server/{path.stem}" if path.parent.name == "server" else path.stem
@@ -41,5 +41,5 @@ def test_every_test_that_the_page_names_is_in_the_file_it_names():
     references = re.findall(r"`([\w/]*)::(test_\w+)`", PAGE)
     assert len(references) > 98
     for named, test in references:
-        file = named or file  # `::test_b` is of the file named before
+        file = named or file  # `::test_b` belongs to the file that was named before
         assert test in known.get(file, set()), f"{file} has no {test}"

@@ -36,7 +36,7 @@ def test_tokens_older_than_the_bound_lose_their_advantage():
 
 
 def test_a_trajectory_that_is_too_old_as_a_whole_is_counted():
-    empty = replace(example(1), sequences=[])  # over-long, say: it has no tokens that could be old
+    empty = replace(example(1), sequences=[])  # for example an overlong trajectory, which has no tokens
     shares, metrics = mask_stale([[example(1, 1)], [example(4), empty]], version=4, max_staleness=2)
     assert [len(share) for share in shares] == [1, 2]
     assert not shares[0][0].sequences[0].advantages.any() and shares[1][0].sequences[0].advantages.any()

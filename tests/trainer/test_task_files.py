@@ -20,7 +20,7 @@ from src.envs.registry import open_task_source
 from src.envs.service.task_files import Row, TaskDefinition, read_rows, without_nulls
 from src.envs.service.toy_retail import FOLDER
 from src.evaluate.config import EvaluateConfig
-from src.rollouts.options import ScheduleSettings
+from src.rollouts.options import ScheduleOptions
 from src.rollouts.pipeline import schedule
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
@@ -137,7 +137,7 @@ async def test_rows_of_two_domains_run_in_their_own_domains(tmp_path: Path, home
         FakePolicy(byte_chat(), ['<tool_call>{"name": "save", "arguments": {}}</tool_call>', "Saved."])
     )
     assert isinstance(found, Trajectory) and found.reward == 1.0
-    assert found.conversation[2]["content"] == "keep it"  # the row's instruction is the user's scenario
+    assert found.conversation[2]["content"] == "keep it"  # the instruction is the scenario of the user
     await source.close()
 
 
@@ -158,7 +158,9 @@ def test_an_evaluation_uses_only_its_test_data():
         "backend=skyrl-tx",
         "skyrl_tx_url=http://h:1",
     ]
-    source = open_task_source(parse_as(EvaluateConfig, [*argv, "context_limit=8000"]).trials, byte_chat())
+    source = open_task_source(
+        parse_as(EvaluateConfig, [*argv, "context_limit=8000"]).environment, byte_chat()
+    )
     assert (list(source.train), len(source.eval)) == ([], 20)
 
 
@@ -262,7 +264,7 @@ def tasks(**numbers: int) -> list[Task]:
 
 def test_a_mixture_gives_each_domain_its_share_of_every_batch():
     pool = tasks(airline=4, retail=16)
-    settings = ScheduleSettings(
+    settings = ScheduleOptions(
         batch_size=4, n_epochs=4, max_steps=None, seed=0, domain_mixture=["airline=1", "retail=1"]
     )
     plan = schedule(pool, settings)
@@ -272,18 +274,18 @@ def test_a_mixture_gives_each_domain_its_share_of_every_batch():
     played = Counter(task.id for batch in plan for task in batch.tasks)
     assert {played[task.id] for task in pool if task.domain == "airline"} == {10}
     assert {played[task.id] for task in pool if task.domain == "retail"} == {2, 3}
-    assert schedule(pool[::-1], settings) == plan  # a resumed run meets the same batches
+    assert schedule(pool[::-1], settings) == plan  # a resumed run has the same batches
     airlines = [task.id for batch in plan for task in batch.tasks if task.domain == "airline"]
     assert len({tuple(airlines[at : at + 4]) for at in range(0, 40, 4)}) > 5, (
         "each round has an order of its own"
     )
     assert schedule(pool, chz.replace(settings, seed=1)) != plan
     assert schedule(pool, chz.replace(settings, max_steps=3)) == plan[:3]
-    assert schedule(pool, chz.replace(settings, batch_size=8))  # all airlines in every batch
+    assert schedule(pool, chz.replace(settings, batch_size=8))  # every batch has all airline tasks
 
 
 def test_fractional_shares_are_exact_over_the_run():
-    settings = ScheduleSettings(
+    settings = ScheduleOptions(
         batch_size=3, n_epochs=10, max_steps=None, seed=0, domain_mixture=["airline=1", "retail=3"]
     )
     plan = schedule(tasks(airline=4, retail=8), settings)
@@ -294,11 +296,11 @@ def test_fractional_shares_are_exact_over_the_run():
     ("numbers", "message"),
     [
         ({"retail": 4}, "domain_mixture has shares of airline, retail; the training tasks are of retail"),
-        ({"retail": 4, "airline": 1}, "airline has 1 tasks, its share of a batch is 2"),
+        ({"retail": 4, "airline": 1}, "airline has 1 tasks, fewer than its share of a batch, 2"),
     ],
 )
 def test_an_impossible_mixture_is_rejected(numbers: dict[str, int], message: str):
-    settings = ScheduleSettings(
+    settings = ScheduleOptions(
         batch_size=4, n_epochs=1, max_steps=None, seed=0, domain_mixture=["airline=1", "retail=1"]
     )
     with pytest.raises(ConfigError, match=message):

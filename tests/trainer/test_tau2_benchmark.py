@@ -117,7 +117,7 @@ async def test_real_retail_keeps_its_deadline():
 
 
 @pytest.mark.parametrize(("met", "reward"), [(True, 1.0), (False, 0.0)])
-async def test_real_assertions_are_judged_by_whom_we_say(met: bool, reward: float):
+async def test_real_assertions_use_the_configured_judge(met: bool, reward: float):
     settings = tau2.worker_settings(Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=60)
     task = next(one for one in tau2.official_tasks(settings, "retail", "test") if one.row["needs_judge"])
     actions, num_assertions = task.row["gold_actions"], task.row["num_assertions"]

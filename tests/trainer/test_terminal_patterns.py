@@ -10,7 +10,7 @@ import pytest
 
 from src.analyze.run_files import dumped_trial
 from src.core.trajectory import StopReason, Trajectory
-from src.evaluate.failure_patterns import Pattern, customer_faults, patterns, tool_results
+from src.evaluate.failure_patterns import Pattern, patterns, tool_results, user_simulator_faults
 from src.records.dumps import eval_record
 from tests.fakes.harbor_trials import harbor_tasks, in_sandbox, play
 from tests.fakes.scripted_policy import answer
@@ -44,7 +44,7 @@ async def test_a_failed_terminal_trial(tmp_path: Path, script: Sequence[str], sh
     trial, _ = await play(tmp_path, script)
     assert isinstance(trial, Trajectory) and trial.reward == 0
     assert patterns(trial) == shown, tool_results(trial)
-    assert customer_faults(trial) == []
+    assert user_simulator_faults(trial) == []
     record = eval_record(task(trial.task_id), trial, lambda ids, clean: "", env_class="harbor")
     read_again = dumped_trial(json.loads(json.dumps(record)), "hello")
     assert patterns(read_again.trajectory) == shown

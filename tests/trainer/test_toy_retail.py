@@ -201,8 +201,8 @@ def test_every_tool_has_a_schema_and_only_writers_write():
             0,
             0,
             1,
-        ),  # more than was asked for
-        ([f"1042 {STOP}"], 0, 0, 1),  # the agent may end it too
+        ),  # more than the task asks for
+        ([f"1042 {STOP}"], 0, 0, 1),  # the agent may also end the conversation
     ],
 )
 async def test_the_reward_is_the_product_of_database_and_facts(answers, reward, database, communicate):

@@ -8,13 +8,13 @@ import types
 import pytest
 
 from src.core.errors import ConfigError
-from src.records.options import TrackingSettings
+from src.records.options import TrackingOptions
 from src.records.tracking import RunLog, open_run_log, project_name, recorded
 from tests.fakes.wandb_module import FakeWandb
 
-NOWHERE = TrackingSettings(wandb_project=None, trackio_project=None)
-WANDB = TrackingSettings(wandb_project="p", trackio_project=None)
-TRACKIO = TrackingSettings(wandb_project=None, trackio_project="p")
+NOWHERE = TrackingOptions(wandb_project=None, trackio_project=None)
+WANDB = TrackingOptions(wandb_project="p", trackio_project=None)
+TRACKIO = TrackingOptions(wandb_project=None, trackio_project="p")
 
 
 def log(path, steps, *, repeat_from=0):
@@ -66,8 +66,8 @@ def test_a_line_cut_by_a_crash_is_forgotten(tmp_path):
 OFFLINE = """
 import sys
 from pathlib import Path
-from src.records.tracking import TrackingSettings, open_run_log
-settings = TrackingSettings(wandb_project="p", trackio_project=None)
+from src.records.tracking import TrackingOptions, open_run_log
+settings = TrackingOptions(wandb_project="p", trackio_project=None)
 for start in (0, 2):
     with open_run_log(Path(sys.argv[1]), settings, name="my-run", config={"seed": 1}) as log:
         log.forget_from(start)
@@ -93,7 +93,7 @@ def test_offline_wandb_continues_a_run_under_its_id(tmp_path):
 
 
 def test_wandb_has_a_step_once_and_with_its_evaluation(tmp_path, monkeypatch):
-    """It ignores what comes for a step that it has."""
+    """W&B ignores metrics for a step that it already has."""
     fake = FakeWandb()
     fake.released.set()
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -128,7 +128,7 @@ def test_an_upload_that_never_ends_does_not_hold_the_process(tmp_path, monkeypat
 
 
 class FakeTrackio(types.ModuleType):
-    """`trackio` as its version 0.43 behaves: a run is known by project and name."""
+    """Replaces `trackio` 0.43, where project and name identify a run."""
 
     def __init__(self):
         super().__init__("trackio")

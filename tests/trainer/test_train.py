@@ -25,7 +25,7 @@ GOOD = ["model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch, tmp_path):
-    """No key, no stored credentials, no .env, and nothing that a test's main() sets outlives it."""
+    """Removes keys, stored credentials and .env, and restores all settings after the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     before = dict(os.environ)
@@ -54,7 +54,8 @@ def clean_environment(monkeypatch, tmp_path):
         (
             GOOD[:2],
             2,
-            "error: backend=tinker needs an API key: set TINKER_API_KEY (the environment or .env), or use backend=skyrl-tx",
+            "error: backend=tinker needs an API key: set TINKER_API_KEY (the environment or .env), "
+            "or use backend=skyrl-tx",
         ),
         (
             GOOD,
@@ -66,7 +67,7 @@ def clean_environment(monkeypatch, tmp_path):
 def test_a_mistake_is_one_line_and_no_traceback(argv, status, line, capsys):
     assert main(argv) == status
     assert capsys.readouterr().err == line + "\n"
-    assert os.listdir() == []  # nothing was done
+    assert os.listdir() == []  # no file was written
 
 
 def test_a_key_of_the_wrong_form_is_refused_before_it_is_sent(capsys):
@@ -83,7 +84,7 @@ def test_help_names_every_option_with_its_default(capsys):
     assert "Held-out tasks" in text
 
 
-def test_help_that_nobody_reads_to_its_end_is_no_traceback(monkeypatch):
+def test_help_into_a_closed_pipe_is_no_traceback(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as nobody:

@@ -1,8 +1,8 @@
-"""A server whose health is fine and whose other routes hang, fail or trickle: what waits for it has a
-deadline, and obeys signals.
+"""Waits for a server with a working health route and other routes that hang, fail or send slowly have
+deadlines.
 
-Real HTTP on loopback, the real SDK and real processes. Several scenarios run at the same time, because each
-spends its time waiting.
+They also obey signals. The tests use real HTTP on loopback, the real SDK and real processes. Several
+scenarios run at the same time, because each spends its time waiting.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TRAIN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which requests are answered badly, how, and what a program that is not stopped says."""
+    """The requests that get a bad answer, the kind of answer, and the expected messages."""
 
     is_bad: Callable[[str], bool]
     says: str
@@ -137,8 +137,8 @@ SAME_WAIT = (
     "health trickles",
     "opening fails",
     "evaluate: opening",
-)  # as in another scenario, for a signal
-NEVER_ENDS = ("opening the environment",)  # it waits for what is not the back end
+)  # another scenario tests this for a signal
+NEVER_ENDS = ("opening the environment",)  # does not wait for the back end
 SCENARIOS = [
     (place, end)
     for place in PLACES
@@ -153,11 +153,11 @@ SCENARIOS = [
 class Ended:
     status: int
     said: str
-    took_s: float  # since the signal, or since the first request that was answered badly
+    took_s: float  # since the signal or the first bad answer
 
 
 class Programs:
-    """Forks of one process that has everything imported."""
+    """Starts programs as forks of a process that has imported all modules."""
 
     def __init__(self, home: Path) -> None:
         environment = os.environ | {"HOME": str(home), "PYTHONPATH": str(ROOT)}
@@ -175,7 +175,7 @@ class Programs:
         self._listener.start()
 
     def start(self, module: str, argv: list[str], log: Path) -> tuple[int, int]:
-        """Its number and process id."""
+        """Return the number and the process id of the program."""
         assert self._process.stdin is not None
         with self._heard:
             number, self._count = self._count, self._count + 1
@@ -185,7 +185,7 @@ class Programs:
             return number, self._pids[number]
 
     def wait(self, number: int) -> int | None:
-        """Its exit status; None when it does not end."""
+        """Return the exit status, or None if the program does not end."""
         with self._heard:
             self._heard.wait_for(lambda: number in self._statuses, PATIENCE_S)
             return self._statuses.get(number)
@@ -214,7 +214,7 @@ class Programs:
 
 
 def play(programs: Programs, root: Path, place: Place, sent: signal.Signals | None) -> Ended | str:
-    """One scenario from its start to its end, or what went wrong."""
+    """Run one scenario and return its result, or the error."""
     with unresponsive(root / "checkpoints", place.manner, place.is_bad) as (url, reached):
         argv = {
             "train": [*OPTIONS, *TRAIN, f"skyrl_tx_url={url}", f"log_path={root / 'run'}", *place.options],
@@ -235,7 +235,7 @@ def play(programs: Programs, root: Path, place: Place, sent: signal.Signals | No
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Ended | str]:
-    """How every scenario ended."""
+    """Return the results of all scenarios."""
     home = tmp_path_factory.mktemp("home")
     programs = Programs(home)
     found: dict[tuple[str, str], Ended | str] = {}

@@ -1,4 +1,4 @@
-"""How the heads of a layer attend, as far as layers of one model may differ."""
+"""The attention of a layer: the settings in which the layers of a model may differ."""
 
 from __future__ import annotations
 
@@ -13,6 +13,4 @@ class AttentionSpec:
 
     scale: float  # scores are scale * q . k
     rope: RopeSpec
-    sliding_window: int | None = (
-        None  # a query sees this many positions, its own included; None: all before it
-    )
+    sliding_window: int | None = None  # positions that a query sees, with its own; None: all up to its own

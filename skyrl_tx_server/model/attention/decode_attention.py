@@ -26,7 +26,8 @@ sequences."""
 def attend_over_segments(
     spec: AttentionSpec, q: jax.Array, segments: Sequence[Segment], masks: Sequence[jax.Array]
 ) -> jax.Array:
-    """q [B, 1, H, hd] over segments laid end to end; masks broadcast to [B, K, G, n]. Softmax in float32."""
+    """Return attention of q [B, 1, H, hd] over consecutive segments. The masks broadcast to [B, K, G, n].
+    Softmax in float32."""
     batch, _, heads, head_dim = q.shape
     kv_heads = segments[0].keys.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
@@ -53,22 +54,20 @@ def attend_over_pages(
     layer: int,
     q: jax.Array,
     tables_BW: jax.Array,
-    stretches: KVSplits,
+    splits: KVSplits,
     recent: Segment,
     visible: jax.Array,
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """The same on a GPU, where a kernel reads the pages of one layer as they lie: q [B, 1, H, hd] over the
-    `stretches` that the rows' positions make and the `visible` [1, 1, 1, n] of their `recent` ones."""
-    assert spec.sliding_window is None, (
-        "the kernel reads all pages: a layer with a window is decoded without it"
-    )
+    """Return attention of q [B, 1, H, hd] on a GPU, where a kernel reads the pages of one layer in place:
+    over the KV splits of the cached positions, and over the `visible` [1, 1, 1, n] positions of `recent`."""
+    assert spec.sliding_window is None, "the kernel does not support sliding windows"
     attend = partial(_attend_over_own_pages, config, spec, layer, interpret)
     if config.mesh is not None:
         rows = PartitionSpec(BATCH)
         attend = shard_map_over(config, attend, (PAGES, HEADS, rows, rows, ROWS, PartitionSpec()), HEADS)
-    return attend(cache, q, tables_BW, stretches, recent, visible)
+    return attend(cache, q, tables_BW, splits, recent, visible)
 
 
 def _attend_over_own_pages(
@@ -79,29 +78,28 @@ def _attend_over_own_pages(
     cache: KVCache,
     q: jax.Array,
     tables_BW: jax.Array,
-    stretches: KVSplits,
+    splits: KVSplits,
     recent: Segment,
     visible: jax.Array,
 ) -> jax.Array:
     pages, _ = own_pages(config, cache, tables_BW)
-    keys, values = (
-        leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values)
-    )  # of every layer: a slice would be copied
+    # the pages of all layers are passed, because a slice would be copied
+    keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))
     past = paged_attention(
         q[:, 0],
         keys,
         values,
         pages + layer * cache.keys.shape[1],
-        stretches,
+        splits,
         scale=spec.scale,
         interpret=interpret,
     )
-    own = _recent(spec, q, recent, visible)
-    whole = merge(jax.tree.map(lambda *parts: jnp.stack(parts), past, own))
+    new = _attend_recent(spec, q, recent, visible)
+    whole = merge(jax.tree.map(lambda *parts: jnp.stack(parts), past, new))
     return (whole.out / whole.total[..., None]).astype(q.dtype)[:, None]
 
 
-def _recent(spec: AttentionSpec, q: jax.Array, recent: Segment, visible: jax.Array) -> Attended:
+def _attend_recent(spec: AttentionSpec, q: jax.Array, recent: Segment, visible: jax.Array) -> Attended:
     (batch, _, heads, head_dim), kv_heads = q.shape, recent.keys.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
     scores = _scores(spec, grouped, recent, visible)
@@ -117,6 +115,6 @@ def _recent(spec: AttentionSpec, q: jax.Array, recent: Segment, visible: jax.Arr
 
 
 def _scores(spec: AttentionSpec, grouped: jax.Array, segment: Segment, mask: jax.Array) -> jax.Array:
-    """[B, K, G, n] float32, to the base of two, of queries [B, K, G, hd]."""
+    """Return base-2 scores [B, K, G, n] float32 of queries [B, K, G, hd]."""
     scores = jnp.einsum("bkgh,bkhs->bkgs", grouped, segment.keys, preferred_element_type=jnp.float32)
     return jnp.where(mask, scores * (spec.scale * LOG2E), MASKED)

@@ -10,7 +10,7 @@ per dispatch of decode steps.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -20,16 +20,15 @@ from skyrl_tx_server.model.shapes import PAGE_SIZE
 
 MIN_PART, MAX_PARTS = 8, 16
 """A part has at least MIN_PART pages. The size doubles until a sequence has at most MAX_PARTS parts."""
-MIN_QUERIES, MIN_TOGETHER = 16, 4
-"""A matrix product on a GPU takes at least MIN_QUERIES queries, and a split at least MIN_TOGETHER
+MIN_QUERIES, MIN_SEQUENCES = 16, 4
+"""A matrix product on a GPU has at least MIN_QUERIES queries, and a split has room for at least MIN_SEQUENCES
 sequences."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVSplits:
-    """N splits for each of the batch's devices. A split is one part of up to R sequences on that device,
-    which share its pages."""
+    """N splits for each data-parallel rank. A split is one part of up to R sequences that share its pages."""
 
     rows: ArrayLike  # [devices * N, R] int32, indices of sequences on the device, padded with -1
     part: ArrayLike  # [devices * N] int32, the part's number
@@ -54,7 +53,7 @@ def sequences_per_split(group: int) -> int:
     >>> [sequences_per_split(group) for group in (1, 2, 4, 8)]
     [16, 8, 4, 4]
     """
-    return max(MIN_TOGETHER, MIN_QUERIES // queries_per_sequence(group))
+    return max(MIN_SEQUENCES, MIN_QUERIES // queries_per_sequence(group))
 
 
 def max_parts(pages: int) -> int:
@@ -78,15 +77,10 @@ def kv_splits_of(
     """
     shares = zip(np.split(tables_BW, devices), np.split(lengths_B, devices), strict=True)
     each = [_on_one_device(tables, lengths, sequences_per_split(group), page) for tables, lengths in shares]
-    return KVSplits(
-        **{
-            field.name: np.concatenate([getattr(own, field.name) for own in each])
-            for field in fields(KVSplits)
-        }
-    )
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *each)
 
 
-def _on_one_device(tables_BW: np.ndarray, lengths_B: np.ndarray, together: int, page: int) -> KVSplits:
+def _on_one_device(tables_BW: np.ndarray, lengths_B: np.ndarray, max_sequences: int, page: int) -> KVSplits:
     batch, width = tables_BW.shape
     num_parts, readers = np.zeros(batch, np.int32), defaultdict[tuple[int, int, int, bytes], list[int]](list)
     for row, length in enumerate(lengths_B.tolist()):
@@ -96,24 +90,22 @@ def _on_one_device(tables_BW: np.ndarray, lengths_B: np.ndarray, together: int, 
         for part, first in enumerate(range(0, pages, size)):
             end = min(first + size, pages)
             readers[part, first, min(end * page, length), tables_BW[row, first:end].tobytes()].append(row)
-    found = [
-        (part, first, end, rows[begin : begin + together])
-        for (part, first, end, _), rows in readers.items()
-        for begin in range(0, len(rows), together)
+    splits = [
+        (part, first, end, sequences[begin : begin + max_sequences])
+        for (part, first, end, _), sequences in readers.items()
+        for begin in range(0, len(sequences), max_sequences)
     ]
-    rows, spans = (
-        np.full((batch * max_parts(width), together), -1, np.int32),
-        np.zeros((3, batch * max_parts(width)), np.int32),
-    )
-    for at, (*span, own) in enumerate(found):
-        rows[at, : len(own)], spans[:, at] = own, span
+    rows = np.full((batch * max_parts(width), max_sequences), -1, np.int32)
+    spans = np.zeros((3, batch * max_parts(width)), np.int32)
+    for index, (*span, sequences) in enumerate(splits):
+        rows[index, : len(sequences)], spans[:, index] = sequences, span
     part, first, end = spans
     return KVSplits(
         rows=rows,
         part=part,
         first=first,
         end=end,
-        counts=np.array([len(found)], np.int32),
+        counts=np.array([len(splits)], np.int32),
         num_parts=num_parts,
     )
 

@@ -1,9 +1,9 @@
 """Attention of prefill: tiles of prompts over the KV pages of their prompts, which already hold the keys and
 values of the tiles.
 
-The keys are read in the same groups of pages whichever tokens are computed together, so neither the other
-prompts of a batch nor the boundaries of prefill chunks change a bit of the result. (Keys and values that a
-decode step wrote differ from those of prefill in the last bits.)
+Keys are always read in the same groups of pages, so neither the other prompts of a batch nor the boundaries
+of prefill chunks change a bit of the result. Keys and values of decode steps differ from those of prefill in
+the last bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
-from skyrl_tx_server.model.kernels.paged_kernel import prefill_attention, reads_as_they_lie
+from skyrl_tx_server.model.kernels.paged_kernel import prefill_attention, supports_head_dim
 from skyrl_tx_server.model.kv_cache import PAGES, KVCache, Segment, own_pages, read_pages
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.mesh import BATCH, shard_map_over
@@ -45,20 +45,21 @@ def attend_to_pages(
     blocks: PrefillTiles,
     q: jax.Array,
 ) -> jax.Array:
-    """Causal attention of q [N, T, H, hd] over one layer's keys and values in the pages of the tiles."""
+    """Return causal attention of q [N, T, H, hd] over the keys and values of one layer in the tiles'
+    pages."""
     if config.mesh is None:
         return _attend_here(spec, cache, jnp.asarray(layer), blocks, q)
     heads = PartitionSpec(None, None, "tensor")
     attend = shard_map_over(
         config,
-        partial(_attend_where_pages_lie, config, spec),
+        partial(_attend_on_device, config, spec),
         (PAGES, PartitionSpec(), PartitionSpec(), heads),
         heads,
     )
     return attend(cache, jnp.asarray(layer), blocks, q)
 
 
-def _attend_where_pages_lie(
+def _attend_on_device(
     config: ModelConfig,
     spec: AttentionSpec,
     cache: KVCache,
@@ -66,24 +67,22 @@ def _attend_where_pages_lie(
     blocks: PrefillTiles,
     q: jax.Array,
 ) -> jax.Array:
-    """Each device computes the tiles whose pages it holds, and the sum over devices gives all tiles. One
-    device holds all pages of a tile."""
-    tables, here = own_pages(config, cache, jnp.asarray(blocks.tables))
-    mine = here[:, 0] & (jnp.asarray(blocks.lengths) > 0)
-    own = PrefillTiles(
-        starts=jnp.where(mine, blocks.starts, 0), lengths=jnp.where(mine, blocks.lengths, 0), tables=tables
-    )
-    return jax.lax.psum(
-        jnp.where(mine[:, None, None, None], _attend_here(spec, cache, layer, own, q), 0), BATCH
-    )
+    """Compute the tiles whose pages are on this device, and sum over the devices. All pages of a tile are on
+    one data-parallel rank."""
+    tables, is_local = own_pages(config, cache, jnp.asarray(blocks.tables))
+    is_local = is_local[:, 0] & (jnp.asarray(blocks.lengths) > 0)
+    starts, lengths = jnp.where(is_local, blocks.starts, 0), jnp.where(is_local, blocks.lengths, 0)
+    local = PrefillTiles(starts=starts, lengths=lengths, tables=tables)
+    attended = _attend_here(spec, cache, layer, local, q)
+    return jax.lax.psum(jnp.where(is_local[:, None, None, None], attended, 0), BATCH)
 
 
 def _attend_here(
     spec: AttentionSpec, cache: KVCache, layer: jax.Array, blocks: PrefillTiles, q: jax.Array
 ) -> jax.Array:
-    """Run the kernel on NVIDIA's devices; elsewhere, and for heads and windows that it does not support, run
-    the loop."""
-    if spec.sliding_window is not None or not reads_as_they_lie(q.shape[-1]):
+    """Run the kernel on NVIDIA's devices. On other devices, and for head widths and sliding windows that it
+    does not support, run the loop."""
+    if spec.sliding_window is not None or not supports_head_dim(q.shape[-1]):
         return attend_by_loop(spec, cache, layer, blocks, q)
     kernel, loop = partial(attend_by_kernel, spec), partial(attend_by_loop, spec)
     return jax.lax.platform_dependent(cache, layer, blocks, q, cuda=kernel, default=loop)
@@ -98,9 +97,8 @@ def attend_by_kernel(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    keys, values = (
-        leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values)
-    )  # of every layer: a slice would be copied
+    # the pages of all layers are passed, because a slice would be copied
+    keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))
     tables = jnp.asarray(blocks.tables) + layer * cache.keys.shape[1]
     return prefill_attention(
         q,
@@ -119,21 +117,18 @@ def attend_by_loop(
 ) -> jax.Array:
     count, length = q.shape[:2]
     tables, ends = jnp.asarray(blocks.tables), jnp.asarray(blocks.starts) + blocks.lengths
-    last_seen = jnp.minimum(
-        blocks.starts[:, None] + jnp.arange(length), ends[:, None] - 1
-    )  # padding sees what is there
+    # padding attends to all tokens of its tile
+    last_seen = jnp.minimum(blocks.starts[:, None] + jnp.arange(length), ends[:, None] - 1)
 
-    def of(rows: int) -> jax.Array:
-        """Attend with the queries of each tile, or, if all tiles belong to one prompt, with all queries
-        together."""
-        own = q.reshape(rows, -1, *q.shape[2:])
-        return _attend(
-            spec, cache, layer, own, tables[:rows], last_seen.reshape(rows, -1), ends.max()
-        ).reshape(q.shape)
+    def attend(prompts: int) -> jax.Array:
+        """Attend with the queries of each tile, or together if all tiles belong to one prompt."""
+        queries, prompt_tables = q.reshape(prompts, -1, *q.shape[2:]), tables[:prompts]
+        seen = last_seen.reshape(prompts, -1)
+        return _attend(spec, cache, layer, queries, prompt_tables, seen, ends.max()).reshape(q.shape)
 
-    return (
-        of(1) if count == 1 else jax.lax.cond((tables == tables[0]).all(), lambda: of(1), lambda: of(count))
-    )
+    if count == 1:
+        return attend(1)
+    return jax.lax.cond((tables == tables[0]).all(), lambda: attend(1), lambda: attend(count))
 
 
 def _attend(
@@ -145,10 +140,10 @@ def _attend(
     last_seen: jax.Array,
     end: jax.Array,
 ) -> jax.Array:
-    """q [M, T, H, hd] over the pages of M prompts, whose positions up to `last_seen` [M, T] each query sees;
-    none lies behind `end`."""
-    (rows, length), kv_heads = q.shape[:2], cache.keys.shape[2]
-    grouped = q.reshape(rows, length, kv_heads, -1, q.shape[-1]).transpose(0, 2, 1, 3, 4)
+    """Return attention of q [M, T, H, hd] over the pages of M prompts, for each query up to position
+    `last_seen` [M, T]. All positions are less than `end`."""
+    (prompts, length), kv_heads = q.shape[:2], cache.keys.shape[2]
+    grouped = q.reshape(prompts, length, kv_heads, -1, q.shape[-1]).transpose(0, 2, 1, 3, 4)
     at_once = PAGES_AT_ONCE * PAGE_SIZE
     tables = jnp.pad(tables, ((0, 0), (0, PAGES_AT_ONCE)), mode="edge")
 
@@ -161,12 +156,12 @@ def _attend(
         return state.with_segment(spec, grouped, read_pages(cache, layer, pages), visible[:, None, :, None])
 
     per_query = jnp.zeros(grouped.shape[:-1], jnp.float32)
-    nothing = _Attended(
+    start = _Attended(
         highest=jnp.full_like(per_query, MASKED),
         total=per_query,
         values=jnp.zeros(grouped.shape, jnp.float32),
     )
-    whole = jax.lax.fori_loop(0, -(-end // at_once), add, nothing)
+    whole = jax.lax.fori_loop(0, -(-end // at_once), add, start)
     attended = whole.values / whole.total[..., None]
     return attended.astype(q.dtype).transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
@@ -174,8 +169,8 @@ def _attend(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Attended:
-    """The state of a softmax to the base of two over some of the keys, for T queries of G heads per key-value
-    head K of M prompts; float32."""
+    """The state of a base-2 softmax over a part of the keys, for M prompts, K key-value heads, T queries and
+    G heads per key-value head; float32."""
 
     highest: jax.Array  # [M, K, T, G]
     total: jax.Array  # [M, K, T, G]
@@ -184,7 +179,8 @@ class _Attended:
     def with_segment(
         self, spec: AttentionSpec, q: jax.Array, segment: Segment, visible: jax.Array
     ) -> _Attended:
-        """More positions; q [M, K, T, G, hd], `visible` broadcasts to [M, K, T, G, n]."""
+        """Return the state with more positions. q is [M, K, T, G, hd]; `visible` broadcasts to [M, K, T, G,
+        n]."""
         scores = jnp.einsum("mktgh,mkhs->mktgs", q, segment.keys, preferred_element_type=jnp.float32)
         scores = jnp.where(visible, scores * (spec.scale * LOG2E), MASKED)
         highest = jnp.maximum(self.highest, ceil_max(scores))

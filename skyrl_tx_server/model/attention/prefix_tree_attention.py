@@ -1,8 +1,8 @@
-"""Attention over a stream of sequences that share their beginnings (see `packing`), block by block.
+"""Attention over a stream of prefix trees (see `training.packing`), block by block.
 
-A token at index j of the stream is seen by those from j up to `subtree_end[j]`, where its subtree ends. Only
-pairs of blocks in which anything is seen are computed, so the cost grows with what is seen and not with the
-stream's length squared; scores never lie in memory but one block's, forward and backward (Dao et al.,
+The token at index j of the stream is visible to the tokens from j up to `subtree_end[j]`, the end of its
+subtree. Only pairs of blocks with visible tokens are computed, so the cost does not grow with the square of
+the stream's length. Only the scores of one pair of blocks are in memory, forward and backward (Dao et al.,
 arXiv:2205.14135).
 """
 
@@ -28,7 +28,7 @@ from skyrl_tx_server.model.model_config import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Heads:
-    """One stream cut into N blocks of n tokens: queries [N, K, G, n, hd], keys and values [N, K, n, hd]; K
+    """One stream in N blocks of n tokens: queries [N, K, G, n, hd], keys and values [N, K, n, hd]; K
     key-value heads with G queries each."""
 
     q: jax.Array
@@ -44,10 +44,10 @@ def tree_attention(
     k: jax.Array,
     v: jax.Array,
 ) -> jax.Array:
-    """q [R, T, H, hd] over k, v [R, T, K, hd] -> [R, T, H, hd]. On a mesh every device attends in its own
-    streams and heads."""
+    """Return attention [R, T, H, hd] of q [R, T, H, hd] over k, v [R, T, K, hd]. On a mesh every device
+    computes its streams and heads."""
     if spec.sliding_window is None:
-        layout = replace(layout, positions=None)  # an input that no program reads would still be passed to it
+        layout = replace(layout, positions=None)  # omit an input that the program does not read
     if config.mesh is None:
         return _attend(spec, layout, q, k, v)
     rows = batch_axes(config, q.shape[0])
@@ -65,7 +65,7 @@ def _attend(spec: AttentionSpec, layout: TreeLayout, q: jax.Array, k: jax.Array,
 def _forward(
     spec: AttentionSpec, layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(outputs like q, log2 of each softmax's denominator [R, H, T] float32)."""
+    """Return (outputs like q, log2 of the softmax denominators [R, H, T] float32)."""
     return _by_platform(spec, prefix_tree_kernel.forward, _stream_forward, layout, q, k, v)
 
 
@@ -98,8 +98,8 @@ def _by_platform[Output](
     layout: TreeLayout,
     *arrays: jax.Array,
 ) -> Output:
-    """Run the kernel on NVIDIA's devices; elsewhere, for the widest heads and for sliding windows run the
-    loop, stream by stream."""
+    """Run the kernel on NVIDIA's devices. On other devices, and for head widths and sliding windows that it
+    does not support, run the loop for each stream."""
 
     def each_stream(*stacked: object) -> Output:
         streams = [
@@ -121,7 +121,7 @@ def _by_platform[Output](
 def _stream_forward(
     spec: AttentionSpec, layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(outputs [T, H, hd], log2 of each softmax's denominator [H, T] float32)."""
+    """Return (outputs [T, H, hd], log2 of the softmax denominators [H, T] float32)."""
     heads = _heads(layout, q, k, v)
 
     def of_queries(i: jax.Array, done: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -147,7 +147,7 @@ def _stream_forward(
 
     empty = (jnp.zeros_like(heads.q), jnp.zeros(heads.q.shape[:-1]))
     out, log_total = jax.lax.fori_loop(0, len(heads.q), of_queries, empty)
-    return _uncut(out), _uncut(log_total[..., None])[..., 0].T
+    return _join_blocks(out), _join_blocks(log_total[..., None])[..., 0].T
 
 
 def _stream_backward(
@@ -161,11 +161,11 @@ def _stream_backward(
     grad_out: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     heads = _heads(layout, q, k, v)
-    out, log_total, grad_out = (_cut(layout, k, array) for array in (out, log_total.T[..., None], grad_out))
+    arrays = out, log_total.T[..., None], grad_out
+    out, log_total, grad_out = (_split_blocks(layout, k, array) for array in arrays)
     log_total = log_total[..., 0]
-    along = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(
-        axis=-1
-    )  # what the softmax's gradient takes off, per query
+    # per query, the part of the softmax gradient that is subtracted from every key's
+    along = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
 
     def of_queries(i: jax.Array, grads: _Heads) -> _Heads:
         q, grad = heads.q[i], grad_out[i]
@@ -191,27 +191,25 @@ def _stream_backward(
 
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), heads)
     grads = jax.lax.fori_loop(0, len(heads.q), of_queries, nothing)
-    grad_q, grad_k = (
-        _uncut((grads.q * spec.scale).astype(q.dtype)),
-        _uncut((grads.k[:, :, None] * spec.scale).astype(k.dtype)),
-    )
-    return grad_q, grad_k, _uncut(grads.v[:, :, None].astype(v.dtype))
+    grad_q = _join_blocks((grads.q * spec.scale).astype(q.dtype))
+    grad_k = _join_blocks((grads.k[:, :, None] * spec.scale).astype(k.dtype))
+    return grad_q, grad_k, _join_blocks(grads.v[:, :, None].astype(v.dtype))
 
 
 def _heads(layout: TreeLayout, q: jax.Array, k: jax.Array, v: jax.Array) -> _Heads:
-    return _Heads(q=_cut(layout, k, q), k=_cut(layout, k, k)[:, :, 0], v=_cut(layout, k, v)[:, :, 0])
+    queries, keys = _split_blocks(layout, k, q), _split_blocks(layout, k, k)[:, :, 0]
+    return _Heads(q=queries, k=keys, v=_split_blocks(layout, k, v)[:, :, 0])
 
 
-def _cut(layout: TreeLayout, k: jax.Array, array: jax.Array) -> jax.Array:
-    """[T, heads, hd] as [N, K, heads / K, n, hd]."""
+def _split_blocks(layout: TreeLayout, k: jax.Array, array: jax.Array) -> jax.Array:
+    """[T, heads, hd] -> [N, K, heads / K, n, hd]."""
     blocks = layout.num_key_blocks.shape[0]
-    return array.reshape(blocks, len(array) // blocks, k.shape[1], -1, array.shape[-1]).transpose(
-        0, 2, 3, 1, 4
-    )
+    by_block = array.reshape(blocks, len(array) // blocks, k.shape[1], -1, array.shape[-1])
+    return by_block.transpose(0, 2, 3, 1, 4)
 
 
-def _uncut(array: jax.Array) -> jax.Array:
-    """The inverse of `_cut`."""
+def _join_blocks(array: jax.Array) -> jax.Array:
+    """The inverse of `_split_blocks`."""
     blocks, kv_heads, group, block, head_dim = array.shape
     return array.transpose(0, 3, 1, 2, 4).reshape(blocks * block, kv_heads * group, head_dim)
 
@@ -219,15 +217,14 @@ def _uncut(array: jax.Array) -> jax.Array:
 def _scores(
     spec: AttentionSpec, layout: TreeLayout, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array
 ) -> jax.Array:
-    """[K, G, n, n] float32, to the base of two, of query block i and key block j, masked where a query does
-    not see a key."""
+    """Return masked base-2 scores [K, G, n, n] float32 of query block i and key block j."""
     block = k.shape[1]
     queries, keys = i * block + jnp.arange(block)[:, None], j * block + jnp.arange(block)[None]
     ends = layout.subtree_end.reshape(-1, block)[j]
     scores = _product("kgqh,ksh->kgqs", q, k) * (spec.scale * LOG2E)
     seen = (keys <= queries) & (queries < ends[None])
     if spec.sliding_window is not None:
-        assert layout.positions is not None, "a sliding window counts positions"
+        assert layout.positions is not None, "a sliding window needs positions"
         positions = layout.positions.reshape(-1, block)
         seen &= positions[i][:, None] - positions[j][None] < spec.sliding_window
     return jnp.where(seen, scores, MASKED)

@@ -1,5 +1,5 @@
-"""Constants of every softmax over keys. Weights are powers of two relative to a whole number, so that they
-round alike in bfloat16 in whatever tiles, pages and order the keys are read.
+"""The base-2 softmax of all attention implementations. The maximum is rounded up to a whole number, so that
+rounding to bfloat16 does not depend on the tiles, pages and order in which keys are read.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30
-"""The score of a key that is not seen."""
+"""The score of a key that is not visible."""
 
 
 def ceil_max(scores: jax.Array) -> jax.Array:
-    """Each row's highest of scores to the base of two, rounded up. Another maximum changes weights by a power
-    of two."""
+    """Return the maximum of base-2 scores over the last axis, rounded up. Another whole number only scales
+    the weights by a power of two."""
     return jnp.ceil(scores.max(axis=-1))

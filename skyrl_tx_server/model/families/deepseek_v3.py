@@ -1,10 +1,9 @@
-"""DeepSeek-V3 (R1, V3.1, Moonlight): latent attention, dense layers first, then mixtures whose experts are
-chosen by groups.
+"""DeepSeek-V3 (R1, V3.1, Moonlight): latent attention, and dense layers before layers with grouped experts.
 
-Heads attend in the latent space. A head's key is `W_k c` beside the rotated key that all heads share, so `q .
-W_k c = (W_k^T q) . c`: with `W_k^T q` for a query and `c` beside the rotated key for the one key-value head,
-attention is that of any other model, and the values are `c` again, taken through `W_v` afterwards. What is
-cached per token is one vector instead of every head's key and value.
+Heads attend in the latent space. The key of a head is `W_k c`, concatenated with the rotated key that all
+heads share. Since `q . W_k c = (W_k^T q) . c`, queries are multiplied by `W_k^T`, and all heads attend to one
+key-value head: the latent vector `c` and the rotated key. The values are also `c`, and the attention output
+is multiplied by `W_v`. The cache stores one vector per token instead of keys and values of every head.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ from skyrl_tx_server.model.model_config import (
 
 logger = logging.getLogger(__name__)
 
-LATENT_NORM_EPS = 1e-6  # of the norms within attention, whatever config.json's rms_norm_eps
+LATENT_NORM_EPS = 1e-6  # of the norms within attention; Hugging Face ignores rms_norm_eps there
 
 
 def attention_weights(config: ModelConfig) -> dict[str, Weight]:
     latent, hidden, heads = _latent(config), config.hidden_size, config.num_heads
-    query, compressed = _widths(config)
+    query_width, compressed_width = _widths(config)
 
     def matrix(*names: str, inputs: int, widths: tuple[int, ...], split: ShardAxis) -> Weight:
         return Weight(
@@ -65,11 +64,14 @@ def attention_weights(config: ModelConfig) -> dict[str, Weight]:
     def norm(name: str, width: int) -> Weight:
         return Weight(names=(f"{name}.weight",), widths=(width,))
 
-    first = "q_proj" if latent.q_lora_rank is None else "q_a_proj"
     fields = {
         "attention_norm": norm("input_layernorm", hidden),
         "q_kv": matrix(
-            first, "kv_a_proj_with_mqa", inputs=hidden, widths=(query, compressed), split=ShardAxis.OUTPUTS
+            "q_proj" if latent.q_lora_rank is None else "q_a_proj",
+            "kv_a_proj_with_mqa",
+            inputs=hidden,
+            widths=(query_width, compressed_width),
+            split=ShardAxis.OUTPUTS,
         ),
         "latent_norm": norm("self_attn.kv_a_layernorm", latent.kv_lora_rank),
         "kv_b": matrix(
@@ -95,7 +97,7 @@ def add_latent_attention[Aux](
     rope: Rope,
     attend: Attend[Aux],
 ) -> tuple[jax.Array, Aux]:
-    """x [B, T, D] plus what its heads attend to."""
+    """Add latent attention to x [B, T, D]."""
     latent = _latent(config)
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
     query, compressed = project(
@@ -105,73 +107,62 @@ def add_latent_attention[Aux](
         query = rms_norm(checkpoint_name(query, "qkv"), params["query_norm"], LATENT_NORM_EPS)
         (query,) = project(config, query, params["q_b"], params["q_b"].shape[:1], module_of(adapter, "q_b"))
     query = checkpoint_name(query, "qkv").reshape(*x.shape[:2], config.num_heads, -1)
-    plain, rotated = jnp.split(query, [latent.qk_nope_head_dim], axis=-1)
+    nope, roped = jnp.split(query, [latent.qk_nope_head_dim], axis=-1)
     vector, shared = jnp.split(checkpoint_name(compressed, "qkv")[:, :, None], [latent.kv_lora_rank], axis=-1)
-    key = jnp.concatenate(
-        [rms_norm(vector, params["latent_norm"], LATENT_NORM_EPS), _rotate(latent, shared, rope)], axis=-1
-    )
-    query = jnp.concatenate(
-        [_key_side(config, plain, params, adapter), _rotate(latent, rotated, rope)], axis=-1
-    )
+    vector = rms_norm(vector, params["latent_norm"], LATENT_NORM_EPS)
+    key = jnp.concatenate([vector, _rotate(latent, shared, rope)], axis=-1)
+    latent_query = _queries_to_latent(config, nope, params, adapter)
+    query = jnp.concatenate([latent_query, _rotate(latent, roped, rope)], axis=-1)
     attended, aux = attend(query * _score_scale(config), key, key)
-    values = _value_side(config, attended[..., : latent.kv_lora_rank], params, adapter).reshape(
-        *x.shape[:2], -1
-    )
+    values = _values_from_latent(config, attended[..., : latent.kv_lora_rank], params, adapter)
+    values = values.reshape(*x.shape[:2], -1)
     added = project(config, values, params["o"], (config.hidden_size,), module_of(adapter, "o"))[0]
     return checkpoint_name(shard_batch(config, x + added), "residual"), aux
 
 
-def _key_side(
-    config: ModelConfig, plain: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
+def _queries_to_latent(
+    config: ModelConfig, nope: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
 ) -> jax.Array:
-    """Queries [B, T, H, plain_dim] in the latent space [B, T, H, kv_lora_rank]: each head's part of `kv_b`
-    that makes keys, transposed."""
+    """Multiply queries [B, T, H, nope_dim] by `W_k^T`, the key part of `kv_b`: [B, T, H, kv_lora_rank]."""
     latent, module = _latent(config), module_of(adapter, "kv_b")
-    out = jnp.einsum("bthk,hkc->bthc", plain, _heads(config, params)[:, : latent.qk_nope_head_dim])
+    out = jnp.einsum("bthk,hkc->bthc", nope, _kv_b_by_head(config, params)[:, : latent.qk_nope_head_dim])
     if module is None:
         return out
 
-    def delta(own: LoraWeights) -> tuple[jax.Array]:
-        inner = jnp.einsum(
-            "bthk,rhk->bthr",
-            plain,
-            _by_head(config, own.b[0])[..., : latent.qk_nope_head_dim].astype(plain.dtype),
-        )
-        return (jnp.einsum("bthr,cr->bthc", inner * _scale(own, plain), own.a.astype(plain.dtype)),)
+    def delta(weights: LoraWeights) -> tuple[jax.Array]:
+        key_part = _by_head(config, weights.b[0])[..., : latent.qk_nope_head_dim].astype(nope.dtype)
+        inner = jnp.einsum("bthk,rhk->bthr", nope, key_part)
+        return (jnp.einsum("bthr,cr->bthc", inner * _scale(weights, nope), weights.a.astype(nope.dtype)),)
 
     return out + apply_lora(module, delta)[0]
 
 
-def _value_side(
+def _values_from_latent(
     config: ModelConfig, attended: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
 ) -> jax.Array:
-    """Values [B, T, H, value_dim] of what the heads attended to in the latent space [B, T, H,
-    kv_lora_rank]."""
+    """Multiply attention outputs [B, T, H, kv_lora_rank] by `W_v`, the value part of `kv_b`: [B, T, H,
+    value_dim]."""
     latent, module = _latent(config), module_of(adapter, "kv_b")
-    out = jnp.einsum("bthc,hvc->bthv", attended, _heads(config, params)[:, latent.qk_nope_head_dim :])
+    out = jnp.einsum("bthc,hvc->bthv", attended, _kv_b_by_head(config, params)[:, latent.qk_nope_head_dim :])
     if module is None:
         return out
 
-    def delta(own: LoraWeights) -> tuple[jax.Array]:
-        inner = jnp.einsum("bthc,cr->bthr", attended, own.a.astype(attended.dtype)) * _scale(own, attended)
-        return (
-            jnp.einsum(
-                "bthr,rhv->bthv",
-                inner,
-                _by_head(config, own.b[0])[..., latent.qk_nope_head_dim :].astype(attended.dtype),
-            ),
-        )
+    def delta(weights: LoraWeights) -> tuple[jax.Array]:
+        inner = jnp.einsum("bthc,cr->bthr", attended, weights.a.astype(attended.dtype))
+        inner = inner * _scale(weights, attended)
+        value_part = _by_head(config, weights.b[0])[..., latent.qk_nope_head_dim :].astype(attended.dtype)
+        return (jnp.einsum("bthr,rhv->bthv", inner, value_part),)
 
     return out + apply_lora(module, delta)[0]
 
 
-def _heads(config: ModelConfig, params: LayerParams) -> jax.Array:
-    """Each head's part of `kv_b`, [H, plain_dim + value_dim, kv_lora_rank]."""
+def _kv_b_by_head(config: ModelConfig, params: LayerParams) -> jax.Array:
+    """Return `kv_b` as [H, nope_dim + value_dim, kv_lora_rank]."""
     return params["kv_b"].reshape(config.num_heads, -1, _latent(config).kv_lora_rank)
 
 
 def _by_head(config: ModelConfig, columns: ArrayLike) -> jax.Array:
-    """[..., H * (plain_dim + value_dim)] -> [..., H, plain_dim + value_dim]."""
+    """[..., H * (nope_dim + value_dim)] -> [..., H, nope_dim + value_dim]."""
     return jnp.reshape(columns, (*columns.shape[:-1], config.num_heads, -1))
 
 
@@ -180,20 +171,18 @@ def _scale(module: LoraWeights, like: jax.Array) -> jax.Array:
 
 
 def _rotate(latent: LatentAttention, x: jax.Array, rope: Rope) -> jax.Array:
-    """x [B, T, heads, rope_dim] rotated; where neighbours belong together they come out as halves, in queries
-    and keys alike."""
+    """Rotate x [B, T, heads, rope_dim]. Interleaved pairs are first moved into the two halves. Queries and
+    keys get the same order, so scores do not change."""
     if latent.interleaved:
         x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
     return rotate(x, rope)
 
 
 def _score_scale(config: ModelConfig) -> float:
-    """`attend` divides by the root of the key-value head's width, Hugging Face by that of a head's query."""
+    """Return the factor from the scale of `plain_attention`, head_dim^-0.5, to that of Hugging Face."""
     latent, scaling = _latent(config), config.rope_scaling
-    sharper = (
-        yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2 if isinstance(scaling, YarnScaling) else 1.0
-    )
-    return sharper * math.sqrt(config.head_dim / (latent.qk_nope_head_dim + latent.qk_rope_head_dim))
+    mscale = yarn_mscale(scaling.factor, scaling.mscale_all_dim) if isinstance(scaling, YarnScaling) else 1.0
+    return mscale**2 * math.sqrt(config.head_dim / (latent.qk_nope_head_dim + latent.qk_rope_head_dim))
 
 
 def _latent(config: ModelConfig) -> LatentAttention:
@@ -202,11 +191,10 @@ def _latent(config: ModelConfig) -> LatentAttention:
 
 
 def _widths(config: ModelConfig) -> tuple[int, int]:
-    """Output widths of the fused first projections: of queries, of the latent vector with the rotated key."""
+    """Return the output widths of the fused first projections: (queries, latent vector and rotated key)."""
     latent = _latent(config)
-    return latent.q_lora_rank or config.num_heads * (
-        latent.qk_nope_head_dim + latent.qk_rope_head_dim
-    ), latent.kv_lora_rank + latent.qk_rope_head_dim
+    query = latent.q_lora_rank or config.num_heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
+    return query, latent.kv_lora_rank + latent.qk_rope_head_dim
 
 
 def weights(config: ModelConfig) -> dict[str, Weight]:
@@ -230,16 +218,14 @@ def layer[Aux](
     return (add_experts if "router" in params else add_mlp)(config, x, params, adapter), aux
 
 
-def read(raw: Mapping[str, Any], usual: ModelConfig) -> ModelConfig:
-    if usual.num_kv_heads != usual.num_heads:
+def read(raw: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
+    if config.num_kv_heads != config.num_heads:
         raise ConfigError(
-            f"num_key_value_heads={usual.num_kv_heads}: latent attention has as many as num_attention_heads={usual.num_heads}"
+            f"num_key_value_heads={config.num_kv_heads} must equal num_attention_heads={config.num_heads} in "
+            "latent attention"
         )
-    if raw.get("num_nextn_predict_layers"):
-        logger.info(
-            "num_nextn_predict_layers=%s: the layers that predict more tokens ahead are left out",
-            raw["num_nextn_predict_layers"],
-        )
+    if num_predict_layers := raw.get("num_nextn_predict_layers"):
+        logger.info("num_nextn_predict_layers=%s: multi-token prediction is not used", num_predict_layers)
     latent = LatentAttention(
         q_lora_rank=None if raw["q_lora_rank"] is None else int(raw["q_lora_rank"]),
         kv_lora_rank=int(raw["kv_lora_rank"]),
@@ -249,16 +235,16 @@ def read(raw: Mapping[str, Any], usual: ModelConfig) -> ModelConfig:
         interleaved=bool(raw.get("rope_interleave", True)),
     )
     return replace(
-        usual,
+        config,
         intermediate_size=int(raw["moe_intermediate_size"]),
         num_kv_heads=1,
         head_dim=latent.kv_lora_rank + latent.qk_rope_head_dim,
         latent=latent,
-        experts=_read_experts(raw, usual),
+        experts=_read_experts(raw, config),
     )
 
 
-def _read_experts(raw: Mapping[str, Any], usual: ModelConfig) -> Experts:
+def _read_experts(raw: Mapping[str, Any], config: ModelConfig) -> Experts:
     groups = ExpertGroups(
         count=int(raw["n_group"]), per_token=int(raw["topk_group"]), scale=float(raw["routed_scaling_factor"])
     )
@@ -269,7 +255,7 @@ def _read_experts(raw: Mapping[str, Any], usual: ModelConfig) -> Experts:
         groups=groups,
         shared=int(raw["n_shared_experts"] or 0),
         dense_layers=int(raw["first_k_dense_replace"]),
-        dense_width=usual.intermediate_size,
+        dense_width=config.intermediate_size,
     )
     size = experts.count // groups.count
     if (
@@ -279,12 +265,14 @@ def _read_experts(raw: Mapping[str, Any], usual: ModelConfig) -> Experts:
         or experts.per_token > groups.per_token * size
     ):
         raise ConfigError(
-            f"{experts.per_token} of {experts.count} experts in topk_group={groups.per_token} of n_group={groups.count}: "
-            "groups must be equal, of two experts or more, and those chosen must hold enough"
+            f"n_routed_experts={experts.count}, n_group={groups.count}, topk_group={groups.per_token}, "
+            f"num_experts_per_tok={experts.per_token}: groups must have the same size of at least 2 experts, "
+            "and topk_group groups must have at least num_experts_per_tok experts"
         )
-    if not 0 <= experts.dense_layers < usual.num_layers:
+    if not 0 <= experts.dense_layers < config.num_layers:
         raise ConfigError(
-            f"first_k_dense_replace={experts.dense_layers} of {usual.num_layers} layers leaves no mixture of experts"
+            f"first_k_dense_replace={experts.dense_layers} must be less than num_hidden_layers="
+            f"{config.num_layers}"
         )
     return experts
 

@@ -1,5 +1,6 @@
-"""What a family of models is made of: its weights, described once, and its layer. Initialising, loading,
-saving, adapting and sharding all follow the description; the blocks that most families share are here too.
+"""The description of a model family, its weights and its layer, and the blocks that most families share.
+
+Initialization, loading, saving, LoRA and sharding all use the description of the weights.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
-from skyrl_tx_server.model.layers import Rope, rms_norm
+from skyrl_tx_server.model.layers import Rope, rms_norm, rotate
 from skyrl_tx_server.model.lora.lora_math import LoraWeights, project
 from skyrl_tx_server.model.mesh import Axes, shard_batch
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerParams = dict[str, jax.Array]
-"""One layer's weights by field; stacked over layers every leaf has a leading L axis. Matrices of experts may
-be those of all the stack's layers, [L, E, out, in]; then STACK_INDEX says which layer's are meant."""
+"""The weights of one layer by field, or of a stack of layers, where every leaf has a leading L axis. Expert
+matrices may be passed for the whole stack, [L, E, out, in]; STACK_INDEX is then the index of the layer."""
 
 STACK_INDEX = "stack_index"
 
 type Attend[Aux] = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Aux]]
-"""(q [B, T, H, hd], k [B, T, K, hd], v [B, T, K, hd]) -> (out [B, T, H, hd], aux); q and k already normed and
-rotated."""
+"""(q [B, T, H, hd], k [B, T, K, hd], v [B, T, K, hd]) -> (out [B, T, H, hd], aux). q and k are already
+normalized and rotated."""
 
 
 class LoraTarget(StrEnum):
-    """Which of the contract's switches trains a projection's adapter."""
+    """The field of `LoraSpec` that says whether the adapter of a projection is trained."""
 
     ATTENTION = "train_attn"
     MLP = "train_mlp"
@@ -39,7 +40,7 @@ class LoraTarget(StrEnum):
 
 
 class ShardAxis(StrEnum):
-    """Which side of a weight the mesh's `tensor` axis divides."""
+    """The axis of a weight that the `tensor` axis of the mesh divides."""
 
     NEITHER = "neither"
     INPUTS = "inputs"
@@ -48,17 +49,18 @@ class ShardAxis(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """One field of a layer's weights: Hugging Face's tensors [out, in] one after the other along the outputs.
+    """One field of a layer's weights: one or several tensors [out, in] of Hugging Face, concatenated along
+    the outputs.
 
-    Where `tensor` divides the outputs of several tensors, they are arranged so that each device's are a piece
-    of every one: q0 k0 v0 | q1 k1 v1 instead of q0 q1 | k0 k1 | v0 v1.
+    If `tensor` divides the outputs of several tensors, they are interleaved so that each device has a part of
+    every tensor: q0 k0 v0 | q1 k1 v1 instead of q0 q1 | k0 k1 | v0 v1.
     """
 
-    names: tuple[str, ...]  # below `model.layers.N.`; with {expert} where each expert has its own
+    names: tuple[str, ...]  # after `model.layers.N.`; {expert} stands for the number of the expert
     widths: tuple[int, ...]  # outputs, one per name
     inputs: int = 0  # 0: a vector
-    experts: int = 0  # 0: no expert axis, which else leads
-    exact: bool = False  # float32, whatever the model's dtype
+    experts: int = 0  # size of the leading expert axis; 0: no such axis
+    exact: bool = False  # float32, whatever the dtype of the model
     switch: LoraTarget | None = None  # None: it has no adapter
     split: ShardAxis = ShardAxis.NEITHER
 
@@ -69,8 +71,8 @@ class Weight:
 
     @property
     def spec(self) -> PartitionSpec:
-        """How it lies on a mesh, stacked over layers. `fsdp` always divides outputs: each is then summed on
-        one device, as if alone."""
+        """The sharding of the field, stacked over layers. `fsdp` always divides the outputs, so that each
+        output is summed on one device, as without a mesh."""
         lead = (None, "expert") if self.experts else (None,)
         divided: dict[ShardAxis, tuple[Axes, Axes]] = {
             ShardAxis.INPUTS: ("fsdp", "tensor"),
@@ -83,8 +85,8 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
-    """Consecutive layers with the same weights and the same attention. Each field is stacked over them; one
-    scan runs them."""
+    """Consecutive layers with the same weights and the same attention. Each field is stacked over the layers,
+    and one scan runs them."""
 
     layers: range
     weights: dict[str, Weight]
@@ -101,14 +103,13 @@ class Layer(Protocol):
         rope: Rope,
         attend: Attend[Aux],
     ) -> tuple[jax.Array, Aux]:
-        """One layer over x [B, T, D]. `adapter` is this layer's: one for the batch, or one per row (leaves
-        with a leading B axis)."""
+        """Return x [B, T, D] after one layer, and the `aux` of `attend`. `adapter` is that of the layer: one
+        for the batch, or all LoRA slots with the indices of the batch."""
         ...
 
 
 def plain_attention(config: ModelConfig, layer: int) -> AttentionSpec:
-    """The attention that config.json describes; a layer has a sliding window if `config.sliding_windows` says
-    so."""
+    """Return the attention that config.json describes."""
     return AttentionSpec(
         scale=config.head_dim**-0.5,
         rope=config.rope,
@@ -116,31 +117,40 @@ def plain_attention(config: ModelConfig, layer: int) -> AttentionSpec:
     )
 
 
+def decoder_layer[Aux](
+    config: ModelConfig,
+    x: jax.Array,
+    params: LayerParams,
+    adapter: Mapping[str, LoraWeights] | None,
+    rope: Rope,
+    attend: Attend[Aux],
+) -> tuple[jax.Array, Aux]:
+    """The layer of dense models: self-attention and a gated MLP."""
+    x, aux = add_self_attention(config, x, params, adapter, rope, attend)
+    return add_mlp(config, x, params, adapter), aux
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Everything that sets one family apart. `expected` are config.json's entries that must have this value
-    where they are present."""
+    """A family of models."""
 
-    architecture: str  # Hugging Face's class
+    architecture: str  # the class of Hugging Face
     weights: Callable[[ModelConfig], dict[str, Weight]]
-    layer: Layer
-    expected: Mapping[str, Any]
+    layer: Layer = decoder_layer
+    expected: Mapping[str, Any]  # entries of config.json that must have this value if they are present
     attention: Callable[[ModelConfig, int], AttentionSpec] = plain_attention  # of the layer with this number
     default_head_dim: int | None = None  # None: hidden size / heads
-    first_weights: Callable[[ModelConfig], dict[str, Weight]] | None = (
-        None  # of the first layers, where `Experts.dense_layers` differ
-    )
-    read: Callable[[Mapping[str, Any], ModelConfig], ModelConfig] = lambda raw, usual: (
-        usual
-    )  # what config.json says beyond the usual
+    first_weights: Callable[[ModelConfig], dict[str, Weight]] | None = None  # of `Experts.dense_layers`
+    read: Callable[[Mapping[str, Any], ModelConfig], ModelConfig] = lambda raw, config: config
+    """(config.json, the configuration with the entries that all families share) -> the configuration."""
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}  # the inverse of `read`
 
 
 # --- blocks
 
 
-def attention_weights(config: ModelConfig, *, heads: Mapping[str, Weight] | None = None) -> dict[str, Weight]:
-    """`heads` is what a family does to the heads before it rotates them."""
+def attention_weights(config: ModelConfig, *, more: Mapping[str, Weight] | None = None) -> dict[str, Weight]:
+    """Return the weights of `add_self_attention`. `more` may have `qkv_bias`, `q_norm` and `k_norm`."""
     hidden = config.hidden_size
     return {
         "attention_norm": Weight(names=("input_layernorm.weight",), widths=(hidden,)),
@@ -151,7 +161,7 @@ def attention_weights(config: ModelConfig, *, heads: Mapping[str, Weight] | None
             switch=LoraTarget.ATTENTION,
             split=ShardAxis.OUTPUTS,
         ),
-        **(heads or {}),
+        **(more or {}),
         "o": Weight(
             names=("self_attn.o_proj.weight",),
             inputs=config.qkv_widths[0],
@@ -163,7 +173,7 @@ def attention_weights(config: ModelConfig, *, heads: Mapping[str, Weight] | None
 
 
 def mlp_weights(config: ModelConfig, *, width: int | None = None) -> dict[str, Weight]:
-    """`width` is the perceptron's where it is not `intermediate_size`."""
+    """Return the weights of `add_mlp`. `width=None` means `intermediate_size`."""
     norm = Weight(names=("post_attention_layernorm.weight",), widths=(config.hidden_size,))
     return {
         "mlp_norm": norm,
@@ -172,7 +182,7 @@ def mlp_weights(config: ModelConfig, *, width: int | None = None) -> dict[str, W
 
 
 def mlp_layer_weights(hidden: int, width: int, *, module: str, prefix: str = "") -> dict[str, Weight]:
-    """Of Hugging Face's `module`; its fields begin with `prefix`."""
+    """Return the weights of `mlp`, from Hugging Face's `module`. The fields begin with `prefix`."""
     gate, up, down = (f"{module}.{name}_proj.weight" for name in ("gate", "up", "down"))
     return {
         f"{prefix}gate_up": Weight(
@@ -192,18 +202,37 @@ def module_of(adapter: Mapping[str, LoraWeights] | None, field: str) -> LoraWeig
     return None if adapter is None else adapter[field]
 
 
-def qkv_proj(
+def add_self_attention[Aux](
     config: ModelConfig,
     x: jax.Array,
     params: LayerParams,
     adapter: Mapping[str, LoraWeights] | None,
-    *,
-    bias: jax.Array | None = None,
+    rope: Rope,
+    attend: Attend[Aux],
+) -> tuple[jax.Array, Aux]:
+    """Add rotary self-attention to x [B, T, D]. Queries and keys are normalized if `params` has norms."""
+
+    def rotated(heads: jax.Array, norm: str) -> jax.Array:
+        return rotate(rms_norm(heads, params[norm], config.rms_norm_eps) if norm in params else heads, rope)
+
+    q, k, v = qkv_proj(config, x, params, adapter)
+    heads = rotated(q, "q_norm"), rotated(k, "k_norm"), v
+    return add_attention(config, x, params, adapter, heads, attend)
+
+
+def qkv_proj(
+    config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values [B, T, heads, hd] of x [B, T, D], neither normed nor rotated."""
+    """Return queries, keys and values [B, T, heads, hd] of x [B, T, D], neither normalized nor rotated."""
     normed = rms_norm(x, params["attention_norm"], config.rms_norm_eps)
     parts = project(
-        config, normed, params["qkv"], config.qkv_widths, module_of(adapter, "qkv"), bias=bias, by="tensor"
+        config,
+        normed,
+        params["qkv"],
+        config.qkv_widths,
+        module_of(adapter, "qkv"),
+        bias=params.get("qkv_bias"),
+        by="tensor",
     )
     q, k, v = (checkpoint_name(part, "qkv").reshape(*x.shape[:2], -1, config.head_dim) for part in parts)
     return q, k, v
@@ -217,25 +246,19 @@ def add_attention[Aux](
     heads: tuple[jax.Array, jax.Array, jax.Array],
     attend: Attend[Aux],
 ) -> tuple[jax.Array, Aux]:
-    """x [B, T, D] plus what its rotated heads attend to."""
+    """Add the attention of the rotated heads (q, k, v), projected by `o`, to x [B, T, D]."""
     attended, aux = attend(*heads)
-    added = project(
-        config,
-        attended.reshape(*x.shape[:2], -1),
-        params["o"],
-        (config.hidden_size,),
-        module_of(adapter, "o"),
-    )[0]
+    attended = attended.reshape(*x.shape[:2], -1)
+    (added,) = project(config, attended, params["o"], (config.hidden_size,), module_of(adapter, "o"))
     return checkpoint_name(shard_batch(config, x + added), "residual"), aux
 
 
 def add_mlp(
     config: ModelConfig, x: jax.Array, params: LayerParams, adapter: Mapping[str, LoraWeights] | None
 ) -> jax.Array:
-    """x [B, T, D] plus its gated perceptron."""
-    return shard_batch(
-        config, x + mlp(config, rms_norm(x, params["mlp_norm"], config.rms_norm_eps), params, adapter)
-    )
+    """Add the gated MLP to x [B, T, D]."""
+    normed = rms_norm(x, params["mlp_norm"], config.rms_norm_eps)
+    return shard_batch(config, x + mlp(config, normed, params, adapter))
 
 
 def mlp(
@@ -246,7 +269,7 @@ def mlp(
     *,
     prefix: str = "",
 ) -> jax.Array:
-    """The gated perceptron of normed x [B, T, D] whose fields begin with `prefix`."""
+    """Return the output of the gated MLP for normalized x [B, T, D]. Its fields begin with `prefix`."""
     gate_up, down = f"{prefix}gate_up", f"{prefix}down"
     widths = (params[down].shape[1],) * 2
     parts = project(config, x, params[gate_up], widths, module_of(adapter, gate_up), by="tensor")

@@ -1,5 +1,4 @@
-"""Qwen3 with a mixture of experts in every layer (30B-A3B, 235B-A22B): the attention of the dense models,
-experts for the perceptron."""
+"""Qwen3 with a mixture of experts in every layer (30B-A3B, 235B-A22B) and the attention of dense Qwen3."""
 
 from __future__ import annotations
 
@@ -10,13 +9,14 @@ from typing import Any
 import jax
 
 from skyrl_tx_server.model.experts import add_experts, expert_weights
-from skyrl_tx_server.model.families.layer_spec import Attend, Family, LayerParams, Weight
-from skyrl_tx_server.model.families.qwen3 import (
-    EXPECTED,
-    HEAD_DIM,
-    add_normed_attention,
-    normed_attention_weights,
+from skyrl_tx_server.model.families.layer_spec import (
+    Attend,
+    Family,
+    LayerParams,
+    Weight,
+    add_self_attention,
 )
+from skyrl_tx_server.model.families.qwen3 import EXPECTED, HEAD_DIM, normed_attention_weights
 from skyrl_tx_server.model.layers import Rope
 from skyrl_tx_server.model.lora.lora_math import LoraWeights
 from skyrl_tx_server.model.model_config import Experts, ModelConfig
@@ -34,27 +34,24 @@ def layer[Aux](
     rope: Rope,
     attend: Attend[Aux],
 ) -> tuple[jax.Array, Aux]:
-    x, aux = add_normed_attention(config, x, params, adapter, rope, attend)
+    x, aux = add_self_attention(config, x, params, adapter, rope, attend)
     return add_experts(config, x, params, adapter), aux
 
 
-def read(raw: Mapping[str, Any], usual: ModelConfig) -> ModelConfig:
-    count = int(
-        raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"]
-    )  # transformers 5 and before
+def read(raw: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
+    # transformers 5 writes num_local_experts, earlier versions num_experts
     experts = Experts(
-        count=count,
+        count=int(raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"]),
         per_token=int(raw["num_experts_per_tok"]),
         normalized=bool(raw.get("norm_topk_prob", False)),
     )
-    return replace(usual, intermediate_size=int(raw["moe_intermediate_size"]), experts=experts)
+    return replace(config, intermediate_size=int(raw["moe_intermediate_size"]), experts=experts)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     assert config.experts is not None
     return {
-        # `intermediate_size` is of a dense layer, of which there is none
-        "moe_intermediate_size": config.intermediate_size,
+        "moe_intermediate_size": config.intermediate_size,  # config.json's intermediate_size: dense layers
         "num_experts": config.experts.count,
         "num_experts_per_tok": config.experts.per_token,
         "norm_topk_prob": config.experts.normalized,

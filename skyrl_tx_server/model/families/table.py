@@ -1,5 +1,4 @@
-"""The table of families, by the `model_type` of config.json. A new one is a file like `llama.py` and a line
-here."""
+"""The table of model families by the `model_type` of config.json."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def stacks_of(config: ModelConfig) -> tuple[Stack, ...]:
-    """Return all layers of a model, first to last: consecutive layers with equal weights and attention are
-    one stack."""
+    """Return the layers of a model as stacks, in order. Consecutive layers with equal weights and attention
+    are one stack."""
     family = family_of(config)
     num_dense = 0 if config.experts is None else config.experts.dense_layers
     stacks = []
@@ -33,7 +32,7 @@ def stacks_of(config: ModelConfig) -> tuple[Stack, ...]:
     ):
         layers = list(group)
         weights = family.first_weights if is_dense else family.weights
-        assert weights is not None, f"{config.model_type} describes no dense layers before its mixtures"
+        assert weights is not None, f"{config.model_type} needs first_weights for its dense first layers"
         stacks.append(
             Stack(layers=range(layers[0], layers[-1] + 1), weights=weights(config), attention=attention)
         )

@@ -1,13 +1,11 @@
-"""Attention over pages of keys and values for a GPU: Pallas kernels, compiled by Triton.
+"""Pallas kernels for attention over KV pages on GPUs, compiled by Triton.
 
-Decoding: a program processes one KV split after the other (`kv_splits`) and attends for the queries
-of one key-value head of all rows that have it in common. Long rows keep more of the device busy than they
-have heads, since each of their parts is a stretch (FlashDecoding), and a prompt that a group shares is read
-once for several of its members, whose queries fill up a matrix product that one row's would not. What a row
-gets depends on its own length and pages alone, to the bit.
+Decoding: a program processes KV splits (`kv_splits`) one after the other, each for the queries of one
+key-value head of all sequences of the split. The parts of a long sequence run in parallel (FlashDecoding).
+The KV pages of a shared prompt are read once for several sequences, whose queries fill one matrix product.
+The result of a sequence depends only on its own length and pages, to the bit.
 
-Prefill: a program attends for one block of a prompt and one or two of its heads, page after page from the
-first.
+Prefill: a program processes one tile of a prompt and one or two heads, page by page from the first.
 """
 
 from __future__ import annotations
@@ -33,28 +31,26 @@ from skyrl_tx_server.model.kernels.prefix_tree_kernel import (
 
 
 class Attended(NamedTuple):
-    """Attention over some of a softmax's keys, to be merged with the others'."""
+    """Attention over a part of the keys, to be merged with other parts."""
 
-    out: jax.Array  # [..., H, hd] float32, the values summed with weights 2^(score - highest)
-    highest: (
-        jax.Array
-    )  # [..., H] float32, the highest score to the base of two, rounded up; -1e30 where there is no key
-    total: jax.Array  # [..., H] float32, the sum of those weights
+    out: jax.Array  # [..., H, hd] float32, the sum of values with weights 2^(score - highest)
+    highest: jax.Array  # [..., H] float32, the highest base-2 score, rounded up; -1e30 without keys
+    total: jax.Array  # [..., H] float32, the sum of the weights
 
 
 PROGRAMS = 128
-"""For each key-value head, where there are so many stretches: several for each of a GPU's processors."""
+"""The maximum number of programs per key-value head: several for each multiprocessor of a GPU."""
 
 MANY_TILES = 512
-"""Blocks of a prompt, by heads, that keep a GPU busy when two of them share a program, which reads their
-pages once."""
+"""The number of (tile, head) pairs from which a program processes two heads, to read their pages once. Fewer
+programs would not fill a GPU."""
 
 
-def reads_as_they_lie(head_dim: int) -> bool:
-    """Whether pages of such heads go to the kernels as they are. Others would be filled up to a power of two
-    first, in a copy of all pages.
+def supports_head_dim(head_dim: int) -> bool:
+    """Return whether the kernels read pages with this head width in place. For other widths all pages would
+    be copied and padded to a power of two.
 
-    >>> [reads_as_they_lie(head_dim) for head_dim in (64, 96, 128, 256, 576)]
+    >>> [supports_head_dim(head_dim) for head_dim in (64, 96, 128, 256, 576)]
     [True, False, True, True, False]
     """
     return MIN_DIM <= head_dim <= MAX_HEAD_DIM and head_dim & (head_dim - 1) == 0
@@ -65,23 +61,21 @@ def paged_attention(
     keys: jax.Array,
     values: jax.Array,
     tables: jax.Array,
-    stretches: KVSplits,
+    splits: KVSplits,
     *,
     scale: float,
     interpret: bool = False,
 ) -> Attended:
-    """q [B, H, hd] over the `stretches` of the pages `tables` [B, max_pages] of keys [N, K, hd, P] and values
-    [N, K, P, hd]; P is a power of two, 64 or more for speed. What lies beyond a row's length may be anything,
-    NaN too."""
+    """Return attention of q [B, H, hd] over the KV splits of the block tables [B, W] of keys [N, K, hd, P]
+    and values [N, K, P, hd]. The page size P is a power of two. Positions after the end of a sequence may be
+    NaN."""
     (batch, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
-    assert page >= MIN_DIM and page & (page - 1) == 0, (
-        f"pages of {page} positions: a power of two from {MIN_DIM} on"
-    )
+    assert page >= MIN_DIM and page & (page - 1) == 0, f"page size {page} must be a power of two >= {MIN_DIM}"
     q, values = padded_heads(q), padded_heads(values)
     width, parts = q.shape[-1], max_parts(tables.shape[1])
     keys = jnp.pad(keys, ((0, 0), (0, 0), (0, width - head_dim), (0, 0)))
     whole = pl.BlockSpec()
-    programs = min(PROGRAMS, len(stretches.part))
+    programs = min(PROGRAMS, len(splits.part))
     attended = pl.pallas_call(
         partial(_decode_kernel, group=heads // kv_heads, programs=programs, scale=scale),
         grid=(kv_heads, programs),
@@ -98,26 +92,26 @@ def paged_attention(
         interpret=interpret,
         name="paged_attention",
     )(
-        stretches.counts,
-        stretches.rows,
-        stretches.part,
-        stretches.first,
-        stretches.end,
+        splits.counts,
+        splits.rows,
+        splits.part,
+        splits.first,
+        splits.end,
         tables,
         q,
         keys,
         values,
     )
-    own = jnp.arange(parts)[:, None, None] < jnp.asarray(stretches.num_parts)[:, None]
+    is_part = jnp.arange(parts)[:, None, None] < jnp.asarray(splits.num_parts)[:, None]
     out, highest, total = (
-        jnp.where(own.reshape(*own.shape, *[1] * (part.ndim - 3)), part, absent)
-        for part, absent in zip(attended, (0.0, MASKED, 0.0), strict=True)
+        jnp.where(is_part.reshape(*is_part.shape, *[1] * (array.ndim - 3)), array, empty)
+        for array, empty in zip(attended, (0.0, MASKED, 0.0), strict=True)
     )
     return merge(Attended(out[..., :head_dim], highest, total))
 
 
 def merge(parts: Attended) -> Attended:
-    """Parts stacked along a leading axis as one."""
+    """Merge parts that are stacked along a leading axis."""
     highest = parts.highest.max(axis=0)
     weights = jnp.exp2(parts.highest - highest)
     return Attended(
@@ -146,24 +140,24 @@ def _decode_kernel(
     head, program = pl.program_id(0), pl.program_id(1)
     (batch, _, width), each = q.shape, queries_per_sequence(group)
     query = jnp.arange(rows.shape[1] * each)
-    place, column = query // each, jnp.arange(width)[None]
+    member, column = query // each, jnp.arange(width)[None]
 
     def attend(turn: jax.Array, done: jax.Array) -> jax.Array:
-        at = program + turn * programs
-        row, own, leader, last = rows[at, place], query % each, rows[at, 0], end[at]
-        real = (row >= 0) & (own < group)  # the rest fills the product up
-        row, own = jnp.where(real, row, batch), head * group + own
-        wide = jnp.broadcast_to(real[:, None], (len(query), width))
-        queries = triton.load(q.at[row[:, None], own[:, None], column], mask=wide, other=0.0)
+        split = program + turn * programs
+        row, query_head, leader, last = rows[split, member], query % each, rows[split, 0], end[split]
+        valid = (row >= 0) & (query_head < group)  # other queries are padding
+        row, query_head = jnp.where(valid, row, batch), head * group + query_head
+        mask = jnp.broadcast_to(valid[:, None], (len(query), width))
+        queries = triton.load(q.at[row[:, None], query_head[:, None], column], mask=mask, other=0.0)
 
         limit = jnp.full(len(query), last)
         state = _over_pages(
-            queries, limit, (first[at], last), lambda index: tables[leader, index], keys, values, scale
+            queries, limit, (first[split], last), lambda index: tables[leader, index], keys, values, scale
         )
-        number = part[at]
-        triton.store(highest.at[number, row, own], state[0], mask=real)
-        triton.store(total.at[number, row, own], state[1], mask=real)
-        triton.store(out.at[number, row[:, None], own[:, None], column], state[2], mask=wide)
+        number = part[split]
+        triton.store(highest.at[number, row, query_head], state[0], mask=valid)
+        triton.store(total.at[number, row, query_head], state[1], mask=valid)
+        triton.store(out.at[number, row[:, None], query_head[:, None], column], state[2], mask=mask)
         return done
 
     turns = pl.cdiv(counts[0] - program, programs)
@@ -181,43 +175,41 @@ def prefill_attention(
     scale: float,
     interpret: bool = False,
 ) -> jax.Array:
-    """Causal attention of N blocks q [N, T, H, hd], whose first tokens have the positions `starts` [N] and of
-    which `lengths` [N] tokens count, over their pages `tables` [N, max_pages] of keys [P, K, hd, page] and
-    values [P, K, page, hd], which hold the blocks' own too."""
-    (blocks, length, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
-    each = 2 if heads // kv_heads % 2 == 0 and blocks * heads >= MANY_TILES else 1
+    """Return causal attention of N tiles q [N, T, H, hd] over the block tables [N, W] of keys [P, K, hd,
+    page] and values [P, K, page, hd], which include those of the tiles. `starts` [N] are the positions of the
+    first tokens, `lengths` [N] the numbers of tokens without padding."""
+    (num_tiles, length, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
+    each = 2 if heads // kv_heads % 2 == 0 and num_tiles * heads >= MANY_TILES else 1
     q, values = padded_heads(q), padded_heads(values)
     width = q.shape[-1]
     keys = jnp.pad(keys, ((0, 0), (0, 0), (0, width - head_dim), (0, 0)))
     tiles = (
-        q.reshape(blocks, length, heads // each, each, width)
+        q.reshape(num_tiles, length, heads // each, each, width)
         .transpose(0, 2, 3, 1, 4)
-        .reshape(blocks, heads // each, -1, width)
+        .reshape(num_tiles, heads // each, -1, width)
     )
-    own = pl.BlockSpec((None, None, each * length, width), lambda head, block: (block, head, 0, 0))
-    number = pl.BlockSpec((1,), lambda head, block: (block,))
-    of_head = heads // each // kv_heads
+    query_spec = pl.BlockSpec((None, None, each * length, width), lambda head, tile: (tile, head, 0, 0))
+    scalar = pl.BlockSpec((1,), lambda head, tile: (tile,))
+    per_kv_head = heads // each // kv_heads
     out = pl.pallas_call(
         partial(_prefill_kernel, length=length, scale=scale),
-        grid=(heads // each, blocks),
+        grid=(heads // each, num_tiles),
         in_specs=(
-            number,
-            number,
-            pl.BlockSpec((None, tables.shape[1]), lambda head, block: (block, 0)),
-            own,
-            pl.BlockSpec((keys.shape[0], None, width, page), lambda head, block: (0, head // of_head, 0, 0)),
-            pl.BlockSpec(
-                (values.shape[0], None, page, width), lambda head, block: (0, head // of_head, 0, 0)
-            ),
+            scalar,
+            scalar,
+            pl.BlockSpec((None, tables.shape[1]), lambda head, tile: (tile, 0)),
+            query_spec,
+            pl.BlockSpec((len(keys), None, width, page), lambda head, tile: (0, head // per_kv_head, 0, 0)),
+            pl.BlockSpec((len(values), None, page, width), lambda head, tile: (0, head // per_kv_head, 0, 0)),
         ),
-        out_specs=own,
+        out_specs=query_spec,
         out_shape=jax.ShapeDtypeStruct(tiles.shape, q.dtype),
         compiler_params=compiler_params(q),
         interpret=interpret,
         name="prefill_attention",
     )(starts, lengths, tables, tiles, keys, values)
-    out = out.reshape(blocks, heads // each, each, length, width).transpose(0, 3, 1, 2, 4)
-    return out.reshape(blocks, length, heads, width)[..., :head_dim]
+    out = out.reshape(num_tiles, heads // each, each, length, width).transpose(0, 3, 1, 2, 4)
+    return out.reshape(num_tiles, length, heads, width)[..., :head_dim]
 
 
 def _prefill_kernel(
@@ -234,7 +226,7 @@ def _prefill_kernel(
 ) -> None:
     queries, end = q[...], starts[0] + lengths[0]
     position = starts[0] + jnp.arange(len(queries)) % length
-    limit = jnp.minimum(position + 1, end)  # padding sees what is there
+    limit = jnp.minimum(position + 1, end)  # padding attends to all tokens before it
     _, total, attended = _over_pages(
         queries, limit, (0, end), lambda index: tables[index], keys, values, scale
     )
@@ -253,8 +245,8 @@ def _over_pages(
     values: Any,
     scale: float,
 ) -> _State:
-    """(highest, total, sum of values) of queries [M, hd] over what lies in the pages from the first of `span`
-    up to its last position, of which each query sees those before its `limit` [M]."""
+    """Return (highest, total, sum of values) of queries [M, hd] over positions in pages. `span` is (first
+    page, end position). Each query attends to positions before its `limit` [M]."""
     first, end = span
     count, page = len(queries), values.shape[1]
 
@@ -265,9 +257,9 @@ def _over_pages(
         scores = jnp.where(positions[None] < limit[:, None], scores, MASKED)
         higher = jnp.maximum(highest, ceil_max(scores))
         weights, shrink = jnp.exp2(scores - higher[:, None]), jnp.exp2(highest - higher)
-        there = jnp.broadcast_to((positions < end)[:, None], values.shape[1:])
-        found = triton.load(values.at[number], mask=there, other=0.0)
-        attended = shrink[:, None] * attended + product(weights.astype(found.dtype), found)
+        mask = jnp.broadcast_to((positions < end)[:, None], values.shape[1:])
+        page_values = triton.load(values.at[number], mask=mask, other=0.0)
+        attended = shrink[:, None] * attended + product(weights.astype(page_values.dtype), page_values)
         return higher, shrink * total + weights.sum(axis=1), attended
 
     start = (jnp.full(count, MASKED), jnp.zeros(count), jnp.zeros(queries.shape, jnp.float32))

@@ -1,11 +1,11 @@
-"""LoRA adapters as pytrees. Their shape depends on the model and the server's maximum rank alone, so a new
-adapter compiles no program.
+"""LoRA adapters as pytrees. Their shapes depend only on the model and the maximum rank of the server, so a
+new adapter compiles no program.
 
-A fused projection (q|k|v, gate|up) keeps one A with its parts' columns side by side and one B per part, each
-part padded to `max_rank`. Padding and switched-off parts are zero in both A and B; since each one's gradient
-is a multiple of the other they stay zero.
+A fused projection (q|k|v, gate|up) has one A with the columns of all parts, and one B per part. Each part is
+padded to `max_rank`. Padding and untrained parts are zero in both A and B. They stay zero, because the
+gradient of each is a multiple of the other.
 
-The experts that see a token share the adapter's rank (`operations.expert_rank`). Routers are not adapted.
+The experts of a token share the rank of the adapter (`operations.expert_rank`). Routers are not adapted.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from skyrl_tx_server.model.mesh import put
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerAdapter = dict[str, LoraWeights]
-"""A layer's adapted projections by field. Stacked over layers every leaf has a leading axis of them, `scale`
-included."""
+"""The adapted projections of a layer by field. Stacked over layers, every leaf has a leading axis, also
+`scale`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """A whole model's adapter: the layers of each of the family's stacks, and the output head."""
+    """The adapter of a model."""
 
-    layers: tuple[LayerAdapter, ...]
+    layers: tuple[LayerAdapter, ...]  # one per stack
     head: LoraWeights
 
 
 def adapted_stacks(config: ModelConfig) -> tuple[Stack, ...]:
-    """The family's stacks with their adapted projections alone, by field of `LayerAdapter`."""
+    """Return the stacks of the model with only their adapted projections, by field of `LayerAdapter`."""
     return tuple(
         replace(
             stack,
@@ -52,7 +52,7 @@ def adapted_stacks(config: ModelConfig) -> tuple[Stack, ...]:
 
 
 def adapted_modules(config: ModelConfig, adapter: Adapter) -> Iterator[tuple[Weight, LoraWeights]]:
-    """Every module of an adapter with what it adapts, stacked, the head last."""
+    """Yield each adapted weight with its factors, stacked over layers. The head is last."""
     for stack, layers in zip(adapted_stacks(config), adapter.layers, strict=True):
         for field, weight in stack.weights.items():
             yield weight, layers[field]
@@ -60,7 +60,7 @@ def adapted_modules(config: ModelConfig, adapter: Adapter) -> Iterator[tuple[Wei
 
 
 def head_weight(config: ModelConfig) -> Weight:
-    """The output head as an adapted projection; in memory its weight is [vocabulary, hidden]."""
+    """Return the output head as an adapted projection."""
     return Weight(
         names=("lm_head.weight",),
         inputs=config.hidden_size,
@@ -70,14 +70,14 @@ def head_weight(config: ModelConfig) -> Weight:
 
 
 def rank_of(weight: Weight, config: ModelConfig, rank: int) -> int:
-    """The rank of one projection's factors where the adapter's is `rank`."""
-    return (
-        rank if config.experts is None or not weight.experts else expert_rank(rank, config.experts.per_token)
-    )
+    """Return the rank of the factors of one projection in an adapter of rank `rank`."""
+    if config.experts is None or not weight.experts:
+        return rank
+    return expert_rank(rank, config.experts.per_token)
 
 
 def is_trained(spec: LoraSpec, weight: Weight) -> bool:
-    """Whether `spec` trains this projection."""
+    """Return whether `spec` trains this projection."""
     match weight.switch:
         case LoraTarget.ATTENTION:
             return spec.train_attn
@@ -89,36 +89,34 @@ def is_trained(spec: LoraSpec, weight: Weight) -> bool:
 
 
 def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
-    """A fresh adapter in host memory: A uniform in +-1/sqrt(in) from `spec.seed`, B zero, so that it changes
-    nothing yet.
+    """Return a new adapter in host memory: A is uniform in +-1/sqrt(in) from `spec.seed`, B is zero.
 
-    Each projection draws from its own stream, so switching a part off leaves the others' values as they were.
+    Each projection has its own random stream, so its values do not depend on which other parts are trained.
     """
     seeds = np.random.SeedSequence(spec.seed)
 
     def draw(weight: Weight, stack: tuple[int, ...]) -> LoraWeights:
         (stream,) = seeds.spawn(1)
-        nothing = _zeros(weight, config, stack, max_rank)
+        zeros = _zeros(weight, config, stack, max_rank)
         rank = rank_of(weight, config, spec.rank)
-        a = nothing.a.reshape(*nothing.a.shape[:-1], len(weight.names), -1)
+        a = zeros.a.reshape(*zeros.a.shape[:-1], len(weight.names), -1)
         if is_trained(spec, weight):
             bound = weight.inputs**-0.5
             a[..., :rank] = np.random.default_rng(stream).uniform(-bound, bound, (*a.shape[:-1], rank))
-        return replace(
-            nothing, a=a.reshape(nothing.a.shape), scale=np.full(stack, spec.alpha / rank, np.float32)
-        )
+        scale = np.full(stack, spec.alpha / rank, np.float32)
+        return replace(zeros, a=a.reshape(zeros.a.shape), scale=scale)
 
-    return _made(config, draw)
+    return _make_adapter(config, draw)
 
 
 def zero_adapter(config: ModelConfig, max_rank: int) -> Adapter:
-    """All zeros in host memory: the base model, an empty gradient, fresh moments."""
-    return _made(config, lambda weight, stack: _zeros(weight, config, stack, max_rank))
+    """Return zeros in host memory: the base model, an empty gradient or initial moments."""
+    return _make_adapter(config, lambda weight, stack: _zeros(weight, config, stack, max_rank))
 
 
 def trainable_mask(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
-    """Ones where the optimizer may write and zeros elsewhere, in host memory; leaves broadcast against an
-    adapter's."""
+    """Return ones where the optimizer may change an adapter and zeros elsewhere, in host memory. The leaves
+    broadcast against those of an adapter."""
 
     def mask(weight: Weight, stack: tuple[int, ...]) -> LoraWeights:
         trained = rank_of(weight, config, spec.rank) if is_trained(spec, weight) else 0
@@ -131,35 +129,30 @@ def trainable_mask(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapte
             scale=np.zeros(stack, np.float32),
         )
 
-    return _made(config, mask)
+    return _make_adapter(config, mask)
 
 
 def place_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
-    """Copy an adapter from host memory to every device, experts' factors to the devices of their experts.
-    Gradients, moments, masks and LoRA slots are placed likewise."""
+    """Copy an adapter, or a gradient, moment, mask or stack of LoRA slots, from host memory to the devices.
+    Factors of experts go to the devices of their experts, all others to every device."""
     return put(adapter, adapter_shardings(config, adapter))
 
 
 def keep_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
     """Inside a program: constrain `adapter` to the shardings of `place_adapter`."""
-    return (
-        adapter
-        if config.mesh is None
-        else jax.lax.with_sharding_constraint(adapter, adapter_shardings(config, adapter))
-    )
+    if config.mesh is None:
+        return adapter
+    return jax.lax.with_sharding_constraint(adapter, adapter_shardings(config, adapter))
 
 
 def adapter_size(config: ModelConfig, max_rank: int) -> int:
-    """Return how many numbers of an adapter each device holds."""
+    """Return the number of elements of an adapter on each device."""
     adapter = zero_adapter(config, max_rank)
     shardings = adapter_shardings(config, adapter)
     if shardings is None:
         return sum(leaf.size for leaf in jax.tree.leaves(adapter))
-    return sum(
-        jax.tree.leaves(
-            jax.tree.map(lambda leaf, sharding: prod(sharding.shard_shape(leaf.shape)), adapter, shardings)
-        )
-    )
+    sizes = jax.tree.map(lambda leaf, sharding: prod(sharding.shard_shape(leaf.shape)), adapter, shardings)
+    return sum(jax.tree.leaves(sizes))
 
 
 def slot_layers(lora_slots: Adapter, indices: LoraIndices) -> list[LayerAdapter]:
@@ -179,22 +172,20 @@ def adapter_shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:
         return None
     everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def of(leaf: ArrayLike, experts: int) -> NamedSharding:
-        divided = experts and leaf.ndim > 3 and leaf.shape[-3] == experts
-        return (
-            NamedSharding(mesh, PartitionSpec(*[None] * (leaf.ndim - 3), "expert", None, None))
-            if divided
-            else everywhere
-        )
+    def sharding(leaf: ArrayLike, experts: int) -> NamedSharding:
+        if experts and leaf.ndim > 3 and leaf.shape[-3] == experts:
+            return NamedSharding(mesh, PartitionSpec(*[None] * (leaf.ndim - 3), "expert", None, None))
+        return everywhere
 
-    return _mapped(
-        config, lambda weight, module: jax.tree.map(partial(of, experts=weight.experts), module), adapter
-    )
+    def module_shardings(weight: Weight, module: LoraWeights) -> LoraWeights:
+        return jax.tree.map(partial(sharding, experts=weight.experts), module)
+
+    return _map_modules(config, module_shardings, adapter)
 
 
-def _made(config: ModelConfig, make: Callable[[Weight, tuple[int, ...]], LoraWeights]) -> Adapter:
-    """An adapter of `make(weight, stack)`, where `stack` is the leading axis of layers; the head, which has
-    none, comes last."""
+def _make_adapter(config: ModelConfig, make: Callable[[Weight, tuple[int, ...]], LoraWeights]) -> Adapter:
+    """Return an adapter of `make(weight, stack)`, where `stack` is the shape of the leading axis of layers:
+    (L,), or () for the head, which is made last."""
     layers = tuple(
         {field: make(weight, (len(stack.layers),)) for field, weight in stack.weights.items()}
         for stack in adapted_stacks(config)
@@ -202,7 +193,7 @@ def _made(config: ModelConfig, make: Callable[[Weight, tuple[int, ...]], LoraWei
     return Adapter(layers=layers, head=make(head_weight(config), ()))
 
 
-def _mapped(
+def _map_modules(
     config: ModelConfig, change: Callable[[Weight, LoraWeights], LoraWeights], adapter: Adapter
 ) -> Adapter:
     layers = tuple(

@@ -21,8 +21,7 @@ from skyrl_tx_server.model.mesh import product_by_rows, shard_batch
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type ArrayLike = jax.Array | np.ndarray
-"""An adapter lives on the device, or in host memory while it is made, loaded and saved."""
-
+"""An array on the device or in host memory."""
 
 SEVERAL = 4
 
@@ -35,9 +34,8 @@ class LoraIndices:
     slots: ArrayLike  # [B] int32, by sequence
     distinct: ArrayLike  # [B] int32, each slot in use once; the first `count` are valid
     count: ArrayLike  # [] int32
-    max_loras: int | None = field(
-        default=None, metadata={"static": True}
-    )  # slots that the program is compiled for; None: any number
+    max_loras: int | None = field(default=None, metadata={"static": True})
+    """The number of slots for which the program is compiled; None: any number."""
 
 
 @jax.tree_util.register_dataclass
@@ -79,8 +77,8 @@ def lora_indices(slots_B: np.ndarray, *, num_lora_slots: int | None = None) -> L
 def adapter_count_buckets(num_lora_slots: int | None, *, rows: int) -> Sequence[int | None]:
     """Return the numbers of slots in use for which a program over `rows` sequences is compiled.
 
-    >>> adapter_count_buckets(9, rows=64), adapter_count_buckets(9, rows=4), adapter_count_buckets(None, rows=64)
-    ([1, 4, 9], [1, 4], [None])
+    >>> [adapter_count_buckets(slots, rows=rows) for slots, rows in ((9, 64), (9, 4), (None, 64))]
+    [[1, 4, 9], [1, 4], [None]]
     """
     if num_lora_slots is None:
         return [None]
@@ -141,21 +139,18 @@ def project(
     base model. `by` is the mesh axis that divides each part; the outputs of the weight are arranged for it
     (see `layer_spec.Weight`).
     """
-    x = shard_batch(
-        config, x, features="tensor" if by is None else None
-    )  # otherwise the delta would be sharded in another way than the product
+    x = shard_batch(config, x, features="tensor" if by is None else None)  # shards the delta like the product
     fused = product_by_rows(config, jnp.einsum("bti,oi->bto", x, weight), by)
-    outputs = split_parts(
-        fused if bias is None else fused + bias, widths, 1 if by is None else config.tensor_shards
-    )
+    fused = fused if bias is None else fused + bias
+    outputs = split_parts(fused, widths, 1 if by is None else config.tensor_shards)
     if module is None:
         return outputs
     return tuple(output + delta for output, delta in zip(outputs, low_rank_deltas(x, module), strict=True))
 
 
 def split_parts(fused: jax.Array, widths: tuple[int, ...], shards: int) -> tuple[jax.Array, ...]:
-    """The parts of a fused projection's output [..., sum(widths)], each of whose `shards` blocks holds a
-    piece of every part."""
+    """Split the output [..., sum(widths)] of a fused projection. It has `shards` blocks, each with a piece of
+    every part."""
     if shards == 1:
         return tuple(jnp.split(fused, np.cumsum(widths)[:-1], axis=-1))
     blocks = fused.reshape(*fused.shape[:-1], shards, -1)

@@ -31,7 +31,7 @@ from src.envs.harbor.trial_result import (
     zero_reason,
 )
 from src.envs.harbor.verifier_reward import score
-from src.envs.options import HarborSettings
+from src.envs.options import HarborTrainingOptions
 from src.policy.chat import Chat
 from src.policy.sampling_policy import Policy
 
@@ -56,7 +56,7 @@ class HarborTrial:
         self,
         *,
         task: Task,
-        settings: HarborSettings,
+        settings: HarborTrainingOptions,
         chat: Chat,
         environment: Mapping[str, object],
         quota: JobsQuota,
