@@ -61,7 +61,7 @@ async def evaluated(folder: Path, *options: str) -> None:
 
     @asynccontextmanager
     async def opened(config: EvaluateConfig, checkpoint: str | None):
-        yield Evaluated(policy=Clerk(chat), source=open_task_source(config, chat))
+        yield Evaluated(policy=Clerk(chat), source=open_task_source(config.environment, chat))
 
     await run(config, Display(Console(file=io.StringIO())), open_evaluated=opened)
 
