@@ -124,6 +124,7 @@ def dumped_trial(line: DumpLine, environment: str) -> DumpedTrial:
     task = str(extras.get("task_key") or line.get("input_prompt", ""))
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     metrics = {name: float(value) for name, value in extras.items() if isinstance(value, int | float)}
+    metrics.setdefault("tool_calls", float(len(calls) or response.count('"name":')))
     trajectory = Trajectory(
         task_id=task,
         turns=[],
@@ -141,7 +142,7 @@ def dumped_trial(line: DumpLine, environment: str) -> DumpedTrial:
         environment=environment,
         task=task,
         num_turns=turns,
-        num_tool_calls=metrics.get("tool_calls", len(calls) or response.count('"name":')),
+        num_tool_calls=metrics["tool_calls"],
         trajectory=trajectory,
     )
 

@@ -7,8 +7,8 @@ matched against words:
     other agents      messages of role `user` after the first, which are the output of a terminal or of an
                       environment; lines that have the form of a program's error message
 
-A service trial is known by the metric `parse_attempts`, which `ServiceEnv` counts. Only such a trial has a
-user simulator.
+A service trial is recognized by the metric `parse_attempts`, which `ServiceEnv` counts. Only such a trial has
+a user simulator.
 """
 
 from __future__ import annotations

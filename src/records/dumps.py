@@ -90,6 +90,7 @@ def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], deco
 
 
 def eval_record(task: Task, trajectory: Trajectory, decode: Decode, *, env_class: str) -> dict[str, object]:
+    """Return the line of a trial of an evaluation."""
     data_source, messages = environment(task), conversation(trajectory, decode)
     return {
         "input_prompt": decode(prompt_ids(trajectory), False),
@@ -108,6 +109,7 @@ def eval_record(task: Task, trajectory: Trajectory, decode: Decode, *, env_class
 
 
 def example_record(step: int, task: Task, trajectory: Trajectory, decode: Decode) -> dict[str, object]:
+    """Return the line of a training example."""
     messages = conversation(trajectory, decode)
     return {
         "global_step": step,
@@ -124,7 +126,7 @@ def example_record(step: int, task: Task, trajectory: Trajectory, decode: Decode
 
 
 def env_extras(task: Task, trajectory: Trajectory) -> dict[str, object]:
-    """Return which trial this is, and its metrics."""
+    """Return the metrics of a trial, and the task, the name, the member and the seed that identify it."""
     identity = {
         "task_key": task.id,
         "data_source": environment(task),
@@ -161,6 +163,7 @@ def without_special_tokens(message: Mapping[str, object]) -> dict[str, object]:
 
 
 def prompt_ids(trajectory: Trajectory) -> list[int]:
+    """Return the tokens of the first prompt; none if nothing was sampled."""
     return list(trajectory.turns[0].prompt_ids) if trajectory.turns else []
 
 

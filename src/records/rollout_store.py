@@ -165,7 +165,7 @@ def any_graded(log_path: Path) -> bool:
 
 
 def encoded(result: Trajectory | TrialFailure) -> dict[str, object]:
-    """Return the record of a result. Its line has the member and the seed, so the record has not."""
+    """Return the record of a result, without the member and the seed, which are fields of the line."""
     names = [field.name for field in fields(result) if field.name not in LINE_FIELDS]
     values: dict[str, Any] = {name: getattr(result, name) for name in names}
     if isinstance(result, Trajectory):
@@ -176,6 +176,7 @@ def encoded(result: Trajectory | TrialFailure) -> dict[str, object]:
 
 
 def decoded(values: Mapping[str, Any]) -> Trajectory | TrialFailure:
+    """Return the result of a record. Raises one of `reading.DAMAGED` for any other values."""
     if "kind" in values:
         return TrialFailure(**{**values, "kind": FailureKind(values["kind"])})
     reasons: dict[str, StopReason | ZeroReason] = {"stop_reason": StopReason(values["stop_reason"])}
@@ -203,6 +204,7 @@ def packed(numbers: Sequence[float]) -> str:
 
 
 def unpacked(text: str) -> list[Any]:
+    """Return the numbers that `packed` compressed. Raises one of `reading.DAMAGED` for any other text."""
     kind, _, content = text.partition(":")
     inflater = zlib.decompressobj()
     raw = inflater.decompress(base64.b64decode(content), MAX_BYTES)

@@ -183,6 +183,8 @@ def test_dumps_of_skyrl_can_be_analyzed(tmp_path: Path) -> None:
     [row] = rows(text, "### Held-out tasks, step 0 → 10")
     assert (row["pass@1"], row["pass@3"]) == ("25.0% → 75.0%", "75.0% → 100.0%")
     assert (row["avg turns"], row["avg tool calls"]) == ("2.0 → 2.0", "1.0 → 1.0")
+    patterns = {row["pattern"]: row["web"] for row in rows(text, "### Failed trials by pattern")}
+    assert patterns == {"failed trials": "3 → 1", "false completion": "3 → 1"}
 
 
 @pytest.mark.parametrize(
