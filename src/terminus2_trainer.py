@@ -324,6 +324,7 @@ class Terminus2RLTrainer:
                 evaluation.groups,
                 evaluation.metrics,
                 self._source.text,
+                env_class=config.env,
             )
         self._events.evaluation_finished(evaluation, self._first_evaluation)
         self._first_evaluation = self._first_evaluation or evaluation.without_tokens()

@@ -18,6 +18,7 @@ import chz
 import pytest
 
 from skyrl_tx_server.config.server_config import ServerConfig
+from src.analyze.config import AnalyzeConfig
 from src.config import TrainerConfig
 from src.envs.validate import ValidateConfig
 from src.evaluate.config import EvaluateConfig
@@ -30,6 +31,7 @@ MARKS = {"minutes", "model", "run", "server", "peers", "sandbox", "hosts", "tau2
 OPTIONS: dict[str, type[object]] = {
     "src.train": TrainerConfig,
     "src.evaluate": EvaluateConfig,
+    "src.analyze": AnalyzeConfig,
     "src.envs.validate": ValidateConfig,
     "skyrl_tx_server": ServerConfig,
     "run_skyrl_tx.sh": TrainerConfig,

@@ -89,8 +89,13 @@ class Trajectory:
     turn_rewards: list[float] = field(default_factory=list)
     # The messages, for logs; training uses `turns`.
     conversation: list[Mapping[str, object]] = field(default_factory=list)
+    # By index of a message of `conversation`: the fields `content`, `tool_calls` or `name` that show its tool
+    # calls as structure. They are kept apart because the policy and the judge read `conversation` as it is.
+    tool_fields: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
     bonus: float = 0.0  # a judge's bonus, added to `reward` in training only; success rates ignore it
     zero_reason: ZeroReason | None = None  # why `reward` is 0 without grading; None: the trial was graded
+    member: int = 0  # the index of the trial in its group
+    seed: int = 0  # the seed of the trial's samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from src.evaluate.contamination import content_hash
 from src.evaluate.eval_stats import Comparison, Estimate, Tally, compare_paired
 from src.evaluate.evaluation import MAX_DOMAINS, Evaluation, tally
 from src.records.atomic_io import replace_text
+from src.records.metrics_table import with_aliases
 from src.records.reading import Count, read_document, unchanged
 
 RESULTS_FILE = "results.json"
@@ -54,7 +55,7 @@ def results_of(name: str, config: EvaluateConfig, result: Evaluation) -> dict[st
         **asdict(result.whole),
         "domains": {name: asdict(section) for name, section in result.domains.items()},
         "tasks": [task_record(group, result.noop_rewards) for group in result.groups],
-        "metrics": result.metrics,
+        "metrics": with_aliases(result.metrics),
     }
 
 

@@ -1,6 +1,7 @@
 """Run an evaluation: connect, play the tasks with the rollouts of training, write the results and compare.
 
-The folder has results.json, rollouts/, and jobs/ for `harbor view`. An interrupted evaluation is resumed.
+The folder has results.json, rollouts/, dumped_evals/, and jobs/ for `harbor view`. An interrupted evaluation
+is resumed.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from src.policy.chat import load_chat
 from src.policy.openai_client import EndpointPolicy, connect_endpoint, endpoint_chat
 from src.policy.sampling_policy import Policy
 from src.records import checkpoints
+from src.records.dumps import dump_evaluation
 from src.records.journal import Journal
 from src.records.private_folder import make_private, resolved
 from src.records.reading import read_document, unchanged
@@ -164,6 +166,10 @@ async def play(
             )
             await asyncio.to_thread(evaluated.source.batch_ended, jobs)
             record_groups(directory / "rollouts" / "eval_000000.jsonl", result.groups, {})
+            text = evaluated.source.text
+            await asyncio.to_thread(
+                dump_evaluation, directory, 0, result.groups, result.metrics, text, env_class=config.env
+            )
     results = await asyncio.to_thread(results_of, name, config, result)
     write_json(directory / RESULTS_FILE, results)
     report(results, events)

@@ -111,6 +111,9 @@ EVALUATION_METRICS: tuple[Metric[Any], ...] = (
         Metric(f"{prefix}/failures/<pattern>", SHARE, MEAN,
             f"Failed trials that show a failure pattern{scope}."),
     )),
+    Metric("test/reward/avg_pass_at_<k>", SHARE, MEAN,
+        "SkyRL's pass@k, for every k up to the group size: one of k trials has a reward above 0."),
+    Metric("test/env/<domain>/reward/pass_at_<k>", SHARE, MEAN, "The same, for one domain."),
     *DOMAIN_METRICS,
 )
 # fmt: on
@@ -177,6 +180,8 @@ ALIASES = (
     Alias("policy/policy_lr", "optim/lr", Source.SKYRL),
     Alias("policy/grad_norm", "optim/grad_norm", Source.SKYRL),
     Alias("policy/policy_kl", "optim/kl_policy_base", Source.SKYRL),
+    Alias("policy/policy_entropy", "optim/entropy", Source.SKYRL),
+    Alias("policy/ppo_clip_ratio", "optim/clip_frac", Source.SKYRL),
     Alias("eval/all/avg_score", "test/env/all/reward/total", Source.SKYRL),
     Alias("eval/all/mean_positive_reward", "test/reward/mean_positive_reward", Source.SKYRL),
     Alias("eval/all/pass_at_<k>", "test/reward/avg_pass_at_<k>", Source.SKYRL),

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from src.core.errors import BackendError, TooManyFailuresError
@@ -181,8 +181,10 @@ class Rollouts:
             await asyncio.sleep(wait_s)
         if isinstance(result, TrialFailure):
             logger.warning("%s: trial could not be graded (%s: %s)", task.id, result.kind, result.message)
-        elif self._judge is not None and plan.is_training:
-            result = await self._judge.judged(result)
+        else:
+            result = replace(result, member=member, seed=seed)
+            if self._judge is not None and plan.is_training:
+                result = await self._judge.judged(result)
         rollout = FinishedRollout(result=result, seed=seed, attempts=attempts)
         self._finished.add(place, rollout)
         return rollout

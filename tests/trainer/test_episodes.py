@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.fakes.backend import BanditBackend
 from tests.fakes.policy import FakePolicy
 from tests.fakes.run import OWN_SERVER, FakeRun
 from tests.fakes.tokenizer import toy_chat
+from tests.fakes.wandb_module import FakeWandb
 
 ENV = "env=tests.trainer.test_episodes:open_say"
 HERE = Path(__file__)
@@ -129,6 +131,23 @@ async def test_evaluation_metrics_also_have_the_names_of_the_seeds(tmp_path):
         assert {f"test-{domain}/{name}" for name in names} <= set(line)
         names = ("avg_score", "pass_at_4", "mean_positive_reward")
         assert {f"eval/{domain}/{name}" for name in names} <= set(line)
+
+
+async def test_pass_at_every_k_is_in_every_file_and_in_wandb(tmp_path, monkeypatch):
+    """SkyRL's pass@3 has its name for a group size of 4, too."""
+    wandb = FakeWandb()
+    wandb.released.set()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    bench = Bench(tmp_path)
+    line = (await bench.trained("max_steps=1", "eval_every=0", "temperature=1", "wandb_project=p"))[0]
+    [dumped] = bench.lines("dumped_evals/global_step_0_evals/aggregated_results.jsonl")
+    scopes = ("all", "retail", "airline")
+    names = {f"eval/{scope}/pass_at_{k}" for scope in scopes for k in (1, 2, 3, 4)}
+    for metrics in (line, dumped, dict(wandb.logged)[0]):
+        assert names <= set(metrics)
+        assert {name: metrics[name] for name in names} == {name: line[name] for name in names}
+    assert line["eval/retail/pass_at_1"] <= line["eval/retail/pass_at_3"] <= line["eval/retail/pass_at_4"]
+    assert {"eval/all/avg_score", "test-retail/success_rate"} <= set(dumped)
 
 
 async def test_dumps_are_split_by_domain(tmp_path):

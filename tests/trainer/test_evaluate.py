@@ -101,6 +101,17 @@ async def test_results_have_rates_with_intervals_and_every_task(tmp_path):
     assert (bench.path / "rollouts" / "eval_000000.jsonl").exists()
 
 
+async def test_results_have_the_metric_names_of_skyrl(tmp_path):
+    bench = Bench(tmp_path, first_half)
+    bench.tasks = [Task(id=f"air/{n}", path=Path("t"), domain="air") for n in (0, 1)]
+    await bench.go("n_samples=4")
+    metrics = bench.results()["metrics"]
+    rates = {k: metrics[f"eval/air/pass_at_{k}"] for k in (1, 2, 3, 4)}
+    assert rates == pytest.approx({1: 0.5, 2: 5 / 6, 3: 1.0, 4: 1.0})
+    assert {k: metrics[f"eval/all/pass_at_{k}"] for k in rates} == rates
+    assert metrics["test-air/success_rate"] == 0.5
+
+
 async def test_every_domain_has_a_section_of_results(tmp_path):
     bench = Bench(tmp_path, lambda checkpoint, task, member: task.startswith("air") or member == 0)
     bench.tasks = [

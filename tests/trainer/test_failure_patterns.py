@@ -1,4 +1,4 @@
-"""The patterns of failed trials."""
+"""Failure patterns of service trials. Those of terminal trials are in test_terminal_patterns.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from src.core.trajectory import StopReason, Trajectory
+from src.core.trajectory import StopReason, Trajectory, ZeroReason
 from src.envs.service.user_simulator import OUT_OF_SCOPE, STOP
 from src.evaluate.failure_patterns import Pattern, pattern_counts, pattern_of, patterns, user_simulator_faults
 
@@ -22,7 +22,7 @@ def failed(*messages: tuple[str, str], stop: StopReason = StopReason.STOP, **met
         reward=0.0,
         stop_reason=stop,
         conversation=said,
-        metrics={"tool_calls": 1.0, **metrics},
+        metrics={"tool_calls": 1.0, "parse_attempts": 1.0, **metrics},
     )
 
 
@@ -65,6 +65,20 @@ def test_a_tool_answer_that_mentions_errors_is_no_error():
 )
 def test_how_a_failed_trial_ended(trajectory: Trajectory, pattern: Pattern):
     assert patterns(trajectory) == {pattern}
+
+
+def test_a_trial_whose_last_call_failed_is_no_false_completion():
+    denied, done = ("tool", "Error: permission denied"), ("tool", "{}")
+    assert patterns(failed(done, denied)) == {Pattern.AUTHORISATION}
+    assert patterns(failed(denied, done)) == {Pattern.AUTHORISATION, Pattern.FALSE_COMPLETION}
+
+
+@pytest.mark.parametrize(
+    ("reason", "pattern"),
+    [(ZeroReason.TIMEOUT, Pattern.LIMIT), (ZeroReason.SANDBOX_BROKEN, Pattern.GRADING_PREVENTED)],
+)
+def test_a_trial_without_a_grade_is_no_false_completion(reason: ZeroReason, pattern: Pattern):
+    assert patterns(replace(failed(), zero_reason=reason)) == {pattern}
 
 
 def test_a_solved_trial_shows_nothing():
@@ -118,5 +132,5 @@ def test_a_customer_that_repeats_a_long_answer_is_stuck():
 def test_patterns_are_counted_once_per_trial():
     twice = failed(("tool", "Error: Order not found"), ("tool", "Error: User not found"))
     counts = pattern_counts([twice, twice, failed()])
-    assert counts["not_found"] == 2 and counts["false_completion"] == 3 and counts["customer_fault"] == 0
+    assert counts["not_found"] == 2 and counts["false_completion"] == 1 and counts["customer_fault"] == 0
     assert set(counts) == {str(pattern) for pattern in Pattern}

@@ -71,6 +71,15 @@ async def test_rollouts_on_disk_are_reused_for_the_same_seed(tmp_path):
     assert len(made) == 4
 
 
+async def test_trajectories_know_their_member_and_seed(tmp_path):
+    [group, _], made, _ = await play(tmp_path, win)
+    seeds = {(trial.task.id, trial.member): trial.seed for trial in made}
+    named = [(trajectory.member, trajectory.seed) for trajectory in group.trajectories]
+    assert named == [(member, seeds[group.task.id, member]) for member in (0, 1)]
+    [again, _], _, _ = await play(tmp_path, win)
+    assert again.trajectories == group.trajectories  # from disk
+
+
 async def test_the_duration_of_a_group_is_from_first_start_to_last_end(tmp_path):
     async def slow(trial, policy):
         await asyncio.sleep(0.02)

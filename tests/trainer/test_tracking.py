@@ -3,7 +3,6 @@ import json
 import math
 import subprocess
 import sys
-import threading
 import types
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from src.core.errors import ConfigError
 from src.records.options import TrackingOptions
 from src.records.tracking import RunLog, open_run_log, project_name, recorded
+from tests.fakes.wandb_module import FakeWandb
 
 NOWHERE = TrackingOptions(wandb_project=None, trackio_project=None)
 WANDB = TrackingOptions(wandb_project="p", trackio_project=None)
@@ -103,34 +103,6 @@ def test_wandb_has_a_step_once_and_with_its_evaluation(tmp_path, monkeypatch):
         run_log.amend(2, {"test/reward": 1.0})
     assert fake.logged == [(1, {"reward": 0.5}), (2, {"reward": 0.25, "test/reward": 1.0})]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-class FakeWandb(types.ModuleType):
-    """Replaces `wandb`, and records the ids of runs and their calls."""
-
-    Error = RuntimeError
-
-    def __init__(self, *, is_down=False):
-        super().__init__("wandb")
-        self.ids = []
-        self.logged = []
-        self.is_down = is_down
-        self.released = threading.Event()
-
-    def Settings(self, **options):
-        return options
-
-    def init(self, *, id, **options):
-        self.ids.append(id)
-        if self.is_down:
-            raise self.Error("no network\nlong story")
-        return self
-
-    def log(self, metrics, *, step, commit):
-        self.logged.append((step, metrics))
-
-    def finish(self):
-        self.released.wait(10)
 
 
 def test_the_wandb_id_is_written_before_the_run_starts(tmp_path, monkeypatch):
