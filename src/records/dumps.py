@@ -28,7 +28,8 @@ Decode = Callable[[Sequence[int], bool], str]  # of token ids; True leaves speci
 EXAMPLES_EVERY = 10
 NUM_EXAMPLES = 10
 SHOWN_CHARACTERS = 200
-SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
+# DeepSeek writes its tokens with ｜ and ▁. Those of tool calls stay: they separate names and arguments.
+SPECIAL_TOKEN = re.compile(r"<\|\w+\|>|<｜(?!tool▁)[\w▁]+｜>")
 
 
 def dump_evaluation(
