@@ -63,8 +63,8 @@ class AgentSettings(LengthSettings):
     )
     use_native_tool_calling: bool = chz.field(
         default=False,
-        doc="Show an environment's tools in the model's own chat template, where the environment allows it; "
-        "else in words",
+        doc="Show an environment's tools in the model's own chat template, where the environment and the "
+        "template allow it; else in words",
     )
 
 

@@ -38,9 +38,7 @@ class ToolTokenizer(ToyTokenizer):
 
     def apply_chat_template(self, conversation, *, tools, **options):
         names = "".join("T" + tool["function"]["name"] for tool in tools or ())
-        return names + super().apply_chat_template(
-            conversation, tools=tools, **options
-        )
+        return names + super().apply_chat_template(conversation, tools=tools, **options)
 
 
 TOOLS = [

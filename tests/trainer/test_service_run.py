@@ -17,6 +17,7 @@ from tests.fakes.backend import BanditBackend
 from tests.fakes.run import FakeRun
 
 MODEL = Path(__file__).resolve().parents[2] / "datasets" / "toy_retail" / "model"
+QWEN3 = Path(__file__).resolve().parents[1] / "fixtures" / "chat_templates" / "qwen3.jinja"
 
 
 class Judge:
@@ -40,6 +41,7 @@ async def test_a_run_with_native_tools_and_a_judge(
     judge, backend = Judge(), BanditBackend()
     monkeypatch.setattr("src.loop.run.open_endpoint", lambda base_url, model: judge)
     chat = load_chat(str(MODEL))
+    chat.tokenizer.chat_template = QWEN3.read_text()
     run = FakeRun(
         tmp_path / "run",
         lambda config: Dependencies(source=open_task_source(config, chat), backend=backend),
@@ -51,7 +53,7 @@ async def test_a_run_with_native_tools_and_a_judge(
         "use_native_tool_calling=true",
     ]
     argv += [
-        "context_limit=2048",
+        "context_limit=8192",
         "max_tokens=4",
         "max_turns=2",
         "batch_size=2",
