@@ -85,6 +85,10 @@ async def test_a_run_with_native_tools_and_a_judge(
     )  # the bandit cannot write text
     assert "; doing nothing: " in run.text.getvalue()
     dumped = run.lines("dumped_evals/global_step_1_evals/held.jsonl")
+    assert all("\n</tools>" in line["input_prompt"] for line in dumped)
+    assert all(
+        line["input_prompt"].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n") for line in dumped
+    )
     conversations = [line["conversation"] for line in dumped]
     assert len(conversations) == 40 and "<|im_" not in json.dumps(conversations)
     assert "<|im_start|>assistant" in dumped[0]["output_response"]
