@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -301,8 +301,14 @@ class DeviceExecutor:
         info, arrays = self._read(op.path)
         # SDKs up to 0.36 create the model without a seed
         if model is not None and replace(model.lora, seed=info.lora.seed) != info.lora:
+            differences = ", ".join(
+                f"{field.name} {getattr(info.lora, field.name)} and {getattr(model.lora, field.name)}"
+                for field in fields(LoraSpec)
+                if field.name != "seed" and getattr(info.lora, field.name) != getattr(model.lora, field.name)
+            )
             raise UserError(
-                f"{op.path} has {info.lora}, {op.model_id} has {model.lora}; create a model from it"
+                f"the adapters of {op.path} and {op.model_id} differ: {differences}; create a model from the "
+                "checkpoint"
             )
         arguments = self._config, info.lora, self._max_lora_rank
         loaded = self._new_model(info.lora, adapter_from_arrays(arrays, *arguments))

@@ -274,7 +274,7 @@ async def test_a_full_disk_after_create_model_is_one_error(
             ).json()
         assert (
             failed["category"] == "server"
-            and "the model was not made" in failed["error"]
+            and "the model was not created" in failed["error"]
             and "No space left" in failed["error"]
         )
         assert (tmp_path / "ledger.jsonl").read_bytes() == b""

@@ -138,7 +138,7 @@ def test_an_impostor_is_refused_and_the_real_process_joins(
     join(hosts, SETTINGS, print).follow(FakeExecutor)
     leading.join(30)
     assert not leading.is_alive()
-    assert sum("needs the same cluster_key_file" in message for message in caplog.messages) == 2
+    assert sum("need the same cluster_key_file" in message for message in caplog.messages) == 2
 
 
 def read_exactly(connection: socket.socket, count: int) -> bytes:

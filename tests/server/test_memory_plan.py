@@ -16,7 +16,7 @@ def test_a_context_beyond_the_batch_is_part_of_the_plan() -> None:
         load_model_config(FIXTURES / "tied"),
     )
     training = plan.items[-1]
-    assert (training.name, training.lower) == (
+    assert (training.name, training.option) == (
         "a training batch with streams of 256 tokens",
         "max_context_length",
     )

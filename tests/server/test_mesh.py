@@ -77,7 +77,7 @@ def test_the_decode_kernel_on_several_devices_equals_one(found: dict) -> None:
             MeshShape(tensor=2),
             "65 tokens of the vocabulary do not divide over 2 devices",
         ),
-        (replace(DENSE, intermediate_size=25), MeshShape(tensor=2), "25 columns of a perceptron"),
+        (replace(DENSE, intermediate_size=25), MeshShape(tensor=2), "25 columns of an MLP"),
         (DENSE, MeshShape(fsdp=5), "32 hidden dimensions do not divide over 5 devices"),
         (DENSE, MeshShape(data=4, fsdp=2), "12 max_num_seqs do not divide over 8 devices"),
         (DENSE, MeshShape(expert=2), "expert_parallel=2: 0 experts do not divide"),

@@ -171,12 +171,12 @@ def test_layer_types_and_max_window_layers_mean_the_same(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sliding_window": 0}, "a window has at least 1 position"),
+        ({"sliding_window": 0}, "a window must have at least 1 position"),
         ({"sliding_window": None}, "'sliding_window' is missing"),
-        ({"layer_types": ["full_attention"]}, "each of the 3 layers is full_attention or sliding_attention"),
+        ({"layer_types": ["full_attention"]}, "of the 3 layers must be full_attention"),
         (
             {"layer_types": ["chunked_attention"] * 3},
-            "each of the 3 layers is full_attention or sliding_attention",
+            "of the 3 layers must be full_attention",
         ),
     ],
 )
