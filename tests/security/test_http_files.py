@@ -111,7 +111,7 @@ async def test_a_record_that_names_a_file_elsewhere_is_refused(
     arrays = (file.parent / record["arrays"]).rename(tmp_path / "elsewhere.safetensors")
     for name in ("../../../elsewhere.safetensors", str(arrays), "..", "", 7):
         file.write_text(json.dumps(record | {"arrays": name}))
-        with pytest.raises(UserError, match="is damaged: checkpoint.json"):
+        with pytest.raises(UserError, match=r"is damaged: checkpoint\.json"):
             context.checkpoints.read(path)
 
 
