@@ -505,7 +505,7 @@ def make_calls(url: str, calls: Calls) -> None:
     calls.refused(
         "sampling client of a training checkpoint",
         lambda: service.create_sampling_client(model_path=state.path),
-        "no sampler checkpoint",
+        "is not a sampler checkpoint",
     )
     calls.required(
         "create_sampling_client(base_model)", lambda: service.create_sampling_client(base_model=model)

@@ -227,7 +227,7 @@ def test_a_killed_server_loses_no_checkpoint(model_dir: Path, tmp_path: Path) ->
     command = [sys.executable, "-m", "tests.stress.server_kill_points", *options]
     run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "0 lost, 0 torn" in run.stdout and "final state equal to the bit" in run.stdout
+    assert "0 lost, 0 unreadable" in run.stdout and "final state equal to the bit" in run.stdout
 
 
 def test_every_sdk_call_follows_the_contract(

@@ -24,4 +24,4 @@ def test_sigkill_changes_nothing_with_thompson_sampling(tmp_path):
     command = [sys.executable, "-m", "tests.fakes.killable", str(tmp_path), "2", "3", "synchronous", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 of 3 runs ended as the unbroken one" in done.stdout
+    assert "3 of 3 runs ended as the uninterrupted run" in done.stdout
