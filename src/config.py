@@ -28,7 +28,6 @@ REFUSED = {
     "frequency_penalty": _NO_PENALTY,
     "presence_penalty": _NO_PENALTY,
     "min_p": "the Tinker API has no min_p; remove it",
-    "lora_alpha": _SERVER_SIDE,
     "lora_dropout": _SERVER_SIDE,
     "use_kl_loss": _KL_IN_ADVANTAGES,
     "use_kl_in_reward": _KL_IN_ADVANTAGES,

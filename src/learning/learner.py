@@ -28,14 +28,25 @@ class TrainedTokens:
 
 
 class Learner:
-    """Sends datums and optimizer steps to one training client."""
+    """Sends datums and optimizer steps to one training client.
+
+    `update_scale` multiplies the learning rate and divides the weight decay. To first order in B, the update
+    of `alpha / rank * B @ A` is then that of an alpha `update_scale` times as large: Adam's step does not
+    depend on the size of the gradient, and the decay per step stays the same.
+    """
 
     def __init__(
-        self, client: tinker.TrainingClient, settings: LearnerSettings, *, num_steps: int = 1
+        self,
+        client: tinker.TrainingClient,
+        settings: LearnerSettings,
+        *,
+        num_steps: int = 1,
+        update_scale: float = 1.0,
     ) -> None:
         self._client = client
         self._settings = settings
         self._num_steps = num_steps  # of the whole run
+        self._update_scale = update_scale
         self._added: list[tuple[list[tinker.Datum], Awaitable[tinker.ForwardBackwardOutput]]] = []
 
     async def logprobs(self, datums: Sequence[tinker.Datum]) -> list[np.ndarray]:
@@ -66,13 +77,13 @@ class Learner:
         logprobs are not finite.
         """
         settings = self._settings
-        rate = learning_rate(settings, step=step, num_steps=self._num_steps)
+        rate = learning_rate(settings, step=step, num_steps=self._num_steps) * self._update_scale
         adam = tinker.AdamParams(
             learning_rate=rate,
             beta1=settings.adam_beta1,
             beta2=settings.adam_beta2,
             eps=settings.adam_eps,
-            weight_decay=settings.weight_decay,
+            weight_decay=settings.weight_decay / self._update_scale,
             grad_clip_norm=settings.grad_clip_norm,
         )
         added, self._added = self._added, []

@@ -122,7 +122,12 @@ async def train(
             config,
             backend=backend,
             watchdog=watchdog,
-            learner=Learner(backend.training_client, config, num_steps=len(batches)),
+            learner=Learner(
+                backend.training_client,
+                config,
+                num_steps=len(batches),
+                update_scale=dependencies.update_scale,
+            ),
             source=source,
             rollouts=Rollouts(source, config, finished, judge),
             finished=finished,

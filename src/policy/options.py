@@ -21,6 +21,12 @@ class ModelSettings(Options):
         default=None, doc="Tokenizer directory or hub id; None: the model's own, by model_name"
     )
     lora_rank: int = chz.field(default=32, doc="LoRA rank, within the server's limit", validator=at_least(1))
+    lora_alpha: float | None = chz.field(
+        default=None,
+        doc="LoRA alpha, whose quotient by lora_rank scales the adapter; None: the server's, 32. Where the "
+        "server does not offer it, learning_rate is scaled instead",
+        validator=above(0),
+    )
     load_checkpoint_path: str | None = chz.field(
         default=None, doc="tinker:// path of a training state to start from, optimizer included"
     )

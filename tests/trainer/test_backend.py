@@ -3,13 +3,17 @@
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from skyrl_tx_server.http.http_handler import StartupState
+from src.cli.command_line import parse
 from src.core.errors import BackendError, ConfigError
 from src.learning.datums import sequences_of, to_datums
 from src.learning.learner import Learner
+from src.loop.connection import update_scale
 from src.policy.backend import base_url, connect, require_key
 from src.policy.options import BackendSettings
 from src.policy.sampling_policy import SampleRequest
@@ -93,6 +97,37 @@ async def test_a_rejected_rank_gives_the_servers_message(url):
         async with connect(settings(url, lora_rank=4096)) as endpoint:
             await endpoint.open_training()
     assert "\n" not in str(error.value) and "{" not in str(error.value)
+
+
+async def test_the_alpha_of_an_adapter_is_the_option(url):
+    async with connect(settings(url, lora_alpha=64.0)) as endpoint:
+        backend = await endpoint.open_training()
+        assert backend.lora_alpha == 64
+        paths = await backend.save("000001")
+    async with connect(settings(url, lora_alpha=16.0, load_checkpoint_path=paths.state_path)) as endpoint:
+        assert (await endpoint.open_training()).lora_alpha == 64  # the checkpoint's
+
+
+async def test_a_server_that_reports_no_alpha_has_tinkers(url, monkeypatch):
+    async def without_alpha(*arguments, **options):
+        return httpx.Response(200, json={"lora_rank": 8})
+
+    async with connect(settings(url, lora_alpha=64.0)) as endpoint:
+        monkeypatch.setattr("src.policy.backend.request", without_alpha)
+        assert (await endpoint.open_training()).lora_alpha == 32
+
+
+def test_a_scaled_learning_rate_is_reported_in_one_line():
+    lines, events = [], SimpleNamespace()
+    events.say = lines.append
+    options = ["model_name=m", "tasks_dir=/tasks", "learning_rate=1e-5"]
+    assert update_scale(parse(options), 32.0, events) == 1
+    assert update_scale(parse([*options, "lora_alpha=64"]), 64.0, events) == 1 and not lines
+    assert update_scale(parse([*options, "lora_alpha=64"]), 32.0, events) == 2
+    assert lines == [
+        "lora_alpha=64: the adapter's alpha is 32, so learning_rate is multiplied by 2 and weight_decay "
+        "divided by it"
+    ]
 
 
 async def test_a_missing_checkpoint_is_named(url):

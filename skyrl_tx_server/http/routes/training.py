@@ -44,7 +44,7 @@ async def create_model(context: AppState, request: Request) -> Reply:
     context.check_base_model(fields.text("base_model"))
     user_metadata = fields.metadata("user_metadata")
     check_optimizer_config(fields)
-    lora = parse_lora(fields.mapping("lora_config"), context.limits)
+    lora = parse_lora(fields.mapping("lora_config"), context.limits, user_metadata)
     fields.ignore("type")
     fields.finish()
     model_id = context.registry.model_id(session_id, model_seq_id)
@@ -118,6 +118,7 @@ async def get_info(context: AppState, request: Request) -> Reply:
         "model_id": model.model_id,
         "is_lora": True,
         "lora_rank": model.lora.rank,
+        "lora_alpha": model.lora.alpha,
         "model_name": context.base_model,
         "model_data": {
             "arch": context.engine.info.model_type,
