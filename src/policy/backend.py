@@ -210,9 +210,10 @@ async def check_model(settings: BackendSettings, *, key: str | None) -> None:
         )
     if model.max_context_length is not None and settings.context_limit > model.max_context_length:
         limit = model.max_context_length
+        other = "" if settings.backend == "skyrl-tx" else ", or use backend=skyrl-tx"
         raise ConfigError(
             f"context_limit={settings.context_limit} exceeds the server's {limit} for "
-            f"{settings.model_name}; reduce it"
+            f"{settings.model_name}; reduce it{other}"
         )
 
 

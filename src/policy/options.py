@@ -9,8 +9,6 @@ import chz
 from src.core.length_limits import LengthSettings
 from src.core.options import Options, SeedSettings, above, at_least, require
 
-CLOUD_CONTEXT_LIMIT = 32_000  # of Tinker's cloud
-
 
 @chz.chz
 class ModelSettings(Options):
@@ -77,11 +75,6 @@ class BackendSettings(ModelSettings, WatchdogSettings, SeedSettings, LengthSetti
         require(
             self.skyrl_tx_url is None,
             "skyrl_tx_url needs backend=skyrl-tx; add it, or remove skyrl_tx_url",
-        )
-        require(
-            self.context_limit <= CLOUD_CONTEXT_LIMIT,
-            f"context_limit={self.context_limit} exceeds backend=tinker's {CLOUD_CONTEXT_LIMIT}; "
-            "lower it or use backend=skyrl-tx",
         )
 
 

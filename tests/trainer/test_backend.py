@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from src.loop.connection import update_scale
 from src.policy.backend import base_url, connect, require_key
 from src.policy.options import BackendSettings
 from src.policy.sampling_policy import SampleRequest
-from tests.fakes.server import fake_context, serving
+from tests.fakes.server import fake_context, fake_engine, serving
 from tests.fakes.trials import turn
 from tests.trainer.test_learner import settings as learner_settings
 
@@ -88,6 +89,22 @@ async def test_a_context_beyond_the_servers_is_rejected(url):
     with pytest.raises(ConfigError, match=r"context_limit=999999 exceeds the server's \d+"):
         async with connect(settings(url, context_limit=999_999)):
             pass
+
+
+async def test_the_clouds_context_is_what_its_capabilities_say(tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKER_API_KEY", "tml-mine")
+    context = fake_context(tmp_path)
+    engine = fake_engine(context)
+    engine.info = replace(engine.info, max_context_length=128_000)
+    with serving(StartupState(context=context)) as url:
+        cloud = {"backend": "tinker", "skyrl_tx_url": None, "tinker_base_url": url}
+        async with connect(settings(url, **cloud, context_limit=128_000)):
+            pass
+        with pytest.raises(
+            ConfigError, match="exceeds the server's 128000 for local/fake; reduce it, or use"
+        ):
+            async with connect(settings(url, **cloud, context_limit=128_001)):
+                pass
 
 
 async def test_a_rejected_rank_gives_the_servers_message(url):
