@@ -32,7 +32,7 @@ from src.learning.learner import Learner
 from src.learning.metrics import group_metrics
 from src.learning.preparation import prepare, stream_datums, stream_metrics
 from src.policy.backend import Backend
-from src.policy.sampling_policy import Policy, ReferenceModel
+from src.policy.sampling_policy import Policy, ReferenceModel, TopPPolicy
 from src.records import checkpoints
 from src.records.checkpoints import Checkpoint
 from src.records.dumps import dump_evaluation, dump_examples
@@ -312,7 +312,7 @@ class Terminus2RLTrainer:
         evaluating = evaluate(
             self._rollouts,
             tasks,
-            policy,
+            policy if config.eval_top_p == 1 else TopPPolicy(policy, config.eval_top_p),
             plan,
             on_group=lambda timed: self._events.group_finished(timed.group, duration_s=timed.duration_s),
         )

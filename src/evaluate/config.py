@@ -8,6 +8,7 @@ from typing import Any, Literal
 import chz
 
 from src.config import TrainerConfig
+from src.core.options import share
 
 _DEFAULTS = inspect.signature(TrainerConfig).parameters
 
@@ -56,6 +57,15 @@ class EvaluateConfig:
 
     n_samples: int = chz.field(default=4, doc="Trials per task")
     temperature: float = _trainers("temperature", doc="Sampling temperature")
+    top_p: float = chz.field(
+        default=1.0,
+        doc="Sample from the most likely tokens that together have this probability; 1: from all",
+        validator=share,
+    )
+    enable_thinking: bool = chz.field(
+        default=False,
+        doc="Let the model think before each answer, where its chat template has enable_thinking",
+    )
     seed: int = _trainers("seed", doc="Seed of every sample")
 
     backend: Literal["tinker", "skyrl-tx"] = _trainers("backend")
@@ -126,6 +136,11 @@ class EvaluateConfig:
         if self.base_url is not None and self.use_native_tool_calling:
             raise ValueError(
                 "use_native_tool_calling needs the model's own chat template, which base_url does not give; "
+                "remove one of them"
+            )
+        if self.base_url is not None and self.enable_thinking:
+            raise ValueError(
+                "enable_thinking needs the model's own chat template, which base_url does not give; "
                 "remove one of them"
             )
         if self.n_samples < 1:

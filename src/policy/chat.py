@@ -51,10 +51,15 @@ class ChatTokenizer(Protocol):
 
 
 class Chat:
-    """The conversation format of one model."""
+    """The conversation format of one model.
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    With `enable_thinking` the model may think before each answer, which only evaluations allow. Raises
+    ConfigError if the template does not support it.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, *, enable_thinking: bool = False) -> None:
         self.tokenizer = tokenizer
+        self._enable_thinking = enable_thinking
         ending = self._encode(self._after_answer([], generation_prompt=False))
         if not ending:
             raise ConfigError(
@@ -66,11 +71,15 @@ class Chat:
         self.stop_token_ids: list[int] = (
             [self.turn_end_id] if eos in (None, self.turn_end_id) else [self.turn_end_id, eos]
         )
+        if enable_thinking and self.render([_QUESTION]) == Chat(tokenizer).render([_QUESTION]):
+            raise ConfigError(
+                "enable_thinking=true: the tokenizer's chat template does not read it; remove the option"
+            )
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
         """Encode a conversation and the generation prompt.
 
-        Thinking is off if the template supports `enable_thinking`.
+        Thinking is off unless `enable_thinking` is set, if the template supports it.
 
         `tools` are OpenAI schemas. Templates write them before the first message, so `extend` does not need
         them.
@@ -123,7 +132,7 @@ class Chat:
             tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=generation_prompt,
-            enable_thinking=False,
+            enable_thinking=self._enable_thinking,
         )
 
     def _encode(self, text: str) -> list[int]:
@@ -134,7 +143,7 @@ class Chat:
         return list(self.tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False))
 
 
-def load_chat(model_name: str) -> Chat:
+def load_chat(model_name: str, *, enable_thinking: bool = False) -> Chat:
     """Load the chat format of a local tokenizer directory or a hub id.
 
     Raises ConfigError if there is none.
@@ -161,7 +170,7 @@ def load_chat(model_name: str) -> Chat:
             "the model without -Base",
             model_name,
         )
-    return Chat(tokenizer)
+    return Chat(tokenizer, enable_thinking=enable_thinking)
 
 
 def _from_hub(name: str) -> ChatTokenizer:
