@@ -40,6 +40,7 @@ from src.records.journal import GroupKey
 from src.records.rollout_log import record_groups
 from src.records.rollout_store import FinishedRollouts
 from src.records.tracking import RunLog
+from src.records.uploads import Upload, upload_evaluation, upload_examples
 from src.rollouts.batch_collector import BatchCollector
 from src.rollouts.group_rollout import RolloutPlan, Rollouts
 from src.rollouts.pipeline import Batch
@@ -190,6 +191,7 @@ class Terminus2RLTrainer:
             await asyncio.to_thread(
                 dump_examples, self._dump_folder, batch.step, collected.played, self._source.text
             )
+            await self._upload(upload_examples, batch.step)
         seconds = time.monotonic() - started
         metrics = group_metrics(collected.played, group_size=config.group_size) | collected.metrics
         metrics |= zeroed_metrics(collected.played, config) | {"time/rollouts": seconds}
@@ -328,9 +330,15 @@ class Terminus2RLTrainer:
                 evaluation.metrics,
                 self._source.text,
             )
+            await self._upload(upload_evaluation, step)
         self._events.evaluation_finished(evaluation, self._first_evaluation)
         self._first_evaluation = self._first_evaluation or evaluation.without_tokens()
         return evaluation.metrics | {"time/evaluation": time.monotonic() - started}
+
+    async def _upload(self, upload: Upload, step: int) -> None:
+        """Upload a dump of the step, if the run uploads them."""
+        if self._dump_folder is not None and (url := self._config.upload_url) is not None:
+            await asyncio.to_thread(upload, self._dump_folder, step, url=url, run=self._log_path.name)
 
     async def _save(self, *, final: bool) -> None:
         """Save a checkpoint of the present weights, unless there is one."""
