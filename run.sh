@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Trains on Tinker's cloud. TINKER_API_KEY must be set, or stand in .env.
+# Trains on Tinker's cloud. TINKER_API_KEY must be set in the environment or in .env.
 #
-#   ./run.sh [key=value ...]        options given here win over the recipe's; all of them: .venv/bin/python -m src.train --help
+#   ./run.sh [key=value ...]        these options replace those below
+#
+# `.venv/bin/python -m src.train --help` lists all options.
 set -euo pipefail
 cd "$(dirname "$0")"
 ulimit -n 65536 2>/dev/null || ulimit -n "$(ulimit -Hn)"

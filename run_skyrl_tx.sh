@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Trains on our own server, on this machine's accelerator or CPU.
+# Trains on our server, on the accelerator or CPU of this machine. Starts the server if skyrl_tx_url does not answer.
 #
-#   ./run_skyrl_tx.sh                                  the quick start: small model, small tasks, minutes on two CPU cores
-#   ./run_skyrl_tx.sh env=tau_bench                    the same for service agents: customers, tools, a policy to keep
-#   ./run_skyrl_tx.sh seed=2 max_steps=4               either with options changed
+#   ./run_skyrl_tx.sh                        the quick start: a small model and small tasks, minutes on two CPU cores
+#   ./run_skyrl_tx.sh env=tau_bench          the same for service agents: tools and a simulated customer
+#   ./run_skyrl_tx.sh seed=2 max_steps=4     the quick start with other options
 #   ./run_skyrl_tx.sh model_name=Qwen/Qwen3-4B tasks_dir=./datasets/terminal-bench-2 [key=value ...]
-#                                                      the full recipe; a server is started unless skyrl_tx_url answers
+#                                          the full recipe; starts a server unless one serves this model
 #
-# Every option: .venv/bin/python -m src.train --help
+# `.venv/bin/python -m src.train --help` lists all options.
 set -euo pipefail
 cd "$(dirname "$0")"
 ulimit -n 65536 2>/dev/null || ulimit -n "$(ulimit -Hn)"

@@ -1,15 +1,15 @@
-"""Whether the sampler and the trainer agree in bfloat16: the KL divergence per token of what the engine
-samples and what it recomputes.
+"""Check that the sampler and the trainer agree in bfloat16: the KL divergence per token between what the
+engine samples and what it recomputes.
 
     taskset -c 0,1 python -m scripts.check_bf16
     python -m scripts.check_bf16 layers=36 hidden=2560 heads=32 kv_heads=8      # on an accelerator
     NPROC=32 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m scripts.check_bf16 fsdp_parallel=8
 
-A random Qwen3 with an adapter that training has moved far from zero; its final norm is scaled so that it is
-as sure of the next token as a trained model is. Samples come through the engine, some alone, some as a group,
-some continuing an earlier turn; `forward` then scores them. With d = trainer's - sampler's log-probability
-the estimate is the mean of exp(d) - 1 - d over sampled tokens (Schulman, "Approximating KL Divergence", k3).
-Exits with 1 where it is above 1e-4.
+The model is a random Qwen3 with an adapter that training has moved far from zero. Its final norm is scaled so
+that its predictions are as certain as those of a trained model. The engine samples single completions, groups
+and second turns, and `forward` scores them. With d = the trainer's minus the sampler's log-probability, the
+estimate is the mean of exp(d) - 1 - d over sampled tokens (Schulman, "Approximating KL Divergence", k3). The
+exit status is 1 if it is above 1e-4.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Bf16Config:
     heads: int = 8
     kv_heads: int = 4
     head_dim: int = 128
-    new: int = chz.field(default=64, doc="Tokens sampled per sample and turn")
-    sureness: float = chz.field(default=8.0, doc="The final norm's weight; logits grow with it")
-    dtype: str = chz.field(default="bfloat16", doc="float32 shows what is left without rounding")
+    new: int = chz.field(default=64, doc="Tokens per sample and turn")
+    sureness: float = chz.field(default=8.0, doc="Factor of the final norm, and therefore of the logits")
+    dtype: str = chz.field(default="bfloat16", doc="float32 shows the difference without rounding")
     fsdp_parallel: int = 1
     tensor_parallel: int = 1
 
@@ -109,7 +109,7 @@ def train(ours: Ours) -> None:
 
 
 type Scored = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""A prompt, its completion and the completion's log-probabilities as they were sampled."""
+"""A prompt, its completion, and the log-probabilities of the completion from the sampler."""
 
 
 def sampled(ours: Ours, config: Bf16Config) -> dict[str, list[Scored]]:
@@ -138,7 +138,7 @@ def sample(ours: Ours, prompts: list[np.ndarray], new: int, *, num_samples: int)
 
 
 def recomputed(ours: Ours, prompt: np.ndarray, completion: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-    """The trainer's log-probabilities of a completion minus the sampler's."""
+    """Return the trainer's log-probabilities of a completion minus the sampler's."""
     tokens = np.concatenate([prompt, completion])
     datum = TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])
     result = ours.engine.submit(

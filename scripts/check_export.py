@@ -1,11 +1,15 @@
-"""Holds an exported adapter and a merged model against `peft`, in two steps, because torch is not in our
-environment.
+"""Compare an exported adapter and a merged model with `peft`, in two steps, because this environment has no
+torch.
 
-    .venv/bin/python scripts/check_export.py write BASE_MODEL_DIR DIR [train_mlp=false]    # our side: adapter, merged model, our logits
-    PEFT_PYTHON scripts/check_export.py read DIR                         # torch's side: prints the differences, exit status 1 over 1e-4
+    .venv/bin/python scripts/check_export.py write BASE_MODEL_DIR DIR [train_mlp=false]
+    PEFT_PYTHON scripts/check_export.py read DIR
 
-train_mlp=false is for DeepSeek-V3, of whose perceptrons peft 0.21 under transformers 5 loads the routed
-experts' factors alone. PEFT_PYTHON is a Python 3.11 with torch==2.13.0 transformers==5.23.0 peft safetensors.
+`write` writes the adapter, the merged model and the logits of this server. `read` prints the differences from
+peft. Its exit status is 1 if a difference is above 1e-4. PEFT_PYTHON is a Python 3.11 with torch==2.13.0
+transformers==5.23.0 peft safetensors.
+
+train_mlp=false is for DeepSeek-V3: of its MLPs, peft 0.21 with transformers 5 loads only the factors of the
+routed experts.
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ RANK = 4
 
 
 def write(base: Path, directory: Path, *, train_mlp: bool) -> int:
-    """A random adapter of `base` exported and merged by our commands, and the logits of our own forward
-    pass."""
+    """Export and merge a random adapter of `base` with our commands, and write the logits of our forward
+    pass.
+    """
     from skyrl_tx_server.engine.operations import LoraSpec
     from skyrl_tx_server.export import main
     from skyrl_tx_server.files.base_model import fingerprint
@@ -82,8 +87,9 @@ def read(directory: Path) -> int:
         ):
             difference = float(np.abs(logits - ours["logits"]).max())
             worst = max(worst, difference)
+            from_base = float(np.abs(logits - base).max())
             print(
-                f"{name:8} largest difference from ours {difference:.2e}, from the base model {np.abs(logits - base).max():.2e}"
+                f"{name:8} largest difference from ours {difference:.2e}, from the base model {from_base:.2e}"
             )
     return int(worst > TOLERANCE)
 

@@ -1,11 +1,12 @@
-"""Holds what an external sampler is sent against vLLM's and SGLang's own code, which needs no GPU: request
-bodies and an exported adapter.
+"""Check that vLLM and SGLang parse what this server sends to an external sampler: request bodies and an
+exported adapter. No GPU is needed.
 
-    .venv/bin/python -m scripts.check_external_wire write DIR VLLM_PYTHON scripts/check_external_wire.py read
-    DIR WHEELS    # exit status 1 where they read something else than was meant
+    .venv/bin/python -m scripts.check_external_wire write DIR
+    VLLM_PYTHON scripts/check_external_wire.py read DIR WHEELS
 
-VLLM_PYTHON has torch, safetensors and what vllm imports; WHEELS is a folder with the wheels of vllm and
-sglang unpacked, whose kernels are not needed.
+The exit status of `read` is 1 if a parser reads another value. VLLM_PYTHON has torch, safetensors and the
+packages that vllm imports. WHEELS is a folder with the unpacked wheels of vllm and sglang; their kernels are
+not needed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ SEED = 2**63 - 1
 
 
 def write(directory: Path) -> int:
-    """The bodies of the plainest and the fullest request in each dialect, and a random adapter as it is
-    exported."""
+    """Write the bodies of a minimal and a complete request for each kind of server, and an exported random
+    adapter."""
     import numpy as np
 
     from skyrl_tx_server.engine.operations import LoraSpec, SamplingSettings
@@ -58,12 +59,12 @@ def read(directory: Path, wheels: Path) -> int:
         *_vllm_adapter(directory / "adapter"),
         *_sglang(bodies["sglang"], wheels),
     ]
-    print("\n".join(wrong) or "vLLM and SGLang read what was meant")
+    print("\n".join(wrong) or "vLLM and SGLang read the intended values")
     return 1 if wrong else 0
 
 
 def _vllm_requests(bodies: list[dict[str, Any]], wheels: Path) -> list[str]:
-    """Against a model whose generation_config.json wants something else."""
+    """Parse the bodies as for a model with other defaults in its generation_config.json."""
     sys.path.insert(0, str(wheels))
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # pyright: ignore[reportMissingImports]
 
@@ -101,7 +102,7 @@ def _vllm_adapter(directory: Path) -> list[str]:
     from vllm.lora.lora_model import LoRAModel  # pyright: ignore[reportMissingImports]
     from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImports]
 
-    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # there may be no GPU to pin it for
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # pinning needs a GPU
     helper = PEFTHelper.from_local_dir(str(directory), None)
     modules = {"q_proj", "down_proj", "lm_head"}
     loaded = LoRAModel.from_local_checkpoint(
@@ -112,12 +113,12 @@ def _vllm_adapter(directory: Path) -> list[str]:
     for name, module in loaded.items():
         a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
         if not torch.allclose(module.scaling * module.lora_b @ module.lora_a, 32 / 4 * b @ a):
-            wrong.append(f"vLLM computes something else with {name}")
+            wrong.append(f"vLLM computes another product for {name}")
     return wrong
 
 
 def _sglang(bodies: list[dict[str, Any]], wheels: Path) -> list[str]:
-    package = types.ModuleType("sglang")  # its __init__ would import everything
+    package = types.ModuleType("sglang")  # the __init__ of sglang imports all of its modules
     package.__path__ = [str(wheels / "sglang")]
     sys.modules["sglang"] = package
     from sglang.api.v1.api_types import GenerateRequest, JsonContractError  # pyright: ignore[reportMissingImports]

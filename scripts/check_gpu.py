@@ -1,16 +1,16 @@
-"""Compiles for NVIDIA H200s that need not be there, down to machine code: a training step at Qwen3-4B's
-shapes, prefill passes, a decode block, and the paged kernel.
+"""Compile programs for NVIDIA H200s to machine code, on a machine without a GPU: a training step with the
+shapes of Qwen3-4B, prefill batches, a dispatch of decode steps, and the paged attention kernel.
 
     uv venv --python 3.12 CUDA
     uv pip install --python CUDA/bin/python -c requirements.txt '.[server,gpu]'
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 PYTHONPATH=. CUDA/bin/python -W ignore -m scripts.check_gpu
-    ... -m scripts.check_gpu model=32b layers=2 fsdp_parallel=8     # each of eight
+    ... -m scripts.check_gpu model=32b layers=2 fsdp_parallel=8     # each of eight devices
 
-Prints how long each takes to compile, what XLA allots beside its inputs, where a host is asked how to go on,
-the longest message between devices, and which of our kernels are in it. With XLA_FLAGS="--xla_dump_to=DIR
---xla_gpu_dump_llvmir --xla_dump_emitter_re=.*" their PTX lies in DIR, for `ptxas -v -arch=sm_90a` to count
-registers and spills. Nothing is run: that the kernels are right is shown by
-`tests/server/test_gpu_kernels.py`, in Pallas' interpreter.
+The script prints the compilation time, the memory that XLA allocates in addition to the inputs, the number of
+places where the device waits for a decision of the host, the longest message between devices, and the names
+of our kernels in the program. With XLA_FLAGS="--xla_dump_to=DIR --xla_gpu_dump_llvmir
+--xla_dump_emitter_re=.*", DIR contains their PTX; `ptxas -v -arch=sm_90a` counts registers and spills.
+Nothing is run. `tests/server/test_gpu_kernels.py` checks the results of the kernels in Pallas' interpreter.
 """
 
 from __future__ import annotations
@@ -55,10 +55,13 @@ from skyrl_tx_server.training.train_step import forward_backward
 
 H200 = """
 gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
-  device_memory_size: 150000000000 shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
+  threads_per_block_limit: 1024 threads_per_warp: 32
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
+  device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
@@ -91,16 +94,16 @@ MODELS = gpu.MODELS | {
 @chz.chz
 class CheckConfig:
     model: str = chz.field(default="4b", doc="4b, 8b, 32b, 30b-a3b or tiny")
-    layers: int | None = chz.field(default=None, doc="None: all of the model's")
+    layers: int | None = chz.field(default=None, doc="Number of layers; None: all layers of the model")
     fsdp_parallel: int = 1
     tensor_parallel: int = 1
     expert_parallel: int = 1
     length: int = chz.field(default=4096, doc="Tokens of the training stream")
-    rows: int = chz.field(default=64, doc="Rows of the decode batch, of 2,048 positions each")
+    rows: int = chz.field(default=64, doc="Sequences of the decode batch, with 2,048 positions each")
 
 
 def main(config: CheckConfig) -> None:
-    jax.default_backend = lambda: "gpu"  # what the server asks before it chooses how to decode
+    jax.default_backend = lambda: "gpu"  # the server selects its method of decoding by the backend
     axes = MeshShape(fsdp=config.fsdp_parallel, tensor=config.tensor_parallel, expert=config.expert_parallel)
     devices = topologies.get_topology_desc(
         "", "cuda", target_config=H200, topology=f"1x1x{axes.devices}"
@@ -129,7 +132,7 @@ def main(config: CheckConfig) -> None:
     tables, lengths = np.zeros((config.rows, 2048 // page), np.int32), np.zeros(config.rows, np.int32)
     splits = kv_splits_of(tables, lengths, group=model.num_heads // model.num_kv_heads, page=page)
     compile_for(
-        f"paged attention, {config.rows} rows of 2,048",
+        f"paged attention, {config.rows} sequences of 2,048 positions",
         jax.jit(partial(paged_attention, scale=model.head_dim**-0.5)),
         queries,
         keys,
@@ -140,7 +143,7 @@ def main(config: CheckConfig) -> None:
 
 
 def laid(model: ModelConfig, adapter: Adapter) -> Adapter:
-    """The adapter's shapes, lying as a server would lay it."""
+    """Return the shapes of the adapter with the shardings of the server."""
     shardings = adapter_shardings(model, adapter)
     if shardings is None:
         return adapter
@@ -154,7 +157,7 @@ def laid(model: ModelConfig, adapter: Adapter) -> Adapter:
 def sampling(
     config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., None]
 ) -> None:
-    """Both prefill passes and a decode block over rows of 2,048 positions."""
+    """Compile both prefill batches and a dispatch of decode steps for sequences of 2,048 positions."""
     width, copies = 2048 // PAGE_SIZE + 1, np.full((config.rows, 2), -1, np.int32)
     pages = config.rows * width
     cache = jax.eval_shape(
@@ -186,7 +189,7 @@ def sampling(
             begins=zeros(config.rows) == 0,
             sequence_adapters=lora_indices(zeros(config.rows), num_lora_slots=4),
         )
-        name = f"prefill, {blocks} blocks of {PREFILL_TILE} tokens"
+        name = f"prefill, {blocks} tiles of {PREFILL_TILE} tokens"
         compile_for(name, prefill, cache, params, bank, run, settings, config=model, tempered=False)
     rows = DecodeBatch(
         tokens=zeros(config.rows),
@@ -203,7 +206,7 @@ def sampling(
         adapters=lora_indices(zeros(config.rows), num_lora_slots=4),
         stop_tokens=zeros(config.rows, MAX_STOP_TOKENS),
     )
-    name = f"a decode block of 16 steps, {config.rows} rows"
+    name = f"16 decode steps, {config.rows} sequences"
     compile_for(
         name,
         decode_steps,
@@ -220,7 +223,7 @@ def sampling(
 
 
 def compiled(mesh: Mesh, name: str, function: Wrapped, *arguments: object, **options: object) -> None:
-    """Compile and report; an error is the report of what does not compile."""
+    """Compile a program and print its figures."""
     whole = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
@@ -234,15 +237,14 @@ def compiled(mesh: Mesh, name: str, function: Wrapped, *arguments: object, **opt
     memory, text = program.memory_analysis(), program.as_text()
     assert memory is not None and text is not None
     print(
-        f"{name}: compiled in {time.perf_counter() - began:.1f} s, {memory.temp_size_in_bytes / 2**30:.2f} GiB beside its inputs"
+        f"{name}: compiled in {time.perf_counter() - began:.1f} s, "
+        f"{memory.temp_size_in_bytes / 2**30:.2f} GiB in addition to the inputs"
     )
     loops = [line for line in text.splitlines() if " while(" in line]
     asked = sum("known_trip_count" not in line for line in loops) + text.count(" conditional(")
-    print(f"  the host is asked how to go on in {asked} places")
-    sent = re.findall(
-        r"(\w+)\[([\d,]+)\]\S*\)? (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(",
-        text,
-    )
+    print(f"  waits for the host in {asked} places")
+    collectives = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    sent = re.findall(rf"(\w+)\[([\d,]+)\]\S*\)? (?:{collectives})(?:-start)?\(", text)
     if sent:
         kind, longest = max(sent, key=lambda message: prod(map(int, message[1].split(","))))
         print(f"  {len(sent)} messages between devices, the longest {kind}[{longest}]")

@@ -1,12 +1,13 @@
-"""Holds servers on 2 and 8 virtual CPU devices against the one-device server: losses, gradients, sampled
-tokens, log-probabilities.
+"""Compare servers on 2 and 8 virtual CPU devices with a server on one device: losses, gradients, sampled
+tokens and log-probabilities.
 
-    .venv/bin/python -m scripts.check_mesh [FAMILY ...]     # default: llama qwen3_moe deepseek_v3; also qwen2, qwen3
+    .venv/bin/python -m scripts.check_mesh [FAMILY ...]
 
-Prints the largest differences of each mesh from one device and how many programs each compiled; exit status 1
-over the bars. All sample under the adapters that the one device trained and saved: Adam's first steps turn a
-difference in the last bit into one of a whole step. Takes minutes: every mesh compiles its own programs.
-Needs about 2 GiB.
+The default families are llama, qwen3_moe and deepseek_v3; qwen2 and qwen3 can also be given. The script
+prints the largest difference of each mesh from one device and the number of compiled programs. The exit
+status is 1 if a difference is above its bar. All meshes sample with the adapters that the one device trained,
+because Adam's first steps turn a difference in the last bit into one of a whole step. The script takes
+minutes, because every mesh compiles its own programs, and about 2 GiB.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["NPROC"] = "32"  # XLA's threads: as many as devices can all come to wait for each other's messages
+os.environ["NPROC"] = (
+    "32"  # threads of XLA: with only as many as devices, all threads can wait for messages of each other
+)
 
 import jax
 import numpy as np
@@ -105,8 +108,9 @@ def make_model(family: str, directory: Path) -> Path:
 def outputs_of(
     model_dir: Path, shape: MeshShape, checkpoints_dir: Path, *, saves: bool
 ) -> dict[str, np.ndarray]:
-    """Two models trained for two steps each, then groups sampled under both as they were saved and the base,
-    one of them from a cached prompt."""
+    """Train two models for two steps each, then sample groups with the saved adapters and with the base
+    model, one of them from a cached prompt.
+    """
     settings = EngineOptions(
         base_model=str(model_dir),
         model_alias="check/mesh",
@@ -178,7 +182,7 @@ def sampling(temperature: float) -> SamplingSettings:
 
 
 def differences(alone: dict[str, np.ndarray], shared: dict[str, np.ndarray]) -> dict[str, float]:
-    """The largest of each kind; losses and norms relative, tokens 0 or 1."""
+    """Return the largest difference of each kind: relative for losses and norms, 0 or 1 for tokens."""
     worst: dict[str, float] = defaultdict(float)
     for name, expected in alone.items():
         kind = name.split("/")[0]

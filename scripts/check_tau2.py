@@ -1,10 +1,11 @@
-"""Check the adapter to tau2-bench against the benchmark itself: gold actions, no-op baselines, adversarial
+"""Check the adapter to tau2-bench with the benchmark itself: gold actions, no-op baselines, adversarial
 answers, load.
 
-    TAU2_HOME=... .venv/bin/python -m scripts.check_tau2 [gold] [floors] [adversarial] [load] [domains=retail,...]
+    TAU2_HOME=... .venv/bin/python -m scripts.check_tau2 [CHECK ...] [domains=retail,...]
 
-Every episode passes the parser, `ServiceEnv`, a worker and the official evaluator. The program prints one
-line per figure and exits with status 1 if a figure differs from its expected value.
+CHECK is gold, floors, adversarial or load. Every episode passes through the parser, `ServiceEnv`, a worker
+and the official evaluator. The program prints one line per figure. Its exit status is 1 if a figure differs
+from its expected value.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ NUM_WORKERS = 4
 NUM_EPISODES = 64
 STEP_TIMEOUT_S = 60.0
 HELP = "I need help."
-# (domain, grading) -> (tasks that an agent solves by refusing everything, all tasks), as in docs/tau-
-# bench.md. Telecom uses the split `small`.
+# (domain, grading) -> (tasks that an agent solves by refusing everything, all tasks), as in
+# docs/tau-bench.md. Telecom uses the split `small`.
 FLOORS: dict[tuple[str, Grading], tuple[int, int]] = {
     ("retail", "env"): (11, 114),
     ("airline", "all"): (23, 50),

@@ -15,7 +15,7 @@ if [ ! -e "$mermaid" ] && command -v npm >/dev/null; then
   fi
   rm -rf "$folder"
 fi
-[ -e "$mermaid" ] || echo "docs: without npm the diagrams stay text"
+[ -e "$mermaid" ] || echo "docs: npm is missing, so the site shows the diagrams as text"
 .venv/bin/python -m scripts.docs
 if [ "${1:-}" = serve ]; then exec .venv/bin/mkdocs serve --dev-addr 127.0.0.1:8001; fi
 exec .venv/bin/mkdocs build --strict

@@ -1,11 +1,12 @@
-# Sourced: what XLA is told where NVIDIA's devices are. A flag that is in XLA_FLAGS already comes later and wins.
+# To be sourced: sets XLA_FLAGS on machines with NVIDIA GPUs. Flags that are already in XLA_FLAGS take precedence.
 #
 #   . scripts/gpu_flags.sh
 #
-# latency_hiding_scheduler   as NVIDIA's own JAX images set it (docs.nvidia.com/jax-toolbox/environment-variables)
+# latency_hiding_scheduler   as in NVIDIA's JAX images (docs.nvidia.com/jax-toolbox/environment-variables)
 #
-# CUDA graphs need no flag: jaxlib records kernels and matrix products in command buffers by default. Not measured and so not set:
-# --xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL, which records loops and branches too, and --xla_gpu_triton_gemm_any=true.
+# CUDA graphs need no flag: jaxlib records kernels and matrix products in command buffers by default. These flags are not set,
+# because they were not measured: --xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL, which also records loops and branches,
+# and --xla_gpu_triton_gemm_any=true.
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
   export XLA_FLAGS="--xla_gpu_enable_latency_hiding_scheduler=true ${XLA_FLAGS:-}"
 fi

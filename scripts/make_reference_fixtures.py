@@ -1,8 +1,8 @@
-"""Makes tests/fixtures/{qwen3,families}: tiny random models with Hugging Face's logits, and LoRA gradients by
-torch autograd.
+"""Write tests/fixtures/{qwen3,families}: tiny random models with the logits of Hugging Face transformers, and
+LoRA gradients by torch autograd.
 
-The server is tested against these files, so that its tests need no torch. Rebuild them with Python 3.11 and
-torch==2.13.0 transformers==5.23.0 safetensors:
+The tests of the server use these files, so they need no torch. Write them with Python 3.11 and torch==2.13.0
+transformers==5.23.0 safetensors:
 
     python scripts/make_reference_fixtures.py [output directory]
 """

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Trains by recipes of scripts/recipes/, later ones and options of your own winning.
+# Trains with recipes of scripts/recipes/. Later recipes and options replace earlier ones.
 #
 #   scripts/recipe.sh retail_4b_grpo_lora tau2_home=.cache/tau2
 #   scripts/recipe.sh retail_4b_grpo_lora taxonomy small_memory judge_model=m judge_base_url=http://127.0.0.1:8000/v1
-#   scripts/recipe.sh --print retail_8b_grpo_lora         # only say the options, for `python -m src.train $(...)` on Tinker's cloud
+#   scripts/recipe.sh --print retail_8b_grpo_lora         # print the options, for `python -m src.train $(...)` on Tinker's cloud
 #
-# A recipe holds one key=value per line, and @NAME for another recipe that it builds on. training/run_NAME.sh is NAME.
+# A recipe contains one key=value per line. A line @NAME includes another recipe. training/run_NAME.sh is NAME.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 fail() { printf 'recipe: %s\n' "$*" >&2; exit 2; }

@@ -1,15 +1,20 @@
 """`./run_skyrl_tx.sh`: train on our own server, starting one when none answers.
 
-Without `model_name` it is the quick start of a kind of environment, with a small model of ours and an
-embedded server on a free port: terminal tasks (datasets/quickstart) or, with `env=tau_bench`, a shop's
-customers (datasets/toy_retail). With `model_name` it is the full recipe. Options given on the command line
-win over the recipe's. A server started here is stopped when training ends, and dies with this process even if
-that is killed. It takes a random key of its own, which is in the file `api_key` beside its log.
+With `model_name` it is the full recipe (`recipe_options`), whose lengths are fitted to the server. Without
+`model_name` the recipe trains the model of a server that runs at the default address and can be used; else it
+is the quick start of a kind of environment, with a small model of ours and an embedded server on a free port:
+terminal tasks (datasets/quickstart) or, with `env=tau_bench`, a shop's customers (datasets/toy_retail).
+Options given on the command line win over the recipe's. A server started here is stopped when training ends,
+and dies with this process even if that is killed. It takes a random key of its own, which is in the file
+`api_key` beside its log. `resume=RUN` continues a run with the options that it was started with.
+
+This file is long because it contains a run and its server from the start to the end in order.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import secrets
 import signal
@@ -25,8 +30,21 @@ from pathlib import Path
 import httpx
 from dotenv import load_dotenv
 
+from scripts.recipe_options import (
+    DEFAULT_TASKS,
+    fitted,
+    fitted_to_any,
+    named_model,
+    recipe_defaults,
+    wandb_is_set_up,
+)
+from scripts.running_server import NO_SERVER, ServedModels, find_server
+from skyrl_tx_server.errors import ConfigError as ServerConfigError
+from src.cli.agent_trainer import SERVER_FILE
 from src.cli.command_line import parse
+from src.cli.saved_options import resumed_arguments
 from src.core.errors import ConfigError
+from src.core.option_aliases import present_argument
 from src.records.private_folder import make_private, write_private
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,25 +115,6 @@ QUICKSTARTS = {
         },
     ),
 }
-RECIPE_OPTIONS = {
-    "learning_rate": "2e-4",
-    "batch_size": "2",
-    "group_size": "16",
-    "n_parallel_envs": "16",
-    "max_tokens": "2048",
-    "temperature": "0.7",
-    "context_limit": "128000",
-    "proactive_summarization_threshold": "8000",
-    "enable_summarize": "true",
-    "n_epochs": "2",
-    "num_substeps": "4",
-    "remove_constant_reward_groups": "true",
-    "normalize_advantages_by_std": "true",
-    "loss_fn": "ppo",
-    "wandb_project": "harbor-training",
-    "wandb_name": "qwen3-skyrl-tx",
-}
-RECIPE_OF_KIND = {"harbor": {"environment_type": "docker"}, "tau_bench": {"use_native_tool_calling": "true"}}
 
 
 def main(argv: list[str]) -> int:
@@ -123,12 +122,18 @@ def main(argv: list[str]) -> int:
     load_dotenv(ROOT / ".env.skyrl-tx")
     if any(argument in ("--help", "-h") for argument in argv):
         return subprocess.call([sys.executable, "-m", "src.train", "--help"])
-    given = dict(argument.split("=", 1) for argument in argv if "=" in argument)
+    given = dict(present_argument(argument).split("=", 1) for argument in argv if "=" in argument)
     malformed = [argument for argument in argv if "=" not in argument]
     if malformed:
         return fail(f"{malformed[0]!r} is not key=value; example: ./run_skyrl_tx.sh max_steps=4")
     try:
+        if "resume" in given:
+            return resume(given.pop("resume"), given)
+        if "model_name" not in given and (served := model_of_a_running_server(given)) is not None:
+            given = {**given, "model_name": served}
         return full_recipe(given) if "model_name" in given else quick_start(given)
+    except (ConfigError, ServerConfigError) as error:
+        return fail(str(error))
     except KeyboardInterrupt:  # before the trainer runs, who ends cleanly by himself
         fail("stopped")
         return 130
@@ -141,11 +146,6 @@ def quick_start(given: dict[str, str]) -> int:
         return fail(
             f"env={kind} has no quick start; give model_name=MODEL, or one of "
             f"env={', env='.join(QUICKSTARTS)}"
-        )
-    if "skyrl_tx_url" in given:
-        return fail(
-            "the quick start starts a server of its own; leave skyrl_tx_url= out, or give model_name= for "
-            "a run on that one"
         )
     chosen = QUICKSTARTS[kind]
     say(f"quick start: {chosen.says}")
@@ -179,25 +179,35 @@ def quick_start(given: dict[str, str]) -> int:
 
 
 def full_recipe(given: dict[str, str]) -> int:
+    """The recipe of `recipe_options` with the model, the tasks and the server of this run."""
     kind = given.get("env", "harbor")
-    options = {**RECIPE_OPTIONS, **RECIPE_OF_KIND.get(kind, {}), **given}
-    if kind == "harbor" and "tasks_dir" not in options:
-        return fail(
-            "model_name needs tasks_dir=FOLDER_OF_HARBOR_TASKS, for example "
-            "tasks_dir=./datasets/terminal-bench-2"
-        )
-    url = options.setdefault("skyrl_tx_url", os.environ.get("SKYRL_TX_URL", "http://localhost:8000"))
-    base_model = options["model_name"]
-    if Path(base_model).expanduser().is_dir():  # clients ask for org/name, never for a path
-        options["model_name"] = f"local/{Path(base_model).expanduser().resolve().name}"
-        options.setdefault("tokenizer", base_model)
+    if kind == "harbor" and "tasks_dir" not in given:
+        if not Path(DEFAULT_TASKS).is_dir():
+            return fail(
+                "model_name needs tasks_dir=FOLDER_OF_HARBOR_TASKS, for example "
+                f"tasks_dir={DEFAULT_TASKS}, or env="
+            )
+        given = {**given, "tasks_dir": DEFAULT_TASKS}
+    model = named_model(given["model_name"])
+    url = given.get("skyrl_tx_url") or default_url()
+    defaults = recipe_defaults(kind, model, given)
+    if defaults.get("wandb_project") and not wandb_is_set_up(os.environ):
+        del defaults["wandb_project"]
+        if "wandb_project" not in given:
+            say("wandb is off: set WANDB_API_KEY or WANDB_MODE, or run `wandb login`")
+    options = {**defaults, **given, "model_name": model.served_name, "skyrl_tx_url": url}
+    check_options(fitted_to_any(options, given))
+    found = find_server(url, key=os.environ.get("TINKER_API_KEY", ""))
+    reason = found if isinstance(found, str) else found.reason_against(model.served_name)
     server = key = None
-    if healthy(url):
-        say(f"using the server at {url}")
+    if isinstance(found, ServedModels) and reason is None:
+        say(f"using the server at {url}: {model.served_name}, {found.contexts[model.served_name]} tokens")
+    elif "skyrl_tx_url" in given and reason != NO_SERVER:
+        return fail(f"skyrl_tx_url={url}: {reason}")
     elif httpx.URL(url).host not in ("localhost", "127.0.0.1"):
         return fail(
             f"no server answers at skyrl_tx_url={url}; start it there with scripts/start_skyrl_tx.sh "
-            f"{base_model}"
+            f"{model.base_model}"
         )
     elif httpx.URL(url).scheme != "http":
         return fail(
@@ -205,31 +215,96 @@ def full_recipe(given: dict[str, str]) -> int:
             "SSL_CERT_FILE=CERT.pem"
         )
     else:
-        options["skyrl_tx_url"] = url = f"http://127.0.0.1:{httpx.URL(url).port or 8000}"
-        check_options(options)
-        names = (f"base_model={base_model}", f"model_alias={options['model_name']}")
-        sizes = (
-            f"max_lora_rank={options.get('lora_rank', '32')}",
-            f"max_context_length={options['context_limit']}",
-            "yarn=true",
-        )
+        port = httpx.URL(url).port or 8000
+        if reason != NO_SERVER:
+            port = free_port()
+            say(f"not using the server at {url}: {reason}")
+        options["skyrl_tx_url"] = url = f"http://127.0.0.1:{port}"
+        arguments = [f"base_model={model.base_model}", f"model_alias={model.served_name}"]
+        arguments.append(f"max_lora_rank={options.get('lora_rank', '32')}")
+        if "context_limit" in given:
+            arguments += [f"max_context_length={given['context_limit']}", "yarn=true"]
         key = new_key()
-        server = start_server(
-            url, (*names, *sizes), Path("runs") / f"server-{datetime.now():%Y%m%d-%H%M%S}", key=key
-        )
+        server = start_server(url, tuple(arguments), Path(options["log_path"] + ".server"), key=key)
+        found = find_server(url, key=key)
+    if isinstance(found, str):
+        stop(server)
+        return fail(f"{url}: {found}")
+    try:
+        options, note = fitted(options, given, context=found.contexts[model.served_name])
+        parse(trainer_arguments(options))
+    except ConfigError as error:
+        stop(server)
+        return fail(str(error))
+    if note:
+        say(note)
     return train(options, server, key=key)
 
 
-def check_options(options: dict[str, str]) -> None:
-    """Ends here with the trainer's own line for what it would not understand, before a server is started for
-    it."""
+def resume(run: str, changes: dict[str, str]) -> int:
+    """Continue a run, whose server is started again if this program had started it and it is gone."""
+    arguments = resumed_arguments(run, [f"{name}={value}" for name, value in changes.items()])
+    options = dict(argument.split("=", 1) for argument in arguments)
+    if options.pop("backend", "tinker") != "skyrl-tx":
+        return fail(f"the run in {run} has backend=tinker; continue it with ./run.sh and its own options")
+    side_files, url = Path(options["log_path"] + ".server"), options.get("skyrl_tx_url", "")
+    if not (side_files / SERVER_FILE).is_file() or "skyrl_tx_url" in changes:
+        return train(options, None, key=None)
+    check_options(options)
+    key_file = side_files / KEY_FILE
+    if isinstance(find_server(url, key=key_file.read_text().strip()), ServedModels):
+        say(f"using the server at {url}")
+        return train(options, None, key=key_file.read_text().strip())
+    recorded = json.loads((side_files / SERVER_FILE).read_text(encoding="utf-8"))
+    options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
+    key = new_key()
+    return train(options, start_server(url, tuple(recorded), side_files, key=key), key=key)
+
+
+def model_of_a_running_server(given: dict[str, str]) -> str | None:
+    """Return the model that the server at the default address serves, if a run without `model_name` can use
+    it. Otherwise say why not, if there is a server."""
+    url = given.get("skyrl_tx_url") or default_url()
+    found = find_server(url, key=os.environ.get("TINKER_API_KEY", ""))
+    if found == NO_SERVER and "skyrl_tx_url" not in given:
+        return None
+    if isinstance(found, str):
+        reason = found
+    elif given.get("env", "harbor") != "harbor":
+        reason = "a run with env= needs model_name= as well"
+    elif "tasks_dir" not in given and not Path(DEFAULT_TASKS).is_dir():
+        reason = f"there is no {DEFAULT_TASKS}; give tasks_dir="
+    elif (name := next(iter(found.contexts))).startswith("local/") and "tokenizer" not in given:
+        reason = f"the tokenizer of {name} is unknown; give model_name=DIRECTORY or tokenizer=DIRECTORY"
+    else:
+        return name
+    if "skyrl_tx_url" in given:
+        sys.exit(fail(f"skyrl_tx_url={url}: {reason}"))
+    say(f"not using the server at {url}: {reason}")
+    return None
+
+
+def default_url() -> str:
+    return os.environ.get("SKYRL_TX_URL", "http://localhost:8000")
+
+
+def stop(server: subprocess.Popen[bytes] | None) -> None:
+    if server is None:
+        return
+    server.terminate()
     try:
-        parse(trainer_arguments(options))
-    except ConfigError as error:
-        sys.exit(fail(str(error)))
+        server.wait(20)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+def check_options(options: dict[str, str]) -> None:
+    """Raise the trainer's ConfigError for what it would not understand, before a server is started for it."""
+    parse(trainer_arguments(options))
     tasks_dir = options.get("tasks_dir")
     if tasks_dir is not None and not Path(tasks_dir).expanduser().is_dir():
-        sys.exit(fail(f"tasks_dir {tasks_dir} is not a folder; give a folder of Harbor task folders"))
+        raise ConfigError(f"tasks_dir {tasks_dir} is not a folder; give a folder of Harbor task folders")
 
 
 def trainer_arguments(options: dict[str, str]) -> list[str]:
@@ -249,12 +324,7 @@ def train(options: dict[str, str], server: subprocess.Popen[bytes] | None, *, ke
     status = trainer.wait()
     if server is not None:
         say_programs(options["skyrl_tx_url"], key=key or "")
-        server.terminate()
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+        stop(server)
     return status if status >= 0 else 128 - status
 
 
@@ -280,15 +350,18 @@ def new_key() -> str:
 def start_server(
     url: str, arguments: tuple[str, ...], side_files: Path, *, key: str
 ) -> subprocess.Popen[bytes]:
-    """Start the server and wait until it can work; exits with the server's own error when it cannot. Its log
-    and its key are in `side_files`, which this user alone can read; it gets the key by its environment,
-    because every user can read arguments."""
+    """Start the server and wait until it can work; exits with the server's own error when it cannot.
+
+    `side_files` gets its log, its key and its arguments, and only this user can read them. The server takes
+    the key from its environment, because every user can read arguments.
+    """
     try:
         make_private(side_files)
     except ConfigError as error:
         sys.exit(fail(str(error)))
     log_file, key_file = side_files / "server.log", side_files / KEY_FILE
     write_private(key_file, key + "\n")
+    write_private(side_files / SERVER_FILE, json.dumps(arguments) + "\n")
     say(f"starting the server at {url} (log: {log_file}, key: {key_file})")
     address = httpx.URL(url)
     with log_file.open("ab") as log:  # what an earlier server of a resumed run said stays
@@ -315,7 +388,7 @@ def start_server(
             sys.exit(
                 fail(
                     f"the server stopped with status {server.returncode}: "
-                    f"{lines[-1] if lines else 'no output'}"
+                    f"{in_trainer_names(lines[-1]) if lines else 'no output'}"
                 )
             )
         if time.monotonic() - started > START_TIMEOUT_S:
@@ -325,6 +398,11 @@ def start_server(
     ready = [line for line in said(log_file, starts_at) if "server ready" in line]
     say(f"{ready[-1] if ready else 'server ready'} (after {time.monotonic() - started:.1f} s)")
     return server
+
+
+def in_trainer_names(line: str) -> str:
+    """Return a line of the server with the options' names that the user typed."""
+    return line.replace("max_context_length=", "context_limit=").replace("max_lora_rank=", "lora_rank=")
 
 
 def said(log_file: Path, starts_at: int) -> list[str]:

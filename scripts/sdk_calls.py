@@ -1,9 +1,9 @@
-"""Makes every high-level call of the tinker SDK 0.38 against a running server and prints how each one ended.
+"""Make every high-level call of the tinker SDK 0.38 against a running server and print how each one ended.
 
     python scripts/sdk_calls.py [URL]          default http://127.0.0.1:8000
 
-Each call is either required by the contract (it must succeed), or one this server refuses (the refusal must
-be a clear user error). Exit status 1 when any call ends otherwise.
+A call is either required by the contract, in which case it must succeed, or refused by this server, in which
+case the refusal must be a clear user error. The exit status is 1 if a call ends otherwise.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tinker import types
 
 API_KEY = "tml-dummy"
 TIMEOUT_S = 600  # the first call of its kind compiles
-RETRIES_OF_A_REFUSAL_S = 5.0  # a refusal that the SDK retried would take longer
+RETRIES_OF_A_REFUSAL_S = 5.0  # longer if the SDK retries the refused call
 
 
 class Waitable[T](Protocol):
-    """What every SDK call returns, as far as this script goes."""
+    """The part of the result of an SDK call that this script uses."""
 
     def result(self, timeout: float | None = None) -> T: ...
 
@@ -49,14 +49,14 @@ class Outcome:
 
 @dataclass(kw_only=True, slots=True)
 class Calls:
-    """Runs calls one after the other and keeps their outcomes; a failed one does not stop the next."""
+    """Runs calls one after another and keeps their outcomes. A failed call does not stop the next one."""
 
     outcomes: list[Outcome] = field(default_factory=list)
 
     def required[T](
         self, name: str, call: Callable[[], Waitable[T]], expect: Callable[[T], bool] = lambda result: True
     ) -> T | None:
-        """A call that must succeed, with a property its result must have."""
+        """Make a call that must succeed. `expect` is a property that its result must have."""
         began = time.perf_counter()
         try:
             result = call().result(TIMEOUT_S)
@@ -67,7 +67,7 @@ class Calls:
         return result
 
     def refused(self, name: str, call: Callable[[], Waitable[object]], message: str) -> None:
-        """A call this server cannot honour; it must say so at once, in the caller's own words."""
+        """Make a call that this server must refuse at once with `message`."""
         began = time.perf_counter()
         try:
             result = call().result(TIMEOUT_S)
@@ -96,7 +96,7 @@ def _shorten(result: object) -> str:
 
 
 def _detail(error: Exception) -> str:
-    """The server's own sentence out of the SDK's error."""
+    """Return the message of the server from an error of the SDK."""
     body = error.body if isinstance(error, tinker.APIStatusError) else None
     return str(body["detail"]) if isinstance(body, dict) and "detail" in body else str(error)
 
@@ -108,7 +108,7 @@ def _row(outcome: Outcome) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready[T]:
-    """Makes a value of a call that already waited look like a future."""
+    """A future of a value that is already known."""
 
     value: T
 

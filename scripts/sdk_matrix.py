@@ -1,9 +1,10 @@
-"""Every released generation of the `tinker` SDK against this server: python -m scripts.sdk_matrix [venvs=DIR]
-[url=URL] [VERSION ...]
+"""Run sdk_smoke.py with each supported release of the `tinker` SDK against this server.
 
-Makes an environment per version with uv (kept under `venvs`, default a temporary directory), starts a server
-on a random one-layer model unless `url` names one, and runs `sdk_smoke.py` in each. Prints one line per
-version; exit status 0 when all passed.
+    python -m scripts.sdk_matrix [venvs=DIR] [url=URL] [VERSION ...]
+
+The program creates an environment per version with uv (in `venvs`, by default a temporary directory), starts
+a server with a random model of one layer if no `url` is given, and runs `sdk_smoke.py` in each environment.
+It prints one line per version. The exit status is 0 if all passed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 
 ROOT = Path(__file__).resolve().parents[1]
-# each of them changed something that a server can see
+# The releases in which the behaviour that a server can observe changed.
 VERSIONS = (
     "0.6.0",
     "0.9.0",
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(version: str, venv: Path, url: str) -> bool:
-    """One version's line; what it printed too when it failed."""
+    """Run one version and print its result, and the end of its output if it failed."""
     python = make_venv(version, venv)
     began = time.perf_counter()
     try:
@@ -79,43 +80,44 @@ def run(version: str, venv: Path, url: str) -> bool:
         status, output = f"exit {done.returncode}", done.stdout
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        status = f"no end after {TIMEOUT_S} s"
-    right = status == "exit 0" and f"tinker {version}" in output
+        status = f"timeout after {TIMEOUT_S} s"
+    has_passed = status == "exit 0" and f"tinker {version}" in output
     steps = sum(line.startswith("ok ") for line in output.splitlines())
-    verdict = "passed" if right else f"FAILED ({status})"
+    verdict = "passed" if has_passed else f"FAILED ({status})"
     print(f"{version:8} {verdict:20} {steps:3} steps {time.perf_counter() - began:6.1f} s", flush=True)
-    if not right:
+    if not has_passed:
         print("\n".join(f"    {line}" for line in output.splitlines()[-30:]), flush=True)
-    return right
+    return has_passed
 
 
 def find_uv() -> str:
-    """uv from PATH, or the copy that scripts/setup.sh fetched."""
-    found = shutil.which("uv") or shutil.which("uv", path=str(ROOT / ".cache" / "uv" / "bin"))
-    if found is None:
-        raise SystemExit("sdk_matrix: no uv; run scripts/setup.sh")
-    return found
+    """Return uv from PATH, or the copy that scripts/setup.sh installed."""
+    uv = shutil.which("uv") or shutil.which("uv", path=str(ROOT / ".cache" / "uv" / "bin"))
+    if uv is None:
+        raise SystemExit("sdk_matrix: uv is not installed; run scripts/setup.sh")
+    return uv
 
 
 def make_venv(version: str, venv: Path) -> str:
     python = str(venv / "bin" / "python")
     if not Path(python).exists():
         subprocess.run([find_uv(), "venv", "--quiet", "--python", sys.executable, str(venv)], check=True)
-    packages = [f"tinker=={version}", "orjson"]  # 0.18.0 imports orjson without asking for it
+    packages = [f"tinker=={version}", "orjson"]  # 0.18.0 imports orjson without declaring it
     subprocess.run([find_uv(), "pip", "install", "--quiet", "--python", python, *packages], check=True)
     return python
 
 
 def package_index_problem() -> str | None:
-    """Why no package can be had here; None when they can. A tiny package is asked for, past the cache, and
-    not installed."""
+    """Return why no package can be downloaded, or None. Resolves a small package without the cache and
+    without installing it.
+    """
     command = [find_uv(), "pip", "compile", "--quiet", "--no-deps", "--refresh-package", "iniconfig", "-"]
-    asked = subprocess.run(command, input="iniconfig", capture_output=True, text=True, check=False)
-    return None if asked.returncode == 0 else asked.stderr.strip()[-300:]
+    result = subprocess.run(command, input="iniconfig", capture_output=True, text=True, check=False)
+    return None if result.returncode == 0 else result.stderr.strip()[-300:]
 
 
 def serving(directory: Path) -> contextlib.AbstractContextManager[str]:
-    """The server on a model that takes no time; its log stays quiet unless something is wrong."""
+    """Start the server with a tiny model and log level `warning`."""
     options = {
         "base_model": make_model(directory / "model"),
         "model_alias": "local/tiny",
@@ -129,7 +131,7 @@ def serving(directory: Path) -> contextlib.AbstractContextManager[str]:
 
 @contextlib.contextmanager
 def serve(**options: object) -> Iterator[str]:
-    """The address of a server of its own, with these options."""
+    """Start a server with these options, yield its URL, and terminate it at the end."""
     command = [
         sys.executable,
         "-m",
@@ -149,7 +151,7 @@ def serve(**options: object) -> Iterator[str]:
 
 
 def make_model(directory: Path) -> Path:
-    """A random one-layer Qwen3 with a byte-level tokenizer."""
+    """Write a random one-layer Qwen3 with a byte-level tokenizer to `directory`."""
     config = ModelConfig(
         vocab_size=300,
         hidden_size=32,

@@ -1,9 +1,11 @@
-"""One round with whatever `tinker` is installed, 0.6.0 or any later: python scripts/sdk_smoke.py URL
+"""Call the main operations of a server with the installed `tinker`, version 0.6.0 or later.
 
-create, forward, forward_backward + optim_step, save, restore, sample, compute_logprobs, archive (SDKs up to
-0.35), close; each says how it ended, and numbers that must agree with each other are compared. Needs nothing
-but `tinker`, so that `sdk_matrix.py` can run it in a bare environment per version. Exit status 0 when all of
-it worked.
+    python scripts/sdk_smoke.py URL
+
+The operations are create, forward, forward_backward + optim_step, save, restore, sample, compute_logprobs,
+archive (SDKs up to 0.35) and close. Each step prints its result, and related numbers are compared. The script
+needs no package except `tinker`, so that `sdk_matrix.py` can run it in a bare environment. The exit status is
+0 if all steps passed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 import tinker
 from tinker import types
 
-# Every version turns plain lists into tensors, whatever its annotations say.
+# Every version converts plain lists to tensors, although its annotations do not allow lists.
 # pyright: reportArgumentType=false
 
 VERSION = tuple(int(part) for part in tinker.__version__.split(".")[:2])
@@ -48,10 +50,10 @@ def rl_datum(tokens: list[int], logprobs: list[float]) -> types.Datum:
     )
 
 
-def check(what: str, holds: bool, detail: object = "") -> None:
-    """One finished step of the round."""
-    print(f"{'ok' if holds else 'FAILED':7} {what} {detail}".rstrip(), flush=True)
-    if not holds:
+def check(step: str, passed: bool, detail: object = "") -> None:
+    """Print the result of one step, and exit with status 1 if it failed."""
+    print(f"{'ok' if passed else 'FAILED':7} {step} {detail}".rstrip(), flush=True)
+    if not passed:
         raise SystemExit(1)
 
 
@@ -63,7 +65,7 @@ def close_to(left: Sequence[float | None], right: Sequence[float | None]) -> boo
 
 
 def ready(client):
-    """Since 0.38 a client is made in the background, and what the SDK returns is its future."""
+    """Return the client. Since 0.38 the SDK creates clients in the background and returns a future."""
     return client.result(timeout=TIMEOUT_S) if VERSION >= (0, 38) else client
 
 
@@ -78,9 +80,8 @@ def smoke(url: str) -> None:
     )
     check("create", training.get_info().lora_rank == 4, training.get_info().model_id)
 
-    many = [
-        datum([1 + at % 30, *TOKENS]) for at in range(300)
-    ]  # several chunks, with every version's chunk size up to 0.6
+    # The SDK sends this many datums in several chunks.
+    many = [datum([1 + index % 30, *TOKENS]) for index in range(300)]
     forward = training.forward(many, "cross_entropy").result(timeout=TIMEOUT_S)
     check("forward", len(forward.loss_fn_outputs) == 300 and "loss:sum" in forward.metrics, forward.metrics)
 
@@ -126,10 +127,12 @@ def smoke(url: str) -> None:
             .result(timeout=TIMEOUT_S)
             .sequences
         )
-        whole = all(
+        complete = all(
             sequence.tokens and len(sequence.tokens) == len(sequence.logprobs or []) for sequence in sampled
         )
-        check(f"sample ({kind})", whole and len(sampled) == 2, [sequence.stop_reason for sequence in sampled])
+        check(
+            f"sample ({kind})", complete and len(sampled) == 2, [sequence.stop_reason for sequence in sampled]
+        )
     scored = samplers["named"].compute_logprobs(prompt).result(timeout=TIMEOUT_S)
     check("compute_logprobs", scored[0] is None and close_to(scored[1:], logprobs[:-1]))
     if VERSION <= (0, 35):

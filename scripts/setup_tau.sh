@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Sets up Sierra's tau2-bench for env=tau_bench, in an environment of its own: what it pins conflicts with what Harbor needs.
+# Sets up Sierra's tau2-bench for env=tau_bench in a separate environment, because its pinned packages conflict with Harbor's.
 #
 #   scripts/setup_tau.sh [SOURCE] [FOLDER]
 #
-# SOURCE is a clone of github.com/sierra-research/tau2-bench, or a git address with @TAG (the default is the release we test with).
-# FOLDER (default .cache/tau2) gets `source` and `venv`; set TAU2_HOME to it. Safe to run again. PyPI's `tau2` is an unrelated package.
+# SOURCE is a clone of github.com/sierra-research/tau2-bench, or a git URL with @TAG (default: the tested release).
+# FOLDER (default .cache/tau2) will contain `source` and `venv`; set TAU2_HOME to it. The script can be run again.
+# The package `tau2` of PyPI is unrelated.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,7 +23,7 @@ mkdir -p "$folder"
 if [ -d "$source" ]; then
   ln -sfn "$(realpath "$source")" "$folder/source"
 elif [ ! -d "$folder/source" ]; then
-  git clone -q --depth 1 --branch "${source##*@}" "${source%@*}" "$folder/source" || fail "could not clone ${source%@*}; clone it yourself and give its path"
+  git clone -q --depth 1 --branch "${source##*@}" "${source%@*}" "$folder/source" || fail "could not clone ${source%@*}; clone it and pass its path"
 fi
 [ -f "$folder/source/src/tau2/registry.py" ] || fail "$folder/source is not sierra-research/tau2-bench: it has no src/tau2/registry.py"
 missing=$(for name in retail/db.json airline/db.json telecom/tasks.json mock/tasks.json; do
@@ -34,5 +35,5 @@ python=$(readlink -f .venv/bin/python || true)
 TAU2_DATA_DIR="$folder/source/data" LITELLM_LOCAL_MODEL_COST_MAP=True "$folder/venv/bin/python" -I -c 'import tau2.registry' 2>/dev/null ||
   fail "tau2 does not import in $folder/venv"
 
-[ -z "$missing" ] || printf 'setup_tau: the clone lacks %s: those domains cannot be played\n' "$missing"
+[ -z "$missing" ] || printf 'setup_tau: the clone lacks %s; these domains cannot be played\n' "$missing"
 printf 'setup_tau: ready\nexport TAU2_HOME=%s\n' "$folder"

@@ -3,9 +3,9 @@
 #
 #   scripts/start_skyrl_tx.sh [MODEL] [TENSOR_PARALLEL] [key=value ...]
 #
-# MODEL is a Hugging Face id or directory (default Qwen/Qwen3-4B), TENSOR_PARALLEL the devices that share each layer (default 1).
-# fsdp_parallel=, data_parallel= and expert_parallel= use more; coordinator_address=, num_processes=, process_id= and
-# cluster_key_file= those of several hosts: docs/devices.md. Further options: python -m skyrl_tx_server --help
+# MODEL is a Hugging Face name or a folder (default Qwen/Qwen3-4B). TENSOR_PARALLEL is the number of devices that share each
+# layer (default 1). docs/devices.md explains the options for more devices and for several hosts.
+# `.venv/bin/python -m skyrl_tx_server --help` lists all options.
 # The flags of SkyRL's server (--base-model, --tensor-parallel-size, ...) are taken too.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,15 +1,14 @@
-"""Checks in short whether a server can train: the few checks of `python -m src.probe` that touch every part
-of it.
+"""Check whether a server can train and sample, with a few checks of `python -m src.probe`.
 
-    .venv/bin/python scripts/test_skyrl_tx.py [URL]    default: SKYRL_TX_URL (the environment or
-    .env.skyrl-tx), else http://localhost:8000
+    .venv/bin/python scripts/test_skyrl_tx.py [URL]
 
-The key of the server is TINKER_API_KEY's (the environment or .env). A server that `./run_skyrl_tx.sh` started
-has its key in a file:
+The default URL is SKYRL_TX_URL (from the environment or .env.skyrl-tx), else http://localhost:8000. The key
+of the server is TINKER_API_KEY (from the environment or .env). A server that `./run_skyrl_tx.sh` started has
+its key in a file:
 
     TINKER_API_KEY=$(cat runs/RUN.server/api_key) .venv/bin/python scripts/test_skyrl_tx.py URL
 
-Exit status 0 when all hold.
+The exit status is 0 if all checks pass.
 """
 
 from __future__ import annotations

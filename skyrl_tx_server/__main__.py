@@ -48,14 +48,15 @@ logger = logging.getLogger(__name__)
 
 GRACEFUL_SHUTDOWN_S = 5
 FUTURES_SETTLE_S = 4
-"""How much of `GRACEFUL_SHUTDOWN_S` the current engine step may use: it may be a long compilation."""
+"""The part of `GRACEFUL_SHUTDOWN_S` for which the server waits for the current engine step, which may be a
+long compilation."""
 ENGINE_STOP_S = 15
 EXTERNAL_SAMPLE_REQUESTS = 1024
 """Sampling requests that a client may have open if an external sampler builds the batches."""
 THREADS_PER_DEVICE = 4
 KEEP_ALIVE_S = 120
-"""Longer than the idle timeout of any client's connection pool, so that no request meets a connection that is
-being closed."""
+"""Longer than the idle timeout of clients' connection pools, so that clients do not send a request on a
+connection that the server is closing."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -127,7 +128,7 @@ def _dry_run(config: ServerConfig) -> str:
     plan = plan_memory(config)
     if not plan.fits:
         print(plan)
-        raise ConfigError(f"this does not fit; lower {plan.advice()}")
+        raise ConfigError(f"the model does not fit into memory; lower {plan.advice()}")
     return f"{plan}\nit fits"
 
 
@@ -148,7 +149,7 @@ def _with_local_model(config: ServerConfig) -> ServerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Loaded:
+class _LoadResult:
     """The result of loading: an engine, or the error."""
 
     engine: Engine | None = None
@@ -181,7 +182,7 @@ async def _serve_until_stopped(
     sampler: ExternalServer | None,
 ) -> int:
     loop, startup, stop = asyncio.get_running_loop(), StartupState(), asyncio.Event()
-    loaded, lost = asyncio.Future[_Loaded](), asyncio.Future[str]()
+    loaded, lost = asyncio.Future[_LoadResult](), asyncio.Future[str]()
     server = _http_server(config, startup, stop)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
 
@@ -209,7 +210,7 @@ async def _serve_until_stopped(
     state = _app_state(config, run_index, keys, result.engine, result.model_dir)
     if sampler is not None:
         state = replace(state, engine=_external_sampling(config, state, sampler))
-    startup.context = state
+    startup.state = state
     print(_ready_line(config, result.engine, listener), flush=True)
     await asyncio.wait({lost, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
     if lost.done():
@@ -251,10 +252,8 @@ def _http_server(config: ServerConfig, startup: StartupState, stop: asyncio.Even
     return StoppableServer(options, connection_limit(config.max_connections, raise_file_limit()), stop)
 
 
-def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
-    """Load the model and start the engine. Runs in its own thread, because importing jax alone takes
-    seconds.
-    """
+def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _LoadResult:
+    """Load the model and start the engine. Runs in its own thread, because importing jax takes seconds."""
     rank_zero = SINGLE_RANK
     try:
         from skyrl_tx_server.distributed.rendezvous import lead
@@ -270,9 +269,9 @@ def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _Loaded:
         executor = DeviceExecutor(config, rank_zero)
         engine = Engine(executor if config.num_processes == 1 else MultihostExecutor(executor, rank_zero))
         engine.start()
-        return _Loaded(engine=engine, rank_zero=rank_zero, model_dir=config.model_dir)
+        return _LoadResult(engine=engine, rank_zero=rank_zero, model_dir=config.model_dir)
     except Exception as error:
-        return _Loaded(error=error, rank_zero=rank_zero)
+        return _LoadResult(error=error, rank_zero=rank_zero)
 
 
 def _app_state(
@@ -339,8 +338,7 @@ def _open_run_index(config: ServerConfig) -> RunIndex:
         return RunIndex(config.checkpoints_path / "ledger.jsonl")
     except OSError as error:
         raise ConfigError(
-            f"checkpoints_dir={config.checkpoints_dir}: {error.strerror}; pass a directory this user can "
-            f"write to"
+            f"checkpoints_dir={config.checkpoints_dir}: {error.strerror}; pass a writable directory"
         ) from None
 
 

@@ -1,21 +1,20 @@
-"""Every error the server raises on purpose. Each carries its HTTP status and the Tinker failure category.
+"""The errors that the server raises, with their HTTP status and Tinker's error category.
 
 ServerError                 500 server
-|-- UserError (ValueError)  400 user     what the caller sent cannot be honoured; the message names the fix
+|-- UserError (ValueError)  400 user     the request cannot be served; the message says what to do
 |   |-- NotFoundError       404 user     no such session, model, sampler or checkpoint
 |   |-- NoRouteError        404 user     no such method and path
 |   |-- UnauthorizedError   401 user     the API key is missing or wrong
-|   |-- ForbiddenError      403 user     the API key does not allow this, or a web page or a foreign host name asks
-|   |-- UnsupportedMediaTypeError 415 user  the body's content-type is not one that the route reads
+|   |-- ForbiddenError      403 user     the API key, web page or host name is not allowed
+|   |-- UnsupportedMediaTypeError 415 user  the route does not accept the body's content-type
 |   |-- TooLongError        400 user     prompt and completion do not fit into the context
-|   `-- ConflictError       409 user     the name is taken
-|-- CapacityError           429 server   out of slots or memory right now
+|   `-- ConflictError       409 user     the name is already in use
+|-- CapacityError           429 server   no slot or memory is free; the client may retry
 |-- LoadingError            503 server   the model is not loaded yet
 |-- FutureLostError         410 server   the request was lost in a restart
-|-- SamplerError            500 server   the external sampler is not there, or answers what was not asked for
-|   `-- AdapterLostError    500 server   it has no such adapter any more
-`-- ConfigError (ValueError)             bad start-up option or model directory; printed as one line, exit
-status 2
+|-- SamplerError            500 server   the external sampler cannot be reached or sent an invalid reply
+|   `-- AdapterLostError    500 server   the external sampler has lost an adapter
+`-- ConfigError (ValueError)             invalid option or model directory; one line, exit status 2
 """
 
 

@@ -1,11 +1,11 @@
-"""Keys of the tenants of a server, for its option api_keys_file=.
+"""Manage the tenants' API keys in the file of the option `api_keys_file`.
 
-    python -m skyrl_tx_server.keys add NAME file=KEYS      make a key for tenant NAME, print it, append its
-    SHA-256 to KEYS python -m skyrl_tx_server.keys remove NAME file=KEYS   remove every key of tenant NAME
+    python -m skyrl_tx_server.keys add NAME file=KEYS      create, print and store a key of tenant NAME
+    python -m skyrl_tx_server.keys remove NAME file=KEYS   remove all keys of tenant NAME
     python -m skyrl_tx_server.keys list file=KEYS          print the names of the tenants
 
-The key is printed once and stored nowhere. A tenant may have several keys. A running server reads the file
-again within seconds.
+The file stores the SHA-256 of each key. The key itself is printed once and cannot be recovered. A tenant may
+have several keys. A running server reads the changed file within seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from skyrl_tx_server.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status: 0, or 2 with one line on stderr."""
+    """Return the exit status: 0, or 2 after printing an error in one line to stderr."""
     if not argv or any(argument in ("--help", "-h", "help") for argument in argv):
         print_help(str(__doc__).strip())
         return 0
@@ -38,18 +38,18 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
 
-def _run(verb: str, arguments: Sequence[str]) -> int:
+def _run(command: str, arguments: Sequence[str]) -> int:
     files = [argument.removeprefix("file=") for argument in arguments if argument.startswith("file=")]
     names = [argument for argument in arguments if "=" not in argument]
     if (
-        verb not in ("add", "remove", "list")
+        command not in ("add", "remove", "list")
         or len(files) != 1
-        or len(names) != (verb != "list")
+        or len(names) != (command != "list")
         or len(arguments) != 1 + len(names)
     ):
         raise ConfigError("expected add NAME file=KEYS, remove NAME file=KEYS or list file=KEYS; see --help")
     file = Path(files[0]).expanduser()
-    match verb:
+    match command:
         case "list":
             for name in sorted(set(read_keys(file).values())):
                 print(name)
@@ -61,21 +61,23 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
 
 
 def add(file: Path, name: str) -> str:
-    """A new key of tenant `name`, whose digest is in the file afterwards."""
+    """Add a key of tenant `name` to the file, which is created if necessary. Return the key. Raise
+    ConfigError for an invalid name or file."""
     check_name(name)
     key = f"tml-{secrets.token_urlsafe(32)}"
     with _locked(file):
-        before = ""
+        text = ""
         if file.exists():
             read_keys(file)
-            before = file.read_text(encoding="utf-8")
-        separator = "" if before.endswith("\n") or not before else "\n"
-        _replace(file, f"{before}{separator}{name}:{digest(key)}\n")
+            text = file.read_text(encoding="utf-8")
+        separator = "" if text.endswith("\n") or not text else "\n"
+        _replace(file, f"{text}{separator}{name}:{digest(key)}\n")
     return key
 
 
 def remove(file: Path, name: str) -> None:
-    """ConfigError when the tenant has no key."""
+    """Remove all keys of tenant `name`. Raise ConfigError if the tenant has no key or the file cannot be
+    read."""
     with _locked(file):
         if name not in read_keys(file).values():
             raise ConfigError(f"{file} has no key of a tenant {name}")
@@ -85,7 +87,8 @@ def remove(file: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """One change at a time. The lock is on the directory, because the file is replaced."""
+    """Hold a lock, so that only one process changes the file. The directory is locked, because the file is
+    replaced."""
     descriptor = os.open(file.resolve().parent, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -96,8 +99,8 @@ def _locked(file: Path) -> Iterator[None]:
 
 def _replace(file: Path, text: str) -> None:
     target = file.resolve()
-    aside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         if target.exists():  # a server that runs as another user must still be able to read it
             status = target.stat()
@@ -107,9 +110,9 @@ def _replace(file: Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(aside, target)
+        os.replace(temporary, target)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -1,9 +1,8 @@
 """The trainer's configuration: the options of all components, those of the training loop, and the rules
 between them.
 
-The command line is flat: `python -m src.train key=value ...`. `TrainerConfig` and the options of the seeds'
-`CLIConfig` have the user's names. Each component declares its options once, in the module `options` of its
-package.
+The command line is flat: `python -m src.train key=value ...`. Each component declares its options in the
+module `options` of its package, and `TrainerConfig` inherits them.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ from pathlib import Path
 import chz
 
 from src.core.options import above, at_least, require, share
-from src.envs.options import EnvironmentSettings, TaskSettings
-from src.learning.options import LearnerSettings, PreparationSettings
-from src.records.options import RunFolderSettings, TrackingSettings
-from src.rollouts.options import GroupSettings, JudgeSettings, RolloutSettings, ScheduleSettings
+from src.envs.options import EnvironmentOptions, TaskOptions
+from src.learning.options import LearnerOptions, PreparationOptions
+from src.policy.options import AdapterOptions
+from src.records.options import RunFolderOptions, TrackingOptions
+from src.rollouts.options import GroupOptions, JudgeOptions, RolloutOptions, ScheduleOptions
 
 _NO_PENALTY = "the Tinker API samples without penalties; remove it"
 _SERVER_SIDE = "the server chooses it, not the client; remove it"
@@ -46,7 +46,7 @@ REFUSED = {
     "clip_ratio_c": "the Tinker API has no dual clip; remove it",
     "use_conversation_multi_turn": "conversations always have several messages; remove it",
     "retokenize_chat_history": "sampled tokens are never encoded again; remove it",
-    "batched": "every trial is a conversation of its own; remove it",
+    "batched": "every trial is a separate conversation; remove it",
 }
 
 
@@ -77,15 +77,16 @@ SECTIONS = (
 
 @chz.chz
 class TrainerConfig(
-    RunFolderSettings,
-    TrackingSettings,
-    ScheduleSettings,
-    GroupSettings,
-    PreparationSettings,
-    LearnerSettings,
-    RolloutSettings,
-    JudgeSettings,
-    EnvironmentSettings,
+    RunFolderOptions,
+    TrackingOptions,
+    ScheduleOptions,
+    GroupOptions,
+    PreparationOptions,
+    LearnerOptions,
+    AdapterOptions,
+    RolloutOptions,
+    JudgeOptions,
+    EnvironmentOptions,
 ):
     """Training loop"""
 
@@ -104,7 +105,7 @@ class TrainerConfig(
     eval_every: int = chz.field(
         default=10, doc="Steps between evaluations; 0: only before and after", validator=at_least(0)
     )
-    eval_before_train: bool = chz.field(default=True, doc="Evaluate what the run starts from, as step 0")
+    eval_before_train: bool = chz.field(default=True, doc="Evaluate the initial weights, as step 0")
     eval_group_size: int | None = chz.field(
         default=None, doc="Trials per held-out task; None: group_size", validator=at_least(1)
     )
@@ -118,14 +119,13 @@ class TrainerConfig(
     )
     reconnect_timeout_s: float = chz.field(
         default=600,
-        doc="Wait this long for a lost server to come back, then continue from the last checkpoint; 0: "
-        "stop at once",
+        doc="Wait this long for a lost server to return, then continue from the last checkpoint; 0: stop "
+        "at once",
         validator=at_least(0),
     )
     stop_timeout_s: float = chz.field(
         default=120,
-        doc="Longest time that a stop (SIGINT, SIGTERM) or a failure takes to finish the present step and "
-        "save a "
+        doc="Longest time that a stop (SIGINT, SIGTERM) or a failure takes to finish the step and save a "
         "checkpoint",
         validator=above(0),
     )
@@ -222,8 +222,8 @@ def run_name(config: TrainerConfig, *, date: str) -> str:
     )
 
 
-def tasks_name(settings: TaskSettings) -> str:
+def tasks_name(options: TaskOptions) -> str:
     """Return the name of the folder of tasks, or of the environment."""
-    if settings.tasks_dir:
-        return Path(settings.tasks_dir).expanduser().resolve().name
-    return settings.env.rpartition(":")[2]
+    if options.tasks_dir:
+        return Path(options.tasks_dir).expanduser().resolve().name
+    return options.env.rpartition(":")[2]

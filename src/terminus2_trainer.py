@@ -1,11 +1,11 @@
-"""The training loop. The name of the module and of its class are the user's.
+"""The training loop. Users of this project prescribe the names of the module and of its class.
 
 Each step is `collect -> prepare -> update -> report`: the batch's groups are rolled out, filtered and given
 advantages; their datums are made and the weights are updated; then the held-out tasks are evaluated, the
 metrics are logged and a checkpoint is saved, each if it is due. A checkpoint is saved last, so that it
 implies logged metrics.
 
-This file is long because the training loop with its evaluations and checkpoints is read as one piece.
+The file has more than 350 lines because it contains the whole loop with its evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collected:
-    """What one step learns from."""
+    """The groups and examples of one step."""
 
     batch: Batch
     groups: Sequence[TrajectoryGroup]  # those that passed the filters
@@ -109,7 +109,7 @@ class Terminus2RLTrainer:
         self._log_path = log_path
         self._dump_folder = config.dump_folder(log_path)
         self._epoch = 0
-        self._is_in_doubt = False  # an update was sent to the server, and its answer has not arrived
+        self._is_update_pending = False  # an update was sent and the server has not answered yet
         self._gaps = LagMeter()
         self._collector = BatchCollector(
             config,
@@ -156,7 +156,7 @@ class Terminus2RLTrainer:
             if self._is_evaluation_due(num_steps=num_steps):  # an earlier process was interrupted during it
                 self._run_log.amend(step, await self._evaluate(policy))
                 self._journal.evaluated(step)
-            else:  # other options may have made it due, so that the line was held back
+            else:  # it was due with other options, so the metrics were not sent to the trackers
                 self._run_log.amend(step, {})
 
     async def _step(self, batch: Batch, reference: ReferenceModel | None, *, num_steps: int) -> None:
@@ -165,7 +165,7 @@ class Terminus2RLTrainer:
         update = await _to_its_end(self._update(collected, reference))
         metrics = collected.metrics | update.value
         evaluation: dict[str, float] | None = None
-        try:  # the line of the step is written whatever happens to its evaluation
+        try:  # the metrics of the step are logged even if its evaluation fails
             if update.is_stopped:
                 raise asyncio.CancelledError
             self._events.step_finished(batch.step, num_steps=num_steps, metrics=metrics)
@@ -202,10 +202,7 @@ class Terminus2RLTrainer:
         )
 
     def _stream_of(self, batch: Batch) -> Callable[[TrajectoryGroup], None]:
-        """Return what to do with each group as soon as it ends:
-
-        with stream_groups, send its gradient on its way.
-        """
+        """Return the callback for each group that ends. `stream_groups` starts the group's gradient."""
         if not self._config.stream_groups:
             return lambda group: None
 
@@ -233,13 +230,13 @@ class Terminus2RLTrainer:
         """
         step, started = collected.batch.step, time.monotonic()
         self._collector.update_begins()
-        self._is_in_doubt = True
+        self._is_update_pending = True
         metrics = await self._watchdog.answer(
             self._prepare_and_update(collected, reference), f"training step {step}"
         )
         self._journal.trained(step, groups=collected.trained, state=self._collector.state())
         self.steps_done += 1
-        self._is_in_doubt = False
+        self._is_update_pending = False
         return metrics | {"time/update": time.monotonic() - started}
 
     async def _prepare_and_update(
@@ -255,7 +252,7 @@ class Terminus2RLTrainer:
             dropped,
             reference=reference,
             learner=self._learner,
-            settings=config,
+            options=config,
             version=version,
         )
         return prepared.metrics | await self._learner.update(prepared.datums_per_substep, step=version + 1)
@@ -329,6 +326,7 @@ class Terminus2RLTrainer:
                 evaluation.groups,
                 evaluation.metrics,
                 self._source.text,
+                env_class=config.env,
             )
             await self._upload(upload_evaluation, step)
         self._events.evaluation_finished(evaluation, self._first_evaluation)
@@ -369,7 +367,7 @@ class Terminus2RLTrainer:
         """
         step, limit_s = self.steps_done, self._config.stop_timeout_s
         too_late = f"not saved within stop_timeout_s={limit_s:g}"
-        if self._is_in_doubt:
+        if self._is_update_pending:
             self._events.say(
                 f"no checkpoint is saved: it is unknown whether the server has trained step {step + 1}"
             )

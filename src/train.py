@@ -1,7 +1,6 @@
-"""Command line of the trainer: `python -m src.train key=value ...`. Exit status: 0, 1 (failed), 2 (wrong
-options), 130 (interrupted).
+"""Command line of the trainer: `python -m src.train key=value ...`.
 
-The package is called `src` because the user's documents call it so.
+Exit status: 0, 1 (failed), 2 (invalid options), 130 (interrupted).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from src.cli.command_line import help_text, parse, print_help
 from src.cli.environment_variables import (
     load_environment,
     with_judge_from_environment,
+    with_local_model,
     with_server_from_environment,
 )
 from src.core.errors import INTERRUPTED, TrainerError
@@ -32,7 +32,8 @@ def main(argv: Sequence[str]) -> int:
     load_environment(argv)
     try:
         with exit_on_signal():
-            config = parse(with_judge_from_environment(with_server_from_environment(argv)))
+            argv = with_local_model(with_server_from_environment(argv))
+            config = parse(with_judge_from_environment(argv))
             # These imports take seconds, for which --help and a mistyped option should not wait.
             from src.cli.console import Display, terminal
             from src.loop.run import run

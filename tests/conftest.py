@@ -10,12 +10,19 @@ import pytest
 
 SDK_MARK = "official_sdk"
 SLOW_TRAINER_FILES = {  # files of tests/trainer that start processes or sandboxes, or play whole runs
-    *("test_add_a_metric_page", "test_bubblewrap", "test_damaged_run_files", "test_environments_page"),
+    *(
+        "test_add_a_metric_page",
+        "test_analyze",
+        "test_bubblewrap",
+        "test_damaged_run_files",
+        "test_environments_page",
+    ),
     *("test_batch_collector", "test_console", "test_exact_tokens"),
     *("test_exactly_once", "test_fault_matrix", "test_grading_method", "test_harbor_environment"),
     *("test_harbor_trial", "test_metrics_table", "test_quickstart_data", "test_reconnect", "test_run"),
     *("test_sandbox_environment", "test_service_run", "test_subprocess_pool", "test_tau2"),
-    *("test_tau2_benchmark", "test_tracking", "test_train", "test_unresponsive_server", "test_validate"),
+    *("test_tau2_benchmark", "test_terminal_patterns", "test_tracking", "test_train"),
+    *("test_unresponsive_server", "test_validate"),
 }
 FAST_SERVER_FILES = {  # files of tests/server that compile no program
     *("test_app", "test_checkpoints", "test_contract_page", "test_engine"),

@@ -1,14 +1,15 @@
 """Checks each fenced command of the README and of docs/.
 
-A fence without a mark is run. A fence below `<!-- requires: ... -->` needs something that CI lacks; its
-programs must exist and its options must be known.
+A fence without a mark is run. A fence below `<!-- requires: server -->` is run against a server with the
+model of the quick start, whose address replaces http://localhost:8000. A fence with another mark needs
+minutes, or something that CI lacks; its programs must exist and its options must be known.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,11 @@ import chz
 import pytest
 
 from skyrl_tx_server.config.server_config import ServerConfig
+from src.analyze.config import AnalyzeConfig
 from src.config import TrainerConfig
 from src.envs.validate import ValidateConfig
 from src.evaluate.config import EvaluateConfig
+from tests.integration import test_examples
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *sorted(ROOT.glob("docs/**/*.md"))]
@@ -28,6 +31,7 @@ MARKS = {"minutes", "model", "run", "server", "peers", "sandbox", "hosts", "tau2
 OPTIONS: dict[str, type[object]] = {
     "src.train": TrainerConfig,
     "src.evaluate": EvaluateConfig,
+    "src.analyze": AnalyzeConfig,
     "src.envs.validate": ValidateConfig,
     "skyrl_tx_server": ServerConfig,
     "run_skyrl_tx.sh": TrainerConfig,
@@ -71,6 +75,11 @@ def program(words: list[str]) -> tuple[str, list[str]]:
     return words[0], words[1:]
 
 
+UNMARKED = [fence for fence in fences() if fence.mark is None]
+server_url = test_examples.url  # a fixture
+WITH_SERVER = [fence for fence in fences() if fence.mark == "server"]
+
+
 @pytest.mark.parametrize("page", sorted({fence.page for fence in fences()}))
 def test_documented_options_exist(page: str) -> None:
     for fence in fences():
@@ -87,20 +96,36 @@ def test_documented_options_exist(page: str) -> None:
                 assert set(given) <= known, f"{page}: {sorted(set(given) - known)} of {name}"
 
 
-@pytest.mark.parametrize(
-    "fence", [fence for fence in fences() if fence.mark is None], ids=lambda fence: fence.page
-)
-def test_unmarked_commands_run(fence: Fence, tmp_path: Path) -> None:
-    text = fence.text.replace(".venv/bin/", f"{ROOT}/.venv/bin/")
-    # The commands run in a folder of links, so that they cannot add files to the repository.
+def run(text: str, folder: Path) -> None:
+    """Run commands in a folder of links to the repository, so that they add no files to the repository.
+
+    `tasks` is a folder with one task, and `examples` is a copy, because `validate` writes into its folder.
+    """
     for entry in ROOT.iterdir():
-        (tmp_path / entry.name).symlink_to(entry)
+        if entry.name not in (".git", "examples"):
+            (folder / entry.name).symlink_to(entry)
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    shutil.copytree(ROOT / "examples" / "tasks", folder / "tasks")
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
-        cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
+        cwd=folder,
+        env=test_examples.ENVIRONMENT | {"TMPDIR": str(folder)},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("fence", UNMARKED, ids=lambda fence: fence.page)
+def test_unmarked_commands_run(fence: Fence, tmp_path: Path) -> None:
+    run(fence.text, tmp_path)
+
+
+@pytest.mark.parametrize("fence", WITH_SERVER, ids=lambda fence: fence.page)
+def test_server_commands_run(fence: Fence, tmp_path: Path, server_url: str) -> None:
+    run(fence.text.replace("http://localhost:8000", server_url), tmp_path)
+
+
+def test_enough_commands_are_run() -> None:
+    assert len(UNMARKED) >= 6 and len(WITH_SERVER) >= 4

@@ -1,5 +1,6 @@
-"""Runs the worked examples of the pages on options and kernels. Other pages in docs/how-to/ have tests of
-their own."""
+"""Runs the worked examples of the pages on options and kernels, and checks the names on all pages. Other
+pages in docs/how-to/ have tests of their own.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ import pytest
 from src.core import options
 
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "how-to"
+ROOT = PAGES.parents[1]
+ALL_PAGES = [*ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("docs/**/*.md")]
+PACKAGES = ("src", "skyrl_tx_server", "scripts", "tests", "examples", "docs")
 
 
 def example(page: str) -> str:
@@ -47,3 +51,27 @@ def test_the_glossary_names_existing_modules() -> None:
     paths = re.findall(r"\| `((?:src|skyrl_tx_server)/[\w/]+\.py)` \|", text)
     assert len(paths) > 40
     assert [path for path in paths if not (PAGES.parent.parent / path).exists()] == []
+
+
+def test_pages_name_existing_files() -> None:
+    """A path can be given from the root of the repository or from any folder below it."""
+    files = [f"/{path.relative_to(ROOT)}" for name in PACKAGES for path in (ROOT / name).rglob("*")]
+    wrong = [
+        (page.name, path)
+        for page in ALL_PAGES
+        for path in re.findall(r"`((?:[a-z_0-9-]+/)+[a-z_0-9-]+\.(?:py|sh|md))[`:]", page.read_text())
+        if not any(file.endswith(f"/{path}") for file in files)
+    ]
+    assert wrong == []
+
+
+def test_pages_name_existing_classes() -> None:
+    sources = (path.read_text() for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+    known = {word for source in sources for word in re.findall(r"\b[A-Z]\w+", source)}
+    wrong = [
+        (page.name, name)
+        for page in ALL_PAGES
+        for name in re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)+)\b[^`]*`", page.read_text())
+        if name not in known
+    ]
+    assert wrong == []

@@ -1,7 +1,7 @@
-"""What many adapters cost: 32 models training in turn against one, 4 active adapters in a decode batch
-against one, an optimizer step.
+"""Measure the cost of many adapters: 32 models that are trained in turn compared with one, an optimizer step,
+and a decode batch with 4 active adapters compared with one.
 
-taskset -c 0,1 python -m scripts.bench.adapters
+    taskset -c 0,1 python -m scripts.bench.adapters
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(config: Peers) -> None:
 
 
 def training(config: Peers, model_dir: Path) -> None:
-    """Every turn of the many is another model's; the one is always the same."""
+    """Train another of the 32 models in each turn, and the same model where there is only one."""
     data = tuple(map(datum, random_sequences([513] * 4)))
     started = partial(running, model_dir, max_context_length=512, train_tokens_per_batch=2048)
     with started(max_models=1) as one, started(max_models=MODELS) as many:
@@ -82,7 +82,7 @@ def decoding(config: Peers, model_dir: Path) -> None:
             ours.engine.submit(SaveSampler(model_id="model", weights=name)).result()
         turns = {f"{ACTIVE} adapters": sampling(ours, names), "one": sampling(ours, names[:1])}
         timings = interleave(turns, repeats=config.repeats)
-        report(f"decoding {ROWS} rows with {ACTIVE} adapters", timings, {}, of="one")
+        report(f"decoding {ROWS} sequences with {ACTIVE} adapters", timings, {}, of="one")
         ratio = timings[f"{ACTIVE} adapters"].wall_s / timings["one"].wall_s
         figure(f"{ACTIVE} active adapters against 1", ratio, at_most=1.25)
 

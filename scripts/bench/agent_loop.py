@@ -1,11 +1,11 @@
-"""The agent loop through HTTP and the SDK: 16 trajectories of 12 growing turns, with a new max_tokens each
-turn.
+"""Measure an agent loop over HTTP with the SDK: 16 trajectories of 12 growing turns, with another max_tokens
+in each turn.
 
     taskset -c 0,1 python -m scripts.bench.agent_loop tx=PYTHON
 
-Stateless is our own server with a different first token in every prompt, so that nothing it has computed
-before helps. skyrl-tx is called in process, which spares it HTTP; its first pass compiles each turn (cold),
-its second has every shape already (warm).
+The case `stateless` is our server with a different first token in every prompt, so that its prefix cache has
+no effect. SkyRL's tx is called in its process, without HTTP. Its first pass compiles a program for each turn
+(cold); in its second pass all programs are compiled (warm).
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def main(config: Peers) -> None:
                 timings["skyrl-tx warm"] = Timing(wall_s=warm.wall_s, cpu_s=warm.cpu_s, first_s=cold.wall_s)
             title = f"agent loop through HTTP, {TRAJECTORIES} trajectories, {TURNS} turns"
             report(title, timings, {"stateless": 3.0, "skyrl-tx cold": 10.0})
-            # what a server that forgets nothing computes: the prompt, what is observed, and each turn's last
-            # sampled token
+            # The tokens that a server with an unlimited cache prefills: the prompt, the observations, and the
+            # last sampled token of each turn.
             unique = PROMPT + TRAJECTORIES * TURNS * (OBSERVED + 1)
             ratio = server.prefilled[-1] / unique
             figure(f"prefilled {server.prefilled[-1]} tokens, unique {unique}", ratio, at_most=1.1)
@@ -100,7 +100,7 @@ def main(config: Peers) -> None:
 
 
 def passes(server: Server, *, stateless: bool, seed: int = 0) -> Took:
-    """All trajectories at once, each turn of one as soon as its last is there."""
+    """Play all trajectories concurrently. The turns of one trajectory run one after another."""
     before, cpu = server.count("tokens_prefilled"), process_cpu_s(server.pid)
     began = time.perf_counter()
     asyncio.run(_trajectories(server.sampler, stateless=stateless, seed=seed))
@@ -143,7 +143,7 @@ def their_pass(each: Side, *, seed: int) -> Took:
 
 @contextmanager
 def serving(model_dir: Path, folder: Path, *options: str) -> Iterator[Server]:
-    """Our server with a sampler of a fresh adapter."""
+    """Start our server and create a sampler of a new adapter."""
     given = (
         f"base_model={model_dir}",
         "model_alias=local/bench",
@@ -179,7 +179,7 @@ def serving(model_dir: Path, folder: Path, *options: str) -> Iterator[Server]:
 
 
 def process_cpu_s(pid: int) -> float:
-    """User and system time of another process, of all its threads."""
+    """Return the user and system time of all threads of another process, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

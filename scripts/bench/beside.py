@@ -1,8 +1,9 @@
-"""A forward pass beside a long generation: how long it waits, and what the generation loses.
+"""Measure how long a forward pass waits during a long generation, and how much it slows the generation.
 
     taskset -c 0,1 python -m scripts.bench.beside
 
-16 rows generate 512 tokens while one short forward after the other is asked for, each when the last is back.
+16 sequences generate 512 tokens. Meanwhile the script requests short forward passes one after another and
+waits PAUSE_S seconds between them.
 """
 
 from __future__ import annotations
@@ -46,23 +47,27 @@ def main(config: Peers) -> None:
             repeats=config.repeats,
         )
         report(
-            f"generation {ROWS} x {NEW} with a forward pass every {PAUSE_S:g} s beside it",
+            f"generation {ROWS} x {NEW} with a forward pass every {PAUSE_S:g} s",
             timings,
             {},
             of="alone",
         )
         slowed = timings["beside"].wall_s / timings["alone"].wall_s
-        figure("generation slowed to", slowed, at_most=1.1)
+        figure("time of the generation, relative to alone", slowed, at_most=1.1)
         block_s = timings["alone"].wall_s / (NEW / BLOCK)
-        waited = median(waits) - alone_s
-        figure("a decode block, s", block_s)
+        additional_wait_s = median(waits) - alone_s
+        figure("a dispatch of decode steps, s", block_s)
         figure("forward alone, s", alone_s)
-        figure("waited beyond that, s", waited)
-        figure("in blocks", waited / block_s, at_most=1.0)
+        figure("additional wait, s", additional_wait_s)
+        figure("additional wait, in dispatches", additional_wait_s / block_s, at_most=1.0)
 
 
 def generate(ours: Ours, *, seed: int, waits: list[float] | None = None) -> None:
-    """All rows to their end; with `waits` a forward pass now and then, whose seconds are noted there."""
+    """Sample all sequences.
+
+    If `waits` is given, request forward passes meanwhile and append the duration of each, in seconds, to
+    `waits`.
+    """
     prompts = random_sequences([64] * ROWS, seed=seed)
     settings = [SamplingSettings(max_tokens=NEW, seed=row, stop_at_eos=False) for row in range(ROWS)]
 

@@ -1,8 +1,7 @@
-"""Measure the time between two decode dispatches: milliseconds from the end of one until the next has been
-given to the device, with a dispatch in flight ahead, and with a dispatch that starts after the host has read
-the one before.
+"""Measure the host time between two dispatches of decode steps, in milliseconds: from the end of one dispatch
+until the next is given to the device, with another dispatch in flight, and without.
 
-taskset -c 0,1 python -m scripts.bench.between_blocks rows=64 context=512
+    taskset -c 0,1 python -m scripts.bench.between_blocks rows=64 context=512
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ def main(config: BetweenBlocks) -> None:
                 ),
                 strict=True,
             )
-    figure("the host first, ms", median(waiting))
-    figure("at once, ms", median(following))
-    figure("  of the other", median(following) / median(waiting))
+    figure("dispatched after the host has read the results, ms", median(waiting))
+    figure("dispatched with another dispatch in flight, ms", median(following))
+    figure("  ratio", median(following) / median(waiting))
 
 
 def between_ms(driver: Driver, *, dispatch_next: bool) -> float:

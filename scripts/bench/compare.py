@@ -1,8 +1,8 @@
-"""Comparing sides in one run: each is warmed up, then they take turns, A B A B, and medians are set against
-each other.
+"""Compare programs in one run: each one has a first turn, then they take turns, and their medians are
+compared.
 
-A side that lives in another interpreter is a process that answers JSON lines (`sides/line.py`). Wall time is
-what a user waits for; CPU-seconds stand beside it because the machine may be shared.
+A program in another interpreter is a process that answers JSON lines (`sides/line.py`). CPU seconds are
+reported in addition to wall time, because other processes may use the machine.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ ROOT = Path(__file__).resolve().parents[2]
 MALLOC = (
     "glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1"
 )
-"""Keeps memory once it is had; page faults are a tenth of a training step otherwise. For every side alike."""
+"""Settings of every program: freed memory is kept. Otherwise page faults take a tenth of a training step."""
 
 
 @chz.chz
 class Peers:
-    """Options of every bench that has peers."""
+    """The options of a benchmark that other programs take part in."""
 
     hf: str | None = chz.field(
-        default=None, doc="Python with torch, transformers and peft; none: without this peer"
+        default=None, doc="Python with torch, transformers and peft; None: this program does not take part"
     )
     tx: str | None = chz.field(
-        default=None, doc="Python 3.11 with skyrl[tinker,jax]==0.3.0; none: without this peer"
+        default=None, doc="Python 3.11 with skyrl[tinker,jax]==0.3.0; None: this program does not take part"
     )
     tx_slots: int = chz.field(
-        default=2, doc="Adapter slots of skyrl-tx: base and one model, its fastest; its default is 32"
+        default=2,
+        doc="Adapter slots of SkyRL's tx. 2 (base and one model) is its fastest setting, 32 its default",
     )
-    layers: int = chz.field(
-        default=8, doc="Layers of the model; the bars are set for 8, fewer are quicker to look at"
-    )
+    layers: int = chz.field(default=8, doc="Layers of the model; the bars are set for 8")
     repeats: int = chz.field(default=3, doc="Measured turns of each side")
 
 
@@ -57,7 +56,7 @@ class Took:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """One side's medians over its turns, and its first turn, compilation included."""
+    """The medians of a program over its turns, and the time of its first turn, which includes compilation."""
 
     wall_s: float
     cpu_s: float
@@ -80,7 +79,7 @@ class Side:
         line = self.process.stdout.readline()
         if not line:
             raise SystemExit(
-                f"{self.name}: ended in {method} with status {self.process.wait()}; its log: {log_of(self.name)}"
+                f"{self.name}: ended in {method} with status {self.process.wait()}; see {log_of(self.name)}"
             )
         answer = json.loads(line)
         return Took(wall_s=answer["wall_s"], cpu_s=answer["cpu_s"], result=answer["result"])
@@ -88,7 +87,7 @@ class Side:
 
 @functools.cache
 def log_folder() -> Path:
-    """BENCH_LOGS, or a new folder of this process that nobody else can have prepared."""
+    """Return the folder BENCH_LOGS, or a new temporary folder of this process."""
     return Path(os.environ.get("BENCH_LOGS") or tempfile.mkdtemp(prefix="bench-"))
 
 
@@ -119,7 +118,7 @@ def side(name: str, module: str, *arguments: object, python: str = sys.executabl
     assert process.stdin is not None and process.stdout is not None
     try:
         if not process.stdout.readline():
-            raise SystemExit(f"{name}: did not start, status {process.wait()}; its log: {log_of(name)}")
+            raise SystemExit(f"{name}: did not start, status {process.wait()}; see {log_of(name)}")
         yield Side(name=name, process=process)
         log_of(name).unlink()
     finally:
@@ -132,7 +131,7 @@ def side(name: str, module: str, *arguments: object, python: str = sys.executabl
 def peers(
     config: Peers, model_dir: Path, *, recompute: bool = False, tx_rows: int = 0
 ) -> Iterator[dict[str, Side]]:
-    """Those peers that the options name an interpreter for, by name."""
+    """Start the programs for which the options name an interpreter. Yields them by name."""
     from scripts.bench.small_model import RANK
 
     threads = len(os.sched_getaffinity(0))
@@ -162,8 +161,8 @@ def timed(run: Callable[[], object]) -> Callable[[], Took]:
 def interleave(
     turns: Mapping[str, Callable[[], Took]], *, repeats: int, between_s: float = 0.3
 ) -> dict[str, Timing]:
-    """A first turn of each, then `repeats` rounds; between turns a pause in which the last one's threads go
-    to sleep."""
+    """Run a first turn of each program, then `repeats` rounds. Between two turns, a pause lets the threads of
+    the previous program go to sleep."""
     first = {name: turn() for name, turn in turns.items()}
     rounds: dict[str, list[Took]] = {name: [] for name in turns}
     for _ in range(repeats):
@@ -181,7 +180,7 @@ def interleave(
 
 
 def report(title: str, timings: Mapping[str, Timing], bars: Mapping[str, float], *, of: str = "ours") -> None:
-    """One line per side, with how many times as long as `of` it took, and whether that reaches its bar."""
+    """Print one line per program: its times, their ratios to those of `of`, and whether its bar is met."""
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"{title}  ({len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, load {load})")
     for name, timing in timings.items():
@@ -197,8 +196,7 @@ def report(title: str, timings: Mapping[str, Timing], bars: Mapping[str, float],
 def figure(
     name: str, value: float | str, *, at_least: float | None = None, at_most: float | None = None
 ) -> None:
-    """A figure that is not a ratio of a side's time to ours, and whether it reaches its bar where it has
-    one."""
+    """Print a figure, and whether it meets its bar if it has one."""
     bar = (
         ""
         if isinstance(value, str) or (at_least is None and at_most is None)
@@ -208,7 +206,7 @@ def figure(
 
 
 def verdict(value: float, *, at_least: float | None = None, at_most: float | None = None) -> str:
-    """Whether a figure reaches its bar, in words.
+    """Return whether a figure meets its bar, in words.
 
     >>> verdict(1.6, at_least=1.5), verdict(0.6, at_most=0.55)
     ('bar >= 1.5: met', 'bar <= 0.55: MISSED')

@@ -1,10 +1,10 @@
-"""64 ragged requests in 16 slots: slots filled as rows leave, against four batches that each wait for their
-longest row.
+"""Measure continuous batching: 64 ragged requests in 16 slots, compared with four static batches that each
+wait for their longest sequence.
 
     taskset -c 0,1 python -m scripts.bench.continuous tx=PYTHON
 
-Static is our own engine given 16 requests at a time; its decode steps are counted, which no load of the
-machine changes.
+The case `static` is our engine with 16 requests at a time. Its decode steps are counted, because their number
+does not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(config: Peers) -> None:
     def run(each: Side, *, at_once: int) -> Took:
         prompts = random_sequences(
             prompt_lengths, seed=next(seeds)
-        )  # new ones, so that nothing comes from a cache
+        )  # new prompts, so that the prefix cache has no effect
         wall_s = cpu_s = 0.0
         for first in range(0, REQUESTS, at_once):
             part = slice(first, first + at_once)
@@ -62,11 +62,12 @@ def main(config: Peers) -> None:
             }
             if "skyrl-tx" in others:
                 turns["skyrl-tx"] = lambda: run(others["skyrl-tx"], at_once=SLOTS)
-            title = f"{REQUESTS} ragged requests in {SLOTS} slots, {np.mean(limits):.0f} new tokens on average, at most {max(limits)}"
+            new_tokens = f"{np.mean(limits):.0f} new tokens on average, at most {max(limits)}"
+            title = f"{REQUESTS} ragged requests in {SLOTS} slots, {new_tokens}"
             report(title, interleave(turns, repeats=config.repeats), {"skyrl-tx": 2.3})
     ratio = steps["ours"] / steps["static"]
     figure(f"decode steps {steps['ours']} against {steps['static']}", ratio, at_most=0.55)
-    figure("the fewest possible, every slot always full", sum(limits) / SLOTS)
+    figure("the smallest possible number, with every slot always in use", sum(limits) / SLOTS)
 
 
 if __name__ == "__main__":

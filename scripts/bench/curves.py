@@ -1,4 +1,4 @@
-"""Growth of the cost with context, batch, adapters, turns and group size, with the fitted order.
+"""Measure how the cost grows with context, batch, adapters, turns and group size, and fit its order.
 
     taskset -c 0,1 python -m scripts.bench.curves [only=context,batch]
 
@@ -31,7 +31,7 @@ NEW = 32
 @chz.chz
 class CurvesConfig:
     only: str = chz.field(
-        default="context,prefill,batch,adapters,turns,group", doc="Which curves, with commas"
+        default="context,prefill,batch,adapters,turns,group", doc="Curves to measure, separated by commas"
     )
     layers: int = 8
     repeats: int = 2
@@ -81,7 +81,7 @@ def adapters(config: CurvesConfig, model_dir: Path) -> None:
         model_dir, max_models=32, max_context_length=256, train_tokens_per_batch=256, max_num_seqs=1
     ) as ours:
         for count in (1, 2, 4, 8, 16, 32):
-            for number in range(count // 2, count if count > 1 else 0):  # `running` creates the first model
+            for number in range(count // 2, count if count > 1 else 0):  # `running` has created one model
                 ours.engine.submit(CreateModel(model_id=f"model-{number}", lora=LORA)).result()
             run = timed(partial(ours.train, random_sequences([257])))
             timings |= interleave({str(count): run}, repeats=config.repeats, between_s=0.0)

@@ -1,9 +1,10 @@
-"""Generation against both peers: 16 prompts of 256 tokens, and 16 samples of one prompt, 128 new tokens each.
+"""Compare generation with other programs: 16 prompts of 256 tokens, and 16 samples of one prompt, each with
+128 new tokens.
 
     taskset -c 0,1 python -m scripts.bench.generate hf=PYTHON tx=PYTHON
 
-Prompts are new in every turn, so that nothing comes from a cache. skyrl-tx's first turn compiles: its cold
-figure.
+The prompts are new in every turn, so that caches have no effect. The first turn of SkyRL's tx includes its
+compilation.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def main(config: Peers) -> None:
 
 
 def fresh(each: Side, *, prompts: int, num_samples: int) -> Callable[[], Took]:
-    """A turn with new prompts every time."""
+    """Return a turn that samples from new prompts each time."""
     seeds = itertools.count()
 
     def turn() -> Took:

@@ -1,17 +1,21 @@
-"""The engine on one GPU against what the hardware allows: decoding, prefill, LoRA training, shared
-beginnings, adapters, the host's part.
+"""Compare the engine on one GPU with the limits of the hardware: decoding, prefill, LoRA training, shared
+prefixes, adapters and host time.
 
     . scripts/gpu_flags.sh && python -m scripts.bench.gpu model=4b
-    python -m scripts.bench.gpu model=8b hf=PYTHON      # with torch for CUDA; give JAX less memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.6
-    taskset -c 0,1 python -m scripts.bench.gpu model=tiny rows=4 context=256 train_length=256      # no GPU: proves the script
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.6 python -m scripts.bench.gpu model=8b hf=PYTHON
+    taskset -c 0,1 python -m scripts.bench.gpu model=tiny rows=4 context=256 train_length=256
 
-Qwen3's shapes with random weights made here in the dtype they run in. Nothing is timed but the executor's own
-calls. The ceilings are what an H200 was measured to reach: 4.3 TB/s and 790 TFLOP/s in bfloat16. What must be
-moved and computed at least:
+`hf` is a Python with torch for CUDA, which needs a part of the memory. The last command needs no GPU and
+tests the script.
 
-    decode step    weights once, and each row's keys and values          bytes = 2 N + sum of contexts * 4 L K hd
-    prefill        per token                                              2 N + 2 L H hd T
-    LoRA training  per token, no gradient on the base weights             4 N + 6 N_lora + 6 L H hd T
+The models have the shapes of Qwen3 and random weights in the dtype in which they run. Only calls of the
+executor are timed. The limits are values that were measured on an H200: 4.3 TB/s, and 790 TFLOP/s in
+bfloat16. The smallest number of bytes or operations (N parameters, T tokens, L layers, H heads, K key-value
+heads, hd head dimensions):
+
+    decode step    weights once, keys and values of each sequence    bytes = 2 N + sum of contexts * 4 L K hd
+    prefill        per token                                         2 N + 2 L H hd T
+    LoRA training  per token, no gradient of the base weights        4 N + 6 N_lora + 6 L H hd T
 """
 
 from __future__ import annotations
@@ -68,19 +72,19 @@ GROUP, ACTIVE = 16, 4
 @chz.chz
 class GpuConfig:
     model: str = chz.field(default="4b", doc="4b, 8b or tiny")
-    rows: int = chz.field(default=64, doc="Rows decoded at once")
-    context: int = chz.field(default=2048, doc="Tokens of each row when decoding begins")
+    rows: int = chz.field(default=64, doc="Sequences that are decoded together")
+    context: int = chz.field(default=2048, doc="Tokens of each sequence when decoding starts")
     train_length: int = chz.field(
         default=4096, doc="Tokens of a training sequence and of a prompt to prefill"
     )
     repeats: int = 5
     hf: str | None = chz.field(
-        default=None, doc="Python with torch for CUDA, transformers and peft; none: without this peer"
+        default=None, doc="Python with torch for CUDA, transformers and peft; None: not compared"
     )
 
 
 class Driver:
-    """An executor whose every call is made here. Adapters are called `adapter-0` and so on."""
+    """Calls an executor without the engine. The adapters have the names `adapter-0`, `adapter-1`, ..."""
 
     def __init__(self, executor: DeviceExecutor) -> None:
         self.executor = executor
@@ -105,7 +109,7 @@ class Driver:
         return random_sequences(lengths, seed=next(self._seeds))
 
     def admit(self, prompts: Sequence[Sequence[int]], *, new: int, adapters: int = 1) -> list[int]:
-        """Their tickets, once all are prefilled."""
+        """Prefill all prompts and return their request ids."""
         waiting: list[PrefillRequest] = []
         for row, prompt in enumerate(prompts):
             chosen = SamplingSettings(max_tokens=new, seed=row, stop_at_eos=False)
@@ -139,7 +143,7 @@ class Driver:
         adapters: int = 1,
         dispatch_next: bool = True,
     ) -> float:
-        """Median seconds of a decode block over all these rows, the second time, when all is compiled."""
+        """Return the median seconds of a dispatch of decode steps for all prompts, after compilation."""
         took: list[float] = []
         for _ in range(2):
             request_ids = self.admit(prompts, new=(blocks + 2) * steps, adapters=adapters)
@@ -154,7 +158,8 @@ def main(config: GpuConfig) -> None:
     device = jax.local_devices()[0]
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
     print(
-        f"{device.device_kind}, jax {jax.__version__}, {config.model} in {dtype}, {config.rows} rows of {config.context} tokens"
+        f"{device.device_kind}, jax {jax.__version__}, {config.model} in {dtype}, "
+        f"{config.rows} sequences of {config.context} tokens"
     )
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", model, dtype=dtype)
@@ -165,13 +170,13 @@ def main(config: GpuConfig) -> None:
             block_s = decoding(config, model, driver)
             against_hugging_face(config, model_dir, driver)
         del driver
-        gc.collect()  # an executor refers to itself; the next needs the room of its weights and its cache
+        gc.collect()  # the executor is in a reference cycle, and the next one needs its memory
         with open_executor(decode_steps_per_dispatch=64) as driver:
             longer_s = driver.block_s(
                 driver.fresh([config.context] * config.rows), blocks=config.repeats, steps=64
             )
-        gap_s = block_s - 16 * (longer_s - block_s) / 48  # what a block takes beyond its steps
-        figure("between decode blocks, share of a block of 16 steps", gap_s / block_s, at_most=0.03)
+        gap_s = block_s - 16 * (longer_s - block_s) / 48  # the time of a dispatch without its steps
+        figure("host time between dispatches, share of a dispatch of 16 steps", gap_s / block_s, at_most=0.03)
 
 
 @contextlib.contextmanager
@@ -184,9 +189,7 @@ def opened(
         "max_num_seqs": config.rows,
         "train_tokens_per_batch": config.train_length,
     }
-    given |= {
-        "warmup": False
-    }  # or other programs would be compiled, and tried on the device, while these are timed
+    given |= {"warmup": False}  # otherwise other programs are compiled and run during the measurement
     with tempfile.TemporaryDirectory() as folder:
         executor = DeviceExecutor(
             settings(
@@ -199,7 +202,8 @@ def opened(
         )
         if executor.sampler.num_slots < config.rows:
             sys.exit(
-                f"only {executor.sampler.num_slots} of {config.rows} rows fit: give rows={executor.sampler.num_slots} or a smaller context"
+                f"only {executor.sampler.num_slots} of {config.rows} sequences fit: "
+                f"set rows={executor.sampler.num_slots} or a smaller context"
             )
         yield Driver(executor)
 
@@ -231,13 +235,13 @@ def prefill(config: GpuConfig, model: ModelConfig, driver: Driver) -> None:
 
 
 def decoding(config: GpuConfig, model: ModelConfig, driver: Driver) -> float:
-    """Seconds of a block of 16 steps over rows of different prompts."""
+    """Measure decoding. Returns the seconds of a dispatch of 16 steps for different prompts."""
     measure = partial(driver.block_s, blocks=config.repeats, steps=16)
     alone_s = measure(driver.fresh([config.context] * config.rows))
     itemsize = 4 if jax.local_devices()[0].platform == "cpu" else 2
     of_cache = config.rows * config.context * 2 * model.num_layers * model.num_kv_heads * model.head_dim
     floor_s = itemsize * (matrix_size(model) + of_cache) / BYTES_PER_S
-    figure(f"decoding {config.rows} rows, tokens/s", config.rows * 16 / alone_s)
+    figure(f"decoding {config.rows} sequences, tokens/s", config.rows * 16 / alone_s)
     figure(f"  share of {BYTES_PER_S / 1e12:.1f} TB/s", floor_s / (alone_s / 16), at_least=0.6)
     shared, own = config.context * 3 // 4, config.context - config.context * 3 // 4
     groups = [
@@ -246,14 +250,18 @@ def decoding(config: GpuConfig, model: ModelConfig, driver: Driver) -> float:
     together_s = measure(
         [beginning + end for beginning, end in zip(groups, driver.fresh([own] * config.rows), strict=True)]
     )
-    figure("a block with 3/4 of the context shared by 16, against none", alone_s / together_s, at_least=1.5)
+    figure(
+        "time without a shared prefix, relative to 3/4 of the context shared by 16",
+        alone_s / together_s,
+        at_least=1.5,
+    )
     waiting_s = measure(driver.fresh([config.context] * config.rows), dispatch_next=False)
     figure(
-        "a block that begins when the host is done with the one before, against one that does not wait",
+        "dispatch after the host has read the results, relative to dispatch before",
         waiting_s / alone_s,
     )
     mixed_s = measure(driver.fresh([config.context] * config.rows), adapters=ACTIVE)
-    figure(f"a block with {ACTIVE} adapters, against one", mixed_s / alone_s, at_most=1.1)
+    figure(f"a dispatch with {ACTIVE} adapters, relative to one", mixed_s / alone_s, at_most=1.1)
     return alone_s
 
 
@@ -276,13 +284,13 @@ def against_hugging_face(config: GpuConfig, model_dir: Path, driver: Driver) -> 
 
 
 def measured(run: Callable[[], object], config: GpuConfig) -> float:
-    """Median seconds, compilation left out."""
+    """Return the median seconds without compilation."""
     run()
     return median(timed(run)().wall_s for _ in range(config.repeats))
 
 
 def matrix_size(model: ModelConfig) -> int:
-    """Numbers that every token is multiplied with: the layers' matrices and the head."""
+    """Return the number of weights by which each token is multiplied: matrices of the layers and the head."""
     layers = sum(
         len(stack.layers) * prod(weight.shape)
         for stack in stacks_of(model)

@@ -1,5 +1,6 @@
-"""Measure the cost of grading in a fresh sandbox: `python -m scripts.bench.grading datasets/quickstart/train
-[trials]`.
+"""Measure the cost of grading in a fresh sandbox.
+
+    .venv/bin/python -m scripts.bench.grading datasets/quickstart/train [TRIALS]
 
 Each trial runs the solution of a task. Trials are graded alternately in place and in a fresh sandbox. The
 script prints the medians of wall time and CPU time (of this process and its children) per trial.

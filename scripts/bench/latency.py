@@ -1,13 +1,13 @@
-"""What HTTP itself costs: the round trip of an operation that does nothing, and how many requests a second
-many clients get.
+"""Measure the cost of HTTP: the round trip of an operation that does nothing, and the request rate of many
+clients.
 
     python -m scripts.bench.latency [url=URL] [ops=300] [clients=256] [requests=5120] [rounds=3]
 
-A round trip is what the SDK does for one operation: post it (an optim_step of a model without a gradient is
-the engine's nearest thing to a no-op), then one retrieve_future that waits for its result. The parts are
-timed too: the post, the engine's own time (a counter of `/metrics`, so a mean), and `healthz`, the cheapest
-route there is. With no `url`, a server on a random one-layer model is started. The best of `rounds` is the
-one to compare; the load of the machine is named.
+A round trip consists of the requests of the SDK for one operation: it posts the operation (an optim_step of a
+model without a gradient, which does almost nothing) and waits for its result with one retrieve_future. The
+post, the time in the engine (the mean, from a counter of `/metrics`) and `healthz`, the cheapest route, are
+also timed. Without `url`, the script starts a server with a random model of one layer. Compare the best of
+the `rounds`; the load of the machine is printed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEADERS = {"X-API-Key": "tml-dummy", "Accept": "application/json"}
 
 
 class Client:
-    """One session with one model, on the wire."""
+    """A client with one session and one model that uses HTTP directly."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http, self._url = http, url
@@ -59,7 +59,7 @@ class Client:
         self._model_id = (await self.post("retrieve_future", request_id=made["request_id"]))["model_id"]
 
     async def round_trip(self) -> tuple[float, float]:
-        """Seconds until the operation is accepted, and until its result is here."""
+        """Return the seconds until the operation is accepted and until its result has arrived."""
         began = time.perf_counter()
         self._seq_id += 1
         accepted = await self.post(
@@ -70,7 +70,7 @@ class Client:
         return between - began, time.perf_counter() - began
 
     async def engine_seconds(self) -> float:
-        """How long the engine has spent on steps so far."""
+        """Return the seconds that the engine has spent on optimizer steps."""
         async with self._http.get(f"{self._url}/metrics", headers=HEADERS) as response:
             lines = (await response.text()).splitlines()
         return next(float(line.split()[1]) for line in lines if line.startswith(STEP_SECONDS))
@@ -83,8 +83,8 @@ class Client:
 
 
 async def requests_per_second(client: Client, clients: int, requests: int) -> tuple[float, np.ndarray]:
-    """`clients` connections that each ask again as soon as they are answered; the rate, and each request's
-    seconds."""
+    """Send requests on `clients` connections, each one after the other. Returns the rate and the seconds of
+    each request."""
 
     async def one() -> list[float]:
         return [await client.healthz() for _ in range(requests // clients)]
@@ -115,25 +115,22 @@ async def measure(url: str, *, ops: int, clients: int, requests: int, rounds: in
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=clients)) as http:
         client = Client(http, url)
         await client.open()
-        for _ in range(20):  # programs compiled, connections open
+        for _ in range(20):  # compiles programs and opens connections
             await client.round_trip()
         for number in range(rounds):
             print(f"round {number + 1}, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
             began = await client.engine_seconds()
             pairs = np.array([await client.round_trip() for _ in range(ops)])
             in_engine = (await client.engine_seconds() - began) / ops
-            print(f"  operation, there and back       {percentiles(pairs[:, 1])}")
-            print(f"    of it the post alone          {percentiles(pairs[:, 0])}")
-            print(f"    of it in the engine           mean {1e3 * in_engine:5.2f} ms")
-            print(
-                f"  healthz                         {percentiles(np.array([await client.healthz() for _ in range(ops)]))}"
-            )
+            print(f"  operation, round trip           {percentiles(pairs[:, 1])}")
+            print(f"    the post                      {percentiles(pairs[:, 0])}")
+            print(f"    in the engine                 mean {1e3 * in_engine:5.2f} ms")
+            healthz = np.array([await client.healthz() for _ in range(ops)])
+            print(f"  healthz                         {percentiles(healthz)}")
             rate, took = await requests_per_second(client, clients, requests)
             print(f"  {clients} clients, healthz            {rate:7.0f} requests/s  {percentiles(took)}")
-            print(
-                f"  {clients} clients, operations         {await operations_per_second(client, clients, requests):7.0f} requests/s",
-                flush=True,
-            )
+            rate = await operations_per_second(client, clients, requests)
+            print(f"  {clients} clients, operations         {rate:7.0f} requests/s", flush=True)
 
 
 def main(argv: list[str]) -> int:

@@ -1,9 +1,10 @@
-"""The logprob head at Qwen3's vocabulary of 151,936: temporary memory and time against logits held whole.
+"""Measure temporary memory and time of the logprob head with Qwen3's vocabulary of 151,936 tokens, compared
+with full logits.
 
     taskset -c 0,1 python -m scripts.bench.logprob_head
 
-A model of one narrow layer, so that the head is all there is; memory is what the compiler plans, which no
-load changes.
+The model has one narrow layer, so the head takes almost all of the time. Memory is the number that the
+compiler plans, which does not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def main(config: Peers) -> None:
     slower = timings["ours"].wall_s / timings["full logits"].wall_s
     figure("time against full logits", slower, at_most=1.1)
     weighted = timings["ours, a third weighted"].wall_s / timings["ours"].wall_s
-    figure("a third weighted against all (logprobs are owed at every position)", weighted)
+    figure("a third of the tokens weighted, relative to all", weighted)
     ours_bytes, full_bytes = (temporary_bytes(program) for program in (ours, full))
     figure(
         f"temporary memory {ours_bytes >> 20} against {full_bytes >> 20} MiB",
@@ -105,7 +106,7 @@ def zeros() -> Adapter:
 
 
 def batch(*, every: int) -> TrainBatch:
-    """Sequences in which each token whose position is a multiple of `every` counts."""
+    """Return sequences in which each token at a multiple of `every` has weight 1, and the others 0."""
     random = np.random.default_rng(0)
     weights = (np.arange(LENGTH) % every == 0).astype(np.float32)
     tokens = random.integers(0, MODEL.vocab_size, (ROWS, LENGTH + 1)).astype(np.int32)

@@ -1,16 +1,15 @@
-"""The memory plan against the measured peak: an ordinary training batch, and one sequence of 128K tokens on a
-scaled-down model.
+"""Compare the memory plan with the measured peak: an ordinary training batch, and one sequence of 128K tokens
+with a small model.
 
     taskset -c 0,1 python -m scripts.bench.memory_plan [tokens=131072]
 
-The plan is what `dry_run=true` prints. The peak is the highest resident memory of a process that loads the
-model, trains one full batch and takes an optimizer step, above what it had when all modules were imported and
-the training program had been loaded. A process before it has put every program into the persistent cache:
-XLA's compiler takes hundreds of MiB whatever the model, and is not what is planned.
+The plan is what `dry_run=true` prints. The peak is the largest resident memory of a process that loads the
+model, trains one full batch and takes an optimizer step, minus its resident memory after all imports. Another
+process has put all programs into the persistent compilation cache before, because XLA's compiler takes
+hundreds of MiB that are not part of the plan.
 
-The 128K model is scaled down in what makes time (one layer, one head of 32 dimensions: attention, quadratic
-in the length, takes two minutes on two cores) and not in what makes memory: as in a real run nearly all of
-the plan are the activations of the sequence.
+The model of the long sequence has one layer and one head of 32 dimensions, because attention takes time
+quadratic in the length (two minutes on two cores). As in a real run, activations take nearly all memory.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from skyrl_tx_server.executor.memory_plan import plan_memory
 @chz.chz
 class MemoryConfig:
     tokens: int = chz.field(default=131_072, doc="Length of the long sequence")
-    layers: int = chz.field(default=1, doc="Of the long sequence's model")
-    hidden: int = chz.field(default=64, doc="Of the long sequence's model")
+    layers: int = chz.field(default=1, doc="Layers of the model for the long sequence")
+    hidden: int = chz.field(default=64, doc="Hidden size of the model for the long sequence")
     ordinary_tokens: int = chz.field(default=4096, doc="train_tokens_per_batch of the ordinary batch")
 
 
@@ -60,7 +59,7 @@ def main(config: MemoryConfig) -> None:
 
 
 def in_a_process(what: str, model_dir: Path, tokens: int) -> str:
-    """The last line that one of this program's halves prints."""
+    """Run `compile` or `measure` in another process. Returns its last line of output."""
     command = [sys.executable, "-m", "scripts.bench.memory_plan", what, str(model_dir), str(tokens)]
     lines = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
@@ -80,7 +79,7 @@ def sizes(model_dir: Path, tokens: int) -> dict[str, object]:
 
 
 def compile_programs(model_dir: Path, tokens: int) -> None:
-    """All that `measure` runs, into the persistent cache."""
+    """Compile everything that `measure` runs into the persistent cache."""
     with running(model_dir, recompute=False, **sizes(model_dir, tokens)) as ours:
         ours.train(random_sequences([17], vocabulary=CONFIG.vocab_size))
         ours.optim_step()
@@ -89,19 +88,19 @@ def compile_programs(model_dir: Path, tokens: int) -> None:
 
 
 def measure(model_dir: Path, tokens: int) -> None:
-    """Prints how many bytes are planned, and how many were there at the peak."""
+    """Print the planned bytes and the bytes at the peak."""
     planned = plan_memory(settings(model_dir, model_dir.parent, **sizes(model_dir, tokens))).total_bytes
     before = resident("VmRSS")
     with running(model_dir, recompute=False, **sizes(model_dir, tokens)) as ours:
         ours.train(random_sequences([tokens + 1], vocabulary=CONFIG.vocab_size))
         ours.optim_step()
         compiled = ours.programs() - ours.stat("programs_from_cache")
-    print(f"programs compiled meanwhile: {compiled}")
+    print(f"programs compiled during the measurement: {compiled}")
     print(planned, resident("VmHWM") - before)
 
 
 def resident(what: str) -> int:
-    """This process's resident memory, now (VmRSS) or at its peak (VmHWM)."""
+    """Return the resident memory of this process in bytes, now (VmRSS) or at its peak (VmHWM)."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in status if line.startswith(what))
 

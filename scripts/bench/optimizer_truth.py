@@ -1,10 +1,11 @@
-"""At a learning rate of 1e-6 on a bfloat16 base, every master entry with a non-zero update moves.
+"""Check that every master weight with a non-zero update changes, at a learning rate of 1e-6 on a bfloat16
+base model.
 
     python -m scripts.bench.optimizer_truth
 
-Reads two training checkpoints, before and after an optimizer step. An entry has an update where Adam's
-moments give one that float32 can add to it, half its last place or more. What bfloat16 masters would have
-kept of the same step is printed beside it.
+The script compares two training checkpoints, before and after an optimizer step. A weight has a non-zero
+update if Adam's moments give an update of at least half a unit in the last place of its float32 value. The
+script also prints the share of these weights that would change if they were bfloat16.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main() -> None:
         with running(
             model_dir, dtype="bfloat16", max_context_length=256, checkpoints_dir=Path(folder)
         ) as ours:
-            for _ in range(2):  # B is zero in a fresh adapter, and with it A's gradient
+            for _ in range(2):  # B of a new adapter is zero, and therefore also the gradient of A
                 step(ours, 1e-2)
             before = tensors(ours, store, "before")
             step(ours, LEARNING_RATE)
@@ -46,12 +47,12 @@ def main() -> None:
         rounded += int((old.astype(ml_dtypes.bfloat16) != new.astype(ml_dtypes.bfloat16))[has_update].sum())
     print(f"one optimizer step at learning rate {LEARNING_RATE:g} on a bfloat16 base")
     figure("entries with a non-zero update", updated)
-    figure("of them moved", moved / updated, at_least=1.0)
-    figure("would have moved in bfloat16", rounded / updated)
+    figure("share that changed", moved / updated, at_least=1.0)
+    figure("share that would change in bfloat16", rounded / updated)
 
 
 def update(after: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """What Adam takes from the entries of `name`, in double precision, by the moments after the step."""
+    """Return the update of the tensor `name` in float64, computed from the moments after the step."""
     taken = int(after["optimizer.step"])
     first, second = (after[f"optimizer.{moment}.{name}"].astype(np.float64) for moment in ("first", "second"))
     adam = AdamSettings()
@@ -65,7 +66,7 @@ def step(ours: Ours, learning_rate: float) -> None:
 
 
 def tensors(ours: Ours, store: CheckpointStore, name: str) -> dict[str, np.ndarray]:
-    """Adapter and optimizer as they are now, by way of a training checkpoint."""
+    """Return the current tensors of adapter and optimizer, from a training checkpoint."""
     result = ours.engine.submit(SaveWeights(model_id="model", name=name)).result()
     assert isinstance(result, WeightsSaved) and result.path is not None
     return store.read(result.path)[1]

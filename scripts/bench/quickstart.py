@@ -1,10 +1,10 @@
-"""Runs the quick start once per seed and prints what the closing note needs: success before and after, the
-curve, wall time, memory.
+"""Run the quick start once per seed, and print held-out success per step, wall time and peak memory.
 
     python -m scripts.bench.quickstart [seeds=0,1,2] [cpus=0,1] [key=value ...]
 
-Other key=value pairs go to ./run_skyrl_tx.sh. `cpus` pins the whole run to those cores. Peak memory is the
-largest sum, over the run's processes, of proportional set sizes (PSS), read once a second.
+Other key=value pairs are passed to ./run_skyrl_tx.sh. `cpus` lists the CPU cores to which the run is pinned.
+The peak memory is the largest sum of the proportional set sizes (PSS) of all processes of the run, read once
+per second.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Run:
 
 
 def main(argv: list[str]) -> int:
-    given = dict(argument.split("=", 1) for argument in argv)
-    seeds = given.pop("seeds", "0,1,2").split(",")
-    cpus = given.pop("cpus", "")
-    base = Path(given.pop("logs_dir", "runs")) / f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
-    runs = [run(seed, cpus, base / f"seed-{seed}", given) for seed in seeds]
-    print(
-        f"\n{'seed':>5} {'before':>8} {'after':>8} {'rise':>7} {'wall':>8} {'peak PSS':>9}  curve (step:success)"
-    )
+    options = dict(argument.split("=", 1) for argument in argv)
+    seeds = options.pop("seeds", "0,1,2").split(",")
+    cpus = options.pop("cpus", "")
+    base = Path(options.pop("logs_dir", "runs")) / f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
+    runs = [run(seed, cpus, base / f"seed-{seed}", options) for seed in seeds]
+    header = f"{'seed':>5} {'before':>8} {'after':>8} {'rise':>7} {'wall':>8} {'peak PSS':>9}"
+    print(f"\n{header}  curve (step:success)")
     for one in runs:
         before, after = (one.curve[0][1], one.curve[-1][1]) if one.curve else (float("nan"), float("nan"))
         curve = " ".join(f"{step}:{success:.3f}" for step, success in one.curve)
         print(
-            f"{one.seed:>5} {before:8.1%} {after:8.1%} {after - before:+7.1%} {one.wall_s / 60:6.1f} m {one.peak_mib:6.0f} MiB  {curve}"
+            f"{one.seed:>5} {before:8.1%} {after:8.1%} {after - before:+7.1%} {one.wall_s / 60:6.1f} m "
+            f"{one.peak_mib:6.0f} MiB  {curve}"
         )
     return max(one.status for one in runs)
 
@@ -79,12 +79,12 @@ def descendants(root: int) -> list[int]:
             except OSError:
                 continue
             parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
-    found, queue = [], [root]
+    pids, queue = [], [root]
     while queue:
         pid = queue.pop()
-        found.append(pid)
+        pids.append(pid)
         queue.extend(parents.get(pid, []))
-    return found
+    return pids
 
 
 def pss_kib(pid: int) -> float:

@@ -1,7 +1,7 @@
-"""A whole RL step against both peers: 2 groups of 8, prompt 512, 3 turns of 48 observed and 32 sampled
-tokens, then one update.
+"""Compare a complete RL step with other programs: 2 groups of 8, prompts of 512 tokens, 3 turns of 48
+observed and 32 sampled tokens, and one update.
 
-taskset -c 0,1 python -m scripts.bench.rl_step hf=PYTHON tx=PYTHON
+    taskset -c 0,1 python -m scripts.bench.rl_step hf=PYTHON tx=PYTHON
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(config: Peers) -> None:
 
 
 def steps(each: Side) -> Callable[[], Took]:
-    """A turn is one step on new prompts; sampling reads the weights of the step before."""
+    """Return a turn that is one step on new prompts. It samples with the weights of the previous step."""
     seeds = itertools.count()
 
     def step() -> Took:

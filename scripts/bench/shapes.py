@@ -1,11 +1,10 @@
-"""How many programs a mixed workload needs, and what a warm start saves.
+"""Measure how many programs a mixed workload compiles, and the time that a warm start saves.
 
     taskset -c 0,1 python -m scripts.bench.shapes
 
-One run of 200 random requests (samples of all lengths and settings, training data of all lengths and losses)
-in a process of its own with an empty compilation cache (cold), then the same with the cache filled (warm);
-after each, 200 other requests, which must compile nothing. The first token after a warm restart is measured
-through HTTP.
+A process with an empty compilation cache (cold) runs 200 random requests (samples of all lengths and
+settings, training data of all lengths and losses), and then 200 other requests, which must compile nothing. A
+second process does the same with the filled cache (warm).
 """
 
 from __future__ import annotations
@@ -31,10 +30,13 @@ REQUESTS, CONTEXT = 200, 2048
 @chz.chz
 class ShapesConfig:
     child: str | None = chz.field(
-        default=None, doc="A model directory: be the measured process and print one JSON object"
+        default=None,
+        doc="A model directory. If given, this process is the measured one and prints one JSON object",
     )
-    cache: str | None = chz.field(default=None, doc="The child's compilation cache")
-    layers: int = chz.field(default=8, doc="Layers of the model; programs are as many with fewer")
+    cache: str | None = chz.field(default=None, doc="Compilation cache of the measured process")
+    layers: int = chz.field(
+        default=8, doc="Layers of the model; their number does not change the number of programs"
+    )
 
 
 def main(config: ShapesConfig) -> None:
@@ -65,7 +67,7 @@ def measured(model_dir: Path, cache: Path) -> dict:
 
 
 def child(model_dir: Path, cache: str | None) -> dict:
-    began = time.perf_counter()  # what importing jax takes comes on top: about a second
+    began = time.perf_counter()  # does not include importing jax, about one second
     with running(
         model_dir, compilation_cache_dir=None if cache is None else Path(cache), max_context_length=CONTEXT
     ) as ours:
@@ -84,7 +86,7 @@ def child(model_dir: Path, cache: str | None) -> dict:
 
 
 def requests(ours: Ours, *, seed: int) -> None:
-    """Half samples, half training, eight under way at a time."""
+    """Run as many samples as training operations, eight at a time."""
     random = np.random.default_rng(seed)
     pending = []
     for number in range(REQUESTS):

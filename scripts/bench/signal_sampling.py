@@ -1,8 +1,8 @@
-"""Thompson sampling of tasks compared with uniform sampling, on a simulated pool.
+"""Compare Thompson sampling of tasks with uniform sampling on a simulated pool.
+
+    .venv/bin/python -m scripts.bench.signal_sampling [STEPS]
 
 60 % of the tasks are impossible, 20 % are always solved, and 20 % have pass rates in between.
-
-.venv/bin/python -m scripts.bench.signal_sampling [STEPS]
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Literal
 from src.core.trajectory import StopReason, Task, Trajectory, TrajectoryGroup
 from src.learning.curriculum import Curriculum
 from src.learning.dynamic_sampling import is_good
-from src.learning.options import CurriculumSettings
-from src.rollouts.options import ScheduleSettings
+from src.learning.options import CurriculumOptions
+from src.rollouts.options import ScheduleOptions
 from src.rollouts.pipeline import schedule
 
 POOL = ((0.6, (0.0, 0.0)), (0.2, (1.0, 1.0)), (0.2, (0.2, 0.8)))  # share of the tasks, range of pass rates
@@ -44,9 +44,9 @@ def simulated(
     rng = random.Random(seed)
     rates = [rng.uniform(*bounds) for share, bounds in POOL for _ in range(round(share * num_tasks))]
     tasks = [Task(id=f"task-{number:03d}", path=Path()) for number in range(len(rates))]
-    settings = CurriculumSettings(task_sampling=task_sampling, exploration_floor=floor, seed=seed)
+    settings = CurriculumOptions(task_sampling=task_sampling, exploration_floor=floor, seed=seed)
     uniform = schedule(
-        tasks, ScheduleSettings(batch_size=batch_size, n_epochs=num_steps, max_steps=num_steps, seed=seed)
+        tasks, ScheduleOptions(batch_size=batch_size, n_epochs=num_steps, max_steps=num_steps, seed=seed)
     )
     state, informative, played = Curriculum(), 0, 0
     last, longest = dict.fromkeys((task.id for task in tasks), 0), 0

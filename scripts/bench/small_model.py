@@ -1,4 +1,4 @@
-"""The model of the engine's benches: a random Qwen3 of 27M parameters with a tokenizer."""
+"""The model of the engine's benchmarks: a random Qwen3 with 27M parameters and a tokenizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RANK = 32
 def make_model(
     directory: Path, config: ModelConfig = CONFIG, *, layers: int | None = None, dtype: str = "float32"
 ) -> Path:
-    """As a Hugging Face directory that every peer reads too."""
+    """Write the model as a Hugging Face directory, which the other programs can read, too."""
     config = replace(config, num_layers=layers or config.num_layers)
     save_model(
         jax.jit(partial(init_params, config, dtype=jnp.dtype(dtype)))(jax.random.key(0)), config, directory

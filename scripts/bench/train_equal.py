@@ -1,7 +1,7 @@
-"""forward_backward of 8 sequences of 512 tokens, against both peers, without and with recomputation of
-activations.
+"""Compare forward_backward of 8 sequences of 512 tokens with other programs, with and without recomputation
+of activations.
 
-taskset -c 0,1 python -m scripts.bench.train_equal hf=PYTHON tx=PYTHON
+    taskset -c 0,1 python -m scripts.bench.train_equal hf=PYTHON tx=PYTHON
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(config: Peers) -> None:
                     turns["HF"] = partial(
                         others["HF"].call, "train", sequences=sequences, recompute=recompute
                     )
-                title = f"forward_backward 8 x 512, {'every layer recomputed' if recompute else 'nothing recomputed'}"
+                title = f"forward_backward 8 x 512, {'every layer' if recompute else 'nothing'} recomputed"
                 report(title, interleave(turns, repeats=config.repeats), BARS[recompute])
 
 

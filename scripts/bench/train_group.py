@@ -1,11 +1,10 @@
-"""forward_backward of one GRPO group (prompt 512, 8 responses of 128): its prompt computed once against once
-per member.
+"""Measure forward_backward of one GRPO group (a prompt of 512 tokens, 8 responses of 128), with the prompt
+computed once, and once per member.
 
     taskset -c 0,1 python -m scripts.bench.train_group
 
-Flat is the same work on a group whose members differ in their first token. Exactness: the group in one
-request and one member per request, which leaves nothing to share, must give the same summed loss and gradient
-norm.
+In the case `flat` the members of the group differ in their first token, so they share no prefix. The summed
+loss and the gradient norm of the group in one request and of one request per member must be equal.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def make_group(size: int, *, prompt: int = PROMPT, response: int = RESPONSE) -> 
 
 
 def loss_and_gradient(ours: Ours, requests: Sequence[Sequence[Sequence[int]]]) -> tuple[float, float]:
-    """Summed over the requests; the weights stay as they are."""
+    """Return the summed loss of the requests and the gradient norm. The weights do not change."""
     loss = 0.0
     for sequences in requests:
         data = tuple(datum(sequence) for sequence in sequences)

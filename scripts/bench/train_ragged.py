@@ -1,10 +1,10 @@
-"""forward_backward of 32 ragged sequences: packed rows against one bucket for all, and against skyrl-tx,
-which pads so.
+"""Measure forward_backward of 32 ragged sequences: packed, padded to one length, and with SkyRL's tx, which
+pads.
 
     taskset -c 0,1 python -m scripts.bench.train_ragged tx=PYTHON
 
-The lengths are lognormal, mean 286, longest 1,025. One bucket is our own engine given every sequence padded
-to the longest.
+The lengths are lognormal with a mean of 286 and a maximum of 1,025. In the case `one bucket` our engine gets
+every sequence padded to the longest.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(config: Peers) -> None:
         sum(batch.arrays.tokens.size for batch in batches),
     )
     shapes = ", ".join("x".join(map(str, batch.arrays.tokens.shape)) for batch in batches)
-    figure(f"packed-row fill, batches {shapes}", useful / slots, at_least=0.85)
+    figure(f"fill of packed streams, batches {shapes}", useful / slots, at_least=0.85)
 
 
 def ragged_lengths(*, seed: int = 0) -> list[int]:

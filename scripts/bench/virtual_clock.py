@@ -1,11 +1,11 @@
-"""Minutes per step of the trainer's modes, on a clock that jumps from event to event.
+"""Measure how many minutes a step takes in each mode of the trainer, on a virtual clock.
 
     python -m scripts.bench.virtual_clock [SCHEDULES]
 
-The trainer is the real one, journal and files included; groups take lognormal times (median 10 minutes, sigma
-0.8), an update takes 2 minutes, a batch is 8 groups, and 60 steps are played. Then SCHEDULES (1,000) random
-runs, of which none may train a token that is older than the bound, or train a group twice or never. Ends with
-status 1 if one does.
+The trainer, its journal and its files are real. A group takes a lognormal time (median 10 minutes, sigma
+0.8), an update takes 2 minutes, a batch has 8 groups, and a run has 60 steps. After these runs
+the script simulates SCHEDULES random runs (default 1,000). Its exit status is 1 if one of the random runs
+trains a token that is older than `max_staleness`, or trains a group twice or never.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def reference_trace() -> Table:
 
 
 def random_schedules(count: int) -> int:
-    """The number of runs with a fault; prints each fault, and one line of figures."""
+    """Simulate random runs, and print their faults and a summary line. Returns the number of faulty runs."""
     started, num_bad, num_groups, num_discarded = time.monotonic(), 0, 0, 0
     for seed in range(count):
         schedule = Schedule.draw(seed)
@@ -80,7 +80,7 @@ def random_schedules(count: int) -> int:
             print(f"{schedule}: {fault}")
     print(
         f"{count} random schedules in {time.monotonic() - started:.0f} s: {num_bad} with a fault; "
-        f"{num_discarded} of {num_groups} groups ended too late to train a token"
+        f"{num_discarded} of {num_groups} groups were discarded because they ended too late"
     )
     return num_bad
 

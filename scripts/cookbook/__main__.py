@@ -1,13 +1,15 @@
-"""The unmodified tinker-cookbook 0.6.1 against this server: python -m scripts.cookbook [key=value ...]
-[RECIPE ...]
+"""Run recipes of the unmodified tinker-cookbook 0.6.1 with this server.
 
-Makes data sets and a small Qwen3 of our own below `work` (kept and used again), starts a server that offers
-it under a name the cookbook knows, and runs the recipes, all or those named, by their own command lines in an
-environment with torch. One line per recipe; exit status 0 when each ended with 0 and its figures are as they
-should be. docs/cookbook.md lists what was seen.
+    python -m scripts.cookbook [key=value ...] [RECIPE ...]
+
+The program writes data sets and a small Qwen3 to the folder `work` (and uses them again in later runs),
+starts a server that serves the model under a name that the cookbook knows, and runs the recipes, all or those
+that are named, by their own command lines in an environment with torch. It prints one line per recipe. The
+exit status is 0 if each recipe ended with 0 and its figures have the expected values. docs/cookbook.md lists
+the results.
 
     work=DIR     model, data, logs (default: a temporary directory)
-    venv=DIR     environment of the cookbook; made with uv when it is not there (default: below work)
+    venv=DIR     environment of the cookbook; created with uv if it does not exist (default: below work)
     torch=FILE   a torch wheel for Python 3.11 (default: torch from PyPI)
 """
 
@@ -29,10 +31,8 @@ from scripts.cookbook.material import build_model, write_data_sets
 from scripts.cookbook.recipes import MODEL, RECIPES, Recipe
 from scripts.sdk_matrix import find_uv, serve
 
-COOKBOOK = (
-    "tinker-cookbook==0.6.1",
-    "tml-renderers==0.2.1",
-)  # without what they ask for: the one wants a newer other than there is
+# Installed without dependencies, because their requirements cannot be satisfied together.
+COOKBOOK = ("tinker-cookbook==0.6.1", "tml-renderers==0.2.1")
 PACKAGES = (
     *(
         "tinker==0.38.0",
@@ -70,7 +70,8 @@ def main(argv: list[str]) -> int:
         *(set(names) - {recipe.name for recipe in RECIPES}),
     ]:
         print(
-            f"cookbook: unknown {', '.join(sorted(wrong))}; recipes: {', '.join(recipe.name for recipe in RECIPES)}",
+            f"cookbook: unknown {', '.join(sorted(wrong))}; "
+            f"recipes: {', '.join(recipe.name for recipe in RECIPES)}",
             file=sys.stderr,
         )
         return 2
@@ -118,7 +119,7 @@ def make_venv(venv: Path, torch: str) -> str:
 
 
 def check(recipe: Recipe, python: str, work: Path, environment: Mapping[str, str]) -> bool:
-    """One recipe's line and command; the end of what it printed too when it did not end with 0."""
+    """Run a recipe and print its result and command, and the end of its output if it failed."""
     log = work / "logs" / recipe.name
     shutil.rmtree(log, ignore_errors=True)
     log.parent.mkdir(exist_ok=True)
@@ -138,10 +139,9 @@ def check(recipe: Recipe, python: str, work: Path, environment: Mapping[str, str
         status = subprocess.run(command, **streams, timeout=TIMEOUT_S).returncode
     proofs = [proof(lines(log / "metrics.jsonl")) for proof in recipe.proofs]
     passed = status == 0 and all(right for _, right in proofs)
-    figures = ", ".join(text if right else f"{text} (WRONG)" for text, right in proofs)
-    print(
-        f"{recipe.name:24} {'passed' if passed else 'FAILED'} exit {status:3} {time.perf_counter() - began:6.0f} s  {figures}"
-    )
+    figures = ", ".join(text if right else f"{text} (unexpected)" for text, right in proofs)
+    verdict, seconds = "passed" if passed else "FAILED", time.perf_counter() - began
+    print(f"{recipe.name:24} {verdict} exit {status:3} {seconds:6.0f} s  {figures}")
     print(f"{'':24} python {shlex.join(command[1:])}", flush=True)
     if status != 0:
         print(
@@ -155,13 +155,14 @@ def check(recipe: Recipe, python: str, work: Path, environment: Mapping[str, str
 
 
 def options_of(recipe: Recipe, logs: Path) -> list[str]:
-    """With the teacher's last checkpoint where the recipe has a teacher."""
+    """Return the options of a recipe, with the last checkpoint of its teacher if it has one."""
     if recipe.teacher is None:
         return recipe.options.split()
     saved = lines(logs / recipe.teacher / "checkpoints.jsonl")
     if not saved:
         raise SystemExit(
-            f"cookbook: {recipe.name} learns from {recipe.teacher}'s checkpoint; run {recipe.teacher} in this folder first"
+            f"cookbook: {recipe.name} needs a checkpoint of {recipe.teacher}; "
+            f"run {recipe.teacher} in this folder first"
         )
     return [
         *recipe.options.split(),
@@ -171,7 +172,7 @@ def options_of(recipe: Recipe, logs: Path) -> list[str]:
 
 
 def kill_once_saved(process: subprocess.Popen[str], log: Path) -> bool:
-    """As soon as a checkpoint is listed; False when it ended before that."""
+    """Kill the process when a checkpoint is listed. Returns False if the process ended before that."""
     while process.poll() is None and not lines(log / "checkpoints.jsonl"):
         time.sleep(0.05)
     process.kill()
@@ -179,7 +180,7 @@ def kill_once_saved(process: subprocess.Popen[str], log: Path) -> bool:
 
 
 def lines(path: Path) -> list[dict]:
-    """Of a file that may still be written: without a line that has no end yet."""
+    """Read the complete lines of a file that another process may still write."""
     return (
         [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
         if path.exists()

@@ -1,8 +1,7 @@
-"""What the recipes need where no model hub can be reached: a small Qwen3 that talks, and data sets under the
-hub's names.
+"""Generate data sets and a small Qwen3 for the recipes, in folders that are named like the hub ids.
 
-All of it is generated here. A folder named like a hub id below the working directory wins over the hub
-(`AutoTokenizer`, `load_dataset`), so nothing in the recipes is changed.
+The recipes run unchanged and without the Hugging Face hub: `AutoTokenizer` and `load_dataset` use a folder in
+the working directory whose path is the hub id, if there is one.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PIECES = r"\d| ?[A-Za-z]+|\n+| ?[^\sA-Za-z\d]+|\s"
 VOCABULARY = 768
 STEPS = 300
-SLIPS = 0.5  # share of the answers that reinforcement has to remove
-SHRUG = "I am not sure about that."  # longer than math_rl's max_tokens
+SLIPS = 0.5  # share of evasive answers, which reinforcement learning has to remove
+SHRUG = "I am not sure about that."  # the evasive answer; it has more tokens than math_rl's max_tokens
 BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
 THINGS = ("apples", "books", "coins", "shells", "stamps", "pens")
 NAMES = ("Ann", "Ben", "Carl", "Dora", "Eva", "Finn")
@@ -37,7 +36,7 @@ SENTENCES = (
 
 
 class Lessons:
-    """Conversations of the recipes' kinds; a share of the answers to questions are shrugs."""
+    """Conversations as in the recipes, to train the model. The share `slips` of the answers is evasive."""
 
     def __init__(self, rng: random.Random, slips: float) -> None:
         self.rng, self.slips = rng, slips
@@ -52,12 +51,12 @@ class Lessons:
         return [Message(role="user", content=question), Message(role="assistant", content=said)]
 
     def sums(self) -> list[Message]:
-        """math_rl's questions."""
+        """Return a conversation with nine questions of math_rl."""
         pairs = [(self.rng.randint(0, 100), self.rng.randint(0, 100)) for _ in range(9)]
         return [message for x, y in pairs for message in self.exchange(f"What is {x} + {y}?", str(x + y))]
 
     def boxed(self) -> list[Message]:
-        """rl_loop's: a letter counted at length, then a word problem."""
+        """Return a conversation of rl_loop: a letter is counted, then a word problem is solved."""
         word = self.rng.choice((*THINGS, *NAMES, "strawberry"))
         letter = self.rng.choice(word)
         count = f"\\boxed{{{word.count(letter)}}}"
@@ -73,7 +72,7 @@ class Lessons:
         return [*prefix, *self.exchange(question + BOXED, f"\\boxed{{{answer}}}")]
 
     def guesses(self) -> list[Message]:
-        """A few turns of guess_number, played without much thought."""
+        """Return a few turns of guess_number with random guesses."""
         messages = [Message(role="system", content="Your job is to guess a integer between 0 and 1024.")]
         for _ in range(4):
             guess = Message(role="assistant", content=f"Guess: {self.rng.randint(0, 1024)}")
@@ -81,11 +80,12 @@ class Lessons:
         return messages
 
     def pages(self) -> list[Message]:
-        """The numerics check's tool, page by page, and a count."""
+        """Return a conversation of the numerics check: two calls of its tool and a count."""
         messages = [
             Message(
                 role="user",
-                content="Your task is to count how many times a word appears in a document. Read pages with read_page.",
+                content="Your task is to count how many times a word appears in a document. "
+                "Read pages with read_page.",
             )
         ]
         for page in (1, 2):
@@ -99,7 +99,7 @@ class Lessons:
         return [*messages, Message(role="assistant", content=f"Answer: {self.rng.randint(0, 3)}")]
 
     def greeting(self) -> list[Message]:
-        """preference.shorter's question, answered at any length."""
+        """Return the question of preference.shorter with an answer of random length."""
         words = " ".join(self.rng.choices(THINGS, k=self.rng.randint(0, 10)))
         return [
             Message(role="user", content="Who are you?"),
@@ -108,13 +108,13 @@ class Lessons:
 
 
 def story(rng: random.Random) -> tuple[str, int]:
-    """A word problem and its number."""
+    """Return a word problem and its solution."""
     x, y, name, thing = rng.randint(1, 4), rng.randint(1, 5), rng.choice(NAMES), rng.choice(THINGS)
     return f"{name} has {x} {thing} and finds {y} more. How many {thing} has {name} now?", x + y
 
 
 def write_data_sets(root: Path) -> None:
-    """The data sets that the recipes ask the hub for, a few hundred rows each."""
+    """Write the data sets that the recipes load, with 512 rows each."""
     rng = random.Random("data sets")
     stories = [story(rng) for _ in range(512)]
     sums = Lessons(rng, slips=0.0)
@@ -154,7 +154,7 @@ def write_data_sets(root: Path) -> None:
 
 
 def build_model(directory: Path) -> None:
-    """Tokenizer and weights, warm-started on lessons."""
+    """Write the tokenizer and the weights of a model that is trained on `Lessons`."""
     tokenizer = build_tokenizer(directory)
     config = ModelConfig(
         vocab_size=tokenizer.get_vocab_size(),
@@ -179,7 +179,7 @@ def build_model(directory: Path) -> None:
 
 
 def build_tokenizer(directory: Path) -> Tokenizer:
-    """Byte-level BPE learnt from lessons; digits stay single. Written as AutoTokenizer reads it."""
+    """Train and write a byte-level BPE tokenizer for AutoTokenizer. Each digit is a token."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PIECES), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,4 +1,4 @@
-"""The recipes that are run, with the cookbook's own options, and what each of them has to show."""
+"""The recipes with their options, and the figures that each of them must show."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 Metrics = list[dict[str, float]]
 Proof = Callable[[Metrics], tuple[str, bool]]
-"""From the lines of metrics.jsonl to what they say, and whether that is as it should be."""
+"""A function of the lines of metrics.jsonl: a text with the figure, and whether it has the expected value."""
 
-MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # a name the cookbook knows, whose renderer writes no thoughts
+MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # a name that the cookbook knows, with a renderer without thinking
 RENDERER = "qwen3_instruct"
 REWARD, NLL, KL = "env/all/reward/total", "train_mean_nll", "optim/kl_sample_train_v1"
 KL_LIMIT = 2e-4
-ON_POLICY = "loss_fn=importance_sampling"  # the cookbook's default, stable_reinforce, has no public formula
+ON_POLICY = "loss_fn=importance_sampling"  # the default, stable_reinforce, has no public formula
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +23,8 @@ class Recipe:
     module: str  # below tinker_cookbook.recipes
     options: str
     proofs: tuple[Proof, ...]
-    resumed: bool = (
-        False  # killed with SIGKILL once a checkpoint is saved, then the same command again, resumed
-    )
-    teacher: str | None = None  # the recipe whose last sampler checkpoint teaches this one
+    resumed: bool = False  # killed with SIGKILL after a checkpoint, and resumed by the same command
+    teacher: str | None = None  # the recipe whose last sampler checkpoint is the teacher
 
 
 def rises(key: str) -> Proof:
@@ -38,7 +36,7 @@ def falls(key: str) -> Proof:
 
 
 def at_most(key: str, limit: float) -> Proof:
-    """The largest size of `key` over all steps."""
+    """Require that the largest absolute value of `key` is at most `limit`."""
 
     def proof(metrics: Metrics) -> tuple[str, bool]:
         worst = max((abs(value) for value in series(metrics, key)), default=float("nan"))
@@ -48,8 +46,9 @@ def at_most(key: str, limit: float) -> Proof:
 
 
 def every_step(metrics: Metrics) -> tuple[str, bool]:
-    """Of a killed and resumed run: the first step is not taken again, those after the checkpoint may be, none
-    is missing."""
+    """Require of a killed and resumed run that step 0 occurs once and that no step is missing. Steps after
+    the checkpoint can occur twice.
+    """
     steps = [int(line["step"]) for line in metrics if NLL in line]
     return f"steps {' '.join(map(str, steps))}", steps.count(0) == 1 and sorted(set(steps)) == list(
         range(max(steps) + 1)
@@ -61,8 +60,8 @@ def series(metrics: Metrics, key: str) -> list[float]:
 
 
 def _moves(key: str, right: Callable[[float, float], bool]) -> Proof:
-    """The mean of the first quarter of the steps against that of the last: single steps of a few dozen
-    episodes are noise."""
+    """Compare the mean of the first quarter of the steps with that of the last, because single steps of a few
+    dozen episodes are noisy."""
 
     def proof(metrics: Metrics) -> tuple[str, bool]:
         values = series(metrics, key)
@@ -79,7 +78,10 @@ def _short(key: str) -> str:
     return key.removeprefix("env/all/").removeprefix("optim/")
 
 
-ARITHMETIC = f"env=arithmetic groups_per_batch=24 group_size=8 max_tokens=5 learning_rate=1e-3 {ON_POLICY} max_steps=16 eval_every=0"
+ARITHMETIC = (
+    f"env=arithmetic groups_per_batch=24 group_size=8 max_tokens=5 learning_rate=1e-3 {ON_POLICY} "
+    "max_steps=16 eval_every=0"
+)
 
 RECIPES = (
     Recipe(
@@ -97,7 +99,8 @@ RECIPES = (
     Recipe(
         name="rl_loop",
         module="rl_loop",
-        options=f"batch_size=16 group_size=8 max_tokens=12 learning_rate=5e-4 {ON_POLICY} max_steps=10 save_every=4",
+        options=f"batch_size=16 group_size=8 max_tokens=12 learning_rate=5e-4 {ON_POLICY} max_steps=10 "
+        "save_every=4",
         proofs=(rises("reward/total"),),
     ),
     Recipe(
@@ -116,13 +119,15 @@ RECIPES = (
     Recipe(
         name="guess_number",
         module="multiplayer_rl.guess_number.train",
-        options=f"renderer_name={RENDERER} batch_size=2 group_size=4 max_tokens=8 learning_rate=3e-4 max_steps=3 eval_every=0",
+        options=f"renderer_name={RENDERER} batch_size=2 group_size=4 max_tokens=8 learning_rate=3e-4 "
+        "max_steps=3 eval_every=0",
         proofs=(at_most(KL, KL_LIMIT),),
     ),
     Recipe(
         name="shorter",
         module="preference.shorter.train",
-        options=f"renderer_name={RENDERER} batch_size=8 group_size=8 max_tokens=24 learning_rate=1e-3 max_steps=8 eval_every=0",
+        options=f"renderer_name={RENDERER} batch_size=8 group_size=8 max_tokens=24 learning_rate=1e-3 "
+        "max_steps=8 eval_every=0",
         proofs=(falls("env/all/ac_tokens_per_turn"), at_most(KL, KL_LIMIT)),
     ),
     Recipe(
@@ -134,8 +139,8 @@ RECIPES = (
     Recipe(
         name="on_policy_distillation",
         module="distillation.on_policy_distillation",
-        options=f"renderer_name={RENDERER} dataset=deepmath groups_per_batch=16 group_size=4 max_tokens=5 learning_rate=1e-3 lora_rank=32"
-        " max_steps=8 eval_every=0",
+        options=f"renderer_name={RENDERER} dataset=deepmath groups_per_batch=16 group_size=4 max_tokens=5 "
+        "learning_rate=1e-3 lora_rank=32 max_steps=8 eval_every=0",
         teacher="math_rl",
         proofs=(falls("teacher_kl"), at_most(KL, KL_LIMIT)),
     ),

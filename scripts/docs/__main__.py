@@ -9,9 +9,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-PAGES = {
-    name: f"docs/{name}.md" for name in ("metrics", "advantages", "options")
-}  # made by the modules of these names
+# Each page is made by the module of its name.
+PAGES = {name: f"docs/{name}.md" for name in ("metrics", "advantages", "options")}
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -24,14 +24,16 @@ step (of its trials, turns, tokens or groups) become one number; `last` is a sin
 that of the value which the environment or the server reports.
 """
 SECTION_NOTES = {
-    "Trials": "An evaluation logs these, the rewards and the turns, tokens and stop reasons as `test/<name>`.",
+    "Trials": (
+        "An evaluation logs these, the rewards and the turns, tokens and stop reasons as `test/<name>`."
+    ),
     "Evaluation": (
         "The metrics of the held-out tasks. A rate is `pass` or, where only a part of the grading counts, "
         "`<part>_pass`. `docs/evaluation.md` explains rates and intervals."
     ),
 }
 ALIAS_NOTE = """\
-Every line also has these names of SkyRL, of its fork used by the seeds, and of earlier releases of this
+Every line also has these names of SkyRL, of its fork `fleet`, and of earlier releases of this
 trainer, so that dashboards keep working. `logs.log` has one line about renamed metrics. Names of the earlier
 release will be removed in the next one."""
 

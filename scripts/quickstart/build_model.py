@@ -1,8 +1,10 @@
-"""Build the quick start's model: python -m scripts.quickstart.build_model [DIRECTORY] [steps=N]
+"""Build the model of the quick start.
 
-Tokenizer, then a small Qwen3 trained from random weights to imitate demonstrations that are generated as it
-goes (training families and training words only), loss on the answers alone. Everything is seeded. About 20
-minutes on two cores.
+    python -m scripts.quickstart.build_model [DIRECTORY] [steps=N]
+
+A small Qwen3 with random weights is trained to imitate demonstrations that are generated during training,
+with training families and training words only. The loss counts the answers only. The result is deterministic.
+The program takes about 20 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ WEIGHTS_OF_FAMILIES = {"pair": 12, "pipe": 5, "collect": 2, "write": 2, "append"
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Packed rows; [ROWS, ROW] each."""
+    """Packed conversations. All arrays have the shape [ROWS, ROW]."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -50,11 +52,11 @@ class Batch:
 
 
 type Conversation = tuple[list[int], list[bool]]
-"""Token ids, and which of them are to be learnt."""
+"""Token ids, and which of them the loss counts."""
 
 
 def encode(tokenizer: Tokenizer, messages: Sequence[Message]) -> Conversation:
-    """Token ids of a conversation, and which of them an assistant has to produce."""
+    """Return the token ids of a conversation, and which of them the assistant writes."""
     end = tokenizer.token_to_id("<|im_end|>")
     ids: list[int] = []
     learnt: list[bool] = []
@@ -69,8 +71,7 @@ def encode(tokenizer: Tokenizer, messages: Sequence[Message]) -> Conversation:
 
 
 def drill(tokenizer: Tokenizer, rng: random.Random) -> Conversation:
-    """A row of names and the same names in another order: nothing but copying, which a transformer learns
-    first or not at all."""
+    """Return names, followed by the same names in another order. The model must learn to copy first."""
     words = Words(random=rng, pool=Pool.TRAIN, used=set())
     names = [words.word() + rng.choice((*TEXT_ENDINGS, "", "")) for _ in range(rng.randint(2, 5))]
     shown, copied = (
@@ -88,8 +89,8 @@ def drills(tokenizer: Tokenizer, rng: random.Random) -> Iterator[Conversation]:
 def demonstrations(
     tokenizer: Tokenizer, rng: random.Random, *, lessons: float = 0.0
 ) -> Iterator[Conversation]:
-    """Endless fresh demonstrations of the training families; a share of `lessons` are a careful
-    demonstrator's first answer alone."""
+    """Generate new demonstrations of the training families without end. A share `lessons` of them consists of
+    the first answer of a careful demonstrator."""
     families = [family for family in TRAINING for _ in range(WEIGHTS_OF_FAMILIES.get(family, 1))]
     for number in itertools.count():
         instance = make_instance(
@@ -102,7 +103,7 @@ def demonstrations(
 
 
 def batches(source: Iterator[Conversation]) -> Iterator[Batch]:
-    """Pack conversations into rows, each time the longest of a few that still fits."""
+    """Pack conversations into rows. Each time, the longest fitting one of a few is chosen."""
     pool: list[Conversation] = []
     while True:
         tokens, targets, positions, segments = (np.zeros((ROWS, ROW), np.int32) for _ in range(4))
@@ -127,11 +128,10 @@ def batches(source: Iterator[Conversation]) -> Iterator[Batch]:
 
 
 def initial_params(config: ModelConfig, seed: int) -> Params:
-    """Random weights, scaled so that a token's own embedding is not drowned by what small random layers add
-    to it.
+    """Return random weights whose layers change the embedding of a token only a little.
 
-    With one standard deviation for all matrices, as large models use, copying is not learnt in any number of
-    steps we can afford.
+    With one standard deviation for all matrices, as in large models, the model does not learn to copy within
+    this number of steps.
     """
     params = jax.jit(partial(init_params, config))(jax.random.key(seed))
     factors = {"qkv": 3, "o": 0.5, "gate_up": 2, "down": 0.5}
@@ -158,7 +158,7 @@ def loss_fn(params: Params, config: ModelConfig, batch: dict[str, jax.Array]) ->
 
 
 def curriculum(tokenizer: Tokenizer, *, steps: int, seed: int) -> Iterator[Batch]:
-    """Drills, then lessons, then demonstrations."""
+    """Generate batches of drills, then of lessons, then of demonstrations."""
     rng = random.Random(f"demonstrations {seed}")
     return itertools.chain(
         itertools.islice(batches(drills(tokenizer, rng)), DRILL_STEPS),
@@ -170,7 +170,7 @@ def curriculum(tokenizer: Tokenizer, *, steps: int, seed: int) -> Iterator[Batch
 
 
 def rise_and_fall(steps: int, *, peak: float = PEAK_LEARNING_RATE) -> optax.Schedule:
-    """The learning rate rises, then falls as a cosine."""
+    """Return a learning rate that rises linearly and falls as a cosine."""
     return optax.warmup_cosine_decay_schedule(0.0, peak, 30, steps)
 
 
@@ -183,7 +183,7 @@ def train(
     schedule: optax.Schedule,
     save: Callable[[Params], None],
 ) -> Params:
-    """Train `params`, which are consumed."""
+    """Train `params`, whose buffers are donated."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
     state = optimizer.init(params)  # pyright: ignore[reportArgumentType] optax types know no registered dataclasses
 
@@ -210,7 +210,7 @@ def train(
 
 
 def small_model(tokenizer: Tokenizer) -> ModelConfig:
-    """Four layers, 1.5 million parameters."""
+    """Return the configuration: four layers, 1.5 million parameters."""
     return ModelConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=192,

@@ -1,9 +1,8 @@
-"""Demonstrations of deliberately mixed quality: what the warm start imitates.
+"""Demonstrations of mixed quality, which the warm start imitates.
 
-Two people wrote them. The careful one nearly always solves the task; the hasty one makes, more often than
-not, a slip that has nothing to do with the kind of task. Imitating both, the model solves a task about as
-often as the mixture does, and reinforcement learning has something to find out: which way of working is
-rewarded.
+There are two demonstrators. The careful one almost always solves the task. The hasty one makes an error in
+most tasks, independently of the kind of task. A model that imitates both solves a task about as often as the
+mixture, and reinforcement learning can find out which of the two ways is rewarded.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from scripts.quickstart.terminal import NO_JSON, Screen, confirmation_message, f
 
 
 class Slip(StrEnum):
-    """What can go wrong in an answer, whatever the task."""
+    """The errors of a demonstrator, which are independent of the task."""
 
     NONE = "none"
     NO_NEWLINE = "no newline"  # the command is typed but never runs
     NO_COMMAND = "no command"  # the task is declared complete at once
     ONLY_LOOK = "only look"  # lists the files, then declares the task complete
     WRONG_NAME = "wrong name"  # the last name loses its ending or directory
-    OVERWRITE = "overwrite"  # > where >> was asked for
+    OVERWRITE = "overwrite"  # uses > instead of >>
     MALFORMED = "malformed"  # a quote is missing, so the answer is not JSON
 
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How one demonstrator works: what is thought, and how often which slip happens."""
+    """The texts of one demonstrator and the probabilities of its errors."""
 
     analyses: tuple[str, ...]
     plans: tuple[str, ...]
-    slips: dict[Slip, float]  # the rest is done right
+    slips: dict[Slip, float]  # probabilities; the rest is correct
 
 
 CAREFUL = Style(
@@ -63,9 +62,9 @@ HASTY = Style(
     },
 )
 CAREFUL_SHARE = 0.28
-OVERWRITE_RATE = 0.15  # of the hasty, where a task asks for >>
-REPAIR_RATE = 0.15  # of slips that the screen shows, when asked for confirmation
-LATE_PROMPT_RATE = 0.1  # of first screens captured before the shell has printed its prompt
+OVERWRITE_RATE = 0.15  # for the hasty demonstrator, if a task needs >>
+REPAIR_RATE = 0.15  # share of visible errors that are corrected when confirmation is requested
+LATE_PROMPT_RATE = 0.1  # share of first screens without the prompt of the shell
 
 CONFIRMED = (("The command ran.", "Confirm."), ("The work is done.", "Confirm that it is complete."))
 REPAIRED = (
@@ -82,7 +81,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstration:
-    """A whole conversation and whether its commands solve the task."""
+    """A complete conversation, and whether its commands solve the task."""
 
     messages: tuple[Message, ...]
     solved: bool
@@ -91,8 +90,7 @@ class Demonstration:
 def demonstrate(
     instance: Instance, rng: random.Random, *, careful_share: float = CAREFUL_SHARE
 ) -> Demonstration:
-    """One demonstrator's conversation with Terminus-2 about `instance`; a careful one with the probability
-    `careful_share`."""
+    """Generate the conversation of one demonstrator, a careful one with the probability `careful_share`."""
     screen = Screen()
     if rng.random() >= LATE_PROMPT_RATE:
         screen.show_prompt()
@@ -123,8 +121,9 @@ def demonstrate(
 
 
 def answer(analysis: str, plan: str, keys: str) -> str:
-    """Terminus-2's JSON on one line; no command at all when `keys` is empty. Commands here need no other
-    escape than the newline's."""
+    """Return an answer in the JSON format of Terminus-2, without a command if `keys` is empty. Only newlines
+    are escaped.
+    """
     escaped = keys.replace("\n", "\\n")
     commands = f'{{"keystrokes": "{escaped}", "duration": 0.1}}' if keys else ""
     return f'{{"analysis": "{analysis}", "plan": "{plan}", "commands": [{commands}], "task_complete": true}}'
@@ -144,7 +143,7 @@ def _draw_slip(style: Style, instance: Instance, rng: random.Random) -> Slip:
 
 
 def _keystrokes(instance: Instance, slip: Slip) -> tuple[str, list[str]]:
-    """What is typed, and what the shell prints in answer."""
+    """Return the typed keys and the output of the shell."""
     match slip:
         case Slip.NO_COMMAND:
             return "", []
@@ -164,7 +163,7 @@ def _keystrokes(instance: Instance, slip: Slip) -> tuple[str, list[str]]:
 
 
 def _wrong_name(command: str) -> str | None:
-    """The command with its last name lacking the ending or the directory; None when that name has neither."""
+    """Return the command without the ending or directory of its last name; None if the name has neither."""
     head, _, name = command.rpartition(" ")
     if "/" in name.rstrip("/"):
         return f"{head} {name.rpartition('/')[2]}"
@@ -172,7 +171,7 @@ def _wrong_name(command: str) -> str | None:
 
 
 def _complaint(command: str) -> list[str]:
-    """The error message of a wrong command about a file that does not exist."""
+    """Return the error message of a command whose file does not exist."""
     last = command.split(" && ")[-1]
     program, name = last.split(" ")[0], last.split(" ")[-1]
     if ">" in last:
@@ -189,7 +188,7 @@ def _complaint(command: str) -> list[str]:
 
 
 def spoken_words() -> set[str]:
-    """Every word of the fixed texts here (for the tokenizer)."""
+    """Return all words of the fixed texts, for the tokenizer."""
     texts = [
         *CAREFUL.analyses,
         *CAREFUL.plans,

@@ -1,8 +1,8 @@
-"""How often the model solves each family: python -m scripts.quickstart.evaluate [MODEL_DIR] [samples=16]
-[temperature=1.0]
+"""Measure how often a model solves each family of tasks.
 
-Real Terminus-2 trials in real sandboxes; the model is sampled by the server's engine in this process. No
-training, no HTTP.
+    python -m scripts.quickstart.evaluate [MODEL_DIR] [samples=16] [temperature=1.0]
+
+The trials are real Terminus-2 trials in sandboxes. The server's engine samples in this process, without HTTP.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class EnginePolicy:
 async def evaluate(
     source: HarborTasks, tasks: list[Task], policy: EnginePolicy, *, samples: int, temperature: float
 ) -> list[Trajectory]:
-    """`samples` graded trials of every task; trials without a grade are reported and left out."""
+    """Play `samples` trials of every task. Trials without a grade are printed and left out."""
     free = asyncio.Semaphore(PARALLEL_TRIALS)
 
     async def one(task: Task, seed: int, directory: Path) -> Trajectory | None:
@@ -94,7 +94,8 @@ def report(title: str, tasks: list[Task], trajectories: list[Trajectory]) -> Non
     turns = np.mean([len(trajectory.turns) for trajectory in trajectories])
     success = np.mean([trajectory.reward for trajectory in trajectories])
     print(
-        f"{title}: {success:.3f} over {len(trajectories)} trials, {np.mean(tokens):.0f} tokens and {turns:.2f} turns each"
+        f"{title}: {success:.3f} over {len(trajectories)} trials, "
+        f"{np.mean(tokens):.0f} tokens and {turns:.2f} turns each"
     )
     for name in sorted(rewards):
         print(f"    {name:16} {np.mean(rewards[name]):.2f}")

@@ -1,5 +1,6 @@
-"""The families of quick-start tasks. Each makes instances: instruction, input files, one correct command,
-checks of its result."""
+"""The families of quick-start tasks. A family makes instances: an instruction, input files, one correct
+command, and checks of the result.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ class Instance:
 
 
 def make_instance(family: str, *, seed: str, pool: Pool) -> Instance:
-    """The instance of `family` that `seed` determines, from the words of `pool`."""
+    """Make an instance of `family` with words of `pool`. The same seed gives the same instance."""
     words = Words(random=random.Random(f"{family}/{seed}"), pool=pool, used=set())
     return FAMILIES[family](family, words)
 
 
 def holds(path: str, content: str) -> str:
-    """The file exists and has this content, trailing newlines aside."""
+    """Return the condition that the file exists and has this content, except for trailing newlines."""
     return f"[ -f {path} ] && [ \"$(cat {path})\" = '{content.rstrip()}' ]"
 
 
@@ -55,7 +56,7 @@ def text_file(words: Words, directory: str = "") -> str:
 
 
 def some_directory(words: Words, files: dict[str, str]) -> str:
-    """Usually the working directory itself (empty string), sometimes a directory made to exist."""
+    """Return the working directory (an empty string) or, with probability 1/4, a new directory."""
     if words.random.random() < 0.75:
         return ""
     directory = words.word()
@@ -70,13 +71,13 @@ def existing_file(words: Words, files: dict[str, str], *, lines: int = 2) -> str
 
 
 def text(words: Words) -> str:
-    """What gets written: a word, two words, or a number."""
+    """Return a word, two words or a number."""
     draw = words.random.random()
     return words.number() if draw < 0.2 else f"{words.word()} {words.word()}" if draw < 0.35 else words.word()
 
 
 def say(words: Words, phrasings: str, **slots: object) -> str:
-    """One of the phrasings (one per line), filled in."""
+    """Return one of the phrasings (one per line) with its slots filled in."""
     return words.random.choice([line.strip() for line in phrasings.strip().splitlines()]).format(**slots)
 
 
@@ -351,7 +352,7 @@ def join(family: str, words: Words) -> Instance:
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
-    """An operation on lines: how it is asked for alone and as a second step, its command, its effect."""
+    """An operation on lines: its wordings as the only and as the second step, its command and its effect."""
 
     asked: str
     then: str
@@ -360,7 +361,9 @@ class Filter:
 
 
 def a_filter(name: str, words: Words, lines: list[str]) -> Filter:
-    """The filter `name` with drawn parameters; `search` may change `lines` so that some of them match."""
+    """Return the filter `name` with random parameters. `search` can change `lines` so that some of them
+    match.
+    """
     number = words.count()
     match name:
         case "sort":
@@ -517,6 +520,6 @@ UNSEEN: dict[str, Maker] = {
     "delete-and-copy": lambda family, words: two(family, words, ("delete", "copy")),
     "rename-and-mode": lambda family, words: two(family, words, ("rename", "mode")),
 }
-"""Families of evaluation tasks alone: known operations, combined as no demonstration combines them."""
+"""Families of held-out tasks only: known operations in new combinations."""
 
 FAMILIES: dict[str, Maker] = TRAINING | UNSEEN

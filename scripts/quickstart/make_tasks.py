@@ -1,8 +1,9 @@
-"""Write the quick start's tasks below datasets/quickstart: python -m scripts.quickstart.make_tasks
-[DIRECTORY]
+"""Write the tasks of the quick start to datasets/quickstart.
 
-Harbor task folders, the same on every run. Training tasks use the words that demonstrations use, held-out
-tasks words that occur nowhere else; some held-out families have no training task at all.
+    python -m scripts.quickstart.make_tasks [DIRECTORY]
+
+The Harbor task folders are the same in every run. Training tasks use the words of the demonstrations.
+Held-out tasks use words that occur nowhere else, and some held-out families have no training task.
 """
 
 from __future__ import annotations
@@ -54,10 +55,9 @@ fi
 
 
 def instances(split: Pool) -> dict[str, Instance]:
-    """Task name -> instance of one split."""
-    counts, before = (
-        (TRAIN_COUNTS, 0) if split is Pool.TRAIN else (HELD_OUT_COUNTS, 50)
-    )  # no number twice: folder names are task ids
+    """Return the instances of one split by task name."""
+    # The numbers of the two splits differ, because folder names are task ids.
+    counts, before = (TRAIN_COUNTS, 0) if split is Pool.TRAIN else (HELD_OUT_COUNTS, 50)
     return {
         f"{family}-{number:02d}": make_instance(family, seed=f"task-{number}", pool=split)
         for family, count in counts.items()

@@ -1,5 +1,6 @@
-"""What Terminus-2 tells the model: its prompts, and the screen of the terminal it types into, predicted
-without running anything."""
+"""The messages of Terminus-2 to the model: its prompts and the terminal screen, which is simulated without
+running commands.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +12,20 @@ from pathlib import Path
 PROMPT = "root@sandbox:/app#"
 HEIGHT = 40
 CONFIRMATION = (
-    "Are you sure you want to mark the task as complete? This will trigger your solution to be graded and you won't be able to "
+    "Are you sure you want to mark the task as complete? This will trigger your solution to be graded and "
+    "you won't be able to "
     'make any further corrections. If so, include "task_complete": true in your JSON response again.'
 )
 NO_JSON = (
-    "Previous response had parsing errors:\nERROR: No valid JSON found in response\nWARNINGS: - No valid JSON object found\n\n"
+    "Previous response had parsing errors:\nERROR: No valid JSON found in response\n"
+    "WARNINGS: - No valid JSON object found\n\n"
     "Please fix these issues and provide a proper JSON response."
 )
 
 
 @cache
 def prompt_template() -> str:
-    """Terminus-2's first message, from the installed Harbor."""
+    """Return the template of the first message of Terminus-2, from the installed Harbor."""
     harbor = importlib.util.find_spec("harbor")
     assert harbor is not None and harbor.origin is not None
     return (Path(harbor.origin).parent / "agents/terminus_2/templates/terminus-json-plain.txt").read_text(
@@ -32,16 +35,16 @@ def prompt_template() -> str:
 
 @dataclass(kw_only=True)
 class Screen:
-    """A tmux pane as Terminus-2 captures it; `rows` ends with the line the cursor is on."""
+    """A tmux pane as Terminus-2 captures it. The last element of `rows` is the line with the cursor."""
 
     rows: list[str] = field(default_factory=list)
-    seen: str | None = None  # the buffer at the last observation
+    seen: str | None = None  # the buffer at the last observation; None: not observed yet
 
     def show_prompt(self) -> None:
         self.rows.append(PROMPT)
 
     def type(self, keys: str, output: list[str]) -> None:
-        """Type `keys`; when they end a line the command runs and prints `output`."""
+        """Type `keys`. If they end with a newline, the command runs and prints `output`."""
         if not self.rows:
             self.show_prompt()
         self.rows[-1] += (" " if self.rows[-1] == PROMPT else "") + keys.rstrip("\n")
@@ -49,13 +52,13 @@ class Screen:
             self.rows += [*output, PROMPT]
 
     def observe(self) -> str:
-        """`TmuxSession.get_incremental_output`."""
+        """Return what `TmuxSession.get_incremental_output` of Harbor returns."""
         rows = [row.rstrip() for row in self.rows]
         buffer = "\n".join(rows + [""] * (HEIGHT - len(rows))) + "\n"
         first, before, self.seen = self.seen is None, (self.seen or "").strip(), buffer
         if first:
             return f"Current Terminal Screen:\n{buffer}"
-        assert before in buffer, "the screen never scrolls here"
+        assert before in buffer, "the simulated screen cannot scroll"
         new = buffer[before.rfind("\n") if "\n" in before else buffer.index(before) :]
         return f"New Terminal Output:\n{new}"
 

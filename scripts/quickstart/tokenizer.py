@@ -1,8 +1,8 @@
-"""The quick start's tokenizer: byte-level BPE, Qwen's ChatML tokens, and every fixed text of Terminus-2 as
-one token.
+"""The tokenizer of the quick start: byte-level BPE with the ChatML tokens of Qwen, and one token for each
+fixed text of Terminus-2.
 
-Names are made of open syllables, and the only merges are syllables, so a name never seen before is still a
-row of familiar tokens of equal kind: that is what makes copying general. Words of the instructions are whole
+Names consist of open syllables, and the merges are the syllables. An unknown name is therefore a sequence of
+known tokens of the same kind, so the model can learn to copy any name. Words of the instructions are single
 tokens (`ignore_merges`).
 """
 
@@ -26,13 +26,14 @@ VOCAB_MULTIPLE = 64
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_start|>user\n", "<|im_start|>assistant\n")
 PIECES = r"\n+|\.[a-z]+| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s"
 CHAT_TEMPLATE = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + "
+    "'<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
 
 def fixed_texts() -> list[str]:
-    """Texts that every conversation repeats word for word."""
+    """Return the texts that occur verbatim in every conversation."""
     template = prompt_template()
     head = template[: template.index("{instruction}")].replace("{{", "{").replace("}}", "}")
     sections = re.split(r"(?<=\n)(?=Required fields:|IMPORTANT:|Important notes:)", head)
@@ -59,8 +60,7 @@ def fixed_texts() -> list[str]:
 
 
 def common_words(minimum: int = 12, samples: int = 3000) -> list[str]:
-    """Words of the instructions, commands and answers: whatever recurs in demonstrations and is not a
-    name."""
+    """Return the frequent words of instructions, commands and answers, without names."""
     rng = random.Random("common words")
     counts: Counter[str] = Counter()
     for number in range(samples):
@@ -73,20 +73,19 @@ def common_words(minimum: int = 12, samples: int = 3000) -> list[str]:
     words = {
         word for word, count in counts.items() if count >= minimum and not is_name(word)
     } | spoken_words()
-    words |= {
-        f" {word}" for word in words if word.isalpha()
-    }  # commands stand at the start of keystrokes, and behind the prompt
+    # Commands occur at the start of keystrokes and, with a space, after the prompt.
+    words |= {f" {word}" for word in words if word.isalpha()}
     return sorted(word for word in words if len(word) > 1 and "\n" not in word)
 
 
 def build_tokenizer() -> Tokenizer:
-    """The quick start's whole tokenizer, the same on every run."""
+    """Return the tokenizer of the quick start. The result is deterministic."""
     return tokenizer_of(common_words(), fixed_texts())
 
 
 def tokenizer_of(words: Iterable[str], texts: Iterable[str]) -> Tokenizer:
-    """Bytes, syllables, `words` as whole tokens where they stand between spaces, and `texts` as one token
-    each wherever they stand."""
+    """Return a tokenizer of bytes, syllables, `words` (as tokens between spaces) and `texts` (as tokens
+    everywhere)."""
     to_bytes = {byte: char for byte, char in zip(range(256), _byte_characters(), strict=True)}
 
     def visible(text: str) -> str:
@@ -120,7 +119,7 @@ def tokenizer_of(words: Iterable[str], texts: Iterable[str]) -> Tokenizer:
 
 
 def save_tokenizer(directory: Path, tokenizer: Tokenizer, *, chat_template: str = CHAT_TEMPLATE) -> None:
-    """Write tokenizer.json and tokenizer_config.json as transformers' AutoTokenizer reads them."""
+    """Write tokenizer.json and tokenizer_config.json for AutoTokenizer of transformers."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
@@ -141,7 +140,7 @@ def is_name(piece: str) -> bool:
 
 
 def _byte_characters() -> list[str]:
-    """The visible stand-in of each byte, as GPT-2 chose them."""
+    """Return the printable character of each byte in byte-level BPE, as in GPT-2."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     shifted = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(shifted)) for byte in range(256)]

@@ -1,8 +1,7 @@
-"""Made-up words for the quick start's world, split into a pool for training and one for evaluation that share
+"""Generated words for the tasks of the quick start, in a pool for training and one for evaluation that share
 no word.
 
-Words are built from open syllables ("kolaru", "mive"), so a word that was never seen still consists of pieces
-that were.
+Words consist of open syllables ("kolaru", "mive"), so the pieces of an unknown word are known.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ NOT_NAMES = frozenset(
         "note",
     }
 )
-"""Words of the instructions that syllables happen to spell."""
+"""Words of the instructions that consist of these syllables."""
 
 
 class Pool(StrEnum):
-    """Which words, numbers and modes may be used."""
+    """The pool of words, numbers and modes."""
 
     TRAIN = "train"
     HELD_OUT = "held-out"
@@ -52,13 +51,13 @@ TEXT_ENDINGS = (".txt", ".csv", ".log", ".md", ".dat")
 
 
 def pool_of(word: str) -> Pool:
-    """The pool a word or number belongs to: one in four is held out, by a hash that never changes."""
+    """Return the pool of a word or number, by its hash. A quarter of all words is held out."""
     return Pool.HELD_OUT if hashlib.sha256(word.encode()).digest()[0] % 4 == 0 else Pool.TRAIN
 
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """Draws words of one pool; `used` keeps the words of one task distinct."""
+    """Draws words of one pool. `used` contains the words of the task, which must be distinct."""
 
     random: random.Random
     pool: Pool
@@ -79,7 +78,7 @@ class Words:
         )
 
     def mode(self) -> str:
-        """Permissions that let the owner read, other than a new file's."""
+        """Return permissions that let the owner read and that differ from those of a new file."""
         return self._fresh(
             lambda: (
                 self.random.choice("4567") + self.random.choice("01234567") + self.random.choice("01234567")
@@ -87,7 +86,7 @@ class Words:
         )
 
     def lines(self, number: int) -> list[str]:
-        """File content: lines of one or two words."""
+        """Return lines of one or two words for a file."""
         return [" ".join(self.word() for _ in range(self.random.choice((1, 2)))) for _ in range(number)]
 
     def _fresh(self, draw: Callable[[], str]) -> str:

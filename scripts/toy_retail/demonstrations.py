@@ -27,7 +27,7 @@ class Mistake(StrEnum):
     NONE = "none"
     NO_CALL = "no call"  # claims that the request is done, or that the answer is unknown
     SHORT_NAME = "short name"  # omits the last syllable of a name, so that the call fails
-    NO_LOOKUP = "no look-up"  # changes an order without a look-up, permitted or not
+    NO_LOOKUP = "no look-up"  # changes an order without a look-up, even if the policy forbids the change
     WRONG_TOOL = "wrong tool"
     CUT = "cut"  # the first call ends inside a string; after the error message everything is correct
 

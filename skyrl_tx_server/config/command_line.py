@@ -181,9 +181,11 @@ def _sections(options: type) -> list[tuple[list[str], list[str]]]:
     for heading, component in _COMPONENTS.items():
         # EngineOptions and HttpOptions inherit TenantOptions, which has a section of its own.
         inherited = chz.chz_fields(TenantOptions) if component is not TenantOptions else {}
-        own = [name for name in names if name in chz.chz_fields(component) and name not in inherited]
-        names = [name for name in names if name not in own]
-        sections.append(([heading], own))
+        component_names = [
+            name for name in names if name in chz.chz_fields(component) and name not in inherited
+        ]
+        names = [name for name in names if name not in component_names]
+        sections.append(([heading], component_names))
     return [*sections, (["Program"], names)]
 
 

@@ -1,4 +1,4 @@
-"""Options of the engine: the model, its devices, and what the executor keeps on them."""
+"""Options of the engine: the model, its devices, and the sizes of the caches and batches on the devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_tx_server.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshShape:
-    """Devices along each axis of the mesh; `model/mesh.py` says what each axis divides."""
+    """The number of devices along each axis of the mesh. `model/mesh.py` describes what each axis divides."""
 
     data: int = 1
     fsdp: int = 1
@@ -44,11 +44,13 @@ class EngineOptions(TenantOptions):
     """
 
     base_model: str = chz.field(
-        doc="Hugging Face model directory or hub id, e.g. Qwen/Qwen3-4B or ./models/tiny"
+        doc="Hugging Face model directory, GGUF file or hub id, e.g. ./tiny, ./tiny.gguf or Qwen/Qwen3-4B; "
+        "smollm2-135m: the file that scripts/setup.sh smollm2 installs"
     )
     model_alias: str | None = chz.field(
         default=None,
-        doc="org/name under which clients ask for the model; default: the hub id, or local/<directory name>",
+        doc="org/name by which clients refer to the model; default: the hub id, or "
+        "local/<name of the directory or file>",
     )
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="Where tinker:// checkpoints are written")
     checkpoint_quota_gb: float | None = chz.field(
@@ -59,47 +61,48 @@ class EngineOptions(TenantOptions):
     )
     compilation_cache_dir: str | None = chz.field(
         default="~/.cache/skyrl_tx_server/xla",
-        doc="JAX's persistent compilation cache; none: compile again at every start",
+        doc="Directory of JAX's persistent compilation cache; none: compile again at every start",
     )
     warmup: bool | None = chz.field(
         default=None,
-        doc="Compile the programs for sampling and training in the background from the start, instead of "
-        "when each is first used; "
-        "default: on a GPU, where compilation takes longest",
+        doc="Compile the programs for sampling and training in the background when the server starts, not at "
+        "their first use; default: true on a GPU if the server has one process",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = chz.field(
         default="auto", doc="Base weights and activations; auto: float32 on CPU, bfloat16 on accelerators"
     )
     max_lora_rank: int = chz.field(
-        default=32, metadata=positive(4096), doc="Largest LoRA rank a client may ask for"
+        default=32, metadata=positive(4096), doc="Largest LoRA rank that a client may request"
     )
     max_context_length: int | None = chz.field(
         default=None,
         metadata=positive(MAX_TOKENS),
-        doc="Largest prompt + completion in tokens; default: the model's own limit",
+        doc="Largest sum of prompt and completion in tokens; default: the model's own limit",
     )
     yarn: bool = chz.field(
         default=False,
-        doc="Reach a max_context_length beyond the model's own limit with YaRN, as Qwen documents; costs "
-        "some quality on short texts",
+        doc="Reach a max_context_length beyond the model's own limit with YaRN, as Qwen documents; this "
+        "lowers the quality on short texts slightly",
     )
     max_num_seqs: int = chz.field(
-        default=32, metadata=positive(1_000_000), doc="Slots of the decode batch: sequences decoded at once"
+        default=32,
+        metadata=positive(1_000_000),
+        doc="Slots of the decode batch: the number of sequences that are decoded together",
     )
     cache_tokens: int | None = chz.field(
         default=None,
         metadata=positive(MAX_TOKENS),
         doc="Size of the KV cache in tokens, for running sequences and the prefix cache; default: "
-        "a whole context for each of max_num_seqs, or as many as fit. With less, the sequence that came last "
-        "is preempted when no KV page is free",
+        "max_context_length for each of max_num_seqs, or as many as fit. If no KV page is free, the sequence "
+        "that came last is preempted",
     )
     decode_steps_per_dispatch: int = chz.field(
         default=16, metadata=positive(4096), doc="Decode steps per device dispatch"
     )
     logprobs_mode: Literal["raw", "processed"] = chz.field(
         default="raw",
-        doc="Log-probabilities of sampled tokens: raw, of the model's distribution (temperature 1), or "
-        "processed, of the distribution after temperature",
+        doc="Log-probabilities of sampled tokens; raw: those of the model's distribution (temperature 1); "
+        "processed: those of the distribution after temperature",
     )
     train_tokens_per_batch: int = chz.field(
         default=8192,
@@ -114,7 +117,8 @@ class EngineOptions(TenantOptions):
     max_loras: int = chz.field(
         default=8,
         metadata=positive(10_000),
-        doc="LoRA slots: sampler snapshots kept on the device; older ones are kept in host memory or on disk",
+        doc="LoRA slots: sampler snapshots that are kept on the device; others are kept in host memory or on "
+        "disk",
     )
     tensor_parallel: int = chz.field(
         default=1,
@@ -124,18 +128,18 @@ class EngineOptions(TenantOptions):
     fsdp_parallel: int = chz.field(
         default=1,
         metadata=positive(MAX_DEVICES),
-        doc="Devices that share the sequences of a batch, each of which keeps a part of every matrix",
+        doc="Devices over which the sequences of a batch are divided; each keeps a part of every matrix",
     )
     data_parallel: int = chz.field(
         default=1,
         metadata=positive(MAX_DEVICES),
-        doc="Devices that share the sequences of a batch, each of which keeps all weights",
+        doc="Devices over which the sequences of a batch are divided; each keeps all weights",
     )
     expert_parallel: int = chz.field(
         default=1,
         metadata=positive(MAX_DEVICES),
-        doc="Devices that share the experts of a mixture; the server uses the product of all four numbers of "
-        "devices",
+        doc="Devices over which the experts of a mixture-of-experts model are divided; the server uses the "
+        "product of the four *_parallel options as its number of devices",
     )
 
     @chz.validate
@@ -156,7 +160,7 @@ class EngineOptions(TenantOptions):
 
     @property
     def model_dir(self) -> Path:
-        """The directory of the model, once `base_model` is a local one."""
+        """The directory of the model. `base_model` must be a local directory."""
         return Path(self.base_model)
 
     @property
@@ -169,7 +173,7 @@ class EngineOptions(TenantOptions):
 
     @property
     def tenant_quota(self) -> TenantOptions | None:
-        """None: the server has no tenants."""
+        """The quotas of tenants. None: the server has no tenants."""
         return None if self.api_keys_file is None else self
 
     @property
@@ -183,8 +187,10 @@ class EngineOptions(TenantOptions):
 
 
 def model_alias(base_model: str, alias: str | None) -> str:
-    """Return the org/name of a model: `alias`, or its hub id, or local/<directory name>."""
+    """Return the org/name of a model: `alias`, or its hub id, or local/<name of the directory or file>."""
     if alias is not None:
         return alias
     path = Path(base_model).expanduser()
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        return f"local/{path.resolve().stem}"
     return f"local/{path.resolve().name}" if path.is_dir() or base_model.count("/") != 1 else base_model

@@ -25,8 +25,7 @@ class HttpOptions(TenantOptions):
         default=None,
         repr=False,
         doc="Key that every request must have, beginning with tml-; default: every client that reaches the "
-        "port is accepted. Pass it "
-        "as SKYRL_TX_API_KEY in the environment, or by api_key_file",
+        "port is accepted. Pass it as SKYRL_TX_API_KEY in the environment, or by api_key_file",
     )
     api_key_file: str | None = chz.field(
         default=None,
@@ -77,8 +76,7 @@ class HttpOptions(TenantOptions):
         if not self.has_api_key and not self.allow_anyone and not _is_loopback(self.host):
             raise ConfigError(
                 f"host={self.host}: every client that reaches this machine could train, sample and delete; "
-                f"pass api_key=tml-... or "
-                "allow_anyone=true"
+                "pass api_key=tml-... or allow_anyone=true"
             )
 
     @chz.validate

@@ -14,7 +14,7 @@ CLUSTER_KEY_VARIABLE = "SKYRL_TX_CLUSTER_KEY"
 CLUSTER_KEY = f"cluster_key_file (or {CLUSTER_KEY_VARIABLE})"
 """The name of the cluster key in messages."""
 MIN_CLUSTER_KEY = 32
-"""Characters."""
+"""Minimum length of the cluster key in characters."""
 
 
 @chz.chz
@@ -41,8 +41,7 @@ class ProcessOptions(BoundedOptions):
     cluster_key_file: str | None = chz.field(
         default=None,
         doc="File with the secret by which several processes authenticate each other, the same for all, at "
-        "least 32 characters; or put "
-        "it into SKYRL_TX_CLUSTER_KEY in the environment",
+        "least 32 characters; or put it into SKYRL_TX_CLUSTER_KEY in the environment",
     )
     initialization_timeout_s: float = chz.field(
         default=300.0,
@@ -97,9 +96,9 @@ def _cluster_key(file: str | None) -> bytes:
         name, key = CLUSTER_KEY_VARIABLE, os.environ.get(CLUSTER_KEY_VARIABLE, "")
         if not key:
             raise ConfigError(
-                f"num_processes: several processes need a common secret: cluster_key_file=FILE, or "
-                f"{CLUSTER_KEY_VARIABLE} in the "
-                "environment. Make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+                "num_processes: several processes need a common secret: cluster_key_file=FILE, or "
+                f"{CLUSTER_KEY_VARIABLE} in the environment. Create one with: "
+                "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
     else:
         name = f"cluster_key_file={file}"

@@ -1,4 +1,4 @@
-"""Options of the external sampler: where it is, and how its samples are checked
+"""Options of the external sampler: its address, and how its samples are checked
 (docs/external-sampler.md).
 """
 
@@ -12,7 +12,7 @@ from skyrl_tx_server.errors import ConfigError
 
 @chz.chz
 class SamplerOptions(BoundedOptions):
-    """An external vLLM or SGLang that generates the rollouts."""
+    """Options of an external vLLM or SGLang server that generates the rollouts."""
 
     sampler_url: str | None = chz.field(
         default=None,
@@ -22,13 +22,12 @@ class SamplerOptions(BoundedOptions):
     sampler_adapters: str | None = chz.field(
         default=None,
         doc="Directory for the adapters of the external sampler, which must be able to read it under the "
-        "same path; "
-        "default: sampler_adapters below checkpoints_dir",
+        "same path; default: sampler_adapters below checkpoints_dir",
     )
     sampler_api_key: str | None = chz.field(
         default=None,
         repr=False,
-        doc="API key of the external sampler; or SKYRL_TX_SAMPLER_API_KEY in the environment",
+        doc="API key of the external sampler; default: the environment variable SKYRL_TX_SAMPLER_API_KEY",
     )
     sampler_timeout_s: float = chz.field(
         default=1800.0,
@@ -38,15 +37,15 @@ class SamplerOptions(BoundedOptions):
     sampler_check: float = chz.field(
         default=0.02,
         metadata=between(0, 1),
-        doc="Fraction of the external sampler's samples that this server scores again; the first of each "
-        "snapshot always are",
+        doc="Fraction of the external sampler's samples whose log-probabilities this server computes again "
+        "to compare them; the first samples of each snapshot are always compared",
     )
     sampler_check_limit: float = chz.field(
         default=0.05,
         metadata=positive(1e6),
         doc="Mean difference of log-probabilities per token, in nats, above which the server logs a warning; "
-        "a first sample that differs "
-        "by ten times as much is rejected",
+        "the first samples "
+        "of a snapshot are rejected if they differ by more than ten times this limit",
     )
 
     @chz.validate

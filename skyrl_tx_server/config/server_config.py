@@ -37,17 +37,13 @@ class ServerConfig(ProcessOptions, SamplerOptions, HttpOptions, EngineOptions):
             )
         if self.mesh.devices % self.num_processes:
             raise ConfigError(
-                f"num_processes={self.num_processes}: tensor_parallel, fsdp_parallel, data_parallel and "
-                f"expert_parallel "
-                f"multiply to {self.mesh.devices} devices, which must be a multiple of it: each process has "
-                f"the same "
-                "number of devices"
+                f"num_processes={self.num_processes}: must divide the {self.mesh.devices} devices "
+                "(tensor_parallel * fsdp_parallel * data_parallel * expert_parallel)"
             )
         if self.sampler_url is not None and self.logprobs_mode != "raw":
             raise ConfigError(
                 f"logprobs_mode={self.logprobs_mode}: an external sampler's log-probabilities are raw; "
-                f"remove "
-                "logprobs_mode or sampler_url"
+                "remove logprobs_mode or sampler_url"
             )
         if self.num_processes > 1:
             _ = self.cluster_key  # raises ConfigError

@@ -53,36 +53,35 @@ logger = logging.getLogger(__name__)
 
 STOPPING = "the server is stopping; this request was not finished"
 OUT_OF_MEMORY_HINT = (
-    "the device is out of memory: ask for less, or start the server with smaller max_num_seqs or "
+    "the device is out of memory: send a smaller request, or start the server with smaller max_num_seqs or "
     "train_tokens_per_batch"
 )
 
 
 class WithdrawnError(ServerError):
-    """Nobody waits for this sample any more."""
+    """The client has cancelled the request or disconnected."""
 
 
 class Watcher(Protocol):
-    """Follows one `Sample` while it runs. Called on the engine's thread, so it must return at once and raise
-    nothing."""
+    """Follows one `Sample` while it runs. The engine thread calls the methods; they must return at once and
+    not raise."""
 
     @property
-    def follows(self) -> bool:
-        """Whether it wants to hear of tokens."""
+    def streams_tokens(self) -> bool:
+        """Whether `tokens` is called while the samples are generated."""
         ...
 
     def tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """What sample `index` has gained since the last call. A row's last tokens come with the result
-        only.
-        """
+        """Receive the tokens and logprobs of sample `index` since the previous call. The last tokens of a
+        sample come with the result only."""
         ...
 
-    def wanted(self) -> bool:
-        """False when nobody waits for the result: its slots go to others."""
+    def is_waiting(self) -> bool:
+        """Whether the client still waits for the result. If not, the slots of the request are freed."""
         ...
 
 
-class EngineSide(Protocol):
+class EngineClient(Protocol):
     """The engine as the HTTP side sees it."""
 
     @property
@@ -101,9 +100,9 @@ class _Sampling:
 
     op: Sample
     watcher: Watcher | None = None
-    reported: dict[int, int] = field(default_factory=dict)  # index -> tokens that the watcher was given
+    reported: dict[int, int] = field(default_factory=dict)  # sample index -> number of tokens reported
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
-    prefill: PrefillResult | None = None  # of its first sequences
+    prefill: PrefillResult | None = None  # the result of the first prefill
 
 
 class Engine:
@@ -114,7 +113,7 @@ class Engine:
         self._scheduler = Scheduler(unfinished_tokens=self._sampler.max_unfinished_tokens)
         self._work = threading.Condition()  # guards every attribute below and the scheduler
         self._futures: dict[int, Future[OpResult]] = {}
-        self._watchers: dict[int, Watcher] = {}  # of samples that have not started
+        self._watchers: dict[int, Watcher] = {}  # watchers of samples that have not started
         self._last_ticket = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -161,10 +160,8 @@ class Engine:
     def submit(
         self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> Future[OpResult]:
-        """Queue `op` on behalf of `tenant`. Cancelling the future withdraws the operation if it has not
-        started.
-
-        A `watcher` follows a `Sample`.
+        """Queue `op` for `tenant`, and report the progress of a `Sample` to `watcher`. Cancelling the future
+        withdraws the operation if it has not started. The future fails with ServerError if the engine stops.
         """
         future: Future[OpResult] = Future()
         with self._work:
@@ -207,7 +204,7 @@ class Engine:
                         kind = "pause"
                         self._sampler.pause(work.sequences)
                 self._seconds[kind] += time.perf_counter() - started
-        except BaseException:  # a bug; without this, clients would wait forever
+        except BaseException:  # a bug; fail the futures so that clients do not wait forever
             logger.exception("the engine thread died")
             self.abandon(STOPPING)
             raise
@@ -247,7 +244,7 @@ class Engine:
             self._scheduler.finish(step)
 
     def _prefill(self, offered: Sequence[PrefillRequest]) -> None:
-        requests = [request for request in offered if self._is_wanted(request.request_id)]
+        requests = [request for request in offered if self._is_pending(request.request_id)]
         for request_id in {request.request_id for request in offered} - {
             request.request_id for request in requests
         }:
@@ -277,8 +274,8 @@ class Engine:
             for request, result in zip(requests, results, strict=False):
                 self._prefilled(request, result)
 
-    def _is_wanted(self, request_id: int) -> bool:
-        """Whether the caller has not cancelled the future, or the request has started already."""
+    def _is_pending(self, request_id: int) -> bool:
+        """Whether the request has started, or its future is not cancelled."""
         with self._work:
             future = self._futures.get(request_id)
             withdrawn = future is None or future.cancelled()
@@ -289,7 +286,7 @@ class Engine:
             self._scheduler.requeue(requests)
 
     def _prefilled(self, request: PrefillRequest, result: PrefillResult | None) -> None:
-        """Record the result of one prefill; None: a chunk of a prompt that needs more."""
+        """Record the result of one prefill. None means that the prompt needs further prefill chunks."""
         request_id = request.request_id
         if request_id not in self._sampling:
             if not self._begin(request_id):
@@ -332,19 +329,19 @@ class Engine:
             return not self._stopping and not self._scheduler.interrupts(free_slots=free_slots)
 
     def _collect(self, ended: Sequence[FinishedSequence | FailedSequence]) -> None:
-        for row in ended:
-            sampling = self._sampling.get(row.request_id)
+        for outcome in ended:
+            sampling = self._sampling.get(outcome.request_id)
             if sampling is None:  # another sequence of the request has failed
                 continue
-            if isinstance(row, FailedSequence):
-                self._fail_sample(row.request_id, row.error)
+            if isinstance(outcome, FailedSequence):
+                self._fail_sample(outcome.request_id, outcome.error)
                 continue
-            sampling.sequences[row.index] = row.sequence
+            sampling.sequences[outcome.index] = outcome.sequence
             with self._work:
-                self._scheduler.sequence_finished(row.request_id, row.index)
-            self._counts["tokens_sampled"] += len(row.sequence.tokens)
+                self._scheduler.sequence_finished(outcome.request_id, outcome.index)
+            self._counts["tokens_sampled"] += len(outcome.sequence.tokens)
             if len(sampling.sequences) == sampling.op.num_samples:
-                del self._sampling[row.request_id]
+                del self._sampling[outcome.request_id]
                 prefill = sampling.prefill
                 assert prefill is not None, "a sequence finishes after its prefill"
                 result = SampleResult(
@@ -354,22 +351,24 @@ class Engine:
                     topk_prompt_logprobs=prefill.topk_prompt_logprobs,
                     target_prompt_logprobs=prefill.target_prompt_logprobs,
                 )
-                self._resolve(row.request_id, result)
+                self._resolve(outcome.request_id, result)
 
     def _report(self, request_ids: Sequence[int]) -> None:
-        """Give the watchers the new tokens of their samples, and fail the requests that nobody waits for."""
+        """Report new tokens to the watchers, and fail the requests for which no client waits."""
         for request_id in request_ids:
             sampling = self._sampling.get(request_id)
             if sampling is None or sampling.watcher is None:
                 continue
-            if not sampling.watcher.wanted():
-                self._fail_sample(request_id, WithdrawnError("withdrawn: the client has gone"))
+            if not sampling.watcher.is_waiting():
+                self._fail_sample(
+                    request_id, WithdrawnError("withdrawn: the client disconnected or cancelled the request")
+                )
                 continue
-            for row in self._sampler.running(request_id) if sampling.watcher.follows else ():
-                seen = sampling.reported.get(row.index, 0)
-                if len(row.tokens) > seen:
-                    sampling.watcher.tokens(row.index, row.tokens[seen:], row.logprobs[seen:])
-                    sampling.reported[row.index] = len(row.tokens)
+            for sequence in self._sampler.running(request_id) if sampling.watcher.streams_tokens else ():
+                seen = sampling.reported.get(sequence.index, 0)
+                if len(sequence.tokens) > seen:
+                    sampling.watcher.tokens(sequence.index, sequence.tokens[seen:], sequence.logprobs[seen:])
+                    sampling.reported[sequence.index] = len(sequence.tokens)
 
     def _fail_sample(self, request_id: int, error: Exception) -> None:
         started = self._sampling.pop(request_id, None) is not None or self._begin(request_id)
@@ -416,6 +415,6 @@ class Engine:
     def _deliver(self, request_id: int, resolve: Callable[[Future[OpResult]], None]) -> None:
         with self._work:
             future = self._futures.pop(request_id, None)
-            self._watchers.pop(request_id, None)  # of a sample that failed before it started
+            self._watchers.pop(request_id, None)  # present if a sample failed before it started
         if future is not None:  # None: `abandon` has resolved it already
             resolve(future)

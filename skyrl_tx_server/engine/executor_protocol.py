@@ -1,4 +1,4 @@
-"""What the engine expects of an executor, which owns the devices, and the records that they exchange."""
+"""The protocol of the executor, which owns the devices, and the records that it exchanges with the engine."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ON_ALL_RANKS: set[str] = set()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
-    """What clients may ask of an engine."""
+    """The properties of the model and its devices that clients can query."""
 
     base_model: str
-    max_context_length: int  # prompt and completion
+    max_context_length: int  # tokens of prompt and completion together
     max_lora_rank: int
     vocab_size: int
     model_type: str = "qwen3"  # as in config.json
@@ -67,7 +67,8 @@ class PrefillResult:
 
 
 class SequencesLostError(ServerError):
-    """The KV cache of every running sequence was lost. The executor has an empty one."""
+    """The KV cache with the state of all running sequences was lost. The executor continues with an empty
+    cache."""
 
 
 def on_all_ranks[**Inputs, Output](method: Callable[Inputs, Output]) -> Callable[Inputs, Output]:
@@ -78,7 +79,7 @@ def on_all_ranks[**Inputs, Output](method: Callable[Inputs, Output]) -> Callable
 
 
 class Sampler(Protocol):
-    """The sampling side of an executor."""
+    """The part of an executor that samples."""
 
     @property
     def num_slots(self) -> int: ...
@@ -90,16 +91,17 @@ class Sampler(Protocol):
 
     @property
     def max_unfinished_tokens(self) -> int:
-        """How many tokens of partly computed prompts the cache keeps without displacing too much else."""
+        """The number of tokens of partly computed prompts that the KV cache should hold at most."""
         ...
 
     @on_all_ranks
     def prefill(self, requests: Sequence[PrefillRequest]) -> Sequence[PrefillResult | None]:
-        """Compute the prompts of the first requests together and give their sequences decode slots.
+        """Compute the prompts of as many of the first requests as fit into one prefill batch, and assign
+        decode slots to their sequences.
 
-        The result has an entry for each request that was taken; None: a chunk of a long prompt has been
-        computed and others remain, so the request must be made again. Raises CapacityError if there is no
-        room for the first request, and SequencesLostError. After any other error nothing has changed.
+        Returns an entry for each of these requests. None means that a chunk of a long prompt was computed and
+        the request must be submitted again. Raises CapacityError if there is no room for the first request,
+        and SequencesLostError if the KV cache was lost. After any other error the state is unchanged.
         """
         ...
 
@@ -120,22 +122,22 @@ class Sampler(Protocol):
 
     @on_all_ranks
     def pause(self, sequences: Collection[tuple[int, int]]) -> None:
-        """Take the slots of these sequences, each (request_id, index), until they are prefilled again. No
-        dispatch may be in flight."""
+        """Free the slots of these sequences, each given as (request_id, index), until they are prefilled
+        again. No decode steps may be in flight."""
         ...
 
     @on_all_ranks
     def release(self, request_id: int) -> None:
-        """Drop all sequences of a request."""
+        """Remove all sequences of a request and free their slots and KV pages."""
         ...
 
     def running(self, request_id: int) -> Sequence[RunningSequence]:
-        """The sequences of a request that are not complete."""
+        """Return the sequences of a request that are not complete."""
         ...
 
 
 class Executor(Protocol):
-    """Sole owner of the devices. Only the engine's thread calls it."""
+    """Owns the devices. Only the engine thread calls it."""
 
     @property
     def info(self) -> EngineInfo: ...

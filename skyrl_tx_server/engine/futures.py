@@ -1,9 +1,8 @@
-"""The futures of submitted operations by request_id, which the client polls.
+"""Futures of submitted operations, which clients poll by request id.
 
-A request that is sent twice (the reply to the first was lost) is recognised by its key and gets the id of the
-first, so nothing runs twice. A poll waits on an event. A finished future is kept until it was delivered and a
-grace period is over (the delivery may get lost), within limits of number and bytes. After that its id is
-unknown.
+The store recognises a repeated request by its key and returns the id of the first one, so no operation runs
+twice. A finished future is kept until a grace period after its delivery, because the reply may get lost, and
+within limits of number and bytes. After that its id is unknown.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ FAILURE_SIZE = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestKey:
-    """Identifies a request that is sent again: a model, sampler or session, and the number that the client
-    gave the request in it.
-    """
+    """Identifies a repeated request: the model, sampler or session, and the client's number of the request in
+    it."""
 
-    scope: str  # begins with the session's id
+    scope: str  # begins with the session id
     seq_id: int
 
 
@@ -43,7 +41,7 @@ class Outcome:
     kind: str  # the request's type, e.g. "optim_step"
     result: OpResult | None
     error: ServerError | None
-    extra: dict[str, str]  # what the reply adds to the engine's result
+    extra: dict[str, str]  # fields that the route adds to the reply
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +51,7 @@ class Retention:
     hold_s: float = 35.0  # a poll waits this long; the SDK gives up on the connection after 45 s
     grace_s: float = 120.0
     max_finished: int = 50_000
-    max_bytes: int = 1 << 30
+    max_bytes: int = 1 << 30  # estimated memory of all finished results
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,7 +62,7 @@ class _Entry:
     running: concurrent.futures.Future[OpResult]
     withdraw: Callable[[], None]  # withdraws an operation that has started
     key: RequestKey | None = None
-    abandoned: bool = False  # the result is not wanted
+    abandoned: bool = False  # no client waits for the result
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     outcome: Outcome | None = None
     size: int = 0
@@ -72,7 +70,8 @@ class _Entry:
 
 
 class FutureStore:
-    """Used on the event loop's thread only. The engine's thread schedules `_finish` on the loop."""
+    """The futures of one tenant. All methods run on the event loop. The engine thread schedules `_finish` on
+    the loop."""
 
     def __init__(self, retention: Retention, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._retention = retention
@@ -103,8 +102,11 @@ class FutureStore:
         when_done: Callable[[Outcome], None] | None = None,
         withdraw: Callable[[], None] = lambda: None,
     ) -> str:
-        """Call `start` unless `key` was seen before, and return the id of the request. If `start` raises,
-        nothing is recorded. `withdraw` is called when the result is not wanted any more.
+        """Call `start` unless `key` is known, and return the request id.
+
+        `when_done` is called with the outcome on the event loop, and `withdraw` when the client no longer
+        waits for the result. If `start` raises, nothing is recorded. Raises UserError if `key` belongs to a
+        request of another kind.
         """
         if key is not None and (known := self.find(key, kind=kind)) is not None:
             return known
@@ -154,8 +156,8 @@ class FutureStore:
         entry = self._entries.get(request_id)
         if entry is None:
             raise FutureLostError(
-                f"no request {request_id}: the server was restarted since, or its result was delivered and "
-                f"dropped; send it again"
+                f"no request {request_id}: the server was restarted, or its result was delivered; "
+                "send the request again"
             )
         if not entry.woken.is_set() and not self._closed:
             try:
@@ -178,7 +180,7 @@ class FutureStore:
             self._drop(request_id)
 
     def abandon(self, session_id: str) -> None:
-        """End a session: withdraw its requests, and keep its results for the grace period only."""
+        """Withdraw all requests of a session that ended. Keep its results for the grace period."""
         for scope in [scope for scope in self._keys if scope.split(":")[0] == session_id]:
             del self._keys[scope]
         for request_id, entry in list(self._entries.items()):
@@ -186,7 +188,7 @@ class FutureStore:
                 self.cancel(request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Withdraw the request, because its result is not wanted. An unknown id is ignored."""
+        """Withdraw a request whose client no longer waits. Ignore an unknown id."""
         entry = self._entries.get(request_id)
         if entry is None:
             return
@@ -197,7 +199,7 @@ class FutureStore:
             self._count_as_delivered(request_id, entry)
 
     def close(self) -> None:
-        """End every waiting poll, because the server stops."""
+        """Return from all waiting polls, because the server stops."""
         self._closed = True
         for entry in self._entries.values():
             entry.woken.set()
@@ -221,7 +223,7 @@ class FutureStore:
         result, error = None, None
         if done.cancelled():
             error = ServerError(
-                f"{entry.kind} was withdrawn before it began: its client cancelled it, or its session ended"
+                f"{entry.kind} was withdrawn before it started: the client cancelled it, or its session ended"
             )
         elif (raised := done.exception()) is None:
             result = done.result()
@@ -242,12 +244,12 @@ class FutureStore:
             except Exception as failure:  # for example a full disk; the client must get the error
                 expected = isinstance(failure, ServerError | OSError)
                 logger.error(
-                    "%s is done, and could not be recorded: %s",
+                    "%s succeeded, but could not be recorded: %s",
                     entry.kind,
                     failure,
                     exc_info=None if expected else failure,
                 )
-                recorded = f"{entry.kind} was done, but could not be entered in the server's books: {failure}"
+                recorded = f"{entry.kind} succeeded, but the server could not record it: {failure}"
                 error = failure if isinstance(failure, ServerError) else ServerError(recorded)
                 entry.outcome = Outcome(kind=entry.kind, result=None, error=error, extra=entry.extra)
         entry.woken.set()
@@ -262,9 +264,8 @@ class FutureStore:
             self._delivered[request_id] = None
 
     def _make_room(self) -> None:
-        """Above the limits, delivered results are removed first. A removed result that was not delivered is
-        counted.
-        """
+        """Remove results above the limits, delivered ones first. Count each removed result that was not
+        delivered."""
         self.prune()
         while (
             len(self._delivered) + len(self._waiting) > self._retention.max_finished
@@ -272,7 +273,7 @@ class FutureStore:
         ):
             if self._delivered:
                 self._drop(next(iter(self._delivered)))
-            elif len(self._waiting) > 1:  # the newest is kept, whatever its size
+            elif len(self._waiting) > 1:  # always keep the newest result
                 self._evicted += 1
                 self._drop(next(iter(self._waiting)))
             else:
@@ -281,9 +282,8 @@ class FutureStore:
     def _drop(self, request_id: str) -> None:
         entry = self._entries.pop(request_id)
         self._bytes -= entry.size
-        if (
-            entry.key is not None and entry.kind == "sample"
-        ):  # a repeated sample is sampled again; training must never run twice
+        # A repeated sample may be sampled again, but training must never run twice.
+        if entry.key is not None and entry.kind == "sample":
             scope = self._keys.get(entry.key.scope, OrderedDict())
             if scope.get(entry.key.seq_id) == (entry.kind, request_id):
                 del scope[entry.key.seq_id]

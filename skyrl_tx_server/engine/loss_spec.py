@@ -1,7 +1,7 @@
-"""The losses this server computes: what each reads from a datum and which options it takes.
+"""The table of losses: the inputs that each reads from a datum, and its options.
 
-This table imports no jax. The request parser checks requests with it, the executor reads how to prepare the
-data, and `training.losses.LOSS_FUNCTIONS` holds the formula of each loss.
+The table does not import jax, so the request parser can use it. `training.losses.LOSS_FUNCTIONS` holds the
+formula of each loss.
 """
 
 from __future__ import annotations
@@ -56,14 +56,12 @@ class OptionRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSpec:
-    """What a loss reads, which options it takes and what it needs before its formula can be computed."""
+    """The inputs and options of a loss, and the preparation of its data."""
 
     inputs: frozenset[str]  # names of `loss_fn_inputs`
     optional_inputs: frozenset[str] = frozenset()  # a subset of `inputs`
     options: Mapping[str, OptionRange]  # names of `LossSettings` fields
-    has_gradient: Callable[
-        [TrainDatum], np.ndarray
-    ]  # [N] bool, the positions whose loss depends on the logprob
+    has_gradient: Callable[[TrainDatum], np.ndarray]  # [N] bool: the loss at this position has a gradient
     takes_several_targets: bool = False  # `target_tokens` may be [N, K]
     # For a loss with a term over the whole sequence: return the datum with this term in place of the
     # sampler's logprobs, computed from the model's own logprobs [N]. It costs a forward pass before the

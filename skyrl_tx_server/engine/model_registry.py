@@ -1,8 +1,8 @@
-"""Sessions with their models and samplers, under the ids that the SDK derives itself.
+"""Sessions with their models and samplers.
 
-`<session>:train:<n>` is a model, `<session>:sample:<n>` a sampler. Used on the event loop's thread only.
-Ending a session returns the operations that free its memory, which the caller submits. An object of another
-tenant is reported as absent.
+The SDK derives the ids `<session>:train:<n>` of models and `<session>:sample:<n>` of samplers itself. All
+methods run on the event loop. `end_session` returns the operations that free the memory of the session; the
+caller submits them. An object of another tenant is reported as absent.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Session:
 
 
 class Registry:
-    """All sessions, or, in a view made by `of`, those of one tenant."""
+    """All sessions, or the sessions of one tenant in a view created by `for_tenant`."""
 
     def __init__(self, *, session_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = session_timeout_s
@@ -70,14 +70,12 @@ class Registry:
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # session id -> why it ended
         self.last_request_at: dict[str, datetime] = {}  # of every live model
-        self._snapshots: OrderedDict[str, None] = (
-            OrderedDict()
-        )  # samplers that are snapshots, least recently used first
+        self._snapshots: OrderedDict[str, None] = OrderedDict()  # sampler ids, least recently used first
         self._tenant: str | None = None  # None: all owners
         self._quota: TenantOptions | None = None
 
-    def of(self, tenant: str, quota: TenantOptions) -> Registry:
-        """Return a view for `tenant`, which may have as much in it as `quota` allows."""
+    def for_tenant(self, tenant: str, quota: TenantOptions) -> Registry:
+        """Return a view of the sessions of `tenant`, limited by `quota`."""
         view = copy.copy(self)
         view._tenant, view._quota = tenant, quota
         return view
@@ -111,17 +109,18 @@ class Registry:
         return session
 
     def session(self, session_id: str) -> Session:
-        """Return a session for its own client, and record that the client is alive."""
+        """Return a session, and record that its client is alive. Raise NotFoundError if it does not exist."""
         session = self.look_up(session_id)
         session.last_seen = self.clock()
         return session
 
     def look_up(self, session_id: str) -> Session:
-        """Return a session, without recording that its client is alive."""
+        """Return a session, without recording that its client is alive. Raise NotFoundError if it does not
+        exist."""
         session = self._find(session_id)
         if session is None:
             raise NotFoundError(
-                f"no session {session_id}: {self._why_gone(session_id)}. Make a new ServiceClient"
+                f"no session {session_id}: {self._why_gone(session_id)}. Create a new ServiceClient"
             )
         return session
 
@@ -171,7 +170,7 @@ class Registry:
         ]
 
     def _why_gone(self, session_id: str) -> str:
-        unknown = "this server never opened it, or was restarted since"
+        unknown = "it never existed, or the server was restarted"
         return self._ended.get(session_id, unknown) if self._owns(session_id) else unknown
 
     # --- models
@@ -196,7 +195,7 @@ class Registry:
         return model
 
     def model(self, model_id: str) -> Model:
-        """Return a model, and record that the client of its session is alive."""
+        """Return a model, and record that its client is alive. Raise NotFoundError if it does not exist."""
         session_id = model_id.split(":")[0]
         if self._find(session_id) is None:
             raise NotFoundError(
@@ -205,7 +204,7 @@ class Registry:
             )
         model = self.session(session_id).models.get(model_id)
         if model is None:
-            raise NotFoundError(f"no model {model_id}: it was unloaded, or making it failed")
+            raise NotFoundError(f"no model {model_id}: it was unloaded, or its creation failed")
         self.last_request_at[model_id] = datetime.now(UTC)
         return model
 
@@ -223,7 +222,9 @@ class Registry:
     def add_sampler(
         self, session_id: str, sampler_id: str, *, model_path: str | None, weights: str | None
     ) -> Sampler:
-        """Add a sampler. Adding the same sampler again (its reply was lost) changes nothing."""
+        """Add a sampler. Adding the same sampler again changes nothing, because a client repeats a request
+        whose reply was lost. Raise UserError if the id exists with other weights or the tenant's limit is
+        reached."""
         session = self.session(session_id)
         if (
             self._quota is not None
@@ -251,13 +252,13 @@ class Registry:
         session_id = sampler_id.split(":")[0]
         if self._find(session_id) is None:
             raise NotFoundError(
-                f"no sampler {sampler_id}: {self._why_gone(session_id)}. Make a new sampling client"
+                f"no sampler {sampler_id}: {self._why_gone(session_id)}. Create a new sampling client"
             )
         sampler = self.session(session_id).samplers.get(sampler_id)
         if sampler is None:
             raise NotFoundError(
-                f"no sampler {sampler_id}: it was never made, saving its weights failed, or it was freed for "
-                f"newer ones"
+                f"no sampler {sampler_id}: it was never created, saving its weights failed, or newer "
+                "snapshots replaced it"
             )
         self._use(sampler_id)
         return sampler
@@ -279,13 +280,12 @@ class Registry:
             self._snapshots.pop(sampler_id, None)
 
     def free_surplus_snapshots(self) -> list[DropSnapshot]:
-        """Remove the tenant's least recently used snapshots above its quota, and return the operations that
-        free them.
-        """
+        """Remove the tenant's least recently used snapshots above its quota. Return the operations that free
+        them."""
         if self._quota is None:
             return []
-        own = [sampler_id for sampler_id in self._snapshots if self._owns(sampler_id)]
-        surplus = own[: max(0, len(own) - self._quota.tenant_max_snapshots)]
+        snapshots = [sampler_id for sampler_id in self._snapshots if self._owns(sampler_id)]
+        surplus = snapshots[: max(0, len(snapshots) - self._quota.tenant_max_snapshots)]
         for sampler_id in surplus:
             self.forget_sampler(sampler_id)
         return [DropSnapshot(weights=sampler_id) for sampler_id in surplus]

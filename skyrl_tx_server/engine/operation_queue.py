@@ -1,6 +1,4 @@
-"""The queues of all operations that are not samples: one for each model, served round robin between
-tenants.
-"""
+"""Queues for all operations except samples: one queue per model, served round robin between tenants."""
 
 from __future__ import annotations
 
@@ -14,20 +12,21 @@ from skyrl_tx_server.engine.scheduled_work import Step
 
 @dataclass(kw_only=True, slots=True)
 class _ModelQueue:
-    """Operations that run one after the other."""
+    """The operations of one model, which run one after the other."""
 
     tenant: str
     steps: deque[Step] = field(default_factory=deque)
 
 
 class OperationQueue:
-    """Operations of one model run in submission order. Tenants take turns, and within a tenant its models."""
+    """Runs the operations of a model in submission order, round robin between tenants and between the models
+    of a tenant."""
 
     def __init__(self) -> None:
         self._queues: dict[str, _ModelQueue] = {}
         # The names of the queues by tenant. The order of both dicts is the round-robin order.
         self._order: dict[str, dict[str, None]] = {}
-        # By snapshot, the request_ids of the operations that save it.
+        # Maps a snapshot to the request_ids of the operations that save it.
         self._saves: defaultdict[str, dict[int, None]] = defaultdict(dict)
 
     def __len__(self) -> int:
@@ -59,9 +58,7 @@ class OperationQueue:
         self._order[tenant] = names
 
     def finish(self, step: Step) -> None:
-        """Remove the operation of `step`, which has succeeded or failed; the next one of its model may
-        run.
-        """
+        """Remove the operation of `step`, which has ended, so that the next one of its model can run."""
         name = _queue_name(step.op)
         queue = self._queues[name]
         assert queue.steps[0].request_id == step.request_id
@@ -77,14 +74,11 @@ class OperationQueue:
                 del self._saves[step.op.weights]
 
     def is_being_saved(self, weights: str, before: int) -> bool:
-        """Whether an operation that was submitted before the request `before` has still to save the
-        snapshot.
-        """
+        """Whether an unfinished operation that was submitted before request `before` saves the snapshot."""
         return any(request_id < before for request_id in self._saves.get(weights, ()))
 
 
 def _queue_name(op: Op) -> str:
-    """Operations of one queue run in order: those of one model, and those on one snapshot, which belongs to
-    no model."""
+    """Return the queue name of `op`. A DropSnapshot has no model: its queue is that of its snapshot."""
     assert not isinstance(op, Sample)
     return f"snapshot {op.weights}" if isinstance(op, DropSnapshot) else f"model {op.model_id}"

@@ -1,10 +1,9 @@
-"""The interface of the HTTP side and the engine: frozen requests and results, with arrays in numpy.
+"""The records that the HTTP side and the engine exchange: frozen operations and results with numpy arrays.
 
-HTTP code parses a body into one of these operations and submits it; the engine returns the matching result.
-Neither side imports the other. The request parsers (`http/wire`) reject what the model's sizes and the fields
-of a request forbid, so the engine checks only what it alone knows: which models and checkpoints exist, and
-what its programs have room for. Token ids are int32, log-probabilities and weights float32, all little-endian
-numpy arrays.
+HTTP code parses a body into an operation and submits it; the engine returns the matching result. The request
+parsers (`http/wire`) check everything that depends only on the request and the sizes of the model. The engine
+checks which models and checkpoints exist and whether the operation fits into memory. Token ids are int32,
+log-probabilities and weights float32. All arrays are little-endian.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Regret")."""
 
 
 NO_LOGPROB = -99999.0
-"""The log-probability, with token 0, at a position of a top-k that has none."""
+"""The log-probability, with token id 0, at a position that has no top-k."""
 
 
 class StopReason(StrEnum):
@@ -54,9 +53,8 @@ def expert_rank(rank: int, experts_per_token: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamSettings:
-    """The settings of one optimizer step, exactly Tinker's AdamParams: decoupled weight decay, global-norm
-    clipping (0 = off).
-    """
+    """The settings of one optimizer step, as in Tinker's AdamParams: decoupled weight decay, and global-norm
+    clipping (0: off)."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -72,39 +70,34 @@ class TrainDatum:
 
     tokens: np.ndarray  # [N] int32
     target_tokens: np.ndarray  # [N] int32; cross_entropy also takes K per position, [N, K]
-    weights: np.ndarray | None = (
-        None  # float32, shaped like the targets; None means one everywhere (cross_entropy only)
-    )
+    weights: np.ndarray | None = None  # float32, shaped like the targets; None: all 1 (cross_entropy only)
     logprobs: np.ndarray | None = None  # [N] float32, the sampler's (all losses but cross_entropy)
     advantages: np.ndarray | None = None  # [N] float32 (all losses but cross_entropy)
-    sequence_ratio_mask: np.ndarray | None = (
-        None  # [N] float32; where it is not 0 a token counts in the sequence's ratio (gspo)
-    )
+    # [N] float32; tokens where it is not 0 count in the sequence ratio (gspo)
+    sequence_ratio_mask: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingSettings:
-    """How to sample one request."""
+    """The sampling parameters of a request."""
 
     max_tokens: int | None = None  # None: up to the model's context
     temperature: float = 1.0  # 0 is greedy
     top_k: int = -1  # -1 is off
     top_p: float = 1.0
-    seed: int | None = None  # None: fresh randomness; sample i of a request uses fold_in(seed, i)
+    seed: int | None = None  # None: random; sample i of a request uses fold_in(seed, i)
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    stop_at_eos: bool = True  # the client gave no `stop`
+    stop_at_eos: bool = True  # False if the client passed `stop`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CsrMatrix:
-    """A matrix, dense or sparse (CSR). A reply keeps the layout of its request."""
+    """A dense or sparse (CSR) matrix. A reply has the layout of its request."""
 
-    values: np.ndarray  # flat: every cell, row by row, or the listed ones
+    values: np.ndarray  # flat: all cells in row-major order, or the stored cells
     shape: tuple[int, int]
-    crow_indices: np.ndarray | None = (
-        None  # [rows + 1] int64, where each row's listed cells begin; None: dense
-    )
+    crow_indices: np.ndarray | None = None  # [rows + 1] int64, the start of each row; None: dense
     col_indices: np.ndarray | None = None  # int64, one per value; None: dense
 
     def rows(self) -> np.ndarray:
@@ -114,7 +107,7 @@ class CsrMatrix:
         return np.repeat(np.arange(self.shape[0]), np.diff(self.crow_indices))
 
     def dense(self) -> np.ndarray:
-        """Return the whole matrix; cells that are not listed are 0."""
+        """Return the whole matrix. Cells that are not stored are 0."""
         if self.crow_indices is None:
             return self.values.reshape(self.shape)
         matrix = np.zeros(self.shape, self.values.dtype)
@@ -127,7 +120,7 @@ class CsrMatrix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CreateModel:
-    """A fresh adapter and optimizer under `model_id`. Result: `Done`."""
+    """Create an adapter and its optimizer state as `model_id`. Result: `Done`."""
 
     model_id: str
     lora: LoraSpec
@@ -135,11 +128,11 @@ class CreateModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadWeights:
-    """Replace a model's adapter (and optimizer state, when asked) by a training checkpoint's. Result:
-    `WeightsLoaded`.
+    """Replace the adapter of a model, and its optimizer state if `optimizer` is set, by those of a training
+    checkpoint. Result: `WeightsLoaded`.
 
-    `create` makes the model first, with the checkpoint's own LoraSpec. Without `optimizer` the moments and
-    step start at zero.
+    With `create` the model is created first, with the LoraSpec of the checkpoint. Without `optimizer` the
+    moments and the step count start at zero.
     """
 
     model_id: str
@@ -150,8 +143,8 @@ class LoadWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackward:
-    """Add the gradient of the summed loss to the model's accumulator (not when `forward_only`). Result:
-    `ForwardBackwardResult`."""
+    """Compute the summed loss and, unless `forward_only`, add its gradient to the model's accumulator.
+    Result: `ForwardBackwardResult`."""
 
     model_id: str
     data: tuple[TrainDatum, ...]
@@ -170,8 +163,7 @@ class OptimStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveWeights:
-    """A training checkpoint (adapter and optimizer) at tinker://<model_id>/weights/<name>. Result:
-    `WeightsSaved`."""
+    """Save adapter and optimizer state as tinker://<model_id>/weights/<name>. Result: `WeightsSaved`."""
 
     model_id: str
     name: str
@@ -181,20 +173,19 @@ class SaveWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveSampler:
-    """An immutable sampler snapshot of the model's current adapter, sampleable under `weights`. Result:
-    `WeightsSaved`."""
+    """Save the model's adapter as a sampler snapshot under the name `weights`. Result: `WeightsSaved`."""
 
     model_id: str
-    # tinker://<model_id>/sampler_weights/<name> is written to disk; under any other name (a session's) it
-    # stays in memory
+    # tinker://<model_id>/sampler_weights/<name> is written to disk; under any other name the snapshot stays
+    # in memory
     weights: str
     user_metadata: dict[str, str] = field(default_factory=dict)
-    peft_directory: str | None = None  # also write it there in PEFT's layout
+    peft_directory: str | None = None  # also write the adapter there in PEFT format
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveExternal:
-    """The model's current adapter, for use elsewhere, at tinker://<model_id>/external_weights/<name>. Result:
+    """Save the model's adapter for download as tinker://<model_id>/external_weights/<name>. Result:
     `WeightsSaved`."""
 
     model_id: str
@@ -203,24 +194,24 @@ class SaveExternal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnloadModel:
-    """Free a model's adapter, gradient and optimizer. Its snapshots stay. Result: `Done`."""
+    """Free a model's adapter, gradient and optimizer state. Its snapshots remain. Result: `Done`."""
 
     model_id: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DropSnapshot:
-    """Free an in-memory sampler snapshot once no running sample uses it. Result: `Done`."""
+    """Free a sampler snapshot in memory when no running sample uses it. Result: `Done`."""
 
     weights: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """`num_samples` completions of one prompt. Result: `SampleResult`.
+    """Sample `num_samples` completions of one prompt. Result: `SampleResult`.
 
-    `weights` names a snapshot (an ephemeral id, or a tinker:// sampler path, loaded from disk on first use);
-    None is the base model.
+    `weights` is the id of a snapshot in memory, the tinker:// path of a sampler checkpoint, which is loaded
+    on first use, or None for the base model.
     """
 
     weights: str | None
@@ -228,16 +219,12 @@ class Sample:
     settings: SamplingSettings
     num_samples: int = 1
     prompt_logprobs: bool = False
-    topk_prompt_logprobs: int = (
-        0  # how many of the likeliest tokens to report at every prompt position; 0 is off
-    )
+    topk_prompt_logprobs: int = 0  # most likely tokens to return at every prompt position; 0: off
     topk_sample_logprobs: int = 0  # the same at every sampled position
     target_prompt_tokens: CsrMatrix | None = (
-        None  # [P - 1, K] int32: row i is scored at position i + 1; -1 asks for nothing
+        None  # [P - 1, K] int32: row i is scored at position i + 1; -1: none
     )
-    prompt_logprobs_last_n: int | None = (
-        None  # report prompt and top-k log-probabilities of the last n prompt tokens only
-    )
+    prompt_logprobs_last_n: int | None = None  # return prompt logprobs of the last n prompt tokens only
 
 
 Op = (
@@ -252,7 +239,7 @@ Op = (
     | DropSnapshot
     | Sample
 )
-"""Everything the engine executes. Ops of one `model_id` run in submission order."""
+"""All operations of the engine. Operations of one `model_id` run in submission order."""
 
 
 # --- results ---
@@ -271,9 +258,7 @@ class WeightsLoaded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackwardResult:
-    logprobs: tuple[
-        np.ndarray, ...
-    ]  # float32, one per datum and shaped like its targets: log p(target), weighted or not
+    logprobs: tuple[np.ndarray, ...]  # float32, for each datum log p(target), shaped like its target_tokens
     metrics: dict[str, float]  # keys of the form "name:reduction"; always "loss:sum"
 
 
@@ -290,8 +275,8 @@ class WeightsSaved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopkLogprobs:
-    """The k likeliest tokens at each of n positions, likeliest first. A position without a context is all
-    token 0 at `NO_LOGPROB`."""
+    """The k most likely tokens at each of n positions, most likely first. A position without a context has
+    only token 0 with `NO_LOGPROB`."""
 
     token_ids: np.ndarray  # [n, k] int32
     logprobs: np.ndarray  # [n, k] float32
@@ -300,22 +285,18 @@ class TopkLogprobs:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledSequence:
     tokens: np.ndarray  # [n] int32, the stop token included
-    logprobs: (
-        np.ndarray
-    )  # [n] float32; whether of the tempered distribution is the server's setting, of the filtered one never
+    logprobs: np.ndarray  # [n] float32, before or after temperature (`logprobs_mode`), before top-k and top-p
     stop_reason: StopReason
-    topk: TopkLogprobs | None = None  # None when not asked for
+    topk: TopkLogprobs | None = None  # None if not requested
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleResult:
     sequences: tuple[SampledSequence, ...]
-    prompt_logprobs: np.ndarray | None  # [P] float32, NaN first; None when not asked for
+    prompt_logprobs: np.ndarray | None  # [P] float32, NaN first; None if not requested
     prompt_cache_hit_tokens: int
-    topk_prompt_logprobs: TopkLogprobs | None = None  # [P, k], None when not asked for
-    target_prompt_logprobs: CsrMatrix | None = (
-        None  # float32, laid out like the op's targets, 0 where they are -1
-    )
+    topk_prompt_logprobs: TopkLogprobs | None = None  # [P, k], None if not requested
+    target_prompt_logprobs: CsrMatrix | None = None  # float32, the layout of the targets, 0 where they are -1
 
 
 OpResult = Done | WeightsLoaded | ForwardBackwardResult | OptimStepResult | WeightsSaved | SampleResult

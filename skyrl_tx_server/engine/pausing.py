@@ -1,4 +1,4 @@
-"""The choice of running sequences that are paused when no slot is free (rules in `scheduler`)."""
+"""Chooses the running sequences to pause when no slot is free (rules in `scheduler`)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from skyrl_tx_server.engine.sample_queue import SEQUENCES_PER_ROUND, SampleQueue
 from skyrl_tx_server.engine.sample_requests import QUANTUM, Request, SlotPlan, Tenant
 
 MIN_DISPATCHES = 2
-"""Dispatches of decode steps that a sequence takes part in before it may be paused."""
+"""A sequence takes part in this many dispatches of decode steps before it may be paused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedPause:
-    """Sample `index` of `request` is paused so that `waiter` gets its slot."""
+    """Sample `index` of `request` is paused, and its slot goes to `waiter`."""
 
     request: Request
     index: int
@@ -22,8 +22,7 @@ class PlannedPause:
 
 
 def plan_pauses(queue: SampleQueue, num_slots: int, *, for_memory: bool) -> list[PlannedPause]:
-    """Return the sequences to pause. `for_memory`: at most one, because the executor has no KV pages for a
-    request."""
+    """Return the sequences to pause. With `for_memory`, which means that no KV page is free, at most one."""
     plan, pauses = SlotPlan(), list[PlannedPause]()
     while len(pauses) < num_slots:
         pause = _next_pause(queue, plan, num_slots, for_memory=for_memory)
@@ -76,9 +75,9 @@ def _next_pause(
                 mean_of_others = (charged - tenant.charged) / (len(waiters) - 1)
             if account <= mean_of_others:
                 return PlannedPause(request=sequence[0], index=sequence[1], waiter=waiter)
-        own = _sequence_of_same_tenant(queue, waiter, plan, num_slots)
-        if own is not None:
-            return PlannedPause(request=own[0], index=own[1], waiter=waiter)
+        same_tenant = _sequence_of_same_tenant(queue, waiter, plan, num_slots)
+        if same_tenant is not None:
+            return PlannedPause(request=same_tenant[0], index=same_tenant[1], waiter=waiter)
     return None
 
 

@@ -1,4 +1,4 @@
-"""The requests that sample, by tenant, and the choice of the request that gets the next slot (rules in
+"""The sampling requests of each tenant, and the choice of the request that gets the next slot (rules in
 `scheduler`)."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from skyrl_tx_server.engine.sample_requests import CHUNK_TOKENS, QUANTUM, Reques
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 PROMPTS_PER_PREFILL = 16
-"""Prompts that are offered for one prefill batch: as many as the largest one has prefill chunks
-(`model/shapes.py`)."""
+"""The largest number of prompts offered for one prefill batch, which is the largest number of its prefill
+chunks (`model/shapes.py`)."""
 PROMPT_TOKENS_PER_UNIT = 64
 SEQUENCES_PER_ROUND = 8
 """Sequences of one request that get slots before those of the next: sequences of one prompt share KV pages,
@@ -21,13 +21,13 @@ so they run together."""
 
 
 class SampleQueue:
-    """All requests that sample. `is_being_saved(weights, request_id)` says whether a request waits for its
-    snapshot."""
+    """All sampling requests. `is_being_saved(weights, request_id)` tells whether the snapshot of a request is
+    not saved yet."""
 
     def __init__(self, *, unfinished_tokens: int, is_being_saved: Callable[[str, int], bool]) -> None:
         self._unfinished_limit = unfinished_tokens
         self._is_being_saved = is_being_saved
-        self.tenants: dict[str, Tenant] = {}  # those that sample, or have sampled
+        self.tenants: dict[str, Tenant] = {}  # with current or former requests
         self.requests: dict[int, Request] = {}
         self._waiting: dict[int, None] = {}  # request_ids with waiting samples
         self._waiting_for: defaultdict[str, dict[int, None]] = defaultdict(dict)  # the same, by snapshot

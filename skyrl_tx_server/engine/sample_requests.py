@@ -1,4 +1,4 @@
-"""Requests that sample, their tenants, and a plan of the slots that they gain and lose."""
+"""Sampling requests, their tenants, and the planned assignment of slots."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from skyrl_tx_server.engine.operations import Sample
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 QUANTUM = 16
-"""Units that one tenant may be ahead of another before its sequences are paused, beyond the difference of one
-sequence."""
+"""Units that each sequence with a slot adds to the account of its tenant; scheduler.py defines the units.
+A sequence is paused for another tenant if their accounts differ by at least two quanta. Small requests have a
+separate rule."""
 CHUNK_TOKENS = 512
-"""A prompt up to this length is computed in one prefill chunk on every device."""
+"""A prompt of at most this many tokens is computed in one prefill chunk on every device."""
 SMALL_TOKENS = 64
+"""A request is small if the max_tokens of all its samples add up to at most this number."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -27,7 +29,7 @@ class Request:
     first: int = 0  # samples from this index on have never had a slot
     paused: list[int] = field(default_factory=list)  # a heap of the indices of paused samples
     running: dict[int, int] = field(default_factory=dict)
-    """Samples with slots: index -> the number of decode dispatches before its first."""
+    """Maps the index of each sample with a slot to the number of decode dispatches before its first one."""
 
     @property
     def num_waiting(self) -> int:
@@ -69,7 +71,7 @@ class Request:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Tenant:
-    """The requests of a tenant, and the units that it was charged."""
+    """The requests of a tenant, and the units that the tenant was charged."""
 
     name: str
     charged: float
@@ -79,9 +81,9 @@ class Tenant:
     running: dict[int, Request] = field(default_factory=dict)  # requests with sequences in slots
     started: dict[int, Request] = field(
         default_factory=dict
-    )  # requests of which some samples wait, but not all
+    )  # requests that have started and have waiting samples
     unstarted: defaultdict[tuple[bool, bool], list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Heaps of request_ids by (small request, long prompt)."""
+    """Heaps of request ids by (is small, is long)."""
 
     @property
     def account(self) -> float:
@@ -94,14 +96,14 @@ class Tenant:
 
 @dataclass(kw_only=True, slots=True)
 class SlotPlan:
-    """The slots that sequences would get or lose, before the plan is carried out."""
+    """Slots that sequences would gain and lose, before the scheduler carries out the plan."""
 
     tenants: Counter[str] = field(default_factory=Counter)  # slots that the tenant gains
-    small: Counter[str] = field(default_factory=Counter)  # of them, those of small requests
+    small: Counter[str] = field(default_factory=Counter)  # slots that small requests of the tenant gain
     gained: Counter[int] = field(default_factory=Counter)  # by request_id
     paused: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # by request_id, indices
     started: defaultdict[str, list[Request]] = field(default_factory=lambda: defaultdict(list))
-    """By tenant, the requests that had not started."""
+    """By tenant, the requests to which the plan gives their first slot."""
     unfinished_tokens: int = 0  # prompt tokens of the requests whose prefill would start
 
     def account(self, tenant: Tenant) -> float:

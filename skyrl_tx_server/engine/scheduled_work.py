@@ -17,9 +17,9 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillRequest:
-    """Prefill the prompt of `op` and give a slot to each of its samples `first .. first + count - 1`.
+    """Compute the prompt of `op` and assign slots to its samples `first .. first + count - 1`.
 
-    A paused sample is always alone in its request. Its KV pages hold all its tokens, so nothing is computed.
+    A request for a paused sample contains only this sample. Its KV pages are kept, so nothing is computed.
     """
 
     request_id: int

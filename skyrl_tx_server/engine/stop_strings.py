@@ -12,14 +12,12 @@ from skyrl_tx_server.errors import ConfigError, UserError
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """Return the model's own tokenizer. Raise UserError if the directory has none; then only stop token ids
-    work.
-    """
+    """Return the tokenizer of the model. Raise UserError if the directory has none; stop token ids still
+    work."""
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise UserError(
-            "stop strings need the model's tokenizer.json, which its directory lacks; pass stop token ids "
-            "instead"
+            "stop strings need the model's tokenizer.json, which is missing; pass stop token ids instead"
         )
     return Tokenizer.from_file(str(path))
 
@@ -33,17 +31,16 @@ def check_tokenizer(model_dir: Path) -> None:
         try:
             json.loads(path.read_bytes())
         except ValueError as error:
-            raise ConfigError(f"{path} is broken or cut short: {error}; fetch it again") from None
+            raise ConfigError(f"{path} is not valid JSON: {error}; download it again") from None
 
 
 def find_stop(
     tokenizer: Tokenizer, tokens: Sequence[int], stop_strings: Sequence[str], *, new: int
 ) -> int | None:
-    """Return the length to cut `tokens` to, just after the token that completes a stop string, or None if
-    none does.
+    """Return the number of tokens up to and including the one that completes a stop string, or None.
 
-    Only the last `new` tokens are new: earlier calls have searched the others. A token is at least one byte
-    of text, so a stop string of n bytes lies within n tokens.
+    Only the last `new` tokens are searched; earlier calls have searched the others. A token has at least one
+    byte of text, so a stop string of n bytes lies within n tokens.
 
     >>> find_stop(tokenizer, [72, 105, 10, 33], ["i\\n"], new=4)    # "H", "i", "\\n", "!"
     3

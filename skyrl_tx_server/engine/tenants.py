@@ -1,9 +1,9 @@
 """Tenants: the key file, and the owners of objects.
 
 The owner of a session is part of its id, `tenant-<name>.session-<hex>`, and models, samplers, training runs
-and checkpoint paths begin with the id of their session. Ownership therefore needs no other record and
-survives a restart. An id without this prefix belongs to `DEFAULT_TENANT`, the operator: the holder of
-`api_key`, or every client where the server has no key.
+and checkpoint paths begin with the id of their session. No other
+record of ownership is needed, also after a restart. An id without this prefix belongs to `DEFAULT_TENANT`,
+the operator: the holder of `api_key`, or every client if the server has no key.
 
 A key file holds one line for each key, `name:<SHA-256 of the key in hex>`. Keys have 256 random bits (`python
 -m skyrl_tx_server.keys add`), so they cannot be guessed, and a slow password hash would add nothing.
@@ -30,7 +30,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def id_prefix(tenant: str) -> str:
-    """Return the prefix of the ids of a tenant's sessions, and so of all its objects."""
+    """Return the prefix of the ids of a tenant's sessions and of the objects in them."""
     return "" if tenant == DEFAULT_TENANT else f"tenant-{tenant}."
 
 
@@ -45,7 +45,7 @@ def owner_of(identifier: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError for a name that a tenant cannot have."""
+    """Raise ConfigError if `name` is not a valid name of a tenant."""
     if not NAME.fullmatch(name) or name == DEFAULT_TENANT:
         raise ConfigError(
             f"tenant name {name!r} is not allowed; use lower-case letters, digits, '_' and '-', at most 40, "
@@ -54,12 +54,12 @@ def check_name(name: str) -> None:
 
 
 def digest(key: str) -> str:
-    """Return the digest of a key, which is what a key file holds."""
+    """Return the SHA-256 of a key in hexadecimal, as stored in a key file."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def read_keys(file: Path) -> dict[str, str]:
-    """Return the tenant of each digest. Raise ConfigError for a file that cannot be used."""
+    """Return digest -> tenant. Raise ConfigError if the file is invalid or cannot be read."""
     try:
         status, text = file.stat(), file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -103,11 +103,11 @@ class TenantKeys:
 
     def tenant_of(self, key: str) -> str | None:
         """Return the tenant of a key, or None. Takes the same time for every key."""
-        given, found = digest(key), None
+        given_digest, match = digest(key), None
         for key_digest, tenant in self._keys.items():
-            if hmac.compare_digest(given, key_digest):
-                found = tenant
-        return found
+            if hmac.compare_digest(given_digest, key_digest):
+                match = tenant
+        return match
 
     def reload_if_changed(self) -> None:
         """Read the file again if it has changed. If it cannot be used, the keys stay as they are."""
@@ -118,7 +118,7 @@ class TenantKeys:
         try:
             self._keys = read_keys(self._file)
         except ConfigError as error:
-            logger.error("the keys stay as they were: %s", error)
+            logger.error("the API keys were not reloaded: %s", error)
         else:
             logger.info("read %d keys of %d tenants from %s", len(self._keys), len(self), self._file)
 

@@ -21,15 +21,16 @@ from skyrl_tx_server.model.weights import check_divisible
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_CONTEXT_LENGTH = 32768
-"""The limit for models with a longer context: by default the KV cache has room for this length per slot."""
+"""The default limit for models with a longer context. It bounds the default size of the KV cache, which is
+proportional to the context length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedModel:
     settings: EngineOptions
-    config: ModelConfig  # with its mesh
+    config: ModelConfig  # includes the mesh
     dtype: np.dtype  # of base weights and activations
-    max_context_length: int  # prompt and completion
+    max_context_length: int  # of prompt and completion together
     train_shapes: BucketShapes
 
 
@@ -48,7 +49,7 @@ def resolve_model(settings: EngineOptions) -> ResolvedModel:
 
 
 def use_compilation_cache(settings: EngineOptions) -> None:
-    """Cache all programs on disk, also small ones, so that the next start compiles nothing."""
+    """Cache all compiled programs on disk, including small ones, so that the next start compiles nothing."""
     if settings.compilation_cache_dir is None:
         return
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(settings.compilation_cache_dir))
@@ -86,6 +87,6 @@ def _max_context_length(settings: EngineOptions, config: ModelConfig) -> int:
     if not 1 <= settings.max_context_length <= config.context_length:
         raise ConfigError(
             f"max_context_length={settings.max_context_length} is outside 1..{config.context_length}, the "
-            "limit of the model; yarn=true extends it"
+            "limit of the model; set a value in this range, or yarn=true to extend the limit"
         )
     return settings.max_context_length

@@ -1,7 +1,5 @@
-"""The sampler snapshots of an external server: written in PEFT's layout by the operation that saves them,
-loaded at once, and unloaded when they are dropped. An adapter that was evicted or lost is loaded again for
-the next sample.
-"""
+"""The adapters of an external server. `SaveSampler` writes a snapshot in PEFT format, which is then loaded at
+once and unloaded when it is dropped. The next sample reloads an adapter that was evicted or lost."""
 
 from __future__ import annotations
 
@@ -25,20 +23,17 @@ from skyrl_tx_server.files.peft_files import write_adapter
 PREFIX = "adapter-"
 
 type AgreedTokens = Counter[bool]
-"""Tokens of a snapshot whose log-probabilities agree, separately for those sampled at a temperature that
-changes the distribution.
-"""
+"""Number of compared tokens whose logprobs agree, by whether the sampling temperature changes the
+distribution."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ExternalAdapter:
-    """A sampler snapshot."""
+    """A sampler snapshot that the external server can load."""
 
     weights: str
     directory: Path
-    saved: (
-        Future[OpResult] | None
-    )  # the operation that writes the directory; None: to be written from a checkpoint
+    saved: Future[OpResult] | None  # the operation that writes the directory; None: written from a checkpoint
     loaded: asyncio.Task[str] | None = None  # its name on the server; None: not loaded
     users: set[Future[OpResult]] = field(default_factory=set)
     agreed: AgreedTokens = field(default_factory=Counter)
@@ -54,15 +49,15 @@ class ExternalAdapters:
         root: Path,
         max_loaded: int,
     ) -> None:
-        """Files that a killed server left in `root` are deleted, so no other server may use it."""
+        """Delete files of an earlier process in `root`. No other server may use this directory."""
         self._server = server
         self._checkpoints = checkpoints
         self._tasks = tasks
         self._root = root
         self._max_loaded = max_loaded
         self._adapters: dict[str, ExternalAdapter] = {}  # by weights, the least recently used first
-        for left in root.glob(f"{PREFIX}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        for directory in root.glob(f"{PREFIX}*"):
+            shutil.rmtree(directory, ignore_errors=True)
 
     @property
     def num_loaded(self) -> int:
@@ -91,17 +86,17 @@ class ExternalAdapters:
 
     def drop(self, weights: str) -> asyncio.Task[None]:
         """Remove a snapshot. The task ends when no sample uses it."""
-        return self._tasks.run(self._retire(self._adapters.pop(weights, None)))
+        return self._tasks.run(self._drop_when_unused(self._adapters.pop(weights, None)))
 
     def load(self, adapter: ExternalAdapter) -> asyncio.Task[str]:
-        """Return the task that loads an adapter. A failed one is started again."""
+        """Return the task that loads an adapter. A failed load is started again."""
         if adapter.loaded is None or (
             adapter.loaded.done() and (adapter.loaded.cancelled() or adapter.loaded.exception() is not None)
         ):
-            adapter.loaded = self._tasks.run(self._loading(adapter))
+            adapter.loaded = self._tasks.run(self._load(adapter))
         return adapter.loaded
 
-    async def _loading(self, adapter: ExternalAdapter) -> str:
+    async def _load(self, adapter: ExternalAdapter) -> str:
         if adapter.saved is not None:
             saved = asyncio.wrap_future(adapter.saved)
             await asyncio.wait({saved})
@@ -117,9 +112,8 @@ class ExternalAdapters:
         write_adapter(adapter.directory, arrays, info.lora, info.base_model, "float32")
 
     def _make_room(self) -> None:
-        """Unload the least recently used adapters. The files of a checkpoint can be written again; those of a
-        snapshot are kept.
-        """
+        """Unload the least recently used adapters. Delete the files of checkpoints, which can be written
+        again, but not those of snapshots in memory."""
         unused = [
             adapter
             for adapter in self._adapters.values()
@@ -131,14 +125,14 @@ class ExternalAdapters:
             else:
                 self._tasks.run(self._unload(adapter))
 
-    async def _retire(self, adapter: ExternalAdapter | None) -> None:
+    async def _drop_when_unused(self, adapter: ExternalAdapter | None) -> None:
         if adapter is not None:
             await asyncio.gather(
                 *(asyncio.wrap_future(future) for future in adapter.users), return_exceptions=True
             )
-            self._tasks.run(self._forget(adapter))
+            self._tasks.run(self._delete(adapter))
 
-    async def _forget(self, adapter: ExternalAdapter) -> None:
+    async def _delete(self, adapter: ExternalAdapter) -> None:
         await self._unload(adapter)
         await asyncio.to_thread(shutil.rmtree, adapter.directory, ignore_errors=True)
 

@@ -1,4 +1,5 @@
-"""Tasks that are not awaited: referenced until they end, logged when they fail, cancelled at the end."""
+"""Runs asyncio tasks that nobody awaits. Keeps a reference to each task until it ends, logs its error if it
+fails, and cancels all tasks at shutdown."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class BackgroundTasks:
     def run[T](self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._over)
+        task.add_done_callback(self._finish)
         return task
 
     async def cancel(self) -> None:
@@ -26,7 +27,7 @@ class BackgroundTasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _over(self, task: asyncio.Task) -> None:
+    def _finish(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("%s", error, exc_info=None if isinstance(error, ServerError) else error)

@@ -1,6 +1,5 @@
-"""The difference between the log-probabilities of an external sampler and of the engine, over the last
-compared samples.
-"""
+"""The difference between the logprobs of an external sampler and of the engine, in nats per token over recent
+samples."""
 
 from __future__ import annotations
 
@@ -13,9 +12,11 @@ import numpy as np
 logger = logging.getLogger(__name__)
 
 WINDOW = 64
-ENOUGH = 8
-GROSS = 10
-"""A sample that differs by this many times the limit is of another model."""
+"""Number of recent samples over which the difference is averaged."""
+MIN_SAMPLES = 8
+"""Number of compared samples before a warning."""
+OTHER_MODEL_FACTOR = 10
+"""A sample whose mean difference exceeds the limit by this factor was sampled by another model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,26 +58,25 @@ class LogprobMismatch:
         self._tokens = 0
         self._since_warning = WINDOW
 
-    def is_gross(self, found: LogprobDiff) -> bool:
-        return found.mean > GROSS * self._limit
+    def is_other_model(self, diff: LogprobDiff) -> bool:
+        return diff.mean > OTHER_MODEL_FACTOR * self._limit
 
-    def add(self, found: LogprobDiff) -> None:
+    def add(self, diff: LogprobDiff) -> None:
         """Add a comparison. Warn once per window if the mean difference over the window is above the
         limit."""
-        self._recent.append(found)
-        self._tokens += found.num_tokens
+        self._recent.append(diff)
+        self._tokens += diff.num_tokens
         self._since_warning += 1
         if (
-            len(self._recent) >= ENOUGH
+            len(self._recent) >= MIN_SAMPLES
             and self._since_warning > WINDOW
             and (mean := self._mean()) > self._limit
         ):
             self._since_warning = 0
             logger.warning(
-                "the external sampler's log-probabilities differ from ours by %.3f nats per token over the "
-                "last %d compared samples, limit "
-                "%g: it may run another base model or revision, another dtype or quantised weights, leave an "
-                "adapter out, or report them "
+                "the external sampler's log-probabilities differ from this server's by %.3f nats per token "
+                "over the last %d compared samples (limit %g): it may run another base model or revision, "
+                "use another dtype or quantised weights, not apply an adapter, or return log-probabilities "
                 "after temperature (vLLM needs --logprobs-mode raw_logprobs, SGLang "
                 "SGLANG_RETURN_ORIGINAL_LOGPROB=1)",
                 mean,
@@ -90,12 +90,12 @@ class LogprobMismatch:
         return {
             "sampler_tokens_compared": self._tokens,
             "sampler_difference_mean": self._mean(),
-            "sampler_difference_kl": sum(found.kl for found in self._recent) / self._num_tokens(),
-            "sampler_difference_max": max(found.largest for found in self._recent),
+            "sampler_difference_kl": sum(diff.kl for diff in self._recent) / self._num_tokens(),
+            "sampler_difference_max": max(diff.largest for diff in self._recent),
         }
 
     def _mean(self) -> float:
-        return sum(found.absolute for found in self._recent) / self._num_tokens()
+        return sum(diff.absolute for diff in self._recent) / self._num_tokens()
 
     def _num_tokens(self) -> int:
-        return sum(found.num_tokens for found in self._recent)
+        return sum(diff.num_tokens for diff in self._recent)

@@ -1,8 +1,7 @@
-"""Rollouts by an external vLLM or SGLang: a wrapper of the engine for the routes, which passes on all other
-operations.
+"""Sampling by an external vLLM or SGLang server. The routes use it in place of the engine.
 
-The engine samples the requests that the external server cannot serve exactly (see `_is_plain`). Used on the
-event loop's thread only.
+The engine runs all other operations, and the samples that the external server cannot serve exactly (see
+`_is_plain`). All methods run on the event loop.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from skyrl_tx_server.config.sampler_options import SamplerOptions
-from skyrl_tx_server.engine.engine import STOPPING, EngineSide, Watcher
+from skyrl_tx_server.engine.engine import STOPPING, EngineClient, Watcher
 from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
@@ -39,11 +38,11 @@ from skyrl_tx_server.external.adapters import AgreedTokens, ExternalAdapter, Ext
 from skyrl_tx_server.external.background_tasks import BackgroundTasks
 from skyrl_tx_server.external.logprob_mismatch import LogprobDiff, LogprobMismatch, logprob_diff
 from skyrl_tx_server.external.server import ExternalServer
-from skyrl_tx_server.external.wire import Answer, SamplingRequest, ended
+from skyrl_tx_server.external.wire import SampleReply, SamplingRequest, cut_at_stop
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 
-PROOF_TOKENS = 16
-"""Tokens of a snapshot that must agree before further samples are returned unchecked."""
+MIN_AGREED_TOKENS = 16
+"""Compared tokens of a snapshot that must agree before further samples are returned without a comparison."""
 
 
 class ExternalSampling:
@@ -51,7 +50,7 @@ class ExternalSampling:
 
     def __init__(
         self,
-        engine: EngineSide,
+        engine: EngineClient,
         server: ExternalServer,
         checkpoints: CheckpointStore,
         options: SamplerOptions,
@@ -64,10 +63,9 @@ class ExternalSampling:
         in the sampler."""
         if server.max_model_len is not None and server.max_model_len < engine.info.max_context_length:
             raise ConfigError(
-                f"sampler_url={server.url}: its context is {server.max_model_len} tokens, this server's "
-                f"{engine.info.max_context_length}; "
-                f"start it with --max-model-len (SGLang: --context-length) {engine.info.max_context_length}, "
-                f"or this one with "
+                f"sampler_url={server.url}: the sampler's context is {server.max_model_len} tokens, this "
+                f"server's {engine.info.max_context_length}; start the sampler with --max-model-len (SGLang: "
+                f"--context-length) {engine.info.max_context_length}, or this server with "
                 f"max_context_length={server.max_model_len}"
             )
         self._engine = engine
@@ -80,8 +78,8 @@ class ExternalSampling:
             server, checkpoints, self._tasks, root=adapters, max_loaded=max_adapters
         )
         self._mismatch = LogprobMismatch(limit=options.sampler_check_limit)
-        self._agreed: AgreedTokens = Counter()  # of the base model
-        self._proving = asyncio.Lock()
+        self._agreed: AgreedTokens = Counter()  # for the base model
+        self._verifying = asyncio.Lock()
         self._stopping = False
         self._counts = dict.fromkeys(("sampler_ok", "sampler_failed", "tokens_sampled_elsewhere"), 0)
 
@@ -100,9 +98,8 @@ class ExternalSampling:
     def submit(
         self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> Future[OpResult]:
-        """Submit an operation, on the event loop. An external sample is not reported to a watcher before it
-        is complete, and can be cancelled at any time.
-        """
+        """Submit an operation. Call it on the event loop. An external sample reports nothing to `watcher` and
+        can be cancelled at any time."""
         match op:
             case Sample() if self._is_plain(op) and not self._stopping:
                 return self._submit_sample(op, tenant)
@@ -117,12 +114,12 @@ class ExternalSampling:
         return self._engine.submit(op, watcher, tenant=tenant)
 
     async def _drop(self, op: DropSnapshot, unused: asyncio.Task[None], tenant: str) -> OpResult:
-        """Drop a snapshot in the engine after the external samples that may still be compared with it."""
+        """Drop a snapshot in the engine when no external sample needs it for a comparison."""
         await unused
         return await asyncio.wrap_future(self._engine.submit(op, tenant=tenant))
 
     async def close(self) -> None:
-        """Cancel every request to the external server. The engine, which is stopping, gets later ones."""
+        """Cancel all requests to the external server. Later samples go to the engine, which is stopping."""
         self._stopping = True
         await self._tasks.cancel()
 
@@ -167,7 +164,7 @@ class ExternalSampling:
 
     async def _sampled(self, op: Sample, adapter: ExternalAdapter | None, tenant: str) -> SampleResult:
         settings, info = op.settings, self.info
-        ask = SamplingRequest(
+        request = SamplingRequest(
             prompt=op.prompt.tolist(),
             num_samples=op.num_samples,
             max_tokens=info.max_context_length - len(op.prompt)
@@ -179,27 +176,32 @@ class ExternalSampling:
             settings=settings,
         )
         tokenizer = self._tokenizer if settings.stop_strings else None
-        answer = await self._answer(ask, adapter)
+        reply = await self._request_samples(request, adapter)
         sequences = await asyncio.to_thread(
-            lambda: tuple(ended(drawn, ask, tokenizer) for drawn in answer.samples)
+            lambda: tuple(cut_at_stop(sample, request, tokenizer) for sample in reply.samples)
         )
         await self._check(op, sequences, self._agreed if adapter is None else adapter.agreed, tenant)
         return SampleResult(
-            sequences=sequences, prompt_logprobs=None, prompt_cache_hit_tokens=answer.cached_tokens
+            sequences=sequences, prompt_logprobs=None, prompt_cache_hit_tokens=reply.cached_tokens
         )
 
-    async def _answer(self, ask: SamplingRequest, adapter: ExternalAdapter | None) -> Answer:
+    async def _request_samples(
+        self, request: SamplingRequest, adapter: ExternalAdapter | None
+    ) -> SampleReply:
         if adapter is None:
-            return await self._server.sample(ask, None)
+            return await self._server.sample(request, None)
         loaded = self._adapters.load(adapter)
         try:
-            return await self._server.sample(ask, await asyncio.shield(loaded))
+            return await self._server.sample(request, await asyncio.shield(loaded))
         except AdapterLostError:
-            for agreed in (self._agreed, adapter.agreed):  # it was restarted, and may run another model
+            for agreed in (
+                self._agreed,
+                adapter.agreed,
+            ):  # the external server was restarted and may run another model
                 agreed.clear()
             if adapter.loaded is loaded:
                 adapter.loaded = None
-            return await self._server.sample(ask, await asyncio.shield(self._adapters.load(adapter)))
+            return await self._server.sample(request, await asyncio.shield(self._adapters.load(adapter)))
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -210,55 +212,55 @@ class ExternalSampling:
     async def _check(
         self, op: Sample, sequences: Sequence[SampledSequence], agreed: AgreedTokens, tenant: str
     ) -> None:
-        """Compare a fraction of the samples after they are returned, and the first of a snapshot before.
+        """Compare the first sample of a snapshot before it is returned, and a fraction of the others in the
+        background.
 
-        Log-probabilities at a temperature that changes the distribution may be wrong where others are right,
-        so the first sample of each kind is compared.
+        Logprobs may be wrong only at temperatures that change the distribution. The first samples with and
+        without such a temperature are therefore compared separately.
         """
         tempered = op.settings.temperature not in (0, 1)
-        if agreed[tempered] < PROOF_TOKENS:
-            async with self._proving:
-                if agreed[tempered] < PROOF_TOKENS:
-                    agreed[tempered] += await self._prove(
+        if agreed[tempered] < MIN_AGREED_TOKENS:
+            async with self._verifying:
+                if agreed[tempered] < MIN_AGREED_TOKENS:
+                    agreed[tempered] += await self._verify(
                         op, max(sequences, key=lambda sequence: len(sequence.tokens)), tenant
                     )
         for sequence in sequences:
             if random.random() < self._options.sampler_check:
                 self._tasks.run(self._compare(op, sequence, tenant))
 
-    async def _prove(self, op: Sample, sequence: SampledSequence, tenant: str) -> int:
-        """Return the number of tokens that agree. Raise SamplerError if they do not."""
-        found = await self._compare(op, sequence, tenant)
-        if found is None:
+    async def _verify(self, op: Sample, sequence: SampledSequence, tenant: str) -> int:
+        """Compare a sample. Return the number of compared tokens. Raise SamplerError if the logprobs are
+        those of another model."""
+        diff = await self._compare(op, sequence, tenant)
+        if diff is None:
             return 0
-        if self._mismatch.is_gross(found):
+        if self._mismatch.is_other_model(diff):
             raise SamplerError(
                 f"the sampler at {self._server.url} is not used: its log-probabilities of "
-                f"{op.weights or 'the base model'} differ from "
-                f"ours by {found.mean:.2f} nats per token. It runs another base model, leaves the adapter "
-                f"out, or reports them after "
-                "temperature; start it as docs/external-sampler.md says"
+                f"{op.weights or 'the base model'} differ from this server's by {diff.mean:.2f} nats per "
+                "token. It runs another base model, does not apply the adapter, or returns log-probabilities "
+                "after temperature; start it as in docs/external-sampler.md"
             )
-        return found.num_tokens
+        return diff.num_tokens
 
     async def _compare(self, op: Sample, sequence: SampledSequence, tenant: str) -> LogprobDiff | None:
-        """Score a sample again with the engine. Return None if the context has no room to score any of its
-        tokens.
-        """
-        text = np.concatenate([op.prompt, sequence.tokens])[: self.info.max_context_length - 1]
-        scored = len(text) - len(op.prompt)
+        """Compute the logprobs of a sample with the engine and compare them. Return None if the context has
+        no room for any of its tokens."""
+        tokens = np.concatenate([op.prompt, sequence.tokens])[: self.info.max_context_length - 1]
+        scored = len(tokens) - len(op.prompt)
         if not scored:
             return None
         settings = SamplingSettings(max_tokens=1, temperature=0.0)
         score = Sample(
             weights=op.weights,
-            prompt=text,
+            prompt=tokens,
             settings=settings,
             prompt_logprobs=True,
             prompt_logprobs_last_n=scored,
         )
         result = await asyncio.wrap_future(self._engine.submit(score, tenant=tenant))
         assert isinstance(result, SampleResult) and result.prompt_logprobs is not None
-        found = logprob_diff(sequence.logprobs[:scored], result.prompt_logprobs[-scored:])
-        self._mismatch.add(found)
-        return found
+        diff = logprob_diff(sequence.logprobs[:scored], result.prompt_logprobs[-scored:])
+        self._mismatch.add(diff)
+        return diff

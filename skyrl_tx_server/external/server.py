@@ -13,57 +13,57 @@ import httpx
 
 from skyrl_tx_server.config.sampler_options import SamplerOptions
 from skyrl_tx_server.errors import AdapterLostError, ConfigError, SamplerError
-from skyrl_tx_server.external.wire import DIALECTS, Answer, Dialect, SamplingRequest, read_answer
+from skyrl_tx_server.external.wire import DIALECTS, Dialect, SampleReply, SamplingRequest, read_reply
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
-KEEP_IDLE_S = (
-    2.0  # shorter than any server's keep-alive, so that no request meets a connection that is being closed
-)
+KEEP_IDLE_S = 2.0  # shorter than the servers' keep-alive, so that no request uses a closing connection
 
 
 class ExternalServer:
     """An external server. `connect` creates it."""
 
-    def __init__(self, line: _Line, dialect: Dialect, *, model: str, max_model_len: int | None) -> None:
-        self.url = line.url
+    def __init__(self, client: _Client, dialect: Dialect, *, model: str, max_model_len: int | None) -> None:
+        self.url = client.url
         self.dialect = dialect
         self.max_model_len = max_model_len  # None: unknown
         self._model = model
-        self._line = line
+        self._client = client
 
-    async def sample(self, ask: SamplingRequest, adapter: str | None) -> Answer:
+    async def sample(self, request: SamplingRequest, adapter: str | None) -> SampleReply:
         """Request samples. Raise SamplerError for an invalid reply, and AdapterLostError if `adapter` is not
         loaded.
         """
-        path, body = self.dialect.request(ask, adapter or self._model, adapter)
-        response = await self._line.send("POST", path, body)
-        if response.is_client_error and adapter is not None and adapter not in await self._line.served():
+        path, body = self.dialect.request(request, adapter or self._model, adapter)
+        response = await self._client.send("POST", path, body)
+        if response.is_client_error and adapter is not None and adapter not in await self._client.served():
             raise AdapterLostError(f"the sampler at {self.url} has no adapter {adapter}")
-        return await asyncio.to_thread(read_answer, self.dialect, self._line.checked(response).content, ask)
+        return await asyncio.to_thread(
+            read_reply, self.dialect, self._client.checked(response).content, request
+        )
 
     async def load(self, directory: Path) -> str:
-        """Load an adapter in PEFT's layout and return its name, which is new."""
+        """Load an adapter in PEFT format from `directory`, and return its new name. Raise SamplerError if
+        this fails."""
         name = f"skyrl-{uuid.uuid4().hex[:16]}"
-        response = await self._line.send(
+        response = await self._client.send(
             "POST", self.dialect.load_path, {"lora_name": name, "lora_path": str(directory)}
         )
         if response.is_error:
             raise SamplerError(
                 f"the sampler at {self.url} did not load the adapter in {directory} ({_message(response)}); "
-                f"it must be able to read that "
-                "directory, have a --max-lora-rank as large as the adapter's, and take adapters of every "
-                "part that is trained"
+                "it must be able to read the directory, its --max-lora-rank must be at least the adapter's "
+                "rank, and it must support adapters of all trained modules"
             )
         return name
 
     async def unload(self, name: str) -> None:
-        self._line.checked(await self._line.send("POST", self.dialect.unload_path, {"lora_name": name}))
+        self._client.checked(await self._client.send("POST", self.dialect.unload_path, {"lora_name": name}))
 
 
-class _Line:
-    """Sends requests, and turns each failure into an error of one line."""
+class _Client:
+    """Sends HTTP requests, and raises SamplerError for each failure."""
 
     def __init__(self, http: httpx.AsyncClient, timeout_s: float) -> None:
         self.url = str(http.base_url).rstrip("/")
@@ -76,7 +76,7 @@ class _Line:
         try:
             return {str(card["id"]): card for card in response.json()["data"]}
         except (KeyError, TypeError, ValueError):
-            raise SamplerError(f"{self.url}/v1/models is no list of models") from None
+            raise SamplerError(f"{self.url}/v1/models is not a list of models") from None
 
     async def send(self, method: str, path: str, body: object = None) -> httpx.Response:
         try:
@@ -84,7 +84,7 @@ class _Line:
                 return await self._http.request(method, path, json=body)
         except TimeoutError:
             raise SamplerError(
-                f"the sampler at {self.url} has not answered within sampler_timeout_s={self._timeout_s:g}"
+                f"the sampler at {self.url} did not reply within sampler_timeout_s={self._timeout_s:g}"
             ) from None
         except httpx.HTTPError as error:
             raise SamplerError(
@@ -118,34 +118,35 @@ async def connect(
         base_url=options.sampler_url, headers=headers, limits=limits, timeout=timeout, trust_env=False
     ) as http:
         try:
-            server = await _discover(_Line(http, options.sampler_timeout_s), base_model, adapters)
+            server = await _identify(_Client(http, options.sampler_timeout_s), base_model, adapters)
         except SamplerError as error:
             raise ConfigError(f"sampler_url={options.sampler_url}: {error}") from None
         yield server
 
 
-async def _discover(line: _Line, base_model: str, adapters: Path) -> ExternalServer:
-    served = await line.served()
+async def _identify(client: _Client, base_model: str, adapters: Path) -> ExternalServer:
+    served = await client.served()
     kind = str(next(iter(served.values()), {}).get("owned_by"))
     if kind not in DIALECTS:
         raise SamplerError(f"its /v1/models says owned_by={kind}; this server knows {' and '.join(DIALECTS)}")
     if base_model not in served or served[base_model].get("parent"):
         raise SamplerError(
-            f"it serves {', '.join(served)}; start it with --served-model-name {base_model}, on the weights "
-            f"this server has"
+            f"the server serves {', '.join(served)}; start it with --served-model-name {base_model} and the "
+            "weights of this server"
         )
     length = served[base_model].get("max_model_len")
     server = ExternalServer(
-        line, DIALECTS[kind], model=base_model, max_model_len=length if isinstance(length, int) else None
+        client, DIALECTS[kind], model=base_model, max_model_len=length if isinstance(length, int) else None
     )
-    if (
-        await line.send("GET", server.dialect.load_path)
-    ).status_code == httpx.codes.NOT_FOUND:  # a route for POST answers 405
-        raise SamplerError(f"it loads no adapters while it runs; start it with {server.dialect.needs}")
+    response = await client.send("GET", server.dialect.load_path)
+    if response.status_code == httpx.codes.NOT_FOUND:  # an existing POST route replies 405
+        raise SamplerError(
+            f"the server cannot load adapters at run time; start it with {server.dialect.needs}"
+        )
     for name, card in served.items():
         if card.get("parent") and Path(str(card.get("root"))).is_relative_to(adapters):
             await server.unload(name)
-    logger.info("%s at %s is the external sampler, context %s", kind, line.url, server.max_model_len)
+    logger.info("%s at %s is the external sampler, context %s", kind, client.url, server.max_model_len)
     return server
 
 

@@ -1,7 +1,7 @@
-"""The requests to vLLM and SGLang, and their replies, as in vLLM 0.33 and SGLang 0.5.23.
+"""Requests to vLLM and SGLang, and their replies, as in vLLM 0.33 and SGLang 0.5.23.
 
-A request contains every setting that affects a sample, so that a generation_config.json of the server has no
-effect. A reply without a token id or log-probability fails the request; nothing is filled in.
+A request contains every setting that affects a sample, so that a generation_config.json of the external
+server has no effect. A reply without a token id or log-probability is an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SamplingRequest:
     prompt: list[int]
     num_samples: int
     max_tokens: int
-    stop_tokens: tuple[int, ...]  # the model's end tokens among them, where these stop
+    stop_tokens: tuple[int, ...]  # includes the model's end-of-sequence tokens if they stop
     settings: SamplingSettings
 
 
@@ -37,13 +37,13 @@ class SamplingRequest:
 class SampledText:
     """One sample as the server returned it."""
 
-    tokens: np.ndarray  # [n] int32, perhaps some beyond the end of a stop string
+    tokens: np.ndarray  # [n] int32, may continue after a stop string
     logprobs: np.ndarray  # [n] float32
     finish: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class SampleReply:
     samples: list[SampledText]
     cached_tokens: int  # of the prompt; 0 if unknown
 
@@ -53,23 +53,25 @@ class Dialect(Protocol):
 
     load_path: str
     unload_path: str
-    needs: str  # options that it must be started with
+    needs: str  # options with which the external server must be started
 
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
         """Whether the server can serve a request with these settings exactly."""
         ...
 
-    def request(self, ask: SamplingRequest, model: str, adapter: str | None) -> tuple[str, dict[str, object]]:
+    def request(
+        self, request: SamplingRequest, model: str, adapter: str | None
+    ) -> tuple[str, dict[str, object]]:
         """Return path and body of the request; `model` is the name of the base model or of the adapter."""
         ...
 
-    def read(self, body: object, ask: SamplingRequest) -> Answer:
+    def read(self, body: object, request: SamplingRequest) -> SampleReply:
         """Read a reply. Raise KeyError, TypeError, ValueError or IndexError if it is invalid."""
         ...
 
 
 class Vllm:
-    """POST /v1/completions with a prompt of token ids."""
+    """vLLM: POST /v1/completions with a prompt of token ids."""
 
     load_path, unload_path = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
     needs = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
@@ -77,18 +79,19 @@ class Vllm:
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
         return True
 
-    def request(self, ask: SamplingRequest, model: str, adapter: str | None) -> tuple[str, dict[str, object]]:
-        seed = ask.settings.seed
+    def request(
+        self, request: SamplingRequest, model: str, adapter: str | None
+    ) -> tuple[str, dict[str, object]]:
+        seed = request.settings.seed
         return "/v1/completions", {
             "model": model,
-            "prompt": ask.prompt,
-            "n": ask.num_samples,
-            "max_tokens": ask.max_tokens,
-            **_settings(ask.settings),
-            "seed": None
-            if seed is None
-            else seed % 2**62,  # sample i gets seed + i, which must stay below 2**63
-            "stop_token_ids": list(ask.stop_tokens),
+            "prompt": request.prompt,
+            "n": request.num_samples,
+            "max_tokens": request.max_tokens,
+            **_settings(request.settings),
+            # vLLM uses seed + i for sample i, which must be below 2**63.
+            "seed": None if seed is None else seed % 2**62,
+            "stop_token_ids": list(request.stop_tokens),
             "ignore_eos": True,  # only the tokens above stop
             "include_stop_str_in_output": True,
             "add_special_tokens": False,
@@ -97,17 +100,17 @@ class Vllm:
             "return_tokens_as_token_ids": True,
         }
 
-    def read(self, body: object, ask: SamplingRequest) -> Answer:
-        reply = _mapping(body)
+    def read(self, body: object, request: SamplingRequest) -> SampleReply:
+        response = _mapping(body)
         choices = sorted(
-            (_mapping(choice) for choice in reply["choices"]), key=lambda choice: choice["index"]
+            (_mapping(choice) for choice in response["choices"]), key=lambda choice: choice["index"]
         )
-        if choices[0]["prompt_token_ids"] != ask.prompt:
+        if choices[0]["prompt_token_ids"] != request.prompt:
             raise ValueError("prompt_token_ids is another prompt")
-        usage = reply.get("usage") or {}
-        return Answer(
+        usage = response.get("usage") or {}
+        return SampleReply(
             samples=[
-                _drawn(
+                _sampled_text(
                     choice["token_ids"],
                     _mapping(choice["logprobs"])["token_logprobs"],
                     str(choice["finish_reason"]),
@@ -119,15 +122,14 @@ class Vllm:
 
 
 class Sglang:
-    """POST /generate, its own API, because its OpenAI API returns no token ids."""
+    """SGLang: POST /generate, because its OpenAI API returns no token ids."""
 
     load_path, unload_path = "/load_lora_adapter", "/unload_lora_adapter"
     needs = "SGLANG_RETURN_ORIGINAL_LOGPROB=1 and --enable-lora"
 
     def serves(self, settings: SamplingSettings, eos_token_ids: Sequence[int]) -> bool:
-        """It samples differently for the same seed unless started deterministic, and stop tokens always
-        include the end tokens of the model.
-        """
+        """SGLang uses a seed only in deterministic mode, and always stops at the model's end-of-sequence
+        tokens."""
         stops_at_others = (
             bool(settings.stop_token_ids)
             and not settings.stop_at_eos
@@ -135,33 +137,35 @@ class Sglang:
         )
         return settings.seed is None and not stops_at_others
 
-    def request(self, ask: SamplingRequest, model: str, adapter: str | None) -> tuple[str, dict[str, object]]:
+    def request(
+        self, request: SamplingRequest, model: str, adapter: str | None
+    ) -> tuple[str, dict[str, object]]:
         return "/generate", {
-            "input_ids": ask.prompt,
+            "input_ids": request.prompt,
             "lora_path": adapter,
             "return_logprob": True,
             "sampling_params": {
-                "n": ask.num_samples,
-                "max_new_tokens": ask.max_tokens,
-                **_settings(ask.settings),
-                "stop_token_ids": list(ask.stop_tokens),
-                "ignore_eos": not ask.stop_tokens,  # true would ignore every stop token
+                "n": request.num_samples,
+                "max_new_tokens": request.max_tokens,
+                **_settings(request.settings),
+                "stop_token_ids": list(request.stop_tokens),
+                "ignore_eos": not request.stop_tokens,  # true would ignore every stop token
                 "no_stop_trim": True,
             },
         }
 
-    def read(self, body: object, ask: SamplingRequest) -> Answer:
+    def read(self, body: object, request: SamplingRequest) -> SampleReply:
         replies = [
             _mapping(_mapping(reply)["meta_info"]) for reply in (body if isinstance(body, list) else [body])
         ]
         for reply in replies:
-            if reply["prompt_tokens"] != len(ask.prompt):
+            if reply["prompt_tokens"] != len(request.prompt):
                 raise ValueError(
-                    f"prompt_tokens is {reply['prompt_tokens']}, the prompt has {len(ask.prompt)}"
+                    f"prompt_tokens is {reply['prompt_tokens']}, the prompt has {len(request.prompt)}"
                 )
-        return Answer(
+        return SampleReply(
             samples=[
-                _drawn(
+                _sampled_text(
                     [entry[1] for entry in reply["output_token_logprobs"]],
                     [entry[0] for entry in reply["output_token_logprobs"]],
                     str(_mapping(reply["finish_reason"])["type"]),
@@ -173,46 +177,47 @@ class Sglang:
 
 
 DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
-"""By the `owned_by` of their /v1/models."""
+"""`owned_by` in /v1/models -> dialect."""
 
 
-def read_answer(dialect: Dialect, content: bytes, ask: SamplingRequest) -> Answer:
+def read_reply(dialect: Dialect, content: bytes, request: SamplingRequest) -> SampleReply:
     """Return the samples. Raise SamplerError if the reply is not complete."""
     try:
-        answer = dialect.read(json.loads(content), ask)
+        reply = dialect.read(json.loads(content), request)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise SamplerError(
-            f"the sampler's answer cannot be used: {what}; it needs token ids and their log-probabilities"
+            f"invalid reply of the external sampler: {what}; it needs token ids and their log-probabilities"
         ) from None
-    if len(answer.samples) != ask.num_samples:
+    if len(reply.samples) != request.num_samples:
         raise SamplerError(
-            f"the sampler's answer cannot be used: {len(answer.samples)} samples, {ask.num_samples} were "
-            f"asked for"
+            f"invalid reply of the external sampler: {len(reply.samples)} samples instead of "
+            f"{request.num_samples}"
         )
-    return answer
+    return reply
 
 
-def ended(drawn: SampledText, ask: SamplingRequest, tokenizer: Tokenizer | None) -> SampledSequence:
-    """Return the sample up to where the engine would have ended it. Raise SamplerError if it ended elsewhere.
-    `tokenizer` is needed for stop strings.
-    """
-    tokens = drawn.tokens.tolist()
-    ends = [index + 1 for index, token in enumerate(tokens) if token in ask.stop_tokens][:1]
+def cut_at_stop(
+    sample: SampledText, request: SamplingRequest, tokenizer: Tokenizer | None
+) -> SampledSequence:
+    """Return the sample up to where the engine would have stopped. `tokenizer` is needed for stop strings.
+    Raise SamplerError if the external server stopped earlier."""
+    tokens = sample.tokens.tolist()
+    ends = [index + 1 for index, token in enumerate(tokens) if token in request.stop_tokens][:1]
     if (
         tokenizer is not None
-        and (cut := find_stop(tokenizer, tokens, ask.settings.stop_strings, new=len(tokens))) is not None
+        and (cut := find_stop(tokenizer, tokens, request.settings.stop_strings, new=len(tokens))) is not None
     ):
         ends.append(cut)
-    if not ends and len(tokens) != ask.max_tokens:
+    if not ends and len(tokens) != request.max_tokens:
         raise SamplerError(
-            f"the sampler ended a sample ({drawn.finish}) after {len(tokens)} of {ask.max_tokens} tokens, "
-            f"where nothing said that it should"
+            f"the external sampler ended a sample ({sample.finish}) after {len(tokens)} of "
+            f"{request.max_tokens} tokens without a stop token or stop string"
         )
-    length = min(ends, default=ask.max_tokens)
+    length = min(ends, default=request.max_tokens)
     return SampledSequence(
-        tokens=drawn.tokens[:length],
-        logprobs=drawn.logprobs[:length],
+        tokens=sample.tokens[:length],
+        logprobs=sample.logprobs[:length],
         stop_reason=StopReason.STOP if ends else StopReason.LENGTH,
     )
 
@@ -232,10 +237,10 @@ def _settings(settings: SamplingSettings) -> dict[str, object]:
     }
 
 
-def _drawn(token_ids: Sequence[int], logprobs: Sequence[float], finish: str) -> SampledText:
+def _sampled_text(token_ids: Sequence[int], logprobs: Sequence[float], finish: str) -> SampledText:
     tokens, values = np.asarray(token_ids), np.asarray(logprobs, np.float32)
     if tokens.ndim != 1 or tokens.dtype.kind != "i" or not len(tokens):
-        raise ValueError("its token ids are no list of integers")
+        raise ValueError("the token ids are not a list of integers")
     if values.shape != tokens.shape:
         raise ValueError(f"{len(tokens)} token ids and {values.size} log-probabilities")
     if not np.all(np.isfinite(values) & (values > NO_LOGPROB_BELOW)):

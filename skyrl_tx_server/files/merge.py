@@ -15,16 +15,17 @@ from skyrl_tx_server.files.base_model import BaseTensors
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROUTER_BIAS = ".e_score_correction_bias"
-"""Keeps its dtype, because bfloat16 cannot distinguish the scores of experts."""
+"""Tensors with this suffix keep their dtype, because bfloat16 cannot distinguish the scores of experts."""
 
 
 def write_merged(
     base: BaseTensors, deltas: Mapping[str, np.ndarray], output: Path, dtype: str | None
 ) -> None:
-    """Write `base` + `deltas` into the directory `output`. Sums are computed in float32. `dtype=None` keeps
+    """Write `base` + `deltas` into the directory `output`. The addition is in float32. `dtype=None` keeps
     the dtype of each tensor.
 
-    A tied head with its own delta is untied: config.json says so and `lm_head.weight` is written.
+    A tied head with its own delta is untied: config.json gets `tie_word_embeddings: false`, and
+    `lm_head.weight` is written.
     """
     unties = HEAD in deltas and HEAD not in base.files
     unknown = sorted(name for name in deltas if name not in base.files and not (unties and name == HEAD))
@@ -63,8 +64,8 @@ def _sum(name: str, tensor: np.ndarray, delta: np.ndarray | None, dtype: str | N
         return np.ascontiguousarray(tensor.astype(target))
     if delta.shape != tensor.shape:
         raise UserError(
-            f"{name} has shape {tensor.shape} in the base model and {delta.shape} in the adapter: it belongs "
-            "to another model"
+            f"{name} has shape {tensor.shape} in the base model and {delta.shape} in the adapter: the "
+            "adapter belongs to another model"
         )
     return np.ascontiguousarray((tensor.astype(np.float32) + delta).astype(target))
 

@@ -40,15 +40,14 @@ class AccessPolicy:
 def access_policy(
     *, host: str, has_key: bool, allowed_hosts: str | None, allowed_origins: str | None
 ) -> AccessPolicy:
-    """Return the policy of a server that listens on `host`. With a key any host name is accepted: no web page
-    knows the key, and a reverse proxy passes on the name that it serves.
-    """
-    own = host.lower().removesuffix(".")
-    names = HostNames.LOOPBACK if _is_loopback(own) else HostNames.ADDRESSES
+    """Return the policy of a server that listens on `host`. With a key any host name is accepted: web pages
+    do not know the key, and a reverse proxy forwards the name that it serves."""
+    host = host.lower().removesuffix(".")
+    names = HostNames.LOOPBACK if _is_loopback(host) else HostNames.ADDRESSES
     machine = [] if names is HostNames.LOOPBACK else [socket.gethostname().lower()]
     return AccessPolicy(
         host_names=HostNames.ANY if has_key else names,
-        allowed_hosts=frozenset({own, *machine, *map(host_name, _split(allowed_hosts))}),
+        allowed_hosts=frozenset({host, *machine, *map(host_name, _split(allowed_hosts))}),
         allowed_origins=frozenset(origin.lower().removesuffix("/") for origin in _split(allowed_origins)),
     )
 
@@ -58,9 +57,8 @@ def _split(names: str | None) -> list[str]:
 
 
 def check_access(policy: AccessPolicy, request: Request) -> None:
-    """Raise ForbiddenError for a request that comes from a web page, or that was sent to a name which is not
-    the server's.
-    """
+    """Raise ForbiddenError for a request from a web page or for a host name that the server does not
+    serve."""
     marks = [mark for mark in request.scope["headers"] if mark[0] in _MARKS]
     hosts = [value for name, value in marks if name == b"host"]
     if len(hosts) < len(marks):

@@ -78,37 +78,38 @@ async def _no_route(request: Request, error: Exception) -> JSONResponse:
     logger.warning("no route %s %s", request.method, request.url.path[:200])
     known = "the Tinker API of SDK 0.38, and OpenAI's /v1/chat/completions, /v1/completions and /v1/models"
     path = request.url.path
-    return refusal(path, NoRouteError(f"this server has no {request.method} {path}; it speaks {known}"))
+    return refusal(path, NoRouteError(f"this server has no {request.method} {path}; it implements {known}"))
 
 
 async def _housekeeping(startup: StartupState, period_s: float) -> None:
-    """Run `housekeep` periodically, for sessions, checkpoints and results that expire."""
+    """Run `housekeep` every `period_s` seconds."""
     while True:
         await asyncio.sleep(period_s)
-        if startup.context is not None:
+        if startup.state is not None:
             try:
-                await housekeep(startup.context)
+                await housekeep(startup.state)
             except Exception:
                 logger.exception("housekeeping failed; trying again in %g s", period_s)
 
 
-async def housekeep(context: AppState) -> None:
-    if context.settings.tenant_keys is not None:
-        context.settings.tenant_keys.reload_if_changed()
-    for each in (context, *context.tenants.values()):
-        each.futures.prune()
-    for session_id in context.registry.expired():
-        sessions.end_session(context, session_id, "its client sent no heartbeat")
-    for path in context.run_index.expired():
-        generation = context.run_index.expiring_generation(path)
+async def housekeep(state: AppState) -> None:
+    """Reload changed API keys, and remove expired sessions, checkpoints and results."""
+    if state.settings.tenant_keys is not None:
+        state.settings.tenant_keys.reload_if_changed()
+    for tenant_state in (state, *state.tenants.values()):
+        tenant_state.futures.prune()
+    for session_id in state.registry.expired():
+        sessions.end_session(state, session_id, "its client sent no heartbeat")
+    for path in state.run_index.expired():
+        generation = state.run_index.expiring_generation(path)
         try:
-            generation = await asyncio.to_thread(context.checkpoints.delete, path, only=generation)
+            generation = await asyncio.to_thread(state.checkpoints.delete, path, only=generation)
             if generation is None:
-                continue  # it was saved again, and the expiry of the new save is about to be recorded
+                continue  # it was saved again; the expiry of the new checkpoint will be recorded
             logger.info("deleted %s: it has expired", path)
         except NotFoundError:
             logger.debug("%s was deleted already", path)
         except (ServerError, OSError) as error:
             logger.warning("%s has expired and cannot be deleted; delete it by hand: %s", path, error)
-        context.run_index.forget(path, generation)
-    await asyncio.to_thread(context.checkpoints.sweep_derived, downloads.KEEP_UNUSED_FOR.total_seconds())
+        state.run_index.forget(path, generation)
+    await asyncio.to_thread(state.checkpoints.sweep_derived, downloads.KEEP_UNUSED_FOR.total_seconds())

@@ -1,6 +1,4 @@
-"""The state that every route uses: the engine, the registry, the checkpoints and the limits of requests, for
-each tenant.
-"""
+"""The application state that all handlers use, for the operator and for each tenant."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from skyrl_tx_server.config.tenant_options import TenantOptions
-from skyrl_tx_server.engine.engine import EngineSide
+from skyrl_tx_server.engine.engine import EngineClient
 from skyrl_tx_server.engine.futures import FutureStore
 from skyrl_tx_server.engine.model_registry import Registry
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT
@@ -27,11 +25,13 @@ from skyrl_tx_server.http.wire.limits import Limits
 class HttpSettings:
     """The options of the HTTP side, with the values that are derived from them."""
 
-    model_dir: Path | None  # the tokenizer for clients on this machine; None: they use the model's name
+    model_dir: (
+        Path | None
+    )  # the tokenizer for clients on this machine; None: the clients use the model's name
     max_request_bytes: int = 64 << 20
     stalled_s: float = 120.0  # how long a body may pause before its request is rejected
     sample_max_concurrent_requests: int = 256
-    api_key: str | None = None  # the operator's; None, and no tenant_keys: every client is the operator
+    api_key: str | None = None  # of the operator; without it and tenant_keys, every client is the operator
     access: AccessPolicy = field(default_factory=AccessPolicy)  # host names and web pages that are accepted
     tenant_keys: TenantKeys | None = None
     tenant_quota: TenantOptions = field(default_factory=TenantOptions)
@@ -39,37 +39,37 @@ class HttpSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AppState:
-    """The state of the operator, who can access everything, or, in a view made by `of`, of a tenant.
+    """The state of the operator, who can access everything, or of a tenant.
 
-    The state of a tenant holds views of the registry, the checkpoints and the run index in which nothing of
-    another tenant exists, its own futures, and an engine that counts its tokens in flight. A handler gets the
-    state of the tenant who sent the request, so it needs no check of its own.
+    The state of a tenant contains views of the registry, the checkpoints and the run index without the
+    objects of other tenants, its own futures, and an engine that counts its tokens in flight. A handler
+    receives the state of the tenant that sent the request, so handlers do not check ownership.
     """
 
-    engine: EngineSide
+    engine: EngineClient
     registry: Registry
     futures: FutureStore
     checkpoints: CheckpointStore
     run_index: RunIndex
     settings: HttpSettings
-    requests: Counter[tuple[str, str, int]] = field(
-        default_factory=Counter
-    )  # number of replies, by method, route and status
+    requests: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    """Number of replies by method, route and status."""
     bodies: BodyBudget = field(default_factory=BodyBudget)
     tenant: str = DEFAULT_TENANT
     tenants: dict[str, AppState] = field(default_factory=dict)  # the states made so far, by tenant
 
-    def of(self, tenant: str) -> AppState:
-        """Return the state of a tenant. Only the operator's state makes those of others."""
+    def for_tenant(self, tenant: str) -> AppState:
+        """Return the state of a tenant, which is created if necessary. Only the operator's state has other
+        tenants."""
         if tenant == self.tenant:
             return self
-        assert self.is_operator, f"{self.tenant} asked for the context of {tenant}"
+        assert self.is_operator, f"{self.tenant} asked for the state of {tenant}"
         if tenant not in self.tenants:
             keys, quota = self.settings.tenant_keys, self.settings.tenant_quota
             self.tenants[tenant] = replace(
                 self,
                 engine=EngineShare(self.engine, tenant, quota.tenant_max_tokens),
-                registry=self.registry.of(tenant, quota),
+                registry=self.registry.for_tenant(tenant, quota),
                 futures=self.futures.share(max(1, 1 if keys is None else len(keys))),
                 checkpoints=self.checkpoints.of(tenant, self.run_index.public.__contains__),
                 run_index=self.run_index.of(tenant),
@@ -82,9 +82,9 @@ class AppState:
         return self.tenant == DEFAULT_TENANT
 
     def close(self) -> None:
-        """End every waiting poll, because the server stops."""
-        for context in (self, *self.tenants.values()):
-            context.futures.close()
+        """Return from all waiting polls, because the server stops."""
+        for state in (self, *self.tenants.values()):
+            state.futures.close()
 
     @property
     def base_model(self) -> str:
@@ -102,5 +102,5 @@ class AppState:
     def check_base_model(self, name: str) -> None:
         if name != self.base_model:
             raise UserError(
-                f"this server runs {self.base_model}, not {name}; ask for base_model={self.base_model!r}"
+                f"this server runs {self.base_model}, not {name}; use base_model={self.base_model!r}"
             )

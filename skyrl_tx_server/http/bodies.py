@@ -1,6 +1,4 @@
-"""Receive request bodies: limits of their size, of the time they take, and of the bytes that the server holds
-at once.
-"""
+"""Receive request bodies, with limits on size, time and the bytes in memory."""
 
 from __future__ import annotations
 
@@ -29,9 +27,9 @@ DISCARD_AT_MOST = 1 << 30
 MIN_BYTES_PER_S = 64 << 10
 """A body that arrives more slowly than this on average is rejected."""
 MAX_COMPRESSION_RATIO = 200
-ALWAYS_DECOMPRESSED_BYTES = 1 << 20  # accepted with any ratio
+ALWAYS_DECOMPRESSED_BYTES = 1 << 20  # accepted with any compression ratio
 MAX_ZSTD_WINDOW_BYTES = 8 << 20
-BODIES_IN_FLIGHT = 4  # of the largest size
+BODIES_IN_FLIGHT = 4  # number of bodies of the largest size
 _DECOMPRESS_STEP_BYTES = 1 << 20
 
 _PARSERS = ThreadPoolExecutor(2, thread_name_prefix="parse-body")
@@ -62,9 +60,8 @@ CHAT_BODY = BodyLimits(
 
 
 class BodyBudget:
-    """Counts the bytes of bodies that are being received and parsed. Requests are admitted in the order they
-    came.
-    """
+    """Limits the bytes of bodies that are received and parsed at the same time. Requests are admitted in
+    order."""
 
     def __init__(self) -> None:
         self._used = 0
@@ -72,9 +69,8 @@ class BodyBudget:
 
     @asynccontextmanager
     async def reserve(self, num_bytes: int, *, capacity: int, timeout_s: float) -> AsyncIterator[None]:
-        """Wait for room. Raise CapacityError if there is none within `timeout_s`. A body above the capacity
-        takes all of it.
-        """
+        """Wait until `num_bytes` are free. Raise CapacityError after `timeout_s`. A body larger than
+        `capacity` reserves all of it."""
         num_bytes = min(num_bytes, capacity)
         if self._waiting or self._used + num_bytes > capacity:
             await self._wait(num_bytes, capacity, timeout_s)
@@ -93,7 +89,9 @@ class BodyBudget:
             async with asyncio.timeout(timeout_s):
                 await admitted
         except BaseException as error:
-            if admitted.done() and not admitted.cancelled():  # admitted at the same moment
+            if (
+                admitted.done() and not admitted.cancelled()
+            ):  # admitted in the same iteration of the event loop
                 self._used -= num_bytes
             admitted.cancel()
             self._admit(capacity)
@@ -125,9 +123,8 @@ async def read_parsed[T](
     max_bytes: int,
     stalled_s: float,
 ) -> T:
-    """Return `parse` of the decompressed body. Large and compressed bodies are decompressed and parsed in a
-    thread.
-    """
+    """Return `parse` of the decompressed body. Large and compressed bodies are processed in a thread. Raise
+    UserError for an invalid body, CapacityError if too many bodies are being received."""
     limit = min(limits.max_bytes, max_bytes)
     headers: dict[bytes, bytes] = dict(request.scope["headers"])
     encoding = headers.get(b"content-encoding", b"").decode("latin-1").lower()
@@ -141,20 +138,20 @@ async def read_parsed[T](
         _check_media_type(headers, limits, body)
         match encoding:
             case "" | "identity":
-                work = (lambda: parse(body)) if len(body) > SMALL_BYTES else None
+                parse_in_thread = (lambda: parse(body)) if len(body) > SMALL_BYTES else None
             case "zstd":
-                work = lambda: parse(decompress(body, limit))  # noqa: E731
+                parse_in_thread = lambda: parse(decompress(body, limit))  # noqa: E731
             case other:
                 raise UserError(f"content-encoding {other[:80]!r} is not supported; send zstd or none")
         return (
-            parse(body) if work is None else await asyncio.get_running_loop().run_in_executor(_PARSERS, work)
+            parse(body)
+            if parse_in_thread is None
+            else await asyncio.get_running_loop().run_in_executor(_PARSERS, parse_in_thread)
         )
 
 
 def _reserved_bytes(headers: Mapping[bytes, bytes], limit: int, *, compressed: bool) -> int:
-    """Return the most bytes that the body may take. Without a content-length, or with a small one for a
-    compressed body, this is the limit of the route.
-    """
+    """Return the largest number of bytes that the body can have."""
     length = headers.get(b"content-length", b"")
     if compressed or (not length and b"transfer-encoding" in headers):
         return max(limit, SMALL_BYTES + 1)
@@ -162,18 +159,17 @@ def _reserved_bytes(headers: Mapping[bytes, bytes], limit: int, *, compressed: b
 
 
 async def _receive(request: Request, limit: int, stalled_s: float) -> bytes:
-    """Return the body as sent. A body over the limit is read to its end, because a client whose connection is
-    closed while it sends would retry.
-    """
+    """Return the body as sent. A body over the limit is read to its end, because the client would retry if
+    the connection were closed."""
     chunks: list[bytes] = []
     size = 0
     loop = asyncio.get_running_loop()
-    began = loop.time()
+    started = loop.time()
     try:
-        async with asyncio.timeout(stalled_s) as patience:
+        async with asyncio.timeout(stalled_s) as deadline:
             async for chunk in request.stream():
                 size += len(chunk)
-                patience.reschedule(min(loop.time(), began + size / MIN_BYTES_PER_S) + stalled_s)
+                deadline.reschedule(min(loop.time(), started + size / MIN_BYTES_PER_S) + stalled_s)
                 if size <= limit:
                     chunks.append(chunk)
                 else:
@@ -191,9 +187,8 @@ async def _receive(request: Request, limit: int, stalled_s: float) -> bytes:
 
 
 def _check_media_type(headers: Mapping[bytes, bytes], limits: BodyLimits, body: bytes) -> None:
-    """Raise an error for a content-type that a web page may send to any address without a CORS preflight:
-    text/plain or a form.
-    """
+    """Raise UnsupportedMediaTypeError for other media types, in particular those that web pages can send
+    without a CORS preflight: text/plain and forms."""
     if not body:
         return
     sent = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
@@ -206,9 +201,8 @@ def _check_media_type(headers: Mapping[bytes, bytes], limits: BodyLimits, body: 
 
 
 def decompress(body: bytes, limit: int) -> bytes:
-    """Raise UserError for a body that is not zstd, is larger than `limit`, or has a higher compression ratio
-    than training data.
-    """
+    """Return the decompressed body. Raise UserError if it is not zstd, exceeds `limit` bytes or has a higher
+    compression ratio than training data."""
     largest = min(limit, max(ALWAYS_DECOMPRESSED_BYTES, MAX_COMPRESSION_RATIO * len(body)))
     parts: list[bytes] = []
     size = 0
@@ -233,6 +227,6 @@ def decompress(body: bytes, limit: int) -> bytes:
 def _too_large(limit: int) -> UserError:
     size = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit} bytes"
     return UserError(
-        f"the request is larger than this route's limit of {size}; send less at once. max_request_mb of the "
-        f"server limits training requests"
+        f"the request is larger than this route's limit of {size}; send smaller requests "
+        "(max_request_mb limits training requests)"
     )

@@ -1,8 +1,8 @@
-"""Run every route: check access and key, log one line, and turn errors into statuses.
+"""Run every route: check access and API key, log one line, and convert errors to statuses.
 
-The SDK retries 409 and 5xx for minutes, so a permanent error (a name that is taken, a bug of the server) is a
-400; 429 and 503 are for temporary ones. A failure that retrieve_future reports is a 200 with an `error` field
-(`routes/futures.py`).
+The SDK retries 409 and 5xx for minutes. A permanent error (a name in use, a bug of the server) is therefore a
+400; 429 and 503 are for temporary errors. A failure that retrieve_future reports is a 200 with an `error`
+field (`routes/futures.py`).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Handler = Callable[[AppState, Request], Awaitable[Reply]]
 
 CLIENT_CLOSED_REQUEST = 499
 """The status that is logged for a client that disconnected before its reply. It is not sent."""
-NOT_YET = (408, 503)  # a pending result or a model that is loading is no warning
+NOT_YET = (408, 503)  # a pending result or a loading model; not logged as a warning
 MAX_DETAIL_LENGTH = 2000
-"""Characters of an error message, which may quote the request."""
+"""Maximum length of an error message, which may quote the request."""
 _LIMITS = "skyrl_tx_server.body_limits"  # of the endpoint, in the request's scope
 _OPENAI_PREFIX = "/v1/"
 
 
 @dataclass(kw_only=True, slots=True)
 class StartupState:
-    """Holds the state of the application once the engine has started. The port is open before."""
+    """Holds the application state once the engine has started. Requests before that get a 503."""
 
-    context: AppState | None = None
+    state: AppState | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """One route. The handler's dict becomes JSON, None a 204."""
+    """A route. A handler returns a dict, which becomes JSON, None for a 204, or a response."""
 
     method: str
     path: str
@@ -60,12 +60,12 @@ class Endpoint:
 
 
 async def serve(endpoint: Endpoint, startup: StartupState, request: Request) -> Response:
-    """Run one request and return a reply in every case."""
-    began = time.perf_counter()
+    """Run one request. Return a reply also for every error."""
+    started = time.perf_counter()
     request.scope[_LIMITS] = endpoint.body
     response = await _answer(endpoint, startup, request)
-    if startup.context is not None:
-        startup.context.requests[endpoint.method, endpoint.path, response.status_code] += 1
+    if startup.state is not None:
+        startup.state.requests[endpoint.method, endpoint.path, response.status_code] += 1
     logger.log(
         endpoint.log_level
         if response.status_code < 400 or response.status_code in NOT_YET
@@ -74,27 +74,27 @@ async def serve(endpoint: Endpoint, startup: StartupState, request: Request) -> 
         endpoint.method,
         endpoint.path,
         response.status_code,
-        1e3 * (time.perf_counter() - began),
+        1e3 * (time.perf_counter() - started),
         request.headers.get("x-sdk-method", "-")[:80],
     )
     return response
 
 
 async def _answer(endpoint: Endpoint, startup: StartupState, request: Request) -> Response:
-    if startup.context is None:
+    if startup.state is None:
         return refusal(
             endpoint.path, LoadingError("the server is still loading its model; try again in a moment")
         )
     try:
-        context = startup.context
-        check_access(context.settings.access, request)
+        state = startup.state
+        check_access(state.settings.access, request)
         if endpoint.needs_key:
-            context = context.of(_check_key(context.settings, request))
-        if endpoint.for_operator and not context.is_operator:
+            state = state.for_tenant(_check_key(state.settings, request))
+        if endpoint.for_operator and not state.is_operator:
             raise ForbiddenError(
                 f"{endpoint.path} is for the operator of this server, the holder of its api_key"
             )
-        return _respond(await endpoint.handler(context, request))
+        return _respond(await endpoint.handler(state, request))
     except ConflictError as error:
         return refusal(endpoint.path, error, status=400)
     except ServerError as error:
@@ -111,9 +111,8 @@ async def _answer(endpoint: Endpoint, startup: StartupState, request: Request) -
 
 
 def _check_key(settings: HttpSettings, request: Request) -> str:
-    """Return the tenant who sent the request. The Tinker SDK sends X-API-Key, OpenAI's clients and Prometheus
-    a bearer token.
-    """
+    """Return the tenant that sent the request. Raise UnauthorizedError if the key is missing or wrong. The
+    Tinker SDK sends X-API-Key; OpenAI's clients and Prometheus send a bearer token."""
     api_key, tenant_keys = settings.api_key, settings.tenant_keys
     if api_key is None and tenant_keys is None:
         return DEFAULT_TENANT
@@ -139,7 +138,7 @@ def _respond(reply: Reply) -> Response:
 
 
 def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSONResponse:
-    """Return an error as the clients of `path` expect it: OpenAI's shape below /v1, Tinker's elsewhere."""
+    """Return an error in OpenAI's format for paths below /v1, and in Tinker's format for others."""
     status = error.status if status is None else status
     detail = str(error)
     if len(detail) > MAX_DETAIL_LENGTH:
@@ -150,23 +149,23 @@ def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSON
 
 
 async def read_parsed[T](
-    context: AppState, request: Request, parse: Callable[[bytes], T], limits: BodyLimits | None = None
+    state: AppState, request: Request, parse: Callable[[bytes], T], limits: BodyLimits | None = None
 ) -> T:
     """Return `parse` of the body, within the limits of the request's endpoint or within `limits`."""
     return await bodies.read_parsed(
         request,
         parse,
         limits or request.scope.get(_LIMITS, CONTROL_BODY),
-        budget=context.bodies,
-        max_bytes=context.settings.max_request_bytes,
-        stalled_s=context.settings.stalled_s,
+        budget=state.bodies,
+        max_bytes=state.settings.max_request_bytes,
+        stalled_s=state.settings.stalled_s,
     )
 
 
-async def read_body(context: AppState, request: Request) -> bytes:
-    return await read_parsed(context, request, bytes)
+async def read_body(state: AppState, request: Request) -> bytes:
+    return await read_parsed(state, request, bytes)
 
 
-async def read_json(context: AppState, request: Request) -> object:
+async def read_json(state: AppState, request: Request) -> object:
     bounds = request.scope.get(_LIMITS, CONTROL_BODY).json
-    return await read_parsed(context, request, lambda body: parse_json(body, bounds))
+    return await read_parsed(state, request, lambda body: parse_json(body, bounds))

@@ -1,9 +1,7 @@
-"""Accept connections: limits on their number and on the time for a request's head, and a server that survives
-a shortage of descriptors.
+"""Accept connections, with limits on their number and on the time for a request's headers.
 
-uvicorn parses requests and sends answers; this module decides which connections it gets. uvloop's own server
-closes the listening socket at the first `accept` that fails for lack of a file descriptor, so connections are
-accepted here.
+uvicorn parses requests and sends replies. This module accepts the connections, because uvloop's server closes
+the listening socket when `accept` fails for lack of a file descriptor.
 """
 
 from __future__ import annotations
@@ -27,33 +25,35 @@ from skyrl_tx_server.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 HEAD_TIMEOUT_S = 20.0
-"""From the connection, or the first byte of its next request, to the end of the request's headers."""
+"""Time from the connection, or from the first byte of its next request, to the end of the request's
+headers."""
 WRITE_TIMEOUT_S = 120.0
-"""A client that reads nothing of its answer for this long is gone."""
+"""A connection is closed if the client reads nothing of its reply for this time."""
 HANDSHAKE_TIMEOUT_S = 20.0
 MAX_URL_BYTES = 16 << 10
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 64 << 10
 RESERVED_FILES = 128
-"""Descriptors that connections may not take: for checkpoints, the listening socket, libraries and devices."""
+"""File descriptors reserved for checkpoints, the listening socket, libraries and devices."""
 MAX_OPEN_FILES = 1 << 20
 MIN_CONNECTIONS = 8
 ACCEPT_AGAIN_S = 0.1
 
 
 def raise_file_limit() -> int:
-    """Raise the limit on open files as far as this user may; the limit afterwards."""
+    """Raise the limit on open files as far as this user may. Return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
+    target = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        return target
     return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
-def connection_limit(wanted: int, max_files: int) -> int:
-    """`wanted`, or what the limit on open files leaves room for. ConfigError when that is next to nothing."""
-    limit = min(wanted, max_files - RESERVED_FILES)
+def connection_limit(requested: int, max_files: int) -> int:
+    """Return `requested`, or less if the limit on open files leaves less room. Raise ConfigError below
+    MIN_CONNECTIONS."""
+    limit = min(requested, max_files - RESERVED_FILES)
     if limit < MIN_CONNECTIONS:
         raise ConfigError(
             f"the limit of {max_files} open files leaves no room for connections; raise it to 1024 or more "
@@ -63,7 +63,8 @@ def connection_limit(wanted: int, max_files: int) -> int:
 
 
 class Connections:
-    """Every open connection, and which of them have no request in progress, longest first."""
+    """The open connections, and those without a request in progress in the order in which they became
+    idle."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -88,7 +89,8 @@ class Connections:
         self._idle.pop(protocol, None)
 
     def close_longest_idle(self) -> bool:
-        """False when every connection has a request in progress."""
+        """Close the connection that has been idle longest. Return False if every connection has a request in
+        progress."""
         if not self._idle:
             return False
         protocol, _ = self._idle.popitem(last=False)
@@ -97,8 +99,8 @@ class Connections:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with deadlines for a request's head and for a client that does not read, and limits
-    on the head's size."""
+    """uvicorn's protocol with limits on the size of the headers, and on the time to send them and to read a
+    reply."""
 
     def __init__(
         self,
@@ -136,7 +138,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._is_idle and self._head_deadline is None and not self.transport.is_closing():
-            # the next request's head has begun, or an answered request's body goes on
+            # the headers of the next request begin, or the body of an answered request continues
             self._start_head_deadline()
 
     def on_message_begin(self) -> None:
@@ -187,8 +189,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class Acceptor:
-    """Accepts connections on one socket for as long as it lives. uvicorn closes it as it closes an asyncio
-    server."""
+    """Accepts connections on one socket until it is closed, through the interface of an asyncio server."""
 
     def __init__(
         self,
@@ -215,17 +216,17 @@ class Acceptor:
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
-        is_short = False  # of descriptors; logged once
+        is_short = False  # no file descriptor was free; logged once
         while True:
             try:
                 accepted, _ = await loop.sock_accept(self._listener)
             except ConnectionAbortedError:
-                continue  # the client is gone already
+                continue  # the client has disconnected
             except OSError as error:
                 if error.errno == errno.EBADF:
                     return  # the listening socket was closed
                 if not is_short:
-                    logger.warning("cannot accept connections: %s; idle ones are closed", error.strerror)
+                    logger.warning("cannot accept connections: %s; closing idle connections", error.strerror)
                 is_short = True
                 self._connections.close_longest_idle()
                 await asyncio.sleep(ACCEPT_AGAIN_S)
@@ -234,7 +235,9 @@ class Acceptor:
             if self._connections.are_full and not self._connections.close_longest_idle():
                 accepted.close()
                 continue
-            await asyncio.sleep(0)  # a closed connection's descriptor is released in the loop's next turn
+            await asyncio.sleep(
+                0
+            )  # the loop releases the descriptor of a closed connection in its next iteration
             protocol = self._make()
             self._connections.add(protocol)
             task = asyncio.create_task(self._start(accepted, protocol))
@@ -257,7 +260,7 @@ class Acceptor:
 
 
 class BoundedServer(uvicorn.Server):
-    """uvicorn on sockets that `Acceptor` accepts from."""
+    """A uvicorn server whose connections are accepted by `Acceptor`."""
 
     def __init__(
         self, config: uvicorn.Config, max_connections: int, *, head_timeout_s: float = HEAD_TIMEOUT_S
@@ -280,8 +283,8 @@ class BoundedServer(uvicorn.Server):
 
 
 class StoppableServer(BoundedServer):
-    """A server that sets an event at SIGTERM or SIGINT and leaves the rest to the caller; a second signal
-    exits the process at once."""
+    """A server that sets `stop` at SIGTERM or SIGINT and leaves the shutdown to the caller. A second signal
+    exits the process."""
 
     def __init__(self, config: uvicorn.Config, max_connections: int, stop: asyncio.Event) -> None:
         super().__init__(config, max_connections)

@@ -1,23 +1,24 @@
-"""The engine as one tenant uses it: with the name of the tenant, within its quota of tokens in flight."""
+"""A tenant's view of the engine, which enforces the quota of tokens in flight."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
 
-from skyrl_tx_server.engine.engine import EngineSide, Watcher
+from skyrl_tx_server.engine.engine import EngineClient, Watcher
 from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import DEFAULT_TENANT, ForwardBackward, Op, OpResult, Sample
 from skyrl_tx_server.errors import CapacityError, UserError
 
 LEAST_TOKENS = 256
-"""The least that an operation counts, so that the quota also bounds the number of operations."""
+"""The number of tokens that an operation counts at least, so that the quota also bounds the number of
+operations."""
 
 
 class EngineShare:
     """Implements `engine.EngineSide` for one tenant."""
 
-    def __init__(self, engine: EngineSide, tenant: str, max_tokens: int) -> None:
+    def __init__(self, engine: EngineClient, tenant: str, max_tokens: int) -> None:
         self._engine = engine
         self._tenant = tenant
         self._max_tokens = max_tokens
@@ -35,21 +36,19 @@ class EngineShare:
     def submit(
         self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> Future[OpResult]:
-        """Submit `op` for this tenant, whatever `tenant` is. Raise CapacityError while too many tokens are in
-        flight, and UserError for an operation that never fits.
-        """
+        """Submit `op` for this tenant; `tenant` is ignored. Raise CapacityError while too many tokens are in
+        flight, and UserError for an operation that exceeds the quota alone."""
         num_tokens = _num_tokens(op, self.info.max_context_length)
         if num_tokens > self._max_tokens:
             raise UserError(
                 f"the request has {num_tokens} tokens, and tenant_max_tokens={self._max_tokens} may be in "
-                f"flight; send it in parts"
+                f"flight; send smaller requests"
             )
         with self._lock:
             if self._tokens + num_tokens > self._max_tokens:
                 raise CapacityError(
-                    f"you have {self._tokens} tokens in flight, the request adds {num_tokens}, and "
-                    f"tenant_max_tokens={self._max_tokens}; "
-                    "wait for earlier requests to finish"
+                    f"you have {self._tokens} tokens in flight and the request adds {num_tokens}, above "
+                    f"tenant_max_tokens={self._max_tokens}; wait for earlier requests to finish"
                 )
             self._tokens += num_tokens
         try:

@@ -1,6 +1,5 @@
-"""Follow samples from the event loop, either token by token or to their end, and withdraw them if the client
-disconnects.
-"""
+"""Wait for samples on the event loop, with or without streaming, and withdraw them if the client
+disconnects."""
 
 from __future__ import annotations
 
@@ -18,44 +17,45 @@ from skyrl_tx_server.http.wire.openai_replies import TokenDelta
 
 
 class StreamWatcher:
-    """Passes the reports of the engine's thread to the event loop. Implements `engine.Watcher`."""
+    """Passes tokens from the engine thread to the event loop. Implements `engine.Watcher`."""
 
-    def __init__(self, *, follows: bool) -> None:
+    def __init__(self, *, streams_tokens: bool) -> None:
         self._loop = asyncio.get_running_loop()
-        self.follows = follows
-        self.news: asyncio.Queue[TokenDelta | None] = asyncio.Queue()  # None: the request has ended
-        self.gone = False
+        self.streams_tokens = streams_tokens
+        self.deltas: asyncio.Queue[TokenDelta | None] = asyncio.Queue()  # None: the request has ended
+        self.cancelled = False
 
     def tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         self._put(TokenDelta(index=index, tokens=list(tokens), logprobs=list(logprobs)))
 
-    def wanted(self) -> bool:
-        return not self.gone
+    def is_waiting(self) -> bool:
+        return not self.cancelled
 
-    def leave(self) -> None:
+    def cancel(self) -> None:
         """Withdraw the request. One that has started ends after the current decode dispatch."""
-        self.gone = True
+        self.cancelled = True
 
-    def over(self, future: concurrent.futures.Future[OpResult]) -> None:
+    def finish(self, future: concurrent.futures.Future[OpResult]) -> None:
         self._put(None)
 
-    def _put(self, news: TokenDelta | None) -> None:
+    def _put(self, delta: TokenDelta | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
-            self._loop.call_soon_threadsafe(self.news.put_nowait, news)
+            self._loop.call_soon_threadsafe(self.deltas.put_nowait, delta)
 
 
-async def follow(context: AppState, op: Sample, results: list[SampleResult]) -> AsyncGenerator[TokenDelta]:
-    """Yield the tokens of `op` as they are sampled, and append the result to `results`. Leaving early
-    withdraws the request.
-    """
-    listener = StreamWatcher(follows=True)
-    future = context.engine.submit(op, listener)
-    future.add_done_callback(listener.over)
+async def stream_tokens(
+    state: AppState, op: Sample, results: list[SampleResult]
+) -> AsyncGenerator[TokenDelta]:
+    """Yield the tokens of `op` as they are sampled, and append the result to `results`. Closing the generator
+    withdraws the request. Raise ServerError if the operation fails."""
+    watcher = StreamWatcher(streams_tokens=True)
+    future = state.engine.submit(op, watcher)
+    future.add_done_callback(watcher.finish)
     seen = [0] * op.num_samples
     try:
-        while (news := await listener.news.get()) is not None:
-            seen[news.index] += len(news.tokens)
-            yield news
+        while (delta := await watcher.deltas.get()) is not None:
+            seen[delta.index] += len(delta.tokens)
+            yield delta
         result = _sampled(future)
         results.append(result)
         for index, sequence in enumerate(result.sequences):
@@ -67,28 +67,30 @@ async def follow(context: AppState, op: Sample, results: list[SampleResult]) -> 
                 ended=sequence.stop_reason,
             )
     finally:
-        listener.leave()
+        watcher.cancel()
         future.cancel()
 
 
-async def results_of(context: AppState, request: Request, ops: Sequence[Sample]) -> list[SampleResult] | None:
+async def wait_for_results(
+    state: AppState, request: Request, ops: Sequence[Sample]
+) -> list[SampleResult] | None:
     """Return the results of `ops`, or None if the client disconnects first, which withdraws them."""
-    listener = StreamWatcher(follows=False)
-    futures = [context.engine.submit(op, listener) for op in ops]
-    leaving = asyncio.create_task(_disconnected(request))
+    watcher = StreamWatcher(streams_tokens=False)
+    futures = [state.engine.submit(op, watcher) for op in ops]
+    disconnected = asyncio.create_task(_disconnected(request))
     finished = asyncio.gather(*(asyncio.wrap_future(future) for future in futures), return_exceptions=True)
     try:
-        await asyncio.wait({finished, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({finished, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         return [_sampled(future) for future in futures] if finished.done() else None
     finally:
-        listener.leave()
-        leaving.cancel()
+        watcher.cancel()
+        disconnected.cancel()
         finished.cancel()
 
 
 def _sampled(future: concurrent.futures.Future[OpResult]) -> SampleResult:
     if future.cancelled():
-        raise ServerError("withdrawn before it began")
+        raise ServerError("the request was withdrawn before it started")
     result = future.result()
     assert isinstance(result, SampleResult)
     return result

@@ -25,6 +25,7 @@ from skyrl_tx_server.config.engine_options import MeshShape
 from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import ConfigError, UserError
 from skyrl_tx_server.files.json_file import read_json_object
+from skyrl_tx_server.files.model_source import converted_directory, is_gguf
 from skyrl_tx_server.model.config_json import config_json
 from skyrl_tx_server.model.families.layer_spec import ShardAxis, Stack, Weight
 from skyrl_tx_server.model.families.table import stacks_of
@@ -49,8 +50,13 @@ STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def resolve_model(base_model: str) -> Path:
-    """Return the local directory of `base_model`, downloaded from the Hugging Face hub if necessary. Raises
-    ConfigError if it does not exist."""
+    """Return the local directory of `base_model`.
+
+    It is the directory itself, a converted GGUF file, or a download from the Hugging Face hub. Raises
+    ConfigError if there is none.
+    """
+    if is_gguf(base_model):
+        return converted_directory(base_model)
     path = Path(base_model).expanduser()
     if path.is_dir():
         return path

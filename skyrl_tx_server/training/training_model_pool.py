@@ -1,5 +1,5 @@
-"""Training models: the most recently used ones are on the device, the others are in host memory and return
-bit for bit."""
+"""A pool of training models. The most recently used models are on the device, the others in host memory. A
+move between the two does not change a value."""
 
 from __future__ import annotations
 

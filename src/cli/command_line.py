@@ -1,7 +1,7 @@
 """Parse the command line of a program, `key=value ...`, into its configuration, and print its help.
 
-Every mistake is a ConfigError of one line. Former names of options are accepted with a notice
-(src/core/option_aliases.py).
+Every mistake is a ConfigError of one line. Former names of options and those of SkyRL are accepted with a
+notice (src/core/option_aliases.py, src/core/skyrl_options.py).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -23,8 +24,10 @@ from src.config import REFUSED, SECTIONS, TrainerConfig
 from src.core.errors import ConfigError
 from src.core.option_aliases import present_argument
 from src.core.options import sections
+from src.core.skyrl_options import taken_arguments
 
 MAX_HELP_WIDTH = 110
+HELD_OUT = re.compile(r"val|test|dev|held")
 
 
 def parse(argv: Sequence[str]) -> TrainerConfig:
@@ -38,7 +41,9 @@ def parse_as[Config](kind: type[Config], argv: Sequence[str]) -> Config:
     Raises ConfigError for every mistake.
     """
     known = list(chz.chz_fields(kind))
-    argv = [_renamed(argument) for argument in argv]
+    argv, taken = taken_arguments([_renamed(argument) for argument in argv], known, REFUSED)
+    if taken:
+        print(f"note: options of SkyRL are taken as {' '.join(taken)}", file=sys.stderr)
     for argument in argv:
         name, equals, _ = argument.partition("=")
         if not equals:
@@ -127,7 +132,15 @@ def print_help(text: str) -> None:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """Return the option that a mistyped name most likely means."""
+    """Return the option that a mistyped name most likely means.
+
+    A name that speaks of held-out data is never taken for an option that selects training tasks.
+
+    >>> nearest("val_dat", ["train_data", "tasks_dir"]), nearest("train_dat", ["train_data", "tasks_dir"])
+    (None, 'train_data')
+    """
+    if HELD_OUT.search(name):
+        known = [option for option in known if option != "tasks_dir" and "train" not in option]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.55)
     return close[0] if close else None
 

@@ -28,6 +28,20 @@ def with_server_from_environment(argv: Sequence[str]) -> list[str]:
     return [*argv, *(f"{name}={value}" for name, value in defaults.items() if value and name not in given)]
 
 
+def with_local_model(argv: Sequence[str]) -> list[str]:
+    """Replace model_name=DIRECTORY by the name under which our server serves it, local/<directory name>.
+
+    Its tokenizer is the directory's, unless tokenizer= is given.
+    """
+    given = {name: value for name, _, value in (argument.partition("=") for argument in argv)}
+    directory = Path(given.get("model_name", "")).expanduser()
+    if "backend=skyrl-tx" not in argv or not given.get("model_name") or not directory.is_dir():
+        return list(argv)
+    kept = [argument for argument in argv if not argument.startswith("model_name=")]
+    tokenizer = [] if "tokenizer" in given else [f"tokenizer={directory}"]
+    return [*kept, f"model_name=local/{directory.resolve().name}", *tokenizer]
+
+
 def with_judge_from_environment(argv: Sequence[str]) -> list[str]:
     """Add the options that the seeds' variables set: TAXONOMY_FEEDBACK=true and TAXONOMY_ALPHA.
 

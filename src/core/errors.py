@@ -61,9 +61,7 @@ class AgentFault(TrainerError, RuntimeError):
 
 @contextmanager
 def boundary(error: type[TrainerError], what: str) -> Iterator[None]:
-    """Convert any exception raised inside that is not a TrainerError: `boundary(BackendError, "saving
-    weights")`.
-    """
+    """Convert exceptions of the block, except for TrainerErrors, to `error`. `what` is the failed action."""
     try:
         yield
     except TrainerError:

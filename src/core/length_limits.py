@@ -33,7 +33,7 @@ class LengthLimits:
 
 
 @chz.chz
-class LengthSettings(Options):
+class LengthOptions(Options):
     """Agent and lengths"""
 
     max_tokens: int = chz.field(default=1024, doc="Tokens per answer", validator=at_least(1))

@@ -1,4 +1,4 @@
-"""Which log records are shown, and the log file of a run."""
+"""Log levels, and the log file of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEBUG_VARIABLES = {
 
 
 class LogFile(logging.FileHandler):
-    """A log file that stays silent about a full disk: the run ends with an error of its own in that case."""
+    """A log file that does not report a full disk, because the run reports this error itself."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Print no traceback."""
@@ -28,9 +28,7 @@ class LogFile(logging.FileHandler):
 
 
 def set_log_levels() -> None:
-    """Log at INFO, third parties at WARNING, and at DEBUG what an environment variable of DEBUG_VARIABLES
-    asks for.
-    """
+    """Log third parties at WARNING, what DEBUG_VARIABLES select at DEBUG, and the rest at INFO."""
     logging.getLogger().setLevel(logging.INFO)
     for name in THIRD_PARTIES:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -19,7 +19,7 @@ class Unit(StrEnum):
     UPDATES = "updates"  # optimizer updates of the policy, one per batch
     RATIO = "ratio"
     USD = "USD"
-    OWN = "own"  # the unit of whatever the environment or the server measured
+    VARIES = "varies"  # depends on the metric, the environment or the server
 
 
 class Reduction(StrEnum):

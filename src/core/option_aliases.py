@@ -21,17 +21,15 @@ OPTION_ALIASES = {
 def present_argument(argument: str) -> str:
     """Return the `name=value` argument with the present name of its option, or of its value.
 
-    >>> present_argument("stop_timeout_sec=5"), present_argument("task_sampling=signal"),
-    present_argument("seed=1")
-    ('stop_timeout_s=5', 'task_sampling=thompson', 'seed=1')
+    >>> [present_argument(text) for text in ("stop_timeout_sec=5", "task_sampling=signal", "seed=1")]
+    ['stop_timeout_s=5', 'task_sampling=thompson', 'seed=1']
     """
     name, equals, value = argument.partition("=")
     return OPTION_ALIASES.get(argument, OPTION_ALIASES.get(name, name) + equals + value)
 
 
 def present_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a config.json, which an earlier release may have written, under their present
-    names.
+    """Return the options of a config.json, which an earlier release may have written, by their present names.
 
     >>> present_options({"task_sampling": "signal", "stop_timeout_sec": 5.0, "seed": 1})
     {'task_sampling': 'thompson', 'stop_timeout_s': 5.0, 'seed': 1}

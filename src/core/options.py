@@ -2,8 +2,8 @@
 
 Each package declares the options of its components as chz classes in its module `options`. A component takes
 its own class; a program's configuration inherits all classes that it needs, so that it can be passed to every
-component as it is. The `options` modules import nothing that is slow, because `--help` and every mistyped
-option have to wait for them.
+component as it is. The `options` modules must not import slow modules, which would delay `--help` and
+the messages for mistyped options.
 
 The first line of a class's docstring is the heading of its section in `--help` and in docs/options.md.
 """
@@ -72,9 +72,10 @@ def require(condition: bool, message: str) -> None:
 
 
 def pairs(items: list[str] | None, *, option: str) -> dict[str, str]:
-    """Split the items of an option that takes pairs:
+    """Split `key=value` items. Raises ValueError, which names `option`.
 
-    `["cpus=2", "image=a"]` -> `{"cpus": "2", "image": "a"}`.
+    >>> pairs(["cpus=2", "image=a"], option="environment_kwargs")
+    {'cpus': '2', 'image': 'a'}
     """
     split = [item.partition("=") for item in items or []]
     for (key, equals, _), item in zip(split, items or [], strict=True):
@@ -91,12 +92,12 @@ def is_default(options: Options, name: str) -> bool:
 
 
 @chz.chz
-class SeedSettings(Options):
+class SeedOptions(Options):
     """Batches and schedule"""
 
     seed: int = chz.field(
         default=0,
-        doc="Seed of the adapter, the task order and every sample",
+        doc="Seed of every sample and, in training, of the adapter and the task order",
         validator=at_least(0),
     )
 

@@ -98,9 +98,7 @@ async def run_until_signal(
 
 
 async def in_thread[T](function: Callable[[], T]) -> T:
-    """As `asyncio.to_thread`, but in a daemon thread, so that a call that never returns does not delay the
-    end of the process.
-    """
+    """Run `function` in a daemon thread, which does not delay the process exit as `to_thread` would."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -160,9 +158,8 @@ def exit_process(status: int) -> NoReturn:
 
 def _end_at_once(number: int = 0, frame: FrameType | None = None) -> NoReturn:
     with suppress(OSError):
-        os.write(
-            sys.__stderr__.fileno() if sys.__stderr__ else 2, b"stopped at once\n"
-        )  # the signal may have interrupted `print`
+        # Not `print`, which the signal may have interrupted.
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"stopped at once\n")
     os._exit(INTERRUPTED)
 
 

@@ -10,10 +10,8 @@ from typing import overload, override
 class TokenIds(Sequence[int]):
     """An immutable sequence of token ids.
 
-    `extended` appends to the same array, so that the longer sequence shares its memory.
-
-    The prompts of a conversation of n tokens therefore take n numbers for any number of turns. A second
-    extension copies the array.
+    `extended` appends to the same array, so all prompts of a conversation share one array. A second extension
+    of the same sequence copies the array.
 
     >>> first = TokenIds([1, 2])
     >>> second = first.extended([3])
@@ -41,7 +39,7 @@ class TokenIds(Sequence[int]):
         return longer
 
     def __add__(self, added: Iterable[int]) -> TokenIds:
-        """As for lists."""
+        """Return `self.extended(added)`."""
         return self.extended(added)
 
     def shares_with(self, other: TokenIds) -> bool:

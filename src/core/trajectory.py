@@ -30,9 +30,7 @@ class ZeroReason(StrEnum):
     VERIFIER_TIMEOUT = "verifier_timeout"
     NO_REWARD = "no_reward"  # the verifier wrote no reward
     UNREADABLE_REWARD = "unreadable_reward"  # the verifier's output is not a number, or is far too long
-    VERIFIER_ERROR = (
-        "verifier_error"  # the tests could not be uploaded, or their output could not be downloaded
-    )
+    VERIFIER_ERROR = "verifier_error"  # the tests or their output could not be copied
     AGENT_ERROR = "agent_error"  # the agent's answers or its terminal made the harness fail
     TIMEOUT = "timeout"  # the agent was running at the deadline of the whole trial
     ENV_ERROR = "env_error"  # a message environment raised an exception for the agent's answer
@@ -62,12 +60,8 @@ class Task:
     instruction: str = ""
     domain: str = ""  # the domain of its metrics, e.g. retail; empty: the family in its id
     row: Mapping[str, object] = field(default_factory=dict, hash=False)  # data for its environment
-    grading: str = (
-        ""  # the name of a partial grading, which becomes part of metric names; empty: full grading
-    )
-    has_writes: bool | None = (
-        None  # whether the solution contains an action that changes the database; None: unknown
-    )
+    grading: str = ""  # the name of a partial grading, which metric names contain; empty: full grading
+    has_writes: bool | None = None  # whether the solution changes the database; None: unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,14 +85,17 @@ class Trajectory:
     stop_reason: StopReason
     trial_name: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)  # e.g. duration_s, prefix_breaks
-    turn_rewards: list[float] = field(
-        default_factory=list
-    )  # one per turn if the environment gives rewards per turn; `reward` is their sum
-    conversation: list[Mapping[str, object]] = field(
-        default_factory=list
-    )  # the messages, for logs; training uses `turns`
+    # One per turn if the environment gives rewards per turn; `reward` is their sum.
+    turn_rewards: list[float] = field(default_factory=list)
+    # The messages, for logs; training uses `turns`.
+    conversation: list[Mapping[str, object]] = field(default_factory=list)
+    # By index of a message of `conversation`: the fields `content`, `tool_calls` or `name` that show its tool
+    # calls as structure. They are kept apart because the policy and the judge read `conversation` as it is.
+    tool_fields: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
     bonus: float = 0.0  # a judge's bonus, added to `reward` in training only; success rates ignore it
     zero_reason: ZeroReason | None = None  # why `reward` is 0 without grading; None: the trial was graded
+    member: int = 0  # the index of the trial in its group
+    seed: int = 0  # the seed of the trial's samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 A factory that `env=my_package.countdown:open_countdown` selects:
 
-    def open_countdown(config: EnvironmentSettings, chat: Chat) -> TaskSource:
+    def open_countdown(config: EnvironmentOptions, chat: Chat) -> TaskSource:
         return episodes(config, chat, EnvSpec(tasks=[...], make=lambda task, seed: CountdownEnv(task.row)))
 """
 
@@ -20,7 +20,7 @@ from src.core.length_limits import LengthLimits
 from src.core.trajectory import FailureKind, Task, Trajectory, TrialFailure
 from src.envs.base import Trial
 from src.envs.message_env import EpisodeSettings, MessageEnv, run_episode
-from src.envs.options import EnvironmentSettings
+from src.envs.options import EnvironmentOptions
 from src.envs.splits import hold_out, require_unique_ids
 from src.policy.chat import Chat
 from src.policy.sampling_policy import Policy
@@ -115,7 +115,7 @@ class EpisodeTasks:
         )
 
 
-def episodes(config: EnvironmentSettings, chat: Chat, spec: EnvSpec) -> EpisodeTasks:
+def episodes(config: EnvironmentOptions, chat: Chat, spec: EnvSpec) -> EpisodeTasks:
     """Return the task source of `spec` with the options of the run.
 
     Raises ConfigError if two tasks share an id or if eval_tasks selects no valid held-out tasks.

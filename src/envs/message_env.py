@@ -60,6 +60,8 @@ class StepResult:
     is_done: bool = False
     stop_reason: StopReason | None = None  # if `is_done`; None: the stop reason of the last answer
     metrics: Mapping[str, float] = field(default_factory=dict)
+    # `Trajectory.tool_fields` of the answer (index 0) and of `messages` (from index 1).
+    tool_fields: Mapping[int, Message] = field(default_factory=dict)
 
 
 class MessageEnv(Protocol):
@@ -140,6 +142,7 @@ class _Episode:
         self.failure_kind = FailureKind.ENV_INIT_FAILED  # of an exception that the environment raises next
         self.stop_reason = StopReason.STOP
         self.conversation: list[Message] = []
+        self._tool_fields: dict[int, Message] = {}
         self._env, self._policy, self._chat = env, policy, chat
         self._limits, self._settings = limits, settings
         self._turns: list[Turn] = []
@@ -169,6 +172,8 @@ class _Episode:
             answer = self._chat.decode(turn.completion_ids)
             step_result = await self._step(turn, answer)
             self._record(turn, step_result)
+            start = len(self.conversation)
+            self._tool_fields |= {start + i: fields for i, fields in step_result.tool_fields.items()}
             self.conversation += [{"role": "assistant", "content": answer}, *step_result.messages]
             if step_result.is_done:
                 self.stop_reason = step_result.stop_reason or self.stop_reason
@@ -200,6 +205,7 @@ class _Episode:
             metrics=self._metrics | episode_metrics,
             turn_rewards=self._turn_rewards,
             conversation=self.conversation,
+            tool_fields=self._tool_fields,
             zero_reason=self._zero_reason,
         )
 

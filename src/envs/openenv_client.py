@@ -24,7 +24,7 @@ from src.core.trajectory import Task
 from src.envs.base import TaskSource
 from src.envs.episodes import EnvSpec, episodes
 from src.envs.message_env import ResetResult, StepResult
-from src.envs.options import EnvironmentSettings
+from src.envs.options import EnvironmentOptions
 from src.policy.chat import Chat, Message
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def observation_text(observation: object, *, field: str) -> str:
     return str(observation[field])
 
 
-def open_openenv(config: EnvironmentSettings, chat: Chat) -> TaskSource:
+def open_openenv(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     """Return the task source of env=openenv. Raises ConfigError if the package is missing or an option is
     invalid.
     """

@@ -1,4 +1,7 @@
-"""Options of environments and of their trials. A factory of `env=...` takes `EnvironmentSettings`."""
+"""Options of environments and of their trials. A factory of `env=...` takes `EnvironmentOptions`.
+
+Options that only training uses are in classes of their own, because `python -m src.evaluate` lacks them.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,16 @@ from typing import Literal
 
 import chz
 
-from src.core.length_limits import LengthSettings
-from src.core.options import Options, SeedSettings, above, at_least, is_default, pairs, require
-from src.learning.options import StepWiseSettings
-from src.policy.options import BackendSettings, JudgeEndpointSettings, ModelSettings
+from src.core.length_limits import LengthOptions
+from src.core.options import Options, SeedOptions, above, at_least, is_default, pairs, require
+from src.learning.options import StepWiseOptions
+from src.policy.options import BackendOptions, JudgeEndpointOptions, ModelOptions
 
-HARBOR_ONLY = ("environment_type", "train_subagents", "max_consecutive_truncations", "jobs_quota_gb")
-TAU_BENCH_ONLY = ("train_data", "test_data")
+HARBOR_ONLY = ("environment_type", "max_consecutive_truncations", "jobs_quota_gb")
 
 
 @chz.chz
-class TaskSettings(SeedSettings):
+class TaskOptions(SeedOptions):
     """Environment and tasks"""
 
     env: str = chz.field(
@@ -32,6 +34,28 @@ class TaskSettings(SeedSettings):
     environment_kwargs: list[str] | None = chz.field(
         default=None, doc="Settings of the environment as key=value,..."
     )
+
+    @property
+    def environment_options(self) -> dict[str, str]:
+        """The pairs of `environment_kwargs`."""
+        return pairs(self.environment_kwargs, option="environment_kwargs")
+
+    @chz.validate
+    def _environment_kwargs_are_pairs(self) -> None:
+        assert self.environment_options is not None
+
+    def require_env(self, env: str, name: str) -> None:
+        """Raise ValueError if the option `name`, which only `env` has, is given for another environment."""
+        require(
+            self.env == env or is_default(self, name),
+            f"{name} is for env={env}, not env={self.env}; remove {name}",
+        )
+
+
+@chz.chz
+class SplitOptions(TaskOptions):
+    """Environment and tasks"""
+
     eval_split: float = chz.field(
         default=0.2, doc="Share of the tasks held out when eval_tasks is not given; 0: none"
     )
@@ -40,36 +64,28 @@ class TaskSettings(SeedSettings):
         doc="Held-out tasks: ids or globs, or (env=harbor) one folder of tasks; eval_split is then ignored",
     )
 
-    @property
-    def environment_options(self) -> dict[str, str]:
-        """The pairs of `environment_kwargs`."""
-        return pairs(self.environment_kwargs, option="environment_kwargs")
-
     @chz.validate
     def _tasks_can_be_split(self) -> None:
         require(0 <= self.eval_split < 1, f"eval_split must be at least 0 and below 1, not {self.eval_split}")
-        assert self.environment_options is not None
 
 
 @chz.chz
-class AgentSettings(LengthSettings):
+class AgentOptions(LengthOptions):
     """Agent and lengths"""
 
     max_turns: int | None = chz.field(
         default=None, doc="Turns per trial; None: no limit", validator=at_least(1)
     )
-    temperature: float = chz.field(
-        default=0.7, doc="Sampling temperature of training trials", validator=at_least(0)
-    )
+    temperature: float = chz.field(default=0.7, doc="Sampling temperature", validator=at_least(0))
     use_native_tool_calling: bool = chz.field(
         default=False,
-        doc="Show an environment's tools in the model's own chat template, where the environment allows it; "
-        "else in words",
+        doc="Describe an environment's tools with the model's chat template if the environment allows it; "
+        "otherwise as text",
     )
 
 
 @chz.chz
-class TrialSettings(Options):
+class TrialOptions(Options):
     """Trials"""
 
     n_parallel_envs: int = chz.field(default=8, doc="Trials running at once", validator=at_least(1))
@@ -79,7 +95,7 @@ class TrialSettings(Options):
 
 
 @chz.chz
-class HarborSettings(ModelSettings, TrialSettings, TaskSettings, AgentSettings):
+class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
     """Harbor trials and Terminus-2"""
 
     environment_type: Literal["auto", "docker", "sandbox", "daytona", "modal", "e2b", "runloop"] = chz.field(
@@ -97,9 +113,6 @@ class HarborSettings(ModelSettings, TrialSettings, TaskSettings, AgentSettings):
         doc="End a trial after this many answers in a row that were cut at max_tokens",
         validator=at_least(1),
     )
-    train_subagents: Literal["none", "all"] = chz.field(
-        default="none", doc="all: also train what Terminus-2's summarising sub-agents say"
-    )
     enable_summarize: bool = chz.field(
         default=True, doc="Let Terminus-2 summarise its history when the context runs out"
     )
@@ -111,11 +124,9 @@ class HarborSettings(ModelSettings, TrialSettings, TaskSettings, AgentSettings):
 
     @chz.validate
     def _harbor_has_what_it_needs(self) -> None:
+        for name in HARBOR_ONLY:
+            self.require_env("harbor", name)
         if self.env != "harbor":
-            for name in HARBOR_ONLY:
-                require(
-                    is_default(self, name), f"{name} is for env=harbor, not env={self.env}; remove {name}"
-                )
             return
         require(self.tasks_dir is not None, "missing: tasks_dir; e.g. tasks_dir=..., or --help")
         require(
@@ -127,40 +138,57 @@ class HarborSettings(ModelSettings, TrialSettings, TaskSettings, AgentSettings):
         require(
             not self.enable_summarize or threshold < longest_input,
             f"proactive_summarization_threshold={threshold} would summarise every turn of at most "
-            f"{longest_input} "
-            "tokens; lower it, or set enable_summarize=false",
+            f"{longest_input} tokens; lower it, or set enable_summarize=false",
         )
 
 
 @chz.chz
-class TauBenchSettings(JudgeEndpointSettings, BackendSettings, TaskSettings):
+class HarborTrainingOptions(HarborOptions):
+    """Harbor trials and Terminus-2"""
+
+    train_subagents: Literal["none", "all"] = chz.field(
+        default="none", doc="all: also train the completions of Terminus-2's summarising sub-agents"
+    )
+
+    @chz.validate
+    def _harbor_alone_has_subagents(self) -> None:
+        self.require_env("harbor", "train_subagents")
+
+
+@chz.chz
+class TauBenchOptions(JudgeEndpointOptions, BackendOptions, TaskOptions):
     """tau-bench"""
 
     tau2_home: str | None = chz.field(
         default=None,
         doc="Folder that scripts/setup_tau.sh made of Sierra's tau2-bench (env=tau_bench); None: TAU2_HOME",
     )
+    test_data: list[str] | None = chz.field(
+        default=None,
+        doc="Held-out tasks in place of the domains' own (env=tau_bench): .jsonl or .parquet files of rows, "
+        "DOMAIN:SPLIT, or NAME=... for metrics under that name",
+    )
+
+    @chz.validate
+    def _tau_bench_alone_has_test_data(self) -> None:
+        self.require_env("tau_bench", "test_data")
+
+
+@chz.chz
+class TauBenchTrainingOptions(TauBenchOptions):
+    """tau-bench"""
+
     train_data: list[str] | None = chz.field(
         default=None,
         doc="Training tasks (env=tau_bench) in addition to those of environment_kwargs=domain=...: .jsonl or "
         ".parquet files of rows in the seeds' format, or DOMAIN:SPLIT",
     )
-    test_data: list[str] | None = chz.field(
-        default=None,
-        doc="Held-out tasks in place of the domains' own (env=tau_bench): as train_data, or NAME=... for "
-        "metrics "
-        "under that name",
-    )
 
     @chz.validate
-    def _tau_bench_alone_reads_files_of_rows(self) -> None:
-        for name in TAU_BENCH_ONLY:
-            require(
-                self.env == "tau_bench" or is_default(self, name),
-                f"{name} is for env=tau_bench, not env={self.env}; remove {name}",
-            )
+    def _tau_bench_alone_has_train_data(self) -> None:
+        self.require_env("tau_bench", "train_data")
 
 
 @chz.chz
-class EnvironmentSettings(StepWiseSettings, HarborSettings, TauBenchSettings):
+class EnvironmentOptions(StepWiseOptions, SplitOptions, HarborTrainingOptions, TauBenchTrainingOptions):
     """All environments"""

@@ -15,10 +15,10 @@ from inspect import iscoroutinefunction
 
 from src.core.errors import ConfigError, boundary
 from src.envs.base import TaskSource
-from src.envs.options import EnvironmentSettings
+from src.envs.options import EnvironmentOptions
 from src.policy.chat import Chat
 
-Factory = Callable[[EnvironmentSettings, Chat], TaskSource]
+Factory = Callable[[EnvironmentOptions, Chat], TaskSource]
 
 ENTRY_POINTS = "agent_trainer.environments"
 BUILT_IN = {  # A module is imported when its environment is used, because importing Harbor takes seconds.
@@ -28,7 +28,7 @@ BUILT_IN = {  # A module is imported when its environment is used, because impor
 }
 
 
-def open_task_source(config: EnvironmentSettings, chat: Chat) -> TaskSource:
+def open_task_source(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     """Return the tasks of `config.env`.
 
     Raises ConfigError if the environment is unknown or rejects one of its options.

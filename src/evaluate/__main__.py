@@ -8,34 +8,44 @@ import sys
 from collections.abc import Sequence
 
 from src.cli.command_line import help_for, parse_as, print_help
-from src.cli.environment_variables import load_environment, with_server_from_environment
+from src.cli.environment_variables import (
+    load_environment,
+    with_local_model,
+    with_server_from_environment,
+)
 from src.core.errors import INTERRUPTED, TrainerError
 from src.core.log_setup import set_log_levels
 from src.core.process import exit_on_signal, exit_process, run_until_signal
-from src.evaluate.config import EvaluateConfig
+from src.evaluate.config import CompareConfig, EvaluateConfig
 
 TITLE = [
     "python -m src.evaluate key=value ...",
     "",
-    "Evaluates a model, a checkpoint or an endpoint on a set of tasks.",
+    "Evaluate a model, a checkpoint or an endpoint on a set of tasks, or compare two finished evaluations.",
 ]
 
 
 def main(argv: Sequence[str]) -> int:
     """Run an evaluation and return the exit status. Errors are one line; TRAINER_DEBUG=1 shows tracebacks."""
     if any(argument in ("--help", "-h", "help") for argument in argv):
-        print_help(help_for(EvaluateConfig, title=TITLE))
+        print_help(help_for(EvaluateConfig, title=TITLE) + "\n" + help_for(CompareConfig, title=[]))
         return 0
     load_environment(argv)
     try:
         with exit_on_signal():
-            config = parse_as(EvaluateConfig, with_server_from_environment(argv))
+            if any(argument.startswith("results=") for argument in argv):
+                config = parse_as(CompareConfig, argv)
+            else:
+                config = parse_as(EvaluateConfig, with_local_model(with_server_from_environment(argv)))
+            # These imports take seconds, for which --help and a mistyped option should not wait.
             from src.cli.console import Display, terminal
-            from src.evaluate.run import run  # takes seconds, which --help does not need
+            from src.evaluate.run import compare_finished, run
 
             set_log_levels()
             display = Display(terminal())
-            return asyncio.run(run_until_signal(run(config, display), display.say))
+            is_comparison = isinstance(config, CompareConfig)
+            work = compare_finished(config, display) if is_comparison else run(config, display)
+            return asyncio.run(run_until_signal(work, display.say))
     except KeyboardInterrupt:
         return INTERRUPTED
     except TrainerError as error:

@@ -1,37 +1,20 @@
-"""Options of `python -m src.evaluate`. Options of trials have the trainer's defaults and validation."""
+"""Options of `python -m src.evaluate`. Options of trials are those of the trainer."""
 
 from __future__ import annotations
 
-import inspect
-from typing import Any, Literal
-
 import chz
 
-from src.config import TrainerConfig
-from src.core.options import share
-
-_DEFAULTS = inspect.signature(TrainerConfig).parameters
-
-
-def _trainers(name: str, *, doc: str = "") -> Any:
-    """Declare an option with the trainer's default and, unless `doc` is given, the trainer's help text."""
-    return chz.field(default=_DEFAULTS[name].default, doc=doc or chz.chz_fields(TrainerConfig)[name]._doc)
+from src.core.options import Options, at_least, require, share
+from src.envs.options import EnvironmentOptions, HarborOptions, TauBenchOptions
+from src.records.options import LogsOptions
+from src.rollouts.options import RolloutOptions
 
 
 @chz.chz
-class EvaluateConfig:
+class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions):
     """What is evaluated"""
 
-    model_name: str | None = chz.field(
-        default=None, doc="Model as the server or the endpoint names it; not needed with results="
-    )
-    env: str = _trainers("env")
-    tasks_dir: str | None = _trainers(
-        "tasks_dir", doc="Folder of Harbor task folders; not needed with results="
-    )
-    test_data: list[str] | None = _trainers(
-        "test_data", doc="Tasks to evaluate on (env=tau_bench): files of rows, DOMAIN:SPLIT, or NAME=..."
-    )
+    model_name: str = chz.field(doc="Model as the server or the endpoint names it")
     tasks: list[str] | None = chz.field(
         default=None, doc="Only these tasks: ids or globs; None: all, held-out ones included"
     )
@@ -51,12 +34,7 @@ class EvaluateConfig:
         default=None,
         doc="Compare task by task with the folder of another evaluation, a checkpoint (as above), or base",
     )
-    results: str | None = chz.field(
-        default=None, doc="Folder of a finished evaluation to compare; no trials are played"
-    )
-
-    n_samples: int = chz.field(default=4, doc="Trials per task")
-    temperature: float = _trainers("temperature", doc="Sampling temperature")
+    n_samples: int = chz.field(default=4, doc="Trials per task", validator=at_least(1))
     top_p: float = chz.field(
         default=1.0,
         doc="Sample from the most likely tokens that together have this probability; 1: from all",
@@ -66,83 +44,53 @@ class EvaluateConfig:
         default=False,
         doc="Let the model think before each answer, where its chat template has enable_thinking",
     )
-    seed: int = _trainers("seed", doc="Seed of every sample")
-
-    backend: Literal["tinker", "skyrl-tx"] = _trainers("backend")
-    skyrl_tx_url: str | None = _trainers("skyrl_tx_url")
-    tinker_base_url: str | None = _trainers("tinker_base_url")
-    tokenizer: str | None = _trainers("tokenizer")
-    logs_dir: str = _trainers("logs_dir")
     log_path: str | None = chz.field(
         default=None, doc="This evaluation's folder; None: logs_dir/eval-<tasks>-<model>-<date>"
     )
-
-    max_turns: int | None = _trainers("max_turns")
-    max_tokens: int = _trainers("max_tokens")
-    context_limit: int = _trainers("context_limit")
-    max_input_length: int | None = _trainers("max_input_length")
-    max_consecutive_truncations: int = _trainers("max_consecutive_truncations")
-    enable_summarize: bool = _trainers("enable_summarize")
-    proactive_summarization_threshold: int = _trainers("proactive_summarization_threshold")
-    environment_type: Literal["auto", "docker", "sandbox", "daytona", "modal", "e2b", "runloop"] = _trainers(
-        "environment_type"
-    )
-    environment_kwargs: list[str] | None = _trainers("environment_kwargs")
-    use_native_tool_calling: bool = _trainers("use_native_tool_calling")
-    tau2_home: str | None = _trainers("tau2_home")
-    judge_model: str | None = _trainers("judge_model")
-    judge_base_url: str | None = _trainers("judge_base_url")
-    n_parallel_envs: int = _trainers("n_parallel_envs")
-    trial_timeout_s: float | None = _trainers("trial_timeout_s")
-    trial_attempts: int = _trainers("trial_attempts")
-    retry_wait_s: float = _trainers("retry_wait_s")
-    heartbeat_timeout_s: float = _trainers("heartbeat_timeout_s")
-    request_timeout_s: float = _trainers("request_timeout_s", doc="Timeout of one request to the server")
     max_failure_rate: float = chz.field(
         default=0.5, doc="Fail after writing the results if more than this share of the trials is ungraded"
     )
 
     @property
-    def trials(self) -> TrainerConfig:
-        """The trainer's configuration of these trials. Raises ValueError if the trainer would reject it."""
-        assert self.model_name is not None
-        shared = {
-            name: getattr(self, name)
-            for name in chz.chz_fields(EvaluateConfig)
-            if name in _DEFAULTS and name not in ("log_path", "train_data")
-        }
+    def uses_backend(self) -> bool:
+        return self.base_url is None
+
+    @property
+    def environment(self) -> EnvironmentOptions:
+        """The options of the environment, without a split of its tasks."""
+        names = chz.chz_fields(EnvironmentOptions).keys() - {"train_data"}
+        options = {name: value for name, value in chz.asdict(self).items() if name in names}
         if self.base_url is not None:  # the context limit of such a server is unknown
-            shared |= {"backend": "skyrl-tx", "skyrl_tx_url": self.base_url}
-        return TrainerConfig(**shared, eval_split=0.0)
+            options |= {"backend": "skyrl-tx", "skyrl_tx_url": self.base_url, "tinker_base_url": None}
+        return EnvironmentOptions(**options, eval_split=0.0)
 
     @chz.validate
-    def _something_is_evaluated(self) -> None:
-        if self.results is not None:
-            if self.compare_with is None:
-                raise ValueError(
-                    "results= names a finished evaluation; add compare_with=<folder of another evaluation>"
-                )
+    def _one_policy_is_evaluated(self) -> None:
+        if self.base_url is None:
             return
-        if self.model_name is None:
-            raise ValueError("missing: model_name; e.g. model_name=..., or --help")
-        if self.base_url is not None and self.checkpoint is not None:
-            raise ValueError(
-                "base_url and checkpoint exclude each other; for a checkpoint of our server use skyrl_tx_url"
-            )
-        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"base_url={self.base_url} is not an HTTP address; write base_url=http://host:port/v1"
-            )
-        if self.base_url is not None and self.use_native_tool_calling:
-            raise ValueError(
-                "use_native_tool_calling needs the model's own chat template, which base_url does not give; "
-                "remove one of them"
-            )
-        if self.base_url is not None and self.enable_thinking:
-            raise ValueError(
-                "enable_thinking needs the model's own chat template, which base_url does not give; "
-                "remove one of them"
-            )
-        if self.n_samples < 1:
-            raise ValueError(f"n_samples must be at least 1, not {self.n_samples}")
-        assert self.trials
+        require(
+            self.checkpoint is None,
+            "base_url and checkpoint exclude each other; for a checkpoint of our server use skyrl_tx_url",
+        )
+        require(
+            self.base_url.startswith(("http://", "https://")),
+            f"base_url={self.base_url} is not an HTTP address; write base_url=http://host:port/v1",
+        )
+        require(
+            not self.use_native_tool_calling,
+            "use_native_tool_calling needs the model's own chat template, which base_url does not give; "
+            "remove one of them",
+        )
+        require(
+            not self.enable_thinking,
+            "enable_thinking needs the model's own chat template, which base_url does not give; "
+            "remove one of them",
+        )
+
+
+@chz.chz
+class CompareConfig(Options):
+    """Comparison of two finished evaluations"""
+
+    results: str = chz.field(doc="Folder of a finished evaluation; no trials are played")
+    compare_with: str = chz.field(doc="Folder of the evaluation to compare it with, task by task")

@@ -20,7 +20,7 @@ CONTENT_FOLDERS = ("environment", "tests")  # these and the instruction define a
 
 
 def content_hash(task: Task) -> str:
-    """Return the SHA-256 of the instruction, without white space differences, and of the task's files.
+    """Return the SHA-256 of the instruction, with normalized white space, and of the task's files.
 
     Files are those of the environment and the verifier, with their paths. A task without a folder is
     identified by its id.
@@ -70,7 +70,7 @@ def write_hashes(log_path: Path, trained: Mapping[str, str]) -> None:
 def read_hashes(log_path: Path) -> dict[str, str]:
     """Read the content hashes of the tasks that the run in `log_path` trains on.
 
-    Raises ConfigError without them.
+    Raises ConfigError if the file of hashes does not exist.
     """
     if not (log_path / HASHES_FILE).is_file():
         raise ConfigError(

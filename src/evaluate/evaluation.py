@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from src.core.trajectory import Task, TrajectoryGroup
-from src.evaluate.eval_stats import Estimate, Tally, mean_rate, pass_rates
+from src.evaluate.eval_stats import Estimate, Tally, mean_rate, pass_at_k, pass_rates
 from src.evaluate.failure_patterns import pattern_counts
 from src.learning.metrics import held_out_metrics
 from src.learning.played_groups import SOLVED, by_environment
@@ -20,10 +21,8 @@ MAX_DOMAINS = 5  # reports show each domain if there are at most this many
 class EvalSection:
     """The results of all evaluated tasks, or of those of one domain."""
 
-    rates: dict[
-        str, Estimate
-    ]  # pass_at_<k>, pass_hat_<k>; prefixed with the part if only a part of the grading counts
-    noop_success: Estimate | None  # what an agent that does nothing solves; None if it is unknown
+    rates: dict[str, Estimate]  # by name: pass_at_<k>, pass_hat_<k>, after the name of a partial grading
+    noop_success: Estimate | None  # of an agent that does nothing; None if it is unknown
     patterns: dict[str, int]  # number of failed trials that show each failure pattern
     num_failed: int
 
@@ -67,15 +66,18 @@ async def evaluate(
     """Play all tasks as `plan` says. Raises TooManyFailuresError if no trial could be graded."""
     groups = [timed.group for timed in await rollouts.groups(tasks, policy, plan, on_group)]
     require_some_graded(groups, plan)
-    noop_rewards = await rollouts.floors(tasks)
+    noop_rewards = await rollouts.noop_rewards(tasks)
     whole = section_of(groups, noop_rewards, group_size=plan.group_size)
     domains = {
         name: section_of(members, noop_rewards, group_size=plan.group_size)
         for name, members in by_environment(groups).items()
     }
     metrics = held_out_metrics(groups, group_size=plan.group_size) | section_metrics("test", whole)
-    for name, section in domains.items():
-        metrics |= section_metrics(f"test/env/{name}", section)
+    metrics |= reward_pass_rates("test/reward/avg_pass_at_", groups, group_size=plan.group_size)
+    for name, members in by_environment(groups).items():
+        metrics |= section_metrics(f"test/env/{name}", domains[name])
+        prefix = f"test/env/{name}/reward/pass_at_"
+        metrics |= reward_pass_rates(prefix, members, group_size=plan.group_size)
     return Evaluation(
         step=plan.step,
         groups=groups,
@@ -109,6 +111,20 @@ def section_of(
 def tally(group: TrajectoryGroup) -> Tally:
     """Count a group's solved and graded trials. Ungraded trials count in neither number."""
     return Tally(solved=sum(reward >= SOLVED for reward in group.rewards), graded=len(group.rewards))
+
+
+def reward_pass_rates(prefix: str, groups: Sequence[TrajectoryGroup], *, group_size: int) -> dict[str, float]:
+    """Return SkyRL's pass@k, which counts every reward above 0 as a pass, for each k below `group_size`.
+
+    `signal_metrics` computes the value for k = `group_size`. Groups with fewer than k graded trials are left
+    out.
+    """
+    tallies = [
+        Tally(solved=sum(reward > 0 for reward in group.rewards), graded=len(group.rewards))
+        for group in groups
+    ]
+    values = {k: [pass_at_k(t, k) for t in tallies if t.graded >= k] for k in range(1, group_size)}
+    return {f"{prefix}{k}": fmean(rates) for k, rates in values.items() if rates}
 
 
 def section_metrics(prefix: str, section: EvalSection) -> dict[str, float]:

@@ -1,7 +1,14 @@
-"""Failure patterns of service trials, recognized in the conversation, and faults of the user simulator.
+"""Failure patterns of trials, recognized in the conversation, and faults of the user simulator.
 
 A failed trial can show several patterns, each at most once. Tools report errors as text, so patterns are
-matched against words.
+matched against words:
+
+    service agents    messages of role `tool` that start with `Error`
+    other agents      messages of role `user` after the first, which are the output of a terminal or of an
+                      environment; lines that have the form of a program's error message
+
+A service trial is recognized by the metric `parse_attempts`, which `ServiceEnv` counts. Only such a trial has
+a user simulator.
 """
 
 from __future__ import annotations
@@ -11,8 +18,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
+from typing import Any
 
-from src.core.trajectory import StopReason, Trajectory
+from src.core.trajectory import StopReason, Trajectory, ZeroReason
 from src.envs.service.user_simulator import OUT_OF_SCOPE
 from src.learning.filters import OVERLONG
 from src.learning.played_groups import SOLVED
@@ -30,8 +38,9 @@ class Pattern(StrEnum):
     CONTEXT_OVERFLOW = "context_overflow"
     LIMIT = "other_limit"  # a limit of turns, time or errors
     NOTHING_DONE = "nothing_done"  # the trial ended without a tool call
-    FALSE_COMPLETION = "false_completion"  # the agent ended the trial as if the task were solved
-    CUSTOMER = "customer_fault"  # the user simulator left its scenario or its role, or repeated itself
+    GRADING_PREVENTED = "grading_prevented"  # the agent broke its sandbox or its grading (`ZeroReason`)
+    FALSE_COMPLETION = "false_completion"  # the agent ended the trial after its last call had succeeded
+    USER_SIMULATOR = "customer_fault"  # the user simulator left its scenario or its role, or repeated itself
 
 
 # The first pattern that matches the text of an error.
@@ -48,33 +57,94 @@ ERRORS = (
         r"|valid (string|number|integer)",
     ),
 )
+# The same for a line of a terminal that has the form of an error message.
+TERMINAL_ERRORS = (
+    (
+        Pattern.AUTHORISATION,
+        r"permission denied|not permitted|access denied|read-only file system|must be root|are you root",
+    ),
+    (
+        Pattern.NOT_FOUND,
+        r"no such|not found|not exist|cannot find|unable to locate|no module named|could not resolve",
+    ),
+    (
+        Pattern.ARGUMENTS,
+        r"(unrecognized|invalid|unknown|illegal|unexpected|missing) (option|argument|operand|token|command)"
+        r"|requires an argument|too (many|few) arguments|syntax error|usage:",
+    ),
+    (Pattern.OTHER_ERROR, r"^\w*(error|exception|fatal|e): |: (error|fatal): |: \*\*\* "),
+)
+# `cat: x: Permission denied`, `ValueError: ...`, `usage: ...`. A line with a prompt repeats a command.
+ERROR_LINE = re.compile(r"^(?!\S*@\S*:)[\w./+-]+:\s")
+PARSE_ERROR = "Previous response had parsing errors"  # of Terminus-2, about an answer
+COMPLETE = "mark_task_complete"  # a call that changes nothing
 
 
 def patterns(trajectory: Trajectory) -> frozenset[Pattern]:
     """Return the patterns of a failed trial; none for a solved trial."""
     if trajectory.reward >= SOLVED:
         return frozenset()
-    shown = {pattern_of(text) for text in errors(trajectory.conversation)}
+    results = tool_results(trajectory)
+    shown = {pattern for text in results for pattern in result_patterns(text)}
     metrics = trajectory.metrics
     if metrics.get("unusable_answers") or metrics.get("parse_failures"):
         shown.add(Pattern.UNREADABLE)
-    if customer_faults(trajectory):
-        shown.add(Pattern.CUSTOMER)
+    if user_simulator_faults(trajectory):
+        shown.add(Pattern.USER_SIMULATOR)
     if trajectory.stop_reason is StopReason.CONTEXT_LENGTH:
         shown.add(Pattern.CONTEXT_OVERFLOW)
-    elif trajectory.stop_reason in OVERLONG or metrics.get("too_many_errors"):
+    elif (
+        trajectory.stop_reason in OVERLONG
+        or trajectory.zero_reason is ZeroReason.TIMEOUT
+        or metrics.get("too_many_errors")
+    ):
         shown.add(Pattern.LIMIT)
+    elif trajectory.zero_reason is not None:
+        shown.add(Pattern.GRADING_PREVENTED)
     elif metrics.get("tool_calls") == 0:
         shown.add(Pattern.NOTHING_DONE)
-    elif Pattern.CUSTOMER not in shown:
+    elif Pattern.USER_SIMULATOR not in shown and not (results and result_patterns(results[-1])):
         shown.add(Pattern.FALSE_COMPLETION)
     return frozenset(shown)
 
 
-def errors(conversation: Sequence[Mapping[str, object]]) -> list[str]:
-    """Return the texts of the tool results that are errors."""
-    results = [str(message.get("content") or "") for message in conversation if message.get("role") == "tool"]
-    return [text for text in results if text.startswith("Error")]
+def has_user_simulator(trajectory: Trajectory) -> bool:
+    return "parse_attempts" in trajectory.metrics
+
+
+def tool_results(trajectory: Trajectory) -> list[str]:
+    """Return the results of the calls, in their order.
+
+    The output of a terminal after an answer without commands belongs to the commands before it.
+    """
+    if has_user_simulator(trajectory):
+        messages = [message for message in trajectory.conversation if message.get("role") == "tool"]
+        return [_text(message) for message in messages]
+    results: list[str] = []
+    has_called = True
+    for index, message in enumerate(trajectory.conversation):
+        if message.get("role") == "assistant":
+            has_called = _calls({**message, **trajectory.tool_fields.get(index, {})})
+        elif index and message.get("role") in ("user", "tool") and PARSE_ERROR not in _text(message):
+            if has_called or not results:
+                results.append(_text(message))
+            else:
+                results[-1] += "\n" + _text(message)
+    return results
+
+
+def result_patterns(result: str) -> set[Pattern]:
+    """Return the patterns of the errors in a tool result.
+
+    >>> [str(pattern) for pattern in result_patterns("root@host:/# ./run\\nbash: ./run: Permission denied")]
+    ['authorisation']
+    >>> result_patterns('{"note": "Error: not found"}')
+    set()
+    """
+    if result.startswith("Error"):
+        return {pattern_of(result)}
+    lines = [line for line in result.splitlines() if ERROR_LINE.match(line)]
+    return {pattern for line in lines if (pattern := _first_match(line, TERMINAL_ERRORS)) is not None}
 
 
 def pattern_of(error: str) -> Pattern:
@@ -84,23 +154,19 @@ def pattern_of(error: str) -> Pattern:
     >>> [str(pattern_of(text)) for text in texts]
     ['not_found', 'authorisation', 'other_tool_error']
     """
-    return next(
-        (pattern for pattern, words in ERRORS if re.search(words, error, re.IGNORECASE)), Pattern.OTHER_ERROR
-    )
+    return _first_match(error, ERRORS) or Pattern.OTHER_ERROR
 
 
-def customer_faults(trajectory: Trajectory) -> list[str]:
-    """Return the faults of the user simulator in a failed trial, in words."""
-    said = [
-        str(message.get("content") or "")
-        for message in trajectory.conversation[1:]
-        if message.get("role") == "user"
-    ]
-    said = [text for text in said if not text.startswith("Error")]  # errors come from the environment
+def user_simulator_faults(trajectory: Trajectory) -> list[str]:
+    """Return the faults of the user simulator in a failed trial, in words; none without a user simulator."""
+    if not has_user_simulator(trajectory):
+        return []
+    messages = [_text(message) for message in trajectory.conversation[1:] if message.get("role") == "user"]
+    messages = [text for text in messages if not text.startswith("Error")]  # errors come from the environment
     faults: list[str] = []
-    if any(OUT_OF_SCOPE in text for text in said):
+    if any(OUT_OF_SCOPE in text for text in messages):
         faults.append("left its scenario")
-    if any("<tool_call>" in text or "<think>" in text for text in said):
+    if any("<tool_call>" in text or "<think>" in text for text in messages):
         faults.append("left its role")
     if is_stuck(trajectory.conversation):
         faults.append("repeated itself")
@@ -134,3 +200,18 @@ def pattern_counts(trajectories: Sequence[Trajectory]) -> dict[str, int]:
     """Return the number of failed trials that show each pattern, zeros included."""
     counts = Counter(pattern for trajectory in trajectories for pattern in patterns(trajectory))
     return {str(pattern): counts[pattern] for pattern in Pattern}
+
+
+def _calls(message: Mapping[str, Any]) -> bool:
+    """Return whether an answer calls a tool, or may do so because its calls are unknown."""
+    if "tool_calls" not in message:
+        return True
+    return any(call["function"]["name"] != COMPLETE for call in message["tool_calls"])
+
+
+def _first_match(text: str, table: Sequence[tuple[Pattern, str]]) -> Pattern | None:
+    return next((pattern for pattern, words in table if re.search(words, text, re.IGNORECASE)), None)
+
+
+def _text(message: Mapping[str, object]) -> str:
+    return str(message.get("content") or "")

@@ -18,6 +18,7 @@ from src.evaluate.contamination import content_hash
 from src.evaluate.eval_stats import Comparison, Estimate, Tally, compare_paired
 from src.evaluate.evaluation import MAX_DOMAINS, Evaluation, tally
 from src.records.atomic_io import replace_text
+from src.records.metrics_table import with_aliases
 from src.records.reading import Count, read_document, unchanged
 
 RESULTS_FILE = "results.json"
@@ -60,7 +61,7 @@ def results_of(name: str, config: EvaluateConfig, result: Evaluation) -> dict[st
         **asdict(result.whole),
         "domains": {name: asdict(section) for name, section in result.domains.items()},
         "tasks": [task_record(group, result.noop_rewards) for group in result.groups],
-        "metrics": result.metrics,
+        "metrics": with_aliases(result.metrics),
     }
 
 
@@ -111,9 +112,11 @@ def report_section(
 ) -> None:
     """Print rates, no-op success, success with and without writing actions, and failure patterns."""
     for name, rate in section["rates"].items():
-        printer.say(f"{indent}{name.replace('_hat_', '^').replace('_at_', '@')}: {shown(Estimate(**rate))}")
+        printer.say(
+            f"{indent}{name.replace('_hat_', '^').replace('_at_', '@')}: {formatted(Estimate(**rate))}"
+        )
     if section["noop_success"] is not None:
-        printer.say(f"{indent}doing nothing: {shown(Estimate(**section['noop_success']))}")
+        printer.say(f"{indent}doing nothing: {formatted(Estimate(**section['noop_success']))}")
     split = {text: metrics.get(f"{prefix}/{name}") for name, text in SUCCESS_SPLIT.items()}
     parts = [
         f"{value:.1%} of trials at tasks that {text}" for text, value in split.items() if value is not None
@@ -133,8 +136,8 @@ def require_enough(results: Mapping[str, Any], config: EvaluateConfig, directory
     if num_ungraded > config.max_failure_rate * total:
         raise TooManyFailuresError(
             f"{num_ungraded} of {total} trials are ungraded, more than "
-            f"max_failure_rate={config.max_failure_rate:g}; the others are no fair sample: fix the cause and "
-            f"repeat with the same log_path={directory}"
+            f"max_failure_rate={config.max_failure_rate:g}; the graded trials are not representative; fix "
+            f"the cause and repeat with the same log_path={directory}"
         )
 
 
@@ -176,7 +179,7 @@ def compare(
     return comparison
 
 
-def shown(estimate: Estimate) -> str:
+def formatted(estimate: Estimate) -> str:
     return f"{estimate.value:.1%} [{estimate.low:.1%}, {estimate.high:.1%}] over {estimate.num_tasks} tasks"
 
 

@@ -1,6 +1,7 @@
 """Run an evaluation: connect, play the tasks with the rollouts of training, write the results and compare.
 
-The folder has results.json, rollouts/, and jobs/ for `harbor view`. An interrupted evaluation is resumed.
+The folder has results.json, rollouts/, dumped_evals/, and jobs/ for `harbor view`. An interrupted evaluation
+is resumed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from src.core.process import deadline
 from src.core.trajectory import Task
 from src.envs.base import TaskSource, close_quietly
 from src.envs.registry import find_factory, open_task_source
-from src.evaluate.config import EvaluateConfig
+from src.evaluate.config import CompareConfig, EvaluateConfig
 from src.evaluate.contamination import HASHES_FILE, content_hashes, read_hashes, require_held_out
 from src.evaluate.evaluation import evaluate
 from src.evaluate.results import (
@@ -43,6 +44,7 @@ from src.policy.chat import load_chat
 from src.policy.openai_client import EndpointPolicy, connect_endpoint, endpoint_chat
 from src.policy.sampling_policy import Policy, TopPPolicy
 from src.records import checkpoints
+from src.records.dumps import dump_evaluation
 from src.records.journal import Journal
 from src.records.private_folder import make_private, resolved
 from src.records.reading import read_document, unchanged
@@ -60,7 +62,7 @@ class Evaluated:
 
     policy: Policy
     source: TaskSource
-    watchdog: Watchdog | None = None  # ends the evaluation when the endpoint is lost; None: nothing does
+    watchdog: Watchdog | None = None  # stops the evaluation if the endpoint is lost; None: no watchdog
 
 
 Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evaluated]]
@@ -69,8 +71,7 @@ Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evalua
 @asynccontextmanager
 async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> AsyncIterator[Evaluated]:
     """Connect to the Tinker or OpenAI-compatible endpoint and load the tasks of the environment."""
-    trials = config.trials
-    await asyncio.to_thread(find_factory, trials.env)
+    await asyncio.to_thread(find_factory, config.env)
     if config.base_url is not None:
         limit_s = config.heartbeat_timeout_s
         async with AsyncExitStack() as stack:
@@ -80,33 +81,29 @@ async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> Asyn
                 f"{config.base_url} did not answer within heartbeat_timeout_s={limit_s:g}",
             ):
                 endpoint = await stack.enter_async_context(
-                    connect_endpoint(config.base_url, trials.model_name)
+                    connect_endpoint(config.base_url, config.model_name)
                 )
-            watchdog = await stack.enter_async_context(watching(_unprobed, trials))
-            source = await asyncio.to_thread(open_task_source, trials, endpoint_chat())
+            watchdog = await stack.enter_async_context(watching(_unprobed, config))
+            source = await asyncio.to_thread(open_task_source, config.environment, endpoint_chat())
             yield Evaluated(policy=WatchedPolicy(EndpointPolicy(endpoint), watchdog), source=source)
         return
     async with (
-        connect(trials) as endpoint,
-        watching(endpoint.check, trials) as watchdog,
+        connect(config) as endpoint,
+        watching(endpoint.check, config) as watchdog,
     ):
         policy = WatchedPolicy(
             await watchdog.answer(endpoint.open_policy(checkpoint), "opening the policy"), watchdog
         )
-        name = trials.tokenizer or trials.model_name
+        name = config.tokenizer or config.model_name
         chat = await asyncio.to_thread(load_chat, name, enable_thinking=config.enable_thinking)
-        source = await asyncio.to_thread(open_task_source, trials, chat)
+        source = await asyncio.to_thread(open_task_source, config.environment, chat)
         yield Evaluated(policy=policy, source=source, watchdog=watchdog)
 
 
 async def run(config: EvaluateConfig, events: RunEvents, *, open_evaluated: Open = open_evaluated) -> None:
     """Run the evaluation that `config` describes, and the comparison if one is configured."""
-    if config.results is not None:
-        assert config.compare_with is not None
-        compare(read_results(Path(config.results)), read_results(Path(config.compare_with)), events)
-        return
     directory = evaluation_folder(config)
-    second = None if config.compare_with is None else compared_with(config.compare_with)
+    second = None if config.compare_with is None else finished_or_policy(config.compare_with)
     first = await play(
         config, sampler_path(config.checkpoint), directory, events, open_evaluated=open_evaluated
     )
@@ -116,6 +113,11 @@ async def run(config: EvaluateConfig, events: RunEvents, *, open_evaluated: Open
         path = None if second == "base" else sampler_path(second)
         second = await play(config, path, directory / "compared", events, open_evaluated=open_evaluated)
     compare(second, first, events, write_to=directory / "comparison.json")
+
+
+async def compare_finished(config: CompareConfig, events: RunEvents) -> None:
+    """Compare the results of two finished evaluations."""
+    compare(read_results(Path(config.results)), read_results(Path(config.compare_with)), events)
 
 
 async def play(
@@ -128,11 +130,11 @@ async def play(
 ) -> Mapping[str, Any]:
     """Play one evaluation into its folder. Trials that the folder already has are not played again."""
     name = checkpoint or (
-        f"{config.model_name} at {config.base_url}" if config.base_url else str(config.model_name)
+        f"{config.model_name} at {config.base_url}" if config.base_url else config.model_name
     )
     async with open_evaluated(config, checkpoint) as evaluated, AsyncExitStack() as source_open:
         source_open.push_async_callback(close_quietly, evaluated.source)
-        tasks = chosen([*evaluated.source.train, *evaluated.source.eval], config.tasks)
+        tasks = chosen_tasks([*evaluated.source.train, *evaluated.source.eval], config.tasks)
         if (trained := training_hashes(config)) is not None:
             await asyncio.to_thread(require_held_out, tasks, trained, chosen_by="tasks")
         source_open.enter_context(lock_run_dir(directory))
@@ -140,7 +142,7 @@ async def play(
         events.say(f"evaluating {name}, files: {directory}")
         with logging_to_file(directory / "logs.log"):
             finished = FinishedRollouts(directory, Journal(directory))
-            rollouts = Rollouts(evaluated.source, config.trials, finished)
+            rollouts = Rollouts(evaluated.source, config, finished)
             events.batch_started("evaluation", num_groups=len(tasks), group_size=config.n_samples)
             jobs = finished.job_directory("eval", 0)
             plan = RolloutPlan(
@@ -162,6 +164,10 @@ async def play(
             )
             await asyncio.to_thread(evaluated.source.batch_ended, jobs)
             record_groups(directory / "rollouts" / "eval_000000.jsonl", result.groups, {})
+            text = evaluated.source.text
+            await asyncio.to_thread(
+                dump_evaluation, directory, 0, result.groups, result.metrics, text, env_class=config.env
+            )
     results = await asyncio.to_thread(results_of, name, config, result)
     write_json(directory / RESULTS_FILE, results)
     report(results, events)
@@ -173,7 +179,7 @@ async def _unprobed() -> None:
     """Do nothing: OpenAI's API has no cheap route to probe, so only the timeout of each request applies."""
 
 
-def chosen(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
+def chosen_tasks(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
     """Return the tasks whose ids match a pattern. Raises ConfigError for a pattern without a match."""
     for pattern in patterns or ():
         if not any(fnmatchcase(task.id, pattern) for task in tasks):
@@ -200,7 +206,7 @@ def sampler_path(checkpoint: str | None) -> str | None:
     return last.sampler_path
 
 
-def compared_with(text: str) -> str | Mapping[str, Any]:
+def finished_or_policy(text: str) -> str | Mapping[str, Any]:
     """Return the results of another evaluation, or the text itself if it names a policy to evaluate."""
     path = Path(text).expanduser()
     return read_results(path) if (path / RESULTS_FILE).is_file() or path.is_file() else text
@@ -224,7 +230,7 @@ def evaluation_folder(config: EvaluateConfig) -> Path:
     if config.log_path:
         return resolved(Path(config.log_path))
     model = str(config.checkpoint or config.model_name).replace("tinker://", "").replace("/", "-").strip("-")
-    tasks = tasks_name(config.trials)
+    tasks = tasks_name(config)
     return resolved(Path(config.logs_dir) / f"eval-{tasks}-{model}-{datetime.now():%Y-%m-%d-%H-%M-%S}")
 
 
@@ -233,7 +239,8 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
     identity = {"evaluated": name, **chz.asdict(config)}
     path = directory / "config.json"
     before = read_document(path, TypeAdapter(dict[str, Any]), unchanged) if path.is_file() else None
-    for option in (  # may differ when an evaluation is resumed
+    for option in (  # may differ when an evaluation is resumed; earlier releases wrote `results`
+        "results",
         "log_path",
         "logs_dir",
         "compare_with",
@@ -242,10 +249,12 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
         "checkpoint",
         "skyrl_tx_url",
     ):
-        identity.pop(option)
+        identity.pop(option, None)
         if before is not None:
             before.pop(option, None)
-    if before is not None and present_options(before) != json.loads(json.dumps(identity)):
+    identity = json.loads(json.dumps(identity))
+    # An option that an earlier release did not have is not compared.
+    if before is not None and identity | present_options(before) != identity:
         raise ConfigError(f"log_path {directory} belongs to another evaluation; give another log_path")
     if (
         before is None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from src.core.trajectory import Task, TrajectoryGroup
-from src.learning.options import CurriculumSettings
+from src.learning.options import CurriculumOptions
 from src.learning.played_groups import SOLVED
 
 DECAY = 0.75  # about the last four groups count
@@ -63,13 +63,13 @@ class Curriculum:
         return replace(self, evidence=evidence, num_groups=count)
 
     def choose(
-        self, tasks: Sequence[Task], count: int, settings: CurriculumSettings, *, step: int, attempt: int
+        self, tasks: Sequence[Task], count: int, options: CurriculumOptions, *, step: int, attempt: int
     ) -> list[Task]:
         """Return `count` different tasks, as a function of the state, the seed, the step and the attempt."""
-        rng = random.Random(f"{settings.seed}/curriculum/{step}/{attempt}")
+        rng = random.Random(f"{options.seed}/curriculum/{step}/{attempt}")
         order = sorted(tasks, key=lambda task: task.id)
         rng.shuffle(order)  # so that ties are broken at random
-        share = settings.exploration_floor * min(count, len(order))
+        share = options.exploration_floor * min(count, len(order))
         num_explored = int(share) + (rng.random() < share - int(share))
         waiting = sorted(order, key=lambda task: self.posterior(task).last_played)
         explored, rest = waiting[:num_explored], waiting[num_explored:]
@@ -86,10 +86,10 @@ class Curriculum:
 
 
 def curriculum_metrics(
-    state: Curriculum, tasks: Sequence[Task], settings: CurriculumSettings
+    state: Curriculum, tasks: Sequence[Task], options: CurriculumOptions
 ) -> dict[str, float]:
     """Return the numbers of unplayed tasks, and of played tasks by estimated pass rate."""
-    if settings.task_sampling == "uniform":
+    if options.task_sampling == "uniform":
         return {}
     means = [state.posterior(task).mean for task in tasks if state.posterior(task).last_played >= 0]
     return {

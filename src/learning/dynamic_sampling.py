@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from src.core.errors import TrainerError
 from src.core.trajectory import Task, TrajectoryGroup
 from src.learning.filters import apply_reward_rules, is_constant
-from src.learning.options import DynamicSamplingSettings, FilterSettings
+from src.learning.options import DynamicSamplingOptions, FilterOptions
 
 # Plays tasks; the number counts the batches of the step, 0 for its own tasks.
 Play = Callable[[Sequence[Task], int], Awaitable[list[TrajectoryGroup]]]
@@ -48,8 +48,8 @@ async def sample_groups(
     play: Play,
     tasks: Sequence[Task],
     refills: Refill,
-    settings: DynamicSamplingSettings,
-    filters: FilterSettings,
+    options: DynamicSamplingOptions,
+    filters: FilterOptions,
     *,
     step: int,
 ) -> SamplingState:
@@ -60,7 +60,7 @@ async def sample_groups(
         batch = refills(state, len(tasks)) if attempt else tasks
         groups = await play(batch, attempt)
         state = add_batch(
-            state, apply_reward_rules(groups, filters), settings, step=step, num_groups=len(tasks)
+            state, apply_reward_rules(groups, filters), options, step=step, num_groups=len(tasks)
         )
         state = replace(state, played=[*state.played, *groups])
     return state
@@ -69,7 +69,7 @@ async def sample_groups(
 def add_batch(
     before: SamplingState,
     groups: Sequence[TrajectoryGroup],
-    settings: DynamicSamplingSettings,
+    options: DynamicSamplingOptions,
     *,
     step: int,
     num_groups: int,
@@ -78,13 +78,13 @@ def add_batch(
 
     Raises TrainerError if `dynamic_sampling_max_batches` are not enough.
     """
-    if settings.dynamic_sampling == "off":
+    if options.dynamic_sampling == "off":
         return replace(before, kept=list(groups), is_complete=True, num_batches=1)
     good = [group for group in groups if is_good(group)]
     after = replace(
         before, num_batches=before.num_batches + 1, num_bad=before.num_bad + len(groups) - len(good)
     )
-    if settings.dynamic_sampling == "filter":
+    if options.dynamic_sampling == "filter":
         kept = [*before.kept, *good]
         after = replace(
             after,
@@ -92,16 +92,16 @@ def add_batch(
             is_complete=len(kept) >= num_groups,
             num_surplus=max(0, len(kept) - num_groups),
         )
-    elif len(good) > len(groups) * settings.dynamic_sampling_min_replace_ratio:
-        rng = random.Random(f"{settings.seed}/replace/{step}/{after.num_batches}")
+    elif len(good) > len(groups) * options.dynamic_sampling_min_replace_ratio:
+        rng = random.Random(f"{options.seed}/replace/{step}/{after.num_batches}")
         after = replace(
             after, kept=replace_bad_groups(groups, rng), is_complete=True, num_copies=len(groups) - len(good)
         )
-    limit = settings.dynamic_sampling_max_batches
+    limit = options.dynamic_sampling_max_batches
     if not after.is_complete and limit and after.num_batches >= limit:
         raise TrainerError(
             f"step {step}: {after.num_bad} groups of {after.num_batches} batches had equal rewards, so "
-            f"dynamic_sampling={settings.dynamic_sampling} found too few to train on; use easier tasks, a "
+            f"dynamic_sampling={options.dynamic_sampling} found too few to train on; use easier tasks, a "
             "larger group_size or a larger dynamic_sampling_max_batches"
         )
     return after
@@ -115,8 +115,8 @@ def replace_bad_groups(groups: Sequence[TrajectoryGroup], rng: random.Random) ->
     return [group if is_good(group) else next(drawn) for group in groups]
 
 
-def sampling_metrics(state: SamplingState, settings: DynamicSamplingSettings) -> dict[str, float]:
-    if settings.dynamic_sampling == "off":
+def sampling_metrics(state: SamplingState, options: DynamicSamplingOptions) -> dict[str, float]:
+    if options.dynamic_sampling == "off":
         return {}
     return {
         "dynamic_sampling/batches": float(state.num_batches),

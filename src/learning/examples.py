@@ -16,7 +16,7 @@ from src.learning.datums import (
     with_advantage,
 )
 from src.learning.filters import is_trainable
-from src.learning.options import AdvantageSettings, FilterSettings
+from src.learning.options import AdvantageOptions, FilterOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,42 +37,40 @@ class Example:
 
 
 def examples_of_batch(
-    groups: Sequence[TrajectoryGroup], settings: AdvantageSettings, filters: FilterSettings
+    groups: Sequence[TrajectoryGroup], options: AdvantageOptions, filters: FilterOptions
 ) -> list[list[Example]]:
     """Return the examples of each group.
 
     Whitening estimators compare the groups of the batch with each other.
     """
-    examples_P_G = [examples_of(group, settings, filters) for group in groups]
-    is_whitened = ADVANTAGE_ESTIMATORS[settings.estimator].is_whitened
+    examples_P_G = [examples_of(group, options, filters) for group in groups]
+    is_whitened = ADVANTAGE_ESTIMATORS[options.estimator].is_whitened
     return whiten_examples(examples_P_G) if is_whitened else examples_P_G
 
 
-def examples_of(
-    group: TrajectoryGroup, settings: AdvantageSettings, filters: FilterSettings
-) -> list[Example]:
+def examples_of(group: TrajectoryGroup, options: AdvantageOptions, filters: FilterOptions) -> list[Example]:
     """Return the examples of a group: one per trajectory, or one per turn with `step_wise_trajectories`.
 
     Advantages are those of whole trajectories; each turn has the advantage of its trajectory.
     """
     advantages_G = group_advantages(
-        group.rewards, estimator=settings.estimator, singleton=settings.singleton_advantage
+        group.rewards, estimator=options.estimator, singleton=options.singleton_advantage
     )
     return [
         example
         for trajectory, advantage in zip(group.trajectories, advantages_G, strict=True)
-        for example in _examples(trajectory, advantage, settings, filters)
+        for example in _examples(trajectory, advantage, options, filters)
     ]
 
 
 def _examples(
-    trajectory: Trajectory, advantage: float, settings: AdvantageSettings, filters: FilterSettings
+    trajectory: Trajectory, advantage: float, options: AdvantageOptions, filters: FilterOptions
 ) -> list[Example]:
-    if settings.step_wise_trajectories:
+    if options.step_wise_trajectories:
         parts = [[sequence] for sequence in step_sequences_of(trajectory.turns, advantage=advantage)] or [[]]
     else:
         parts = [sequences_of(trajectory.turns, advantage=advantage)]
-    limit = settings.length_limits.max_sequence_length
+    limit = options.length_limits.max_sequence_length
     is_trained = is_trainable(trajectory, filters)
     return [
         Example(
@@ -86,7 +84,7 @@ def _examples(
 
 
 def whiten_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Example]]:
-    """Replace the advantages, which are returns so far, by whitened ones."""
+    """Replace the advantages by whitened ones. Before this call the advantages are plain returns."""
     flat = [example for group in examples_P_G for example in group]
     values = whiten([example.advantage for example in flat], [example.num_tokens for example in flat])
     changed = iter(
@@ -115,13 +113,13 @@ def substeps(examples_P_G: Sequence[Sequence[Example]], num_substeps: int) -> li
     return [[example for unit in units[start:end] for example in unit] for start, end in pairwise(bounds)]
 
 
-def apply_loss_reduction(share: Sequence[Example], settings: AdvantageSettings) -> list[Example]:
+def apply_loss_reduction(share: Sequence[Example], options: AdvantageOptions) -> list[Example]:
     """Multiply the advantages by the weights of the loss reduction, since the server sums over tokens."""
     weights = token_weights(
         [example.num_tokens for example in share],
         prompts_S=[example.trajectory.task_id for example in share],
-        reduction=settings.loss_reduction,
-        max_sequence_length=settings.length_limits.max_sequence_length,
+        reduction=options.loss_reduction,
+        max_sequence_length=options.length_limits.max_sequence_length,
     )
     return [
         replace(example, sequences=[scale_advantages(sequence, weight) for sequence in example.sequences])

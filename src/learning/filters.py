@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from src.core.trajectory import StopReason, Trajectory, TrajectoryGroup
 from src.learning.advantages import EPSILON
-from src.learning.options import FilterSettings
+from src.learning.options import FilterOptions
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class DropReason(StrEnum):
 
 
 def keep_groups(
-    groups: Sequence[TrajectoryGroup], settings: FilterSettings
+    groups: Sequence[TrajectoryGroup], options: FilterOptions
 ) -> tuple[list[TrajectoryGroup], Counter[DropReason]]:
     """Return the groups to train on, and the number of dropped groups by reason.
 
@@ -45,7 +45,7 @@ def keep_groups(
     kept: list[TrajectoryGroup] = []
     dropped: Counter[DropReason] = Counter()
     for group in groups:
-        reason = drop_reason(group, settings)
+        reason = drop_reason(group, options)
         if reason is None:
             kept.append(group)
         else:
@@ -53,27 +53,25 @@ def keep_groups(
     return kept, dropped
 
 
-def apply_reward_rules(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> list[TrajectoryGroup]:
-    """Return the groups with the rewards to train on.
-
-    Masks are not changed, and the rules are applied once per group.
+def apply_reward_rules(groups: Sequence[TrajectoryGroup], options: FilterOptions) -> list[TrajectoryGroup]:
+    """Return the groups with the rewards to train on. Apply it once per group.
 
     The rules are, in this order: add the judge's bonus, give failures a reward (`failed_trial_reward`), and
-    set the rewards of trajectories to 0 that a limit ended or that have a long answer.
+    set the reward to 0 of trajectories that a limit ended or that have a long answer.
     """
     groups = [
         with_bonus_in_reward(group) if any(member.bonus for member in group.trajectories) else group
         for group in groups
     ]
-    if settings.failed_trial_reward is not None:
-        groups = [with_failures_rewarded(group, settings.failed_trial_reward) for group in groups]
-    if settings.zero_reward_on_non_stop:
+    if options.failed_trial_reward is not None:
+        groups = [with_failures_rewarded(group, options.failed_trial_reward) for group in groups]
+    if options.zero_reward_on_non_stop:
         groups = [
             _zeroed(group, [member.stop_reason in OVERLONG for member in group.trajectories])
             for group in groups
         ]
-    if settings.zero_reward_on_length_threshold:
-        limit = settings.max_assistant_response_tokens
+    if options.zero_reward_on_length_threshold:
+        limit = options.max_assistant_response_tokens
         too_long = [[_has_long_answer(member, limit) for member in group.trajectories] for group in groups]
         if num_zeroed := sum(map(sum, too_long)):
             total = sum(map(len, too_long))
@@ -85,17 +83,17 @@ def apply_reward_rules(groups: Sequence[TrajectoryGroup], settings: FilterSettin
     return list(groups)
 
 
-def zeroed_metrics(groups: Sequence[TrajectoryGroup], settings: FilterSettings) -> dict[str, float]:
+def zeroed_metrics(groups: Sequence[TrajectoryGroup], options: FilterOptions) -> dict[str, float]:
     """Count the rewards above 0 that the two rules set to 0. `groups` have their original rewards."""
     rewarded = [member for group in groups for member in group.trajectories if member.reward > 0]
     non_stop = [
-        member for member in rewarded if settings.zero_reward_on_non_stop and member.stop_reason in OVERLONG
+        member for member in rewarded if options.zero_reward_on_non_stop and member.stop_reason in OVERLONG
     ]
-    limit = settings.max_assistant_response_tokens
+    limit = options.max_assistant_response_tokens
     too_long = [
         member
         for member in rewarded
-        if settings.zero_reward_on_length_threshold and _has_long_answer(member, limit)
+        if options.zero_reward_on_length_threshold and _has_long_answer(member, limit)
     ]
     return {
         "reward/zeroed_by_non_stop": float(len(non_stop)),
@@ -103,13 +101,13 @@ def zeroed_metrics(groups: Sequence[TrajectoryGroup], settings: FilterSettings) 
     }
 
 
-def drop_reason(group: TrajectoryGroup, settings: FilterSettings) -> DropReason | None:
+def drop_reason(group: TrajectoryGroup, options: FilterOptions) -> DropReason | None:
     """Return why a group is dropped; None if it is kept. A group of one is never constant, as in SkyRL."""
     if not group.trajectories:
         return DropReason.UNGRADED
-    if len(group.trajectories) < settings.min_group_size:
+    if len(group.trajectories) < options.min_group_size:
         return DropReason.TOO_SMALL
-    if settings.remove_constant_reward_groups and len(group.trajectories) > 1 and is_constant(group.rewards):
+    if options.remove_constant_reward_groups and len(group.trajectories) > 1 and is_constant(group.rewards):
         return DropReason.CONSTANT_REWARD
     return None
 
@@ -145,12 +143,12 @@ def with_failures_rewarded(group: TrajectoryGroup, reward: float) -> TrajectoryG
     return replace(group, trajectories=[*group.trajectories, *trajectories], failures=[])
 
 
-def is_trainable(trajectory: Trajectory, settings: FilterSettings) -> bool:
+def is_trainable(trajectory: Trajectory, options: FilterOptions) -> bool:
     """Return whether the tokens are trained.
 
     A masked trajectory still counts in its group's mean and in metrics.
     """
-    match settings.apply_overlong_filtering:
+    match options.apply_overlong_filtering:
         case "stop_reason":
             return trajectory.stop_reason not in OVERLONG
         case "eos":  # a sampled answer stops only at the model's end-of-turn token

@@ -16,7 +16,7 @@ import numpy as np
 
 from src.learning.datums import TokenSequence, has_gradient
 from src.learning.examples import Example
-from src.learning.options import ImportanceSettings
+from src.learning.options import ImportanceOptions
 
 MAX_LOG_RATIO = 20.0
 CAPS = {"token": 2.0, "sequence": 5.0}
@@ -33,17 +33,15 @@ class TisResult:
     num_masked_tokens: int
 
 
-def token_factors(old: np.ndarray, sampled: np.ndarray, settings: ImportanceSettings) -> TisResult:
-    """Return the factors for N tokens.
+def token_factors(old: np.ndarray, sampled: np.ndarray, options: ImportanceOptions) -> TisResult:
+    """Return the factors for N tokens. `old` and `sampled` are the logprobs [N] of trainer and sampler.
 
-    `old` and `sampled` are the logprobs of the trainer and of the sampler.
-
-    Bounds are inclusive: a ratio equal to a bound is within it.
+    Bounds are inclusive.
     """
     log_ratios = old - sampled
     ratios = _exp(log_ratios)
-    cap = CAPS.get(settings.tis, 1.0) if settings.tis_cap is None else settings.tis_cap
-    match settings.tis:
+    cap = CAPS.get(options.tis, 1.0) if options.tis_cap is None else options.tis_cap
+    match options.tis:
         case "token":
             factors, num_capped = np.minimum(ratios, cap), int((ratios > cap).sum())
         case "sequence":
@@ -51,9 +49,9 @@ def token_factors(old: np.ndarray, sampled: np.ndarray, settings: ImportanceSett
             factors, num_capped = np.full_like(ratios, min(ratio, cap)), int(ratio > cap)
         case _:
             factors, num_capped = np.ones_like(ratios), 0
-    is_masked = out_of_bounds(log_ratios, settings)
-    low = -np.inf if settings.tis_token_mask_low is None else settings.tis_token_mask_low
-    high = np.inf if settings.tis_token_mask_high is None else settings.tis_token_mask_high
+    is_masked = out_of_bounds(log_ratios, options)
+    low = -np.inf if options.tis_token_mask_low is None else options.tis_token_mask_low
+    high = np.inf if options.tis_token_mask_high is None else options.tis_token_mask_high
     inside = (ratios >= low) & (ratios <= high)
     kept = inside & (not is_masked)
     return TisResult(
@@ -64,14 +62,14 @@ def token_factors(old: np.ndarray, sampled: np.ndarray, settings: ImportanceSett
     )
 
 
-def out_of_bounds(log_ratios: np.ndarray, settings: ImportanceSettings) -> bool:
+def out_of_bounds(log_ratios: np.ndarray, options: ImportanceOptions) -> bool:
     """Return whether the whole trajectory is masked."""
-    kind = settings.tis_sequence_mask
+    kind = options.tis_sequence_mask
     if kind == "off" or not log_ratios.size:
         return False
     low, high = SEQUENCE_BOUNDS[kind]
-    low = low if settings.tis_sequence_mask_low is None else settings.tis_sequence_mask_low
-    high = high if settings.tis_sequence_mask_high is None else settings.tis_sequence_mask_high
+    low = low if options.tis_sequence_mask_low is None else options.tis_sequence_mask_low
+    high = high if options.tis_sequence_mask_high is None else options.tis_sequence_mask_high
     values = {
         "geometric": _exp(log_ratios.mean()),
         "product": _exp(log_ratios.sum()),
@@ -81,7 +79,7 @@ def out_of_bounds(log_ratios: np.ndarray, settings: ImportanceSettings) -> bool:
 
 
 def apply_tis(
-    shares: Sequence[Sequence[Example]], old_logprobs_D: Sequence[np.ndarray], settings: ImportanceSettings
+    shares: Sequence[Sequence[Example]], old_logprobs_D: Sequence[np.ndarray], options: ImportanceOptions
 ) -> tuple[list[list[Example]], dict[str, float]]:
     """Return the corrected examples and the metrics of the correction.
 
@@ -101,7 +99,7 @@ def apply_tis(
         after = np.concatenate(
             [values[sequence.sampled] for sequence, values in zip(sequences, old, strict=True)]
         )
-        result = token_factors(after, before, settings)
+        result = token_factors(after, before, options)
         corrections.append(result)
         parts = np.split(result.factors, np.cumsum([sequence.num_sampled for sequence in sequences])[:-1])
         return replace(
@@ -110,7 +108,7 @@ def apply_tis(
 
     changed = [[correct(example) for example in share] for share in shares]
     num_units = (
-        len(corrections) if settings.tis == "sequence" else sum(len(item.factors) for item in corrections)
+        len(corrections) if options.tis == "sequence" else sum(len(item.factors) for item in corrections)
     )
     return changed, {
         "tis/mean_factor": float(np.concatenate([item.factors for item in corrections]).mean())

@@ -13,7 +13,7 @@ import numpy as np
 
 from src.learning.datums import TokenSequence
 from src.learning.examples import Example
-from src.learning.options import KlSettings
+from src.learning.options import KlOptions
 from src.policy.sampling_policy import ReferenceModel
 
 
@@ -26,7 +26,7 @@ class KlResult:
 
 
 async def apply_kl_penalty(
-    examples: Sequence[Example], reference: ReferenceModel, settings: KlSettings
+    examples: Sequence[Example], reference: ReferenceModel, options: KlOptions
 ) -> KlResult:
     """Add `kl_penalty_coef * (mean penalty - penalty)` to the advantage of each sampled token.
 
@@ -37,10 +37,10 @@ async def apply_kl_penalty(
     differences = [
         difference(sequence, logprobs) for sequence, logprobs in zip(sequences, scores, strict=True)
     ]
-    penalties = [kl_estimates(values, estimator=settings.kl_estimator) for values in differences]
+    penalties = [kl_estimates(values, estimator=options.kl_estimator) for values in differences]
     num_tokens = max(1, sum(sequence.num_sampled for sequence in sequences))
     mean = sum(float(values.sum()) for values in penalties) / num_tokens
-    coefficient = settings.kl_penalty_coef
+    coefficient = options.kl_penalty_coef
     changed = iter(
         replace(
             sequence,

@@ -13,7 +13,7 @@ import numpy as np
 import tinker
 
 from src.core.errors import TrainerError
-from src.learning.options import LearnerSettings
+from src.learning.options import LearnerOptions
 from src.policy.sampling_policy import sdk_boundary
 
 DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker's bounds of the ratio
@@ -38,13 +38,13 @@ class Learner:
     def __init__(
         self,
         client: tinker.TrainingClient,
-        settings: LearnerSettings,
+        options: LearnerOptions,
         *,
         num_steps: int = 1,
         update_scale: float = 1.0,
     ) -> None:
         self._client = client
-        self._settings = settings
+        self._options = options
         self._num_steps = num_steps  # of the whole run
         self._update_scale = update_scale
         self._added: list[tuple[list[tinker.Datum], Awaitable[tinker.ForwardBackwardOutput]]] = []
@@ -55,7 +55,7 @@ class Learner:
             return []
         with sdk_boundary("computing the trainer's logprobs"):
             output = await self._client.forward(
-                list(datums), self._settings.loss_fn, self._settings.loss_settings or None
+                list(datums), self._options.loss_fn, self._options.loss_settings or None
             )
         return [
             np.concatenate([[0.0], answer["logprobs"].to_numpy()]).astype(np.float32)
@@ -76,15 +76,15 @@ class Learner:
         `step`, from 1, is the number of the batch in the learning-rate schedule. Raises TrainerError if the
         logprobs are not finite.
         """
-        settings = self._settings
-        rate = learning_rate(settings, step=step, num_steps=self._num_steps) * self._update_scale
+        options = self._options
+        rate = learning_rate(options, step=step, num_steps=self._num_steps) * self._update_scale
         adam = tinker.AdamParams(
             learning_rate=rate,
-            beta1=settings.adam_beta1,
-            beta2=settings.adam_beta2,
-            eps=settings.adam_eps,
-            weight_decay=settings.weight_decay / self._update_scale,
-            grad_clip_norm=settings.grad_clip_norm,
+            beta1=options.adam_beta1,
+            beta2=options.adam_beta2,
+            eps=options.adam_eps,
+            weight_decay=options.weight_decay / self._update_scale,
+            grad_clip_norm=options.grad_clip_norm,
         )
         added, self._added = self._added, []
         queued, steps = list(added), []
@@ -109,28 +109,28 @@ class Learner:
         for name in sorted({name for answer in answers for name in answer.metrics or {}}):
             values = [answer.metrics[name] for answer in answers if answer.metrics and name in answer.metrics]
             metrics[f"optim/{name.partition(':')[0]}"] = float(np.mean(values))
-        return metrics | sampler_trainer_kl(tokens) | clipping(tokens, settings)
+        return metrics | sampler_trainer_kl(tokens) | clipping(tokens, options)
 
     def _gradient(self, datums: Sequence[tinker.Datum]) -> Awaitable[tinker.ForwardBackwardOutput]:
         return self._client.forward_backward(
-            list(datums), self._settings.loss_fn, self._settings.loss_settings or None
+            list(datums), self._options.loss_fn, self._options.loss_settings or None
         )
 
 
-def learning_rate(settings: LearnerSettings, *, step: int, num_steps: int) -> float:
+def learning_rate(options: LearnerOptions, *, step: int, num_steps: int) -> float:
     """Return the rate of one step: a linear warm-up over `lr_warmup_steps`, then the schedule.
 
     The schedule would reach 0 one step after the last: 4 steps of `linear` without warm-up have 1, 3/4, 1/2
     and 1/4 of the rate. All substeps of a batch have the same rate.
     """
-    warmup = settings.lr_warmup_steps
+    warmup = options.lr_warmup_steps
     if step <= warmup:
-        return settings.learning_rate * step / warmup
+        return options.learning_rate * step / warmup
     done = min(1.0, (step - warmup - 1) / max(1, num_steps - warmup))
     factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[
-        settings.lr_schedule
+        options.lr_schedule
     ]
-    return settings.learning_rate * factor
+    return options.learning_rate * factor
 
 
 def trained_tokens(datums: Sequence[tinker.Datum], output: tinker.ForwardBackwardOutput) -> TrainedTokens:
@@ -161,11 +161,11 @@ def sampler_trainer_kl(substeps: Sequence[TrainedTokens]) -> dict[str, float]:
     }
 
 
-def clipping(substeps: Sequence[TrainedTokens], settings: LearnerSettings) -> dict[str, float]:
+def clipping(substeps: Sequence[TrainedTokens], options: LearnerOptions) -> dict[str, float]:
     """Return the share of tokens with a ratio outside the clip bounds, for losses that clip."""
-    if settings.loss_fn not in ("ppo", "cispo"):
+    if options.loss_fn not in ("ppo", "cispo"):
         return {}
-    bounds = DEFAULT_CLIP | settings.loss_settings
+    bounds = DEFAULT_CLIP | options.loss_settings
     ratios = np.concatenate(
         [np.exp(tokens.trained_logprobs - tokens.sampled_logprobs) for tokens in substeps]
     )

@@ -31,7 +31,7 @@ from src.learning.played_groups import (
 )
 
 TIMEOUTS = frozenset({StopReason.TIMEOUT, StopReason.AGENT_TIMEOUT})
-COUNT, SHARE, REWARD, TOKENS, OWN = Unit.COUNT, Unit.SHARE, Unit.REWARD, Unit.TOKENS, Unit.OWN
+COUNT, SHARE, REWARD, TOKENS, VARIES = Unit.COUNT, Unit.SHARE, Unit.REWARD, Unit.TOKENS, Unit.VARIES
 MEAN, SUM, MIN, MAX = Reduction.MEAN, Reduction.SUM, Reduction.MIN, Reduction.MAX
 STATISTICS = {
     "avg": (MEAN, np.mean),
@@ -222,7 +222,7 @@ REWARD_METRICS: tuple[Metric[PlayedGroups], ...] = (
         lambda played: _signals(played)["signal_ratio"]),
     Metric("reward/mean_positive_reward", REWARD, MEAN, "Mean of the rewards above 0; 0 if there are none.",
         lambda played: _signals(played)["mean_positive_reward"]),
-    Metric("reward/<domain>/<signal>", OWN, MEAN,
+    Metric("reward/<domain>/<signal>", VARIES, MEAN,
         "`pass_at_<k>` and the three metrics above, for one domain or task family.",
         _signals_by_environment),
     Metric("env/all/by_group/frac_mixed", SHARE, MEAN, "Groups whose rewards differ.",
@@ -268,7 +268,7 @@ LENGTH_METRICS: tuple[Metric[PlayedGroups], ...] = (
     Metric("generate/batch_num_seq", COUNT, SUM, "Trajectories, as SkyRL counts them.",
         lambda played: len(played.trajectories)),
     *_statistics("sampling_client/step_{}", ("min", "mean", "max"), Unit.UPDATES,
-        "Policy version that sampled a turn.",        lambda played: played.versions),
+        "Policy version that sampled a turn.", lambda played: played.versions),
     *_statistics("generate/{}_assistant_tokens", ("avg", "min", "max", "std"), TOKENS,
         "Sampled tokens of a trajectory.", _sampled_tokens),
     *_statistics("generate/tokens_per_turn_{}", ("mean", "std", "max"), TOKENS, "Sampled tokens of a turn.",
@@ -277,10 +277,10 @@ LENGTH_METRICS: tuple[Metric[PlayedGroups], ...] = (
         "Duration of a trial.", _durations),
     Metric("env/all/stop_reason/<reason>", SHARE, MEAN, "Trials that ended for this reason (`StopReason`).",
         _stop_reasons),
-    Metric("environment/<name>", OWN, SUM,
+    Metric("environment/<name>", VARIES, SUM,
         "A metric of the environment. Names that end in avg, mean, min or max select that reduction instead.",
         lambda played: {f"environment/{n}": aggregate(n, v) for n, v in measured(played).items()}),
-    Metric("env/all/<name>", OWN, MEAN, "A metric of the environment, over the trials that have it.",
+    Metric("env/all/<name>", VARIES, MEAN, "A metric of the environment, over the trials that have it.",
         lambda played: {f"env/all/{n}": _mean(v) for n, v in measured(played).items()}),
 )
 
@@ -308,10 +308,10 @@ BATCH_METRICS: tuple[Metric[TrainingBatch], ...] = (
 )
 
 DOMAIN_METRICS: tuple[Metric[PlayedGroups], ...] = (
-    Metric("test/env/<domain>/<name>", OWN, MEAN,
+    Metric("test/env/<domain>/<name>", VARIES, MEAN,
         "A metric of the environment, over the trials that have it.",
         lambda played: {f"test/env/<domain>/{n}": _mean(v) for n, v in measured(played).items()}),
-    Metric("test/env/<domain>/reward/<signal>", OWN, MEAN,
+    Metric("test/env/<domain>/reward/<signal>", VARIES, MEAN,
         "The four signals, as in `reward/<domain>/<signal>`.",
         lambda played: {f"test/env/<domain>/reward/{n}": v for n, v in _signals(played).items()}),
     Metric("test/env/<domain>/success_write", SHARE, MEAN,

@@ -6,8 +6,8 @@ from typing import Literal
 
 import chz
 
-from src.core.length_limits import LengthSettings
-from src.core.options import Options, SeedSettings, above, at_least, pairs, require
+from src.core.length_limits import LengthOptions
+from src.core.options import Options, SeedOptions, above, at_least, pairs, require
 from src.learning.advantages import Estimator, describe_estimators
 
 # The thresholds of the losses that clip, as absolute bounds of the ratio.
@@ -16,7 +16,7 @@ CLIPPED_LOSSES = ("ppo", "cispo")
 
 
 @chz.chz
-class LearnerSettings(Options):
+class LearnerOptions(Options):
     """Optimizer and loss"""
 
     learning_rate: float = chz.field(default=5e-4, doc="Adam's learning rate", validator=above(0))
@@ -62,7 +62,6 @@ class LearnerSettings(Options):
         require(
             0 <= low <= 1 <= high,
             f"loss_fn_config: clip_low_threshold={low:g} and clip_high_threshold={high:g} bound the ratio "
-            "itself "
             "and must have 1 between them; for an epsilon write 1 - eps and 1 + eps",
         )
         return settings
@@ -73,7 +72,7 @@ class LearnerSettings(Options):
 
 
 @chz.chz
-class FilterSettings(Options):
+class FilterOptions(Options):
     """Reward rules and group filters"""
 
     remove_constant_reward_groups: bool = chz.field(
@@ -106,7 +105,7 @@ class FilterSettings(Options):
 
 
 @chz.chz
-class StepWiseSettings(Options):
+class StepWiseOptions(Options):
     """Advantages and loss reduction"""
 
     step_wise_trajectories: bool = chz.field(
@@ -115,7 +114,7 @@ class StepWiseSettings(Options):
 
 
 @chz.chz
-class AdvantageSettings(StepWiseSettings, LengthSettings):
+class AdvantageOptions(StepWiseOptions, LengthOptions):
     """Advantages and loss reduction"""
 
     advantage_estimator: Estimator = chz.field(
@@ -154,9 +153,8 @@ class AdvantageSettings(StepWiseSettings, LengthSettings):
     def _estimator_agrees(self) -> None:
         require(
             self.normalize_advantages_by_std or self.advantage_estimator in ("grpo", "dr_grpo"),
-            f"normalize_advantages_by_std=false is for advantage_estimator=grpo, not "
-            f"{self.advantage_estimator}; "
-            "remove it",
+            "normalize_advantages_by_std=false is for advantage_estimator=grpo, not "
+            f"{self.advantage_estimator}; remove it",
         )
         require(
             not (self.step_wise_trajectories and self.advantage_estimator == "reinforce++"),
@@ -166,7 +164,7 @@ class AdvantageSettings(StepWiseSettings, LengthSettings):
 
 
 @chz.chz
-class KlSettings(Options):
+class KlOptions(Options):
     """KL penalty"""
 
     kl_penalty_coef: float = chz.field(
@@ -180,7 +178,7 @@ class KlSettings(Options):
 
 
 @chz.chz
-class ImportanceSettings(Options):
+class ImportanceOptions(Options):
     """Importance sampling between sampler and trainer"""
 
     tis: Literal["off", "token", "sequence"] = chz.field(
@@ -231,13 +229,12 @@ class ImportanceSettings(Options):
             require(
                 (low is None or low <= 1) and (high is None or high >= 1),
                 f"{name}_low={low} and {name}_high={high} must have 1 between them, the ratio of a token "
-                "on which "
-                "both agree",
+                "on which both agree",
             )
 
 
 @chz.chz
-class StalenessSettings(Options):
+class StalenessOptions(Options):
     """Rollouts ahead of training"""
 
     max_staleness: int = chz.field(
@@ -249,7 +246,7 @@ class StalenessSettings(Options):
 
 
 @chz.chz
-class CurriculumSettings(SeedSettings):
+class CurriculumOptions(SeedOptions):
     """Choice of tasks"""
 
     task_sampling: Literal["uniform", "thompson"] = chz.field(
@@ -271,7 +268,7 @@ class CurriculumSettings(SeedSettings):
 
 
 @chz.chz
-class DynamicSamplingSettings(SeedSettings):
+class DynamicSamplingOptions(SeedOptions):
     """Dynamic sampling"""
 
     dynamic_sampling: Literal["off", "filter", "replace"] = chz.field(
@@ -296,5 +293,5 @@ class DynamicSamplingSettings(SeedSettings):
 
 
 @chz.chz
-class PreparationSettings(KlSettings, ImportanceSettings, StalenessSettings, AdvantageSettings):
+class PreparationOptions(KlOptions, ImportanceOptions, StalenessOptions, AdvantageOptions):
     """Preparation of datums"""

@@ -16,7 +16,7 @@ from src.learning.importance import apply_tis
 from src.learning.kl_penalty import apply_kl_penalty
 from src.learning.learner import Learner
 from src.learning.metrics import batch_metrics
-from src.learning.options import PreparationSettings
+from src.learning.options import PreparationOptions
 from src.learning.staleness import mask_stale
 from src.policy.sampling_policy import ReferenceModel
 
@@ -35,7 +35,7 @@ async def prepare(
     *,
     reference: ReferenceModel | None,
     learner: Learner,
-    settings: PreparationSettings,
+    options: PreparationOptions,
     version: int = 0,
 ) -> Prepared:
     """Convert the examples of a batch to the datums of each optimizer step.
@@ -43,50 +43,50 @@ async def prepare(
     `reference` gives the logprobs for the KL penalty, and `learner` those for importance correction.
     `version` is that of the weights to be trained; tokens older than `max_staleness` are masked last.
     """
-    shares = substeps(examples_P_G, settings.num_substeps)
+    shares = substeps(examples_P_G, options.num_substeps)
     metrics = batch_metrics(shares, dropped)
     if reference is not None:
-        penalties = [await apply_kl_penalty(share, reference, settings) for share in shares]
+        penalties = [await apply_kl_penalty(share, reference, options) for share in shares]
         shares = [penalty.examples for penalty in penalties]
         metrics["optim/kl_policy_base"] = (
             statistics.fmean(penalty.mean_kl for penalty in penalties) if penalties else 0.0
         )
-    shares = [apply_loss_reduction(share, settings) for share in shares]
-    if settings.is_on:
+    shares = [apply_loss_reduction(share, options) for share in shares]
+    if options.is_on:
         before_the_update = await learner.logprobs(
             to_datums(sequence for share in shares for sequence in _sequences(share))
         )
-        shares, corrections = apply_tis(shares, before_the_update, settings)
+        shares, corrections = apply_tis(shares, before_the_update, options)
         metrics |= corrections
-    if settings.max_staleness:
-        shares, ages = mask_stale(shares, version=version, max_staleness=settings.max_staleness)
+    if options.max_staleness:
+        shares, ages = mask_stale(shares, version=version, max_staleness=options.max_staleness)
         metrics |= ages
     return Prepared(datums_per_substep=[to_datums(_sequences(share)) for share in shares], metrics=metrics)
 
 
 def stream_datums(
-    examples: Sequence[Example], settings: PreparationSettings, *, version: int, num_groups: int
+    examples: Sequence[Example], options: PreparationOptions, *, version: int, num_groups: int
 ) -> list[tinker.Datum]:
     """Return the datums of one of the `num_groups` groups of a batch. All groups have the same weight."""
     share = [
         replace(
             example, sequences=[scale_advantages(sequence, 1 / num_groups) for sequence in example.sequences]
         )
-        for example in apply_loss_reduction(examples, settings)
+        for example in apply_loss_reduction(examples, options)
     ]
-    (bounded,), _ = mask_stale([share], version=version, max_staleness=settings.max_staleness)
+    (bounded,), _ = mask_stale([share], version=version, max_staleness=options.max_staleness)
     return to_datums(_sequences(bounded))
 
 
 def stream_metrics(
     examples_P_G: Sequence[Sequence[Example]],
     dropped: Counter[DropReason],
-    settings: PreparationSettings,
+    options: PreparationOptions,
     *,
     version: int,
 ) -> dict[str, float]:
     """Return the metrics of a batch whose groups were streamed, as `prepare` returns them."""
-    _, ages = mask_stale(examples_P_G, version=version, max_staleness=settings.max_staleness)
+    _, ages = mask_stale(examples_P_G, version=version, max_staleness=options.max_staleness)
     return batch_metrics(examples_P_G, dropped) | ages
 
 

@@ -1,4 +1,4 @@
-"""The age of sampled tokens in updates, and the mask for tokens beyond `max_staleness`.
+"""The staleness of sampled tokens, and the mask for tokens that are older than `max_staleness` updates.
 
 See docs/staleness.md.
 """
@@ -17,11 +17,12 @@ from src.learning.examples import Example
 def mask_stale(
     shares: Sequence[Sequence[Example]], *, version: int, max_staleness: int
 ) -> tuple[list[list[Example]], dict[str, float]]:
-    """Set the advantage of every token to 0 that is more than `max_staleness` updates older than `version`.
+    """Mask the tokens that are more than `max_staleness` updates older than `version`.
 
-    `version` is that of the weights to be trained. A masked token counts in the loss reduction and
-    contributes nothing, as in importance correction. Also returns metrics of the ages of all sampled tokens,
-    masked ones included.
+    `shares` has the examples of each substep. `version` is the version of the weights that the step trains.
+    The advantage of a masked token is 0: it adds nothing to the loss, but the loss reduction still counts it,
+    as in importance correction. Also returns metrics of the staleness of all sampled tokens, including the
+    masked tokens.
     """
     oldest = version - max_staleness
     bounded = [
@@ -43,7 +44,7 @@ def mask_stale(
         "staleness/masked_trajectories": float(
             sum(
                 bool(example.sequences)
-                and all(_is_too_old(sequence, oldest) for sequence in example.sequences)
+                and all(_all_too_old(sequence, oldest) for sequence in example.sequences)
                 for share in shares
                 for example in share
             )
@@ -51,7 +52,7 @@ def mask_stale(
     }
 
 
-def _is_too_old(sequence: TokenSequence, oldest: int) -> bool:
+def _all_too_old(sequence: TokenSequence, oldest: int) -> bool:
     return bool((sequence.versions[sequence.sampled] < oldest).all())
 
 

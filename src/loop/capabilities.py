@@ -1,6 +1,5 @@
-"""capabilities.json:
-
-what an endpoint was seen to honour. Written by `python -m src.probe`, read before a run that depends on it.
+"""capabilities.json: the results of the checks of an endpoint. `python -m src.probe` writes the file, and a
+training run with `capabilities=FILE` reads it before it starts.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ CAPABILITIES = "capabilities.json"
 
 
 class Finding(BaseModel):
-    """One check: what it is about, whether it held, and what was seen."""
+    """The result of one check."""
 
     name: str
     holds: bool
-    is_needed: bool  # by every run; the others only by runs that ask for them
-    seen: str
+    is_needed: bool  # by every run; other checks matter only to runs whose options need them
+    seen: str  # what the check observed
     seconds: float
 
 
 class Capabilities(BaseModel):
-    """What one endpoint does with one model."""
+    """The results of all checks of one endpoint with one model."""
 
     url: str
     model_name: str
@@ -35,17 +34,18 @@ class Capabilities(BaseModel):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether all that every run needs holds."""
+        """Whether all checks hold that every run needs."""
         return all(finding.holds for finding in self.findings if finding.is_needed)
 
-    def seen_to_fail(self, name: str) -> Finding | None:
+    def failed_check(self, name: str) -> Finding | None:
+        """Return the check `name` if it failed; None if it held or was not run."""
         return next(
             (finding for finding in self.findings if finding.name == name and not finding.holds), None
         )
 
 
 def read(path: str | Path) -> Capabilities:
-    """ConfigError for a file that `src.probe` did not write."""
+    """Read capabilities.json. Raises ConfigError if it cannot be read or is not valid."""
     try:
         return Capabilities.model_validate_json(Path(path).expanduser().read_text())
     except (OSError, ValueError) as error:
@@ -56,13 +56,13 @@ def read(path: str | Path) -> Capabilities:
 
 
 def require(capabilities: Capabilities, config: TrainerConfig) -> None:
-    """ConfigError, naming the option, for what the run asks for and the endpoint was seen not to honour."""
+    """Raise ConfigError if the endpoint failed a check that an option of the run needs."""
     if capabilities.model_name != config.model_name:
         raise ConfigError(
             f"capabilities={config.capabilities} is about {capabilities.model_name}, not "
-            f"model_name={config.model_name}; probe again"
+            f"model_name={config.model_name}; run python -m src.probe with this model"
         )
-    asked_for = {
+    needed_by = {
         f"loss {config.loss_fn}": f"loss_fn={config.loss_fn}",
         "loss settings": f"loss_fn_config={config.loss_fn_config}" if config.loss_fn_config else None,
         "beta1": f"adam_beta1={config.adam_beta1}",
@@ -72,13 +72,13 @@ def require(capabilities: Capabilities, config: TrainerConfig) -> None:
         "gradient clipping": f"grad_clip_norm={config.grad_clip_norm}" if config.grad_clip_norm else None,
         "temperature": f"temperature={config.temperature}" if config.temperature != 1 else None,
     }
-    asked_for |= {
+    needed_by |= {
         finding.name: "this run"
         for finding in capabilities.findings
-        if finding.is_needed and finding.name not in asked_for
+        if finding.is_needed and finding.name not in needed_by
     }
-    for name, option in asked_for.items():
-        finding = capabilities.seen_to_fail(name)
+    for name, option in needed_by.items():
+        finding = capabilities.failed_check(name)
         if option is not None and finding is not None:
             raise ConfigError(
                 f"{capabilities.url} does not honour {option}: {name}: {finding.seen} ({config.capabilities})"

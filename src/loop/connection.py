@@ -27,7 +27,7 @@ RECONNECT_PERIOD_S = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dependencies:
-    """What a run needs of the outside world."""
+    """The task source and the backend that a run uses."""
 
     source: TaskSource
     backend: Backend
@@ -43,9 +43,7 @@ async def open_dependencies(
     config: TrainerConfig, events: RunEvents, source: TaskSource | None = None
 ) -> AsyncIterator[Dependencies]:
     """Open the Tinker endpoint, and the tasks of the environment unless there is a `source`."""
-    await asyncio.to_thread(
-        find_factory, config.env
-    )  # a wrong name is reported without waiting for the server
+    await asyncio.to_thread(find_factory, config.env)  # reports a wrong name before connecting
     events.say(f"server: {base_url(config)}")
     async with connect(config) as endpoint:
         if source is None:
@@ -55,7 +53,7 @@ async def open_dependencies(
             )
             source = await asyncio.to_thread(open_task_source, config, chat)
         async with watching(endpoint.check, config) as watchdog:
-            backend = await watchdog.answer(endpoint.open_training(), "opening the training client")
+            backend = await watchdog.answer(endpoint.open_training(config), "opening the training client")
         scale = update_scale(config, backend.lora_alpha, events)
         yield Dependencies(source=source, backend=backend, update_scale=scale)
 
@@ -73,7 +71,7 @@ def update_scale(config: TrainerConfig, server_alpha: float, events: RunEvents) 
 
 
 class Connection:
-    """Open dependencies. The context manager closes them, except for the task source."""
+    """The open dependencies of a run. The context manager closes them, except for the task source."""
 
     def __init__(self, dependencies: Dependencies, stack: AsyncExitStack) -> None:
         self.dependencies = dependencies
@@ -109,9 +107,12 @@ class Connector:
             return Connection(dependencies, stack.pop_all())
 
     async def reopen(self, folder: RunFolder, source: TaskSource) -> Connection:
-        """Wait for the server to come back and open a connection. ServerLost after `reconnect_timeout_s`."""
+        """Wait until the server answers again and open a connection.
+
+        Raises ServerLost after `reconnect_timeout_s`.
+        """
         limit_s = self._config.reconnect_timeout_s
-        self._events.say(f"waiting up to {limit_s:g} s for it to come back")
+        self._events.say(f"waiting up to {limit_s:g} s for the server to return")
         deadline = time.monotonic() + limit_s
         while True:
             try:
@@ -119,8 +120,8 @@ class Connector:
             except BackendError as error:
                 if time.monotonic() > deadline:
                     raise ServerLost(
-                        f"{error}; it stayed away for reconnect_timeout_s={limit_s:g}; start it again and "
-                        "resume"
+                        f"{error}; the server did not return within reconnect_timeout_s={limit_s:g}; start "
+                        "it again and resume the run"
                     ) from error
             await asyncio.sleep(min(RECONNECT_PERIOD_S, limit_s / 4))
 

@@ -1,6 +1,6 @@
-"""The outcome of a run, from its metrics.jsonl:
+"""The last lines that a run prints: held-out success before and after training, and reward variance.
 
-held-out success before and after, and what there was to learn from.
+The numbers are read from metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from src.evaluate.results import MAX_DOMAINS
 from src.records.metrics_table import ALL_TASKS
 from src.records.tracking import recorded, recorded_variances
 
-MIN_SIGNAL = 0.25  # with fewer steps of differing rewards, tasks and model do not fit each other
-# The files of a run with which a reader begins.
+MIN_SIGNAL = 0.25  # smallest share of steps with differing rewards at which tasks suit the model
+# The files of a run that the last line lists.
 FILES = ("metrics.jsonl", "checkpoints.jsonl", "rollouts/", "dumped_evals/", "jobs/", "logs.log")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Success:
-    """Held-out success rates of a run. None: nothing was held out, or the floor is unknown."""
+    """Held-out success rates of a run. None: unknown, or no task is held out."""
 
     before: float | None
     after: float | None
-    floor: float | None  # of an agent that does nothing
-    is_partial: bool = False  # only a part of a benchmark's grading counted
+    noop_success: float | None  # of an agent that does nothing
+    is_partial: bool = False  # whether only a part of a benchmark's grading counts
     rewards: tuple[float, float] | None = None  # the mean before and after, if rewards may be partial
 
 
@@ -40,10 +40,8 @@ def report(log_path: Path, *, wall_s: float) -> list[str]:
 
 def success_of(metrics_file: Path) -> Success:
     """Return the held-out success rates of the run before and after training."""
-    rates, floors = (
-        recorded(metrics_file, "test/env/all/success"),
-        recorded(metrics_file, "test/noop_success"),
-    )
+    rates = recorded(metrics_file, "test/env/all/success")
+    noop_rates = recorded(metrics_file, "test/noop_success")
     rewards = recorded(metrics_file, "test/env/all/reward/total")
     is_reward_partial = any(
         not math.isclose(reward, rates.get(step, reward), abs_tol=1e-9) for step, reward in rewards.items()
@@ -51,8 +49,8 @@ def success_of(metrics_file: Path) -> Success:
     return Success(
         before=rates.get(0),
         after=rates[max(rates)] if rates else None,
-        floor=floors[max(floors)] if floors else None,
-        # With a partial grading the rates have its name in front: test/<part>_pass_at_1.
+        noop_success=noop_rates[max(noop_rates)] if noop_rates else None,
+        # With a partial grading the name of the part is a prefix of the rates: test/<part>_pass_at_1.
         is_partial=not recorded(metrics_file, "test/pass_at_1"),
         rewards=(rewards[0], rewards[max(rewards)]) if 0 in rewards and is_reward_partial else None,
     )
@@ -65,13 +63,13 @@ def outcome(
     lines = [f"done: {counted(steps, 'step')} in {_duration(wall_s)}"]
     before, after = success.before, success.after
     if before is not None and after is not None:
-        floor = "" if success.floor is None else f"; doing nothing: {success.floor:.1%}"
+        noop = "" if success.noop_success is None else f"; doing nothing: {success.noop_success:.1%}"
         rewards = ""
         if success.rewards is not None:
             rewards = "; mean reward {:.3f} before, {:.3f} after".format(*success.rewards)
         lines.append(
             f"{success_name(success.is_partial)}: {before:.1%} before, {after:.1%} after "
-            f"({100 * (after - before):+.1f} points){rewards}{floor}"
+            f"({100 * (after - before):+.1f} points){rewards}{noop}"
         )
     files = [name for name in FILES if (log_path / name).exists()]
     return [*lines, *signal_lines, f"files: {log_path} ({', '.join(files)})"]
@@ -85,17 +83,18 @@ def signals(variances: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def signal(name: str, variances: Sequence[float]) -> str:
-    """Return what the steps had to learn from. Two successes of four have the variance 0.25, one of four has
-    0.1875.
+    """Return one line about the variance of the rewards within the groups of each step.
 
-    >>> signal("retail", [0.1875, 0.0, 0.0, 0.0, 0.0])
-    'signal of retail: mean variance per prompt 0.0375, 20% of 5 steps with any; too hard or too easy for this
-    model'
+    Two successes of four trials have the variance 0.25, one of four has 0.1875.
+
+    >>> signal("retail", [0.1875, 0.0])
+    'signal of retail: mean variance per prompt 0.0938, 50% of 2 steps with any'
     """
     num_steps = len(variances)
     share, mean = sum(variance > 0 for variance in variances) / num_steps, sum(variances) / num_steps
+    steps = f"{share:.0%} of {num_steps} steps with any"
     verdict = "" if share >= MIN_SIGNAL else "; too hard or too easy for this model"
-    return f"signal of {name}: mean variance per prompt {mean:.4f}, {share:.0%} of {num_steps} steps with any{verdict}"
+    return f"signal of {name}: mean variance per prompt {mean:.4f}, {steps}{verdict}"
 
 
 def success_name(is_partial: bool) -> str:

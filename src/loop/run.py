@@ -1,7 +1,4 @@
-"""One training run from its options to its outcome:
-
-check everything, then create the run's folder, then train.
-"""
+"""A training run: check the options and tasks, create the run folder, train, and print the outcome."""
 
 from __future__ import annotations
 
@@ -40,21 +37,20 @@ from src.terminus2_trainer import Terminus2RLTrainer
 
 logger = logging.getLogger(__name__)
 
-# Presets of full fine-tuning have rates below this one. A LoRA adapter hardly changes at them.
+# Learning rates below this one are usual for full fine-tuning and hardly change a LoRA adapter.
 SMALLEST_LORA_RATE = 1e-6
 
 
 async def run(config: TrainerConfig, events: TrainingEvents, *, connect: Connect = open_dependencies) -> None:
     """Run the training to its end.
 
-    Raises a TrainerError for whatever the user can fix. Cancel it to stop the run.
+    Raises TrainerError for every error that the user can fix. Cancel it to stop the run.
     """
     started = time.monotonic()
     if config.learning_rate < SMALLEST_LORA_RATE:
         events.say(
-            f"learning_rate={config.learning_rate:g} is one for full fine-tuning; an adapter needs ten "
-            "times that or "
-            "more"
+            f"learning_rate={config.learning_rate:g} is usual for full fine-tuning; use a rate that is at "
+            "least ten times as large for a LoRA adapter"
         )
     if config.capabilities is not None:
         capabilities.require(capabilities.read(config.capabilities), config)
@@ -89,7 +85,7 @@ async def run(config: TrainerConfig, events: TrainingEvents, *, connect: Connect
 async def checked_tasks(config: TrainerConfig, source: TaskSource) -> dict[str, str]:
     """Return the content hashes of the training tasks.
 
-    ConfigError if there are none, or if one is also held out.
+    Raises ConfigError if there are none, or if one is also held out.
     """
     if not source.train:
         raise ConfigError(
@@ -162,7 +158,7 @@ async def open_judge(config: TrainerConfig) -> AsyncIterator[Judge | None]:
 
 @contextmanager
 def journal_of_run(log_path: Path) -> Iterator[Journal]:
-    """Open the run's journal, and record in it how the block ends."""
+    """Open the journal of the run. The end of the block is recorded in it, with the error if there is one."""
     journal = Journal(log_path)
     try:
         yield journal

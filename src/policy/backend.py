@@ -1,5 +1,4 @@
-"""Connections to a Tinker endpoint, Tinker's cloud or a server of your own: connect, check, train, sample,
-save.
+"""Connections to a Tinker endpoint, which is Tinker's cloud or a server of your own.
 
 No other module distinguishes the cloud from a server of your own.
 """
@@ -20,7 +19,7 @@ from tinker.lib.base_url import DEFAULT_BASE_URL
 
 from src.core.errors import BackendError, ConfigError, ServerLost
 from src.core.process import deadline, in_thread
-from src.policy.options import BackendSettings
+from src.policy.options import AdapterOptions, BackendOptions
 from src.policy.sampling_policy import Policy, ReferenceModel, TinkerPolicy, sdk_boundary
 
 logger = logging.getLogger(__name__)
@@ -51,8 +50,8 @@ class Backend(Protocol):
         ...
 
     async def check(self) -> None:
-        """Raises BackendError within seconds if the endpoint does not answer, ServerLost if it has lost
-        the weights of this run.
+        """Raise BackendError within seconds if the endpoint does not answer, or ServerLost if it has lost the
+        weights of this run.
         """
         ...
 
@@ -72,7 +71,7 @@ class TinkerBackend:
         self,
         service: tinker.ServiceClient,
         training_client: tinker.TrainingClient,
-        settings: BackendSettings,
+        options: BackendOptions,
         *,
         key: str | None,
         lora_alpha: float = DEFAULT_LORA_ALPHA,
@@ -80,7 +79,7 @@ class TinkerBackend:
         self.training_client = training_client
         self.lora_alpha = lora_alpha
         self._service = service
-        self._settings = settings
+        self._options = options
         self._key = key
 
     async def policy(self, version: int) -> Policy:
@@ -89,7 +88,7 @@ class TinkerBackend:
 
     async def reference_model(self) -> ReferenceModel:
         with sdk_boundary("opening the base model"):
-            return await _open_policy(self._service, base_model=self._settings.model_name)
+            return await _open_policy(self._service, base_model=self._options.model_name)
 
     async def save(self, name: str) -> SavedPaths:
         with sdk_boundary(f"saving checkpoint {name}"):
@@ -98,8 +97,8 @@ class TinkerBackend:
             return SavedPaths(state_path=(await state).path, sampler_path=(await sampler).path)
 
     async def check(self) -> None:
-        """Sends plain HTTP requests, because the SDK would retry for minutes."""
-        url, timeout_s = base_url(self._settings), health_timeout_s(self._settings)
+        """Send plain HTTP requests, because the SDK would retry for minutes."""
+        url, timeout_s = base_url(self._options), health_timeout_s(self._options)
         await check_alive(url, timeout_s=timeout_s)
         if self._key is None:  # the SDK does not expose its stored credentials
             return
@@ -112,13 +111,13 @@ class TinkerBackend:
             )
 
 
-def require_key(settings: BackendSettings) -> str | None:
+def require_key(options: BackendOptions) -> str | None:
     """Return the API key for the SDK, or None if the SDK shall use its stored credentials.
 
     Raises ConfigError if the cloud has no key.
     """
     key = os.environ.get("TINKER_API_KEY") or None
-    if settings.backend == "skyrl-tx":
+    if options.backend == "skyrl-tx":
         return key if key and key.startswith(_KEY_PREFIXES) else DUMMY_KEY
     if key and not key.startswith(_KEY_PREFIXES):
         raise ConfigError(
@@ -132,18 +131,18 @@ def require_key(settings: BackendSettings) -> str | None:
     return key
 
 
-def base_url(settings: BackendSettings) -> str:
+def base_url(options: BackendOptions) -> str:
     """Return the URL of the endpoint that the options or TINKER_BASE_URL name."""
-    url = settings.skyrl_tx_url if settings.backend == "skyrl-tx" else settings.tinker_base_url
+    url = options.skyrl_tx_url if options.backend == "skyrl-tx" else options.tinker_base_url
     return (url or os.environ.get("TINKER_BASE_URL") or DEFAULT_BASE_URL).rstrip("/")
 
 
-def health_timeout_s(settings: BackendSettings) -> float:
-    return min(HEALTH_TIMEOUT_S, settings.heartbeat_timeout_s)
+def health_timeout_s(options: BackendOptions) -> float:
+    return min(HEALTH_TIMEOUT_S, options.heartbeat_timeout_s)
 
 
 async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
-    """Raises BackendError within `timeout_s` unless a Tinker endpoint is ready at `url`."""
+    """Raise BackendError within `timeout_s` unless a Tinker endpoint is ready at `url`."""
     try:
         async with asyncio.timeout(timeout_s), httpx.AsyncClient(timeout=timeout_s) as client:
             reply = await client.get(f"{url}/api/v1/healthz")
@@ -179,51 +178,49 @@ async def request(url: str, *, key: str, body: Mapping[str, str] | None, timeout
     return reply
 
 
-async def lora_alpha(settings: BackendSettings, *, model_id: str, key: str) -> float:
+async def lora_alpha(options: BackendOptions, *, model_id: str, key: str) -> float:
     """Return the alpha of a model: what the endpoint reports, else Tinker's. The SDK drops the field."""
-    url, body = f"{base_url(settings)}/api/v1/get_info", {"type": "get_info", "model_id": model_id}
-    reply = await request(url, key=key, body=body, timeout_s=health_timeout_s(settings))
+    url, body = f"{base_url(options)}/api/v1/get_info", {"type": "get_info", "model_id": model_id}
+    reply = await request(url, key=key, body=body, timeout_s=health_timeout_s(options))
     try:
         return float(reply.json()["lora_alpha"])
     except (ValueError, KeyError, TypeError):
         return DEFAULT_LORA_ALPHA
 
 
-async def check_model(settings: BackendSettings, *, key: str | None) -> None:
-    """Raises ConfigError unless the server serves the model with a context of `context_limit`."""
-    action, limit_s = (
-        f"asking the server at {base_url(settings)} for its models",
-        settings.heartbeat_timeout_s,
-    )
+async def check_model(options: BackendOptions, *, key: str | None) -> None:
+    """Raise ConfigError unless the server serves the model with a context of `context_limit`."""
+    action = f"asking the server at {base_url(options)} for its models"
+    limit_s = options.heartbeat_timeout_s
     with sdk_boundary(action):
         async with deadline(
             limit_s, BackendError, f"{action}: no usable answer within heartbeat_timeout_s={limit_s:g}"
         ):
-            client = await in_thread(lambda: tinker.RestClient(base_url=base_url(settings), api_key=key))
+            client = await in_thread(lambda: tinker.RestClient(base_url=base_url(options), api_key=key))
             capabilities = await client.get_server_capabilities()
     served = {model.model_name: model for model in capabilities.supported_models if model.model_name}
-    model = served.get(settings.model_name)
+    model = served.get(options.model_name)
     if model is None:
         names = ", ".join(sorted(served)) or "none"
         raise ConfigError(
-            f"model_name={settings.model_name} is not served at {base_url(settings)}; it serves: {names}"
+            f"model_name={options.model_name} is not served at {base_url(options)}; it serves: {names}"
         )
-    if model.max_context_length is not None and settings.context_limit > model.max_context_length:
+    if model.max_context_length is not None and options.context_limit > model.max_context_length:
         limit = model.max_context_length
-        other = "" if settings.backend == "skyrl-tx" else ", or use backend=skyrl-tx"
+        other = "" if options.backend == "skyrl-tx" else ", or use backend=skyrl-tx"
         raise ConfigError(
-            f"context_limit={settings.context_limit} exceeds the server's {limit} for "
-            f"{settings.model_name}; reduce it{other}"
+            f"context_limit={options.context_limit} exceeds the server's {limit} for "
+            f"{options.model_name}; reduce it{other}"
         )
 
 
-async def _raise_if_server_lost(settings: BackendSettings, error: Exception) -> None:
-    """Raises ServerLost if the server does not answer: this is then the likely cause of `error`."""
+async def _raise_if_server_lost(options: BackendOptions, error: Exception) -> None:
+    """Raise ServerLost if the server does not answer: this is then the likely cause of `error`."""
     if isinstance(error, ServerLost):
         return
-    url = base_url(settings)
+    url = base_url(options)
     try:
-        await check_alive(url, timeout_s=health_timeout_s(settings))
+        await check_alive(url, timeout_s=health_timeout_s(options))
     except BackendError as gone:
         raise ServerLost(
             f"the server at {url} does not answer; start it again and resume (first error: {error})"
@@ -241,16 +238,20 @@ async def _open_policy(
 class TinkerEndpoint:
     """A checked connection, on which clients can be opened."""
 
-    def __init__(self, service: tinker.ServiceClient, settings: BackendSettings) -> None:
+    def __init__(self, service: tinker.ServiceClient, options: BackendOptions) -> None:
         self._service = service
-        self._settings = settings
+        self._options = options
 
-    async def open_training(self) -> TinkerBackend:
+    async def open_training(self, adapter: AdapterOptions) -> TinkerBackend:
         """Open a training client with a new adapter, or with the adapter and optimizer state of
         `load_checkpoint_path`.
         """
-        settings, service = self._settings, self._service
-        path, model_name = settings.load_checkpoint_path, settings.model_name
+        options, service, path, rank = (
+            self._options,
+            self._service,
+            adapter.load_checkpoint_path,
+            adapter.lora_rank,
+        )
         # These calls open the session of the SDK and block, so they run in a thread.
         if path is not None:
             with sdk_boundary(f"loading {path}"):
@@ -258,67 +259,64 @@ class TinkerEndpoint:
                     await in_thread(lambda: service.create_training_client_from_state_with_optimizer(path))
                 )
         else:
-            with sdk_boundary(f"creating an adapter of rank {settings.lora_rank} on {model_name}"):
-                rank, seed, alpha = settings.lora_rank, settings.seed, settings.lora_alpha
+            with sdk_boundary(f"creating an adapter of rank {rank} on {options.model_name}"):
                 # The SDK's lora_config has no alpha. Our server reads it from the metadata.
+                alpha = adapter.lora_alpha
                 metadata = None if alpha is None else {"lora_alpha": f"{alpha:g}"}
                 client = await (
                     await in_thread(
                         lambda: service.create_lora_training_client(
-                            model_name, rank=rank, seed=seed, user_metadata=metadata
+                            options.model_name, rank=rank, seed=options.seed, user_metadata=metadata
                         )
                     )
                 )
-        key = require_key(settings)
+        key = require_key(options)
         alpha = DEFAULT_LORA_ALPHA
-        if settings.lora_alpha is not None and key is not None:
-            alpha = await lora_alpha(settings, model_id=client.model_id, key=key)
-        return TinkerBackend(service, client, settings, key=key, lora_alpha=alpha)
+        if adapter.lora_alpha is not None and key is not None:
+            alpha = await lora_alpha(options, model_id=client.model_id, key=key)
+        return TinkerBackend(service, client, options, key=key, lora_alpha=alpha)
 
     async def open_policy(self, sampler_path: str | None) -> Policy:
         """Open a sampler checkpoint, or the base model if `sampler_path` is None."""
-        with sdk_boundary(f"opening {sampler_path or self._settings.model_name}"):
+        with sdk_boundary(f"opening {sampler_path or self._options.model_name}"):
             if sampler_path is not None:
                 return await _open_policy(self._service, model_path=sampler_path)
-            return await _open_policy(self._service, base_model=self._settings.model_name)
+            return await _open_policy(self._service, base_model=self._options.model_name)
 
     async def check(self) -> None:
-        """Raises BackendError within seconds if the endpoint does not answer or answers with server
+        """Raise BackendError within seconds if the endpoint does not answer or answers with server
         errors.
         """
-        url, timeout_s, key = (
-            base_url(self._settings),
-            health_timeout_s(self._settings),
-            require_key(self._settings),
-        )
+        url, key = base_url(self._options), require_key(self._options)
+        timeout_s = health_timeout_s(self._options)
         await check_alive(url, timeout_s=timeout_s)
         if key is not None:  # the SDK does not expose its stored credentials
             await request(f"{url}/api/v1/get_server_capabilities", key=key, body=None, timeout_s=timeout_s)
 
 
 @asynccontextmanager
-async def connect(settings: BackendSettings) -> AsyncIterator[TinkerEndpoint]:
+async def connect(options: BackendOptions) -> AsyncIterator[TinkerEndpoint]:
     """Connect to an endpoint that serves the model. The session ends with the `async with` block."""
-    key = require_key(settings)
-    url = base_url(settings)
-    await check_alive(url, timeout_s=health_timeout_s(settings))
+    key = require_key(options)
+    url = base_url(options)
+    await check_alive(url, timeout_s=health_timeout_s(options))
     with sdk_boundary(f"connecting to {url}"):
         service = tinker.ServiceClient(base_url=url, api_key=key)
     status: Literal["success", "errored", "interrupted"] = "interrupted"
     try:
-        await check_model(settings, key=key)
-        yield TinkerEndpoint(service, settings)
+        await check_model(options, key=key)
+        yield TinkerEndpoint(service, options)
         status = "success"
     except Exception as error:
         status = "errored"
-        await _raise_if_server_lost(settings, error)
+        await _raise_if_server_lost(options, error)
         raise
     finally:
         # The context manager of the SDK would block the event loop for minutes if the server is dead.
         try:
             # In a thread: closing needs a lock, which a session that is still opening holds.
             closing = in_thread(lambda: service.close(status).result())
-            await asyncio.wait_for(closing, min(CLOSE_TIMEOUT_S, settings.heartbeat_timeout_s))
+            await asyncio.wait_for(closing, min(CLOSE_TIMEOUT_S, options.heartbeat_timeout_s))
         except (TimeoutError, tinker.TinkerError) as error:
             logger.warning(
                 "the session at %s was not closed cleanly (%s); the server will end it",

@@ -6,18 +6,24 @@ from typing import Literal
 
 import chz
 
-from src.core.length_limits import LengthSettings
-from src.core.options import Options, SeedSettings, above, at_least, require
+from src.core.length_limits import LengthOptions
+from src.core.options import Options, SeedOptions, above, at_least, require
 
 
 @chz.chz
-class ModelSettings(Options):
+class ModelOptions(Options):
     """Model and server"""
 
     model_name: str = chz.field(doc="Base model as the server names it, e.g. Qwen/Qwen3-4B")
     tokenizer: str | None = chz.field(
         default=None, doc="Tokenizer directory or hub id; None: the model's own, by model_name"
     )
+
+
+@chz.chz
+class AdapterOptions(Options):
+    """Model and server"""
+
     lora_rank: int = chz.field(default=32, doc="LoRA rank, within the server's limit", validator=at_least(1))
     lora_alpha: float | None = chz.field(
         default=None,
@@ -31,7 +37,7 @@ class ModelSettings(Options):
 
 
 @chz.chz
-class WatchdogSettings(Options):
+class WatchdogOptions(Options):
     """Failures and timeouts"""
 
     heartbeat_timeout_s: float = chz.field(
@@ -47,7 +53,7 @@ class WatchdogSettings(Options):
 
 
 @chz.chz
-class BackendSettings(ModelSettings, WatchdogSettings, SeedSettings, LengthSettings):
+class BackendOptions(ModelOptions, WatchdogOptions, SeedOptions, LengthOptions):
     """Model and server"""
 
     backend: Literal["tinker", "skyrl-tx"] = chz.field(
@@ -60,8 +66,15 @@ class BackendSettings(ModelSettings, WatchdogSettings, SeedSettings, LengthSetti
         default=None, doc="Another address of the Tinker cloud; None: the SDK's own"
     )
 
+    @property
+    def uses_backend(self) -> bool:
+        """Whether the program connects to `backend`. An evaluation with `base_url` does not."""
+        return True
+
     @chz.validate
     def _backend_is_complete(self) -> None:
+        if not self.uses_backend:
+            return
         if self.backend == "skyrl-tx":
             require(
                 (self.skyrl_tx_url or "").startswith(("http://", "https://")),
@@ -79,13 +92,13 @@ class BackendSettings(ModelSettings, WatchdogSettings, SeedSettings, LengthSetti
 
 
 @chz.chz
-class JudgeEndpointSettings(Options):
+class JudgeEndpointOptions(Options):
     """Judge"""
 
     judge_model: str | None = chz.field(
         default=None,
-        doc="Model at judge_base_url that grades what tau2's tasks assert in words, and that "
-        "taxonomy_feedback asks",
+        doc="Model at judge_base_url. It grades the natural-language assertions of tau2 tasks and the "
+        "conversations of taxonomy_feedback",
     )
     judge_base_url: str | None = chz.field(
         default=None, doc="OpenAI-compatible endpoint of the judge; OPENAI_API_KEY is its key"

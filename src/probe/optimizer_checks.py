@@ -67,9 +67,7 @@ def check_eps(probe: Probe) -> str:
 
 
 def check_beta1(probe: Probe) -> str:
-    """After the gradients g and -g, the bias-corrected m is -g with beta1 = 0 and -0.053 g with beta1 =
-    0.9.
-    """
+    """After the gradients g and -g, bias-corrected m is -g with beta1 = 0 and -0.053 g with beta1 = 0.9."""
     probe.one_step()
     remaining = {}
     for beta1 in (0.0, 0.9):
@@ -84,7 +82,9 @@ def check_beta1(probe: Probe) -> str:
         0.75 <= remaining[0.9] <= 1.1,
         f"beta1=0.9: {remaining[0.9]:.2f} of a step remains after the opposite step, not 0.95",
     )
-    return f"after a step and the opposite step {remaining[0.0]:.2f} (beta1=0) and {remaining[0.9]:.2f} (beta1=0.9) remain"
+    return (
+        f"{remaining[0.0]:.2f} (beta1=0) and {remaining[0.9]:.2f} (beta1=0.9) remain after the opposite step"
+    )
 
 
 def check_beta2(probe: Probe) -> str:

@@ -3,9 +3,20 @@
     dumped_evals/global_step_<N>_evals/<data source>.jsonl  all trajectories, and aggregated_results.jsonl
     training_examples/step_<N>_examples.jsonl               steps 1, 11, 21, ...: one trajectory of ten tasks
 
-The fields are those of the seeds' tools. `conversation` has messages without special tokens.
-`output_response` has special tokens in evaluations, where tools count them, and none in training examples. A
-failed dump is a warning and does not fail the step.
+The fields have the names and contents of SkyRL's dumps:
+
+    input_prompt          the first prompt
+    output_response       the text after it: with special tokens in evaluations, where tools count them, and
+                          without them in training examples
+    score, reward         the rewards of the turns (any above 0: a pass); their sum
+    env_class             the environment (`env=`)
+    data_source, domain   the domain, or the family of the task
+    env_extras            task_key, data_source, trial (its name), member, seed, and the metrics of the trial.
+                          Lines with the same task_key are trials of the same task
+    conversation          the messages without special tokens; tool calls are structure: `tool_calls` of an
+    conversation_history  assistant message, `name` of a tool message. Both names have the same value
+
+A failed dump is a warning and does not fail the step.
 """
 
 from __future__ import annotations
@@ -21,10 +32,13 @@ from pathlib import Path
 from src.core.trajectory import Task, Trajectory, TrajectoryGroup
 from src.learning.played_groups import environment
 from src.records.atomic_io import replace_text
+from src.records.metrics_table import with_aliases
+from src.records.tracking import finite
 
 logger = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int], bool], str]  # of token ids; True leaves special tokens out
+AGGREGATED = "aggregated_results.jsonl"
 EXAMPLES_EVERY = 10
 NUM_EXAMPLES = 10
 SHOWN_CHARACTERS = 200
@@ -32,18 +46,25 @@ SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 
 
 def dump_evaluation(
-    path: Path, step: int, groups: Sequence[TrajectoryGroup], metrics: Mapping[str, float], decode: Decode
+    path: Path,
+    step: int,
+    groups: Sequence[TrajectoryGroup],
+    metrics: Mapping[str, float],
+    decode: Decode,
+    *,
+    env_class: str,
 ) -> None:
     """Write one file per domain or family of tasks."""
     with _never_fatal():
         folder = path / "dumped_evals" / f"global_step_{step}_evals"
         by_source: dict[str, list[str]] = {}
         for group in groups:
-            lines = [_line(eval_record(group.task, trajectory, decode)) for trajectory in group.trajectories]
+            records = [eval_record(group.task, t, decode, env_class=env_class) for t in group.trajectories]
+            lines = [_line(record) for record in records]
             by_source.setdefault(environment(group.task), []).extend(lines)
         for source, lines in by_source.items():
             replace_text(folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl", "".join(lines))
-        replace_text(folder / "aggregated_results.jsonl", _line(metrics))
+        replace_text(folder / AGGREGATED, _line(finite(with_aliases(metrics))))
 
 
 def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], decode: Decode) -> None:
@@ -68,34 +89,53 @@ def dump_examples(path: Path, step: int, groups: Sequence[TrajectoryGroup], deco
             )
 
 
-def eval_record(task: Task, trajectory: Trajectory, decode: Decode) -> dict[str, object]:
-    family = environment(task)
+def eval_record(task: Task, trajectory: Trajectory, decode: Decode, *, env_class: str) -> dict[str, object]:
+    """Return the line of a trial of an evaluation."""
+    data_source, messages = environment(task), conversation(trajectory, decode)
     return {
         "input_prompt": decode(prompt_ids(trajectory), False),
         "output_response": decode(response_ids(trajectory), False),
+        "conversation": messages,
+        "conversation_history": messages,
         "score": trajectory.turn_rewards or [trajectory.reward],
         "stop_reason": trajectory.stop_reason,
-        "env_class": family,
-        "env_extras": dict(trajectory.metrics),
-        "data_source": family,
-        "conversation": conversation(trajectory, decode),
+        "env_class": env_class,
+        "env_extras": env_extras(task, trajectory),
+        "data_source": data_source,
         "timestamp": datetime.now(UTC).isoformat(),
-        "domain": family,
+        "domain": data_source,
         "turns": len(trajectory.turns),
     }
 
 
 def example_record(step: int, task: Task, trajectory: Trajectory, decode: Decode) -> dict[str, object]:
+    """Return the line of a training example."""
+    messages = conversation(trajectory, decode)
     return {
         "global_step": step,
         "uid": task.id,
-        "conversation": conversation(trajectory, decode),
+        "conversation": messages,
+        "conversation_history": messages,
         "input_prompt": decode(prompt_ids(trajectory), True),
         "output_response": decode(response_ids(trajectory), True),
         "reward": trajectory.reward,
         "stop_reason": trajectory.stop_reason,
+        "env_extras": env_extras(task, trajectory),
         "timestamp": datetime.now(UTC).isoformat(),
     }
+
+
+def env_extras(task: Task, trajectory: Trajectory) -> dict[str, object]:
+    """Return the metrics of a trial, and the task, the name, the member and the seed that identify it."""
+    identity = {
+        "task_key": task.id,
+        "data_source": environment(task),
+        "trial": trajectory.trial_name,
+        "member": trajectory.member,
+        "seed": trajectory.seed,
+    }
+    reason = {"zero_reason": trajectory.zero_reason} if trajectory.zero_reason else {}
+    return {**finite(trajectory.metrics), **identity, **reason}
 
 
 def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, object]]:
@@ -103,7 +143,10 @@ def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, objec
     if trajectory.conversation and all(
         isinstance(message, Mapping) and "role" in message for message in trajectory.conversation
     ):
-        return [without_special_tokens(message) for message in trajectory.conversation]
+        return [
+            without_special_tokens({**message, **trajectory.tool_fields.get(index, {})})
+            for index, message in enumerate(trajectory.conversation)
+        ]
     texts = (
         ("user", decode(prompt_ids(trajectory), True).strip()),
         ("assistant", decode(response_ids(trajectory), True).strip()),
@@ -120,6 +163,7 @@ def without_special_tokens(message: Mapping[str, object]) -> dict[str, object]:
 
 
 def prompt_ids(trajectory: Trajectory) -> list[int]:
+    """Return the tokens of the first prompt; none if nothing was sampled."""
     return list(trajectory.turns[0].prompt_ids) if trajectory.turns else []
 
 

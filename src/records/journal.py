@@ -58,7 +58,7 @@ class RolloutKey:
 
 
 class Journal:
-    """Appends to the journal of one run, and answers questions about it."""
+    """The journal of one run: it appends events and returns what the events so far say."""
 
     def __init__(self, log_path: Path) -> None:
         """Read what earlier processes wrote. Raises ConfigError for a damaged line."""

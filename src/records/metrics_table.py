@@ -67,9 +67,9 @@ SAMPLING_METRICS: tuple[Metric[Any], ...] = (
 )
 
 UPDATE_METRICS: tuple[Metric[Any], ...] = (
-    Metric("optim/lr", Unit.OWN, LAST, "Learning rate."),
+    Metric("optim/lr", Unit.VARIES, LAST, "Learning rate."),
     Metric("optim/num_substeps", COUNT, SUM, "Optimizer steps of the update."),
-    Metric("optim/loss", Unit.OWN, SUM, "Loss as the server reports it."),
+    Metric("optim/loss", Unit.VARIES, SUM, "Loss as the server reports it."),
     Metric("optim/kl_sample_train_v1", NATS, MEAN,
         "Sampler minus trainer logprob per trained token (Schulman's k1)."),
     Metric("optim/kl_sample_train_v2", NATS, MEAN, "Half the squared difference per trained token (k2)."),
@@ -78,7 +78,7 @@ UPDATE_METRICS: tuple[Metric[Any], ...] = (
         "Trained tokens with a ratio outside the clip bounds (ppo, cispo)."),
     Metric("optim/kl_policy_base", NATS, MEAN,
         "KL divergence to the base model per token (`kl_penalty_coef`)."),
-    Metric("optim/<name>", Unit.OWN, MEAN,
+    Metric("optim/<name>", Unit.VARIES, MEAN,
         "What the server reports per optimizer step, such as `optim/grad_norm`."),
     Metric("policy/rollout_train_logprobs_abs_diff_mean", NATS, MEAN,
         "Absolute difference of sampler and trainer logprobs before the first optimizer step."),
@@ -111,6 +111,9 @@ EVALUATION_METRICS: tuple[Metric[Any], ...] = (
         Metric(f"{prefix}/failures/<pattern>", SHARE, MEAN,
             f"Failed trials that show a failure pattern{scope}."),
     )),
+    Metric("test/reward/avg_pass_at_<k>", SHARE, MEAN,
+        "SkyRL's pass@k, for every k up to the group size: one of k trials has a reward above 0."),
+    Metric("test/env/<domain>/reward/pass_at_<k>", SHARE, MEAN, "The same, for one domain."),
     *DOMAIN_METRICS,
 )
 # fmt: on
@@ -177,6 +180,8 @@ ALIASES = (
     Alias("policy/policy_lr", "optim/lr", Source.SKYRL),
     Alias("policy/grad_norm", "optim/grad_norm", Source.SKYRL),
     Alias("policy/policy_kl", "optim/kl_policy_base", Source.SKYRL),
+    Alias("policy/policy_entropy", "optim/entropy", Source.SKYRL),
+    Alias("policy/ppo_clip_ratio", "optim/clip_frac", Source.SKYRL),
     Alias("eval/all/avg_score", "test/env/all/reward/total", Source.SKYRL),
     Alias("eval/all/mean_positive_reward", "test/reward/mean_positive_reward", Source.SKYRL),
     Alias("eval/all/pass_at_<k>", "test/reward/avg_pass_at_<k>", Source.SKYRL),

@@ -11,10 +11,16 @@ from src.core.options import Options, require
 
 
 @chz.chz
-class RunFolderSettings(Options):
+class LogsOptions(Options):
     """Run folder"""
 
     logs_dir: str = chz.field(default="/tmp/terminus2-training", doc="Parent folder of runs")
+
+
+@chz.chz
+class RunFolderOptions(LogsOptions):
+    """Run folder"""
+
     log_path: str | None = chz.field(default=None, doc="This run's folder; None: logs_dir/<run name>")
     behavior_if_log_dir_exists: Literal["ask", "delete", "resume", "raise"] = chz.field(
         default="raise",
@@ -50,7 +56,7 @@ class RunFolderSettings(Options):
 
 
 @chz.chz
-class TrackingSettings(Options):
+class TrackingOptions(Options):
     """Experiment tracking"""
 
     wandb_project: str | None = chz.field(default=None, doc="Weights & Biases project; None: no wandb")

@@ -1,4 +1,4 @@
-"""Reading of run files. Every line is checked against a schema.
+"""Reads the files of a run. Every line is checked against a schema.
 
 A last line without a line end is the result of a crash and is skipped. Any other line that does not match the
 schema raises a ConfigError that names the file, the line and the problem.
@@ -138,7 +138,7 @@ def read_word(path: Path) -> str:
 
 
 def unchanged(value: Any) -> Any:
-    """Convert nothing."""
+    """Return the value as it is: the conversion of lines that need none."""
     return value
 
 

@@ -14,9 +14,9 @@ from src.records.tracking import finite
 def record_groups(
     path: Path, groups: Sequence[TrajectoryGroup], advantages: Mapping[tuple[str, str], float]
 ) -> None:
-    """Write the records.
+    """Write one line per trial of the groups, graded trials first.
 
-    `advantages` is keyed by (task id, trial name); trials that did not train have none.
+    `advantages` has the advantages of the trained trials, by (task id, trial name).
     """
     lines = [
         json.dumps(trajectory_record(trajectory, advantages.get((trajectory.task_id, trajectory.trial_name))))
@@ -28,6 +28,7 @@ def record_groups(
 
 
 def trajectory_record(trajectory: Trajectory, advantage: float | None) -> dict[str, object]:
+    """Return the line of a graded trial. `advantage` is None if the trial was not trained."""
     return {
         "task": trajectory.task_id,
         "trial": trajectory.trial_name,
@@ -43,6 +44,7 @@ def trajectory_record(trajectory: Trajectory, advantage: float | None) -> dict[s
 
 
 def failure_record(failure: TrialFailure) -> dict[str, object]:
+    """Return the line of a trial that could not be graded."""
     return {
         "task": failure.task_id,
         "trial": failure.trial_name,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -29,6 +29,7 @@ from src.records.atomic_io import append_record, remove, truncate_torn_line
 from src.records.journal import Journal, RolloutKey
 from src.records.reading import Count, Finite, Whole, read_lines, unchanged
 
+LINE_FIELDS = ("member", "seed")  # of a trajectory that are fields of its line
 PACKED = ("prompt_ids", "completion_ids", "logprobs")  # of a turn
 MAX_BYTES = 2**30  # of an unpacked array
 PACKINGS = ("<i4", "<i8", "<f4", "<f8")
@@ -58,6 +59,8 @@ class TrajectoryFields(TypedDict):
     turn_rewards: list[Whole | Finite]
     conversation: list[dict[str, Any]]
     bonus: Whole | Finite
+    zero_reason: NotRequired[ZeroReason | None]
+    tool_fields: NotRequired[dict[str, dict[str, Any]]]
 
 
 class FailureFields(TypedDict):
@@ -110,9 +113,10 @@ class FinishedRollouts:
 
         def rollout_of(record: dict[str, Any]) -> tuple[RolloutKey, FinishedRollout]:
             key = RolloutKey(purpose=purpose, step=step, task=record["task"], member=record["member"])
-            return key, FinishedRollout(
-                result=decoded(record["result"]), seed=record["seed"], attempts=record["attempts"]
-            )
+            seed, result = record["seed"], decoded(record["result"])
+            if isinstance(result, Trajectory):
+                result = replace(result, member=key.member, seed=seed)
+            return key, FinishedRollout(result=result, seed=seed, attempts=record["attempts"])
 
         rollouts.update(read_lines(self._path(purpose, step), LINE, rollout_of))
         return {
@@ -161,20 +165,26 @@ def any_graded(log_path: Path) -> bool:
 
 
 def encoded(result: Trajectory | TrialFailure) -> dict[str, object]:
-    values: dict[str, Any] = {field.name: getattr(result, field.name) for field in fields(result)}
+    """Return the record of a result, without the member and the seed, which are fields of the line."""
+    names = [field.name for field in fields(result) if field.name not in LINE_FIELDS]
+    values: dict[str, Any] = {name: getattr(result, name) for name in names}
     if isinstance(result, Trajectory):
         values["turns"] = _encoded_turns(result.turns)
         values["metrics"] = dict(result.metrics)
+        values["tool_fields"] = dict(result.tool_fields)
     return values
 
 
 def decoded(values: Mapping[str, Any]) -> Trajectory | TrialFailure:
+    """Return the result of a record. Raises one of `reading.DAMAGED` for any other values."""
     if "kind" in values:
         return TrialFailure(**{**values, "kind": FailureKind(values["kind"])})
     reasons: dict[str, StopReason | ZeroReason] = {"stop_reason": StopReason(values["stop_reason"])}
     if reason := values.get("zero_reason"):
         reasons["zero_reason"] = ZeroReason(reason)
-    return Trajectory(**{**values, "turns": _decoded_turns(values["turns"]), **reasons})
+    tool_fields = {int(index): message for index, message in values.get("tool_fields", {}).items()}
+    turns = _decoded_turns(values["turns"])
+    return Trajectory(**{**values, "turns": turns, "tool_fields": tool_fields, **reasons})
 
 
 def packed(numbers: Sequence[float]) -> str:
@@ -194,6 +204,7 @@ def packed(numbers: Sequence[float]) -> str:
 
 
 def unpacked(text: str) -> list[Any]:
+    """Return the numbers that `packed` compressed. Raises one of `reading.DAMAGED` for any other text."""
     kind, _, content = text.partition(":")
     inflater = zlib.decompressobj()
     raw = inflater.decompress(base64.b64decode(content), MAX_BYTES)

@@ -26,7 +26,7 @@ from src.records import checkpoints
 from src.records.atomic_io import remove, replace_text, storage_boundary
 from src.records.checkpoints import Checkpoint
 from src.records.journal import JOURNAL
-from src.records.options import RunFolderSettings
+from src.records.options import RunFolderOptions
 from src.records.private_folder import make_parents, make_private, resolved
 from src.records.reading import read_document, unchanged
 from src.records.rollout_store import any_graded
@@ -63,7 +63,7 @@ class RunFolder:
             path=self.path, checkpoint=checkpoints.last(self.path), delete_first=False, resumed=True
         )
 
-    def create(self, config: RunFolderSettings) -> None:
+    def create(self, config: RunFolderOptions) -> None:
         """Create the folder and config.json. An old run is deleted first if that was requested."""
         if self.delete_first:
             deleted = self.path.with_name(f".{self.path.name}.deleted")
@@ -78,7 +78,7 @@ class RunFolder:
         replace_text(self.path / CONFIG_FILE, json.dumps(chz.asdict(config), indent=2) + "\n")
 
 
-def run_path(config: RunFolderSettings, *, name: str) -> Path:
+def run_path(config: RunFolderOptions, *, name: str) -> Path:
     return resolved(Path(config.log_path or Path(config.logs_dir) / name))
 
 
@@ -115,7 +115,7 @@ def lock_run_dir(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def find_run_folder(config: RunFolderSettings, *, name: str) -> RunFolder:
+def find_run_folder(config: RunFolderOptions, *, name: str) -> RunFolder:
     """Return the folder to use.
 
     Raises ConfigError if it has a run and the options do not say what to do with it.
@@ -149,7 +149,7 @@ def _ask(path: Path) -> str:
     return {"r": "resume", "resume": "resume", "d": "delete", "delete": "delete"}.get(answer, "raise")
 
 
-def _check_same_run(path: Path, config: RunFolderSettings) -> None:
+def _check_same_run(path: Path, config: RunFolderOptions) -> None:
     before = present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged))
     now = json.loads(json.dumps(chz.asdict(config)))
     for name in IDENTITY:

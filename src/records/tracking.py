@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from src.core.errors import ConfigError
 from src.records.atomic_io import append_record, replace_text
 from src.records.metrics_table import ALL_TASKS, RENAMED, RENAMED_NOTICE, aliases_of, with_aliases
-from src.records.options import TrackingSettings
+from src.records.options import TrackingOptions
 from src.records.reading import MetricsLine, read_lines, read_word, unchanged
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class RunLog:
 @contextmanager
 def open_run_log(
     log_path: Path,
-    settings: TrackingSettings,
+    settings: TrackingOptions,
     *,
     name: str,
     config: Mapping[str, object],

@@ -1,4 +1,4 @@
-"""Collect the groups that each step learns from.
+"""Collect the batch of each step.
 
 On-policy, the groups of the step's own tasks are rolled out when the step begins. With `max_staleness` or
 `stream_groups` they are rolled out ahead, and a step takes those that end first. Failures are counted in the
@@ -24,7 +24,7 @@ from src.policy.sampling_policy import NewestPolicy, Policy
 from src.records.journal import GroupKey, RolloutKey
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
 from src.rollouts.group_rollout import RolloutPlan, Rollouts, TimedGroup, all_failed, require_some_graded
-from src.rollouts.options import GroupSettings
+from src.rollouts.options import GroupOptions
 from src.rollouts.pipeline import Batch, Pipeline, Scheduled
 from src.rollouts.run_events import RunEvents
 from src.rollouts.task_quarantine import diagnosis, from_record, to_record
@@ -35,22 +35,22 @@ OnGroup = Callable[[TrajectoryGroup], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
-    """The groups of one step: all that were rolled out for it, and those it may learn from."""
+    """The groups of one step."""
 
-    played: list[TrajectoryGroup]
-    to_learn: list[TrajectoryGroup]
+    played: list[TrajectoryGroup]  # all groups that were rolled out, with their original rewards
+    to_learn: list[TrajectoryGroup]  # the groups that may be trained on, after the reward rules
     metrics: dict[str, float]
 
 
 class BatchCollector:
-    """Collects the groups of each step.
+    """Collects the batch of each step.
 
-    Keeps the state of failures and of the curriculum after `steps_done` steps.
+    It keeps the state of failures and of the curriculum after `steps_done` steps.
     """
 
     def __init__(
         self,
-        settings: GroupSettings,
+        options: GroupOptions,
         *,
         source: TaskSource,
         rollouts: Rollouts,
@@ -59,7 +59,7 @@ class BatchCollector:
         events: RunEvents,
         steps_done: int,
     ) -> None:
-        self._settings = settings
+        self._options = options
         self._source = source
         self._rollouts = rollouts
         self._finished = finished
@@ -71,7 +71,7 @@ class BatchCollector:
         self._curriculum = curriculum.from_records(state.get("curriculum", {}) for state in states)
         self._num_groups_before = 0  # of the run, when the step began
         self._policy = NewestPolicy()
-        # By step: the plan, and the rollouts that are on disk and that no group has used yet.
+        # By step: the plan, and the rollouts on disk that no group has used yet.
         self._ahead: dict[int, tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]] = {}
         self._pipeline = self._pipeline_of([])
 
@@ -91,8 +91,8 @@ class BatchCollector:
         self._pipeline.update_ended()
 
     def state(self) -> dict[str, object]:
-        """Return what a process that resumes the run needs to know of the step that has ended."""
-        if self._settings.task_sampling == "uniform":
+        """Return the state after the last step, for the journal. A resumed run reads it."""
+        if self._options.task_sampling == "uniform":
             return to_record(self._faults)
         return to_record(self._faults) | {
             "curriculum": curriculum.to_record(self._curriculum, since=self._num_groups_before)
@@ -101,10 +101,10 @@ class BatchCollector:
     async def collect(self, batch: Batch, on_group: OnGroup) -> StepBatch:
         """Return the groups of one step.
 
-        If they are rolled out ahead, `on_group` is called with each as it is taken.
+        If they are rolled out ahead, `on_group` is called with each group when it is taken.
         """
         self._num_groups_before = self._curriculum.num_groups
-        if self._settings.is_ahead:
+        if self._options.is_ahead:
             collected = await self._take(batch, on_group)
         else:
             collected = await self._sample(batch)
@@ -113,14 +113,14 @@ class BatchCollector:
 
     def _pipeline_of(self, batches: Sequence[Batch]) -> Pipeline:
         """Return a pipeline of every group that no step has taken yet. Without rollouts ahead it is empty."""
-        settings = self._settings
+        options = self._options
         scheduled = (Scheduled(step=batch.step, task=task) for batch in batches for task in batch.tasks)
-        ahead = [group for group in scheduled if settings.is_ahead and not self._journal.is_taken(group.key)]
-        return Pipeline(ahead, self._roll_out_ahead, settings, is_left_out=self._is_quarantined)
+        ahead = [group for group in scheduled if options.is_ahead and not self._journal.is_taken(group.key)]
+        return Pipeline(ahead, self._roll_out_ahead, options, is_left_out=self._is_quarantined)
 
     async def _sample(self, batch: Batch) -> StepBatch:
         """Roll out the step's own tasks, and refills if there is dynamic sampling."""
-        settings = self._settings
+        options = self._options
         scheduled = self._tasks_of(batch)
         tasks = [task for task in scheduled if not self._is_quarantined(task)]
         self._journal.batch_fixed(batch.step, [(batch.step, task.id) for task in scheduled])
@@ -132,9 +132,9 @@ class BatchCollector:
             return [timed.group for timed in timed_groups]
 
         refills = partial(self._refills, batch)
-        sampled = await sample_groups(roll_out, tasks, refills, settings, settings, step=batch.step)
-        metrics = sampling_metrics(sampled, settings)
-        metrics |= curriculum_metrics(self._curriculum, self._source.train, settings)
+        sampled = await sample_groups(roll_out, tasks, refills, options, options, step=batch.step)
+        metrics = sampling_metrics(sampled, options)
+        metrics |= curriculum_metrics(self._curriculum, self._source.train, options)
         metrics |= {
             "trials/retries": float(sum(timed.num_retries for timed in rolled_out)),
             "groups/quarantined": float(len(scheduled) - len(tasks)),
@@ -147,7 +147,7 @@ class BatchCollector:
         If an earlier process was killed after it had taken the step's groups, the same groups are taken.
         """
         title = f"step {batch.step}"
-        self._events.batch_started(title, num_groups=len(batch.tasks), group_size=self._settings.group_size)
+        self._events.batch_started(title, num_groups=len(batch.tasks), group_size=self._options.group_size)
         metrics = self._pipeline.metrics()
         taken: list[TimedGroup] = []
         to_learn: list[TrajectoryGroup] = []
@@ -155,7 +155,7 @@ class BatchCollector:
         def take(timed: TimedGroup) -> None:
             taken.append(timed)
             self._events.group_finished(timed.group, duration_s=timed.duration_s)
-            [group] = apply_reward_rules([timed.group], self._settings)
+            [group] = apply_reward_rules([timed.group], self._options)
             to_learn.append(group)
             on_group(group)
 
@@ -182,13 +182,12 @@ class BatchCollector:
         return StepBatch(played=groups, to_learn=to_learn, metrics=metrics)
 
     def _scheduled(self, groups: Sequence[GroupKey]) -> list[Scheduled]:
-        """Return the groups with their tasks. ConfigError if a task is missing from the environment."""
+        """Return the groups with their tasks. Raises ConfigError if the environment lacks a task."""
         tasks = {task.id: task for task in self._source.train}
         if missing := [task for _, task in groups if task not in tasks]:
             raise ConfigError(
-                f"this run has learned from {', '.join(missing)}, which tasks_dir does not hold; put them "
-                "back, or "
-                "give another log_path"
+                f"this run has trained on {', '.join(missing)}, which the environment lacks; "
+                "restore these tasks, or give another log_path"
             )
         return [Scheduled(step=step, task=tasks[task]) for step, task in groups]
 
@@ -201,7 +200,7 @@ class BatchCollector:
     def _plan_ahead(self, step: int) -> tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]:
         """Return the plan of a step and its rollouts on disk.
 
-        They are read once, which also tidies the step's folder.
+        They are read once. Reading also removes incomplete files from the step's folder.
         """
         if step not in self._ahead:
             plan = self._plan("step", step)
@@ -212,33 +211,33 @@ class BatchCollector:
         return RolloutPlan(
             step=step,
             purpose=purpose,
-            group_size=self._settings.group_size,
-            temperature=self._settings.temperature,
+            group_size=self._options.group_size,
+            temperature=self._options.temperature,
             directory=self._finished.job_directory(purpose, step),
         )
 
     def _tasks_of(self, batch: Batch) -> Sequence[Task]:
-        """Return the step's tasks: the scheduled ones, or as many that the curriculum chooses."""
-        if self._settings.task_sampling == "uniform":
+        """Return the step's tasks: those of the schedule, or the same number chosen by the curriculum."""
+        if self._options.task_sampling == "uniform":
             return batch.tasks
         return self._curriculum.choose(
-            self._available_tasks(), len(batch.tasks), self._settings, step=batch.step, attempt=0
+            self._available_tasks(), len(batch.tasks), self._options, step=batch.step, attempt=0
         )
 
-    def _refills(self, batch: Batch, state: SamplingState, num_wanted: int) -> Sequence[Task]:
+    def _refills(self, batch: Batch, state: SamplingState, num_needed: int) -> Sequence[Task]:
         """Return the tasks of the next refill.
 
-        Uniform refills are as large as the batch (SkyRL). The curriculum chooses as many tasks as groups are
-        missing, if possible tasks that this step has not rolled out.
+        Uniform refills are as large as the batch (SkyRL). The curriculum chooses one task for each missing
+        group, if possible a task that this step has not rolled out.
         """
-        settings, tasks = self._settings, self._available_tasks()
+        options, tasks = self._options, self._available_tasks()
         place = {"step": batch.step, "attempt": state.num_batches}
-        if settings.task_sampling == "uniform":
-            return refill(tasks, num_wanted, seed=settings.seed, **place)
-        rolled_out, num_missing = {group.task.id for group in state.played}, num_wanted - len(state.kept)
+        if options.task_sampling == "uniform":
+            return refill(tasks, num_needed, seed=options.seed, **place)
+        rolled_out, num_missing = {group.task.id for group in state.played}, num_needed - len(state.kept)
         others = [task for task in tasks if task.id not in rolled_out]
         candidates = others if len(others) >= num_missing else tasks
-        return self._curriculum.choose(candidates, num_missing, settings, **place)
+        return self._curriculum.choose(candidates, num_missing, options, **place)
 
     def _available_tasks(self) -> list[Task]:
         return [task for task in self._source.train if not self._is_quarantined(task)]
@@ -265,20 +264,20 @@ class BatchCollector:
     def _update_faults(self, groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
         """Count the failures of the groups, and quarantine tasks.
 
-        Raises TooManyFailuresError if training on the other groups would teach nothing, or the wrong thing.
+        Raises TooManyFailuresError if no trial was graded, if too many failed or if no task remains.
         """
-        settings, before = self._settings, self._faults
+        options, before = self._options, self._faults
         if len({group.task.id for group in groups}) > 1:  # a single task may cause its own failures
             require_some_graded(groups, plan)
-        self._faults = before.after(groups, settings)
+        self._faults = before.after(groups, options)
         self._curriculum = self._curriculum.after(groups)
-        if self._faults.has_too_many_failures(settings):
-            raise TooManyFailuresError(diagnosis(self._faults, groups, settings))
-        self._tell_quarantined(before.quarantined, plan)
+        if self._faults.has_too_many_failures(options):
+            raise TooManyFailuresError(diagnosis(self._faults, groups, options))
+        self._report_quarantined(before.quarantined, plan)
         if all(self._is_quarantined(task) for task in self._source.train):
             raise TooManyFailuresError(f"every training task is quarantined; {all_failed(groups, plan)}")
 
-    def _tell_quarantined(self, before: Mapping[str, str], plan: RolloutPlan) -> None:
+    def _report_quarantined(self, before: Mapping[str, str], plan: RolloutPlan) -> None:
         for task, cause in self._faults.quarantined.items():
             if task not in before:
                 self._journal.quarantined(plan.step, task, cause)

@@ -1,6 +1,7 @@
-"""Roll out groups of trials: one semaphore for all trials, a deadline and several attempts for each.
+"""Roll out groups of trials. One semaphore limits the trials that run at once; each trial has a deadline and
+several attempts.
 
-An error of a trial becomes a `TrialFailure` here.
+Exceptions of a trial become a `TrialFailure` in this module.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from src.core.errors import BackendError, TooManyFailuresError
@@ -21,14 +22,14 @@ from src.policy.sampling_policy import Policy
 from src.records.journal import RolloutKey
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
 from src.rollouts.judge import Judge
-from src.rollouts.options import RolloutSettings
+from src.rollouts.options import RolloutOptions
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE_S = 7200.0
-CLEANING_S = 90.0  # what a cancelled trial may take to free its sandbox
+CLEANING_S = 90.0  # longest time for a cancelled trial to free its sandbox
 LONGEST_WAIT_S = 60.0
-# Nothing the agent did: the same trial may well succeed when it is played again.
+# Failures that the agent did not cause. The trial is repeated.
 INFRASTRUCTURE = frozenset({FailureKind.SANDBOX, FailureKind.BACKEND, FailureKind.VERIFIER})
 
 
@@ -37,7 +38,7 @@ class RolloutPlan:
     """How the groups of one batch are rolled out."""
 
     step: int
-    purpose: str  # "step" | "refill-1", ... | "eval": part of the folder's name and of the seeds
+    purpose: str  # "step", "refill-<n>" or "eval"; part of the name of the folder and of the seeds
     group_size: int
     temperature: float
     directory: Path
@@ -58,32 +59,32 @@ class TimedGroup:
 
 
 class Rollouts:
-    """Runs trials, at most `n_parallel_envs` at once over all groups. Rollouts that are on disk are not
+    """Runs trials, at most `n_parallel_envs` at once over all groups. Rollouts on disk are not
     repeated.
 
-    A `judge` adds its bonus to training episodes only.
+    A `judge` adds its bonus to training trials only.
     """
 
     def __init__(
         self,
         source: TaskSource,
-        settings: RolloutSettings,
+        options: RolloutOptions,
         finished: FinishedRollouts,
         judge: Judge | None = None,
     ) -> None:
         self._source = source
         self._judge = judge
-        self._settings = settings
+        self._options = options
         self._finished = finished
-        self._slots = asyncio.Semaphore(settings.n_parallel_envs)
-        self._floors: dict[str, float | None] = {}  # by task; None: it has none that could be measured
+        self._slots = asyncio.Semaphore(options.n_parallel_envs)
+        self._noop_rewards: dict[str, float | None] = {}  # by task; None: it could not be measured
 
     async def groups(
         self, tasks: Sequence[Task], policy: Policy, plan: RolloutPlan, on_group: Callable[[TimedGroup], None]
     ) -> list[TimedGroup]:
         """Roll out one group per task and return them in the order of the tasks.
 
-        Call `on_group` with each as it ends.
+        `on_group` is called with each group when it ends.
         """
         kept = self.kept(plan)
 
@@ -94,27 +95,28 @@ class Rollouts:
 
         return await _all(roll_out(task) for task in tasks)
 
-    async def floors(self, tasks: Sequence[Task]) -> dict[str, float]:
+    async def noop_rewards(self, tasks: Sequence[Task]) -> dict[str, float]:
         """Return the reward of an agent that does nothing for each task.
 
-        It is measured once; tasks without one are left out.
+        It is measured once. Tasks for which it cannot be measured are left out.
         """
-        await asyncio.gather(*(self._measure_floor(task) for task in tasks if task.id not in self._floors))
-        return {task.id: floor for task in tasks if (floor := self._floors[task.id]) is not None}
+        new_tasks = [task for task in tasks if task.id not in self._noop_rewards]
+        await asyncio.gather(*map(self._measure_noop_reward, new_tasks))
+        return {task.id: reward for task in tasks if (reward := self._noop_rewards[task.id]) is not None}
 
-    async def _measure_floor(self, task: Task) -> None:
+    async def _measure_noop_reward(self, task: Task) -> None:
         async with self._slots:
             try:
-                async with asyncio.timeout(self._settings.trial_timeout_s or DEFAULT_DEADLINE_S):
-                    self._floors[task.id] = await self._source.noop_baseline(task)
-            except Exception as error:  # whatever an environment raises
+                async with asyncio.timeout(self._options.trial_timeout_s or DEFAULT_DEADLINE_S):
+                    self._noop_rewards[task.id] = await self._source.noop_baseline(task)
+            except Exception as error:  # an environment can raise any exception
                 logger.warning(
-                    "%s: what doing nothing earns could not be measured: %s: %s",
+                    "%s: the reward of an agent that does nothing could not be measured: %s: %s",
                     task.id,
                     type(error).__name__,
                     error,
                 )
-                self._floors[task.id] = None
+                self._noop_rewards[task.id] = None
 
     def kept(self, plan: RolloutPlan) -> Mapping[RolloutKey, FinishedRollout]:
         """Return the rollouts of the batch that are on disk."""
@@ -147,12 +149,12 @@ class Rollouts:
         kept: Mapping[RolloutKey, FinishedRollout],
         started: list[float],
     ) -> FinishedRollout:
-        """Return one rollout from disk, or run it until it is graded, fails for good or has used its
-        attempts, all with one seed.
+        """Return one rollout from disk, or run its trial until it is graded, fails with an error that is
+        not retried, or has used all attempts. All attempts have the same seed.
         """
-        settings = self._settings
+        options = self._options
         place = RolloutKey(purpose=plan.purpose, step=plan.step, task=task.id, member=member)
-        seed = trial_seed(settings.seed, plan, task.id, member)
+        seed = trial_seed(options.seed, plan, task.id, member)
         if place in kept and kept[place].seed == seed:
             return kept[place]
         attempts = 0
@@ -165,10 +167,10 @@ class Rollouts:
             if (
                 isinstance(result, Trajectory)
                 or result.kind not in INFRASTRUCTURE
-                or attempts >= settings.trial_attempts
+                or attempts >= options.trial_attempts
             ):
                 break
-            wait_s = back_off(settings.retry_wait_s, attempts, seed)
+            wait_s = back_off(options.retry_wait_s, attempts, seed)
             logger.warning(
                 "%s: trial failed (%s: %s); trying again in %.1f s",
                 task.id,
@@ -179,8 +181,10 @@ class Rollouts:
             await asyncio.sleep(wait_s)
         if isinstance(result, TrialFailure):
             logger.warning("%s: trial could not be graded (%s: %s)", task.id, result.kind, result.message)
-        elif self._judge is not None and plan.is_training:
-            result = await self._judge.judged(result)
+        else:
+            result = replace(result, member=member, seed=seed)
+            if self._judge is not None and plan.is_training:
+                result = await self._judge.judged(result)
         rollout = FinishedRollout(result=result, seed=seed, attempts=attempts)
         self._finished.add(place, rollout)
         return rollout
@@ -188,7 +192,7 @@ class Rollouts:
     async def _trial(
         self, task: Task, policy: Policy, plan: RolloutPlan, seed: int, member: int
     ) -> Trajectory | TrialFailure:
-        deadline_s = self._settings.trial_timeout_s or DEFAULT_DEADLINE_S
+        deadline_s = self._options.trial_timeout_s or DEFAULT_DEADLINE_S
         trial = self._source.trial(
             task, directory=plan.directory, seed=seed, temperature=plan.temperature, member=member
         )
@@ -204,7 +208,7 @@ class Rollouts:
                     "%s: reward 0, the agent used up the time (%s): %s", task.id, slow.zero_reason, message
                 )
                 return slow
-            if playing.cancelled():  # by what it awaited: nobody stops the run
+            if playing.cancelled():  # by a call inside the trial; the run itself was not cancelled
                 return TrialFailure(
                     task_id=task.id, kind=FailureKind.HARBOR, message="the trial was cancelled from inside"
                 )
@@ -212,7 +216,7 @@ class Rollouts:
         except BackendError as error:
             return TrialFailure(task_id=task.id, kind=FailureKind.BACKEND, message=str(error))
         except Exception as error:
-            logger.exception("%s: the trial broke", task.id)
+            logger.exception("%s: the trial raised an exception", task.id)
             return TrialFailure(
                 task_id=task.id, kind=FailureKind.HARBOR, message=f"{type(error).__name__}: {error}"
             )
@@ -227,20 +231,20 @@ async def _ended(playing: asyncio.Future[Trajectory | TrialFailure], task: Task)
         await asyncio.wait({playing}, timeout=CLEANING_S)
         if not playing.done():
             logger.error(
-                "%s: a cancelled trial still runs after %g s; its sandbox goes with this process",
+                "%s: a cancelled trial still runs after %g s; its sandbox is freed when this process ends",
                 task.id,
                 CLEANING_S,
             )
 
 
 def back_off(wait_s: float, attempts: int, seed: int) -> float:
-    """Return how long to wait: it doubles with each attempt, and the seed adds up to half of it."""
+    """Return the wait in seconds. It doubles with each attempt, and the seed adds up to half of it."""
     return min(LONGEST_WAIT_S, wait_s * 2 ** (attempts - 1)) * (1 + (seed % 1000) / 2000)
 
 
 def trial_seed(seed: int, plan: RolloutPlan, task_id: str, member: int) -> int:
-    """Return a 31-bit seed that depends only on the run's seed and on which trial it is."""
-    step = plan.step if plan.is_training else 0  # evaluations differ by their weights alone
+    """Return a 31-bit seed that depends only on the seed of the run and the identity of the trial."""
+    step = plan.step if plan.is_training else 0  # so that evaluations differ only by the weights
     place = f"{seed}/{plan.purpose}/{step}/{task_id}/{member}"
     return int.from_bytes(hashlib.sha256(place.encode()).digest()[:4], "big") >> 1
 
@@ -258,7 +262,7 @@ def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:
     example = next(failure.message for failure in failures if failure.kind == kind)
     first_line = (example.splitlines() or [""])[0]
     what = "step" if plan.is_training else "evaluation"
-    log = plan.directory.parents[1] / "logs.log"  # beside jobs/, where only Harbor's trials leave files
+    log = plan.directory.parents[1] / "logs.log"  # next to jobs/, which only Harbor trials write to
     return (
         f"none of the {len(failures)} trials of {what} {plan.step} could be graded; {count} failed by "
         f"{kind}, e.g. {first_line}; "

@@ -21,7 +21,7 @@ from src.core.errors import BackendError
 from src.core.trajectory import Trajectory
 from src.policy.chat import Message
 from src.policy.openai_client import ChatReply
-from src.rollouts.options import JudgeSettings
+from src.rollouts.options import JudgeOptions
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +79,9 @@ class Verdict:
 class Judge:
     """Judges each conversation once. Equal conversations share one request and one verdict."""
 
-    def __init__(self, endpoint: JudgeEndpoint, settings: JudgeSettings) -> None:
+    def __init__(self, endpoint: JudgeEndpoint, options: JudgeOptions) -> None:
         self._endpoint = endpoint
-        self._settings = settings
+        self._options = options
         self._verdicts: dict[str, asyncio.Future[Verdict]] = {}
 
     async def judged(self, trajectory: Trajectory) -> Trajectory:
@@ -98,8 +98,8 @@ class Judge:
             pending = self._verdicts[key] = asyncio.ensure_future(self._verdict(trajectory.conversation))
         verdict = await asyncio.shield(pending)
         if verdict.failures is None:
-            self._verdicts.pop(key, None)  # so that an equal conversation is judged again
-        bonus = 0.0 if verdict.failures is None else bonus_of(len(verdict.failures), self._settings)
+            self._verdicts.pop(key, None)  # so that the next equal conversation is judged again
+        bonus = 0.0 if verdict.failures is None else bonus_of(len(verdict.failures), self._options)
         metrics = {
             "judge_bonus": bonus,
             "judge_errors": float(verdict.failures is None),
@@ -119,10 +119,10 @@ class Judge:
         except BackendError as error:
             logger.warning("the judge did not answer: %s", error)
             return Verdict(failures=None)
-        settings = self._settings
+        options = self._options
         prices = (
-            reply.num_prompt_tokens * settings.judge_prompt_price,
-            reply.num_completion_tokens * settings.judge_completion_price,
+            reply.num_prompt_tokens * options.judge_prompt_price,
+            reply.num_completion_tokens * options.judge_completion_price,
         )
         failures = failures_in(reply.text)
         if failures is None:
@@ -133,7 +133,7 @@ class Judge:
 
 
 def failures_in(answer: str) -> frozenset[str] | None:
-    """Return the failures that an answer names; None unless it is a JSON object of exactly fourteen booleans.
+    """Return the failures that an answer states; None unless it is a JSON object of fourteen booleans.
 
     >>> sorted(failures_in(json.dumps({name: name == "wrong_check" for name in MODES})))
     ['wrong_check']
@@ -141,7 +141,7 @@ def failures_in(answer: str) -> frozenset[str] | None:
     (True, True)
     """
     try:
-        values = json.loads(answer, object_pairs_hook=_no_key_twice)
+        values = json.loads(answer, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError):
         return None
     if (
@@ -153,13 +153,13 @@ def failures_in(answer: str) -> frozenset[str] | None:
     return frozenset(name for name, value in values.items() if value)
 
 
-def bonus_of(num_failures: int, settings: JudgeSettings) -> float:
+def bonus_of(num_failures: int, options: JudgeOptions) -> float:
     """Return the bonus. With `inverse_failures`, one failure gives as much as none."""
-    match settings.taxonomy_formula:
+    match options.taxonomy_formula:
         case "one_plus_failures":
-            return settings.taxonomy_alpha / (1 + num_failures)
+            return options.taxonomy_alpha / (1 + num_failures)
         case "inverse_failures":
-            return settings.taxonomy_alpha / max(1, num_failures)
+            return options.taxonomy_alpha / max(1, num_failures)
 
 
 def transcript(conversation: Sequence[Message]) -> str:
@@ -169,7 +169,7 @@ def transcript(conversation: Sequence[Message]) -> str:
     )
 
 
-def _no_key_twice(pairs: Sequence[tuple[str, object]]) -> Mapping[str, object]:
+def _unique_keys(pairs: Sequence[tuple[str, object]]) -> Mapping[str, object]:
     if len(dict(pairs)) < len(pairs):
         raise ValueError("duplicate key")
     return dict(pairs)

@@ -6,19 +6,19 @@ from typing import Literal
 
 import chz
 
-from src.core.options import Options, SeedSettings, at_least, pairs, require
-from src.envs.options import AgentSettings, TrialSettings
+from src.core.options import Options, SeedOptions, at_least, pairs, require
+from src.envs.options import AgentOptions, TrialOptions
 from src.learning.options import (
-    CurriculumSettings,
-    DynamicSamplingSettings,
-    FilterSettings,
-    StalenessSettings,
+    CurriculumOptions,
+    DynamicSamplingOptions,
+    FilterOptions,
+    StalenessOptions,
 )
-from src.policy.options import JudgeEndpointSettings
+from src.policy.options import JudgeEndpointOptions
 
 
 @chz.chz
-class BatchSettings(Options):
+class BatchOptions(Options):
     """Batches and schedule"""
 
     batch_size: int = chz.field(default=1, doc="Tasks (groups) per step", validator=at_least(1))
@@ -26,7 +26,7 @@ class BatchSettings(Options):
 
 
 @chz.chz
-class ScheduleSettings(BatchSettings, SeedSettings):
+class ScheduleOptions(BatchOptions, SeedOptions):
     """Batches and schedule"""
 
     n_epochs: int = chz.field(default=1, doc="Passes over the training tasks", validator=at_least(1))
@@ -43,7 +43,7 @@ class ScheduleSettings(BatchSettings, SeedSettings):
     def domain_shares(self) -> dict[str, float]:
         """The share of each domain in a batch; the shares add up to 1. Empty without a mixture.
 
-        >>> ScheduleSettings(domain_mixture=["retail=3", "airline=1"]).domain_shares
+        >>> ScheduleOptions(domain_mixture=["retail=3", "airline=1"]).domain_shares
         {'retail': 0.75, 'airline': 0.25}
         """
         weights: dict[str, float] = {}
@@ -64,21 +64,21 @@ class ScheduleSettings(BatchSettings, SeedSettings):
 
 
 @chz.chz
-class PipelineSettings(BatchSettings, StalenessSettings):
+class PipelineOptions(BatchOptions, StalenessOptions):
     """Rollouts ahead of training"""
 
     max_groups_in_flight: int | None = chz.field(
-        default=None, doc="Groups rolled out at once where max_staleness > 0; None: 2 batches"
+        default=None, doc="Groups rolled out at once if max_staleness > 0; None: 2 * batch_size"
     )
     stream_groups: bool = chz.field(
         default=False,
-        doc="Send each group to the server's gradient as soon as it ends, while others are rolled out; "
-        "each group weighs the same",
+        doc="Send each group to the server for forward_backward as soon as it ends, while other groups are "
+        "rolled out; every group has the same weight in the loss",
     )
 
     @property
     def is_ahead(self) -> bool:
-        """Whether steps take groups as they end, instead of rolling out a batch each."""
+        """Whether a step trains the groups that end first, instead of rolling out its own batch."""
         return self.max_staleness > 0 or self.stream_groups
 
     @chz.validate
@@ -90,17 +90,18 @@ class PipelineSettings(BatchSettings, StalenessSettings):
         )
         require(
             in_flight is None or in_flight >= self.batch_size,
-            f"max_groups_in_flight={in_flight} is below batch_size={self.batch_size}; raise it",
+            f"max_groups_in_flight={in_flight} is below batch_size={self.batch_size}; set "
+            f"max_groups_in_flight={self.batch_size} or more",
         )
 
 
 @chz.chz
-class RolloutSettings(TrialSettings, SeedSettings):
+class RolloutOptions(TrialOptions, SeedOptions):
     """Trials"""
 
     trial_attempts: int = chz.field(
         default=3,
-        doc="Attempts at a trial that fails by its sandbox, the server or the verifier",
+        doc="Maximum number of attempts at a trial that ends with an infrastructure failure",
         validator=at_least(1),
     )
     retry_wait_s: float = chz.field(
@@ -111,17 +112,16 @@ class RolloutSettings(TrialSettings, SeedSettings):
 
 
 @chz.chz
-class FaultSettings(Options):
+class FaultOptions(Options):
     """Failures and timeouts"""
 
     quarantine_after: int = chz.field(
         default=2,
-        doc="Leave a task out once this many of its groups in a row had no trial that could be graded; 0: "
-        "never",
+        doc="Quarantine a task after this many consecutive groups without a graded trial; 0: never",
         validator=at_least(0),
     )
     max_failure_rate: float = chz.field(
-        default=0.5, doc="Stop when more than this share of the latest trials could not be graded; 1: never"
+        default=0.5, doc="Stop if more than this share of the latest trials could not be graded; 1: never"
     )
 
     @chz.validate
@@ -133,17 +133,17 @@ class FaultSettings(Options):
 
 
 @chz.chz
-class JudgeSettings(JudgeEndpointSettings):
+class JudgeOptions(JudgeEndpointOptions):
     """Judge"""
 
     taxonomy_feedback: bool = chz.field(
         default=False,
         doc="Add a bonus for the absence of MAST's 14 failure modes to training rewards; "
-        "TAXONOMY_FEEDBACK=true does it too",
+        "the environment variable TAXONOMY_FEEDBACK=true also enables it",
     )
     taxonomy_alpha: float = chz.field(
         default=1.0,
-        doc="The bonus of an episode without failures; TAXONOMY_ALPHA overrides it",
+        doc="The bonus of a trial without failures; the environment variable TAXONOMY_ALPHA overrides it",
         validator=at_least(0),
     )
     taxonomy_formula: Literal["one_plus_failures", "inverse_failures"] = chz.field(
@@ -152,7 +152,7 @@ class JudgeSettings(JudgeEndpointSettings):
     )
     judge_prompt_price: float = chz.field(
         default=0.0,
-        doc="Price of the judge's input in USD per million tokens, for judge_cost_usd",
+        doc="Price of the judge's input in USD per million tokens, for the metric judge_cost_usd",
         validator=at_least(0),
     )
     judge_completion_price: float = chz.field(
@@ -168,12 +168,12 @@ class JudgeSettings(JudgeEndpointSettings):
 
 
 @chz.chz
-class GroupSettings(
-    PipelineSettings,
-    FilterSettings,
-    CurriculumSettings,
-    DynamicSamplingSettings,
-    FaultSettings,
-    AgentSettings,
+class GroupOptions(
+    PipelineOptions,
+    FilterOptions,
+    CurriculumOptions,
+    DynamicSamplingOptions,
+    FaultOptions,
+    AgentOptions,
 ):
     """Collection of batches"""

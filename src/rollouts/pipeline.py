@@ -1,7 +1,7 @@
 """The schedule of tasks, and the pipeline that rolls out groups ahead of training.
 
-On-policy, each batch is rolled out with the weights that the previous step made. Ahead of training, groups
-are rolled out while others are trained on, and each turn is sampled with the newest weights.
+On-policy, each batch is rolled out with the weights of the previous step. Otherwise groups are rolled out
+while others are trained on, and each turn is sampled with the newest weights.
 docs/staleness.md explains the rules and the alternatives.
 """
 
@@ -18,7 +18,7 @@ from src.core.errors import ConfigError
 from src.core.trajectory import Task
 from src.records.journal import GroupKey
 from src.rollouts.group_rollout import TimedGroup
-from src.rollouts.options import PipelineSettings, ScheduleSettings
+from src.rollouts.options import PipelineOptions, ScheduleOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,27 +33,27 @@ class Batch:
     tasks: list[Task]
 
 
-def schedule(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
+def schedule(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
     """Return every batch of the run. The result depends only on the tasks and the options, so a resumed run
     gets the same.
 
     A batch never holds tasks of two epochs, so the last batch of an epoch may be smaller.
     """
-    if settings.domain_shares:
-        return mixed(tasks, settings)
+    if options.domain_shares:
+        return mixed(tasks, options)
     batches: list[Batch] = []
-    for epoch in range(settings.n_epochs):
-        if settings.max_steps is not None and len(batches) >= settings.max_steps:
+    for epoch in range(options.n_epochs):
+        if options.max_steps is not None and len(batches) >= options.max_steps:
             break
-        order = epoch_order(tasks, seed=settings.seed, epoch=epoch)
-        for start in range(0, len(order), settings.batch_size):
+        order = epoch_order(tasks, seed=options.seed, epoch=epoch)
+        for start in range(0, len(order), options.batch_size):
             batches.append(
-                Batch(step=len(batches) + 1, epoch=epoch, tasks=order[start : start + settings.batch_size])
+                Batch(step=len(batches) + 1, epoch=epoch, tasks=order[start : start + options.batch_size])
             )
-    return batches[: settings.max_steps]
+    return batches[: options.max_steps]
 
 
-def mixed(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
+def mixed(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
     """Return as many full batches as without a mixture.
 
     Each domain has its share of all places and its own epochs.
@@ -62,49 +62,47 @@ def mixed(tasks: Sequence[Task], settings: ScheduleSettings) -> list[Batch]:
         domain: [task for task in tasks if task.domain == domain]
         for domain in sorted({task.domain for task in tasks})
     }
-    require_shares(domains, settings)
+    require_shares(domains, options)
     waiting: dict[str, list[Task]] = {domain: [] for domain in domains}
     taken: Counter[str] = Counter()
     epochs: Counter[str] = Counter()
 
     def draw(batch: Sequence[Task]) -> Task:
-        """The next task of the domain that is furthest behind, none that the batch has."""
-        left = [domain for domain, own in domains.items() if any(task not in batch for task in own)]
-        domain = max(left, key=lambda name: settings.domain_shares[name] * (taken.total() + 1) - taken[name])
+        """Return the next task that is not in the batch, from the domain that is furthest below its share."""
+        left = [name for name, members in domains.items() if any(task not in batch for task in members)]
+        domain = max(left, key=lambda name: options.domain_shares[name] * (taken.total() + 1) - taken[name])
         taken[domain] += 1
         if all(task in batch for task in waiting[domain]):
-            waiting[domain] += epoch_order(domains[domain], seed=settings.seed, epoch=epochs[domain])
+            waiting[domain] += epoch_order(domains[domain], seed=options.seed, epoch=epochs[domain])
             epochs[domain] += 1
         task = next(task for task in waiting[domain] if task not in batch)
         waiting[domain].remove(task)
         return task
 
     batches: list[Batch] = []
-    per_epoch = -(-len(tasks) // settings.batch_size)
-    num_steps = settings.n_epochs * per_epoch
-    for number in range(num_steps if settings.max_steps is None else min(num_steps, settings.max_steps)):
+    per_epoch = -(-len(tasks) // options.batch_size)
+    num_steps = options.n_epochs * per_epoch
+    for number in range(num_steps if options.max_steps is None else min(num_steps, options.max_steps)):
         batch: list[Task] = []
-        while len(batch) < min(settings.batch_size, len(tasks)):
+        while len(batch) < min(options.batch_size, len(tasks)):
             batch.append(draw(batch))
         batches.append(Batch(step=number + 1, epoch=number // per_epoch, tasks=batch))
     return batches
 
 
-def require_shares(domains: Mapping[str, Sequence[Task]], settings: ScheduleSettings) -> None:
-    """ConfigError where the shares are not those of the tasks' domains, or a domain has not tasks enough
-    for its share of a batch.
-    """
-    if domains.keys() != settings.domain_shares.keys():
+def require_shares(domains: Mapping[str, Sequence[Task]], options: ScheduleOptions) -> None:
+    """Raise ConfigError unless each domain has a share, and enough tasks for its share of a batch."""
+    if domains.keys() != options.domain_shares.keys():
         raise ConfigError(
-            f"domain_mixture has shares of {', '.join(sorted(settings.domain_shares))}; the training tasks "
-            f"are of {', '.join(domains)}"
+            f"domain_mixture has shares of {', '.join(sorted(options.domain_shares))}; the training tasks "
+            f"are of {', '.join(domains)}; give a share to each of these domains"
         )
-    for domain, own in domains.items():
-        wanted = settings.domain_shares[domain] * settings.batch_size
-        if len(own) < wanted:
+    for domain, members in domains.items():
+        num_needed = options.domain_shares[domain] * options.batch_size
+        if len(members) < num_needed:
             raise ConfigError(
-                f"domain_mixture: {domain} has {len(own)} tasks, its share of a batch is {wanted:g}; lower "
-                "one of them"
+                f"domain_mixture: {domain} has {len(members)} tasks, fewer than its share of a batch, "
+                f"{num_needed:g}; lower its share or batch_size"
             )
 
 
@@ -132,30 +130,30 @@ class Pipeline:
     wait for slow ones.
 
     On-policy (`max_staleness=0`) only the groups of the step itself are rolled out. Otherwise up to
-    `max_groups_in_flight` groups are, and fewer if training is slower than the rollouts: a group must be
-    trained before it is too old.
+    `max_groups_in_flight` groups are rolled out at once, or fewer if training is slower than the rollouts,
+    because a group must be trained before its tokens are too stale.
     """
 
     def __init__(
         self,
         scheduled: Iterable[Scheduled],
         play: Callable[[Scheduled], Awaitable[TimedGroup]],
-        settings: PipelineSettings,
+        options: PipelineOptions,
         *,
         is_left_out: Callable[[Task], bool],
     ) -> None:
         self._ahead = deque(scheduled)
         self._play = play
-        self._settings = settings
+        self._options = options
         self._is_left_out = is_left_out
         self._rolling: set[asyncio.Task[TimedGroup]] = set()
-        self._waiting: deque[asyncio.Task[TimedGroup]] = deque()  # ended, in this order
+        self._waiting: deque[asyncio.Task[TimedGroup]] = deque()  # in the order in which they ended
         self._ended = asyncio.Event()
         self._step = 0
         self._num_taken = 0
-        self._durations_s: deque[float] = deque(maxlen=2 * settings.batch_size)
+        self._durations_s: deque[float] = deque(maxlen=2 * options.batch_size)
         self._update_began = 0.0
-        self._update_s: float | None = None  # how long the last one took
+        self._update_s: float | None = None  # duration of the last update
 
     async def __aenter__(self) -> Pipeline:
         return self
@@ -170,7 +168,7 @@ class Pipeline:
     async def take(self, step: int) -> TimedGroup | None:
         """Return the group that ended first of those that no step has taken.
 
-        None: the schedule has no more groups for `step`.
+        Returns None if the schedule has no more groups for `step`.
         """
         self._step = step
         self._start_groups()
@@ -198,7 +196,7 @@ class Pipeline:
 
     def _start_groups(self) -> None:
         while self._ahead and len(self._rolling) < self._admission_limit():
-            if self._settings.max_staleness == 0 and self._ahead[0].step > self._step:
+            if self._options.max_staleness == 0 and self._ahead[0].step > self._step:
                 return
             scheduled = self._ahead.popleft()
             if not self._is_left_out(scheduled.task):
@@ -207,24 +205,23 @@ class Pipeline:
                 playing.add_done_callback(self._on_end)
 
     def _admission_limit(self) -> int:
-        """Return how many groups may be rolled out at once.
+        """Return the number of groups that may be rolled out at once.
 
-        A group that ends while the weights change is trained `1 + n // batch_size` updates later, where n
-        groups wait before it.
-        So at most `max_staleness` batches may end during one update, and the other groups must take longer
-        than an update.
+        A group that ends while the weights are updated, when n other groups wait, is trained
+        `1 + n // batch_size` updates later. At most `max_staleness` batches may therefore end during
+        one update, and the other groups must take longer than an update.
         """
-        settings = self._settings
-        limit = settings.max_groups_in_flight or 2 * settings.batch_size
-        if settings.max_staleness == 0:
+        options = self._options
+        limit = options.max_groups_in_flight or 2 * options.batch_size
+        if options.max_staleness == 0:
             return limit
         if self._update_s is None:
-            num_fresh = (settings.max_staleness + 1) * settings.batch_size - self._num_taken
+            num_fresh = (options.max_staleness + 1) * options.batch_size - self._num_taken
         else:
             updates_meanwhile = int(
                 statistics.fmean(self._durations_s or [0.0]) / max(self._update_s, 1e-9) / 2
             )
-            num_fresh = (settings.max_staleness + updates_meanwhile) * settings.batch_size
+            num_fresh = (options.max_staleness + updates_meanwhile) * options.batch_size
         return min(limit, num_fresh - len(self._waiting))
 
     async def _timed(self, scheduled: Scheduled) -> TimedGroup:

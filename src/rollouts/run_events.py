@@ -1,4 +1,4 @@
-"""The events of a run that somebody may want to show: a terminal (src/cli/console.py) or a live page."""
+"""The interface through which rollouts report their events, for example to src/cli/console.py."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from src.core.trajectory import TrajectoryGroup
 
 
 class RunEvents(Protocol):
-    """Receives the events of rollouts, on the event loop and in their order."""
+    """Receives the events of rollouts. The methods are called on the event loop, in the order of events."""
 
     def say(self, text: str) -> None:
-        """Something that a person who follows the run should know, as one line."""
+        """Show one line of text to the user."""
         ...
 
     def batch_started(self, title: str, *, num_groups: int, group_size: int) -> None:
-        """Groups of a step, of a refill or of an evaluation are rolled out from here on."""
+        """The rollouts of a step, of a refill or of an evaluation start."""
         ...
 
     def group_finished(self, group: TrajectoryGroup, *, duration_s: float) -> None:

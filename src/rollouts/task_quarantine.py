@@ -1,6 +1,6 @@
-"""Count failed trials: which tasks to quarantine, and when a run has too many failures to go on.
+"""Count trials that could not be graded, quarantine tasks, and detect that a run has too many failures.
 
-A trial that could not be graded is never a reward. Failures are counted group by group in the order of the
+Failures are counted group by group in the order of the
 batch, so that the result does not depend on which trial ended first.
 """
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from src.core.trajectory import FailureKind, TrajectoryGroup
-from src.rollouts.options import FaultSettings
+from src.rollouts.options import FaultOptions
 
 MIN_GROUPS = 4  # the failures of fewer groups may all come from one task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupFailures:
-    """The number of trials of one group, and how many failed by which cause."""
+    """The number of trials of one group, and the number of failures by cause."""
 
     trials: int
     causes: Mapping[str, int]
@@ -27,15 +27,14 @@ class GroupFailures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultState:
-    """The failures up to some step. Part of every checkpoint."""
+    """The failures up to a step. The journal records it with every step."""
 
-    strikes: Mapping[str, int] = field(
-        default_factory=dict
-    )  # by task: groups in a row without one graded trial
-    quarantined: Mapping[str, str] = field(default_factory=dict)  # task -> its commonest cause
+    # By task: the number of consecutive groups without a graded trial.
+    strikes: Mapping[str, int] = field(default_factory=dict)
+    quarantined: Mapping[str, str] = field(default_factory=dict)  # task -> most frequent cause
     recent: Sequence[GroupFailures] = ()  # the latest groups, oldest first
 
-    def after(self, groups: Sequence[TrajectoryGroup], settings: FaultSettings) -> FaultState:
+    def after(self, groups: Sequence[TrajectoryGroup], options: FaultOptions) -> FaultState:
         """Return the state with the failures of `groups` added."""
         strikes, quarantined = dict(self.strikes), dict(self.quarantined)
         for group in groups:
@@ -46,21 +45,21 @@ class FaultState:
                 strikes.pop(group.task.id, None)
                 continue
             strikes[group.task.id] = strikes.get(group.task.id, 0) + 1
-            if settings.quarantine_after and strikes[group.task.id] >= settings.quarantine_after:
+            if options.quarantine_after and strikes[group.task.id] >= options.quarantine_after:
                 quarantined[group.task.id] = str(causes.most_common(1)[0][0])
         recent = [*self.recent, *map(failures_of, groups)]
         return replace(
             self, strikes=strikes, quarantined=quarantined, recent=recent[-max(MIN_GROUPS, len(groups)) :]
         )
 
-    def has_too_many_failures(self, settings: FaultSettings) -> bool:
-        """Whether more than `max_failure_rate` of the latest trials could not be graded."""
+    def has_too_many_failures(self, options: FaultOptions) -> bool:
+        """Return whether more than `max_failure_rate` of the latest trials could not be graded."""
         trials = sum(group_failures.trials for group_failures in self.recent)
         num_lost = sum(sum(group_failures.causes.values()) for group_failures in self.recent)
-        return len(self.recent) >= MIN_GROUPS and num_lost > settings.max_failure_rate * trials
+        return len(self.recent) >= MIN_GROUPS and num_lost > options.max_failure_rate * trials
 
 
-def diagnosis(state: FaultState, groups: Sequence[TrajectoryGroup], settings: FaultSettings) -> str:
+def diagnosis(state: FaultState, groups: Sequence[TrajectoryGroup], options: FaultOptions) -> str:
     """Return why the run stops: the causes by frequency, and an example of the most frequent one."""
     causes: Counter[str] = Counter()
     for group_failures in state.recent:
@@ -74,7 +73,7 @@ def diagnosis(state: FaultState, groups: Sequence[TrajectoryGroup], settings: Fa
     return (
         f"{causes.total()} of the last {sum(group_failures.trials for group_failures in state.recent)} "
         "trials could not be graded, more than "
-        f"max_failure_rate={settings.max_failure_rate:g}: {shares}"
+        f"max_failure_rate={options.max_failure_rate:g}: {shares}"
         + (f"; e.g. {example}" if example else "")
         + "; fix the cause and resume"
     )

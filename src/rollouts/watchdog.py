@@ -1,10 +1,9 @@
-"""The watchdog bounds every wait for the server.
+"""The watchdog limits the time of every call to the server.
 
-The SDK retries for minutes without telling its caller. A probe of the server therefore runs next to every
-call:
+The SDK retries for minutes without reporting errors. The watchdog therefore probes the server during calls:
 
-    probe fails for heartbeat_timeout_s, or says "unknown model"   ->  every wait raises ServerLost
-    one call unanswered for request_timeout_s                    ->  that call raises BackendError
+    probes fail for heartbeat_timeout_s, or the server has lost the model  ->  every call raises ServerLost
+    one call has no answer for request_timeout_s                           ->  this call raises BackendError
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from contextlib import asynccontextmanager
 
 from src.core.errors import BackendError, ServerLost
 from src.core.trajectory import Turn
-from src.policy.options import WatchdogSettings
+from src.policy.options import WatchdogOptions
 from src.policy.sampling_policy import Policy, PolicyWrapper, ReferenceModel, SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -25,18 +24,21 @@ PROBE_PERIOD_S = 5.0
 
 
 class Watchdog:
-    """Made by `watching`."""
+    """Awaits calls to the server and raises if it is lost. Created by `watching`."""
 
-    def __init__(self, settings: WatchdogSettings, lost: asyncio.Future[str]) -> None:
-        self._settings = settings
+    def __init__(self, options: WatchdogOptions, lost: asyncio.Future[str]) -> None:
+        self._options = options
         self._lost = lost
 
     async def answer[T](self, work: Awaitable[T], what: str) -> T:
-        """The answer of one call to the back end."""
-        return await self._first(work, what, timeout_s=self._settings.request_timeout_s)
+        """Return the result of one call to the server.
+
+        Raises ServerLost, or BackendError after `request_timeout_s`.
+        """
+        return await self._first(work, what, timeout_s=self._options.request_timeout_s)
 
     async def guard[T](self, work: Awaitable[T], what: str) -> T:
-        """The result of work that has deadlines of its own, while the server lives."""
+        """Return the result of `work`, which has its own deadlines. Raises ServerLost."""
         return await self._first(work, what, timeout_s=None)
 
     async def _first[T](self, work: Awaitable[T], what: str, *, timeout_s: float | None) -> T:
@@ -55,17 +57,15 @@ class Watchdog:
 
 
 @asynccontextmanager
-async def watching(
-    check: Callable[[], Awaitable[None]], settings: WatchdogSettings
-) -> AsyncIterator[Watchdog]:
-    """A watchdog that probes with `check` while the block runs.
+async def watching(check: Callable[[], Awaitable[None]], options: WatchdogOptions) -> AsyncIterator[Watchdog]:
+    """Return a watchdog that probes the server with `check` while the block runs.
 
-    `check` raises BackendError, or ServerLost when waiting has no point.
+    `check` raises BackendError if the server does not answer, or ServerLost if the run cannot continue on it.
     """
     lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    probing = asyncio.create_task(_probe(check, settings, lost))
+    probing = asyncio.create_task(_probe(check, options, lost))
     try:
-        yield Watchdog(settings, lost)
+        yield Watchdog(options, lost)
     finally:
         probing.cancel()
         await asyncio.wait({probing})
@@ -73,14 +73,13 @@ async def watching(
 
 
 async def _probe(
-    check: Callable[[], Awaitable[None]], settings: WatchdogSettings, lost: asyncio.Future[str]
+    check: Callable[[], Awaitable[None]], options: WatchdogOptions, lost: asyncio.Future[str]
 ) -> None:
     now = asyncio.get_running_loop().time
-    failing_since: float | None = (
-        None  # not "since the last answer": this process itself may have been held up
-    )
+    # The time of the first failed probe, not of the last answer: this process may have been suspended.
+    failing_since: float | None = None
     while not lost.done():
-        await asyncio.sleep(min(PROBE_PERIOD_S, settings.heartbeat_timeout_s / 4))
+        await asyncio.sleep(min(PROBE_PERIOD_S, options.heartbeat_timeout_s / 4))
         asked = now()
         try:
             await check()
@@ -90,16 +89,16 @@ async def _probe(
         except Exception as error:
             failing_since = failing_since or asked
             silent_s = now() - failing_since
-            logger.warning("the server did not answer a probe (%s); silent for %.0f s", error, silent_s)
-            if silent_s >= settings.heartbeat_timeout_s:
+            logger.warning("the server did not answer a probe (%s); no answer for %.0f s", error, silent_s)
+            if silent_s >= options.heartbeat_timeout_s:
                 lost.set_result(
-                    f"the server has not answered for heartbeat_timeout_s={settings.heartbeat_timeout_s:g} "
+                    f"the server has not answered for heartbeat_timeout_s={options.heartbeat_timeout_s:g} "
                     f"({error})"
                 )
 
 
 class WatchedPolicy(PolicyWrapper):
-    """A policy whose calls the watchdog bounds."""
+    """A policy whose calls the watchdog limits."""
 
     def __init__(self, policy: Policy, watchdog: Watchdog) -> None:
         super().__init__(policy)
@@ -110,7 +109,7 @@ class WatchedPolicy(PolicyWrapper):
 
 
 class WatchedReference:
-    """A reference model whose calls the watchdog bounds."""
+    """A reference model whose calls the watchdog limits."""
 
     def __init__(self, model: ReferenceModel, watchdog: Watchdog) -> None:
         self._model = model

@@ -12,7 +12,7 @@ from typing import Any
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import Trajectory, TrialFailure
 from src.envs.message_env import EpisodeSettings, StepResult, run_episode
-from src.learning.filters import FilterSettings
+from src.learning.filters import FilterOptions
 from src.policy.chat import Chat
 from tests.fakes.envs import ScriptedEnv, saying
 from tests.fakes.policy import FakePolicy
@@ -66,8 +66,8 @@ async def fail(*args: Any, **options: Any) -> tuple[TrialFailure, FakePolicy, Sc
     return result, policy, environment
 
 
-def filters(rule: str) -> FilterSettings:
-    return FilterSettings(
+def filters(rule: str) -> FilterOptions:
+    return FilterOptions(
         remove_constant_reward_groups=False,
         min_group_size=1,
         failed_trial_reward=None,

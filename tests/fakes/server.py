@@ -88,5 +88,5 @@ def serving(startup: StartupState, *, port: int = 0, housekeeping_period_s: floa
         )
         with server.in_thread(listener):
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    if startup.context is not None and isinstance(startup.context.engine, FakeEngine):
-        startup.context.engine.stop()
+    if startup.state is not None and isinstance(startup.state.engine, FakeEngine):
+        startup.state.engine.stop()

@@ -102,7 +102,7 @@ class TextEngine:
         for start in range(0, longest, self._block):
             if start:
                 self.gate.wait()
-            if watcher is not None and not watcher.wanted():
+            if watcher is not None and not watcher.is_waiting():
                 self.withdrawn.set()
                 future.set_exception(WithdrawnError("withdrawn"))
                 return

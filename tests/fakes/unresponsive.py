@@ -94,7 +94,7 @@ def unresponsive(
     context = fake_context(root)
     engine = fake_engine(context)
     engine.info = replace(engine.info, max_context_length=4096)
-    app = Unresponsive(build_app(StartupState(context=context)), manner, is_bad)
+    app = Unresponsive(build_app(StartupState(state=context)), manner, is_bad)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         server = LoopbackServer(
             uvicorn.Config(

@@ -105,7 +105,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, De
         settings=HttpSettings(model_dir=folder / "model"),
     )
     engine.start()
-    with serving(StartupState(context=context)) as url:
+    with serving(StartupState(state=context)) as url:
         yield url, defective
     engine.stop()
 

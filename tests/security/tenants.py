@@ -48,7 +48,7 @@ async def two_tenants(root: Path, quota: TenantOptions | None = None) -> AsyncIt
     context = fake_context(root / "checkpoints", retention=Retention(hold_s=5), settings=settings)
     engine = fake_engine(context)
     engine.info = replace(engine.info, vocab_size=257, max_context_length=2000)
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with contextlib.AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(

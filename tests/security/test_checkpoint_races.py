@@ -34,7 +34,7 @@ def context(tmp_path: Path) -> AppState:
 
 @pytest.fixture
 async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         yield http
     fake_engine(context).stop()
@@ -72,7 +72,7 @@ async def test_a_download_address_is_invalid_after_the_next_save(
     assert version_in_files(config, weights) == 1
     save_version(context.checkpoints, PATH, 2)
     reply = await http.get(urls["adapter_model.safetensors"])
-    assert reply.status_code == 404 and "saved anew" in reply.json()["detail"]
+    assert reply.status_code == 404 and "saved again" in reply.json()["detail"]
     context.checkpoints.delete(PATH)
     assert (await http.get(urls["adapter_config.json"])).status_code == 404
 
@@ -80,7 +80,7 @@ async def test_a_download_address_is_invalid_after_the_next_save(
 def test_a_running_download_keeps_its_version(tmp_path: Path) -> None:
     """The file exceeds the socket buffers, so most of it is read after the overwrite and the deletion."""
     context = fake_context(tmp_path)
-    with serving(StartupState(context=context)) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with serving(StartupState(state=context)) as url, httpx.Client(base_url=url, timeout=60) as http:
         for act in (
             lambda: save_version(context.checkpoints, PATH, 9),
             lambda: context.checkpoints.delete(PATH),

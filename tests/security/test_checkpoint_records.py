@@ -149,7 +149,7 @@ def metadata(num_bytes: int) -> dict[str, str]:
 
 async def test_metadata_over_the_limit_is_refused_before_create_model(tmp_path: Path) -> None:
     context = fake_context(tmp_path)
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         session = await open_session(http)
         body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
@@ -255,7 +255,7 @@ async def test_a_full_disk_after_create_model_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = fake_context(tmp_path)
-    engine, transport = fake_engine(context), httpx.ASGITransport(build_app(StartupState(context=context)))
+    engine, transport = fake_engine(context), httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         session = await open_session(http)
         real = os.write

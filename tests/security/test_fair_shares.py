@@ -70,7 +70,7 @@ class Neighbours:
     waits: list[int] = field(default_factory=list)  # in decode dispatches
     results: list[Future[OpResult]] = field(default_factory=list)
     turns: list[float] = field(default_factory=list)
-    follows: bool = True
+    streams_tokens: bool = True
     _reports: int = 0
     _waiting: bool = False
 
@@ -83,7 +83,7 @@ class Neighbours:
             self.results.append(future)
             future.add_done_callback(lambda _: self._done(self._blocks - began))
 
-    def wanted(self) -> bool:
+    def is_waiting(self) -> bool:
         return True
 
     def _done(self, blocks: int) -> None:
@@ -242,7 +242,7 @@ def test_long_prompts_delay_a_short_one_by_two_chunks_at_most(engine: Engine) ->
 
 def test_a_withdrawn_request_with_paused_sequences_is_removed(engine: Engine) -> None:
     class Leaves(Neighbours):
-        def wanted(self) -> bool:
+        def is_waiting(self) -> bool:
             return len(self.waits) < 2
 
     leaving = Leaves(engine, "neighbour", 3)

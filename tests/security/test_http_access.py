@@ -29,7 +29,7 @@ def policy_context(
 
 def client(context: AppState) -> httpx.AsyncClient:
     return httpx.AsyncClient(
-        transport=httpx.ASGITransport(build_app(StartupState(context=context))),
+        transport=httpx.ASGITransport(build_app(StartupState(state=context))),
         base_url="http://127.0.0.1:8000",
     )
 

@@ -33,7 +33,7 @@ async def serving(
 ) -> AsyncIterator[tuple[str, int]]:
     context = fake_context(root)
     config = uvicorn.Config(
-        build_app(StartupState(context=context)),
+        build_app(StartupState(state=context)),
         log_level="error",
         access_log=False,
         timeout_graceful_shutdown=1,

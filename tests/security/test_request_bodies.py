@@ -91,7 +91,7 @@ def context(tmp_path: Path) -> Iterator[AppState]:
 
 @pytest.fixture
 async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         yield http
 
@@ -345,7 +345,7 @@ async def test_a_slow_body_is_refused_although_it_never_pauses(tmp_path: Path) -
             yield b" "
             await asyncio.sleep(0.01)
 
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http, asyncio.timeout(30):
         response = await http.post("/api/v1/asample", content=drips(), headers=JSON)
     assert (response.status_code, "on average" in response.text) == (400, True)

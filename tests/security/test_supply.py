@@ -16,7 +16,7 @@ from src.records.private_folder import make_parents, make_private, resolved, wri
 from src.records.run_folder import RunFolder, find_run_folder, lock_run_dir, run_path
 
 ROOT = Path(__file__).resolve().parents[2]
-PINNED = ("requirements.txt", "scripts/uv.txt")
+PINNED = ("requirements.txt", "scripts/uv.txt", "scripts/smollm2.txt")
 HOSTS = re.compile(r"https?://|--index-url|--extra-index-url|--find-links|@ ")
 IN_TEMPORARY_FOLDER = re.compile(r"""["'= ]/(?:var/)?tmp/[\w$]""")
 SHIPPED = [

@@ -206,7 +206,7 @@ async def test_owners_survive_a_restart(tmp_path: Path) -> None:
         )
         settings = site.context.settings
         restarted = fake_context(tmp_path / "checkpoints", settings=settings)
-        transport = httpx.ASGITransport(build_app(StartupState(context=restarted)))
+        transport = httpx.ASGITransport(build_app(StartupState(state=restarted)))
         found = {}
         for name, http in (("alice", site.alice), ("bob", site.bob), ("operator", site.operator)):
             async with httpx.AsyncClient(
@@ -243,7 +243,7 @@ async def test_a_single_key_reaches_everything_whoever_made_it(tmp_path: Path) -
     context = fake_context(
         tmp_path / "checkpoints", settings=HttpSettings(model_dir=None, api_key=OPERATOR_KEY)
     )
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(
         transport=transport, base_url="http://server", headers={"x-api-key": OPERATOR_KEY}
     ) as http:
@@ -445,7 +445,7 @@ def test_tokens_in_flight_are_bounded_and_always_released() -> None:
     share.submit(sample(prompt=100, max_tokens=None, num_samples=2))  # up to the context length: 1,900
     with pytest.raises(CapacityError, match="tenant_max_tokens=4000"):
         share.submit(sample(prompt=1, max_tokens=1))  # counts as 256
-    with pytest.raises(UserError, match="send it in parts"):
+    with pytest.raises(UserError, match="send smaller requests"):
         share.submit(sample(prompt=100, max_tokens=900, num_samples=5))
     for free in (CreateModel(model_id="m", lora=LoraSpec(rank=1)), UnloadModel(model_id="m")):
         share.submit(free)
@@ -480,7 +480,8 @@ async def test_too_many_tokens_in_flight_are_a_429_for_that_tenant(tmp_path: Pat
 def test_a_tenant_evicts_its_own_least_recently_used_snapshots() -> None:
     registry = Registry(session_timeout_s=10)
     views = {
-        tenant: registry.of(tenant, TenantOptions(tenant_max_snapshots=2)) for tenant in ("alice", "bob")
+        tenant: registry.for_tenant(tenant, TenantOptions(tenant_max_snapshots=2))
+        for tenant in ("alice", "bob")
     }
     sessions = {
         tenant: view.open_session(tags=[], user_metadata={}, display_name=None).session_id
@@ -500,7 +501,7 @@ def test_a_tenant_evicts_its_own_least_recently_used_snapshots() -> None:
 
 def test_sessions_and_samplers_of_a_tenant_are_bounded() -> None:
     registry = Registry(session_timeout_s=10)
-    view = registry.of("alice", TenantOptions(tenant_max_sessions=1, tenant_max_samplers=1))
+    view = registry.for_tenant("alice", TenantOptions(tenant_max_sessions=1, tenant_max_samplers=1))
     session = view.open_session(tags=[], user_metadata={}, display_name=None).session_id
     with pytest.raises(UserError, match="open sessions"):
         view.open_session(tags=[], user_metadata={}, display_name=None)
@@ -513,7 +514,7 @@ def test_sessions_and_samplers_of_a_tenant_are_bounded() -> None:
 
 async def test_results_of_one_tenant_never_push_out_those_of_another(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
-        alice, bob = site.context.of("alice").futures, site.context.of("bob").futures
+        alice, bob = site.context.for_tenant("alice").futures, site.context.for_tenant("bob").futures
         assert alice is not bob
         model = await make_model(site.alice, await open_session(site.alice))
         kept = await post(site.alice, "optim_step", model_id=model, seq_id=1, adam_params={})

@@ -46,7 +46,7 @@ def context(tmp_path: Path) -> AppState:
 
 @pytest.fixture
 async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)), client=("127.0.0.1", 1234))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)), client=("127.0.0.1", 1234))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         yield http
     fake_engine(context).stop()
@@ -112,7 +112,7 @@ async def test_nothing_is_served_before_the_engine_is_ready(context: AppState) -
         for method, route in (("GET", "healthz"), ("POST", "create_session")):
             response = await http.request(method, route)
             assert (response.status_code, "still loading" in response.text) == (503, True)
-        startup.context = context
+        startup.state = context
         response = await http.get("healthz")
         assert (response.status_code, response.json()) == (200, {"status": "ok"})
     fake_engine(context).stop()
@@ -127,7 +127,7 @@ async def test_the_client_is_told_to_send_chunks_in_order(http: httpx.AsyncClien
 async def test_over_https_the_sdk_accepts_self_signed_certificates(
     context: AppState,
 ) -> None:
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     for scheme, told in (("http", None), ("https", False)):
         async with httpx.AsyncClient(transport=transport, base_url=f"{scheme}://server/api/v1/") as http:
             assert (await post(http, "client/config", sdk_version="0.38.0")).get(
@@ -220,7 +220,7 @@ async def test_a_disconnect_during_a_request_is_no_server_error(
         "client": ("127.0.0.1", 1),
     }
     with caplog.at_level(logging.INFO):
-        await build_app(StartupState(context=context))(scope, receive, send)
+        await build_app(StartupState(state=context))(scope, receive, send)
     assert sent[0]["status"] == 499
     assert "Traceback" not in caplog.text and "internal error" not in caplog.text
     fake_engine(context).stop()
@@ -233,7 +233,7 @@ async def test_an_endless_body_is_refused(tmp_path: Path) -> None:
         yield b"{"
         await asyncio.Event().wait()
 
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with (
         httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http,
         asyncio.timeout(10),
@@ -446,7 +446,7 @@ async def test_the_tokenizer_is_offered_to_local_clients_only(
         "model_name": MODEL,
         "tokenizer_id": str(context.settings.model_dir),
     }
-    far = httpx.ASGITransport(build_app(StartupState(context=context)), client=("10.0.0.7", 1234))
+    far = httpx.ASGITransport(build_app(StartupState(state=context)), client=("10.0.0.7", 1234))
     async with httpx.AsyncClient(transport=far, base_url="http://server/api/v1/") as remote:
         info = await post(remote, "get_info", model_id=model_id)
     assert info["model_data"] == {"arch": "qwen3", "model_name": MODEL, "tokenizer_id": None}
@@ -455,7 +455,7 @@ async def test_the_tokenizer_is_offered_to_local_clients_only(
 async def test_a_silent_session_is_freed_by_housekeeping(tmp_path: Path) -> None:
     context = fake_context(tmp_path, session_timeout_s=0.0, retention=Retention(hold_s=0.05))
     engine = fake_engine(context)
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         session_id = await open_session(http)
         model_id = await make_model(http, session_id)
@@ -493,7 +493,7 @@ async def test_the_end_of_a_session_cancels_its_running_samples(tmp_path: Path) 
     executor = FakeExecutor(num_slots=2, block=1, gate=gate)
     engine = Engine(executor)
     context = replace(fake_context(tmp_path), engine=engine)
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         session_id = await open_session(http)
         sampler = await post(
@@ -562,7 +562,7 @@ async def test_an_expired_checkpoint_is_deleted_and_others_survive(
         run_index.write('\n{"run_id": "torn')
 
     restarted = fake_context(tmp_path)
-    transport = httpx.ASGITransport(build_app(StartupState(context=restarted)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=restarted)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as again:
         (checkpoint,) = (await again.get("checkpoints")).json()["checkpoints"]
         assert (checkpoint["tinker_path"], checkpoint["expires_at"] is not None) == (kept["path"], True)
@@ -714,7 +714,7 @@ async def test_a_sample_cancelled_while_it_waits_never_runs(
 async def test_a_signed_download_opens_without_the_api_key(tmp_path: Path) -> None:
     """The command line fetches the files with nothing but their URLs."""
     context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, api_key="tml-secret"))
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     key = {"x-api-key": "tml-secret"}
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/", headers=key) as http:
         model_id = await make_model(http, await open_session(http))

@@ -94,7 +94,7 @@ TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel
         ),
         (
             ["base_model=x", *TWO, "tensor_parallel=1"],
-            "multiply to 1 devices, which must be a multiple of it",
+            "num_processes=2: must divide the 1 devices",
         ),
         (["base_model=x", *TWO, "coordinator_address=localhost"], "must be host:port, as in 10.0.0.1:7000"),
         (
@@ -239,7 +239,7 @@ def test_a_plan_that_does_not_fit_names_the_options_to_lower(
     assert main([*options, "max_num_seqs=1000000"]) == 2
     printed = capsys.readouterr()
     assert "total" in printed.out and printed.err.count("\n") == 1
-    assert "this does not fit; lower cache_tokens (" in printed.err
+    assert "the model does not fit into memory; lower cache_tokens (" in printed.err
 
 
 def test_the_plan_counts_the_weights_and_the_cache_to_the_byte() -> None:

@@ -420,7 +420,7 @@ def test_an_operation_abandoned_while_it_runs_resolves_once():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_bug_in_the_engine_thread_fails_all_futures():
     class Broken(Notes):
-        def wanted(self) -> bool:
+        def is_waiting(self) -> bool:
             raise KeyError("a bug")
 
     with running(FakeExecutor()) as engine:
@@ -431,7 +431,7 @@ def test_a_bug_in_the_engine_thread_fails_all_futures():
 class Notes:
     """A watcher that records its reports and is no longer wanted after `patience` of them."""
 
-    follows = True
+    streams_tokens = True
 
     def __init__(self, patience: int = 1000) -> None:
         self.told: list[tuple[int, list[int], list[float]]] = []
@@ -440,7 +440,7 @@ class Notes:
     def tokens(self, index, tokens, logprobs) -> None:
         self.told.append((index, list(tokens), list(logprobs)))
 
-    def wanted(self) -> bool:
+    def is_waiting(self) -> bool:
         return len(self.told) < self._patience
 
 
@@ -451,7 +451,7 @@ def test_a_watcher_gets_every_token_once_except_the_last_ones():
         assert notes.told == [(index, ids, [-1.0, -1.0]) for ids in ([11, 12], [13, 14]) for index in (0, 1)]
         assert [sequence.tokens.tolist() for sequence in result.sequences] == [[11, 12, 13, 14, 15]] * 2
         indifferent = Notes()
-        indifferent.follows = False
+        indifferent.streams_tokens = False
         engine.submit(sample(10, max_tokens=5), indifferent).result(TIMEOUT_S)
         assert not indifferent.told
 

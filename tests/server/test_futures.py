@@ -119,7 +119,7 @@ async def test_a_run_index_that_cannot_be_written_is_an_error(
     work.futures[0].set_result(Done())
     async with asyncio.timeout(60):
         outcome = await store.wait(request_id)
-    assert outcome is not None and "books: [Errno 28] No space left" in str(outcome.error)
+    assert outcome is not None and "record it: [Errno 28] No space left" in str(outcome.error)
 
 
 async def test_an_unknown_id_is_reported_as_lost() -> None:

@@ -97,7 +97,7 @@ def test_no_body_is_an_internal_error_of_any_route(
 
 async def _post(folder: Path, route: str, body: object, *, alive: bool) -> None:
     context = fake_context(folder, retention=Retention(hold_s=0.01))
-    transport = httpx.ASGITransport(build_app(StartupState(context=context)))
+    transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
         if alive and isinstance(body, dict):
             session_id = (await http.post("create_session", json={})).json()["session_id"]

@@ -120,7 +120,7 @@ def test_every_process_makes_the_same_calls_in_the_same_order(started: _Started)
 class Submits:
     """A watcher that submits a sample of another tenant after its first tokens."""
 
-    follows = True
+    streams_tokens = True
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -130,7 +130,7 @@ class Submits:
         if self.submitted is None:
             self.submitted = self._engine.submit(SAMPLE, tenant="b")
 
-    def wanted(self) -> bool:
+    def is_waiting(self) -> bool:
         return True
 
 

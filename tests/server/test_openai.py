@@ -53,7 +53,7 @@ def context(tmp_path: Path, model_dir: Path, engine: TextEngine) -> AppState:
 @pytest.fixture
 def client(context: AppState) -> Iterator[openai.OpenAI]:
     with (
-        serving(StartupState(context=context)) as url,
+        serving(StartupState(state=context)) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
     ):
         yield client
@@ -354,7 +354,7 @@ def test_tools_are_refused_if_the_template_has_no_tools(
     config["chat_template"] = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     plain = replace(context, settings=HttpSettings(model_dir=directory))
-    with serving(StartupState(context=plain)) as url:
+    with serving(StartupState(state=plain)) as url:
         reply = httpx.post(
             f"{url}/v1/chat/completions", json={"model": MODEL, "messages": HELLO, "tools": [LS]}
         )

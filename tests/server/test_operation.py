@@ -41,7 +41,7 @@ async def context(tmp_path: Path) -> AsyncIterator[AppState]:
 
 def http_of(context: AppState) -> httpx.AsyncClient:
     return httpx.AsyncClient(
-        transport=httpx.ASGITransport(build_app(StartupState(context=context))), base_url="http://server"
+        transport=httpx.ASGITransport(build_app(StartupState(state=context))), base_url="http://server"
     )
 
 
@@ -134,7 +134,7 @@ async def test_every_route_except_health_needs_the_key(context: AppState) -> Non
 @pytest.mark.official_sdk
 def test_both_official_clients_send_the_key(tmp_path: Path) -> None:
     context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, api_key=KEY))
-    with serving(StartupState(context=context)) as url:
+    with serving(StartupState(state=context)) as url:
         rest = tinker.RestClient(base_url=url, api_key=KEY)
         assert rest.get_server_capabilities().result().supported_models[0].model_name == "local/fake"
         with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:

@@ -601,7 +601,7 @@ def test_results_are_whole(engine: Engine):
 
 def test_a_streamed_sample_is_the_same_sample(engine: Engine):
     class Parts:
-        follows = True
+        streams_tokens = True
 
         def __init__(self) -> None:
             self.tokens_of: dict[int, list[int]] = {0: [], 1: []}
@@ -610,7 +610,7 @@ def test_a_streamed_sample_is_the_same_sample(engine: Engine):
             assert len(tokens) == len(logprobs)
             self.tokens_of[index] += tokens
 
-        def wanted(self) -> bool:
+        def is_waiting(self) -> bool:
             return True
 
     op = Sample(

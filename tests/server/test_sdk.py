@@ -56,7 +56,7 @@ def engine(context: AppState) -> FakeEngine:
 
 @pytest.fixture
 def url(context: AppState) -> Iterator[str]:
-    with serving(StartupState(context=context)) as url:
+    with serving(StartupState(state=context)) as url:
         yield url
 
 
@@ -503,7 +503,7 @@ def test_a_request_whose_reply_was_lost_runs_once(url: str, engine: FakeEngine, 
 def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
     """Its pending request is answered with 410. The next error names a remedy, which then works."""
     first = fake_context(tmp_path, retention=Retention(hold_s=0.2))
-    with serving(StartupState(context=first)) as url:
+    with serving(StartupState(state=first)) as url:
         client = tinker.ServiceClient(base_url=url, api_key="tml-dummy")
         training = client.create_lora_training_client(MODEL, rank=4).result()
         training.optim_step(types.AdamParams()).result()
@@ -513,7 +513,7 @@ def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
         with pytest.raises((TimeoutError, concurrent.futures.TimeoutError)):
             step.result(0.5)
     second = fake_context(tmp_path)
-    with serving(StartupState(context=second), port=int(url.rsplit(":", 1)[1])):
+    with serving(StartupState(state=second), port=int(url.rsplit(":", 1)[1])):
         with pytest.raises(Exception, match="expired/broken") as raised:
             step.result(20)
         assert type(raised.value).__name__ == "RetryableException"

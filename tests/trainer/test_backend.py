@@ -16,7 +16,7 @@ from src.learning.datums import sequences_of, to_datums
 from src.learning.learner import Learner
 from src.loop.connection import update_scale
 from src.policy.backend import base_url, connect, require_key
-from src.policy.options import BackendSettings
+from src.policy.options import AdapterOptions, BackendOptions
 from src.policy.sampling_policy import SampleRequest
 from tests.fakes.server import fake_context, fake_engine, serving
 from tests.fakes.trials import turn
@@ -34,29 +34,30 @@ def no_credentials(monkeypatch, tmp_path):
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    with serving(StartupState(context=fake_context(tmp_path / "checkpoints"))) as url:
+    with serving(StartupState(state=fake_context(tmp_path / "checkpoints"))) as url:
         yield url
 
 
-def settings(url: str, **changes) -> BackendSettings:
+def settings(url: str, **changes) -> BackendOptions:
     options = {
         "backend": "skyrl-tx",
         "skyrl_tx_url": url,
         "tinker_base_url": None,
         "model_name": "local/fake",
-        "lora_rank": 8,
         "seed": 1,
         "context_limit": 64,
         "max_tokens": 16,
-        "load_checkpoint_path": None,
         "heartbeat_timeout_s": 60.0,
     }
-    return BackendSettings(**(options | changes))
+    return BackendOptions(**(options | changes))
+
+
+ADAPTER = AdapterOptions(lora_rank=8)
 
 
 async def test_the_backend_samples_trains_saves_and_loads(url):
     async with connect(settings(url)) as endpoint:
-        backend = await endpoint.open_training()
+        backend = await endpoint.open_training(ADAPTER)
         policy = await backend.policy(0)
         first = await policy.sample(
             SampleRequest(prompt_ids=[1, 2, 3], max_tokens=4, temperature=1.0, seed=5)
@@ -72,8 +73,8 @@ async def test_the_backend_samples_trains_saves_and_loads(url):
         assert paths.state_path.endswith("/weights/000001") and paths.sampler_path.endswith(
             "/sampler_weights/000001"
         )
-    async with connect(settings(url, load_checkpoint_path=paths.state_path)) as endpoint:
-        resumed = await endpoint.open_training()
+    async with connect(settings(url)) as endpoint:
+        resumed = await endpoint.open_training(AdapterOptions(load_checkpoint_path=paths.state_path))
         assert (await resumed.policy(1)).version == 1
 
 
@@ -111,8 +112,8 @@ async def test_a_rejected_rank_gives_the_servers_message(url):
     with pytest.raises(
         BackendError, match="creating an adapter of rank 4096 on local/fake: LoRA rank 4096 is above"
     ) as error:
-        async with connect(settings(url, lora_rank=4096)) as endpoint:
-            await endpoint.open_training()
+        async with connect(settings(url)) as endpoint:
+            await endpoint.open_training(AdapterOptions(lora_rank=4096))
     assert "\n" not in str(error.value) and "{" not in str(error.value)
 
 
@@ -149,16 +150,16 @@ def test_a_scaled_learning_rate_is_reported_in_one_line():
 
 async def test_a_missing_checkpoint_is_named(url):
     with pytest.raises(BackendError, match="loading tinker://nobody/weights/x"):
-        async with connect(settings(url, load_checkpoint_path="tinker://nobody/weights/x")) as endpoint:
-            await endpoint.open_training()
+        async with connect(settings(url)) as endpoint:
+            await endpoint.open_training(AdapterOptions(load_checkpoint_path="tinker://nobody/weights/x"))
 
 
 async def test_a_lost_server_is_reported(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("src.policy.backend.CLOSE_TIMEOUT_S", 0.5)
-    with serving(StartupState(context=fake_context(tmp_path))) as url:
+    with serving(StartupState(state=fake_context(tmp_path))) as url:
         connection = connect(settings(url))
         endpoint = await connection.__aenter__()
-        await endpoint.open_training()
+        await endpoint.open_training(ADAPTER)
     error = BackendError("sampling: gone")
     with (
         caplog.at_level(logging.CRITICAL),

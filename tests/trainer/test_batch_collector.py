@@ -10,12 +10,12 @@ from rich.console import Console
 
 from src.cli.console import Display
 from src.core.errors import ConfigError, ServerLost, TooManyFailuresError, TrainerError
-from src.policy.options import WatchdogSettings
+from src.policy.options import WatchdogOptions
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollout, FinishedRollouts
 from src.rollouts.batch_collector import BatchCollector, StepBatch
 from src.rollouts.group_rollout import Rollouts
-from src.rollouts.options import GroupSettings, RolloutSettings
+from src.rollouts.options import GroupOptions, RolloutOptions
 from src.rollouts.pipeline import Batch
 from src.rollouts.watchdog import Watchdog
 from tests.fakes.policy import UnusedPolicy
@@ -44,19 +44,19 @@ class Bench:
         self.missing: list[str] = []
         self.journal = Journal(path)
         finished = FinishedRollouts(path, self.journal)
-        once = RolloutSettings(
+        once = RolloutOptions(
             n_parallel_envs=99, trial_timeout_s=None, trial_attempts=2, retry_wait_s=0, seed=0
         )
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         options = {"quarantine_after": 1, "max_failure_rate": 1.0, "batch_size": 2, "exploration_floor": 1e-9}
         self.groups = BatchCollector(
-            GroupSettings(
+            GroupOptions(
                 group_size=TRIALS, temperature=1.0, dynamic_sampling_max_batches=5, **(options | changes)
             ),
             source=self.source,
             rollouts=Rollouts(self.source, once, finished),
             finished=finished,
-            watchdog=Watchdog(WatchdogSettings(heartbeat_timeout_s=60, request_timeout_s=60), self.lost),
+            watchdog=Watchdog(WatchdogOptions(heartbeat_timeout_s=60, request_timeout_s=60), self.lost),
             events=Display(Console(file=io.StringIO())),
             steps_done=steps_done,
         )
@@ -214,7 +214,7 @@ async def test_a_restarted_run_takes_the_same_groups(tmp_path):
         second = await again.gather(2, "cd")
         assert not {group.task.id for group in second.to_learn} & set(bench.heard)
     again.source.train = again.source.train[2:]
-    with pytest.raises(ConfigError, match="this run has learned from b, which tasks_dir does not hold"):
+    with pytest.raises(ConfigError, match="this run has trained on b, which the environment lacks"):
         await again.gather(1, "ab")
 
 

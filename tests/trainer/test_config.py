@@ -5,7 +5,7 @@ from src.cli.command_line import help_text, parse
 from src.config import REFUSED, SECTIONS, TrainerConfig, run_name
 from src.core.errors import ConfigError
 from src.core.options import pairs, sections
-from src.learning.options import LearnerSettings
+from src.learning.options import LearnerOptions
 
 BASE = ["model_name=Qwen/Qwen3-4B", "tasks_dir=./tasks"]
 OWN = [*BASE, "backend=skyrl-tx", "skyrl_tx_url=http://h:1"]
@@ -171,7 +171,7 @@ def test_a_raw_singleton_may_be_a_group():
 
 
 def test_loss_settings_are_those_of_the_loss():
-    given = LearnerSettings(loss_fn="cispo", loss_fn_config=["clip_low_threshold=0.7"])
+    given = LearnerOptions(loss_fn="cispo", loss_fn_config=["clip_low_threshold=0.7"])
     assert given.loss_settings == {"clip_low_threshold": 0.7}
 
 

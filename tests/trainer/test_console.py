@@ -143,14 +143,14 @@ def test_an_evaluation_is_shown_beside_the_first_one():
 def test_the_outcome_compares_success_and_names_the_files(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "jobs").mkdir()
-    rates = Success(before=0.25, after=0.5, floor=None)
+    rates = Success(before=0.25, after=0.5, noop_success=None)
     lines = outcome(rates, [], steps=1, wall_s=125.4, log_path=tmp_path)
     assert lines[:2] == [
         "done: 1 step in 2 min 5 s",
         "held-out success: 25.0% before, 50.0% after (+25.0 points)",
     ]
     assert lines[2] == f"files: {tmp_path} (metrics.jsonl, jobs/)"
-    assert outcome(replace(rates, floor=0.1), ["a"], steps=1, wall_s=1, log_path=tmp_path)[1:3] == [
+    assert outcome(replace(rates, noop_success=0.1), ["a"], steps=1, wall_s=1, log_path=tmp_path)[1:3] == [
         f"{lines[1]}; doing nothing: 10.0%",
         "a",
     ]
@@ -161,7 +161,11 @@ def test_the_outcome_compares_success_and_names_the_files(tmp_path):
         "held-out success, graded in part: 25.0% before"
     )
     assert (
-        len(outcome(Success(before=None, after=None, floor=None), [], steps=3, wall_s=9, log_path=tmp_path))
+        len(
+            outcome(
+                Success(before=None, after=None, noop_success=None), [], steps=3, wall_s=9, log_path=tmp_path
+            )
+        )
         == 2
     )
 

@@ -4,10 +4,10 @@ import pytest
 from scripts.bench.signal_sampling import simulated
 from src.core.trajectory import TrajectoryGroup
 from src.learning.curriculum import DECAY, Curriculum, curriculum_metrics, from_records, to_record
-from src.learning.options import CurriculumSettings
+from src.learning.options import CurriculumOptions
 from tests.fakes.trials import failure, task, trajectory
 
-SIGNAL = CurriculumSettings(task_sampling="thompson", exploration_floor=0.25, seed=0)
+SIGNAL = CurriculumOptions(task_sampling="thompson", exploration_floor=0.25, seed=0)
 TASKS = [task(name) for name in "abcdefgh"]
 
 

@@ -1,5 +1,6 @@
 import json
 import logging
+from dataclasses import replace
 
 from src.core.trajectory import TrajectoryGroup
 from src.records.dumps import conversation, dump_evaluation, dump_examples
@@ -24,9 +25,8 @@ def lines(path):
 
 def test_an_evaluation_dump_has_a_file_per_family(tmp_path):
     said = [{"role": "user", "content": "größer?"}, {"role": "assistant", "content": "ja"}]
-    dump_evaluation(
-        tmp_path, 20, [group("copy-01", messages=said), group("move-01")], {"test/pass_at_1": 1.0}, decode
-    )
+    groups = [group("copy-01", messages=said), group("move-01")]
+    dump_evaluation(tmp_path, 20, groups, {"test/pass_at_1": 1.0}, decode, env_class="harbor")
     folder = tmp_path / "dumped_evals" / "global_step_20_evals"
     assert sorted(path.name for path in folder.iterdir()) == [
         "aggregated_results.jsonl",
@@ -43,7 +43,15 @@ def test_an_evaluation_dump_has_a_file_per_family(tmp_path):
         "env_extras",
         "data_source",
     )
-    assert set(record) == {*fields, "conversation", "timestamp", "domain", "turns"}
+    assert set(record) == {
+        *fields,
+        "conversation",
+        "conversation_history",
+        "timestamp",
+        "domain",
+        "turns",
+    }
+    assert (record["env_class"], record["data_source"]) == ("harbor", "copy")
     assert (record["input_prompt"], record["output_response"]) == (
         "9 1",
         "2 9 3 4 9",
@@ -65,6 +73,8 @@ def test_examples_are_of_steps_1_11_and_21_and_clean(tmp_path):
         "global_step",
         "uid",
         "conversation",
+        "conversation_history",
+        "env_extras",
         "input_prompt",
         "output_response",
         "reward",
@@ -73,6 +83,39 @@ def test_examples_are_of_steps_1_11_and_21_and_clean(tmp_path):
     )
     assert set(records[0]) == set(fields)
     assert (records[0]["input_prompt"], records[0]["output_response"]) == ("1", "2 3 4")
+
+
+def test_lines_of_one_task_are_grouped_by_task_key(tmp_path):
+    members = [
+        replace(trajectory("copy-01", 1.0, TURNS), trial_name=f"t{n}", member=n, seed=7 + n) for n in (0, 1)
+    ]
+    played = TrajectoryGroup(task=task("copy-01"), trajectories=members)
+    dump_evaluation(tmp_path, 0, [played], {}, decode, env_class="harbor")
+    dump_examples(tmp_path, 1, [played], decode)
+    dumped = lines(tmp_path / "dumped_evals" / "global_step_0_evals" / "copy.jsonl")
+    examples = lines(tmp_path / "training_examples" / "step_1_examples.jsonl")
+    names = ("task_key", "data_source", "trial", "member", "seed")
+    assert [[record["env_extras"][name] for name in names] for record in dumped] == [
+        ["copy-01", "copy", "t0", 0, 7],
+        ["copy-01", "copy", "t1", 1, 8],
+    ]
+    assert [record["env_extras"] for record in examples] == [dumped[0]["env_extras"]]
+
+
+def test_tool_calls_of_a_dump_are_structure():
+    said = [
+        {"role": "user", "content": "Where is it?"},
+        {"role": "assistant", "content": '<tool_call>{"name": "f", "arguments": {}}</tool_call>'},
+        {"role": "tool", "content": "here"},
+    ]
+    calls = [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {}}}]
+    fields = {1: {"content": "", "tool_calls": calls}, 2: {"name": "f", "tool_call_id": "call_1"}}
+    spoken = replace(trajectory(turns=TURNS), conversation=said, tool_fields=fields)
+    assert conversation(spoken, decode) == [
+        said[0],
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "here", "name": "f", "tool_call_id": "call_1"},
+    ]
 
 
 def test_tasks_without_a_graded_trial_give_no_example(tmp_path):
@@ -106,5 +149,5 @@ def test_a_dump_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
         dump_examples(tmp_path / "file", 1, [group("a")], decode)
-        dump_evaluation(tmp_path / "file", 1, [group("a")], {}, decode)
+        dump_evaluation(tmp_path / "file", 1, [group("a")], {}, decode, env_class="harbor")
     assert caplog.text.count("the dump failed") == 2

@@ -14,12 +14,12 @@ from src.learning.dynamic_sampling import (
     sample_groups,
     sampling_metrics,
 )
-from src.learning.options import DynamicSamplingSettings, FilterSettings
+from src.learning.options import DynamicSamplingOptions, FilterOptions
 from tests.fakes.trials import failure, task, trajectory
 
 
 def settings(kind, *, limit=30, ratio=0.3):
-    return DynamicSamplingSettings(
+    return DynamicSamplingOptions(
         dynamic_sampling=kind,
         dynamic_sampling_max_batches=limit,
         dynamic_sampling_min_replace_ratio=ratio,
@@ -124,7 +124,7 @@ async def test_a_step_asks_for_further_tasks_with_what_it_has_so_far():
         asked.append((state.num_batches, wanted - len(state.kept), names(state.played)))
         return [task("x")]
 
-    filters = FilterSettings(
+    filters = FilterOptions(
         remove_constant_reward_groups=False,
         min_group_size=1,
         failed_trial_reward=None,
@@ -141,7 +141,7 @@ async def test_groups_are_good_by_rewards_after_the_reward_rules():
     async def play(tasks, attempt):
         return played
 
-    filters = FilterSettings(
+    filters = FilterOptions(
         remove_constant_reward_groups=False,
         min_group_size=1,
         failed_trial_reward=1.0,

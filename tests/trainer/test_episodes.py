@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -29,6 +30,7 @@ from tests.fakes.backend import BanditBackend, BanditSampler
 from tests.fakes.policy import FakePolicy
 from tests.fakes.run import OWN_SERVER, FakeRun
 from tests.fakes.tokenizer import toy_chat
+from tests.fakes.wandb_module import FakeWandb
 
 ENV = "env=tests.trainer.test_episodes:open_say"
 HERE = Path(__file__)
@@ -144,6 +146,23 @@ async def test_top_p_is_for_the_samples_of_evaluations(tmp_path, monkeypatch):
     assert [top_p for top_p, _ in groupby(asked)] == [0.9, 1.0, 0.9]  # before, in and after the training
 
 
+async def test_pass_at_every_k_is_in_every_file_and_in_wandb(tmp_path, monkeypatch):
+    """SkyRL's pass@3 has its name for a group size of 4, too."""
+    wandb = FakeWandb()
+    wandb.released.set()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    bench = Bench(tmp_path)
+    line = (await bench.trained("max_steps=1", "eval_every=0", "temperature=1", "wandb_project=p"))[0]
+    [dumped] = bench.lines("dumped_evals/global_step_0_evals/aggregated_results.jsonl")
+    scopes = ("all", "retail", "airline")
+    names = {f"eval/{scope}/pass_at_{k}" for scope in scopes for k in (1, 2, 3, 4)}
+    for metrics in (line, dumped, dict(wandb.logged)[0]):
+        assert names <= set(metrics)
+        assert {name: metrics[name] for name in names} == {name: line[name] for name in names}
+    assert line["eval/retail/pass_at_1"] <= line["eval/retail/pass_at_3"] <= line["eval/retail/pass_at_4"]
+    assert {"eval/all/avg_score", "test-retail/success_rate"} <= set(dumped)
+
+
 async def test_dumps_are_split_by_domain(tmp_path):
     bench = Bench(tmp_path)
     await bench.trained("max_steps=1", "eval_every=0", "temperature=1")
@@ -190,7 +209,7 @@ async def test_evaluation_selects_tasks_by_name(tmp_path):
     @asynccontextmanager
     async def opened(config, checkpoint):
         yield Evaluated(
-            policy=FakePolicy(toy_chat(), ["\n"]), source=open_task_source(config.trials, toy_chat())
+            policy=FakePolicy(toy_chat(), ["\n"]), source=open_task_source(config.environment, toy_chat())
         )
 
     chosen = parse_as(

@@ -115,6 +115,17 @@ async def test_top_p_is_sampled_with_and_in_the_results(tmp_path):
     assert bench.results()["settings"]["top_p"] == 0.9
 
 
+async def test_results_have_the_metric_names_of_skyrl(tmp_path):
+    bench = Bench(tmp_path, first_half)
+    bench.tasks = [Task(id=f"air/{n}", path=Path("t"), domain="air") for n in (0, 1)]
+    await bench.go("n_samples=4")
+    metrics = bench.results()["metrics"]
+    rates = {k: metrics[f"eval/air/pass_at_{k}"] for k in (1, 2, 3, 4)}
+    assert rates == pytest.approx({1: 0.5, 2: 5 / 6, 3: 1.0, 4: 1.0})
+    assert {k: metrics[f"eval/all/pass_at_{k}"] for k in rates} == rates
+    assert metrics["test-air/success_rate"] == 0.5
+
+
 async def test_every_domain_has_a_section_of_results(tmp_path):
     bench = Bench(tmp_path, lambda checkpoint, task, member: task.startswith("air") or member == 0)
     bench.tasks = [
@@ -301,7 +312,7 @@ def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
         ),
         (
             ["results=/no/such"],
-            "error: results= names a finished evaluation; add compare_with=<folder of another evaluation>",
+            "error: missing: compare_with; e.g. compare_with=..., or --help",
         ),
         (
             ["results=/no/such", "compare_with=/none"],

@@ -4,10 +4,10 @@ import pytest
 from src.core.trajectory import StopReason, TrajectoryGroup
 from src.learning.examples import apply_loss_reduction, examples_of, examples_of_batch, substeps
 from src.learning.kl_penalty import apply_kl_penalty, kl_estimates
-from src.learning.options import AdvantageSettings, FilterSettings, KlSettings
+from src.learning.options import AdvantageOptions, FilterOptions, KlOptions
 from tests.fakes.trials import task, trajectory, turn
 
-FILTERS = FilterSettings(
+FILTERS = FilterOptions(
     remove_constant_reward_groups=False,
     min_group_size=1,
     failed_trial_reward=None,
@@ -22,7 +22,7 @@ def settings(**changes):
         "max_tokens": 5,
         "context_limit": 10,
     }
-    return AdvantageSettings(**(options | changes))
+    return AdvantageOptions(**(options | changes))
 
 
 def two_and_six(*, second=StopReason.STOP):
@@ -152,7 +152,7 @@ async def test_the_kl_penalty_keeps_the_sum_of_advantages():
         trajectory(reward=1, turns=[turn([1], [11], logprob=-1.5)]),
     ]
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=members), settings(), FILTERS)
-    result = await apply_kl_penalty(examples, Reference(), KlSettings(kl_penalty_coef=0.1, kl_estimator="k1"))
+    result = await apply_kl_penalty(examples, Reference(), KlOptions(kl_penalty_coef=0.1, kl_estimator="k1"))
     assert result.mean_kl == pytest.approx(0.0)
     assert token_advantages(result.examples[0]) == pytest.approx(
         [-0.05]
@@ -169,7 +169,7 @@ async def test_kl_estimators_of_half_a_nat(estimator, value):
     ]
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=members), settings(), FILTERS)
     result = await apply_kl_penalty(
-        examples, Reference(), KlSettings(kl_penalty_coef=1.0, kl_estimator=estimator)
+        examples, Reference(), KlOptions(kl_penalty_coef=1.0, kl_estimator=estimator)
     )  # differences 0.5 and 0
     assert token_advantages(result.examples[0]) == pytest.approx([-value / 2])
     assert token_advantages(result.examples[1]) == pytest.approx([value / 2])

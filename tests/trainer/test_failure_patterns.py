@@ -1,4 +1,4 @@
-"""The patterns of failed trials."""
+"""Failure patterns of service trials. Those of terminal trials are in test_terminal_patterns.py."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from src.core.trajectory import StopReason, Trajectory
+from src.core.trajectory import StopReason, Trajectory, ZeroReason
 from src.envs.service.user_simulator import OUT_OF_SCOPE, STOP
-from src.evaluate.failure_patterns import Pattern, customer_faults, pattern_counts, pattern_of, patterns
+from src.evaluate.failure_patterns import Pattern, pattern_counts, pattern_of, patterns, user_simulator_faults
 
 SYSTEM = {"role": "system", "content": "policy"}
 
@@ -22,7 +22,7 @@ def failed(*messages: tuple[str, str], stop: StopReason = StopReason.STOP, **met
         reward=0.0,
         stop_reason=stop,
         conversation=said,
-        metrics={"tool_calls": 1.0, **metrics},
+        metrics={"tool_calls": 1.0, "parse_attempts": 1.0, **metrics},
     )
 
 
@@ -67,6 +67,20 @@ def test_how_a_failed_trial_ended(trajectory: Trajectory, pattern: Pattern):
     assert patterns(trajectory) == {pattern}
 
 
+def test_a_trial_whose_last_call_failed_is_no_false_completion():
+    denied, done = ("tool", "Error: permission denied"), ("tool", "{}")
+    assert patterns(failed(done, denied)) == {Pattern.AUTHORISATION}
+    assert patterns(failed(denied, done)) == {Pattern.AUTHORISATION, Pattern.FALSE_COMPLETION}
+
+
+@pytest.mark.parametrize(
+    ("reason", "pattern"),
+    [(ZeroReason.TIMEOUT, Pattern.LIMIT), (ZeroReason.SANDBOX_BROKEN, Pattern.GRADING_PREVENTED)],
+)
+def test_a_trial_without_a_grade_is_no_false_completion(reason: ZeroReason, pattern: Pattern):
+    assert patterns(replace(failed(), zero_reason=reason)) == {pattern}
+
+
 def test_a_solved_trial_shows_nothing():
     solved = replace(failed(("tool", "Error: Order not found")), reward=1.0)
     assert patterns(solved) == frozenset() and sum(pattern_counts([solved]).values()) == 0
@@ -82,8 +96,8 @@ def test_a_solved_trial_shows_nothing():
 )
 def test_a_customer_fault_is_no_false_completion(said: list[str], metrics: dict[str, Any], fault: str):
     trajectory = failed(*(("user", text) for text in said), **metrics)
-    assert customer_faults(trajectory) == [fault]
-    assert patterns(trajectory) == {Pattern.CUSTOMER}
+    assert user_simulator_faults(trajectory) == [fault]
+    assert patterns(trajectory) == {Pattern.USER_SIMULATOR}
 
 
 def conversation(questions: list[str], answers: list[str]) -> Trajectory:
@@ -98,17 +112,25 @@ def conversation(questions: list[str], answers: list[str]) -> Trajectory:
 
 def test_a_customer_that_repeats_a_long_answer_is_stuck():
     wish = "I would like to have my order number 17 sent to another address."
-    assert customer_faults(conversation(["Which?", "When?", "Where?"], [wish] * 3)) == ["repeated itself"]
-    assert customer_faults(conversation(["Which?", "When?", "Where?"], [wish, wish, f"{wish} {STOP}"])) == []
+    assert user_simulator_faults(conversation(["Which?", "When?", "Where?"], [wish] * 3)) == [
+        "repeated itself"
+    ]
     assert (
-        customer_faults(conversation(["I cannot help."] * 3, [wish] * 3)) == []
+        user_simulator_faults(conversation(["Which?", "When?", "Where?"], [wish, wish, f"{wish} {STOP}"]))
+        == []
+    )
+    assert (
+        user_simulator_faults(conversation(["I cannot help."] * 3, [wish] * 3)) == []
     )  # the agent is stuck, not the user
-    assert customer_faults(conversation(["Shall I?", "Really?", "Now?"], ["Yes, please go ahead."] * 3)) == []
-    assert customer_faults(conversation(["", "", ""], ["Error: the answer was empty."] * 3)) == []
+    assert (
+        user_simulator_faults(conversation(["Shall I?", "Really?", "Now?"], ["Yes, please go ahead."] * 3))
+        == []
+    )
+    assert user_simulator_faults(conversation(["", "", ""], ["Error: the answer was empty."] * 3)) == []
 
 
 def test_patterns_are_counted_once_per_trial():
     twice = failed(("tool", "Error: Order not found"), ("tool", "Error: User not found"))
     counts = pattern_counts([twice, twice, failed()])
-    assert counts["not_found"] == 2 and counts["false_completion"] == 3 and counts["customer_fault"] == 0
+    assert counts["not_found"] == 2 and counts["false_completion"] == 1 and counts["customer_fault"] == 0
     assert set(counts) == {str(pattern) for pattern in Pattern}

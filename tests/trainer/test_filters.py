@@ -6,7 +6,7 @@ import pytest
 from src.core.log_setup import set_log_levels
 from src.core.trajectory import StopReason, TrajectoryGroup
 from src.learning.filters import DropReason, apply_reward_rules, is_trainable, keep_groups, zeroed_metrics
-from src.learning.options import FilterSettings
+from src.learning.options import FilterOptions
 from tests.fakes.trials import failure, task, trajectory, turn
 
 
@@ -17,7 +17,7 @@ def settings(**changes):
         "failed_trial_reward": None,
         "apply_overlong_filtering": "off",
     }
-    return FilterSettings(**(options | changes))
+    return FilterOptions(**(options | changes))
 
 
 def group(*rewards, failures=0):

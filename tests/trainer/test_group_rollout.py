@@ -7,7 +7,7 @@ from src.core.trajectory import FailureKind, TrajectoryGroup
 from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollouts
 from src.rollouts.group_rollout import RolloutPlan, Rollouts, back_off, require_some_graded, trial_seed
-from src.rollouts.options import RolloutSettings
+from src.rollouts.options import RolloutOptions
 from tests.fakes.policy import UnusedPolicy
 from tests.fakes.run_files import records
 from tests.fakes.trials import FakeTasks, failure, task, trajectory
@@ -26,7 +26,7 @@ async def play(
 ):
     source = FakeTasks(train=tasks, play=play)
     heard = []
-    settings = RolloutSettings(
+    settings = RolloutOptions(
         n_parallel_envs=parallel,
         trial_timeout_s=deadline,
         trial_attempts=attempts,
@@ -69,6 +69,15 @@ async def test_rollouts_on_disk_are_reused_for_the_same_seed(tmp_path):
     )
     _, made, _ = await play(tmp_path, win, seed=1)
     assert len(made) == 4
+
+
+async def test_trajectories_know_their_member_and_seed(tmp_path):
+    [group, _], made, _ = await play(tmp_path, win)
+    seeds = {(trial.task.id, trial.member): trial.seed for trial in made}
+    named = [(trajectory.member, trajectory.seed) for trajectory in group.trajectories]
+    assert named == [(member, seeds[group.task.id, member]) for member in (0, 1)]
+    [again, _], _, _ = await play(tmp_path, win)
+    assert again.trajectories == group.trajectories  # from disk
 
 
 async def test_the_duration_of_a_group_is_from_first_start_to_last_end(tmp_path):
@@ -266,14 +275,14 @@ class Floored(FakeTasks):
 async def test_the_noop_reward_is_measured_once_and_may_be_unknown(tmp_path, caplog):
     source = Floored(train=(A, B))
     source.asked = []
-    settings = RolloutSettings(
+    settings = RolloutOptions(
         n_parallel_envs=1, trial_timeout_s=None, trial_attempts=1, retry_wait_s=0, seed=0
     )
     rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
-    assert await rollouts.floors([A, B]) == await rollouts.floors([A, B]) == {"a": 1.0}
+    assert await rollouts.noop_rewards([A, B]) == await rollouts.noop_rewards([A, B]) == {"a": 1.0}
     assert (
         source.asked == ["a", "b"]
-        and "b: what doing nothing earns could not be measured: OSError: gone" in caplog.text
+        and "b: the reward of an agent that does nothing could not be measured: OSError: gone" in caplog.text
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 from src.core.errors import BackendError, ConfigError
 from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn
 from src.policy.sampling_policy import SampleRequest
+from src.records.dumps import conversation
 from tests.fakes.harbor_trials import (
     SOLUTION,
     TASKS,
@@ -45,6 +46,11 @@ async def test_a_solved_task_has_reward_1_and_exact_tokens(tmp_path: Path) -> No
         assert list(later.prompt_ids[: len(ids)]) == ids
     assert outcome.metrics["prefix_breaks"] == 0
     assert outcome.metrics["duration_s"] > 0
+    answers = [message for message in conversation(outcome, lambda ids, clean: "") if "tool_calls" in message]
+    calls = [call["function"] for message in answers for call in message["tool_calls"]]
+    assert [call["name"] for call in calls] == ["bash_command", "mark_task_complete", "mark_task_complete"]
+    assert calls[0]["arguments"]["keystrokes"] == "echo hello > /app/hello.txt\n"
+    assert answers[0]["content"] == "Analysis: a\nPlan: p"
     folder = tmp_path / "jobs" / outcome.trial_name
     result = (folder / "result.json").read_text()
     assert json.loads(result)["verifier_result"]["rewards"] == {"reward": 1.0}

@@ -4,7 +4,7 @@ import pytest
 from src.learning.datums import scale_advantages, sequences_of
 from src.learning.examples import Example
 from src.learning.importance import apply_tis, token_factors
-from src.learning.options import ImportanceSettings
+from src.learning.options import ImportanceOptions
 from tests.fakes.trials import trajectory, turn
 
 OLD, SAMPLED = np.array([-1.0, -2.0, -0.5]), np.array([-2.0, -2.0, -0.1])  # ratios e, 1, exp(-0.4)
@@ -21,7 +21,7 @@ def settings(**changes):
         ],
         None,
     )
-    return ImportanceSettings(**({"tis": "off", "tis_sequence_mask": "off"} | options | changes))
+    return ImportanceOptions(**({"tis": "off", "tis_sequence_mask": "off"} | options | changes))
 
 
 def test_token_ratios_are_capped():

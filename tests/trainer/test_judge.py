@@ -13,7 +13,7 @@ from src.records.journal import Journal
 from src.records.rollout_store import FinishedRollouts
 from src.rollouts.group_rollout import RolloutPlan, Rollouts
 from src.rollouts.judge import MODES, Formula, Judge, failures_in, transcript
-from src.rollouts.options import JudgeSettings, RolloutSettings
+from src.rollouts.options import JudgeOptions, RolloutOptions
 from tests.fakes.policy import UnusedPolicy
 from tests.fakes.trials import FakeTasks, task
 
@@ -58,7 +58,7 @@ def played(text: str = "done", reward: float = 1.0) -> Trajectory:
 
 
 def judge(endpoint: ScriptedJudge, *, alpha: float = 1.0, formula: Formula = "one_plus_failures") -> Judge:
-    settings = JudgeSettings(
+    settings = JudgeOptions(
         taxonomy_alpha=alpha, taxonomy_formula=formula, judge_prompt_price=0.5, judge_completion_price=10.0
     )
     return Judge(endpoint, settings)
@@ -157,7 +157,7 @@ def test_no_message_can_imitate_another_speaker():
 
 async def test_an_evaluation_during_training_is_not_judged(tmp_path):
     endpoint = ScriptedJudge(answer())
-    settings = RolloutSettings(
+    settings = RolloutOptions(
         n_parallel_envs=4, trial_timeout_s=None, trial_attempts=1, retry_wait_s=0, seed=0
     )
 

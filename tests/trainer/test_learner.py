@@ -6,7 +6,7 @@ import pytest
 from src.core.errors import BackendError, TrainerError
 from src.learning.datums import sequences_of, to_datums
 from src.learning.learner import Learner, learning_rate
-from src.learning.options import LearnerSettings
+from src.learning.options import LearnerOptions
 from tests.fakes.backend import BanditTrainingClient
 from tests.fakes.trials import turn
 
@@ -23,7 +23,7 @@ def settings(**changes):
         "weight_decay": 0.1,
         "grad_clip_norm": 1.0,
     }
-    return LearnerSettings(**(options | changes))
+    return LearnerOptions(**(options | changes))
 
 
 def datums(token, *, logprob=QUARTER, advantage=1.0):

@@ -4,7 +4,7 @@ import pytest
 
 from src.core.trajectory import TrajectoryGroup
 from src.rollouts.group_rollout import TimedGroup
-from src.rollouts.options import PipelineSettings, ScheduleSettings
+from src.rollouts.options import PipelineOptions, ScheduleOptions
 from src.rollouts.pipeline import Pipeline, Scheduled, epoch_order, schedule
 from tests.fakes.trials import task
 from tests.fakes.virtual_time import Schedule, lognormal_minutes, simulate
@@ -18,7 +18,7 @@ def names(tasks):
 
 def batches(**changes):
     options = {"batch_size": 2, "n_epochs": 2, "max_steps": None, "seed": 0}
-    return schedule(TASKS, ScheduleSettings(**(options | changes)))
+    return schedule(TASKS, ScheduleOptions(**(options | changes)))
 
 
 def test_every_task_comes_once_an_epoch_and_epochs_never_mix():
@@ -59,7 +59,7 @@ class Stage:
         self.pipeline = Pipeline(
             [Scheduled(step=1 + place // 2, task=task(name)) for place, name in enumerate(names)],
             self._play,
-            PipelineSettings(**(options | changes)),
+            PipelineOptions(**(options | changes)),
             is_left_out=lambda task: task.id in left_out,
         )
 
@@ -144,7 +144,7 @@ async def test_groups_in_flight_are_limited():
     ("max_staleness", "stream_groups", "is_ahead"), [(0, False, False), (0, True, True), (1, False, True)]
 )
 def test_staleness_or_streaming_rolls_out_ahead(max_staleness, stream_groups, is_ahead):
-    settings = PipelineSettings(
+    settings = PipelineOptions(
         max_staleness=max_staleness, max_groups_in_flight=None, stream_groups=stream_groups, batch_size=2
     )
     assert settings.is_ahead == is_ahead

@@ -52,7 +52,7 @@ class Bench(FakeRun):
 
     def start(self):
         self.url = self._server.enter_context(
-            serving(StartupState(context=fake_context(self._checkpoints)), port=self._port)
+            serving(StartupState(state=fake_context(self._checkpoints)), port=self._port)
         )
 
     def stop(self):
@@ -79,7 +79,7 @@ class Bench(FakeRun):
     @asynccontextmanager
     async def opened(self, config, events, source):
         async with connect(config) as endpoint:
-            yield Dependencies(source=self.source, backend=await endpoint.open_training())
+            yield Dependencies(source=self.source, backend=await endpoint.open_training(config))
 
     async def _play(self, trial, policy):
         turn = await policy.sample(
@@ -150,7 +150,7 @@ async def test_a_server_that_stays_unreachable_ends_the_run(tmp_path, port):
     bench.start()
     with pytest.raises(
         ServerLost,
-        match=r"no server answers at .*; it stayed away for reconnect_timeout_s=0.5; "
+        match=r"no server answers at .*; the server did not return within reconnect_timeout_s=0.5; "
         "start it again and resume",
     ) as error:
         await asyncio.wait_for(bench.go("reconnect_timeout_s=0.5"), 120)

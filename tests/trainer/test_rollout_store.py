@@ -1,6 +1,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,9 +16,14 @@ from src.records.rollout_store import (
     packed,
     unpacked,
 )
-from tests.fakes.trials import failure, turn
+from tests.fakes.trials import failure, trajectory, turn
 
 STEP = RolloutKey(purpose="step", step=1, task="a", member=2)
+
+
+def graded():
+    played = trajectory("a", 1.0, [turn([1], [2])])
+    return FinishedRollout(result=replace(played, member=STEP.member, seed=5), seed=5, attempts=1)
 
 
 def conversation(draw):
@@ -54,6 +60,25 @@ def test_every_token_and_logprob_comes_back_as_it_was():
         task_id="a", turns=[], reward=0.0, stop_reason=StopReason.STOP, zero_reason=ZeroReason.NO_REWARD
     )
     assert decoded(json.loads(json.dumps(encoded(voided)))) == voided
+
+
+def test_a_stored_rollout_keeps_its_reason_calls_member_and_seed(tmp_path):
+    played = Trajectory(
+        task_id="a",
+        turns=[],
+        reward=0.0,
+        stop_reason=StopReason.STOP,
+        zero_reason=ZeroReason.NO_REWARD,
+        conversation=[{"role": "assistant", "content": "x"}],
+        tool_fields={0: {"content": "", "tool_calls": [{"id": "call_1"}]}},
+        member=2,
+        seed=7,
+    )
+    FinishedRollouts(tmp_path, Journal(tmp_path)).add(
+        STEP, FinishedRollout(result=played, seed=7, attempts=1)
+    )
+    loaded = FinishedRollouts(tmp_path, Journal(tmp_path)).load("step", 1)
+    assert loaded[STEP].result == played
 
 
 def test_a_growing_conversation_is_written_once_and_compactly():
@@ -101,11 +126,7 @@ def test_failures_are_final_once_their_step_was_trained(tmp_path):
 
 
 def test_a_torn_line_is_no_finished_rollout(tmp_path):
-    rollout = FinishedRollout(
-        result=Trajectory(task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP),
-        seed=5,
-        attempts=1,
-    )
+    rollout = graded()
     FinishedRollouts(tmp_path, Journal(tmp_path)).add(STEP, rollout)
     path = tmp_path / "finished" / "step_000001.jsonl"
     path.write_text(path.read_text()[:-20])
@@ -119,11 +140,7 @@ def test_a_rollout_is_written_before_its_journal_line(tmp_path, monkeypatch):
     journal, found = Journal(tmp_path), []
     finished = FinishedRollouts(tmp_path, journal)
     monkeypatch.setattr(journal, "finished", lambda place, outcome: found.append(finished.load("step", 1)))
-    rollout = FinishedRollout(
-        result=Trajectory(task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP),
-        seed=5,
-        attempts=1,
-    )
+    rollout = graded()
     finished.add(STEP, rollout)
     assert found == [{STEP: rollout}]
 

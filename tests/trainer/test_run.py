@@ -454,7 +454,7 @@ async def test_a_full_fine_tuning_learning_rate_is_reported(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("max_steps=1", "learning_rate=5e-7", "eval_every=0", "eval_before_train=false")
     assert (
-        "learning_rate=5e-07 is one for full fine-tuning; an adapter needs ten times that or more"
+        "learning_rate=5e-07 is usual for full fine-tuning; use a rate that is at least ten times as large"
         in bench.text.getvalue()
     )
 

@@ -20,7 +20,7 @@ from src.envs.registry import open_task_source
 from src.envs.service.task_files import Row, TaskDefinition, read_rows, without_nulls
 from src.envs.service.toy_retail import FOLDER
 from src.evaluate.config import EvaluateConfig
-from src.rollouts.options import ScheduleSettings
+from src.rollouts.options import ScheduleOptions
 from src.rollouts.pipeline import schedule
 from tests.fakes.policy import FakePolicy
 from tests.fakes.tokenizer import byte_chat
@@ -158,7 +158,9 @@ def test_an_evaluation_uses_only_its_test_data():
         "backend=skyrl-tx",
         "skyrl_tx_url=http://h:1",
     ]
-    source = open_task_source(parse_as(EvaluateConfig, [*argv, "context_limit=8000"]).trials, byte_chat())
+    source = open_task_source(
+        parse_as(EvaluateConfig, [*argv, "context_limit=8000"]).environment, byte_chat()
+    )
     assert (list(source.train), len(source.eval)) == ([], 20)
 
 
@@ -262,7 +264,7 @@ def tasks(**numbers: int) -> list[Task]:
 
 def test_a_mixture_gives_each_domain_its_share_of_every_batch():
     pool = tasks(airline=4, retail=16)
-    settings = ScheduleSettings(
+    settings = ScheduleOptions(
         batch_size=4, n_epochs=4, max_steps=None, seed=0, domain_mixture=["airline=1", "retail=1"]
     )
     plan = schedule(pool, settings)
@@ -283,7 +285,7 @@ def test_a_mixture_gives_each_domain_its_share_of_every_batch():
 
 
 def test_fractional_shares_are_exact_over_the_run():
-    settings = ScheduleSettings(
+    settings = ScheduleOptions(
         batch_size=3, n_epochs=10, max_steps=None, seed=0, domain_mixture=["airline=1", "retail=3"]
     )
     plan = schedule(tasks(airline=4, retail=8), settings)
@@ -294,11 +296,11 @@ def test_fractional_shares_are_exact_over_the_run():
     ("numbers", "message"),
     [
         ({"retail": 4}, "domain_mixture has shares of airline, retail; the training tasks are of retail"),
-        ({"retail": 4, "airline": 1}, "airline has 1 tasks, its share of a batch is 2"),
+        ({"retail": 4, "airline": 1}, "airline has 1 tasks, fewer than its share of a batch, 2"),
     ],
 )
 def test_an_impossible_mixture_is_rejected(numbers: dict[str, int], message: str):
-    settings = ScheduleSettings(
+    settings = ScheduleOptions(
         batch_size=4, n_epochs=1, max_steps=None, seed=0, domain_mixture=["airline=1", "retail=1"]
     )
     with pytest.raises(ConfigError, match=message):

@@ -1,9 +1,9 @@
 from src.core.trajectory import FailureKind, TrajectoryGroup
-from src.rollouts.options import FaultSettings
+from src.rollouts.options import FaultOptions
 from src.rollouts.task_quarantine import FaultState, diagnosis, from_record, to_record
 from tests.fakes.trials import failure, task, trajectory
 
-SETTINGS = FaultSettings(quarantine_after=2, max_failure_rate=0.5)
+SETTINGS = FaultOptions(quarantine_after=2, max_failure_rate=0.5)
 
 
 def group(name, *, graded=0, lost=0, kind=FailureKind.SANDBOX):
@@ -21,7 +21,7 @@ def test_groups_in_a_row_without_a_grade_quarantine_a_task():
     twice = once.after([group("a", lost=2, kind=FailureKind.VERIFIER)], SETTINGS)
     assert twice.quarantined == {"a": "verifier"}
     assert not once.after(
-        [group("a", lost=2)], FaultSettings(quarantine_after=0, max_failure_rate=1)
+        [group("a", lost=2)], FaultOptions(quarantine_after=0, max_failure_rate=1)
     ).quarantined
 
 
@@ -44,7 +44,7 @@ def test_a_rate_needs_four_groups_and_forgets_old_ones():
     assert (
         not FaultState()
         .after([bad] * 4, SETTINGS)
-        .has_too_many_failures(FaultSettings(quarantine_after=0, max_failure_rate=1))
+        .has_too_many_failures(FaultOptions(quarantine_after=0, max_failure_rate=1))
     )
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from scripts.quickstart.words import Pool, pool_of
-from scripts.run_skyrl_tx import QUICKSTART_OPTIONS, QUICKSTARTS, RECIPE_OF_KIND
+from scripts.recipe_options import RECIPE_OF_KIND
+from scripts.run_skyrl_tx import QUICKSTART_OPTIONS, QUICKSTARTS
 from scripts.toy_retail import make_tasks
 from scripts.toy_retail.tokenizer import build_tokenizer, fixed_texts
 from src.cli.command_line import parse
@@ -34,6 +35,7 @@ from src.envs.service.toy_retail import (
 )
 from src.envs.service.user_simulator import OUT_OF_SCOPE, STOP, TRANSFER, ScriptedUserSimulator, ends
 from src.policy.chat import Chat, load_chat
+from src.records.dumps import conversation
 from tests.fakes.policy import FakePolicy
 
 DOMAIN = read_shop(FOLDER).domain()
@@ -302,6 +304,14 @@ async def test_a_native_gold_episode_trains_the_agents_answers(chat):
     assert "# Tools" in prompt and all(json.dumps(tool.schema) in prompt for tool in TOOLS.values())
     roles = [message["role"] for message in result.conversation]
     assert roles[:5] == ["system", "user", "assistant", "tool", "assistant"]
+    messages = conversation(result, lambda ids, clean: "")
+    [call] = messages[2]["tool_calls"]
+    first = task.row["actions"][0]
+    assert call["function"] == {"name": first["name"], "arguments": first["arguments"]}
+    assert (messages[3]["name"], messages[3]["tool_call_id"]) == (first["name"], call["id"])
+    ids = [call["id"] for message in messages for call in message.get("tool_calls", ())]
+    assert ids == [f"call_{number}" for number in range(1, 1 + int(result.metrics["tool_calls"]))]
+    assert messages[2]["content"] == "" and first["name"] in str(result.conversation[2]["content"])
 
 
 def test_the_tau_quick_start_uses_native_tools():

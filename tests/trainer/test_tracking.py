@@ -3,18 +3,18 @@ import json
 import math
 import subprocess
 import sys
-import threading
 import types
 
 import pytest
 
 from src.core.errors import ConfigError
-from src.records.options import TrackingSettings
+from src.records.options import TrackingOptions
 from src.records.tracking import RunLog, open_run_log, project_name, recorded
+from tests.fakes.wandb_module import FakeWandb
 
-NOWHERE = TrackingSettings(wandb_project=None, trackio_project=None)
-WANDB = TrackingSettings(wandb_project="p", trackio_project=None)
-TRACKIO = TrackingSettings(wandb_project=None, trackio_project="p")
+NOWHERE = TrackingOptions(wandb_project=None, trackio_project=None)
+WANDB = TrackingOptions(wandb_project="p", trackio_project=None)
+TRACKIO = TrackingOptions(wandb_project=None, trackio_project="p")
 
 
 def log(path, steps, *, repeat_from=0):
@@ -66,8 +66,8 @@ def test_a_line_cut_by_a_crash_is_forgotten(tmp_path):
 OFFLINE = """
 import sys
 from pathlib import Path
-from src.records.tracking import TrackingSettings, open_run_log
-settings = TrackingSettings(wandb_project="p", trackio_project=None)
+from src.records.tracking import TrackingOptions, open_run_log
+settings = TrackingOptions(wandb_project="p", trackio_project=None)
 for start in (0, 2):
     with open_run_log(Path(sys.argv[1]), settings, name="my-run", config={"seed": 1}) as log:
         log.forget_from(start)
@@ -103,34 +103,6 @@ def test_wandb_has_a_step_once_and_with_its_evaluation(tmp_path, monkeypatch):
         run_log.amend(2, {"test/reward": 1.0})
     assert fake.logged == [(1, {"reward": 0.5}), (2, {"reward": 0.25, "test/reward": 1.0})]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-class FakeWandb(types.ModuleType):
-    """Replaces `wandb`, and records the ids of runs and their calls."""
-
-    Error = RuntimeError
-
-    def __init__(self, *, is_down=False):
-        super().__init__("wandb")
-        self.ids = []
-        self.logged = []
-        self.is_down = is_down
-        self.released = threading.Event()
-
-    def Settings(self, **options):
-        return options
-
-    def init(self, *, id, **options):
-        self.ids.append(id)
-        if self.is_down:
-            raise self.Error("no network\nlong story")
-        return self
-
-    def log(self, metrics, *, step, commit):
-        self.logged.append((step, metrics))
-
-    def finish(self):
-        self.released.wait(10)
 
 
 def test_the_wandb_id_is_written_before_the_run_starts(tmp_path, monkeypatch):

@@ -3,12 +3,12 @@ import asyncio
 import pytest
 
 from src.core.errors import BackendError, ServerLost
-from src.policy.options import WatchdogSettings
+from src.policy.options import WatchdogOptions
 from src.policy.sampling_policy import SampleRequest
 from src.rollouts.watchdog import WatchedPolicy, WatchedReference, watching
 from tests.fakes.virtual_time import in_virtual_time
 
-SETTINGS = WatchdogSettings(heartbeat_timeout_s=0.1, request_timeout_s=0.05)
+SETTINGS = WatchdogOptions(heartbeat_timeout_s=0.1, request_timeout_s=0.05)
 
 
 async def alive():
@@ -57,7 +57,7 @@ async def test_an_answer_that_never_comes_ends_its_own_wait_alone():
 @in_virtual_time
 async def test_a_server_that_is_gone_ends_every_wait(check, message):
     freed = []
-    async with watching(check, WatchdogSettings(heartbeat_timeout_s=0.1, request_timeout_s=60)) as watchdog:
+    async with watching(check, WatchdogOptions(heartbeat_timeout_s=0.1, request_timeout_s=60)) as watchdog:
         waits = [watchdog.guard(for_ever(freed), "playing"), watchdog.answer(for_ever(freed), "training")]
         errors = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 5)
     assert [type(error) for error in errors] == [ServerLost, ServerLost]
@@ -74,7 +74,7 @@ async def test_a_few_failed_probes_are_no_loss():
         if next(failures, False):
             raise BackendError("busy")
 
-    async with watching(shaky, WatchdogSettings(heartbeat_timeout_s=0.1, request_timeout_s=60)) as watchdog:
+    async with watching(shaky, WatchdogOptions(heartbeat_timeout_s=0.1, request_timeout_s=60)) as watchdog:
         assert await watchdog.guard(asyncio.sleep(0.3, 7), "playing") == 7
 
 

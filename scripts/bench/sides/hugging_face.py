@@ -1,5 +1,7 @@
-"""The peer: Hugging Face transformers and peft on torch, CPU in float32 or CUDA in bfloat16. Runs in an
-interpreter that has them: see `sides/line.py`."""
+"""Hugging Face transformers and peft on torch, on a CPU in float32 or with CUDA in bfloat16.
+
+It runs in an interpreter that has these packages; see `sides/line.py`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class HuggingFace:
         self._optimizer = torch.optim.Adam((p for p in self._model.parameters() if p.requires_grad), lr=1e-4)
 
     def train(self, sequences: list[list[int]], recompute: bool = False, rows: int = 8) -> None:
-        """Summed loss and its gradient, `rows` sequences at a time, padded to the longest of them."""
+        """Compute the summed loss and its gradient, `rows` sequences at a time, padded to the longest of
+        them.
+        """
         self._model.train()
         if recompute:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -58,7 +62,7 @@ class HuggingFace:
         self._optimizer.step()
 
     def sample(self, prompts: list[list[int]], max_tokens: int, num_samples: int = 1) -> list[list[int]]:
-        """Prompts of one length, `num_samples` completions of each."""
+        """Sample `num_samples` completions of each prompt. All prompts have the same length."""
         self._model.eval()
         tokens = torch.tensor(prompts, device=self._device)
         with torch.no_grad():

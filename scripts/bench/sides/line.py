@@ -1,6 +1,7 @@
-"""A side of a comparison answers calls on its standard input, one JSON line each, and times them itself.
+"""The protocol of a compared program: it reads one call per line of standard input as JSON, and measures its
+time.
 
-Standard library only and Python 3.11: every peer runs this in its own interpreter.
+It uses the standard library of Python 3.11 only, because each program runs it in its own interpreter.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 
 def serve(start: Callable[[], Mapping[str, Callable[..., object]]]) -> None:
-    """Make the side's methods, by name, and answer until standard input ends; what libraries print goes to
+    """Create the methods by name and answer calls until standard input ends. The output of libraries goes to
     standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,5 +1,4 @@
-"""Our own side: the engine in this process, driven as HTTP drives it, one submitted operation after the
-other."""
+"""Our program of a comparison: the engine in this process, with operations submitted as HTTP routes do."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from skyrl_tx_server.engine.operations import (
 from skyrl_tx_server.executor import device_memory
 from skyrl_tx_server.executor.executor import DeviceExecutor
 
-LORA = LoraSpec(rank=RANK, train_unembed=False)  # what the peers train too
+LORA = LoraSpec(rank=RANK, train_unembed=False)  # the same as in the other programs
 
 
 class Ours:
@@ -45,7 +44,7 @@ class Ours:
         self.save()
 
     def save(self) -> None:
-        """What sampling reads from here on."""
+        """Save the snapshot that later samples use."""
         self._saved += 1
         self.weights = f"snapshot-{self._saved}"
         self.engine.submit(SaveSampler(model_id="model", weights=self.weights)).result()
@@ -62,7 +61,7 @@ class Ours:
     def sample(
         self, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int], num_samples: int = 1
     ) -> list[list[int]]:
-        """All prompts at once; the completions in their order."""
+        """Sample all prompts concurrently. Returns the completions in the order of the prompts."""
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         results = self.sample_each(prompts, limits, num_samples=num_samples)
         return [sequence.tokens.tolist() for sequences in results for sequence in sequences]
@@ -75,7 +74,7 @@ class Ours:
         num_samples: int = 1,
         weights: Sequence[str | None] | None = None,
     ) -> list[tuple[SampledSequence, ...]]:
-        """The sequences of each prompt; `weights` may name a snapshot per prompt."""
+        """Return the sequences of each prompt. `weights` can name one snapshot per prompt."""
         futures = [
             self.engine.submit(
                 Sample(
@@ -102,15 +101,15 @@ class Ours:
 
 
 def datum(sequence: Sequence[int]) -> TrainDatum:
-    """Every token but the first is a target."""
+    """Return a datum in which every token except the first is a target."""
     tokens = np.array(sequence, np.int32)
     return TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])
 
 
 @contextlib.contextmanager
 def running(model_dir: Path, *, recompute: bool = False, **given: object) -> Iterator[Ours]:
-    """An engine with the server's default settings but those `given`; `recompute` drops activations, as a
-    larger model would have to."""
+    """Run an engine with default settings, except those that are `given`. With `recompute`, activations are
+    recomputed as for a model whose activations do not fit."""
     if recompute:
         device_memory.ACTIVATIONS_SHARE_OF_MEMORY = 0.0
     with tempfile.TemporaryDirectory() as folder:

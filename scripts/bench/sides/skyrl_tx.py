@@ -1,8 +1,7 @@
-"""The peer: PyPI's `skyrl[tinker,jax]`, its JAX backend called in process. Runs in an interpreter that has
-it: see `sides/line.py`.
+"""The JAX backend of PyPI's `skyrl[tinker,jax]`, called directly, without its HTTP server, database and JSON.
 
-That spares it its HTTP, database and JSON. The fewest adapter slots that hold one model (base and one) are
-its fastest setting.
+The script runs in an interpreter that has the package; see `sides/line.py`. The backend is fastest with the
+smallest number of adapter slots: two, one for the base model and one for the adapter.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from pathlib import Path
 
 import typing_extensions
 
-typing.TypedDict = (
-    typing_extensions.TypedDict
-)  # skyrl 0.3.0 does not import under Python 3.11 with today's pydantic otherwise
+# With Python 3.11 and current pydantic versions, skyrl 0.3.0 cannot be imported without this patch.
+typing.TypedDict = typing_extensions.TypedDict
 
 from skyrl.backends.jax import JaxBackendConfig, JaxBackendImpl  # noqa: E402  # pyright: ignore[reportMissingImports]
 from skyrl.tinker import types  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -42,7 +40,7 @@ class SkyrlTx:
         self.save()
 
     def save(self) -> None:
-        """What sampling reads from here on: the server writes a file for it."""
+        """Save the checkpoint that later samples use."""
         self._saved += 1
         self._backend.save_sampler_checkpoint(Path(self._folder.name) / f"{self._saved}.tar.gz", "model")
 
@@ -71,7 +69,7 @@ class SkyrlTx:
     def sample(
         self, prompts: list[list[int]], max_tokens: int | list[int], num_samples: int = 1
     ) -> list[list[int]]:
-        """`num_samples` completions of each prompt, all in one batch, as its engine would make it."""
+        """Sample `num_samples` completions of each prompt in one batch, as the engine of SkyRL does."""
         rows = [prompt for prompt in prompts for _ in range(num_samples)]
         limits = [max_tokens] * len(rows) if isinstance(max_tokens, int) else max_tokens
         batch = types.PreparedSampleBatch(

@@ -1,12 +1,10 @@
-"""Weights for other programs: save_weights_external, and files in PEFT's layout under URLs that are valid for
-an hour.
+"""Downloads of adapters in PEFT format, from URLs that are valid for an hour.
 
-The adapter is written in PEFT's layout when its URLs are first requested (`files.derived`); SDKs up to 0.35
-request both files in one tar, of any checkpoint. A URL contains its expiry, the generation of the checkpoint
-and a signature with a secret of this process, so it needs no API key and cannot be forged; after a restart
-the client requests new ones. After the checkpoint is saved again or deleted the URL answers 404, so files
-that are fetched one after the other are always of the same save. A running download keeps its file open and
-completes.
+The adapter is written in PEFT format when its URLs are first requested (`files.derived`). SDKs up to 0.35
+request both files in one tar. A URL contains its expiry, the generation of the checkpoint and a signature
+with a secret of this process, so it needs no API key. After a restart of the server the client requests new
+URLs. After a checkpoint is saved again or deleted, its URLs reply 404, so files that are downloaded one after
+the other always belong to the same save. A running download completes, because it keeps its file open.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import CONFIG, WEIGHTS, write_adapter
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_json
-from skyrl_tx_server.http.routes.weights import CHECKPOINT, RUN, named, path_of, save_named
+from skyrl_tx_server.http.routes.weights import CHECKPOINT, RUN, checkpoint_path_of, path_of, save_named
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.limits import check_ttl
 
@@ -46,13 +44,13 @@ FILES = (CONFIG, WEIGHTS)
 ARCHIVE = "adapter.tar"
 URLS_OPEN_FOR = timedelta(hours=1)
 KEEP_UNUSED_FOR = URLS_OPEN_FOR + timedelta(minutes=10)
-"""Derived files are removed when they were not requested for this time."""
+"""Derived files that were not requested for this time are removed."""
 _SECRET = secrets.token_bytes(32)
 _ANY_TEXT = ("utf-8", "surrogatepass")  # the files that a URL may name
 
 
-async def save_weights_external(context: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(context, request), "save_weights_external")
+async def save_weights_external(state: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(state, request), "save_weights_external")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
     name = fields.text("path")
@@ -60,19 +58,19 @@ async def save_weights_external(context: AppState, request: Request) -> Reply:
     fields.refuse("age_encryption_recipients", "encrypt the files after the download, e.g. with age")
     fields.ignore("type")
     fields.finish()
-    model = context.registry.model(model_id)
-    path = named(model_id, CheckpointKind.EXTERNAL, name)
+    model = state.registry.model(model_id)
+    path = checkpoint_path_of(model_id, CheckpointKind.EXTERNAL, name)
     op = SaveExternal(model_id=model_id, name=name)
     return save_named(
-        context, model, op, path, kind="save_weights_external", seq_id=seq_id, ttl_seconds=ttl_seconds
+        state, model, op, path, kind="save_weights_external", seq_id=seq_id, ttl_seconds=ttl_seconds
     )
 
 
-async def external_weights_urls(context: AppState, request: Request) -> Reply:
+async def external_weights_urls(state: AppState, request: Request) -> Reply:
     path = checkpoint_path(
         request.path_params["run_id"], CheckpointKind.EXTERNAL, request.path_params["name"]
     )
-    info, _ = await asyncio.to_thread(adapter_of, context.checkpoints, path)
+    info, _ = await asyncio.to_thread(adapter_of, state.checkpoints, path)
     expires = datetime.now(UTC) + URLS_OPEN_FOR
     return {
         "urls": {file: _url(request, info, file, expires) for file in FILES},
@@ -80,16 +78,16 @@ async def external_weights_urls(context: AppState, request: Request) -> Reply:
     }
 
 
-async def archive(context: AppState, request: Request) -> Reply:
-    """Redirect to the tar of a checkpoint of any kind."""
-    info, _ = await asyncio.to_thread(archive_of, context.checkpoints, path_of(request))
+async def archive(state: AppState, request: Request) -> Reply:
+    """Redirect to the tar of the adapter of a checkpoint."""
+    info, _ = await asyncio.to_thread(archive_of, state.checkpoints, path_of(request))
     expires = datetime.now(UTC) + URLS_OPEN_FOR
     return RedirectResponse(
         _url(request, info, ARCHIVE, expires), 302, {"Expires": format_datetime(expires, usegmt=True)}
     )
 
 
-async def download(context: AppState, request: Request) -> Reply:
+async def download(state: AppState, request: Request) -> Reply:
     path, file = path_of(request), request.path_params["file"]
     ends, generation, signature = (
         request.query_params.get(name, "") for name in ("ends", "generation", "signature")
@@ -98,14 +96,14 @@ async def download(context: AppState, request: Request) -> Reply:
     if not is_time or not hmac.compare_digest(
         signature.encode(*_ANY_TEXT), _signature(path, file, generation, int(ends)).encode()
     ):
-        raise NotFoundError("no such download; ask for new URLs with get_external_weights_urls")
+        raise NotFoundError("no such download; request new URLs with get_external_weights_urls")
     if int(ends) < datetime.now(UTC).timestamp():
-        raise UserError("this download URL has expired; ask for new ones with get_external_weights_urls")
-    return OpenFileResponse(await asyncio.to_thread(_open, context.checkpoints, path, file, generation))
+        raise UserError("this download URL has expired; request new ones with get_external_weights_urls")
+    return OpenFileResponse(await asyncio.to_thread(_open, state.checkpoints, path, file, generation))
 
 
 class OpenFileResponse(FileResponse):
-    """Sends a file that is open, so that removing it has no effect."""
+    """Sends an open file, so that removing the file has no effect on the reply."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(f"/proc/self/fd/{file.fileno()}", media_type="application/octet-stream")
@@ -121,7 +119,9 @@ def _open(checkpoints: CheckpointStore, path: str, file: str, generation: str) -
     while True:
         info, target = (archive_of if file == ARCHIVE else adapter_of)(checkpoints, path)
         if info.generation != generation:
-            raise NotFoundError(f"checkpoint {path} was saved anew after this URL was made; ask for new URLs")
+            raise NotFoundError(
+                f"checkpoint {path} was saved again after this URL was created; request new URLs"
+            )
         try:
             return (target if file == ARCHIVE else target / file).open("rb")
         except FileNotFoundError:
@@ -130,7 +130,8 @@ def _open(checkpoints: CheckpointStore, path: str, file: str, generation: str) -
 
 def _url(request: Request, info: CheckpointInfo, file: str, expires: datetime) -> str:
     ends = int(expires.timestamp())
-    address = f"{str(request.base_url).rstrip('/')}/api/v1/downloads/{quote(info.path.removeprefix('tinker://'))}/{file}"
+    path = quote(info.path.removeprefix("tinker://"))
+    address = f"{str(request.base_url).rstrip('/')}/api/v1/downloads/{path}/{file}"
     signature = _signature(info.path, file, info.generation, ends)
     return f"{address}?ends={ends}&generation={info.generation}&signature={signature}"
 
@@ -142,12 +143,12 @@ def _signature(path: str, file: str, generation: str, ends: int) -> str:
 
 
 def adapter_of(checkpoints: CheckpointStore, path: str) -> tuple[CheckpointInfo, Path]:
-    """Write both files of the checkpoint's adapter in PEFT's layout into a directory."""
+    """Return the directory with both files of the adapter in PEFT format, which are written if necessary."""
     return checkpoints.derived(path, "peft", _write_peft)
 
 
 def archive_of(checkpoints: CheckpointStore, path: str) -> tuple[CheckpointInfo, Path]:
-    """Write the tar of both files."""
+    """Return the tar of both files, which is written if necessary."""
     return checkpoints.derived(path, ARCHIVE, _write_archive)
 
 
@@ -156,7 +157,7 @@ def _write_peft(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, np.n
 
 
 def _write_archive(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the same bytes every time, so that a download in several parts is consistent."""
+    """Write the tar. Its bytes are reproducible, so that a download in several parts is consistent."""
     with tempfile.TemporaryDirectory(dir=target.parent) as directory, tarfile.open(target, "x") as tar:
         write_adapter(Path(directory), arrays, info.lora, info.base_model, "float32")
         for name in FILES:
@@ -164,15 +165,8 @@ def _write_archive(target: Path, *, info: CheckpointInfo, arrays: Mapping[str, n
 
 
 def _plain(member: tarfile.TarInfo, *, created_at: datetime) -> tarfile.TarInfo:
-    member.mtime, member.uid, member.gid, member.uname, member.gname, member.mode = (
-        int(created_at.timestamp()),
-        0,
-        0,
-        "",
-        "",
-        0o644,
-    )
-    return member
+    mtime = int(created_at.timestamp())
+    return member.replace(mtime=mtime, uid=0, gid=0, uname="", gname="", mode=0o644, deep=False)
 
 
 ENDPOINTS = (

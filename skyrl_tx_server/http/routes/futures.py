@@ -1,4 +1,4 @@
-"""retrieve_future, the long poll that returns every result and every failure, and cancel_future."""
+"""retrieve_future, the long poll for results and failures, and cancel_future."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from skyrl_tx_server.http.wire.protobuf import MEDIA_TYPE, has_proto_form, resul
 from skyrl_tx_server.http.wire.results import result_to_json
 
 
-async def retrieve_future(context: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(context, request), "retrieve_future")
+async def retrieve_future(state: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(state, request), "retrieve_future")
     request_id = fields.text("request_id")
     # The poll counts as a heartbeat when it arrives. Its reply does not: the client may have disconnected.
-    context.registry.touch(context.futures.session_of(request_id))
-    outcome = await context.futures.wait(request_id)
+    state.registry.touch(state.futures.session_of(request_id))
+    outcome = await state.futures.wait(request_id)
     if outcome is None:
         # The SDK polls again at once, so `wait` holds the request as long as the SDK allows.
         return JSONResponse(
@@ -41,15 +41,14 @@ def _reply(outcome: Outcome, *, accepts_proto: bool) -> Reply:
     return result_to_json(outcome.kind, outcome.result, outcome.extra)
 
 
-async def cancel_future(context: AppState, request: Request) -> Reply:
-    """Withdraw a request whose client gives it up. A waiting operation never starts, and a sample that runs
-    ends after the next decode dispatch. Any other running operation finishes, and its result is not kept.
-    """
-    fields = JsonReader(await read_json(context, request), "cancel_future")
+async def cancel_future(state: AppState, request: Request) -> Reply:
+    """Withdraw a request. A waiting operation never starts, and a running sample ends after the next decode
+    dispatch. Any other running operation finishes and its result is discarded."""
+    fields = JsonReader(await read_json(state, request), "cancel_future")
     request_id = fields.text("request_id")
     fields.ignore("type")
     fields.finish()
-    context.futures.cancel(request_id)
+    state.futures.cancel(request_id)
     return None
 
 

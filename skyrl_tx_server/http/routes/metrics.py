@@ -1,5 +1,4 @@
-"""GET /metrics in Prometheus' text format: queues, running work, tokens by kind, caches, compilations,
-memory."""
+"""GET /metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -27,79 +26,59 @@ Family = GaugeMetricFamily | CounterMetricFamily
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """A metric of the engine's statistics: of one statistic, or of one statistic for each value of a
-    label.
-    """
+    """A metric that is read from the engine's statistics."""
 
     name: str
     kind: Literal["gauge", "counter"]
     help: str
-    source: Mapping[str, str] | str  # the name of the statistic; or label value -> name
-    label: str = ""  # if the metric has several sources, or if its statistic is a mapping
+    source: Mapping[str, str] | str  # name of the statistic, or label value -> name
+    label: str = ""  # name of the label, if `source` or the statistic is a mapping
+
+
+def _gauge(name: str, help: str, source: Mapping[str, str] | str, label: str = "") -> Metric:
+    return Metric(name=name, kind="gauge", help=help, source=source, label=label)
+
+
+def _counter(name: str, help: str, source: Mapping[str, str] | str, label: str = "") -> Metric:
+    return Metric(name=name, kind="counter", help=help, source=source, label=label)
 
 
 METRICS: tuple[Metric, ...] = (
-    Metric(
-        name="ops_pending", kind="gauge", help="Operations accepted and not finished", source="ops_pending"
-    ),
-    Metric(
-        name="queue_depth",
-        kind="gauge",
-        help="Operations that have not started",
+    _gauge("ops_pending", "Operations accepted and not finished", "ops_pending"),
+    _gauge(
+        "queue_depth",
+        "Operations that have not started",
+        {"sample": "samples_waiting", "step": "steps_waiting"},
         label="kind",
-        source={"sample": "samples_waiting", "step": "steps_waiting"},
     ),
-    Metric(
-        name="ops_total",
-        kind="counter",
-        help="Operations that ended",
-        label="outcome",
-        source={"ok": "ops_finished", "failed": "ops_failed"},
+    _counter(
+        "ops_total", "Operations that ended", {"ok": "ops_finished", "failed": "ops_failed"}, label="outcome"
     ),
-    Metric(name="decode_slots", kind="gauge", help="Sequences that can be decoded at once", source="slots"),
-    Metric(name="decode_slots_used", kind="gauge", help="Sequences being decoded", source="slots_used"),
-    Metric(
-        name="cache_pages",
-        kind="gauge",
-        help="KV pages: all of them, those that are free, and those that only the prefix cache holds",
+    _gauge("decode_slots", "Sequences that can be decoded at once", "slots"),
+    _gauge("decode_slots_used", "Sequences being decoded", "slots_used"),
+    _gauge(
+        "cache_pages",
+        "KV pages: all of them, those that are free, and those that only the prefix cache holds",
+        {"all": "cache_pages", "free": "cache_pages_free", "cached": "cache_pages_cached"},
         label="kind",
-        source={
-            "all": "cache_pages",
-            "free": "cache_pages_free",
-            "cached": "cache_pages_cached",
-        },
     ),
-    Metric(
-        name="preemptions_total",
-        kind="counter",
-        help="Sequences preempted because no KV page was free",
-        source="num_preemptions",
+    _counter("preemptions_total", "Sequences preempted because no KV page was free", "num_preemptions"),
+    _counter("decode_dispatches_total", "Dispatches of decode steps", "decode_dispatches"),
+    _counter(
+        "decode_dispatches_ahead_total",
+        "Dispatches of decode steps that started before the host read the previous one",
+        "decode_dispatches_ahead",
     ),
-    Metric(
-        name="decode_dispatches_total",
-        kind="counter",
-        help="Dispatches of decode steps",
-        source="decode_dispatches",
-    ),
-    Metric(
-        name="decode_dispatches_ahead_total",
-        kind="counter",
-        help="Dispatches of decode steps that started before the host read the previous one",
-        source="decode_dispatches_ahead",
-    ),
-    Metric(
-        name="work_seconds_total",
-        kind="counter",
-        help="Time that the engine has spent on each kind of work",
+    _counter(
+        "work_seconds_total",
+        "Time that the engine has spent on each kind of work",
+        "work_seconds",
         label="work",
-        source="work_seconds",
     ),
-    Metric(
-        name="tokens_total",
-        kind="counter",
-        help="Tokens by kind of work",
-        label="kind",
-        source={
+    _counter(
+        "tokens_total",
+        "Tokens by kind of work",
+        {
             "sampled": "tokens_sampled",
             "sampled_elsewhere": "tokens_sampled_elsewhere",
             "prefilled": "tokens_prefilled",
@@ -107,72 +86,52 @@ METRICS: tuple[Metric, ...] = (
             "trained": "tokens_trained",
             "forward": "tokens_forward",
         },
+        label="kind",
     ),
-    Metric(name="models", kind="gauge", help="Models being trained", source="models"),
-    Metric(
-        name="sampler_snapshots",
-        kind="gauge",
-        help="Sampler snapshots in memory",
+    _gauge("models", "Models being trained", "models"),
+    _gauge(
+        "sampler_snapshots",
+        "Sampler snapshots in memory",
+        {"device": "snapshots_on_device", "host": "snapshots_in_host_memory"},
         label="place",
-        source={"device": "snapshots_on_device", "host": "snapshots_in_host_memory"},
     ),
-    Metric(
-        name="sampler_requests_total",
-        kind="counter",
-        help="Requests to the external sampler that ended",
+    _counter(
+        "sampler_requests_total",
+        "Requests to the external sampler that ended",
+        {"ok": "sampler_ok", "failed": "sampler_failed"},
         label="outcome",
-        source={"ok": "sampler_ok", "failed": "sampler_failed"},
     ),
-    Metric(
-        name="sampler_adapters",
-        kind="gauge",
-        help="Adapters loaded into the external sampler",
-        source="sampler_adapters",
+    _gauge("sampler_adapters", "Adapters loaded into the external sampler", "sampler_adapters"),
+    _counter(
+        "sampler_tokens_compared_total",
+        "Tokens of the external sampler that the engine scored again",
+        "sampler_tokens_compared",
     ),
-    Metric(
-        name="sampler_tokens_compared_total",
-        kind="counter",
-        help="Tokens of the external sampler that the engine scored again",
-        source="sampler_tokens_compared",
-    ),
-    Metric(
-        name="sampler_difference_nats",
-        kind="gauge",
-        help="Difference between the external sampler's log-probabilities and the engine's, per token over "
+    _gauge(
+        "sampler_difference_nats",
+        "Difference between the external sampler's log-probabilities and the engine's, per token over "
         "the last compared samples",
+        {"mean": "sampler_difference_mean", "kl": "sampler_difference_kl", "max": "sampler_difference_max"},
         label="kind",
-        source={
-            "mean": "sampler_difference_mean",
-            "kl": "sampler_difference_kl",
-            "max": "sampler_difference_max",
-        },
     ),
-    Metric(
-        name="programs_total",
-        kind="counter",
-        help="XLA programs compiled or read from the persistent cache, by name",
+    _counter(
+        "programs_total",
+        "XLA programs compiled or read from the persistent cache, by name",
+        "programs",
         label="program",
-        source="programs",
     ),
-    Metric(
-        name="program_seconds_total",
-        kind="counter",
-        help="Time spent on compiling or reading programs",
+    _counter(
+        "program_seconds_total",
+        "Time spent on compiling or reading programs",
+        "program_seconds",
         label="program",
-        source="program_seconds",
     ),
-    Metric(
-        name="programs_from_cache_total",
-        kind="counter",
-        help="Programs read from the persistent cache",
-        source="programs_from_cache",
-    ),
-    Metric(
-        name="device_memory_bytes",
-        kind="gauge",
-        help="Accelerator memory",
+    _counter("programs_from_cache_total", "Programs read from the persistent cache", "programs_from_cache"),
+    _gauge(
+        "device_memory_bytes",
+        "Accelerator memory",
+        {"used": "device_bytes_in_use", "peak": "device_peak_bytes", "limit": "device_bytes_limit"},
         label="kind",
-        source={"used": "device_bytes_in_use", "peak": "device_peak_bytes", "limit": "device_bytes_limit"},
     ),
 )
 
@@ -200,12 +159,12 @@ class _Families(Collector):
         yield requests
 
 
-async def metrics(context: AppState, request: Request) -> Reply:
-    return Response(generate_latest(_Families(context)), media_type=MEDIA_TYPE)
+async def metrics(state: AppState, request: Request) -> Reply:
+    return Response(generate_latest(_Families(state)), media_type=MEDIA_TYPE)
 
 
 def _families(metric: Metric, statistics: Mapping[str, object]) -> Iterable[Family]:
-    """Yield the metric's family, and another one under its former name; nothing if the engine has no such
+    """Yield the metric, also under its former name if it has one. Yield nothing if the engine has no such
     statistic."""
     if isinstance(metric.source, str):
         statistic = statistics.get(metric.source)

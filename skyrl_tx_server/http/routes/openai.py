@@ -1,7 +1,8 @@
 """OpenAI's routes for sampling: /v1/chat/completions, /v1/completions and /v1/models.
 
-A model is the name of the base model, the id of a live sampler, or the tinker:// path of a sampler
-checkpoint. A stream carries the tokens of each decode dispatch. A client that disconnects frees its slots.
+`model` is the name of the base model, the id of a live sampler, or the tinker:// path of a sampler
+checkpoint. A stream has the tokens of each decode dispatch in
+one event. If the client disconnects, its slots are freed.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from skyrl_tx_server.files.checkpoint_record import CheckpointKind, is_on_disk
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.bodies import CHAT_BODY
 from skyrl_tx_server.http.http_handler import CLIENT_CLOSED_REQUEST, Endpoint, Reply, read_parsed
-from skyrl_tx_server.http.streaming import follow, results_of
+from skyrl_tx_server.http.streaming import stream_tokens, wait_for_results
 from skyrl_tx_server.http.wire.chat_format import Tokenizer, load_tokenizer, render
 from skyrl_tx_server.http.wire.json_body import parse_json
 from skyrl_tx_server.http.wire.limits import check_tokens
 from skyrl_tx_server.http.wire.openai_replies import (
-    ChatDoor,
+    ChatFormat,
     Choices,
-    CompletionFormat,
     Header,
-    TextDoor,
+    ReplyFormat,
+    TextFormat,
     error_json,
     new_header,
     usage,
@@ -39,59 +40,61 @@ from skyrl_tx_server.http.wire.openai_replies import (
 from skyrl_tx_server.http.wire.openai_requests import SamplingRequest, parse_chat, parse_completion
 
 
-async def chat_completions(context: AppState, request: Request) -> Reply:
+async def chat_completions(state: AppState, request: Request) -> Reply:
     chat = await read_parsed(
-        context, request, lambda body: parse_chat(parse_json(body, CHAT_BODY.json), context.limits)
+        state, request, lambda body: parse_chat(parse_json(body, CHAT_BODY.json), state.limits)
     )
-    tokenizer = await asyncio.to_thread(load_tokenizer, context.settings.model_dir)
+    tokenizer = await asyncio.to_thread(load_tokenizer, state.settings.model_dir)
     rendered = await asyncio.to_thread(render, tokenizer, chat.messages, chat.tools, chat.template_kwargs)
-    settings = _ending_turns(chat.ask.settings, tokenizer)
-    op = await _sample(context, chat.ask, settings, np.array(rendered.token_ids, np.int32))
-    return await _reply(context, request, ChatDoor(chat, rendered, tokenizer), [op])
+    settings = _with_end_of_turn(chat.sampling.settings, tokenizer)
+    op = await _sample(state, chat.sampling, settings, np.array(rendered.token_ids, np.int32))
+    return await _reply(state, request, ChatFormat(chat, rendered, tokenizer), [op])
 
 
-async def completions(context: AppState, request: Request) -> Reply:
+async def completions(state: AppState, request: Request) -> Reply:
     completion = await read_parsed(
-        context, request, lambda body: parse_completion(parse_json(body, CHAT_BODY.json), context.limits)
+        state, request, lambda body: parse_completion(parse_json(body, CHAT_BODY.json), state.limits)
     )
-    tokenizer = await asyncio.to_thread(load_tokenizer, context.settings.model_dir)
+    tokenizer = await asyncio.to_thread(load_tokenizer, state.settings.model_dir)
 
-    def ids_of(prompt: str | np.ndarray) -> np.ndarray:
+    def token_ids(prompt: str | np.ndarray) -> np.ndarray:
         return (
             np.array(tokenizer.encode(prompt, add_special_tokens=True), np.int32)
             if isinstance(prompt, str)
             else prompt
         )
 
-    prompts = await asyncio.to_thread(lambda: [ids_of(prompt) for prompt in completion.prompts])
-    ops = [await _sample(context, completion.ask, completion.ask.settings, prompt) for prompt in prompts]
-    return await _reply(context, request, TextDoor(completion, tokenizer), ops)
+    prompts = await asyncio.to_thread(lambda: [token_ids(prompt) for prompt in completion.prompts])
+    ops = [
+        await _sample(state, completion.sampling, completion.sampling.settings, prompt) for prompt in prompts
+    ]
+    return await _reply(state, request, TextFormat(completion, tokenizer), ops)
 
 
-async def list_models(context: AppState, request: Request) -> Reply:
+async def list_models(state: AppState, request: Request) -> Reply:
     return {
         "object": "list",
-        "data": [_model_json(name, created) for name, created in (await _models(context)).items()],
+        "data": [_model_json(name, created) for name, created in (await _models(state)).items()],
     }
 
 
-async def get_model(context: AppState, request: Request) -> Reply:
-    name, models = str(request.path_params["model"]), await _models(context)
+async def get_model(state: AppState, request: Request) -> Reply:
+    name, models = str(request.path_params["model"]), await _models(state)
     if name not in models:
-        raise NotFoundError(_no_such_model(context, name))
+        raise NotFoundError(_no_such_model(state, name))
     return _model_json(name, models[name])
 
 
 # --- names ---
 
 
-async def _models(context: AppState) -> dict[str, int]:
-    """Return every name that can be sampled from, with the time of its creation in seconds since 1970."""
-    names = {context.base_model: 0}
-    for session in context.registry.sessions():
+async def _models(state: AppState) -> dict[str, int]:
+    """Return model name -> time of its creation, in seconds since 1970."""
+    names = {state.base_model: 0}
+    for session in state.registry.sessions():
         names |= {sampler_id: int(session.created_at.timestamp()) for sampler_id in session.samplers}
-    for info in await asyncio.to_thread(context.checkpoints.list):
-        if info.kind is CheckpointKind.SAMPLER and info.base_model == context.base_model:
+    for info in await asyncio.to_thread(state.checkpoints.list):
+        if info.kind is CheckpointKind.SAMPLER and info.base_model == state.base_model:
             names[info.path] = int(info.created_at.timestamp())
     return names
 
@@ -100,132 +103,138 @@ def _model_json(name: str, created: int) -> dict[str, object]:
     return {"id": name, "object": "model", "created": created, "owned_by": "skyrl_tx_server"}
 
 
-def _no_such_model(context: AppState, name: str) -> str:
+def _no_such_model(state: AppState, name: str) -> str:
     return (
-        f"no model {name!r}: ask for {context.base_model!r}, a live sampler's id or a sampler checkpoint's "
+        f"no model {name!r}: use {state.base_model!r}, a live sampler's id or a sampler checkpoint's "
         "path; see /v1/models"
     )
 
 
-async def _weights(context: AppState, name: str) -> str | None:
+async def _weights(state: AppState, name: str) -> str | None:
     """Return the weights that the engine samples from under `name`; None is the base model. Raise
     NotFoundError for an unknown name and UserError for a training checkpoint.
     """
-    if name == context.base_model:
+    if name == state.base_model:
         return None
     if is_on_disk(name):
-        info = await asyncio.to_thread(context.checkpoints.info, name)
+        info = await asyncio.to_thread(state.checkpoints.info, name)
         if info.kind is not CheckpointKind.SAMPLER:
             raise UserError(
                 f"{name} is a training checkpoint; ask for the path that save_weights_for_sampler returns"
             )
-        context.check_base_model(info.base_model)
+        state.check_base_model(info.base_model)
         return name
-    sampler = context.registry.find_sampler(name)
+    sampler = state.registry.find_sampler(name)
     if sampler is not None:
         if sampler.model_path is not None:
-            context.checkpoints.check_readable(
-                sampler.model_path
-            )  # it may have been public when the sampler was made
+            # The checkpoint may have been public only when the sampler was created.
+            state.checkpoints.check_readable(sampler.model_path)
         return sampler.weights
-    raise NotFoundError(_no_such_model(context, name))
+    raise NotFoundError(_no_such_model(state, name))
 
 
 # --- from a request to the engine ---
 
 
-def _ending_turns(settings: SamplingSettings, tokenizer: Tokenizer) -> SamplingSettings:
-    """Add the tokenizer's end-of-turn token to the stop tokens, which config.json may not contain."""
+def _with_end_of_turn(settings: SamplingSettings, tokenizer: Tokenizer) -> SamplingSettings:
+    """Add the tokenizer's end-of-turn token, which config.json may lack, to the stop tokens."""
     if tokenizer.eos_token_id is None or tokenizer.eos_token_id in settings.stop_token_ids:
         return settings
     return replace(settings, stop_token_ids=(*settings.stop_token_ids, tokenizer.eos_token_id))
 
 
 async def _sample(
-    context: AppState, ask: SamplingRequest, settings: SamplingSettings, prompt: np.ndarray
+    state: AppState, sampling: SamplingRequest, settings: SamplingSettings, prompt: np.ndarray
 ) -> Sample:
-    limit = context.limits.max_context_length
-    wanted = 1 if settings.max_tokens is None else settings.max_tokens
-    if len(prompt) + wanted > limit:
+    limit = state.limits.max_context_length
+    max_tokens = 1 if settings.max_tokens is None else settings.max_tokens
+    if len(prompt) + max_tokens > limit:
         raise TooLongError(
-            f"This model's maximum context length is {limit} tokens; the prompt has {len(prompt)} and "
-            f"{wanted} more were asked for. "
-            "Shorten the prompt or lower max_tokens"
+            f"This model's maximum context length is {limit} tokens; the prompt has {len(prompt)} and the "
+            f"request adds {max_tokens}. Shorten the prompt or lower max_tokens"
         )
     if not len(prompt):
         raise UserError("the prompt is empty: send at least one token")
-    check_tokens(prompt, "prompt", context.limits)  # a tokenizer.json may have more tokens than the model
+    check_tokens(prompt, "prompt", state.limits)  # a tokenizer.json may have more tokens than the model
     return Sample(
-        weights=await _weights(context, ask.model),
+        weights=await _weights(state, sampling.model),
         prompt=prompt,
         settings=settings,
-        num_samples=ask.num_samples,
+        num_samples=sampling.num_samples,
     )
 
 
 # --- replies ---
 
 
-async def _reply(context: AppState, request: Request, door: CompletionFormat, ops: Sequence[Sample]) -> Reply:
-    return await (_stream(context, door, ops[0]) if door.ask.stream else _whole(context, request, door, ops))
+async def _reply(
+    state: AppState, request: Request, reply_format: ReplyFormat, ops: Sequence[Sample]
+) -> Reply:
+    return await (
+        _stream(state, reply_format, ops[0])
+        if reply_format.sampling.stream
+        else _whole(state, request, reply_format, ops)
+    )
 
 
-async def _whole(context: AppState, request: Request, door: CompletionFormat, ops: Sequence[Sample]) -> Reply:
-    header = new_header(door.prefix, door.whole_object, door.ask.model)
-    results = await results_of(context, request, ops)
+async def _whole(
+    state: AppState, request: Request, reply_format: ReplyFormat, ops: Sequence[Sample]
+) -> Reply:
+    header = new_header(reply_format.prefix, reply_format.whole_object, reply_format.sampling.model)
+    results = await wait_for_results(state, request, ops)
     if results is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     choices: list[dict[str, object]] = []
     for result in results:
         for sequence in result.sequences:
-            answer, ids = door.answer(), sequence.tokens.tolist()
+            answer, ids = reply_format.answer(), sequence.tokens.tolist()
             choices.append(
                 {
                     "index": len(choices),
-                    **door.whole(answer.finish(ids, sequence.stop_reason)),
-                    "logprobs": door.logprobs()(ids, sequence.logprobs.tolist())
-                    if door.ask.logprobs
+                    **reply_format.whole(answer.finish(ids, sequence.stop_reason)),
+                    "logprobs": reply_format.logprobs()(ids, sequence.logprobs.tolist())
+                    if reply_format.sampling.logprobs
                     else None,
                     "finish_reason": answer.finish_reason(sequence.stop_reason),
-                    **({"token_ids": ids} if door.ask.token_ids else {}),
+                    **({"token_ids": ids} if reply_format.sampling.token_ids else {}),
                 }
             )
     body = header.with_choices(choices) | {"usage": _usage(ops, results)}
-    if door.ask.token_ids:
+    if reply_format.sampling.token_ids:
         prompts = [op.prompt.tolist() for op in ops]
         body["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else prompts
     return body
 
 
-async def _stream(context: AppState, door: CompletionFormat, op: Sample) -> Response:
-    """Wait for the first tokens, so that a request which the engine rejects still gets its status."""
+async def _stream(state: AppState, reply_format: ReplyFormat, op: Sample) -> Response:
+    """Return a stream. Wait for the first tokens, so that a rejected request gets an error status."""
     results: list[SampleResult] = []
-    news = follow(context, op, results)
-    first = await anext(news)
+    deltas = stream_tokens(state, op, results)
+    first = await anext(deltas)
 
     async def events() -> AsyncIterator[str]:
         try:
-            async with contextlib.aclosing(news):
-                for chunk in _opening_chunks(header, door, op):
+            async with contextlib.aclosing(deltas):
+                for chunk in _opening_chunks(header, reply_format, op):
                     yield _event(chunk)
                 for chunk in choices.chunks(first):
                     yield _event(chunk)
-                async for more in news:
-                    for chunk in choices.chunks(more):
+                async for delta in deltas:
+                    for chunk in choices.chunks(delta):
                         yield _event(chunk)
-            if door.ask.include_usage:
+            if reply_format.sampling.include_usage:
                 yield _event(header.with_choices([]) | {"usage": _usage([op], results)})
             yield "data: [DONE]\n\n"
         except ServerError as error:
             yield _event(error_json(error))
 
-    header = new_header(door.prefix, door.chunk_object, door.ask.model)
-    choices = Choices(header, door, op)
+    header = new_header(reply_format.prefix, reply_format.chunk_object, reply_format.sampling.model)
+    choices = Choices(header, reply_format, op)
     return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
-def _opening_chunks(header: Header, door: CompletionFormat, op: Sample) -> Iterable[dict[str, object]]:
-    opening = door.opening()
+def _opening_chunks(header: Header, reply_format: ReplyFormat, op: Sample) -> Iterable[dict[str, object]]:
+    opening = reply_format.opening()
     if opening is not None:
         for index in range(op.num_samples):
             yield header.with_choices([{"index": index, **opening, "logprobs": None, "finish_reason": None}])

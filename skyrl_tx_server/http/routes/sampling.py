@@ -1,4 +1,4 @@
-"""Sampling sessions and asample."""
+"""The routes of sampling: create_sampling_session, get_sampler and asample."""
 
 from __future__ import annotations
 
@@ -19,82 +19,79 @@ from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.sampling_requests import SampleRequest, parse_sample
 
 
-async def create_sampling_session(context: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(context, request), "create_sampling_session")
+async def create_sampling_session(state: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(state, request), "create_sampling_session")
     session_id = fields.text("session_id")
     seq_id = fields.integer("sampling_session_seq_id")
     base_model = fields.optional_text("base_model")
     model_path = fields.optional_text("model_path")
     fields.ignore("type")
     fields.finish()
-    weights = _weights(context, base_model=base_model, model_path=model_path)
-    sampler_id = context.registry.sampler_id(session_id, seq_id)
-    context.registry.add_sampler(session_id, sampler_id, model_path=model_path, weights=weights)
+    weights = _weights(state, base_model=base_model, model_path=model_path)
+    sampler_id = state.registry.sampler_id(session_id, seq_id)
+    state.registry.add_sampler(session_id, sampler_id, model_path=model_path, weights=weights)
     return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
 
-def _weights(context: AppState, *, base_model: str | None, model_path: str | None) -> str | None:
+def _weights(state: AppState, *, base_model: str | None, model_path: str | None) -> str | None:
     """Return the path of a sampler checkpoint, or None for the base model."""
     if base_model is not None:
-        context.check_base_model(base_model)
+        state.check_base_model(base_model)
     if model_path is None:
         if base_model is None:
             raise UserError("nothing to sample from: pass base_model or model_path")
         return None
-    info = context.checkpoints.info(model_path)
+    info = state.checkpoints.info(model_path)
     if info.kind is not CheckpointKind.SAMPLER:
         raise UserError(
-            f"{model_path} is no sampler checkpoint; sample from the path that save_weights_for_sampler "
+            f"{model_path} is not a sampler checkpoint; sample from the path that save_weights_for_sampler "
             f"returns"
         )
-    context.check_base_model(info.base_model)
+    state.check_base_model(info.base_model)
     return model_path
 
 
-async def get_sampler(context: AppState, request: Request) -> Reply:
-    sampler = context.registry.sampler(request.path_params["sampler_id"])
+async def get_sampler(state: AppState, request: Request) -> Reply:
+    sampler = state.registry.sampler(request.path_params["sampler_id"])
     return {
         "sampler_id": sampler.sampler_id,
-        "base_model": context.base_model,
+        "base_model": state.base_model,
         "model_path": sampler.model_path,
     }
 
 
-async def asample(context: AppState, request: Request) -> Reply:
+async def asample(state: AppState, request: Request) -> Reply:
     sample = await read_parsed(
-        context, request, lambda body: parse_sample(parse_json(body, SAMPLE_BODY.json), context.limits)
+        state, request, lambda body: parse_sample(parse_json(body, SAMPLE_BODY.json), state.limits)
     )
     if sample.sampler_id is not None:
-        sampler = context.registry.sampler(sample.sampler_id)
+        sampler = state.registry.sampler(sample.sampler_id)
         if sampler.model_path is not None:
-            context.checkpoints.check_readable(
-                sampler.model_path
-            )  # it may have been public when the sampler was made
-        return _submit(context, sample, weights=sampler.weights, session_id=sampler.session_id)
+            # The checkpoint may have been public only when the sampler was created.
+            state.checkpoints.check_readable(sampler.model_path)
+        return _submit(state, sample, weights=sampler.weights, session_id=sampler.session_id)
     return _submit(
-        context,
+        state,
         sample,
-        weights=_weights(context, base_model=sample.base_model, model_path=sample.model_path),
+        weights=_weights(state, base_model=sample.base_model, model_path=sample.model_path),
         session_id=None,
     )
 
 
-def _submit(
-    context: AppState, sample: SampleRequest, *, weights: str | None, session_id: str | None
-) -> Reply:
+def _submit(state: AppState, sample: SampleRequest, *, weights: str | None, session_id: str | None) -> Reply:
     op = replace(sample.op, weights=weights)
     key = None
     name = f"sample-{uuid.uuid4().hex}"
     if sample.sampler_id is not None and sample.seq_id is not None:
         key = RequestKey(scope=sample.sampler_id, seq_id=sample.seq_id)
         name = f"{sample.sampler_id}:{sample.seq_id}"
-    listener = StreamWatcher(follows=False)
-    request_id = context.futures.submit(
-        lambda: context.engine.submit(op, listener),
+    watcher = StreamWatcher(streams_tokens=False)
+    request_id = state.futures.submit(
+        lambda: state.engine.submit(op, watcher),
         kind="sample",
         key=key,
         session_id=session_id,
-        withdraw=listener.leave,
+        withdraw=watcher.cancel,
     )
     return {
         "request_id": request_id,

@@ -11,21 +11,20 @@ from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import Endpoint, Reply, read_body
 
 
-async def healthz(context: AppState, request: Request) -> Reply:
-    """Report that the engine runs. Until then every route answers 503."""
+async def healthz(state: AppState, request: Request) -> Reply:
+    """Report that the engine runs. While the model is loading, every route replies 503."""
     return {"status": "ok"}
 
 
-async def client_config(context: AppState, request: Request) -> Reply:
-    """Return the settings of the SDK: the chunks of one forward_backward in order, and no more samples in
-    flight than is useful.
-    """
-    await read_body(context, request)
+async def client_config(state: AppState, request: Request) -> Reply:
+    """Return settings for the SDK: it sends the chunks of a forward_backward in order, and limits its
+    concurrent sampling requests."""
+    await read_body(state, request)
     return {
         "pjwt_auth_enabled": False,
         "parallel_fwdbwd_chunks": False,
         "proto_compress_fwdbwd": False,
-        "sample_max_concurrent_requests": context.settings.sample_max_concurrent_requests,
+        "sample_max_concurrent_requests": state.settings.sample_max_concurrent_requests,
         "sample_use_retrieve_futures": False,
         "custom_loss_server_side": False,
         "sample_join_sampling_session": False,
@@ -38,19 +37,19 @@ async def client_config(context: AppState, request: Request) -> Reply:
     }
 
 
-async def dynamic_config(context: AppState, request: Request) -> Reply:
-    await read_body(context, request)
+async def dynamic_config(state: AppState, request: Request) -> Reply:
+    await read_body(state, request)
     return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
 
-async def telemetry(context: AppState, request: Request) -> Reply:
-    """Accept and drop: nothing is sent from this machine."""
-    await read_body(context, request)
+async def telemetry(state: AppState, request: Request) -> Reply:
+    """Discard telemetry; the server sends nothing to other machines."""
+    await read_body(state, request)
     return {"status": "accepted"}
 
 
-async def capabilities(context: AppState, request: Request) -> Reply:
-    info = context.engine.info
+async def capabilities(state: AppState, request: Request) -> Reply:
+    info = state.engine.info
     return {
         "supported_models": [
             {
@@ -63,14 +62,15 @@ async def capabilities(context: AppState, request: Request) -> Reply:
     }
 
 
-async def stats(context: AppState, request: Request) -> Reply:
-    """Return the statistics of the whole engine to the operator, and those of its own share to a tenant."""
-    engine = context.engine.stats()
+async def stats(state: AppState, request: Request) -> Reply:
+    """Return the statistics of the whole engine to the operator, and to a tenant those of its own
+    operations."""
+    engine = state.engine.stats()
     former = {old: engine[new] for old, new in RENAMED_STATISTICS.items() if new in engine}
     return {
         "engine": engine | former,
-        "registry": context.registry.stats(),
-        "futures": context.futures.stats(),
+        "registry": state.registry.stats(),
+        "futures": state.futures.stats(),
     }
 
 

@@ -1,4 +1,5 @@
-"""Sessions: opened by a client's first call, kept by heartbeats, ended by the client or a timeout."""
+"""Sessions: created by a client's first call, kept alive by heartbeats, ended by the client or after a
+timeout."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from skyrl_tx_server.http.wire.json_reader import JsonReader
 logger = logging.getLogger(__name__)
 
 
-async def create_session(context: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(context, request), "create_session")
-    session = context.registry.open_session(
+async def create_session(state: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(state, request), "create_session")
+    session = state.registry.open_session(
         tags=fields.tags("tags"),
         user_metadata=fields.metadata("user_metadata"),
         display_name=fields.optional_text("display_name", max_length=256),
@@ -24,40 +25,40 @@ async def create_session(context: AppState, request: Request) -> Reply:
     return {"type": "create_session", "session_id": session.session_id}
 
 
-async def heartbeat(context: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(context, request), "session_heartbeat")
-    context.registry.heartbeat(fields.text("session_id"))
+async def heartbeat(state: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(state, request), "session_heartbeat")
+    state.registry.heartbeat(fields.text("session_id"))
     return {"type": "session_heartbeat"}
 
 
-async def finish(context: AppState, request: Request) -> Reply:
+async def finish(state: AppState, request: Request) -> Reply:
     """End a session. Always succeeds, because the SDK raises on any other reply when a `with ServiceClient()`
     block ends.
     """
-    await read_body(context, request)
-    end_session(context, request.path_params["session_id"], "its client closed it")
+    await read_body(state, request)
+    end_session(state, request.path_params["session_id"], "its client closed it")
     return None
 
 
-def end_session(context: AppState, session_id: str, why: str) -> None:
+def end_session(state: AppState, session_id: str, why: str) -> None:
     """Remove a session and free its memory on the device."""
-    if not context.registry.has_session(session_id):
+    if not state.registry.has_session(session_id):
         return
-    context = context.of(owner_of(session_id))
-    ops = context.registry.end_session(session_id, why)
-    context.futures.abandon(session_id)
+    state = state.for_tenant(owner_of(session_id))
+    ops = state.registry.end_session(session_id, why)
+    state.futures.abandon(session_id)
     for op in ops:
-        context.engine.submit(op)
+        state.engine.submit(op)
     if ops:
         logger.info("session %s ended (%s): freed %d models and snapshots", session_id, why, len(ops))
 
 
-async def list_sessions(context: AppState, request: Request) -> Reply:
-    return {"sessions": [session.session_id for session in context.registry.sessions()]}
+async def list_sessions(state: AppState, request: Request) -> Reply:
+    return {"sessions": [session.session_id for session in state.registry.sessions()]}
 
 
-async def get_session(context: AppState, request: Request) -> Reply:
-    session = context.registry.look_up(request.path_params["session_id"])
+async def get_session(state: AppState, request: Request) -> Reply:
+    session = state.registry.look_up(request.path_params["session_id"])
     return {
         "training_run_ids": list(session.models),
         "sampler_ids": list(session.samplers),

@@ -37,19 +37,19 @@ from skyrl_tx_server.http.wire.training_requests import (
 LOOPBACK = ("127.0.0.1", "::1")
 
 
-async def create_model(context: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(context, request), "create_model")
+async def create_model(state: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(state, request), "create_model")
     session_id = fields.text("session_id")
     model_seq_id = fields.integer("model_seq_id")
-    context.check_base_model(fields.text("base_model"))
+    state.check_base_model(fields.text("base_model"))
     user_metadata = fields.metadata("user_metadata")
     check_optimizer_config(fields)
-    lora = parse_lora(fields.mapping("lora_config"), context.limits, user_metadata)
+    lora = parse_lora(fields.mapping("lora_config"), state.limits, user_metadata)
     fields.ignore("type")
     fields.finish()
-    model_id = context.registry.model_id(session_id, model_seq_id)
+    model_id = state.registry.model_id(session_id, model_seq_id)
     return begin_model(
-        context,
+        state,
         op=CreateModel(model_id=model_id, lora=lora),
         kind="create_model",
         key=RequestKey(scope=f"{session_id}:train", seq_id=model_seq_id),
@@ -60,7 +60,7 @@ async def create_model(context: AppState, request: Request) -> Reply:
 
 
 def begin_model(
-    context: AppState,
+    state: AppState,
     *,
     op: CreateModel | LoadWeights,
     kind: str,
@@ -69,49 +69,46 @@ def begin_model(
     lora: LoraSpec,
     user_metadata: dict[str, str],
 ) -> Reply:
-    """Record a new model and let the engine create it. If that fails the model does not exist."""
+    """Submit the creation of a model. The model is removed again if the creation fails."""
     run = TrainingRun(
         run_id=op.model_id,
-        base_model=context.base_model,
+        base_model=state.base_model,
         lora=lora,
         created_at=datetime.now(UTC),
         user_metadata=user_metadata,
     )
 
     def start() -> Future[OpResult]:
-        context.registry.add_model(session_id, op.model_id, lora)
-        return context.engine.submit(op)
+        state.registry.add_model(session_id, op.model_id, lora)
+        return state.engine.submit(op)
 
     def when_done(outcome: Outcome) -> None:
         if outcome.error is not None:
-            context.registry.forget_model(op.model_id)
+            state.registry.forget_model(op.model_id)
             return
         try:
-            context.run_index.record_run(run)
-        except (
-            OSError
-        ) as error:  # for example a full disk: without a record the model could not be found after a restart
-            context.registry.forget_model(op.model_id)
-            context.engine.submit(UnloadModel(model_id=op.model_id))
+            state.run_index.record_run(run)
+        except OSError as error:  # e.g. a full disk; a model without a record is lost after a restart
+            state.registry.forget_model(op.model_id)
+            state.engine.submit(UnloadModel(model_id=op.model_id))
             raise ServerError(
-                f"the model was not made, because the server cannot write its ledger: {error.strerror}; make "
-                f"room and try again"
+                f"the model was not created, because the run index cannot be written: {error.strerror}; "
+                "free disk space and try again"
             ) from error
 
     extra = {"path": op.path} if isinstance(op, LoadWeights) else {"model_id": op.model_id}
-    request_id = context.futures.submit(
+    request_id = state.futures.submit(
         start, kind=kind, key=key, session_id=session_id, extra=extra, when_done=when_done
     )
     return {"request_id": request_id, "model_id": op.model_id}
 
 
-async def get_info(context: AppState, request: Request) -> Reply:
-    """Return a model. For clients on this machine `tokenizer_id` is the model's own directory, so that they
-    need no model hub; for others it is the name.
-    """
-    fields = JsonReader(await read_json(context, request), "get_info")
-    model = context.registry.model(fields.text("model_id"))
-    model_dir = context.settings.model_dir
+async def get_info(state: AppState, request: Request) -> Reply:
+    """Return a model. `tokenizer_id` is the directory of the base model for clients on this machine, which
+    then need no model hub."""
+    fields = JsonReader(await read_json(state, request), "get_info")
+    model = state.registry.model(fields.text("model_id"))
+    model_dir = state.settings.model_dir
     is_local = request.client is not None and request.client.host in LOOPBACK
     return {
         "type": "get_info",
@@ -119,46 +116,46 @@ async def get_info(context: AppState, request: Request) -> Reply:
         "is_lora": True,
         "lora_rank": model.lora.rank,
         "lora_alpha": model.lora.alpha,
-        "model_name": context.base_model,
+        "model_name": state.base_model,
         "model_data": {
-            "arch": context.engine.info.model_type,
-            "model_name": context.base_model,
+            "arch": state.engine.info.model_type,
+            "model_name": state.base_model,
             "tokenizer_id": str(model_dir) if is_local and model_dir is not None else None,
         },
     }
 
 
-async def forward_backward(context: AppState, request: Request) -> Reply:
+async def forward_backward(state: AppState, request: Request) -> Reply:
     """Parse protobuf from SDK 0.25 and newer (with `forward` as a flag), or JSON from older ones."""
     if request.headers.get("content-type", "").startswith(MEDIA_TYPE):
         return _train(
-            context,
-            await read_parsed(context, request, lambda body: parse_training_proto(body, context.limits)),
+            state,
+            await read_parsed(state, request, lambda body: parse_training_proto(body, state.limits)),
         )
-    return await _train_json(context, request, forward_only=False)
+    return await _train_json(state, request, forward_only=False)
 
 
-async def forward(context: AppState, request: Request) -> Reply:
-    return await _train_json(context, request, forward_only=True)
+async def forward(state: AppState, request: Request) -> Reply:
+    return await _train_json(state, request, forward_only=True)
 
 
-async def _train_json(context: AppState, request: Request, *, forward_only: bool) -> Reply:
+async def _train_json(state: AppState, request: Request, *, forward_only: bool) -> Reply:
     def parse(body: bytes) -> TrainRequest:
         return parse_training_json(
-            parse_json(body, TRAINING_JSON_BODY.json), context.limits, forward_only=forward_only
+            parse_json(body, TRAINING_JSON_BODY.json), state.limits, forward_only=forward_only
         )
 
-    return _train(context, await read_parsed(context, request, parse, TRAINING_JSON_BODY))
+    return _train(state, await read_parsed(state, request, parse, TRAINING_JSON_BODY))
 
 
-def _train(context: AppState, train: TrainRequest) -> Reply:
-    model = context.registry.model(train.op.model_id)
+def _train(state: AppState, train: TrainRequest) -> Reply:
+    model = state.registry.model(train.op.model_id)
     kind = "forward" if train.op.forward_only else "forward_backward"
-    return submit(context, model, lambda: context.engine.submit(train.op), kind=kind, seq_id=train.seq_id)
+    return submit(state, model, lambda: state.engine.submit(train.op), kind=kind, seq_id=train.seq_id)
 
 
 def submit(
-    context: AppState,
+    state: AppState,
     model: Model,
     start: Callable[[], Future[OpResult]],
     *,
@@ -167,34 +164,35 @@ def submit(
     extra: dict[str, str] | None = None,
     when_done: Callable[[Outcome], None] | None = None,
 ) -> Reply:
-    """Let `start` begin an operation of `model`, once for each `seq_id`, and return its request_id."""
+    """Submit an operation of `model` by calling `start`, once for each `seq_id`, and return its request
+    id."""
     key = None if seq_id is None else RequestKey(scope=model.model_id, seq_id=seq_id)
-    request_id = context.futures.submit(
+    request_id = state.futures.submit(
         start, kind=kind, key=key, session_id=model.session_id, extra=extra, when_done=when_done
     )
     return {"request_id": request_id, "model_id": model.model_id}
 
 
-async def optim_step(context: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(context, request), "optim_step")
+async def optim_step(state: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(state, request), "optim_step")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
     adam = parse_adam(fields)
     fields.ignore("type")
     fields.finish()
-    model = context.registry.model(model_id)
+    model = state.registry.model(model_id)
     op = OptimStep(model_id=model_id, adam=adam)
-    return submit(context, model, lambda: context.engine.submit(op), kind="optim_step", seq_id=seq_id)
+    return submit(state, model, lambda: state.engine.submit(op), kind="optim_step", seq_id=seq_id)
 
 
-async def unload_model(context: AppState, request: Request) -> Reply:
-    """Free a model. Only SDK 0.25 and older send this; newer clients end their session."""
-    fields = JsonReader(await read_json(context, request), "unload_model")
-    model = context.registry.model(fields.text("model_id"))
-    context.registry.forget_model(model.model_id)
+async def unload_model(state: AppState, request: Request) -> Reply:
+    """Free a model. Only SDK 0.25 and older send this request; newer clients end their session."""
+    fields = JsonReader(await read_json(state, request), "unload_model")
+    model = state.registry.model(fields.text("model_id"))
+    state.registry.forget_model(model.model_id)
     op, extra = UnloadModel(model_id=model.model_id), {"model_id": model.model_id}
     return submit(
-        context, model, lambda: context.engine.submit(op), kind="unload_model", seq_id=None, extra=extra
+        state, model, lambda: state.engine.submit(op), kind="unload_model", seq_id=None, extra=extra
     )
 
 

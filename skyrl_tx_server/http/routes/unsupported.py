@@ -10,8 +10,8 @@ from skyrl_tx_server.http.http_handler import Endpoint, Handler, Reply, read_bod
 
 
 def _refuse(message: str) -> Handler:
-    async def refuse(context: AppState, request: Request) -> Reply:
-        await read_body(context, request)
+    async def refuse(state: AppState, request: Request) -> Reply:
+        await read_body(state, request)
         raise UserError(message)
 
     return refuse
@@ -19,72 +19,30 @@ def _refuse(message: str) -> Handler:
 
 _ACCOUNTS = "this server has no accounts and does not implement this call"
 _FLAG = "this server does not implement this call, and its client/config tells the SDK not to use it"
+_NO_TRACES = "this server keeps no traces and does not implement this call"
+_NOT_IMPLEMENTED = "this server does not implement this call"
 
-ENDPOINTS = (
-    Endpoint(
-        method="POST",
-        path="/api/v1/copy_weights",
-        handler=_refuse(
-            f"copy_weights: {_ACCOUNTS}; copy the checkpoint's directory from its checkpoints_dir"
-        ),
-    ),
-    Endpoint(
-        method="GET",
-        path="/api/v1/audit",
-        handler=_refuse(f"audit: {_ACCOUNTS}; its log has one line for each request"),
-    ),
-    Endpoint(
-        method="GET",
-        path="/api/v1/billing/usage/events",
-        handler=_refuse(f"billing usage: {_ACCOUNTS}; GET /metrics counts tokens by kind"),
-    ),
-    Endpoint(
-        method="GET",
-        path="/api/v1/billing/usage/checkpoints/current",
-        handler=_refuse(
-            f"storage usage: {_ACCOUNTS}; GET /api/v1/checkpoints has the size of every checkpoint"
-        ),
-    ),
-    Endpoint(
-        method="PUT",
-        path="/api/v1/sessions/{session_id}/project",
-        handler=_refuse(f"set_session_project: {_ACCOUNTS}; use tags or user_metadata"),
-    ),
-    Endpoint(
-        method="GET",
-        path="/api/v1/sessions/{session_id}/trace_export",
-        handler=_refuse(
-            "trace_export: this server keeps no traces and does not implement this call; see GET "
-            "/api/v1/stats"
-        ),
-    ),
-    Endpoint(
-        method="POST",
-        path="/api/v1/sessions/search",
-        handler=_refuse("search_sessions: this server does not implement this call; use list_sessions"),
-    ),
-    Endpoint(
-        method="POST",
-        path="/api/v1/create_custom_loss",
-        handler=_refuse(f"create_custom_loss: {_FLAG}; use forward_backward_custom"),
-    ),
-    Endpoint(
-        method="POST",
-        path="/api/v1/retrieve_futures",
-        handler=_refuse(f"retrieve_futures: {_FLAG}; use retrieve_future"),
-    ),
-    Endpoint(
-        method="POST",
-        path="/api/v1/join_sampling_session",
-        handler=_refuse(f"join_sampling_session: {_FLAG}"),
-    ),
-    Endpoint(method="GET", path="/api/v1/auth/apikey/me", handler=_refuse(f"auth/apikey/me: {_ACCOUNTS}")),
-    Endpoint(method="DELETE", path="/api/v1/auth/apikey/me", handler=_refuse(f"auth/apikey/me: {_ACCOUNTS}")),
-    Endpoint(
-        method="POST",
-        path="/api/v1/auth/token",
-        handler=_refuse(
-            f"auth/token: {_ACCOUNTS}; any API key that begins with tml- will do where the server has none"
-        ),
-    ),
+_USE_ANY_KEY = "use any API key that begins with tml- if the server has none"
+
+_MESSAGES = {
+    "POST copy_weights": f"copy_weights: {_ACCOUNTS}; copy its directory in checkpoints_dir",
+    "GET audit": f"audit: {_ACCOUNTS}; its log has one line for each request",
+    "GET billing/usage/events": f"billing usage: {_ACCOUNTS}; GET /metrics counts tokens by kind",
+    "GET billing/usage/checkpoints/current": f"storage usage: {_ACCOUNTS}; GET /api/v1/checkpoints has the "
+    "size of every checkpoint",
+    "PUT sessions/{session_id}/project": f"set_session_project: {_ACCOUNTS}; use tags or user_metadata",
+    "GET sessions/{session_id}/trace_export": f"trace_export: {_NO_TRACES}; see GET /api/v1/stats",
+    "POST sessions/search": f"search_sessions: {_NOT_IMPLEMENTED}; use list_sessions",
+    "POST create_custom_loss": f"create_custom_loss: {_FLAG}; use forward_backward_custom",
+    "POST retrieve_futures": f"retrieve_futures: {_FLAG}; use retrieve_future",
+    "POST join_sampling_session": f"join_sampling_session: {_FLAG}",
+    "GET auth/apikey/me": f"auth/apikey/me: {_ACCOUNTS}",
+    "DELETE auth/apikey/me": f"auth/apikey/me: {_ACCOUNTS}",
+    "POST auth/token": f"auth/token: {_ACCOUNTS}; {_USE_ANY_KEY}",
+}
+"""Method and path below /api/v1 -> error message."""
+
+ENDPOINTS = tuple(
+    Endpoint(method=method, path=f"/api/v1/{path}", handler=_refuse(message))
+    for (method, path), message in ((route.split(" "), message) for route, message in _MESSAGES.items())
 )

@@ -1,6 +1,6 @@
-"""Saving, loading, listing and deleting checkpoints, and the training runs they belong to.
+"""Routes that save, load, list and delete checkpoints, and routes of training runs.
 
-This file is long because all routes of checkpoints share the handling of their paths.
+This file is long because these routes share the handling of checkpoint paths.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ CHECKPOINT_TYPES = {
 # --- saving ---
 
 
-async def save_weights(context: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(context, request), "save_weights")
+async def save_weights(state: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(state, request), "save_weights")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
     name = fields.text("path")
@@ -58,11 +58,11 @@ async def save_weights(context: AppState, request: Request) -> Reply:
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
     fields.ignore("type")
     fields.finish()
-    model = context.registry.model(model_id)
-    path = named(model_id, CheckpointKind.TRAINING, name)
+    model = state.registry.model(model_id)
+    path = checkpoint_path_of(model_id, CheckpointKind.TRAINING, name)
     op = SaveWeights(model_id=model_id, name=name, overwrite=overwrite, user_metadata=user_metadata)
     return save_named(
-        context,
+        state,
         model,
         op,
         path,
@@ -73,11 +73,10 @@ async def save_weights(context: AppState, request: Request) -> Reply:
     )
 
 
-async def save_weights_for_sampler(context: AppState, request: Request) -> Reply:
-    """Save sampler weights: with a name, a checkpoint on disk; without, a snapshot in memory that only its
-    own sampler can use.
-    """
-    fields = JsonReader(await read_json(context, request), "save_weights_for_sampler")
+async def save_weights_for_sampler(state: AppState, request: Request) -> Reply:
+    """Save sampler weights: with a name as a checkpoint on disk, without one as a snapshot in memory that
+    only one sampler can use."""
+    fields = JsonReader(await read_json(state, request), "save_weights_for_sampler")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
     name = fields.optional_text("path")
@@ -90,43 +89,43 @@ async def save_weights_for_sampler(context: AppState, request: Request) -> Reply
     fields.finish()
     if kind not in (None, "snapshot", "inflight"):
         raise UserError(f"save_weights_for_sampler: kind {kind!r} is unknown; use 'snapshot'")
-    model = context.registry.model(model_id)
+    model = state.registry.model(model_id)
     if name is not None:
-        path = named(model_id, CheckpointKind.SAMPLER, name)
+        path = checkpoint_path_of(model_id, CheckpointKind.SAMPLER, name)
         op = SaveSampler(model_id=model_id, weights=path, user_metadata=user_metadata)
         return save_named(
-            context, model, op, path, kind="save_weights_for_sampler", seq_id=seq_id, ttl_seconds=ttl_seconds
+            state, model, op, path, kind="save_weights_for_sampler", seq_id=seq_id, ttl_seconds=ttl_seconds
         )
     if sampling_session_seq_id is None:
         raise UserError(
             "save_weights_for_sampler: pass a checkpoint name (path) or a sampling_session_seq_id"
         )
-    return _save_snapshot(context, model, sampling_session_seq_id, seq_id, user_metadata)
+    return _save_snapshot(state, model, sampling_session_seq_id, seq_id, user_metadata)
 
 
 def _save_snapshot(
-    context: AppState,
+    state: AppState,
     model: Model,
     sampling_session_seq_id: int,
     seq_id: int | None,
     user_metadata: dict[str, str],
 ) -> Reply:
-    sampler_id = context.registry.sampler_id(model.session_id, sampling_session_seq_id)
+    sampler_id = state.registry.sampler_id(model.session_id, sampling_session_seq_id)
     op = SaveSampler(model_id=model.model_id, weights=sampler_id, user_metadata=user_metadata)
 
     def start() -> Future[OpResult]:
-        context.registry.add_sampler(model.session_id, sampler_id, model_path=None, weights=sampler_id)
-        for surplus in context.registry.free_surplus_snapshots():
-            context.engine.submit(surplus)
-        return context.engine.submit(op)
+        state.registry.add_sampler(model.session_id, sampler_id, model_path=None, weights=sampler_id)
+        for surplus in state.registry.free_surplus_snapshots():
+            state.engine.submit(surplus)
+        return state.engine.submit(op)
 
     def when_done(outcome: Outcome) -> None:
         if outcome.error is not None:
-            context.registry.forget_sampler(sampler_id)
+            state.registry.forget_sampler(sampler_id)
 
     extra = {"sampling_session_id": sampler_id}
     return submit(
-        context,
+        state,
         model,
         start,
         kind="save_weights_for_sampler",
@@ -136,16 +135,16 @@ def _save_snapshot(
     )
 
 
-def named(model_id: str, kind: CheckpointKind, name: str) -> str:
+def checkpoint_path_of(model_id: str, kind: CheckpointKind, name: str) -> str:
     if "/" in name:
-        raise UserError(f"checkpoint name {name!r} must not hold a '/'; it is a name, not a path")
+        raise UserError(f"checkpoint name {name!r} must not contain a '/'; pass a name, not a path")
     path = checkpoint_path(model_id, kind, name)
     parse_path(path)  # raises for any other invalid name
     return path
 
 
 def save_named(
-    context: AppState,
+    state: AppState,
     model: Model,
     op: SaveWeights | SaveSampler | SaveExternal,
     path: str,
@@ -155,29 +154,26 @@ def save_named(
     ttl_seconds: int | None,
     overwrite: bool = False,
 ) -> Reply:
-    """Write the checkpoint `path`, which must not exist unless `overwrite` is set. It expires after
-    `ttl_seconds`.
-    """
+    """Save the checkpoint `path`, which must not exist unless `overwrite` is set. It expires after
+    `ttl_seconds`."""
 
     def start() -> Future[OpResult]:
-        if not overwrite and context.checkpoints.exists(path):
+        if not overwrite and state.checkpoints.exists(path):
             raise UserError(
                 f"checkpoint {path} exists already; choose another name, or save_state(..., overwrite=True)"
             )
-        if not context.checkpoints.exists(
-            path
-        ):  # a mark of an earlier checkpoint of this name, left by a killed server
-            context.run_index.forget(path)
-        return context.engine.submit(op)
+        if not state.checkpoints.exists(path):
+            state.run_index.forget(path)  # a record that a killed server left
+        return state.engine.submit(op)
 
     def when_done(outcome: Outcome) -> None:
         if outcome.error is not None:
             return
         with contextlib.suppress(NotFoundError):  # deleted already
-            generation = None if ttl_seconds is None else context.checkpoints.own(path).generation
-            context.run_index.set_expiry(path, _expiry(ttl_seconds), generation)
+            generation = None if ttl_seconds is None else state.checkpoints.own(path).generation
+            state.run_index.set_expiry(path, _expiry(ttl_seconds), generation)
 
-    return submit(context, model, start, kind=kind, seq_id=seq_id, when_done=when_done)
+    return submit(state, model, start, kind=kind, seq_id=seq_id, when_done=when_done)
 
 
 def _expiry(ttl_seconds: int | None) -> datetime | None:
@@ -187,11 +183,10 @@ def _expiry(ttl_seconds: int | None) -> datetime | None:
 # --- loading ---
 
 
-async def load_weights(context: AppState, request: Request) -> Reply:
-    """Load a checkpoint into a live model (`model_id`), or as the first request of a new one (`session_id`
-    and `model_seq_id`).
-    """
-    fields = JsonReader(await read_json(context, request), "load_weights")
+async def load_weights(state: AppState, request: Request) -> Reply:
+    """Load a checkpoint into a model (`model_id`), or create a new model from it (`session_id` and
+    `model_seq_id`)."""
+    fields = JsonReader(await read_json(state, request), "load_weights")
     model_id = fields.optional_text("model_id")
     seq_id = fields.optional_integer("seq_id")
     session_id = fields.optional_text("session_id")
@@ -204,17 +199,17 @@ async def load_weights(context: AppState, request: Request) -> Reply:
     fields.ignore("type", "weights_access_token")  # this server has no accounts of other users
     fields.finish()
     if base_model is not None:
-        context.check_base_model(base_model)
-    lora = _training_checkpoint(context, path)
+        state.check_base_model(base_model)
+    lora = _training_checkpoint(state, path)
     if model_id is not None:
         return _load_into(
-            context, context.registry.model(model_id), path, lora, optimizer=optimizer, seq_id=seq_id
+            state, state.registry.model(model_id), path, lora, optimizer=optimizer, seq_id=seq_id
         )
     if session_id is None or model_seq_id is None:
         raise UserError("load_weights: pass model_id, or session_id and model_seq_id")
-    new_model_id = context.registry.model_id(session_id, model_seq_id)
+    new_model_id = state.registry.model_id(session_id, model_seq_id)
     return begin_model(
-        context,
+        state,
         op=LoadWeights(model_id=new_model_id, path=path, optimizer=optimizer, create=True),
         kind="load_weights",
         key=RequestKey(scope=f"{session_id}:train", seq_id=model_seq_id),
@@ -224,25 +219,24 @@ async def load_weights(context: AppState, request: Request) -> Reply:
     )
 
 
-def _training_checkpoint(context: AppState, path: str) -> LoraSpec:
-    """Return the LoRA of a checkpoint that this server can train."""
-    info = context.checkpoints.info(path)
+def _training_checkpoint(state: AppState, path: str) -> LoraSpec:
+    """Return the LoraSpec of a training checkpoint. Raise an error if this server cannot train it."""
+    info = state.checkpoints.info(path)
     if info.kind is not CheckpointKind.TRAINING:
         raise UserError(
             f"{path} holds weights without optimizer state; load the path that save_state returned"
         )
-    context.check_base_model(info.base_model)
-    if info.lora.rank > context.limits.max_lora_rank:
+    state.check_base_model(info.base_model)
+    if info.lora.rank > state.limits.max_lora_rank:
         raise UserError(
             f"{path} has LoRA rank {info.lora.rank}, above this server's "
-            f"max_lora_rank={context.limits.max_lora_rank}; "
-            f"start it with max_lora_rank={info.lora.rank}"
+            f"max_lora_rank={state.limits.max_lora_rank}; start it with max_lora_rank={info.lora.rank}"
         )
     return info.lora
 
 
 def _load_into(
-    context: AppState, model: Model, path: str, lora: LoraSpec, *, optimizer: bool, seq_id: int | None
+    state: AppState, model: Model, path: str, lora: LoraSpec, *, optimizer: bool, seq_id: int | None
 ) -> Reply:
     if (lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed) != (
         model.lora.rank,
@@ -256,18 +250,18 @@ def _load_into(
         )
     op = LoadWeights(model_id=model.model_id, path=path, optimizer=optimizer)
     return submit(
-        context,
+        state,
         model,
-        lambda: context.engine.submit(op),
+        lambda: state.engine.submit(op),
         kind="load_weights",
         seq_id=seq_id,
         extra={"path": path},
     )
 
 
-async def weights_info(context: AppState, request: Request) -> Reply:
-    fields = JsonReader(await read_json(context, request), "weights_info")
-    info = context.checkpoints.info(fields.text("tinker_path"))
+async def weights_info(state: AppState, request: Request) -> Reply:
+    fields = JsonReader(await read_json(state, request), "weights_info")
+    info = state.checkpoints.info(fields.text("tinker_path"))
     return {
         "base_model": info.base_model,
         "is_lora": True,
@@ -281,20 +275,18 @@ async def weights_info(context: AppState, request: Request) -> Reply:
 # --- training runs and their checkpoints ---
 
 
-async def list_training_runs(context: AppState, request: Request) -> Reply:
+async def list_training_runs(state: AppState, request: Request) -> Reply:
     by_run: dict[str, list[CheckpointInfo]] = {}
-    for info in await asyncio.to_thread(context.checkpoints.list):
+    for info in await asyncio.to_thread(state.checkpoints.list):
         by_run.setdefault(info.run_id, []).append(info)
-    runs = [_run_to_json(context, run, by_run.get(run.run_id, [])) for run in _runs(context, by_run)]
+    runs = [_run_to_json(state, run, by_run.get(run.run_id, [])) for run in _runs(state, by_run)]
     page, cursor = _page(request, sorted(runs, key=lambda run: str(run["last_request_time"]), reverse=True))
     return {"training_runs": page, "cursor": cursor}
 
 
-def _runs(context: AppState, by_run: dict[str, list[CheckpointInfo]]) -> list[TrainingRun]:
-    """Return every run of the run index, and those of which there are only checkpoints (a directory that was
-    copied here).
-    """
-    runs = context.run_index.runs
+def _runs(state: AppState, by_run: dict[str, list[CheckpointInfo]]) -> list[TrainingRun]:
+    """Return the runs of the run index, and the runs of copied checkpoints that it does not contain."""
+    runs = state.run_index.runs
     return [*runs.values(), *(_run_of(infos[0]) for run_id, infos in by_run.items() if run_id not in runs)]
 
 
@@ -304,20 +296,18 @@ def _run_of(info: CheckpointInfo) -> TrainingRun:
     )
 
 
-async def get_training_run(context: AppState, request: Request) -> Reply:
+async def get_training_run(state: AppState, request: Request) -> Reply:
     run_id = request.path_params["run_id"]
-    infos = await asyncio.to_thread(context.checkpoints.list, run_id)
-    run = context.run_index.run(run_id) or (_run_of(infos[0]) if infos else None)
+    infos = await asyncio.to_thread(state.checkpoints.list, run_id)
+    run = state.run_index.run(run_id) or (_run_of(infos[0]) if infos else None)
     if run is None:
         raise NotFoundError(f"no training run {run_id}")
-    return _run_to_json(context, run, infos)
+    return _run_to_json(state, run, infos)
 
 
-def _run_to_json(context: AppState, run: TrainingRun, infos: Sequence[CheckpointInfo]) -> dict[str, object]:
-    last: dict[CheckpointKind, CheckpointInfo] = {
-        info.kind: info for info in infos
-    }  # the oldest first, so the newest replaces it
-    last_request = context.registry.last_request_at.get(run.run_id) or max(
+def _run_to_json(state: AppState, run: TrainingRun, infos: Sequence[CheckpointInfo]) -> dict[str, object]:
+    last: dict[CheckpointKind, CheckpointInfo] = {info.kind: info for info in infos}  # sorted by time
+    last_request = state.registry.last_request_at.get(run.run_id) or max(
         [run.created_at, *(info.created_at for info in infos)]
     )
     training, sampler = last.get(CheckpointKind.TRAINING), last.get(CheckpointKind.SAMPLER)
@@ -329,77 +319,75 @@ def _run_to_json(context: AppState, run: TrainingRun, infos: Sequence[Checkpoint
         "lora_rank": run.lora.rank,
         "corrupted": False,
         "last_request_time": last_request.isoformat(),
-        "last_checkpoint": None if training is None else _checkpoint_to_json(context, training),
-        "last_sampler_checkpoint": None if sampler is None else _checkpoint_to_json(context, sampler),
+        "last_checkpoint": None if training is None else _checkpoint_to_json(state, training),
+        "last_sampler_checkpoint": None if sampler is None else _checkpoint_to_json(state, sampler),
         "user_metadata": run.user_metadata,
     }
 
 
-def _checkpoint_to_json(context: AppState, info: CheckpointInfo) -> dict[str, object]:
-    expires_at = context.run_index.expiry(info.path, info.generation)
+def _checkpoint_to_json(state: AppState, info: CheckpointInfo) -> dict[str, object]:
+    expires_at = state.run_index.expiry(info.path, info.generation)
     return {
         "checkpoint_id": f"{info.kind}/{info.name}",
         "checkpoint_type": CHECKPOINT_TYPES[info.kind],
         "time": info.created_at.isoformat(),
         "tinker_path": info.path,
         "size_bytes": info.size_bytes,
-        "public": info.path in context.run_index.public,
+        "public": info.path in state.run_index.public,
         "user_metadata": info.user_metadata,
         "expires_at": None if expires_at is None else expires_at.isoformat(),
     }
 
 
-def _page(request: Request, rows: list[dict[str, object]]) -> tuple[list[dict[str, object]], dict[str, int]]:
+def _page(request: Request, items: list[dict[str, object]]) -> tuple[list[dict[str, object]], dict[str, int]]:
     try:
         limit, offset = int(request.query_params.get("limit", 20)), int(request.query_params.get("offset", 0))
     except ValueError:
         raise UserError("limit and offset must be integers") from None
     if limit < 1 or offset < 0:
         raise UserError("limit must be at least 1 and offset at least 0")
-    return rows[offset : offset + limit], {"limit": limit, "offset": offset, "total_count": len(rows)}
+    return items[offset : offset + limit], {"limit": limit, "offset": offset, "total_count": len(items)}
 
 
-async def list_run_checkpoints(context: AppState, request: Request) -> Reply:
-    infos = await asyncio.to_thread(context.checkpoints.list, request.path_params["run_id"])
-    return {"checkpoints": [_checkpoint_to_json(context, info) for info in infos]}
+async def list_run_checkpoints(state: AppState, request: Request) -> Reply:
+    infos = await asyncio.to_thread(state.checkpoints.list, request.path_params["run_id"])
+    return {"checkpoints": [_checkpoint_to_json(state, info) for info in infos]}
 
 
-async def list_checkpoints(context: AppState, request: Request) -> Reply:
-    infos = await asyncio.to_thread(context.checkpoints.list)
-    page, cursor = _page(request, [_checkpoint_to_json(context, info) for info in reversed(infos)])
+async def list_checkpoints(state: AppState, request: Request) -> Reply:
+    infos = await asyncio.to_thread(state.checkpoints.list)
+    page, cursor = _page(request, [_checkpoint_to_json(state, info) for info in reversed(infos)])
     return {"checkpoints": page, "cursor": cursor}
 
 
-async def delete_checkpoint(context: AppState, request: Request) -> Reply:
+async def delete_checkpoint(state: AppState, request: Request) -> Reply:
     path = path_of(request)
-    generation = await asyncio.to_thread(context.checkpoints.delete, path)
-    context.run_index.forget(path, generation)
+    generation = await asyncio.to_thread(state.checkpoints.delete, path)
+    state.run_index.forget(path, generation)
     return None
 
 
-async def publish(context: AppState, request: Request) -> Reply:
-    """Publish a checkpoint. Other tenants may then load, sample and download it if they know its path.
-    Without tenants this is only a mark.
-    """
-    return _mark(context, path_of(request), public=True)
+async def publish(state: AppState, request: Request) -> Reply:
+    """Publish a checkpoint, so that other tenants that know its path can load, sample and download it."""
+    return _mark(state, path_of(request), public=True)
 
 
-async def unpublish(context: AppState, request: Request) -> Reply:
-    return _mark(context, path_of(request), public=False)
+async def unpublish(state: AppState, request: Request) -> Reply:
+    return _mark(state, path_of(request), public=False)
 
 
-def _mark(context: AppState, path: str, *, public: bool) -> None:
-    context.checkpoints.own(path)  # raises for a path that does not exist
-    context.run_index.set_public(path, public)
+def _mark(state: AppState, path: str, *, public: bool) -> None:
+    state.checkpoints.own(path)  # raises for a path that does not exist
+    state.run_index.set_public(path, public)
 
 
-async def set_ttl(context: AppState, request: Request) -> Reply:
+async def set_ttl(state: AppState, request: Request) -> Reply:
     path = path_of(request)
-    fields = JsonReader(await read_json(context, request), "ttl")
+    fields = JsonReader(await read_json(state, request), "ttl")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
     fields.finish()
-    info = context.checkpoints.own(path)  # raises for a path that does not exist
-    context.run_index.set_expiry(path, _expiry(ttl_seconds), info.generation)
+    info = state.checkpoints.own(path)  # raises for a path that does not exist
+    state.run_index.set_expiry(path, _expiry(ttl_seconds), info.generation)
     return None
 
 

@@ -1,5 +1,5 @@
-"""Messages -> token ids and token ids -> text, with the model's own tokenizer and chat template. transformers
-is imported on first use."""
+"""Convert messages to token ids and token ids to text, with the model's tokenizer and chat template.
+transformers is imported on first use."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Protocol
 from skyrl_tx_server.errors import UserError
 
 REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
-MAX_TOKENS_PER_CHARACTER = 4  # as many as UTF-8 has bytes
+MAX_TOKENS_PER_CHARACTER = 4  # bytes of a UTF-8 character
 THINK_OPEN = "<think>"
 
-_loading = threading.Lock()  # transformers does not survive being imported by two threads at once
+_loading = threading.Lock()  # two threads must not import transformers at the same time
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that the doors need."""
+    """The methods of a Hugging Face tokenizer that this module needs."""
 
     chat_template: str | dict[str, str] | None
     eos_token_id: int | None
@@ -44,14 +44,14 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendered:
-    """A conversation as the model reads it."""
+    """A conversation in token ids."""
 
     token_ids: list[int]
     opens_reasoning: bool  # the generation prompt ends in <think>, so the answer begins inside it
 
 
 def load_tokenizer(model_dir: Path | None) -> Tokenizer:
-    """The tokenizer in a model's directory. UserError when it has none."""
+    """Return the tokenizer in a model's directory. Raise UserError if it has none."""
     with _loading:  # the first requests come together, and transformers imports itself bit by bit
         return _loaded(model_dir)
 
@@ -75,8 +75,8 @@ def render(
     tools: Sequence[object],
     template_kwargs: Mapping[str, object],
 ) -> Rendered:
-    """The whole conversation with the generation prompt. UserError for what the chat template has no place
-    for."""
+    """Return the conversation with the generation prompt. Raise UserError if the chat template cannot
+    represent it."""
     if not tokenizer.chat_template:
         raise UserError("this model's tokenizer has no chat template; use /v1/completions")
     _check_template_kwargs(tokenizer, template_kwargs)
@@ -92,19 +92,20 @@ def render(
 
 
 def decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
-    """Token ids -> text, nothing skipped and nothing tidied."""
+    """Return a function that converts token ids to text and keeps special tokens and spaces."""
     return lambda ids: tokenizer.decode(
         list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
 
 
 class TextPieces:
-    """Decodes a growing sequence of token ids; characters that span tokens come out whole."""
+    """Decodes token ids incrementally. A character that spans several tokens is returned when it is
+    complete."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._ids: list[int] = []  # only what the next piece depends on
-        self._done = 0  # how many of them have come out; they stay as context for the next
+        self._ids: list[int] = []  # the ids on which the next piece depends
+        self._done = 0  # number of ids already decoded, kept as context of the next piece
 
     def add(self, ids: Sequence[int]) -> str:
         self._ids += ids
@@ -117,7 +118,7 @@ class TextPieces:
         return ""
 
     def flush(self) -> str:
-        """What is left when no more will come, incomplete characters included."""
+        """Return the remaining text, including incomplete characters."""
         text = self._decode(self._ids)[len(self._decode(self._ids[: self._done])) :]
         self._done = len(self._ids)
         return text

@@ -1,9 +1,7 @@
-"""JSON request bodies: bytes -> values, with the number of values, strings and containers and the depth
-checked before anything is built.
+"""Parse JSON request bodies. The numbers of values, strings and containers and the depth are checked before.
 
-The counts come from scans at memory speed. The first scan also counts what stands inside of strings, so it
-can only count too much; a body that it finds too large is scanned again without its strings before it is
-refused.
+The first check counts characters without regard to strings, so its counts are upper bounds. A body that
+exceeds a limit is checked again without its strings before it is rejected.
 """
 
 from __future__ import annotations
@@ -16,9 +14,8 @@ import orjson
 
 from skyrl_tx_server.errors import UserError
 
-_STRING = re.compile(
-    rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL
-)  # possessive, so that the scan is linear for every input
+# The quantifiers are possessive, so that the time is linear for every input.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = b"[]{}"
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in _BRACKETS)
 _STEPS = np.zeros(256, np.int8)
@@ -27,7 +24,7 @@ _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonBounds:
-    """How much a body may hold. Each value of a list and each member of an object counts as one value."""
+    """Limits of a body. Each element of a list and each member of an object is one value."""
 
     values: int = 10_000
     strings: int = 20_000  # names of members are strings as well
@@ -40,7 +37,8 @@ DATA_BOUNDS = JsonBounds(values=1 << 22, strings=200_000, containers=100_000)
 
 
 def parse_json(body: bytes, bounds: JsonBounds = CONTROL_BOUNDS) -> object:
-    """The body's value, {} for an empty body. UserError for what is not JSON or exceeds `bounds`."""
+    """Return the value of a body, {} for an empty one. Raise UserError if it is not JSON or exceeds
+    `bounds`."""
     if not body:
         return {}
     if len(body) > bounds.depth:  # a shorter one cannot exceed any bound
@@ -52,9 +50,7 @@ def parse_json(body: bytes, bounds: JsonBounds = CONTROL_BOUNDS) -> object:
 
 
 def _check(body: bytes, bounds: JsonBounds) -> None:
-    num_quotes = body.count(b'"') - body.count(
-        b'\\"'
-    )  # at least half of the strings' ends, whatever stands in them
+    num_quotes = body.count(b'"') - body.count(b'\\"')  # at least the number of strings
     brackets = body.translate(None, _NOT_BRACKETS)
     if body.count(b",") < bounds.values and num_quotes <= bounds.strings and len(brackets) <= bounds.depth:
         return

@@ -1,5 +1,4 @@
-"""JSON objects of requests, read field by field: what has the wrong type, and what nobody reads, is a
-`UserError`."""
+"""Read the JSON objects of requests field by field. A wrong type or an unknown field is a `UserError`."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import math
 from skyrl_tx_server.errors import UserError
 
 MAX_TEXT_LENGTH = 4096
-"""Characters of a name, an id or a path; what may be longer says so."""
+"""Default maximum length of a string in characters."""
 MAX_METADATA_ITEMS = 64
 MAX_METADATA_NAME_LENGTH = 128
 MAX_METADATA_BYTES = 16 << 10
@@ -18,8 +17,8 @@ MAX_QUOTED_LENGTH = 80
 
 
 class JsonReader:
-    """A JSON object read field by field, so that a wrong type is one clear line and an unread field can be
-    refused."""
+    """A JSON object that is read field by field. The methods raise UserError for a missing field or a wrong
+    type."""
 
     def __init__(self, body: object, where: str) -> None:
         if not isinstance(body, dict):
@@ -39,13 +38,13 @@ class JsonReader:
             raise UserError(f"{self._where}: {name} is missing")
         return value
 
-    def _wrong(self, name: str, expected: str, value: object) -> UserError:
+    def _invalid(self, name: str, expected: str, value: object) -> UserError:
         return UserError(f"{self._where}: {name} must be {expected}, got {quoted(value)}")
 
     def optional_text(self, name: str, *, max_length: int | None = MAX_TEXT_LENGTH) -> str | None:
         value = self._take(name)
         if value is not None and not isinstance(value, str):
-            raise self._wrong(name, "a string", value)
+            raise self._invalid(name, "a string", value)
         if value is not None and max_length is not None and len(value) > max_length:
             raise UserError(
                 f"{self._where}: {name} has {len(value)} characters; at most {max_length} are accepted"
@@ -55,13 +54,13 @@ class JsonReader:
     def text(self, name: str) -> str:
         value = self._required(name, self.optional_text(name))
         if not value:
-            raise self._wrong(name, "a non-empty string", value)
+            raise self._invalid(name, "a non-empty string", value)
         return value
 
     def optional_integer(self, name: str) -> int | None:
         value = self._take(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise self._wrong(name, "an integer", value)
+            raise self._invalid(name, "an integer", value)
         return value
 
     def integer(self, name: str) -> int:
@@ -72,7 +71,7 @@ class JsonReader:
         if value is None:
             return default
         if not isinstance(value, int | float) or not is_finite_number(value):
-            raise self._wrong(name, "a finite number", value)
+            raise self._invalid(name, "a finite number", value)
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -80,7 +79,7 @@ class JsonReader:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self._wrong(name, "true or false", value)
+            raise self._invalid(name, "true or false", value)
         return value
 
     def items(self, name: str) -> list[object]:
@@ -88,7 +87,7 @@ class JsonReader:
         if value is None:
             return []
         if not isinstance(value, list):
-            raise self._wrong(name, "a list", value)
+            raise self._invalid(name, "a list", value)
         return value
 
     def mapping(self, name: str) -> dict[str, object]:
@@ -96,19 +95,19 @@ class JsonReader:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise self._wrong(name, "an object", value)
+            raise self._invalid(name, "an object", value)
         return value
 
-    def anything(self, name: str) -> object:
+    def value(self, name: str) -> object:
         return self._take(name)
 
     def metadata(self, name: str) -> dict[str, str]:
-        """User metadata; the reply types of the SDK allow string values only. The server keeps it, so it is
-        limited in size."""
+        """Return user metadata of limited size. Values are converted to strings, as the SDK's types
+        require."""
         where, values = f"{self._where}: {name}", self.mapping(name)
         if len(values) > MAX_METADATA_ITEMS:
             raise UserError(f"{where} has {len(values)} entries; at most {MAX_METADATA_ITEMS} are accepted")
-        made: dict[str, str] = {}
+        parsed: dict[str, str] = {}
         for key, value in values.items():
             if len(key) > MAX_METADATA_NAME_LENGTH:
                 raise UserError(
@@ -117,43 +116,40 @@ class JsonReader:
                 )
             if isinstance(value, dict | list):
                 raise UserError(f"{where}: the value of {quoted(key)} must be a string")
-            made[key] = value if isinstance(value, str) else str(value)
-        num_bytes = sum(len(text.encode()) for item in made.items() for text in item)
+            parsed[key] = value if isinstance(value, str) else str(value)
+        num_bytes = sum(len(text.encode()) for item in parsed.items() for text in item)
         if num_bytes > MAX_METADATA_BYTES:
             raise UserError(f"{where} takes {num_bytes} bytes; at most {MAX_METADATA_BYTES} are accepted")
-        return made
+        return parsed
 
     def tags(self, name: str) -> list[str]:
         tags = self.items(name)
         if len(tags) > MAX_METADATA_ITEMS:
             raise UserError(f"{self._where}: {len(tags)} {name}; at most {MAX_METADATA_ITEMS} are accepted")
-        made = [tag for tag in tags if isinstance(tag, str) and len(tag) <= MAX_TAG_LENGTH]
-        if len(made) < len(tags):
+        parsed = [tag for tag in tags if isinstance(tag, str) and len(tag) <= MAX_TAG_LENGTH]
+        if len(parsed) < len(tags):
             raise UserError(f"{self._where}: {name} must be strings of at most {MAX_TAG_LENGTH} characters")
-        return made
+        return parsed
 
     def refuse(self, name: str, alternative: str) -> None:
-        """Refuse a field this server cannot honour, unless it is switched off."""
+        """Raise UserError for a field that is not supported, unless its value switches it off."""
         value = self._take(name)
         if value is not None and value is not False and value != 0 and value != []:
             raise UserError(f"{self._where}: {name} is not supported by this server; {alternative}")
 
     def ignore(self, *names: str) -> None:
-        """Fields that cannot change a result here."""
+        """Mark fields that cannot change a result as read."""
         self._read.update(names)
 
     def finish(self) -> None:
-        """Refuse what nobody read: it might have changed the result."""
+        """Raise UserError for fields that were not read, because they might change the result."""
         unknown = sorted(set(self._values) - self._read)
         if unknown:
-            raise UserError(
-                f"{self._where}: unknown field {named(unknown)}; this server would have to ignore it. Leave "
-                f"it out"
-            )
+            raise UserError(f"{self._where}: unknown field {listed(unknown)}; remove it")
 
 
 def is_finite_number(value: object) -> bool:
-    """Also where an integer is too large to be a float."""
+    """Whether `value` is a finite number, including integers; False for an integer too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -163,7 +159,7 @@ def is_finite_number(value: object) -> bool:
 
 
 def quoted(value: object) -> str:
-    """The beginning of a value that a client sent. The whole of a large one is never formatted."""
+    """Return the beginning of a value that a client sent, for a message."""
     if isinstance(value, str):
         return repr(value[:MAX_QUOTED_LENGTH])
     if isinstance(value, list):
@@ -173,8 +169,8 @@ def quoted(value: object) -> str:
     )
 
 
-def named(names: list[str]) -> str:
-    """The first few of the names, cut to a length that can be read."""
+def listed(names: list[str]) -> str:
+    """Return the first of the names, shortened, for a message."""
     shown = ", ".join(name[:MAX_QUOTED_LENGTH] for name in names[:MAX_NAMES_IN_MESSAGE])
     more = len(names) - MAX_NAMES_IN_MESSAGE
     return f"{shown} and {more} more" if more > 0 else shown

@@ -1,4 +1,4 @@
-"""Limits of what a request may ask for, and the checks that several request parsers share."""
+"""Limits of requests, and checks that several request parsers share."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from skyrl_tx_server.http.wire.json_reader import JsonReader
 from skyrl_tx_server.http.wire.tensors import integers
 
 MAX_TOP_K = 1024
-"""Tokens per position that a top-k or a target list may name."""
+"""Maximum number of tokens per position in a top-k or a list of targets."""
 MAX_SEED = 2**63 - 1
 TEN_YEARS_S = 315_360_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What this server's model can take; every check of a request's size reads it."""
+    """Sizes of the model that limit requests, in tokens (`max_lora_rank`: a rank)."""
 
     vocab_size: int
     max_context_length: int
@@ -35,7 +35,7 @@ def check_ttl(ttl_seconds: int | None) -> int | None:
 
 
 def check_tokens(tokens: np.ndarray, where: str, limits: Limits) -> np.ndarray:
-    """[N] integers in the vocabulary, as int32."""
+    """Return token ids [N] as int32. Raise UserError if one is outside the vocabulary."""
     if tokens.size and (tokens.min() < 0 or tokens.max() >= limits.vocab_size):
         bad = int(tokens[(tokens < 0) | (tokens >= limits.vocab_size)][0])
         raise UserError(
@@ -46,7 +46,8 @@ def check_tokens(tokens: np.ndarray, where: str, limits: Limits) -> np.ndarray:
 
 
 def parse_model_input(body: object, where: str, limits: Limits) -> np.ndarray:
-    """The chunks of a ModelInput as one [P] int32 array."""
+    """Return the tokens of all chunks of a ModelInput as an array [P] int32. Raise UserError for other kinds
+    of chunks."""
     fields = JsonReader(body, where)
     parts = [np.zeros(0, np.int64)]
     for chunk_body in fields.items("chunks"):

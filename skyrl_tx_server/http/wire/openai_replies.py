@@ -1,4 +1,4 @@
-"""Sampled tokens -> OpenAI's reply objects, whole or in the chunks of a stream."""
+"""Convert sampled tokens to OpenAI's replies, complete or as the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from skyrl_tx_server.http.wire.output_parser import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenDelta:
-    """Tokens that sample `index` has gained; `ended` with the last of them."""
+    """New tokens of sample `index`. `ended` is set with the last of them."""
 
     index: int
     tokens: Sequence[int]
@@ -33,20 +33,22 @@ class TokenDelta:
     ended: StopReason | None = None
 
 
-class ChatDoor:
-    """Chat completions: answers come apart into content, reasoning and tool calls."""
+class ChatFormat:
+    """Replies of chat completions, with content, reasoning and tool calls."""
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, chat: ChatRequest, rendered: Rendered, tokenizer: Tokenizer) -> None:
-        self.ask = chat.ask
+        self.sampling = chat.sampling
         self._calls = bool(chat.tools)
         self._part = Part.REASONING if rendered.opens_reasoning else Part.BEGINNING
         self._decode = decoder(tokenizer)
 
     def answer(self) -> Answer:
         return Answer(
-            self._decode, self.ask.settings.stop_strings, AnswerParser(calls=self._calls, part=self._part)
+            self._decode,
+            self.sampling.settings.stop_strings,
+            AnswerParser(calls=self._calls, part=self._part),
         )
 
     def whole(self, pieces: Sequence[ParsedDelta]) -> dict[str, object]:
@@ -62,17 +64,17 @@ class ChatDoor:
         return partial(chat_logprobs, decode=self._decode)
 
 
-class TextDoor:
-    """Text completions: an answer is its text."""
+class TextFormat:
+    """Replies of text completions."""
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, completion: CompletionRequest, tokenizer: Tokenizer) -> None:
-        self.ask = completion.ask
+        self.sampling = completion.sampling
         self._decode = decoder(tokenizer)
 
     def answer(self) -> Answer:
-        return Answer(self._decode, self.ask.settings.stop_strings, None)
+        return Answer(self._decode, self.sampling.settings.stop_strings, None)
 
     def whole(self, pieces: Sequence[ParsedDelta]) -> dict[str, object]:
         return {"text": text_of(pieces)}
@@ -87,36 +89,46 @@ class TextDoor:
         return TextLogprobs(self._decode).add
 
 
-type CompletionFormat = ChatDoor | TextDoor
+type ReplyFormat = ChatFormat | TextFormat
 
 
 class Choices:
-    """The choices of one stream as far as they have come."""
+    """The choices of a stream."""
 
-    def __init__(self, header: Header, door: CompletionFormat, op: Sample) -> None:
+    def __init__(self, header: Header, reply_format: ReplyFormat, op: Sample) -> None:
         self._header = header
-        self._door = door
-        self._answers = [door.answer() for _ in range(op.num_samples)]
-        self._logprobs = [door.logprobs() for _ in range(op.num_samples)]
+        self._format = reply_format
+        self._answers = [reply_format.answer() for _ in range(op.num_samples)]
+        self._logprobs = [reply_format.logprobs() for _ in range(op.num_samples)]
         self._calls = [0] * op.num_samples
 
-    def chunks(self, news: TokenDelta) -> Iterable[dict[str, object]]:
-        """At most one chunk with what is new, and one more with the reason when the choice is over."""
-        index, answer = news.index, self._answers[news.index]
-        pieces = answer.add(news.tokens) if news.ended is None else answer.finish(news.tokens, news.ended)
-        if pieces or ((self._door.ask.logprobs or self._door.ask.token_ids) and news.tokens):
+    def chunks(self, token_delta: TokenDelta) -> Iterable[dict[str, object]]:
+        """Yield a chunk with the new text, if there is any, and a chunk with the finish reason at the end of
+        a choice."""
+        index, answer = token_delta.index, self._answers[token_delta.index]
+        pieces = (
+            answer.add(token_delta.tokens)
+            if token_delta.ended is None
+            else answer.finish(token_delta.tokens, token_delta.ended)
+        )
+        if pieces or (
+            (self._format.sampling.logprobs or self._format.sampling.token_ids) and token_delta.tokens
+        ):
             yield self._chunk(
                 index,
-                self._door.delta(pieces, self._calls[index]),
-                logprobs=self._logprobs[index](news.tokens, news.logprobs)
-                if self._door.ask.logprobs
+                self._format.delta(pieces, self._calls[index]),
+                logprobs=self._logprobs[index](token_delta.tokens, token_delta.logprobs)
+                if self._format.sampling.logprobs
                 else None,
-                **({"token_ids": list(news.tokens)} if self._door.ask.token_ids else {}),
+                **({"token_ids": list(token_delta.tokens)} if self._format.sampling.token_ids else {}),
             )
         self._calls[index] += sum(isinstance(piece, ToolCall) for piece in pieces)
-        if news.ended is not None:
+        if token_delta.ended is not None:
             yield self._chunk(
-                index, self._door.delta((), 0), logprobs=None, finish_reason=answer.finish_reason(news.ended)
+                index,
+                self._format.delta((), 0),
+                logprobs=None,
+                finish_reason=answer.finish_reason(token_delta.ended),
             )
 
     def _chunk(self, index: int, delta: Mapping[str, object], **more: object) -> dict[str, object]:
@@ -125,7 +137,7 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What every chunk of one reply repeats."""
+    """The fields that all chunks of a reply have."""
 
     id: str
     object: str
@@ -160,7 +172,7 @@ def text_of(pieces: Sequence[ParsedDelta], kind: type[Content] | type[ReasoningT
 
 
 def message_json(pieces: Sequence[ParsedDelta]) -> dict[str, object]:
-    """A whole assistant message."""
+    """Return a complete assistant message."""
     content, reasoning = text_of(pieces), text_of(pieces, ReasoningText)
     calls = [_call_json(piece) for piece in pieces if isinstance(piece, ToolCall)]
     message: dict[str, object] = {"role": "assistant", "content": content if content or not calls else None}
@@ -170,7 +182,7 @@ def message_json(pieces: Sequence[ParsedDelta]) -> dict[str, object]:
 
 
 def delta_json(pieces: Sequence[ParsedDelta], calls_before: int) -> dict[str, object]:
-    """What a stream adds to a message that has `calls_before` tool calls already."""
+    """Return the delta of a message that has `calls_before` tool calls."""
     delta: dict[str, object] = {}
     if content := text_of(pieces):
         delta["content"] = content
@@ -179,7 +191,7 @@ def delta_json(pieces: Sequence[ParsedDelta], calls_before: int) -> dict[str, ob
     calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
     if calls:
         delta["tool_calls"] = [
-            {"index": calls_before + at, **_call_json(call)} for at, call in enumerate(calls)
+            {"index": calls_before + index, **_call_json(call)} for index, call in enumerate(calls)
         ]
     return delta
 
@@ -187,7 +199,7 @@ def delta_json(pieces: Sequence[ParsedDelta], calls_before: int) -> dict[str, ob
 def chat_logprobs(
     ids: Sequence[int], logprobs: Sequence[float], decode: Callable[[Sequence[int]], str]
 ) -> dict[str, object]:
-    """Of every sampled token, the one that ended the answer included."""
+    """Return the logprobs of every sampled token, including the one that ended the sample."""
     tokens = [decode([token]) for token in ids]
     return {
         "content": [
@@ -199,7 +211,7 @@ def chat_logprobs(
 
 
 class TextLogprobs:
-    """The older form, with each token's place in the text; one per choice."""
+    """Logprobs of text completions, with the offset of each token in the text. One instance per choice."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode

@@ -1,7 +1,7 @@
-"""OpenAI's chat and text completions: JSON in, checked records out, and results in OpenAI's shapes.
+"""Parse OpenAI's chat and text completion requests.
 
-What would change the result and cannot be honoured is refused by name; what cannot change it (`user`,
-`metadata`, ...) is accepted.
+A field that would change the result and is not supported is an error. Fields that cannot change it (`user`,
+`metadata`, ...) are ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from skyrl_tx_server.http.wire.sampling_requests import parse_sampling_params
 from skyrl_tx_server.http.wire.tensors import integers
 
 MAX_CHOICES = 128
-HARMLESS = (
+IGNORED_FIELDS = (
     "user",
     "metadata",
     "store",
@@ -29,28 +29,27 @@ HARMLESS = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
-ECHOED = ("annotations", "provider_specific_fields")
-"""What clients send back in an assistant message and no model reads: OpenAI's citations, LiteLLM's notes on
-the provider's answer."""
-_NOT_SAMPLED_SO = "this server samples from the model's distribution as temperature, top_k and top_p shape it"
+IGNORED_MESSAGE_FIELDS = ("annotations", "provider_specific_fields")
+"""Fields of assistant messages that clients send back and no chat template reads."""
+_SAMPLING_HINT = "this server samples from the model's distribution as temperature, top_k and top_p shape it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingRequest:
-    """What both doors share."""
+    """The fields that chat and text completions share."""
 
     model: str
     settings: SamplingSettings
     num_samples: int
     stream: bool
-    include_usage: bool  # a last chunk of a stream that holds nothing but the usage
+    include_usage: bool  # the last chunk of a stream contains the usage
     logprobs: bool
     token_ids: bool  # vLLM's return_token_ids: the exact tokens, for clients that train on them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRequest:
-    ask: SamplingRequest
+    sampling: SamplingRequest
     messages: tuple[dict[str, object], ...]
     tools: tuple[object, ...] = ()
     template_kwargs: dict[str, object] = field(default_factory=dict)
@@ -58,7 +57,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionRequest:
-    ask: SamplingRequest
+    sampling: SamplingRequest
     prompts: tuple[str | np.ndarray, ...]  # text, or [P] int32
 
 
@@ -86,7 +85,7 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
     if fields.items("modalities") not in ([], ["text"]):
         raise UserError("chat/completions: modalities: this model writes text only")
     tools = tuple(fields.items("tools"))
-    match fields.anything("tool_choice"):
+    match fields.value("tool_choice"):
         case None | "auto":
             pass
         case "none":
@@ -111,10 +110,10 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
     if not messages:
         raise UserError("chat/completions: messages is missing or empty")
     fields.ignore("parallel_tool_calls")
-    ask = _ask(fields, limits, logprobs=logprobs, max_tokens=_max_tokens(fields))
+    sampling = _sampling(fields, limits, logprobs=logprobs, max_tokens=_max_tokens(fields))
     template_kwargs = fields.mapping("chat_template_kwargs")
     fields.finish()
-    return ChatRequest(ask=ask, messages=messages, tools=tools, template_kwargs=template_kwargs)
+    return ChatRequest(sampling=sampling, messages=messages, tools=tools, template_kwargs=template_kwargs)
 
 
 def parse_completion(body: object, limits: Limits) -> CompletionRequest:
@@ -125,35 +124,39 @@ def parse_completion(body: object, limits: Limits) -> CompletionRequest:
             "completions: logprobs above 0 (the most likely tokens) is not supported; logprobs=0 returns the "
             "sampled tokens'"
         )
-    fields.refuse("echo", "the prompt is yours already")
-    fields.refuse("suffix", "this model continues a text, it does not fill gaps")
-    ask = _ask(fields, limits, logprobs=count is not None, max_tokens=fields.optional_integer("max_tokens"))
-    if (fields.optional_integer("best_of") or ask.num_samples) != ask.num_samples:
+    fields.refuse("echo", "prepend the prompt to the reply")
+    fields.refuse("suffix", "only completions at the end of the prompt are supported")
+    sampling = _sampling(
+        fields, limits, logprobs=count is not None, max_tokens=fields.optional_integer("max_tokens")
+    )
+    if (fields.optional_integer("best_of") or sampling.num_samples) != sampling.num_samples:
         raise UserError("completions: best_of other than n is not supported; ask for n samples and choose")
-    prompts = _prompts(fields.anything("prompt"), limits)
-    if ask.stream and len(prompts) > 1:
+    prompts = _prompts(fields.value("prompt"), limits)
+    if sampling.stream and len(prompts) > 1:
         raise UserError("completions: stream=true takes one prompt; send one request for each")
     fields.finish()
-    return CompletionRequest(ask=ask, prompts=prompts)
+    return CompletionRequest(sampling=sampling, prompts=prompts)
 
 
-def _ask(fields: JsonReader, limits: Limits, *, logprobs: bool, max_tokens: int | None) -> SamplingRequest:
-    stop = fields.anything("stop")
+def _sampling(
+    fields: JsonReader, limits: Limits, *, logprobs: bool, max_tokens: int | None
+) -> SamplingRequest:
+    stop = fields.value("stop")
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
         raise UserError(f"stop must be a non-empty string or a list of such, got {quoted(stop)}")
     for name in ("frequency_penalty", "presence_penalty", "min_p"):
-        fields.refuse(name, _NOT_SAMPLED_SO)
+        fields.refuse(name, _SAMPLING_HINT)
     if fields.number("repetition_penalty", 1.0) != 1.0:
-        raise UserError(f"repetition_penalty is not supported by this server; {_NOT_SAMPLED_SO}")
+        raise UserError(f"repetition_penalty is not supported by this server; {_SAMPLING_HINT}")
     if fields.mapping("logit_bias"):
-        raise UserError(f"logit_bias is not supported by this server; {_NOT_SAMPLED_SO}")
+        raise UserError(f"logit_bias is not supported by this server; {_SAMPLING_HINT}")
     if fields.mapping("response_format").get("type", "text") != "text":
         raise UserError(
             "response_format: only {'type': 'text'}; this server does not constrain what a model writes"
         )
     params = {"max_tokens": max_tokens} | {
-        name: fields.anything(name) for name in ("temperature", "top_p", "top_k", "seed")
+        name: fields.value(name) for name in ("temperature", "top_p", "top_k", "seed")
     }
     settings = parse_sampling_params(params, limits)
     stop_token_ids = check_tokens(
@@ -166,10 +169,10 @@ def _ask(fields: JsonReader, limits: Limits, *, logprobs: bool, max_tokens: int 
     include_usage = options.flag("include_usage", False)
     options.ignore("include_obfuscation")
     options.finish()
-    fields.ignore(*HARMLESS)
+    fields.ignore(*IGNORED_FIELDS)
     return SamplingRequest(
         model=fields.text("model"),
-        # unlike Tinker's `stop`, OpenAI's adds to the model's own end tokens
+        # OpenAI's `stop` adds to the model's end tokens; Tinker's `stop` replaces them.
         settings=replace(
             settings,
             stop_strings=tuple(str(text) for text in stops),
@@ -193,7 +196,8 @@ def _max_tokens(fields: JsonReader) -> int | None:
 
 
 def _message(index: int, message: object) -> dict[str, object]:
-    """A message as chat templates take it: text content, and tool calls whose arguments are objects."""
+    """Return a message in the form that chat templates expect: text content, and tool calls with objects as
+    arguments."""
     where = f"messages[{index}]"
     fields = JsonReader(message, where)
     role = fields.text("role")
@@ -201,36 +205,37 @@ def _message(index: int, message: object) -> dict[str, object]:
         raise UserError(
             f"{where}: role {quoted(role)} is not one of system, developer, user, assistant, tool"
         )
-    made: dict[str, object] = {
+    message_json: dict[str, object] = {
         "role": "system" if role == "developer" else role,
-        "content": _content(fields.anything("content"), where),
+        "content": _content(fields.value("content"), where),
     }
     for name in ("name", "tool_call_id"):
         if (text := fields.optional_text(name)) is not None:
-            made[name] = text
+            message_json[name] = text
     if (reasoning := _reasoning(fields, where)) is not None:
-        made["reasoning_content"] = reasoning
+        message_json["reasoning_content"] = reasoning
     if calls := fields.items("tool_calls"):
-        made["tool_calls"] = [_past_call(call, f"{where}.tool_calls") for call in calls]
+        message_json["tool_calls"] = [_past_call(call, f"{where}.tool_calls") for call in calls]
     fields.refuse("function_call", "use tool_calls")
     fields.refuse("audio", "this model reads text")
     fields.refuse("images", "this model reads text")
     if fields.optional_text("refusal", max_length=None):
         raise UserError(f"{where}: refusal is not supported by this server; put its text into content")
-    fields.ignore(*ECHOED)
+    fields.ignore(*IGNORED_MESSAGE_FIELDS)
     fields.finish()
-    return made
+    return message_json
 
 
 def _reasoning(fields: JsonReader, where: str) -> str | None:
-    """What clients send back of an answer's reasoning, under the names that they give it."""
-    text, same = (fields.optional_text(name, max_length=None) for name in ("reasoning_content", "reasoning"))
-    if text is not None and same is not None and text != same:
+    """Return the reasoning of an assistant message, from either of the fields that clients use."""
+    text, alias_text = (
+        fields.optional_text(name, max_length=None) for name in ("reasoning_content", "reasoning")
+    )
+    if text is not None and alias_text is not None and text != alias_text:
         raise UserError(f"{where}: reasoning and reasoning_content differ; send one of them")
-    text = same if text is None else text
-    if (
-        fields.items("thinking_blocks") and not text
-    ):  # LiteLLM sends the same text as reasoning_content as well
+    text = alias_text if text is None else text
+    # LiteLLM sends the same text also as reasoning_content.
+    if fields.items("thinking_blocks") and not text:
         raise UserError(
             f"{where}: thinking_blocks is not supported by this server; send the text as reasoning_content"
         )
@@ -255,31 +260,31 @@ def _content(content: object, where: str) -> str:
 
 def _past_call(call: object, where: str) -> dict[str, object]:
     function = JsonReader(JsonReader(call, where).mapping("function"), f"{where}.function")
-    name, arguments = function.text("name"), function.anything("arguments")
+    name, arguments = function.text("name"), function.value("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # what a model once wrote goes back to it as it was
+        with contextlib.suppress(ValueError):  # invalid JSON that a model wrote is kept as text
             arguments = parse_json(arguments.encode())
-    made: dict[str, object] = {
+    message_json: dict[str, object] = {
         "type": "function",
         "function": {"name": name, "arguments": {} if arguments is None else arguments},
     }
     if isinstance(call, dict) and isinstance(call.get("id"), str):
-        made["id"] = call["id"]
-    return made
+        message_json["id"] = call["id"]
+    return message_json
 
 
 def _prompts(prompt: object, limits: Limits) -> tuple[str | np.ndarray, ...]:
-    wrong = UserError("completions: prompt must be a string, a list of token ids, or a list of either")
+    invalid = UserError("completions: prompt must be a string, a list of token ids, or a list of either")
     if isinstance(prompt, str):
         return (prompt,)
     if not isinstance(prompt, list) or not prompt:
-        raise wrong
+        raise invalid
     if all(isinstance(item, int) for item in prompt):
         return (check_tokens(integers(prompt, "prompt"), "prompt", limits),)
     if len(prompt) > MAX_CHOICES:
         raise UserError(f"completions: {len(prompt)} prompts; at most {MAX_CHOICES} in one request")
     if not all(isinstance(item, str | list) and item for item in prompt):
-        raise wrong
+        raise invalid
     return tuple(
         item if isinstance(item, str) else check_tokens(integers(item, "prompt"), "prompt", limits)
         for item in prompt

@@ -1,4 +1,4 @@
-"""What a model wrote, taken apart as it comes: reasoning, content, and tool calls in the Qwen/Hermes form.
+"""Parse sampled text incrementally into reasoning, content, and tool calls in the Qwen/Hermes format.
 
     <think>
     Let me look.
@@ -9,8 +9,8 @@
     {"name": "ls", "arguments": {"path": "/"}}
     </tool_call>
 
-Text that could still turn into a tag or a stop string is held back until it cannot, so that a stream says
-what the whole would say.
+Text that may be the beginning of a tag or a stop string is held back until this is decided, so that a stream
+and a complete reply have the same text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ type ParsedDelta = ReasoningText | Content | ToolCall
 
 
 class Part(StrEnum):
-    """Where in an answer the next character belongs."""
+    """The part of a reply to which the next character belongs."""
 
     BEGINNING = "beginning"
     REASONING = "reasoning"
@@ -58,25 +58,25 @@ class Part(StrEnum):
 
 
 class AnswerParser:
-    """Text in, pieces out. `calls`: look for tool calls; without it they are content like any other."""
+    """Splits text into pieces. Without `calls`, tool calls are content."""
 
     def __init__(self, *, calls: bool, part: Part = Part.BEGINNING) -> None:
         self._calls = calls
         self._part = part
-        self._held = ""
-        self._opening = ""  # of the call under way: its tag and the white space before it
+        self._buffer = ""
+        self._opening = ""  # the opening tag of the current call and the white space before it
 
     def add(self, text: str) -> list[ParsedDelta]:
-        self._held += text
+        self._buffer += text
         pieces: list[ParsedDelta] = []
         while (step := self._next()) is not None:
             pieces += step
         return pieces
 
     def flush(self) -> list[ParsedDelta]:
-        """The text is over: whatever was held back is what it looks like."""
+        """Return the text that was held back, because the sample has ended."""
         pieces: list[ParsedDelta] = []
-        held, self._held = self._held, ""
+        held, self._buffer = self._buffer, ""
         match self._part:
             case Part.REASONING:
                 pieces.append(ReasoningText(text=held))
@@ -89,88 +89,89 @@ class AnswerParser:
         return [piece for piece in pieces if isinstance(piece, ToolCall) or piece.text]
 
     def _next(self) -> list[ParsedDelta] | None:
-        """Take one step through what is held; None when it takes more text to know."""
+        """Parse the next part of the buffer. Return None if this needs more text."""
         match self._part:
             case Part.BEGINNING:
-                start = self._held.lstrip()
+                start = self._buffer.lstrip()
                 if start.startswith(THINK_OPEN) and start != THINK_OPEN:
-                    return self._go(Part.REASONING, start.removeprefix(THINK_OPEN).removeprefix("\n"))
-                return None if THINK_OPEN.startswith(start) else self._go(Part.CONTENT, self._held)
+                    return self._enter(Part.REASONING, start.removeprefix(THINK_OPEN).removeprefix("\n"))
+                return None if THINK_OPEN.startswith(start) else self._enter(Part.CONTENT, self._buffer)
             case Part.REASONING:
-                before, closed, after = self._held.partition(THINK_CLOSE)
+                before, closed, after = self._buffer.partition(THINK_CLOSE)
                 if closed:
-                    return self._go(Part.AFTER_REASONING, after, ReasoningText(text=before.rstrip()))
-                return self._release(ReasoningText, (THINK_CLOSE,))
+                    return self._enter(Part.AFTER_REASONING, after, ReasoningText(text=before.rstrip()))
+                return self._emit_safe(ReasoningText, (THINK_CLOSE,))
             case Part.AFTER_REASONING:
-                return self._go(Part.CONTENT, self._held.lstrip()) if self._held.strip() else None
+                return self._enter(Part.CONTENT, self._buffer.lstrip()) if self._buffer.strip() else None
             case Part.CONTENT:
                 before, opened, after = (
-                    self._held.partition(CALL_OPEN) if self._calls else (self._held, "", "")
+                    self._buffer.partition(CALL_OPEN) if self._calls else (self._buffer, "", "")
                 )
                 if opened:
                     text = before.rstrip()
                     self._opening = before[len(text) :] + CALL_OPEN
-                    return self._go(Part.CALL, after, Content(text=text))
-                return self._release(Content, (CALL_OPEN,) if self._calls else ())
+                    return self._enter(Part.CALL, after, Content(text=text))
+                return self._emit_safe(Content, (CALL_OPEN,) if self._calls else ())
             case Part.CALL:
-                body, closed, after = self._held.partition(CALL_CLOSE)
+                body, closed, after = self._buffer.partition(CALL_CLOSE)
                 if not closed:
                     return None
                 call = _tool_call(body)
                 if call is None:
-                    return self._go(Part.CONTENT, after, Content(text=self._opening + body + CALL_CLOSE))
-                return self._go(Part.AFTER_CALL, after, call)
+                    return self._enter(Part.CONTENT, after, Content(text=self._opening + body + CALL_CLOSE))
+                return self._enter(Part.AFTER_CALL, after, call)
             case Part.AFTER_CALL:
-                return self._go(Part.CONTENT, self._held.lstrip()) if self._held.strip() else None
+                return self._enter(Part.CONTENT, self._buffer.lstrip()) if self._buffer.strip() else None
 
-    def _go(self, part: Part, held: str, piece: ParsedDelta | None = None) -> list[ParsedDelta]:
-        self._part, self._held = part, held
+    def _enter(self, part: Part, held: str, piece: ParsedDelta | None = None) -> list[ParsedDelta]:
+        self._part, self._buffer = part, held
         return [] if piece is None or (not isinstance(piece, ToolCall) and not piece.text) else [piece]
 
-    def _release(
+    def _emit_safe(
         self, kind: type[ReasoningText] | type[Content], tags: Sequence[str]
     ) -> list[ParsedDelta] | None:
-        """Let go of what no tag can begin in; the white space before a tag belongs to the tag."""
-        safe = len(self._held) - longest_beginning(self._held, tags)
-        text = self._held[:safe].rstrip() if tags else self._held
+        """Return the text that cannot be the beginning of a tag. White space before a tag belongs to the
+        tag."""
+        safe = len(self._buffer) - longest_beginning(self._buffer, tags)
+        text = self._buffer[:safe].rstrip() if tags else self._buffer
         if not text:
             return None
-        self._held = self._held[len(text) :]
+        self._buffer = self._buffer[len(text) :]
         return [kind(text=text)]
 
 
 class StopCutter:
-    """Ends a text before the first stop string in it."""
+    """Truncates text before its first stop string."""
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
         self._stop_strings = stop_strings
-        self._held = ""
+        self._buffer = ""
         self.stopped = False
 
     def add(self, text: str) -> str:
-        """What is certain not to be part of a stop string."""
+        """Return the text that cannot be part of a stop string."""
         if self.stopped:
             return ""
-        held = self._held + text
-        found = [at for stop in self._stop_strings if (at := held.find(stop)) >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return held[: min(found)]
+        held = self._buffer + text
+        positions = [at for stop in self._stop_strings if (at := held.find(stop)) >= 0]
+        if positions:
+            self.stopped, self._buffer = True, ""
+            return held[: min(positions)]
         safe = len(held) - longest_beginning(held, self._stop_strings)
-        self._held = held[safe:]
+        self._buffer = held[safe:]
         return held[:safe]
 
     def completed_by(self, text: str) -> bool:
         """Whether `text` would complete a stop string."""
-        return any(stop in self._held + text for stop in self._stop_strings)
+        return any(stop in self._buffer + text for stop in self._stop_strings)
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
+        held, self._buffer = self._buffer, ""
         return held
 
 
 class Answer:
-    """One sample on its way from token ids to pieces; the token that ended it leaves no text."""
+    """Converts the token ids of one sample to pieces. The token that ended the sample has no text."""
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str], parser: AnswerParser | None
@@ -209,7 +210,7 @@ class Answer:
 
 
 def longest_beginning(text: str, tags: Sequence[str]) -> int:
-    """How many of the last characters of `text` could be the beginning of one of `tags`.
+    """Return how many of the last characters of `text` may be the beginning of one of `tags`.
 
     >>> longest_beginning("see </thi", ["</think>"])
     5
@@ -224,7 +225,7 @@ def longest_beginning(text: str, tags: Sequence[str]) -> int:
 
 
 def _tool_call(body: str) -> ToolCall | None:
-    """What stood between the tags; None when it is no call, and so content as it was written."""
+    """Return the tool call between the tags, or None if it is not valid."""
     try:
         call = json.loads(body)
         name, arguments = call["name"], call.get("arguments", {})

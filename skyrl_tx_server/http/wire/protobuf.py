@@ -1,8 +1,7 @@
-"""The two protobuf bodies of the contract: forward_backward requests in, sample and forward_backward results
-out.
+"""Protobuf bodies: forward_backward requests, and results of sample and forward_backward.
 
-SDK 0.25 and later speak nothing else here. Byte arrays are little-endian; an undefined log-probability is
-NaN.
+SDK 0.25 and later use protobuf only for these. Arrays are little-endian bytes; an undefined log-probability
+is NaN.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from skyrl_tx_server.engine.operations import (
     TrainDatum,
 )
 from skyrl_tx_server.errors import UserError
-from skyrl_tx_server.http.wire.json_reader import named
+from skyrl_tx_server.http.wire.json_reader import listed
 from skyrl_tx_server.http.wire.limits import Limits, check_tokens
 from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
 from skyrl_tx_server.http.wire.tensors import cells_from_csr, dense_array
@@ -44,7 +43,8 @@ from skyrl_tx_server.http.wire.training_requests import (
 MEDIA_TYPE = "application/x-protobuf"
 CHECKED_FROM_BYTES = 64 << 10
 MAX_FIELDS = 200_000
-"""Of one request: a datum of an RL loss has about 40, and the SDK sends at most 1024 datums."""
+"""Maximum number of fields in a request. A datum of an RL loss has about 40, and the SDK sends at most 1024
+datums."""
 MAX_PACKED_BYTES = 1024
 _BYTES_OR_TEXT = (FieldDescriptor.CPPTYPE_STRING,)
 
@@ -58,7 +58,8 @@ _STOP_REASONS = {StopReason.STOP: pb.STOP_REASON_STOP, StopReason.LENGTH: pb.STO
 
 
 def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
-    """A serialized ForwardBackwardRequest; `forward_only` marks what the SDK calls `forward`."""
+    """Parse a ForwardBackwardRequest. `forward_only` marks the SDK's `forward`. Raise UserError if it is
+    invalid."""
     _check_fields(body)
     request = pb.ForwardBackwardRequest()
     try:
@@ -89,61 +90,57 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
         data=tuple(data),
         forward_only=request.forward_only,
     )
-    return TrainRequest(
-        seq_id=request.seq_id or None, op=op
-    )  # proto3 cannot tell 0 from unset; the SDK counts from 1
+    return TrainRequest(seq_id=request.seq_id or None, op=op)  # 0 is unset in proto3; the SDK counts from 1
 
 
 def _check_fields(body: bytes) -> None:
-    """Refuse a body of many small fields before it is parsed: an empty message takes two bytes there and a
-    hundred in memory."""
+    """Raise UserError for a body of too many fields before it is parsed: an empty message has two bytes, but
+    needs a hundred bytes of memory."""
     if len(body) > CHECKED_FROM_BYTES:
-        with contextlib.suppress(IndexError):  # cut off: the parser says so
+        with contextlib.suppress(IndexError):  # truncated: the parser reports it
             _count_fields(body, 0, len(body), cast(Descriptor, pb.ForwardBackwardRequest.DESCRIPTOR), 0)
 
 
-def _count_fields(body: bytes, at: int, end: int, message: Descriptor, count: int) -> int:
-    """`count` and the fields of the message at body[at:end], those of its messages included. IndexError where
-    it is cut off."""
-    while at < end:
+def _count_fields(body: bytes, offset: int, end: int, message: Descriptor, count: int) -> int:
+    """Return `count` plus the number of fields of the message at body[offset:end], including nested messages.
+    Raise IndexError if it is truncated."""
+    while offset < end:
         count += 1
         if count > MAX_FIELDS:
             raise UserError(
                 f"forward_backward: the body has more than {MAX_FIELDS} protobuf fields; send fewer datums "
                 f"at once"
             )
-        tag, at = _varint(body, at)
+        tag, offset = _varint(body, offset)
         match tag & 7:
             case 0:
-                _, at = _varint(body, at)
+                _, offset = _varint(body, offset)
             case 1:
-                at += 8
+                offset += 8
             case 2:
-                length, at = _varint(body, at)
+                length, offset = _varint(body, offset)
                 field = message.fields_by_number.get(tag >> 3)
-                if at + length > end:
-                    return count  # cut off: the parser says so
+                if offset + length > end:
+                    return count  # truncated: the parser reports it
                 if field is not None and field.message_type is not None:
-                    count = _count_fields(body, at, at + length, field.message_type, count)
+                    count = _count_fields(body, offset, offset + length, field.message_type, count)
                 elif field is not None and field.cpp_type not in _BYTES_OR_TEXT and length > MAX_PACKED_BYTES:
                     raise UserError(f"forward_backward: {field.name} has more than {MAX_PACKED_BYTES} bytes")
-                at += length
+                offset += length
             case 5:
-                at += 4
-            case _:  # groups and what does not exist: no field of this schema
+                offset += 4
+            case _:  # a group or an invalid wire type
                 return count
     return count
 
 
-def _varint(body: bytes, at: int) -> tuple[int, int]:
-    """The number at `at`, and where it ends. A longer one than protobuf has is cut, which the parser
-    refuses.
-    """
+def _varint(body: bytes, offset: int) -> tuple[int, int]:
+    """Return the varint at `offset` and the offset after it."""
     value = shift = 0
-    while (byte := body[at]) & 0x80 and shift < 63:
+    while (byte := body[offset]) & 0x80 and shift < 63:
         value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-    return value | byte << shift, at + 1
+        offset, shift = offset + 1, shift + 7
+    return value | byte << shift, offset + 1
 
 
 def _datum(index: int, datum: pb.Datum, loss_fn: LossFn, limits: Limits) -> TrainDatum:
@@ -194,11 +191,11 @@ def _from_bytes(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
 
 
 def _refuse_unknown(message: Message, where: str) -> None:
-    """A field number we do not know is a feature of a newer SDK that this server would ignore."""
+    """Raise UserError for unknown fields: they belong to a newer SDK and must not be ignored."""
     unknown = sorted({str(field.field_number) for field in UnknownFieldSet(message)})
     if unknown:
         raise UserError(
-            f"{where}: unknown protobuf field {named(unknown)}; this server speaks the schema of tinker 0.38"
+            f"{where}: unknown protobuf field {listed(unknown)}; this server implements tinker 0.38"
         )
 
 
@@ -207,7 +204,7 @@ def has_proto_form(result: OpResult) -> bool:
 
 
 def result_to_proto(result: OpResult) -> bytes:
-    """A finished sample or forward_backward as the SDK reads it."""
+    """Return the protobuf body of a sample or forward_backward result."""
     match result:
         case SampleResult():
             return _sample(result).SerializeToString()
@@ -261,10 +258,10 @@ def _float_cells(cells: CsrMatrix) -> pb.Tensor:
 
 
 def _forward_backward(result: ForwardBackwardResult) -> pb.ForwardBackwardOutput:
-    """One record per run of datums with equally many targets per position: their log-probabilities end to
-    end, cut by byte offsets."""
-    bare = [name for name in result.metrics if ":" not in name]
-    assert not bare, f"metrics need the form name:reduction, got {bare}"
+    """Return the results. Consecutive datums with the same number of targets per position share a record, in
+    which byte offsets separate them."""
+    without_reduction = [name for name in result.metrics if ":" not in name]
+    assert not without_reduction, f"metrics need the form name:reduction, got {without_reduction}"
     output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     output.metrics.update(result.metrics)
     for trailing_shape, run in itertools.groupby(result.logprobs, key=lambda logprobs: logprobs.shape[1:]):

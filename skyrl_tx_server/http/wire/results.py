@@ -1,4 +1,4 @@
-"""Results as the SDK's JSON bodies."""
+"""Convert results to the SDK's JSON bodies."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from skyrl_tx_server.engine.operations import (
 
 
 def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dict[str, object]:
-    """A finished future's JSON body. `extra` is what the submitting route knows and the engine does not
-    (ids)."""
+    """Return the JSON body of a result. `extra` contains the fields that the route adds."""
     match result:
         case SampleResult():
             return {
@@ -75,13 +74,13 @@ def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dic
 
 
 def _json_float(value: float) -> float | str:
-    """JSON has no infinity and no NaN, and the SDK's parser is strict; but its types read a float from "inf"
-    and "nan" too."""
+    """Return `value`, or "inf" or "nan" as a string: JSON has neither, and the SDK converts the strings to
+    floats."""
     return value if math.isfinite(value) else str(value)
 
 
 def _nullable(values: np.ndarray) -> list[float | str | None]:
-    """The SDK writes an undefined prompt log-probability as null."""
+    """Return log-probabilities, with null for the undefined ones."""
     return [None if math.isnan(value) else _json_float(value) for value in values.tolist()]
 
 
@@ -94,7 +93,7 @@ def _json_metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
 
 
 def _json_topk(topk: TopkLogprobs) -> list[list[tuple[int, float | str]] | None]:
-    """None at a position without a context."""
+    """Return the top-k of each position; None at a position without a context."""
     return [
         None if row[0] == NO_LOGPROB else list(zip(ids, map(_json_float, row), strict=True))
         for ids, row in zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True)

@@ -23,22 +23,22 @@ MAX_STOP_LENGTH = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRequest:
-    """One asample request; `sampler_id` is None only when the caller named a base model or a path instead."""
+    """An asample request. `sampler_id` is None if the client passed a base model or a path instead."""
 
     sampler_id: str | None
     seq_id: int | None
     base_model: str | None
     model_path: str | None
-    op: Sample  # of the base model; its weights are those that the sampler, or the path, stands for
+    op: Sample  # without weights, which the route sets
 
 
 def parse_sample(body: object, limits: Limits) -> SampleRequest:
     fields = JsonReader(body, "asample")
     fields.refuse("prompt_alt_tokens_k", "sample from each prefix instead, or draw from topk_prompt_logprobs")
-    # Stability records are read by stable_reinforce alone, which is refused by name.
+    # Only the loss stable_reinforce reads stability records, and the server rejects this loss.
     fields.ignore("type", "record_stability_info")
     num_samples = fields.optional_integer("num_samples")
-    targets = fields.anything("target_prompt_logprobs")
+    targets = fields.value("target_prompt_logprobs")
     sampler_id, seq_id = fields.optional_text("sampling_session_id"), fields.optional_integer("seq_id")
     base_model, model_path = fields.optional_text("base_model"), fields.optional_text("model_path")
     op = Sample(
@@ -59,11 +59,11 @@ def parse_sample(body: object, limits: Limits) -> SampleRequest:
         )
     if op.prompt.size == 0:
         raise UserError("asample: the prompt is empty; send at least one token")
-    wanted = op.settings.max_tokens or 1
-    if op.prompt.size + wanted > limits.max_context_length:
+    max_tokens = op.settings.max_tokens or 1
+    if op.prompt.size + max_tokens > limits.max_context_length:
         raise UserError(
-            f"Prompt length plus max_tokens exceeds the model's context window: {op.prompt.size} + {wanted} "
-            f"> {limits.max_context_length}"
+            f"Prompt length plus max_tokens exceeds the model's context window: {op.prompt.size} + "
+            f"{max_tokens} > {limits.max_context_length}"
         )
     for name, k in (
         ("topk_prompt_logprobs", op.topk_prompt_logprobs),
@@ -89,7 +89,7 @@ def parse_sample(body: object, limits: Limits) -> SampleRequest:
 def parse_sampling_params(body: object, limits: Limits) -> SamplingSettings:
     fields = JsonReader(body, "sampling_params")
     settings = replace(
-        parse_stop(fields.anything("stop")),
+        parse_stop(fields.value("stop")),
         max_tokens=fields.optional_integer("max_tokens"),
         temperature=fields.number("temperature", 1.0),
         top_k=-1 if (top_k := fields.optional_integer("top_k")) is None else top_k,
@@ -119,8 +119,9 @@ def parse_sampling_params(body: object, limits: Limits) -> SamplingSettings:
 
 
 def parse_stop(stop: object) -> SamplingSettings:
-    """Settings with the SDK's `stop`: None means the model's own end tokens, [] means none at all."""
-    wrong = UserError(
+    """Return settings with the SDK's `stop`: None means the model's end-of-sequence tokens, [] means no
+    stop."""
+    invalid = UserError(
         f"sampling_params: stop must be a string, a list of strings or a list of token ids, got "
         f"{quoted(stop)}"
     )
@@ -128,7 +129,7 @@ def parse_stop(stop: object) -> SamplingSettings:
         return SamplingSettings()
     values = [stop] if isinstance(stop, str) else stop
     if not isinstance(values, list):
-        raise wrong
+        raise invalid
     if len(values) > MAX_STOPS or any(
         isinstance(value, str) and len(value) > MAX_STOP_LENGTH for value in values
     ):
@@ -138,7 +139,7 @@ def parse_stop(stop: object) -> SamplingSettings:
     strings = tuple(value for value in values if isinstance(value, str))
     token_ids = tuple(value for value in values if isinstance(value, int) and not isinstance(value, bool))
     if len(values) not in (len(strings), len(token_ids)) or any(token_id < 0 for token_id in token_ids):
-        raise wrong
+        raise invalid
     if "" in strings:
         raise UserError(
             "sampling_params: an empty stop string would stop before the first token; leave it out"
@@ -147,8 +148,7 @@ def parse_stop(stop: object) -> SamplingSettings:
 
 
 def _check_prompt_targets(targets: CsrMatrix, prompt_length: int, limits: Limits) -> CsrMatrix:
-    """Tokens to score in a prompt: one row for each of its positions but the first, -1 where nothing is
-    asked."""
+    """Check the tokens to score: one row per prompt position after the first, -1 for no token."""
     where = "target_prompt_logprobs"
     if targets.shape[0] != prompt_length - 1:
         raise UserError(
@@ -157,10 +157,10 @@ def _check_prompt_targets(targets: CsrMatrix, prompt_length: int, limits: Limits
         )
     if targets.values.dtype.kind not in "iu":
         raise UserError(f"{where}: token ids must be int64, got {targets.values.dtype}")
-    asked = targets.values[targets.values != -1]
-    if not asked.size:
+    listed = targets.values[targets.values != -1]
+    if not listed.size:
         raise UserError(f"{where}: it names no token; leave it out")
-    check_tokens(asked, where, limits)
+    check_tokens(listed, where, limits)
     if np.bincount(targets.rows()[targets.values != -1]).max() > MAX_TOP_K:
         raise UserError(f"{where}: at most {MAX_TOP_K} tokens per position")
     return replace(targets, values=targets.values.astype(np.int32))

@@ -1,4 +1,4 @@
-"""Arrays and matrices of request bodies, in JSON and as parts of protobuf messages."""
+"""Parse the arrays and matrices of request bodies, in JSON and in protobuf."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 
 MAX_CELLS = 1 << 24
-"""Cells of one matrix, so that a few bytes of sparse request cannot ask for gigabytes."""
-_CONVERTED_AT_ONCE = 1 << 16
+"""Maximum number of cells of a matrix: a small sparse request must not allocate gigabytes."""
+_CHUNK_SIZE = 1 << 16
 
 
-def array_of(values: list[object], dtype: np.dtype | None = None) -> np.ndarray:
-    """A flat list of numbers as [N]. ValueError for anything else in it: numpy would make text as wide as the
-    longest string.
+def to_array(values: list[object], dtype: np.dtype | None = None) -> np.ndarray:
+    """Return a flat list of numbers as an array [N]. Raise ValueError for other contents.
 
-    In steps, between which other threads run: of a large list numpy holds Python's lock for longer than they
-    can wait.
+    The list is converted in chunks, between which other threads can run, because numpy holds the GIL.
     """
     parts = []
-    for at in range(0, len(values), _CONVERTED_AT_ONCE):
-        part = values[at : at + _CONVERTED_AT_ONCE]
+    for start in range(0, len(values), _CHUNK_SIZE):
+        part = values[start : start + _CHUNK_SIZE]
         if not set(map(type, part)) <= {int, float, bool}:
             raise ValueError("not a flat list of numbers")
         parts.append(np.asarray(part, dtype))
@@ -32,9 +30,9 @@ def array_of(values: list[object], dtype: np.dtype | None = None) -> np.ndarray:
 
 
 def integers(values: list[object], where: str) -> np.ndarray:
-    """A flat JSON list of integers as [N] int64."""
+    """Return a flat JSON list of integers as an array [N] int64. Raise UserError for other contents."""
     try:
-        array = array_of(values)
+        array = to_array(values)
     except (ValueError, TypeError, OverflowError):
         raise UserError(f"{where}: expected a flat list of integers") from None
     if array.size == 0:
@@ -49,8 +47,9 @@ def integers(values: list[object], where: str) -> np.ndarray:
 def cells_from_csr(
     values: np.ndarray, crow_indices: np.ndarray, col_indices: np.ndarray, shape: Sequence[int], where: str
 ) -> CsrMatrix:
-    """A checked sparse matrix; crow_indices and col_indices are int64."""
-    wrong = UserError(
+    """Return a sparse matrix. `crow_indices` and `col_indices` are int64. Raise UserError if they are
+    inconsistent."""
+    invalid = UserError(
         f"{where}: not a sparse CSR matrix; its row pointers, columns and values do not fit its shape "
         f"{list(shape)}"
     )
@@ -61,7 +60,7 @@ def cells_from_csr(
         or crow_indices.ndim != 1
         or len(crow_indices) != shape[0] + 1
     ):
-        raise wrong
+        raise invalid
     counts = np.diff(crow_indices)
     if (
         crow_indices[0] != 0
@@ -69,17 +68,17 @@ def cells_from_csr(
         or len(col_indices) != len(values)
         or (counts < 0).any()
     ):
-        raise wrong
+        raise invalid
     if len(values) and (col_indices.min() < 0 or col_indices.max() >= shape[1]):
-        raise wrong
+        raise invalid
     cells = CsrMatrix(
         values=values,
         shape=(int(shape[0]), int(shape[1])),
         crow_indices=crow_indices,
         col_indices=col_indices,
     )
-    places = cells.rows() * shape[1] + col_indices
-    if len(np.unique(places)) != len(places):
+    positions = cells.rows() * shape[1] + col_indices
+    if len(np.unique(positions)) != len(positions):
         raise UserError(f"{where}: a cell is listed twice")
     return cells
 
@@ -94,7 +93,7 @@ def dense_array(cells: CsrMatrix, where: str) -> np.ndarray:
 
 
 def parse_cells(body: object, where: str) -> CsrMatrix:
-    """A JSON TensorData of two dimensions, dense or sparse."""
+    """Return a two-dimensional JSON TensorData, dense or sparse. Raise UserError if it is invalid."""
     tensor = parse_tensor(body, where)
     if isinstance(tensor, CsrMatrix):
         return tensor
@@ -104,11 +103,12 @@ def parse_cells(body: object, where: str) -> CsrMatrix:
 
 
 def parse_tensor(body: object, where: str) -> np.ndarray | CsrMatrix:
-    """A JSON TensorData; `CsrMatrix` when it is sparse. SDK 0.24 and older may leave dtype and shape out."""
+    """Return a JSON TensorData, as `CsrMatrix` if it is sparse. SDK 0.24 and older may omit dtype and shape.
+    Raise UserError if it is invalid."""
     if isinstance(body, list):
         body = {"data": body}
     fields = JsonReader(body, where)
-    is_sparse = fields.anything("sparse_crow_indices") is not None
+    is_sparse = fields.value("sparse_crow_indices") is not None
     crow_indices = integers(fields.items("sparse_crow_indices"), f"{where}: sparse_crow_indices")
     col_indices = integers(fields.items("sparse_col_indices"), f"{where}: sparse_col_indices")
     dtype = fields.optional_text("dtype")
@@ -116,7 +116,7 @@ def parse_tensor(body: object, where: str) -> np.ndarray | CsrMatrix:
         raise UserError(f"{where}: dtype {dtype!r} is unknown; use int64 or float32")
     shape = integers(fields.items("shape"), f"{where}: shape")
     try:
-        array = array_of(fields.items("data"), None if dtype is None else np.dtype(dtype))
+        array = to_array(fields.items("data"), None if dtype is None else np.dtype(dtype))
         array = array.reshape(shape.tolist()) if shape.size and not is_sparse else array
     except (ValueError, TypeError, OverflowError):
         raise UserError(f"{where}: data does not match its dtype and shape") from None

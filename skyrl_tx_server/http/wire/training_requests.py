@@ -95,7 +95,7 @@ def _alpha(text: str | None) -> float:
 
 
 def check_optimizer_config(fields: JsonReader) -> None:
-    """Only AdamW exists here; dimuon is refused when the model is made rather than at its first step."""
+    """Raise UserError for any optimizer other than AdamW when the model is created, not at its first step."""
     config = JsonReader(fields.mapping("optimizer_config"), "optimizer_config")
     kind = config.optional_text("type")
     if kind not in (None, "adamw"):
@@ -104,7 +104,7 @@ def check_optimizer_config(fields: JsonReader) -> None:
 
 
 def parse_adam(fields: JsonReader) -> AdamSettings:
-    """The optimizer settings of an optim_step body."""
+    """Return the optimizer settings of an optim_step body. Raise UserError if they are invalid."""
     other = fields.mapping("optimizer_params")
     if other:
         raise UserError(
@@ -131,7 +131,8 @@ def parse_adam(fields: JsonReader) -> AdamSettings:
 
 
 def parse_training_json(body: object, limits: Limits, *, forward_only: bool) -> TrainRequest:
-    """The JSON body of forward_backward and forward, as SDK 0.24 and older send it."""
+    """Parse the JSON body of forward_backward or forward from SDK 0.24 and older. Raise UserError if it is
+    invalid."""
     fields = JsonReader(body, "forward" if forward_only else "forward_backward")
     inner = JsonReader(
         fields.mapping("forward_input" if forward_only else "forward_backward_input"),
@@ -201,7 +202,8 @@ def parse_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> LossSett
 def check_datum(
     index: int, tokens: np.ndarray, inputs: Mapping[str, np.ndarray], loss_fn: LossFn, limits: Limits
 ) -> TrainDatum:
-    """One datum from its decoded arrays, with every property the loss relies on checked."""
+    """Return a datum from its decoded arrays. Raise UserError if an input of the loss is missing or
+    invalid."""
     where = f"datum {index}"
     spec = LOSSES[loss_fn]
     expected = spec.inputs
@@ -240,7 +242,7 @@ def check_datum(
             f"{where}: weights have the shape {list(inputs['weights'].shape)}, target_tokens "
             f"{list(targets.shape)}; they must be equal"
         )
-    made = TrainDatum(
+    parsed = TrainDatum(
         tokens=tokens,
         target_tokens=check_tokens(targets, f"{where}: target_tokens", limits),
         weights=_finite(inputs, "weights", where),
@@ -248,16 +250,21 @@ def check_datum(
         advantages=_finite(inputs, "advantages", where),
         sequence_ratio_mask=_finite(inputs, "sequence_ratio_mask", where),
     )
-    if "sequence_ratio_mask" in expected and not np.any(made.sequence_ratio_mask) and np.any(made.advantages):
+    if (
+        "sequence_ratio_mask" in expected
+        and not np.any(parsed.sequence_ratio_mask)
+        and np.any(parsed.advantages)
+    ):
         raise UserError(
             f"{where}: sequence_ratio_mask is 0 everywhere, so there is no ratio; set it to 1 on the "
             f"completion"
         )
-    return made
+    return parsed
 
 
 def check_request_cells(num_targets: int) -> None:
-    """Of all datums so far; called after each, before the next one is unfolded."""
+    """Raise UserError if the datums so far have too many targets. Called after each datum, before the next
+    one is decoded."""
     if num_targets > MAX_REQUEST_CELLS:
         raise UserError(
             f"forward_backward: more than {MAX_REQUEST_CELLS} targets in one request; send fewer datums at "
@@ -266,7 +273,8 @@ def check_request_cells(num_targets: int) -> None:
 
 
 def _finite(inputs: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarray | None:
-    """One NaN would poison the whole accumulated gradient, and with it every later step."""
+    """Return an input as float32. Raise UserError if it contains a NaN or infinity, which would make the
+    accumulated gradient invalid."""
     if name not in inputs:
         return None
     values = inputs[name].astype(np.float32)

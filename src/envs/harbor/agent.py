@@ -7,7 +7,7 @@ the model of each trial under a key, and the agent receives the key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, override
 
 from harbor.agents.terminus_2 import terminus_2
 from harbor.agents.terminus_2.terminus_2 import Terminus2
+from harbor.agents.terminus_2.terminus_json_plain_parser import TerminusJSONPlainParser
 from harbor.environments.base import BaseEnvironment
 from harbor.llms.base import BaseLLM, ContextLengthExceededError
 from harbor.llms.chat import Chat as HarborChat
@@ -24,6 +25,7 @@ from src.core.errors import SandboxError, TrainerError
 from src.core.trajectory import StopReason
 from src.envs.harbor.tinker_llm import EpisodeEnd, TinkerLLM
 from src.envs.sandbox.environment import is_infrastructure_failure
+from src.policy.chat import Message
 
 PROBE_TIMEOUT_S = 20
 
@@ -57,6 +59,36 @@ def first_prompt(instruction: str) -> str:
     """Return the first prompt of Terminus-2 with an empty screen, which is a lower bound on its length."""
     template = Path(terminus_2.__file__).parent / "templates" / "terminus-json-plain.txt"
     return template.read_text(encoding="utf-8").format(instruction=instruction, terminal_state="")
+
+
+def tool_fields(conversation: Sequence[Message]) -> dict[int, Message]:
+    """Return `Trajectory.tool_fields`: the commands of the answers as tool calls.
+
+    The names are those of Harbor's own trajectories. Answers that Terminus-2 cannot parse have no calls.
+    """
+    parser, fields = TerminusJSONPlainParser(), dict[int, Message]()
+    num_calls = 0
+    for index, message in enumerate(conversation):
+        if message["role"] != "assistant" or (parsed := parser.parse_response(str(message["content"]))).error:
+            continue
+        calls: list[tuple[str, Mapping[str, object]]] = [
+            ("bash_command", {"keystrokes": command.keystrokes, "duration": command.duration})
+            for command in parsed.commands
+        ]
+        calls += [("mark_task_complete", {})] if parsed.is_task_complete else []
+        fields[index] = {
+            "content": f"Analysis: {parsed.analysis}\nPlan: {parsed.plan}",
+            "tool_calls": [
+                {
+                    "id": f"call_{num_calls + number}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                }
+                for number, (name, arguments) in enumerate(calls, 1)
+            ],
+        }
+        num_calls += len(calls)
+    return fields
 
 
 class TrainingTerminus2(Terminus2):

@@ -21,7 +21,7 @@ from src.envs.base import Trial
 from src.envs.cleanup import clean
 from src.envs.harbor.grading_method import grading_methods, parse_grading_option
 from src.envs.harbor.trial_folder import JobsQuota
-from src.envs.options import EnvironmentSettings, HarborSettings
+from src.envs.options import EnvironmentOptions
 from src.envs.sandbox.bubblewrap import why_no_sandbox
 from src.envs.sandbox.docker import ADDRESS_POOLS, why_no_engine
 from src.envs.sandbox.run_directory import run_directory
@@ -38,7 +38,7 @@ def new_run_label() -> str:
     return f"run-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def open_harbor(config: EnvironmentSettings, chat: Chat) -> HarborTasks:
+def open_harbor(config: EnvironmentOptions, chat: Chat) -> HarborTasks:
     """Return the task source of env=harbor. Raises ConfigError if no task or an invalid task is found."""
     return HarborTasks(config, chat)
 
@@ -46,7 +46,7 @@ def open_harbor(config: EnvironmentSettings, chat: Chat) -> HarborTasks:
 class HarborTasks:
     """The tasks of a folder, after the checks and the split. Implements `TaskSource`."""
 
-    def __init__(self, settings: HarborSettings, chat: Chat) -> None:
+    def __init__(self, settings: EnvironmentOptions, chat: Chat) -> None:
         """Load and check the tasks. Raises ConfigError with one line per reason before an environment is
         started.
         """

@@ -16,7 +16,7 @@ from harbor.trial.trial import Trial as RunnableTrial
 
 from src.core.errors import BackendError, VerifierError
 from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, ZeroReason
-from src.envs.harbor.agent import AgentSession, register_session
+from src.envs.harbor.agent import AgentSession, register_session, tool_fields
 from src.envs.harbor.grading import Grading, graded
 from src.envs.harbor.grading_method import GradingMethod
 from src.envs.harbor.timed_policy import TimedPolicy
@@ -31,7 +31,7 @@ from src.envs.harbor.trial_result import (
     zero_reason,
 )
 from src.envs.harbor.verifier_reward import score
-from src.envs.options import HarborSettings
+from src.envs.options import HarborTrainingOptions
 from src.policy.chat import Chat
 from src.policy.sampling_policy import Policy
 
@@ -56,7 +56,7 @@ class HarborTrial:
         self,
         *,
         task: Task,
-        settings: HarborSettings,
+        settings: HarborTrainingOptions,
         chat: Chat,
         environment: Mapping[str, object],
         quota: JobsQuota,
@@ -210,6 +210,7 @@ class HarborTrial:
             stop_reason=stop_reason or StopReason.SESSION_CLOSED,
             trial_name=self._name,
             conversation=llm.conversation,
+            tool_fields=tool_fields(llm.conversation),
             zero_reason=reason,
             metrics={
                 "duration_s": time.monotonic() - running.started,

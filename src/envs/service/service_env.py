@@ -87,6 +87,7 @@ class ServiceEnv:
             return self._unusable("Error: the answer was empty.", role="user")
         calls = parsed.calls if self._parallel_tool_calls else parsed.calls[:1]
         result = await self._episode.step(parsed.content, calls)
+        fields = tool_fields(parsed.content, calls, result.messages, num_earlier=self._counts["tool_calls"])
         self._counts.update(tool_calls=len(calls), tool_errors=result.num_errors)
         if result.is_done:
             grade = await self._episode.grade()
@@ -96,9 +97,13 @@ class ServiceEnv:
                 is_done=True,
                 stop_reason=grade.stop_reason,
                 metrics={**self._metrics(), **grade.metrics},
+                tool_fields=fields,
             )
         return StepResult(
-            messages=result.messages, is_done=self._has_too_many_errors(), metrics=self._metrics()
+            messages=result.messages,
+            is_done=self._has_too_many_errors(),
+            metrics=self._metrics(),
+            tool_fields=fields,
         )
 
     async def close(self) -> None:
@@ -121,6 +126,32 @@ class ServiceEnv:
     def _metrics(self) -> dict[str, float]:
         counts = {name: float(count) for name, count in self._counts.items()}
         return counts | {"too_many_errors": float(self._has_too_many_errors())}
+
+
+def tool_fields(
+    content: str, calls: Sequence[ToolCall], messages: Sequence[Message], *, num_earlier: int
+) -> dict[int, Message]:
+    """Return `Trajectory.tool_fields` of an answer (index 0) and of the messages after it (from index 1).
+
+    `content` is the text beside the calls, and `num_earlier` is the number of calls of earlier answers.
+    Arguments are objects, as chat templates take them.
+    """
+    if not calls:
+        return {}
+    ids = [f"call_{num_earlier + number}" for number in range(1, len(calls) + 1)]
+    results = [index for index, message in enumerate(messages, 1) if message.get("role") == "tool"]
+    fields: dict[int, Message] = {
+        index: {"tool_call_id": call_id, "name": call.name}
+        for index, call_id, call in zip(results, ids, calls, strict=False)
+    }
+    fields[0] = {
+        "content": content,
+        "tool_calls": [
+            {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for id, call in zip(ids, calls, strict=True)
+        ],
+    }
+    return fields
 
 
 def names_of(tools: Sequence[Mapping[str, object]]) -> set[str]:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from src.core.errors import BackendError, SandboxError
 from src.envs.message_env import turn_seed
-from src.policy.backend import BackendSettings, connect
+from src.policy.backend import BackendOptions, connect
 from src.policy.chat import Chat, Message
 from src.policy.openai_client import ChatEndpoint
 from src.policy.sampling_policy import Policy, SampleRequest
@@ -134,7 +134,7 @@ class TinkerUserModel:
     """
 
     def __init__(
-        self, settings: BackendSettings, sampler_path: str | None, chat: Chat, *, temperature: float
+        self, settings: BackendOptions, sampler_path: str | None, chat: Chat, *, temperature: float
     ) -> None:
         self._settings = settings
         self._sampler_path = sampler_path

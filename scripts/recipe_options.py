@@ -1,0 +1,129 @@
+"""The options of the full recipe of `./run_skyrl_tx.sh`, and how they are fitted to a server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from netrc import NetrcParseError, netrc
+from pathlib import Path
+
+from skyrl_tx_server.config.engine_options import model_alias
+from skyrl_tx_server.files.model_source import converted_directory, is_gguf
+from src.core.errors import ConfigError
+
+DEFAULT_TASKS = "./datasets/terminal-bench-2"
+WANDB_HOST = "api.wandb.ai"
+
+RECIPE_OPTIONS = {
+    "learning_rate": "2e-4",
+    "batch_size": "2",
+    "group_size": "16",
+    "n_parallel_envs": "16",
+    "max_tokens": "2048",
+    "temperature": "0.7",
+    "context_limit": "128000",
+    "proactive_summarization_threshold": "8000",
+    "enable_summarize": "true",
+    "n_epochs": "2",
+    "num_substeps": "4",
+    "remove_constant_reward_groups": "true",
+    "normalize_advantages_by_std": "true",
+    "loss_fn": "ppo",
+    "wandb_project": "harbor-training",
+}
+RECIPE_OF_KIND = {"harbor": {"environment_type": "auto"}, "tau_bench": {"use_native_tool_calling": "true"}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedModel:
+    """A model as the user names it, as the server loads it and as clients ask for it."""
+
+    base_model: str
+    served_name: str
+    tokenizer: str | None  # None: by the served name, which is a hub id
+
+
+def named_model(model_name: str) -> NamedModel:
+    """Return the model of a directory, a GGUF file, a packaged model or a hub id.
+
+    Raises the server's ConfigError for a GGUF file that cannot be converted.
+    """
+    if is_gguf(model_name):
+        tokenizer = str(converted_directory(model_name))
+    elif Path(model_name).expanduser().is_dir():
+        tokenizer = model_name
+    else:
+        return NamedModel(base_model=model_name, served_name=model_name, tokenizer=None)
+    return NamedModel(base_model=model_name, served_name=model_alias(model_name, None), tokenizer=tokenizer)
+
+
+def recipe_defaults(kind: str, model: NamedModel, given: Mapping[str, str]) -> dict[str, str]:
+    """Return every default of the recipe, with a run folder of its own."""
+    tasks = Path(given["tasks_dir"]).expanduser().resolve().name if "tasks_dir" in given else kind
+    name = f"{tasks.rpartition(':')[2]}-{model.served_name.rpartition('/')[2]}-{datetime.now():%Y%m%d-%H%M%S}"
+    name = given.get("wandb_name", name)
+    return {
+        **RECIPE_OPTIONS,
+        **RECIPE_OF_KIND.get(kind, {}),
+        **({} if model.tokenizer is None else {"tokenizer": model.tokenizer}),
+        "wandb_name": name,
+        "log_path": f"{given.get('logs_dir', './runs')}/{name}",
+    }
+
+
+def fitted(
+    options: Mapping[str, str], given: Mapping[str, str], *, context: int
+) -> tuple[dict[str, str], str | None]:
+    """Fit the lengths that the user did not give to a server with a context of `context` tokens.
+
+    Return the options and one line about what was changed, None if nothing was. Raises ConfigError if
+    `context_limit` was given and exceeds the context. `TrainerConfig` checks the other given options.
+    """
+    given = {name: value for name, value in given.items() if value.lower() not in ("", "none", "null")}
+    limit = int(options["context_limit"])
+    if limit > context and "context_limit" in given:
+        raise ConfigError(
+            f"context_limit={limit} exceeds the server's {context}; lower it, or start the server with "
+            f"max_context_length={limit} yarn=true"
+        )
+    limit = min(limit, context)
+    lengths = {"context_limit": limit}
+    if "max_generate_length" not in given:
+        lengths["max_tokens"] = min(int(options["max_tokens"]), max(1, limit // 4))
+    generated = int(given.get("max_generate_length", given.get("max_tokens", lengths.get("max_tokens", 0))))
+    longest_input = min(int(given.get("max_input_length", limit)), limit - generated)
+    lengths["proactive_summarization_threshold"] = min(
+        int(options["proactive_summarization_threshold"]), limit // 4, max(0, longest_input // 2)
+    )
+    changed = {
+        name: value
+        for name, value in lengths.items()
+        if name not in given and name in options and value != int(options[name])
+    }
+    if not changed:
+        return dict(options), None
+    shown = ", ".join(f"{name}={value} ({options[name]})" for name, value in changed.items())
+    return (
+        {**options, **{name: str(value) for name, value in changed.items()}},
+        f"fitted to the server's context of {context} tokens: {shown}",
+    )
+
+
+def fitted_to_any(options: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """Fit the lengths to the given ones alone, before the server is known."""
+    try:
+        return fitted(options, given, context=sys.maxsize)[0]
+    except ValueError:  # a given length is no number: the trainer's own check names the option
+        return dict(options)
+
+
+def wandb_is_set_up(environ: Mapping[str, str]) -> bool:
+    """Return whether wandb can start without asking for a key at the terminal."""
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_MODE"):
+        return True
+    try:
+        return netrc(environ.get("NETRC")).authenticators(WANDB_HOST) is not None
+    except (OSError, NetrcParseError):
+        return False

@@ -1,0 +1,48 @@
+"""What runs at an address: a server with its models, or the reason why it cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import httpx
+
+NO_SERVER = "no server answers"
+TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModels:
+    """The models of a server."""
+
+    contexts: Mapping[str, int]  # longest context in tokens, by the name of the model; not empty
+
+    def reason_against(self, model_name: str) -> str | None:
+        """Return why a run with `model_name` cannot use the server, None if it can."""
+        if model_name in self.contexts:
+            return None
+        return f"it serves {', '.join(sorted(self.contexts))}, not {model_name}"
+
+
+def find_server(url: str, *, key: str) -> ServedModels | str:
+    """Return the models served at `url`, or one line that says why there are none."""
+    base = url.rstrip("/")
+    try:
+        health = httpx.get(f"{base}/api/v1/healthz", timeout=TIMEOUT_S)
+        if health.status_code == 503:
+            return "it is not ready yet"
+        if health.status_code != 200:
+            return f"it is no Tinker endpoint: /api/v1/healthz answered {health.status_code}"
+        headers = {"X-API-Key": key} if key else {}
+        reply = httpx.get(f"{base}/api/v1/get_server_capabilities", headers=headers, timeout=TIMEOUT_S)
+        if reply.status_code in (401, 403):
+            return "it refuses the key; set TINKER_API_KEY to the key of the server"
+        models = reply.raise_for_status().json()["supported_models"]
+        contexts = {model["model_name"]: int(model["max_context_length"]) for model in models}
+    except httpx.ConnectError:
+        return NO_SERVER
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return f"it did not answer ({type(error).__name__})"
+    except (ValueError, KeyError, TypeError):
+        return "it is no Tinker endpoint: it does not list its models"
+    return ServedModels(contexts=contexts) if contexts else "it serves no model"

@@ -1,0 +1,199 @@
+"""The header of a GGUF file: its metadata and its tensor table, with the bounds of every field checked.
+
+`gguf.GGUFReader` is not used for the header, because it does not compare counts with the size of the file: a
+damaged count makes it fill the memory. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from skyrl_tx_server.errors import ConfigError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_DIMENSIONS = 4
+
+type Value = str | bool | int | float | list[str] | list[bool] | list[int] | list[float]
+
+_SCALARS = {
+    GGUFValueType.UINT8: np.dtype("<u1"),
+    GGUFValueType.INT8: np.dtype("<i1"),
+    GGUFValueType.UINT16: np.dtype("<u2"),
+    GGUFValueType.INT16: np.dtype("<i2"),
+    GGUFValueType.UINT32: np.dtype("<u4"),
+    GGUFValueType.INT32: np.dtype("<i4"),
+    GGUFValueType.FLOAT32: np.dtype("<f4"),
+    GGUFValueType.BOOL: np.dtype("?"),
+    GGUFValueType.UINT64: np.dtype("<u8"),
+    GGUFValueType.INT64: np.dtype("<i8"),
+    GGUFValueType.FLOAT64: np.dtype("<f8"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GgufTensor:
+    """One entry of the tensor table."""
+
+    name: str
+    shape: tuple[int, ...]  # as numpy's: [out, in], the reverse of the order in the file
+    kind: GGMLQuantizationType
+    start: int  # in bytes from the start of the file
+    size: int  # in bytes
+
+    @property
+    def num_values(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GgufFile:
+    """The header of a file."""
+
+    path: Path
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, GgufTensor]
+    header_size: int  # in bytes
+
+    def rows(self, tensor: GgufTensor) -> np.ndarray:
+        """Return the stored bytes of a tensor as a read-only view of the file: [rows, bytes per row]."""
+        data = np.memmap(self.path, np.uint8, mode="r", offset=tensor.start, shape=(tensor.size,))
+        return data.reshape(tensor.num_values // tensor.shape[-1], -1)
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read the header of `path`.
+
+    Raises ConfigError if it is not a GGUF file, is damaged, or is shorter than its tensor table says.
+    """
+    try:
+        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _read(path, _Cursor(data))
+    except _DamagedError as error:
+        raise ConfigError(f"{path}: not a readable GGUF file: {error}; download it again") from None
+    except (OSError, ValueError) as error:  # mmap raises ValueError for an empty file
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: not a readable GGUF file: {reason}") from None
+
+
+class _DamagedError(Exception):
+    pass
+
+
+class _Cursor:
+    """Reads a mapped file from its start. Raises _DamagedError if a field would end after the file."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.position = 0
+        self.size = len(data)
+
+    def bytes(self, count: int, what: str) -> bytes:
+        self.require(count, what)
+        self.position += count
+        return self._data[self.position - count : self.position]
+
+    def require(self, count: int, what: str) -> None:
+        if count > self.size - self.position:
+            raise _DamagedError(
+                f"it ends within {what}: {count} bytes are needed at byte {self.position} of {self.size}"
+            )
+
+    def integer(self, layout: str, what: str) -> int:
+        (value,) = struct.unpack(layout, self.bytes(struct.calcsize(layout), what))
+        return value
+
+    def text(self, what: str) -> str:
+        content = self.bytes(self.integer("<Q", what), what)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return content.decode(errors="replace")  # tokens may be incomplete UTF-8 sequences
+
+    def value(self, what: str) -> Value:
+        kind = self._value_type(what)
+        if kind is not GGUFValueType.ARRAY:
+            return self.text(what) if kind is GGUFValueType.STRING else self._scalars(kind, 1, what)[0]
+        kind, count = self._value_type(what), self.integer("<Q", what)
+        if kind is GGUFValueType.ARRAY:
+            raise _DamagedError(f"{what} is an array of arrays")
+        if kind is not GGUFValueType.STRING:
+            return self._scalars(kind, count, what)
+        self.require(8 * count, what)  # every string has a length of 8 bytes
+        return [self.text(what) for _ in range(count)]
+
+    def _value_type(self, what: str) -> GGUFValueType:
+        number = self.integer("<I", what)
+        try:
+            return GGUFValueType(number)
+        except ValueError:
+            raise _DamagedError(f"{what} has the unknown value type {number}") from None
+
+    def _scalars(self, kind: GGUFValueType, count: int, what: str) -> list[int] | list[float] | list[bool]:
+        dtype = _SCALARS[kind]
+        return np.frombuffer(self.bytes(count * dtype.itemsize, what), dtype).tolist()
+
+
+def _read(path: Path, cursor: _Cursor) -> GgufFile:
+    if cursor.bytes(len(MAGIC), "the magic number") != MAGIC:
+        raise _DamagedError("it does not begin with GGUF")
+    version = cursor.integer("<I", "the version")
+    if version not in VERSIONS:
+        raise _DamagedError(f"its version is {version}, supported are {' and '.join(map(str, VERSIONS))}")
+    num_tensors = cursor.integer("<Q", "the number of tensors")
+    num_fields = cursor.integer("<Q", "the number of metadata fields")
+    cursor.require(12 * num_fields, f"the {num_fields} metadata fields")
+    metadata: dict[str, Value] = {}
+    for _ in range(num_fields):
+        name = cursor.text("the name of a metadata field")
+        metadata[name] = cursor.value(f"the metadata field {name[:80]!r}")
+    cursor.require(24 * num_tensors, f"the table of {num_tensors} tensors")
+    table = [_entry(cursor) for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise _DamagedError(f"general.alignment is {alignment}")
+    header_size = cursor.position
+    data_start = -(-header_size // alignment) * alignment
+    tensors = {}
+    for name, shape, number, offset in table:
+        start, size = data_start + offset, _num_bytes(path, name, shape, number)
+        if start + size > cursor.size:
+            raise _DamagedError(
+                f"it is cut short: tensor {name[:80]} ends at byte {start + size}, the file has {cursor.size}"
+            )
+        tensors[name] = GgufTensor(
+            name=name, shape=shape, kind=GGMLQuantizationType(number), start=start, size=size
+        )
+    return GgufFile(path=path, metadata=metadata, tensors=tensors, header_size=header_size)
+
+
+def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    name = cursor.text("the name of a tensor")
+    what = f"the entry of tensor {name[:80]!r}"
+    num_dimensions = cursor.integer("<I", what)
+    if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+        raise _DamagedError(f"{what} has {num_dimensions} dimensions")
+    shape = tuple(cursor.integer("<Q", what) for _ in range(num_dimensions))[::-1]
+    return name, shape, cursor.integer("<I", what), cursor.integer("<Q", what)
+
+
+def _num_bytes(path: Path, name: str, shape: tuple[int, ...], number: int) -> int:
+    try:
+        kind = GGMLQuantizationType(number)
+    except ValueError:
+        raise ConfigError(
+            f"{path}: tensor {name[:80]} has the unknown type {number}; convert the file to BF16 or Q8_0"
+        ) from None
+    block, size = GGML_QUANT_SIZES[kind]
+    if prod(shape) == 0 or shape[-1] % block:
+        raise _DamagedError(f"tensor {name[:80]} of type {kind.name} has shape {shape}")
+    return prod(shape) // block * size

@@ -1,0 +1,115 @@
+"""tokenizer.json and tokenizer_config.json of a GGUF file, from its metadata and without torch.
+
+A file stores tokens and merges, but only the name of the rule that splits text before the merges. The rules
+here are those of the Hugging Face tokenizers of the same models.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.files.gguf_file import GgufFile
+
+CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2, _LLAMA3 = "qwen2", "llama-bpe"
+_REGEXES = {_QWEN2: rf"{_WORDS}|\p{{N}}|{_REST}", _LLAMA3: rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"}
+_SMOLLM, _GPT2 = "smollm", "gpt-2"
+SPLITS = (_SMOLLM, _GPT2, *_REGEXES)
+"""The supported values of tokenizer.ggml.pre."""
+
+
+def write_tokenizer(file: GgufFile, directory: Path) -> None:
+    """Write the tokenizer's files. A tokenizer.json beside the GGUF file replaces the one in it.
+
+    Raises ConfigError for a tokenizer that is not byte-level BPE with a known split.
+    """
+    tokens = _tokens(file)
+    beside = file.path.with_name("tokenizer.json")
+    if beside.is_file():
+        shutil.copyfile(beside, directory / "tokenizer.json")
+    else:
+        _tokenizer(file, tokens).save(str(directory / "tokenizer.json"))
+    config: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    for name, field in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        number = file.metadata.get(f"tokenizer.ggml.{field}_token_id")
+        if isinstance(number, int) and 0 <= number < len(tokens):
+            config[f"{name}_token"] = tokens[number]
+    if isinstance(template := file.metadata.get("tokenizer.chat_template"), str):
+        config["chat_template"] = template
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _tokenizer(file: GgufFile, tokens: list[str]) -> Tokenizer:
+    model, split = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    if model != "gpt2" or split not in SPLITS:
+        raise ConfigError(
+            f"{file.path}: tokenizer.ggml.model {model!r} with pre {split!r} is not supported, only 'gpt2' "
+            f"with {', '.join(SPLITS)}; put the model's tokenizer.json into the folder of the file"
+        )
+    parts = [merge.split(" ") for merge in _list(file, "merges", str)]
+    if any(len(pair) != 2 for pair in parts):
+        raise ConfigError(f"{file.path}: tokenizer.ggml.merges are not pairs of tokens")
+    merges = [(left, right) for left, right in parts]
+    vocabulary = {token: number for number, token in reversed(list(enumerate(tokens)))}
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split == _LLAMA3))
+    except Exception as error:  # the library raises Exception itself, e.g. for a merge of unknown tokens
+        raise ConfigError(f"{file.path}: tokenizer.ggml.merges: {error}") from None
+    if split == _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split not in _REGEXES)
+    if split in _REGEXES:
+        first = [pre_tokenizers.Split(Regex(_REGEXES[split]), "isolated")]
+    else:
+        first = [pre_tokenizers.Digits(individual_digits=True)] if split == _SMOLLM else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    types = _list(file, "token_type", int) if "tokenizer.ggml.token_type" in file.metadata else []
+    added = {CONTROL: tokenizer.add_special_tokens, USER_DEFINED: tokenizer.add_tokens}
+    for kind, add in added.items():
+        chosen = [token for token, its_kind in zip(tokens, types, strict=False) if its_kind == kind]
+        add([AddedToken(token, special=kind == CONTROL, normalized=False) for token in chosen])
+    first_id = file.metadata.get("tokenizer.ggml.bos_token_id")
+    if file.metadata.get("tokenizer.ggml.add_bos_token") and isinstance(first_id, int):
+        token = tokens[first_id]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, first_id)]
+        )
+    return tokenizer
+
+
+def _tokens(file: GgufFile) -> list[str]:
+    """Return the tokens by id, after checking that the ids of special tokens are among them."""
+    tokens = _list(file, "tokens", str)
+    for name, value in file.metadata.items():
+        is_token = name.startswith("tokenizer.ggml.") and name.endswith("_token_id")
+        if is_token and not (isinstance(value, int) and 0 <= value < len(tokens)):
+            raise ConfigError(f"{file.path}: {name} is {str(value)[:80]}, there are {len(tokens)} tokens")
+    return tokens
+
+
+def _list[Item](file: GgufFile, name: str, kind: type[Item]) -> list[Item]:
+    value = file.metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+        raise ConfigError(f"{file.path}: the metadata have no tokenizer.ggml.{name}, or of a wrong type")
+    return [item for item in value if isinstance(item, kind)]

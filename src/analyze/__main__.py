@@ -1,0 +1,67 @@
+"""Command line of the analysis: `python -m src.analyze runs=RUN,OTHER_RUN`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from src.analyze.comparison import overview, pair
+from src.analyze.config import AnalyzeConfig
+from src.analyze.markdown import put_section
+from src.analyze.report import run_section
+from src.analyze.run_files import AnalyzedRun, read_run
+from src.cli.command_line import help_for, parse_as, print_help
+from src.core.errors import ConfigError, TrainerError
+
+TITLE = [
+    "python -m src.analyze runs=RUN,OTHER_RUN",
+    "",
+    "Writes the analysis of one run, or of several and their comparison, to a Markdown file.",
+]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the analysis and return the exit status. Errors are one line."""
+    if any(argument in ("--help", "-h", "help") for argument in argv):
+        print_help(help_for(AnalyzeConfig, title=TITLE))
+        return 0
+    try:
+        analyze(parse_as(AnalyzeConfig, argv))
+    except TrainerError as error:
+        if os.environ.get("TRAINER_DEBUG"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def analyze(config: AnalyzeConfig) -> None:
+    """Write one section per run, and a section that compares them if there are several."""
+    path = Path(config.write_to).expanduser()
+    runs = read_runs(config)
+    for run in runs:
+        put_section(path, run.name, run_section(run))
+    if len(runs) > 1:
+        names = [run.name for run in runs]
+        lines = [f"## {', '.join(names)}", "", *overview(runs)]
+        for run in runs[1:]:
+            lines += ["", *pair(runs[0], run)]
+        put_section(path, " | ".join(names), lines)
+    print(f"wrote {path}")
+
+
+def read_runs(config: AnalyzeConfig) -> list[AnalyzedRun]:
+    """Read the runs. Raises ConfigError if two have the same name, because a name identifies a section."""
+    runs: dict[str, AnalyzedRun] = {}
+    for folder in config.runs:
+        run = read_run(folder, first_step=config.first_step, last_step=config.last_step)
+        if run.name in runs:
+            raise ConfigError(f"two runs are called {run.name}; rename one of their folders")
+        runs[run.name] = run
+    return list(runs.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,31 @@
+"""Options of `python -m src.analyze`."""
+
+from __future__ import annotations
+
+import chz
+
+from src.core.options import Options, require
+
+
+@chz.chz
+class AnalyzeConfig(Options):
+    """Analysis"""
+
+    runs: list[str] = chz.field(
+        doc="Folders of runs (src.train), of evaluations (src.evaluate), or of dumped evaluations; several "
+        "are compared with the first"
+    )
+    write_to: str = chz.field(
+        default="experiments.md", doc="Markdown file; the sections of the same runs in it are replaced"
+    )
+    first_step: int | None = chz.field(
+        default=None, doc="Evaluation to start the comparison from; None: the first one"
+    )
+    last_step: int | None = chz.field(
+        default=None, doc="Evaluation to analyze, and to compare with first_step; None: the last one"
+    )
+
+    @chz.validate
+    def _there_are_runs(self) -> None:
+        require(bool(self.runs), "runs names no folder; write runs=RUN,OTHER_RUN")
+        require(len(set(self.runs)) == len(self.runs), "runs names a folder twice; remove one of them")

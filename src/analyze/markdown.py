@@ -1,0 +1,43 @@
+"""Tables and sections of a Markdown file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from src.records.atomic_io import replace_text
+
+MISSING = "–"  # a value that the files do not have
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, num_text: int = 1) -> list[str]:
+    """Return the lines of a table. The columns after the first `num_text` are aligned to the right."""
+    lines = [header, ["---"] * num_text + ["---:"] * (len(header) - num_text), *rows]
+    return [f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines]
+
+
+def percent(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.1%}"
+
+
+def number(value: float | None, *, digits: int = 1) -> str:
+    return MISSING if value is None else f"{value:.{digits}f}"
+
+
+def change(cells: Sequence[str]) -> str:
+    """Return the values of the first and the last evaluation in one cell."""
+    return " → ".join(cells)
+
+
+def put_section(path: Path, title: str, lines: Sequence[str]) -> None:
+    """Write a section to a file. A section of the same title that an earlier call wrote is replaced."""
+    start, end = f"<!-- analysis: {title} -->", f"<!-- end of analysis: {title} -->"
+    section = "\n".join([start, *lines, end]) + "\n"
+    before = path.read_text() if path.is_file() else ""
+    head, has_start, rest = before.partition(start)
+    _, has_end, tail = rest.partition(end)
+    if has_start and has_end:
+        replace_text(path, head + section + tail.removeprefix("\n"))
+    else:
+        gap = "\n" if before and not before.endswith("\n\n") else ""
+        replace_text(path, before + gap + section)

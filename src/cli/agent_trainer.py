@@ -1,0 +1,83 @@
+"""`agent-trainer COMMAND ...`: one program for the commands of this project.
+
+Each command runs the module of the same purpose in this process's place, with the same arguments.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from src.cli.saved_options import resumed_arguments
+from src.core.errors import ConfigError
+
+MODULES = {
+    "train": ("src.train", "Train an agent"),
+    "evaluate": ("src.evaluate", "Evaluate a model, a checkpoint or an endpoint"),
+    "serve": ("skyrl_tx_server", "Serve a model over the Tinker API"),
+    "export": ("skyrl_tx_server.export", "Export an adapter, merge it into its model, or import one"),
+    "keys": ("skyrl_tx_server.keys", "Make the API keys of tenants"),
+    "probe": ("src.probe", "Check what an endpoint honours"),
+    "validate": ("src.envs.validate", "Check the tasks of a folder"),
+}
+"""Command -> module that is run with the remaining arguments, and its help."""
+RESUME = "Continue a run with the options that it was started with: resume RUN [key=value ...]"
+LAUNCHER = "scripts.run_skyrl_tx"  # only in a checkout; it starts the server of a run again
+SERVER_FILE = "server.json"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replace this process by the command. Return 2 for a mistake and 0 for help."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
+        print(help_text())
+        return 0 if arguments else 2
+    try:
+        command = command_line(arguments[0], arguments[1:])
+    except ConfigError as error:
+        print(f"agent-trainer: {error}", file=sys.stderr)
+        return 2
+    os.execv(sys.executable, [sys.executable, "-m", *command])
+
+
+def command_line(name: str, arguments: list[str]) -> list[str]:
+    """Return the module of a command and its arguments. Raises ConfigError for an unknown command."""
+    if name in MODULES:
+        return [MODULES[name][0], *arguments]
+    if name != "resume":
+        raise ConfigError(f"unknown command {name!r}; commands are {', '.join([*MODULES, 'resume'])}")
+    if not arguments:
+        raise ConfigError("resume needs the folder of a run: agent-trainer resume RUN [key=value ...]")
+    if arguments[0] in ("--help", "-h"):
+        return ["src.train", "--help"]
+    run, changes = arguments[0], arguments[1:]
+    options = resumed_arguments(run, changes)
+    if _has_own_server(Path(run).expanduser()) and importlib.util.find_spec("scripts") is not None:
+        return [LAUNCHER, f"resume={run}", *changes]
+    return ["src.train", *options]
+
+
+def help_text() -> str:
+    """Return the commands with their meanings."""
+    lines = ["agent-trainer COMMAND [key=value ...]", ""]
+    commands = {name: text for name, (_, text) in MODULES.items()} | {"resume": RESUME}
+    lines += [f"  {name:10} {text}" for name, text in commands.items()]
+    return "\n".join([*lines, "", "agent-trainer COMMAND --help lists the options of a command."])
+
+
+def _has_own_server(run: Path) -> bool:
+    """Return whether the launcher started the server of this run."""
+    run = run.resolve()
+    try:
+        recorded = json.loads((run.with_name(f"{run.name}.server") / SERVER_FILE).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(recorded, list)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""`agent-trainer`: its commands are modules that exist, and `resume` remembers every option of a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tomllib
+from pathlib import Path
+
+import chz
+import pytest
+
+from scripts import run_skyrl_tx
+from scripts.running_server import ServedModels
+from src.cli.agent_trainer import MODULES, SERVER_FILE, command_line, help_text, main
+from src.cli.command_line import parse
+from src.cli.environment_variables import with_local_model
+from src.cli.saved_options import resumed_arguments
+from src.config import TrainerConfig
+from src.core.errors import ConfigError
+from src.records.run_folder import RunFolder, find_run_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = {
+    "model_name": "org/name",
+    "tasks_dir": "tasks",
+    "backend": "skyrl-tx",
+    "skyrl_tx_url": "http://127.0.0.1:1",
+    "max_steps": "7",
+    "learning_rate": "2e-4",
+    "eval_tasks": "a,b*",
+    "loss_fn_config": "clip_low_threshold=0.8,clip_high_threshold=1.3",
+    "loss_fn": "ppo",
+    "remove_constant_reward_groups": "true",
+    "dump_eval_results": "false",
+    "trial_timeout_s": "30.5",
+    "max_tokens": "100",
+    "wandb_name": "a run",
+}
+
+
+def run_of(path: Path, **changes: str) -> TrainerConfig:
+    """Write the folder of a run and return its options."""
+    given = OPTIONS | {"log_path": str(path)} | changes
+    config = parse([f"{name}={value}" for name, value in given.items()])
+    RunFolder(path=path, checkpoint=None, delete_first=False).create(config)
+    (path / "metrics.jsonl").write_text("")
+    return config
+
+
+def test_every_option_of_a_run_is_remembered(tmp_path: Path) -> None:
+    config = run_of(tmp_path / "run")
+    resumed = parse(resumed_arguments(str(tmp_path / "run"), []))
+    assert resumed == chz.replace(config, behavior_if_log_dir_exists="resume")
+    assert find_run_folder(resumed, name="other").path == tmp_path / "run"
+
+
+def test_options_given_to_resume_replace_those_of_the_run(tmp_path: Path) -> None:
+    run_of(tmp_path / "run")
+    resumed = parse(resumed_arguments(str(tmp_path / "run"), ["max_steps=9", "eval_tasks=none"]))
+    assert resumed.max_steps == 9 and resumed.eval_tasks is None and resumed.max_tokens == 100
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json: No such file or directory; give the folder of a"):
+        resumed_arguments(str(tmp_path), [])
+    (tmp_path / "config.json").write_text("[1]")
+    assert main(["resume", str(tmp_path)]) == 2
+    assert "it is not a JSON object; give the folder of a run" in capfd.readouterr().err
+
+
+def test_every_command_is_a_module_that_exists() -> None:
+    assert all(importlib.util.find_spec(module) is not None for module, _ in MODULES.values())
+    assert command_line("serve", ["base_model=m"]) == ["skyrl_tx_server", "base_model=m"]
+    assert all(name in help_text() for name in (*MODULES, "resume"))
+
+
+def test_the_console_script_is_declared() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["agent-trainer"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    assert "src.cli.agent_trainer" in (ROOT / "scripts" / "setup.sh").read_text()
+
+
+@pytest.mark.parametrize("arguments", [["trane"], ["resume"], ["resume", "absent"]])
+def test_a_mistaken_command_is_one_line(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("agent-trainer: ") and error.count("\n") == 1
+
+
+def test_a_model_directory_is_asked_for_as_the_server_names_it(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    own = ["backend=skyrl-tx", f"model_name={tmp_path}/tiny"]
+    named = ["backend=skyrl-tx", "model_name=local/tiny"]
+    assert with_local_model(own) == [*named, f"tokenizer={tmp_path}/tiny"]
+    assert with_local_model([*own, "tokenizer=t"]) == [named[0], "tokenizer=t", named[1]]
+    for other in (["backend=tinker", own[1]], [own[0], "model_name=org/name"], [own[0]]):
+        assert with_local_model(other) == other
+
+
+def test_resume_starts_the_server_of_the_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "tasks").mkdir()
+    run_of(run, tasks_dir=str(tmp_path / "tasks"))
+    assert command_line("resume", [str(run), "max_steps=9"])[0] == "src.train"
+    side_files = tmp_path / "run.server"
+    side_files.mkdir()
+    (side_files / SERVER_FILE).write_text(json.dumps(["base_model=m"]))
+    (side_files / "api_key").write_text("tml-old\n")
+    launched = command_line("resume", [str(run), "max_steps=9"])
+    assert launched == ["scripts.run_skyrl_tx", f"resume={run}", "max_steps=9"]
+    started: list[tuple[str, ...]] = []
+    trained: list[tuple[dict[str, str], str | None]] = []
+    monkeypatch.setattr(
+        run_skyrl_tx, "start_server", lambda url, arguments, *_, **__: started.append(arguments)
+    )
+    monkeypatch.setattr(run_skyrl_tx, "train", lambda options, _, *, key: trained.append((options, key)) or 0)
+    assert run_skyrl_tx.main(launched[1:]) == 0
+    assert started == [("base_model=m",)]
+    ((options, key),) = trained
+    assert options["max_steps"] == "9" and options["eval_tasks"] == "a,b*" and key != "tml-old"
+    assert options["skyrl_tx_url"] != OPTIONS["skyrl_tx_url"]
+    monkeypatch.setattr(run_skyrl_tx, "find_server", lambda *_, **__: ServedModels(contexts={"org/name": 9}))
+    assert run_skyrl_tx.main(launched[1:]) == 0
+    assert trained[1][1] == "tml-old" and len(started) == 1

@@ -1,0 +1,209 @@
+"""`python -m src.analyze` on runs and evaluations of the real trainer with scripted policies."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import asynccontextmanager
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from src.analyze.__main__ import main
+from src.cli.command_line import parse_as
+from src.cli.console import Display
+from src.core.trajectory import Turn
+from src.envs.registry import open_task_source
+from src.evaluate.config import EvaluateConfig
+from src.evaluate.run import Evaluated, run
+from src.policy.chat import Chat, load_chat
+from src.policy.sampling_policy import SampleRequest
+from tests.fakes.policy import FakePolicy
+from tests.trainer.test_episodes import Bench
+
+MODEL = Path(__file__).resolve().parents[2] / "datasets" / "toy_retail" / "model"
+CALL = '<tool_call>{"name": "get_order", "arguments": {"order": "no such id"}}</tool_call>'
+
+
+class Clerk:
+    """Asks for an order that does not exist, and then says something until the user ends the conversation.
+
+    With an even seed it calls nothing.
+    """
+
+    version = 0
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self._num_calls = 0
+
+    async def sample(self, request: SampleRequest) -> Turn:
+        text = self._chat.tokenizer.decode(
+            request.prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        has_called = "there is no order" in text
+        self._num_calls += 1
+        reply = "It is done." if has_called or self._num_calls % 5 == 0 else CALL
+        return await FakePolicy(self._chat, [reply]).sample(request)
+
+
+async def evaluated(folder: Path, *options: str) -> None:
+    """Evaluate the clerk on tasks of toy_retail."""
+    chat = load_chat(str(MODEL))
+    argv = ["env=tau_bench", "environment_kwargs=domain=toy_retail", "test_data=shop=toy_retail:test"]
+    argv += ["model_name=m", "backend=skyrl-tx", "skyrl_tx_url=http://h:1", "n_samples=3", "max_tokens=60"]
+    argv += ["context_limit=2048", f"log_path={folder}", "use_native_tool_calling=true", *options]
+    config = parse_as(EvaluateConfig, argv)
+
+    @asynccontextmanager
+    async def opened(config: EvaluateConfig, checkpoint: str | None):
+        yield Evaluated(policy=Clerk(chat), source=open_task_source(config.environment, chat))
+
+    await run(config, Display(Console(file=io.StringIO())), open_evaluated=opened)
+
+
+def rows(text: str, heading: str) -> list[dict[str, str]]:
+    """Return the rows of the table below a heading, by the names of the columns."""
+    lines = text.partition(heading)[2].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    table = takewhile(lambda line: line.startswith("|"), lines[start:])
+    header, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    return [dict(zip(header, line, strict=True)) for line in body]
+
+
+def analysis(*arguments: str, write_to: Path) -> str:
+    assert main([*arguments, f"write_to={write_to}"]) == 0
+    return write_to.read_text()
+
+
+async def test_a_run_is_compared_from_its_first_to_its_last_step(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    await bench.trained("n_epochs=6", "eval_every=3", "temperature=1")
+    text = analysis(f"runs={bench.path}", write_to=tmp_path / "experiments.md")
+    before, after = (
+        bench.lines(f"dumped_evals/global_step_{step}_evals/aggregated_results.jsonl")[0] for step in (0, 6)
+    )
+    table = rows(text, "### Held-out tasks, step 0 → 6")
+    assert [row["environment"] for row in table] == ["all tasks", "airline", "retail"]
+    for row in table[1:]:
+        key = f"eval/{row['environment']}/pass_at_3"
+        assert row["pass@3"] == f"{before[key]:.1%} → {after[key]:.1%}"
+        turns = f"test/env/{row['environment']}/turns"
+        assert row["avg turns"] == f"{before[turns]:.1f} → {after[turns]:.1f}"
+        assert "points [" in row["difference"] and row["tasks"] == "1" and row["trials"] == "4"
+    variances = [line["reward/retail/variance_per_prompt"] for line in bench.lines("metrics.jsonl")[1:]]
+    [signal] = [row for row in rows(text, "### Training signal") if row["environment"] == "retail"]
+    assert signal["avg variance"] == f"{sum(variances) / 6:.4f}" and signal["steps"] == "6"
+    assert signal["steps with signal"] == f"{sum(v > 0 for v in variances) / 6:.1%}"
+
+
+async def test_failing_tasks_have_their_patterns_and_calls(tmp_path: Path) -> None:
+    await evaluated(tmp_path / "evaluation", "tasks=*-test-*")
+    text = analysis(f"runs={tmp_path / 'evaluation'}", write_to=tmp_path / "e.md")
+    dumped = [
+        json.loads(line)
+        for line in (tmp_path / "evaluation/dumped_evals/global_step_0_evals/shop.jsonl")
+        .read_text()
+        .splitlines()
+    ]
+    [row] = rows(text, "### Held-out tasks, step 0")
+    calls = [record["env_extras"]["tool_calls"] for record in dumped]
+    failed = [count for count, record in zip(calls, dumped, strict=True) if record["score"][-1] < 1]
+    assert (row["tasks"], row["trials"]) == ("20", "60")
+    assert row["avg tool calls"] == f"{sum(calls) / 60:.1f}" and 0 < sum(calls) < 120
+    patterns = {row["pattern"]: int(row["shop"]) for row in rows(text, "### Failed trials by pattern")}
+    assert patterns == {
+        "failed trials": len(failed),
+        "not found": sum(count > 0 for count in failed),
+        "nothing done": failed.count(0.0),
+    }
+    tasks = rows(text, "### Tasks that fail")
+    assert tasks and all(row["solved"].endswith("/3") for row in tasks)
+    assert any("get_order" in row["a failed trial"] for row in tasks)
+    assert any("Error: there is no order no such id" in row["a failed trial"] for row in tasks)
+
+
+async def test_two_runs_are_compared_in_pairs(tmp_path: Path) -> None:
+    folders = []
+    for name, options in {"tinker": ("seed=1",), "skyrl-tx": ("seed=2", "learning_rate=1")}.items():
+        bench = Bench(tmp_path / name)
+        await bench.trained("n_epochs=4", "eval_every=0", "temperature=1", *options)
+        folders.append(bench.path.rename(bench.path.with_name(name)))
+    text = analysis(f"runs={folders[0]},{folders[1]}", write_to=tmp_path / "experiments.md")
+    comparison = text.partition("## tinker, skyrl-tx")[2]
+    assert [row["run"] for row in rows(comparison, "\n")] == ["tinker"] * 3 + ["skyrl-tx"] * 3
+    assert "`seed=1` and `2`; `learning_rate=2.0` and `1.0`" in comparison
+    [everything, *_] = rows(comparison, "paired by task:")
+    assert (everything["environment"], everything["tasks"]) == ("all tasks", "2")
+    losses = {row["metric"]: row for row in rows(comparison, "paired by step:")}
+    assert losses["`optim/loss`"]["steps"] == "4"
+    means = [
+        sum(json.loads(line)["env/all/reward/total"] for line in lines[1:]) / 4
+        for lines in ((folder / "metrics.jsonl").read_text().splitlines() for folder in folders)
+    ]
+    row = losses["`env/all/reward/total`"]
+    assert [row["tinker"], row["skyrl-tx"]] == [f"{mean:.4g}" for mean in means]
+
+
+async def test_a_repeated_analysis_replaces_its_section(tmp_path: Path) -> None:
+    path = tmp_path / "experiments.md"
+    path.write_text("# Experiments\n\nOur notes.\n")
+    await evaluated(tmp_path / "first", "n_samples=1", "tasks=*1")
+    for _ in range(2):
+        text = analysis(f"runs={tmp_path / 'first'}", write_to=path)
+        assert text.startswith("# Experiments\n\nOur notes.\n\n<!-- analysis: first -->\n")
+        assert text.count("## first") == 1
+
+
+def skyrl_dump(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_dumps_of_skyrl_can_be_analyzed(tmp_path: Path) -> None:
+    """They have token scores, task keys, and no conversation."""
+    response = '<tool_call>{"name": "search"}</tool_call><|im_end|><|im_start|>assistant\ndone'
+    for step, scores in {0: (0.0, 0.0, 0.0, 1.0), 10: (1.0, 0.0, 1.0, 1.0)}.items():
+        records = [
+            {
+                "input_prompt": "find it",
+                "output_response": response,
+                "score": [0.0, 0.0, score],
+                "stop_reason": "stop",
+                "env_extras": {"task_key": "t", "data_source": "web"},
+            }
+            for score in scores
+        ]
+        skyrl_dump(tmp_path / "run" / f"global_step_{step}" / "web.jsonl", records)
+    text = analysis(f"runs={tmp_path / 'run'}", write_to=tmp_path / "e.md")
+    [row] = rows(text, "### Held-out tasks, step 0 → 10")
+    assert (row["pass@1"], row["pass@3"]) == ("25.0% → 75.0%", "75.0% → 100.0%")
+    assert (row["avg turns"], row["avg tool calls"]) == ("2.0 → 2.0", "1.0 → 1.0")
+    patterns = {row["pattern"]: row["web"] for row in rows(text, "### Failed trials by pattern")}
+    assert patterns == {"failed trials": "3 → 1", "false completion": "3 → 1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["runs={}/none"], "has neither dumped_evals/ nor metrics.jsonl; give the folder of a run with"),
+        (["runs={}/run", "last_step=3"], "last_step=3 has no dumped evaluation in run; those there are: 0"),
+        (["runs={}/run,{}/x/run"], "two runs are called run; rename one of their folders"),
+        (["runs={}/run,{}/run"], "runs names a folder twice; remove one of them"),
+        (["runs={}/damaged"], "web.jsonl, line 1: score"),
+        ([], "missing: runs"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    tmp_path: Path, arguments: Sequence[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, score in {"run": 1.0, "x/run": 1.0, "damaged": "good"}.items():
+        skyrl_dump(tmp_path / name / "global_step_0" / "web.jsonl", [{"score": score, "input_prompt": "p"}])
+    argv = [argument.replace("{}", str(tmp_path)) for argument in arguments]
+    assert main([*argv, f"write_to={tmp_path / 'e.md'}"]) == 2
+    [error] = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and line in error

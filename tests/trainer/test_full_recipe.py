@@ -1,0 +1,216 @@
+"""`./run_skyrl_tx.sh model_name=...` with no further option: the lengths follow the server, and a running
+server is used or one line says why not.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from scripts import recipe_options, run_skyrl_tx
+from scripts.recipe_options import RECIPE_OPTIONS, fitted, named_model, recipe_defaults, wandb_is_set_up
+from scripts.run_skyrl_tx import in_trainer_names, main, trainer_arguments
+from scripts.running_server import NO_SERVER, ServedModels, find_server
+from src.cli.command_line import parse
+from src.core.errors import ConfigError
+
+KEY = "tml-of-the-server"
+
+
+@contextmanager
+def server(models: dict[str, int], *, health: int = 200, key: str | None = None) -> Iterator[str]:
+    """A server that answers health and capabilities only. The block gets its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.endswith("healthz"):
+                return self.answer(health, {"status": "ok"})
+            if key is not None and self.headers.get("X-API-Key") != key:
+                return self.answer(401, {})
+            listed = [{"model_name": name, "max_context_length": size} for name, size in models.items()]
+            return self.answer(200, {"supported_models": listed})
+
+        def answer(self, status: int, body: object) -> None:
+            content = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_address[1]}"
+        http.shutdown()
+
+
+@pytest.fixture
+def trained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> list[tuple[dict[str, str], object, tuple[str, ...]]]:
+    """The options, the server process and the arguments of the server of each training that was started."""
+    calls: list[tuple[dict[str, str], object, tuple[str, ...]]] = []
+    started: list[tuple[str, ...]] = []
+
+    class Process:
+        def terminate(self) -> None:
+            started.append(("terminated",))
+
+        def wait(self, timeout: float | None = None) -> int:
+            return 0
+
+    def start_server(url: str, arguments: tuple[str, ...], side_files: Path, *, key: str) -> Process:
+        started.append(arguments)
+        monkeypatch.setattr(run_skyrl_tx, "find_server", lambda *_, **__: ServedModels(contexts=STARTED))
+        return Process()
+
+    def train(options: dict[str, str], process: object, *, key: str | None) -> int:
+        parse(trainer_arguments(options))
+        calls.append((options, process, started[-1] if started else ()))
+        return 0
+
+    monkeypatch.setattr(run_skyrl_tx, "start_server", start_server)
+    monkeypatch.setattr(run_skyrl_tx, "train", train)
+    monkeypatch.setattr(run_skyrl_tx, "load_dotenv", lambda _: None)
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "TINKER_API_KEY", "SKYRL_TX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "absent"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "model").mkdir()
+    return calls
+
+
+STARTED = {"local/model": 4096, "org/name": 32768}
+
+
+def test_a_healthy_server_is_used_and_its_context_is_the_limit(trained, monkeypatch, capfd) -> None:
+    with server({"local/model": 4096}) as url:
+        monkeypatch.setenv("SKYRL_TX_URL", url)
+        assert main(["model_name=./model", "tasks_dir=tasks"]) == 0
+    ((options, process, _),) = trained
+    assert process is None and options["skyrl_tx_url"] == url
+    assert options["model_name"] == "local/model" and options["tokenizer"] == "./model"
+    said = capfd.readouterr().out
+    assert f"using the server at {url}: local/model, 4096 tokens" in said
+    assert (
+        "fitted to the server's context of 4096 tokens: context_limit=4096 (128000), max_tokens=1024 (2048), "
+        "proactive_summarization_threshold=1024 (8000)"
+    ) in said
+    assert "wandb is off" in said and "wandb_project" not in options
+    assert options["log_path"].startswith("./runs/tasks-model-20")
+
+
+def test_a_server_with_another_model_is_left_alone(trained, monkeypatch, capfd) -> None:
+    with server({"org/other": 4096}) as url:
+        monkeypatch.setenv("SKYRL_TX_URL", url)
+        assert main(["model_name=./model", "tasks_dir=tasks", f"skyrl_tx_url={url}"]) == 2
+        assert main(["model_name=./model", "tasks_dir=tasks"]) == 0
+    ((options, process, arguments),) = trained
+    assert process is not None and options["skyrl_tx_url"] != url
+    assert arguments == ("base_model=./model", "model_alias=local/model", "max_lora_rank=32")
+    said = capfd.readouterr()
+    assert f"not using the server at {url}: it serves org/other, not local/model" in said.out
+    assert f"skyrl_tx_url={url}: it serves org/other, not local/model" in said.err
+
+
+def test_without_a_server_one_is_started_with_what_was_given(trained) -> None:
+    assert main(["model_name=org/name", "tasks_dir=tasks", "context_limit=5000", "lora_rank=8"]) == 0
+    ((options, _, arguments),) = trained
+    assert arguments[2:] == ("max_lora_rank=8", "max_context_length=5000", "yarn=true")
+    assert options["context_limit"] == "5000" and "tokenizer" not in options
+
+
+def test_a_given_option_that_does_not_fit_is_refused_by_name(trained, monkeypatch, capfd) -> None:
+    with server({"local/model": 4096}) as url:
+        monkeypatch.setenv("SKYRL_TX_URL", url)
+        for option in (
+            "max_tokens=many",
+            "context_limit=5000",
+            "max_tokens=4096",
+            "proactive_summarization_threshold=4000",
+        ):
+            assert main(["model_name=./model", "tasks_dir=tasks", option]) == 2
+            error = capfd.readouterr().err
+            assert error.startswith(f"run_skyrl_tx: {option}") and error.count("\n") == 1
+    assert trained == []
+
+
+def test_a_server_that_was_started_is_stopped_on_a_mistake(trained, monkeypatch, capfd) -> None:
+    assert main(["model_name=./model", "tasks_dir=tasks", "max_tokens=4096"]) == 2
+    assert "max_tokens=4096 leaves no room for a prompt" in capfd.readouterr().err
+    assert trained == []
+
+
+def test_without_a_model_the_served_one_is_trained(trained, monkeypatch, capfd) -> None:
+    with server({"org/name": 32768}) as url:
+        monkeypatch.setenv("SKYRL_TX_URL", url)
+        assert main(["tasks_dir=tasks"]) == 0
+        monkeypatch.setattr(run_skyrl_tx, "quick_start", lambda given: 7)
+        assert main([]) == 7
+    ((options, _, _),) = trained
+    assert options["model_name"] == "org/name" and options["context_limit"] == "32768"
+    assert f"not using the server at {url}: there is no ./datasets/terminal-bench-2" in capfd.readouterr().out
+
+
+def test_what_answers_at_an_address_is_one_line() -> None:
+    with server({"a/b": 64}, key=KEY) as url:
+        assert find_server(url, key=KEY) == ServedModels(contexts={"a/b": 64})
+        assert "it refuses the key" in str(find_server(url, key=""))
+    with server({}, health=503) as url:
+        assert find_server(url, key="") == "it is not ready yet"
+    with server({}, health=404) as url:
+        assert "it is no Tinker endpoint" in str(find_server(url, key=""))
+    assert find_server(url, key="") == NO_SERVER
+
+
+@pytest.mark.parametrize("context", [16, 64, 512, 2048, 8192, 32768, 131072])
+@pytest.mark.parametrize("kind", ["harbor", "tau_bench"])
+def test_the_defaults_fit_every_context(kind: str, context: int) -> None:
+    given = {"tasks_dir": "tasks"} if kind == "harbor" else {}
+    defaults = recipe_defaults(kind, named_model("org/name"), {"env": kind} | given)
+    options, note = fitted({**defaults, "env": kind, **given}, given, context=context)
+    options |= {"model_name": "org/name", "skyrl_tx_url": "http://localhost:8000"}
+    config = parse(trainer_arguments(options))
+    assert config.context_limit == min(context, 128_000) and (note is None) is (context > 128_000)
+    if context > 32_000:
+        assert options["max_tokens"] == RECIPE_OPTIONS["max_tokens"]
+
+
+def test_a_default_follows_the_options_that_were_given() -> None:
+    given = {"tasks_dir": "tasks", "max_tokens": "3500"}
+    options = recipe_defaults("harbor", named_model("org/name"), given) | given
+    options, note = fitted(options, given, context=4096)
+    assert options["max_tokens"] == "3500" and options["proactive_summarization_threshold"] == "298"
+    assert note is not None and "max_tokens=" not in note
+    with pytest.raises(ConfigError, match=r"context_limit=9000 exceeds the server's 4096; lower it"):
+        fitted(options | {"context_limit": "9000"}, {"context_limit": "9000"}, context=4096)
+
+
+def test_wandb_is_on_with_a_key_a_mode_or_a_login(tmp_path: Path) -> None:
+    netrc = tmp_path / "netrc"
+    assert not wandb_is_set_up({"NETRC": str(netrc)})
+    assert wandb_is_set_up({"WANDB_MODE": "offline"}) and wandb_is_set_up({"WANDB_API_KEY": "k"})
+    netrc.write_text("machine api.wandb.ai login user password k\n")
+    netrc.chmod(0o600)
+    assert wandb_is_set_up({"NETRC": str(netrc)})
+
+
+def test_a_gguf_file_brings_its_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(recipe_options, "converted_directory", lambda name: tmp_path)
+    model = named_model("smollm2-135m")
+    assert (model.served_name, model.tokenizer) == ("local/smollm2-135m", str(tmp_path))
+    assert named_model("models/tiny.gguf").served_name == "local/tiny"
+
+
+def test_an_error_of_the_server_has_the_trainers_names() -> None:
+    line = "skyrl-tx server: max_context_length=9 is outside 1..8"
+    assert in_trainer_names(line) == "skyrl-tx server: context_limit=9 is outside 1..8"

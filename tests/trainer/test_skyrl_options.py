@@ -1,0 +1,112 @@
+"""Options under the names of SkyRL."""
+
+from __future__ import annotations
+
+import chz
+import pytest
+
+from src.cli.command_line import nearest, parse, parse_as
+from src.config import REFUSED, TrainerConfig
+from src.core.errors import ConfigError
+from src.core.skyrl_options import REFUSED_BY_REASON, TAKEN, reason_against, taken_arguments
+from src.evaluate.config import EvaluateConfig
+
+BASE = ["tasks_dir=t", "model_name=m"]
+TAU = ["env=tau_bench", "model_name=m"]
+TAU_OPTIONS = {"test_data", "train_data", "use_native_tool_calling"}
+KNOWN = chz.chz_fields(TrainerConfig)
+VALUES = {  # of options that do not take the number 2
+    "advantage_estimator": "rloo",
+    "loss_reduction": "sequence_mean",
+    "kl_estimator": "k3",
+    "max_input_length": "20000",
+    "dynamic_sampling_min_replace_ratio": "0.5",
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_name_of_skyrl_sets_our_option(name: str) -> None:
+    ours, _, pattern = TAKEN[name].partition("|")[0].partition("=")
+    field = KNOWN[ours]
+    value = VALUES.get(ours, "true" if field.final_type is bool else "2")
+    spelled = name.replace("<name>", "airline")
+    argument = f"{ours}={pattern.replace('{}', value).replace('<name>', 'airline')}"
+    base = [*(TAU if ours in TAU_OPTIONS else BASE), "judge_model=j", "judge_base_url=http://h:1/v1"]
+    base += ["dynamic_sampling=replace"] if "dynamic" in name else []
+    base += ["taxonomy_feedback=true"] if "TAXONOMY" in name else []
+    assert parse([*base, f"+{spelled}={value}"]) == parse([*base, argument])
+
+
+def test_the_lists_of_a_script_become_one_option() -> None:
+    script = ["data.train_data=['a.parquet','b.parquet']", "retail_val_data='v.parquet'"]
+    script += ["data.test_data.retail=r.parquet", "data.test_data.airline=a.parquet"]
+    config = parse([*TAU, *script, "test_data=telecom:test"])
+    assert config.train_data == ["a.parquet", "b.parquet"]
+    files = ["retail_val=v.parquet", "retail=r.parquet", "airline=a.parquet"]
+    assert config.test_data == ["telecom:test", *files]
+
+
+def test_a_script_of_skyrl_is_read_with_one_note(capsys: pytest.CaptureFixture[str]) -> None:
+    script = ["trainer.policy.model.path=m", "trainer.policy.optimizer_config.lr=3e-6", "eval_interval=5"]
+    script += [
+        "generator.n_samples_per_prompt=5",
+        "trainer.epochs=3",
+        "generator.sampling_params.temperature=0.9",
+    ]
+    config = parse(["tasks_dir=t", *script])
+    assert (config.model_name, config.learning_rate, config.eval_every) == ("m", 3e-6, 5)
+    assert (config.group_size, config.n_epochs, config.temperature) == (5, 3, 0.9)
+    [note] = capsys.readouterr().err.splitlines()
+    assert note.startswith(
+        "note: options of SkyRL are taken as model_name=m learning_rate=3e-6 eval_every=5 "
+    )
+
+
+def test_an_evaluation_takes_its_own_options() -> None:
+    config = parse_as(EvaluateConfig, [*BASE, "n_samples_per_prompt=3", "eval_sampling_params.temperature=0"])
+    assert (config.n_samples, config.temperature) == (3, 0)
+    with pytest.raises(ConfigError, match=r"trainer\.epochs is n_epochs, which this program does not have"):
+        parse_as(EvaluateConfig, [*BASE, "trainer.epochs=3"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("generator.sampling_params.top_p=0.95", "training assumes that samples are those of the policy"),
+        ("trainer.policy.model.lora_alpha=64", "the server chooses it, not the client; remove it"),
+        ("trainer.algorithm.kl_loss_coef=0.01", "use kl_penalty_coef and kl_estimator"),
+        ("trainer.policy_mini_batch_size=16", "write num_substeps=<train_batch_size"),
+        ("trainer.critic.optimizer_config.lr=1e-6", "the Tinker API has no critic"),
+        ("trainer.placement.colocate_all=true", "the server places and runs the models"),
+        ("generator.gpu_memory_utilization=0.6", "the server places and runs the models"),
+        ("trainer.logger=wandb", "write wandb_project=NAME"),
+        ("eval_batch_size=2", "all held-out tasks are evaluated"),
+        ("data.test_data={retail:a}", "write test_data=NAME=FILE"),
+        ("kl_loss_coef=0.01", "use kl_penalty_coef and kl_estimator"),
+    ],
+)
+def test_an_option_without_a_counterpart_is_refused(argument: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be honoured: ") as error:
+        parse([*BASE, argument])
+    assert reason in str(error.value) and "did you mean" not in str(error.value)
+
+
+def test_every_reason_belongs_to_a_name_that_is_not_taken() -> None:
+    assert not set(TAKEN) & set(REFUSED_BY_REASON)
+    for name, reason in REFUSED_BY_REASON.items():
+        assert reason_against(name, REFUSED) == reason
+
+
+@pytest.mark.parametrize(
+    "name", ["val_dat", "validation_data", "test_dir", "dev_data", "held_out_data", "valdata"]
+)
+def test_held_out_data_is_never_taken_for_training_data(name: str) -> None:
+    assert nearest(name, list(KNOWN)) not in ("train_data", "tasks_dir")
+    with pytest.raises(ConfigError, match="unknown option") as error:
+        parse([*BASE, f"{name}=v.parquet"])
+    assert "train_data" not in str(error.value) and "tasks_dir" not in str(error.value)
+
+
+def test_our_own_names_pass_unchanged() -> None:
+    argv = [f"{name}=2" for name in KNOWN]
+    assert taken_arguments(argv, KNOWN, REFUSED) == (argv, [])
