@@ -5,7 +5,7 @@ advantages; their datums are made and the weights are updated; then the held-out
 metrics are logged and a checkpoint is saved, each if it is due. A checkpoint is saved last, so that it
 implies logged metrics.
 
-The file has more than 350 lines because it contains the whole loop with its evaluations and checkpoints.
+This file is long because it contains the whole loop with its evaluations and checkpoints.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ async def test_the_clouds_context_is_what_its_capabilities_say(tmp_path, monkeyp
     context = fake_context(tmp_path)
     engine = fake_engine(context)
     engine.info = replace(engine.info, max_context_length=128_000)
-    with serving(StartupState(context=context)) as url:
+    with serving(StartupState(state=context)) as url:
         cloud = {"backend": "tinker", "skyrl_tx_url": None, "tinker_base_url": url}
         async with connect(settings(url, **cloud, context_limit=128_000)):
             pass
@@ -118,21 +118,22 @@ async def test_a_rejected_rank_gives_the_servers_message(url):
 
 
 async def test_the_alpha_of_an_adapter_is_the_option(url):
-    async with connect(settings(url, lora_alpha=64.0)) as endpoint:
-        backend = await endpoint.open_training()
+    async with connect(settings(url)) as endpoint:
+        backend = await endpoint.open_training(AdapterOptions(lora_rank=8, lora_alpha=64.0))
         assert backend.lora_alpha == 64
         paths = await backend.save("000001")
-    async with connect(settings(url, lora_alpha=16.0, load_checkpoint_path=paths.state_path)) as endpoint:
-        assert (await endpoint.open_training()).lora_alpha == 64  # the checkpoint's
+        resumed = AdapterOptions(lora_alpha=16.0, load_checkpoint_path=paths.state_path)
+        assert (await endpoint.open_training(resumed)).lora_alpha == 64  # the checkpoint's
 
 
 async def test_a_server_that_reports_no_alpha_has_tinkers(url, monkeypatch):
     async def without_alpha(*arguments, **options):
         return httpx.Response(200, json={"lora_rank": 8})
 
-    async with connect(settings(url, lora_alpha=64.0)) as endpoint:
+    async with connect(settings(url)) as endpoint:
         monkeypatch.setattr("src.policy.backend.request", without_alpha)
-        assert (await endpoint.open_training()).lora_alpha == 32
+        adapter = AdapterOptions(lora_rank=8, lora_alpha=64.0)
+        assert (await endpoint.open_training(adapter)).lora_alpha == 32
 
 
 def test_a_scaled_learning_rate_is_reported_in_one_line():
