@@ -22,23 +22,20 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from src.core.errors import AgentFault, BackendError, TrainerError, boundary
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn, ZeroReason
 from src.policy.chat import Chat, Message
 from src.policy.sampling_policy import Policy, SampleRequest
+from src.policy.tool_messages import with_described_tools
 
 logger = logging.getLogger(__name__)
 
 SEED_STRIDE = 1_000_003
 MAX_SEED = 2**31 - 1
 CLOSE_TIMEOUT_S = 30.0
-TOOLS_INTRODUCTION = (
-    'You can call a function by answering with {"name": ..., "arguments": {...}} and nothing else. '
-    "The functions:"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,24 +271,7 @@ def native_or_described_tools(
     messages, tools = reset_result.messages, reset_result.tools
     if not tools or (reset_result.use_native_tool_calling and settings.use_native_tool_calling):
         return messages, tools
-    description = TOOLS_INTRODUCTION + "".join(f"\n- {describe_tool(tool)}" for tool in tools)
-    first = messages[0] if messages else {}
-    if first.get("role") != "system":
-        return [{"role": "system", "content": description}, *messages], ()
-    return [{**first, "content": f"{first['content']}\n\n{description}"}, *messages[1:]], ()
-
-
-def describe_tool(tool: Mapping[str, object]) -> str:
-    """Return the signature and the description of a tool.
-
-    >>> parameters = {"properties": {"n": {"type": "integer"}}}
-    >>> describe_tool({"function": {"name": "f", "description": "Does something.", "parameters": parameters}})
-    'f(n: integer): Does something.'
-    """
-    function: Any = tool["function"]
-    properties = function.get("parameters", {}).get("properties", {})
-    arguments = ", ".join(f"{name}: {schema.get('type', 'any')}" for name, schema in properties.items())
-    return f"{function['name']}({arguments}): {function.get('description', '')}"
+    return with_described_tools(messages, tools), ()
 
 
 def turn_seed(seed: int, number: int) -> int:

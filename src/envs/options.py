@@ -79,8 +79,8 @@ class AgentOptions(LengthOptions):
     temperature: float = chz.field(default=0.7, doc="Sampling temperature", validator=at_least(0))
     use_native_tool_calling: bool = chz.field(
         default=False,
-        doc="Describe an environment's tools with the model's chat template if the environment allows it; "
-        "otherwise as text",
+        doc="Describe an environment's tools with the model's chat template if the environment and the "
+        "template allow it; otherwise as text",
     )
 
 

@@ -4,12 +4,17 @@ Only this module calls `apply_chat_template`.
 
 `render` encodes the first prompt of a conversation and `extend` appends to its ids. Sampled ids are never
 encoded again, so every later turn is conditioned on exactly the ids that were sampled.
+
+Templates differ in what they show. `Chat` renders probes with the template to find out, and adapts messages:
+tools that the template does not show are described in the system message, results of tools that it drops
+become user messages, and arguments of calls become JSON text if it does not take objects.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -17,15 +22,20 @@ import httpx
 
 from src.core.errors import ConfigError
 from src.core.token_ids import TokenIds
+from src.policy.tool_messages import Message, Tools, with_described_tools, with_json_arguments
 
 logger = logging.getLogger(__name__)
-
-Message = Mapping[str, object]  # {"role": ..., "content": ...}, as chat templates take them
 
 # A template may change earlier messages when it renders later ones. A new message is therefore rendered after
 # a placeholder answer, and only the text after the placeholder is used.
 _QUESTION: Message = {"role": "user", "content": "question"}
 _PLACEHOLDER = "<<the sampled answer stands here>>"
+
+_FUNCTION = {"name": "probe_of_the_template", "description": "A probe.", "parameters": {"type": "object"}}
+_CALL = {"id": "0", "type": "function", "function": {"name": "probe", "arguments": {"n": 1}}}
+_RESULT: Message = {"role": "tool", "tool_call_id": "0", "content": "result of the probe"}
+# Llama 3.1 ends a turn with this token instead of <|eot_id|> when it waits for the result of a tool.
+_END_OF_MESSAGE = "<|eom_id|>"
 
 
 class ChatTokenizer(Protocol):
@@ -37,10 +47,10 @@ class ChatTokenizer(Protocol):
         self,
         conversation: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, object]] | None,
+        tools: Tools | None,
         tokenize: bool,
         add_generation_prompt: bool,
-        enable_thinking: bool,
+        **variables: bool,  # of the template; it ignores those that it does not know
     ) -> str: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
@@ -67,23 +77,31 @@ class Chat:
                 "model's tokenizer"
             )
         self.turn_end_id = ending[0]
-        eos = tokenizer.eos_token_id
-        self.stop_token_ids: list[int] = (
-            [self.turn_end_id] if eos in (None, self.turn_end_id) else [self.turn_end_id, eos]
-        )
+        self.stop_token_ids: list[int] = [self.turn_end_id]
+        if tokenizer.eos_token_id not in (None, self.turn_end_id):
+            self.stop_token_ids.append(tokenizer.eos_token_id)
+        end_of_message = self._encode(_END_OF_MESSAGE)
+        self._turn_end_ids = {self.turn_end_id}
+        if len(end_of_message) == 1:
+            self.stop_token_ids += end_of_message
+            self._turn_end_ids |= set(end_of_message)
         if enable_thinking and self.render([_QUESTION]) == Chat(tokenizer).render([_QUESTION]):
             raise ConfigError(
                 "enable_thinking=true: the tokenizer's chat template does not read it; remove the option"
             )
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
+    def render(self, messages: Sequence[Message], *, tools: Tools = ()) -> list[int]:
         """Encode a conversation and the generation prompt.
 
-        Thinking is off unless `enable_thinking` is set, if the template supports it.
+        Thinking is off unless `enable_thinking` is set, if the template has a variable for it
+        (`enable_thinking` or `thinking`).
 
-        `tools` are OpenAI schemas. Templates write them before the first message, so `extend` does not need
-        them.
+        `tools` are OpenAI schemas. Templates write them into the system message or the first user message,
+        so `extend` does not need them. If the template does not show tools, the system message describes them
+        in text.
         """
+        if tools and not self.shows_tools:
+            messages, tools = with_described_tools(messages, tools), ()
         return self._encode(self._template(messages, generation_prompt=True, tools=tools))
 
     def extend(
@@ -97,7 +115,7 @@ class Chat:
         True
         """
         suffix = self._encode(self._after_answer(messages, generation_prompt=True))
-        if completion_ids and completion_ids[-1] == self.turn_end_id:
+        if completion_ids and completion_ids[-1] in self._turn_end_ids:
             suffix = suffix[1:]
         return TokenIds.wrap(prompt_ids).extended([*completion_ids, *suffix])
 
@@ -120,19 +138,62 @@ class Chat:
             )
         return suffix
 
-    def _template(
-        self,
-        messages: Sequence[Message],
-        *,
-        generation_prompt: bool,
-        tools: Sequence[Mapping[str, object]] = (),
-    ) -> str:
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template shows tools."""
+        tool = {"type": "function", "function": _FUNCTION}
+        is_shown = _FUNCTION["name"] in self._probe([_QUESTION], tools=[tool])
+        if not is_shown:
+            logger.warning("the chat template shows no tools; the system message describes them in text")
+        return is_shown
+
+    @cached_property
+    def opens_a_thought(self) -> bool:
+        """Whether the generation prompt begins a thought."""
+        return self._template([_QUESTION], generation_prompt=True).rstrip().endswith("<think>")
+
+    @cached_property
+    def _shows_tool_results(self) -> bool:
+        answer: Message = {"role": "assistant", "content": _PLACEHOLDER}
+        return str(_RESULT["content"]) in self._probe([_QUESTION, answer, _RESULT])
+
+    @cached_property
+    def _takes_argument_objects(self) -> bool:
+        return bool(self._probe([_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]))
+
+    def _probe(self, messages: Sequence[Message], *, tools: Tools = ()) -> str:
+        """Return the rendered text, or "" if the template rejects the messages."""
+        from jinja2 import TemplateError  # imported late, like transformers
+
+        try:
+            return self._apply(messages, generation_prompt=False, tools=tools)
+        except (TemplateError, TypeError, KeyError, ValueError):
+            return ""
+
+    def _template(self, messages: Sequence[Message], *, generation_prompt: bool, tools: Tools = ()) -> str:
+        adapted = [self._adapted(message) for message in messages]
+        return self._apply(adapted, generation_prompt=generation_prompt, tools=tools)
+
+    def _adapted(self, message: Message) -> Message:
+        """Return the message in a form that the template shows."""
+        if message["role"] == "tool" and not self._shows_tool_results:
+            return {"role": "user", "content": message["content"]}
+        if message.get("tool_calls") and not self._takes_argument_objects:
+            return with_json_arguments(message)
+        return message
+
+    def _apply(self, messages: Sequence[Message], *, generation_prompt: bool, tools: Tools) -> str:
+        roles = [message["role"] for message in messages if message["role"] != "system"]
         return self.tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=generation_prompt,
-            enable_thinking=self._enable_thinking,
+            enable_thinking=self._enable_thinking,  # Qwen3, GLM
+            thinking=self._enable_thinking,  # DeepSeek-V3.1, Granite
+            # Llama 3 writes tools into the first message after the system message and makes it a user
+            # message, also if it is a greeting by the assistant.
+            tools_in_user_message=roles[:1] == ["user"],
         )
 
     def _encode(self, text: str) -> list[int]:
@@ -170,7 +231,14 @@ def load_chat(model_name: str, *, enable_thinking: bool = False) -> Chat:
             "the model without -Base",
             model_name,
         )
-    return Chat(tokenizer, enable_thinking=enable_thinking)
+    chat = Chat(tokenizer, enable_thinking=enable_thinking)
+    if not enable_thinking and chat.opens_a_thought:
+        logger.warning(
+            "the chat template of %s begins each answer with a thought and cannot turn thinking off; use an "
+            "instruct model without thinking, or a larger max_tokens",
+            model_name,
+        )
+    return chat
 
 
 def _from_hub(name: str) -> ChatTokenizer:

@@ -47,7 +47,7 @@ class MessageCodec:
         tools: Sequence[Mapping[str, object]] | None,
         tokenize: bool,
         add_generation_prompt: bool,
-        enable_thinking: bool,
+        **variables: bool,
     ) -> str:
         assert not tools and not tokenize
         written = (

@@ -42,7 +42,8 @@ AGGREGATED = "aggregated_results.jsonl"
 EXAMPLES_EVERY = 10
 NUM_EXAMPLES = 10
 SHOWN_CHARACTERS = 200
-SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
+# DeepSeek writes its tokens with ｜ and ▁. Those of tool calls stay: they separate names and arguments.
+SPECIAL_TOKEN = re.compile(r"<\|\w+\|>|<｜(?!tool▁)[\w▁]+｜>")
 
 
 def dump_evaluation(

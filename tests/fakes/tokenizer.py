@@ -60,9 +60,9 @@ class ToyTokenizer:
         tools: object,
         tokenize: bool,
         add_generation_prompt: bool,
-        enable_thinking: bool,
+        **variables: bool,
     ) -> str:
-        assert not tokenize and not enable_thinking
+        assert not tokenize and not variables["enable_thinking"] and not variables["thinking"]
         text = "".join(
             f"\x01{str(message['role'])[0]}\n{message['content']}\x02\n" for message in conversation
         )

@@ -139,10 +139,15 @@ def test_conversations_have_no_sampled_special_tokens():
     said = [
         {"role": "assistant", "content": "Hi<|im_end|><|im_start|> there"},
         {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant", "content": "f<｜tool▁sep｜>{}<｜end▁of▁sentence｜>"},
     ]
     spoken = trajectory(turns=TURNS)
     spoken.conversation.extend(said)
-    assert conversation(spoken, decode) == [{"role": "assistant", "content": "Hi there"}, said[1]]
+    assert conversation(spoken, decode) == [
+        {"role": "assistant", "content": "Hi there"},
+        said[1],
+        {"role": "assistant", "content": "f<｜tool▁sep｜>{}"},
+    ]
 
 
 def test_a_dump_that_cannot_be_written_is_a_warning(tmp_path, caplog):

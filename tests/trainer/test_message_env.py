@@ -34,12 +34,11 @@ from tests.fakes.trials import task
 
 
 class ToolTokenizer(ToyTokenizer):
-    """A tokenizer whose template renders each tool as the letter T."""
+    """A tokenizer whose template renders the name of each tool after the letter T."""
 
     def apply_chat_template(self, conversation, *, tools, **options):
-        return ("T" * len(tools) if tools else "") + super().apply_chat_template(
-            conversation, tools=tools, **options
-        )
+        names = "".join("T" + tool["function"]["name"] for tool in tools or ())
+        return names + super().apply_chat_template(conversation, tools=tools, **options)
 
 
 TOOLS = [
@@ -59,8 +58,9 @@ async def test_native_tools_are_in_the_first_prompt_and_stay_there():
         tools=TOOLS,
         use_native_tool_calling=True,
     )
-    assert policy.calls[0].prompt_ids[:3] == [84, 84, 1]
-    assert policy.calls[1].prompt_ids[:3] == [84, 84, 1] and policy.calls[1].prompt_ids.count(84) == 2
+    assert policy.calls[0].prompt_ids[:5] == [*map(ord, "TfTg"), 1]
+    assert policy.calls[1].prompt_ids[:5] == [*map(ord, "TfTg"), 1]
+    assert policy.calls[1].prompt_ids.count(ord("T")) == 2
 
 
 @pytest.mark.parametrize(("env", "run"), [(False, False), (False, True), (True, False), (True, True)])
@@ -75,7 +75,7 @@ async def test_tools_are_native_if_environment_and_run_permit_it(env, run):
         use_native_tool_calling=env,
     )
     prompt = "".join(map(chr, policy.calls[0].prompt_ids))
-    assert prompt.startswith("TT") == (env and run)
+    assert prompt.startswith("TfTg") == (env and run)
     assert ("- f(): d" in prompt and "- g(): d" in prompt) == (not (env and run))
 
 

@@ -17,6 +17,7 @@ from tests.fakes.backend import BanditBackend
 from tests.fakes.run import FakeRun
 
 MODEL = Path(__file__).resolve().parents[2] / "datasets" / "toy_retail" / "model"
+QWEN3 = Path(__file__).resolve().parents[1] / "fixtures" / "chat_templates" / "qwen3.jinja"
 
 
 class Judge:
@@ -40,6 +41,7 @@ async def test_a_run_with_native_tools_and_a_judge(
     judge, backend = Judge(), BanditBackend()
     monkeypatch.setattr("src.loop.run.open_endpoint", lambda base_url, model: judge)
     chat = load_chat(str(MODEL))
+    chat.tokenizer.chat_template = QWEN3.read_text()
     run = FakeRun(
         tmp_path / "run",
         lambda config: Dependencies(source=open_task_source(config, chat), backend=backend),
@@ -51,7 +53,7 @@ async def test_a_run_with_native_tools_and_a_judge(
         "use_native_tool_calling=true",
     ]
     argv += [
-        "context_limit=2048",
+        "context_limit=8192",
         "max_tokens=4",
         "max_turns=2",
         "batch_size=2",
@@ -83,6 +85,10 @@ async def test_a_run_with_native_tools_and_a_judge(
     )  # the bandit cannot write text
     assert "; doing nothing: " in run.text.getvalue()
     dumped = run.lines("dumped_evals/global_step_1_evals/held.jsonl")
+    assert all("\n</tools>" in line["input_prompt"] for line in dumped)
+    assert all(
+        line["input_prompt"].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n") for line in dumped
+    )
     conversations = [line["conversation"] for line in dumped]
     assert len(conversations) == 40 and "<|im_" not in json.dumps(conversations)
     assert "<|im_start|>assistant" in dumped[0]["output_response"]

@@ -9,12 +9,16 @@ import pytest
 
 from src.core.log_setup import set_log_levels
 from src.core.trajectory import Trajectory
+from src.envs.service.call_forms import text_parameters
 from src.envs.service.tool_calls import ParsedAnswer, Strategy, ToolCall, parse
 from src.learning.played_groups import parse_metrics
 from tests.fakes.trials import trajectory, turn
 
 TOOLS = {"get_order", "cancel", "list_orders"}
 ORDER = ToolCall(name="get_order", arguments={"id": "#1"})
+ARGUMENTS = '{"id": "#1"}'
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+FUNCTION = "<function=get_order>\n<parameter=id>\n#1\n</parameter>\n</function>"
 JSON = '{"name": "get_order", "arguments": {"id": "#1"}}'
 
 
@@ -34,6 +38,15 @@ JSON = '{"name": "get_order", "arguments": {"id": "#1"}}'
         (f"Let me look: {JSON}", Strategy.EMBEDDED),
         ('Thought: look it up\nAction: get_order\nAction Input: {"id": "#1"}', Strategy.REACT),
         ('I look it up.\nget_order(id="#1")', Strategy.CODE),
+        (DEEPSEEK.format("get_order<｜tool▁sep｜>" + ARGUMENTS), Strategy.DEEPSEEK),  # V3.1
+        (DEEPSEEK.format(f"function<｜tool▁sep｜>get_order\n```json\n{ARGUMENTS}\n```"), Strategy.DEEPSEEK),
+        (
+            "<｜tool▁call▁begin｜>get_order<｜tool▁sep｜>" + ARGUMENTS,
+            Strategy.DEEPSEEK,
+        ),  # cut after the object
+        (f"<function=get_order>{ARGUMENTS}</function>", Strategy.FUNCTION),  # Llama 3.1
+        (f"<tool_call>\n{FUNCTION}\n</tool_call>", Strategy.FUNCTION),  # Qwen3-Coder, Qwen3.5
+        (FUNCTION, Strategy.FUNCTION),
     ],
 )
 def test_every_form_of_a_call_is_parsed(answer, strategy):
@@ -82,6 +95,63 @@ def test_the_first_strategy_that_finds_an_attempt_decides(answer, strategy):
     parsed = parse(answer, TOOLS)
     assert parsed.strategy == strategy
     assert [call.name for call in parsed.calls] == ([] if strategy == Strategy.REACT else ["cancel"])
+
+
+def test_several_calls_in_the_forms_of_deepseek_and_qwen():
+    second = "<｜tool▁call▁begin｜>cancel<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    deepseek = parse("One moment." + DEEPSEEK.format("get_order<｜tool▁sep｜>" + ARGUMENTS) + second, TOOLS)
+    tags = f"<tool_call>\n{FUNCTION}\n</tool_call>\n<tool_call>\n<function=cancel>\n</function>\n</tool_call>"
+    qwen = parse("One moment.\n" + tags, TOOLS)
+    for parsed in (deepseek, qwen):
+        assert list(parsed.calls) == [ORDER, ToolCall(name="cancel", arguments={})]
+        assert (parsed.content, parsed.problem) == ("One moment.", "")
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("12", 12),
+        ("\n[1, 2]\n", [1, 2]),
+        ("true", True),
+        ("True", True),
+        ("a\nb < c", "a\nb < c"),
+        ('"12"', "12"),
+        ("", ""),
+    ],
+)
+def test_a_parameter_is_json_or_text(written, value):
+    parsed = parse(f"<function=f><parameter=id>{written}</parameter></function>", {"f"})
+    assert parsed.calls[0].arguments == {"id": value}
+
+
+def test_a_parameter_whose_schema_is_text_stays_text():
+    types = {"id": {"type": "string"}, "note": {"anyOf": [{"type": "string"}, {"type": "null"}]}}
+    properties = {**types, "n": {"type": "integer"}, "any": {}, "both": {"type": ["string", "integer"]}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    values = "".join(f"<parameter={name}>7</parameter>" for name in properties)
+    parsed = parse(f"<function=f>{values}</function>", {"f"}, text_parameters=text_parameters([tool]))
+    assert parsed.calls[0].arguments == {"id": "7", "note": "7", "n": 7, "any": 7, "both": 7}
+
+
+@pytest.mark.parametrize("cut", range(1, len(FUNCTION) - 1))
+def test_no_cut_function_call_is_executed(cut):
+    assert not parse(FUNCTION[:-cut], TOOLS).calls
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "get_order",
+        "get_order<｜tool▁sep｜>",
+        'get_order<｜tool▁sep｜>{"id": "#',
+        "function<｜tool▁sep｜>get_order",
+        "function<｜tool▁sep｜>get_order\n```json\n",
+        "<｜tool▁sep｜>{}",
+    ],
+)
+def test_a_cut_deepseek_call_is_a_failure(body):
+    parsed = parse("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>" + body, TOOLS)
+    assert parsed.strategy == Strategy.DEEPSEEK and not parsed.calls and parsed.problem
 
 
 @pytest.mark.parametrize("missing", [1, 2])
@@ -195,6 +265,8 @@ def test_a_call_of_an_unknown_tool_is_returned():
         "<think>\n\n</think>\n\nHello",
         "who?</think>Hello",
         "Hello<think>and now",
+        "<｜Assistant｜></think>Hello<｜end▁of▁sentence｜>",
+        "Hello<｜tool▁calls▁end｜>",
     ],
 )
 def test_special_tokens_and_thoughts_are_not_shown(answer):

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from src.core.trajectory import StopReason
 from src.envs.message_env import MessageEnv, ResetResult, StepResult
+from src.envs.service.call_forms import text_parameters
 from src.envs.service.tool_calls import ToolCall, parse
 from src.policy.chat import Message
 
@@ -70,16 +71,16 @@ class ServiceEnv:
         """Without `parallel_tool_calls`, only the first call of an answer is executed."""
         self._episode = episode
         self._parallel_tool_calls = parallel_tool_calls
-        self._tool_names: set[str] = set()
+        self._text_parameters: Mapping[str, set[str]] = {}  # of each tool
         self._counts: Counter[str] = Counter()
 
     async def start(self) -> ResetResult:
         result = await self._episode.start()
-        self._tool_names = names_of(result.tools)
+        self._text_parameters = text_parameters(result.tools)
         return result
 
     async def step(self, answer: str) -> StepResult:
-        parsed = parse(answer, self._tool_names)
+        parsed = parse(answer, set(self._text_parameters), text_parameters=self._text_parameters)
         self._counts.update(parsed.counts)
         if parsed.problem and not parsed.calls:
             return self._unusable(f"Error: the call could not be read: {parsed.problem}", role="tool")
@@ -154,14 +155,10 @@ def tool_fields(
     return fields
 
 
-def names_of(tools: Sequence[Mapping[str, object]]) -> set[str]:
-    """Return the function names of OpenAI tool schemas."""
-    return {str(function["name"]) for tool in tools if isinstance(function := tool["function"], Mapping)}
-
-
 async def do_nothing(env: MessageEnv) -> float:
-    """Return the reward of an agent that refuses every request, for at most `MAX_REFUSALS` turns: the no-
-    op baseline of the task.
+    """Return the reward of an agent that refuses every request, for at most `MAX_REFUSALS` turns.
+
+    It is the no-op baseline of the task.
     """
     reward = 0.0
     try:

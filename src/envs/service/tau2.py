@@ -23,7 +23,8 @@ from src.core.errors import AgentFault, ConfigError, SandboxError, VerifierError
 from src.core.trajectory import StopReason, Task, ZeroReason
 from src.envs.message_env import ResetResult
 from src.envs.service import tau2_worker
-from src.envs.service.service_env import ActionResult, Grade, names_of
+from src.envs.service.call_forms import text_parameters
+from src.envs.service.service_env import ActionResult, Grade
 from src.envs.service.subprocess_pool import WorkerPool, WorkerReply, WorkerSettings, WorkerTimeout
 from src.envs.service.task_files import TaskDefinition
 from src.envs.service.tool_calls import ToolCall, parse
@@ -180,7 +181,8 @@ class Tau2Episode:
         while state["speaker"] == tau2_worker.USER:
             self._user_view += state["messages"]
             text = await self._user.reply(self._user_view)
-            parsed = parse(text, names_of(self._user_tools)) if self._user_tools else None
+            texts = text_parameters(self._user_tools)
+            parsed = parse(text, set(texts), text_parameters=texts) if texts else None
             state = (
                 await self._say(parsed.content, parsed.calls)
                 if parsed and parsed.calls

@@ -2,6 +2,9 @@
 
     whole      {"name": "f", "arguments": {...}}, or a list of such objects, and nothing else
     tagged     <tool_call>{...}</tool_call>, as in the chat templates of Qwen and Hermes
+    deepseek   <｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>, as in those of DeepSeek
+    function   <function=f>{...}</function>, a form of Llama 3.1, or one <parameter=id>#1</parameter> for each
+               argument in place of the object, as in the templates of Qwen3-Coder and Qwen3.5
     fenced     the same object between ``` and ```
     embedded   the same object inside other text
     react      Action: f / Action Input: {...}
@@ -19,9 +22,18 @@ import ast
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+
+from src.envs.service.call_forms import (
+    DEEPSEEK_SPECIAL,
+    DEEPSEEK_TOOL,
+    WrittenCalls,
+    deepseek_calls,
+    function_calls,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +50,8 @@ CODE = re.compile(r"^[ \t]*([A-Za-z_]\w*)\((.*)\)[ \t]*$", re.MULTILINE)
 class Strategy(StrEnum):
     WHOLE = "whole"
     TAGGED = "tagged"
+    DEEPSEEK = "deepseek"
+    FUNCTION = "function"
     FENCED = "fenced"
     EMBEDDED = "embedded"
     REACT = "react"
@@ -77,10 +91,13 @@ class ParseError(ValueError):
     """A call cannot be parsed. Raised and handled within this module only."""
 
 
-def parse(answer: str, tools: Collection[str]) -> ParsedAnswer:
+def parse(
+    answer: str, tools: Collection[str], *, text_parameters: Mapping[str, Collection[str]] | None = None
+) -> ParsedAnswer:
     """Parse an answer with the first strategy that finds an attempted call.
 
-    `tools` are the names that may be called without JSON.
+    `tools` are the names that may be called without JSON. `text_parameters` has, for each tool, the
+    parameters whose values are text, so that `<parameter=id>123</parameter>` is not read as a number.
 
     A JSON call of an unknown tool is returned too: the environment reports the error.
 
@@ -90,9 +107,20 @@ def parse(answer: str, tools: Collection[str]) -> ParsedAnswer:
     ParsedAnswer(content='Hello!', calls=(), strategy=None, problem='', num_repaired=0)
     """
     text = without_thoughts(answer)
+    strategies: tuple[Callable[[str, Collection[str]], ParsedAnswer | None], ...] = (
+        _whole,
+        _tagged,
+        _deepseek,
+        partial(_function, text_parameters=text_parameters or {}),
+        _fenced,
+        _embedded,
+        _react,
+        _code,
+        _bare_name,
+    )
     parsed = next(
-        (parsed for strategy in STRATEGIES if (parsed := strategy(text, tools)) is not None),
-        ParsedAnswer(content=text),
+        (parsed for strategy in strategies if (parsed := strategy(text, tools)) is not None),
+        ParsedAnswer(content=DEEPSEEK_TOOL.sub("", text).strip()),
     )
     logger.debug(
         "parsed %r: strategy %s, calls %s, problem %r",
@@ -107,7 +135,7 @@ def parse(answer: str, tools: Collection[str]) -> ParsedAnswer:
 def without_thoughts(answer: str) -> str:
     """Return the answer without special tokens and without thoughts, also if a thought is unfinished."""
     text = THOUGHT.sub("", answer)
-    return SPECIAL.sub("", text.rpartition("</think>")[2]).strip()
+    return DEEPSEEK_SPECIAL.sub("", SPECIAL.sub("", text.rpartition("</think>")[2])).strip()
 
 
 def _whole(text: str, tools: Collection[str]) -> ParsedAnswer | None:
@@ -116,7 +144,21 @@ def _whole(text: str, tools: Collection[str]) -> ParsedAnswer | None:
 
 def _tagged(text: str, tools: Collection[str]) -> ParsedAnswer | None:
     parts = TAGGED.findall(text)
-    return _read(parts, Strategy.TAGGED, content=TAGGED.sub("", text).strip()) if parts else None
+    if not parts or parts[0].lstrip().startswith("<function="):
+        return None
+    return _read(parts, Strategy.TAGGED, content=TAGGED.sub("", text).strip())
+
+
+def _deepseek(text: str, tools: Collection[str]) -> ParsedAnswer | None:
+    written = deepseek_calls(text)
+    return None if written is None else _read_written(written, Strategy.DEEPSEEK)
+
+
+def _function(
+    text: str, tools: Collection[str], *, text_parameters: Mapping[str, Collection[str]]
+) -> ParsedAnswer | None:
+    written = function_calls(text, text_parameters=text_parameters)
+    return None if written is None else _read_written(written, Strategy.FUNCTION)
 
 
 def _fenced(text: str, tools: Collection[str]) -> ParsedAnswer | None:
@@ -181,17 +223,6 @@ def _bare_name(text: str, tools: Collection[str]) -> ParsedAnswer | None:
     )
 
 
-STRATEGIES: tuple[Callable[[str, Collection[str]], ParsedAnswer | None], ...] = (
-    _whole,
-    _tagged,
-    _fenced,
-    _embedded,
-    _react,
-    _code,
-    _bare_name,
-)
-
-
 def _read(parts: Sequence[str], strategy: Strategy, *, content: str) -> ParsedAnswer:
     """Parse the calls in several JSON texts. If one text is invalid, no call is made."""
     values: list[object] = []
@@ -204,6 +235,15 @@ def _read(parts: Sequence[str], strategy: Strategy, *, content: str) -> ParsedAn
         values += value if isinstance(value, list) else [value]
         num_repaired += num_added
     return _parsed(values, strategy, content=content, num_repaired=num_repaired)
+
+
+def _read_written(written: WrittenCalls, strategy: Strategy) -> ParsedAnswer:
+    """Parse calls that are written in a form of their own. If one cannot be read, no call is made."""
+    problems = [call.problem for call in written.calls if call.problem]
+    if problems:
+        return ParsedAnswer(content=written.content, strategy=strategy, problem="; ".join(problems))
+    values = [{"name": call.name, "arguments": call.arguments} for call in written.calls]
+    return _parsed(values, strategy, content=written.content)
 
 
 def _parsed(

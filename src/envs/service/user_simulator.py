@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from src.policy.backend import BackendOptions, connect
 from src.policy.chat import Chat, Message
 from src.policy.openai_client import ChatEndpoint
 from src.policy.sampling_policy import Policy, SampleRequest
+from src.policy.tool_messages import Tools, with_json_arguments
 
 STOP = "###STOP###"
 TRANSFER = "###TRANSFER###"
@@ -29,8 +30,6 @@ MAX_TOKENS = 512  # per message of a model
 MAX_TRIES = 3  # to get a message that is not empty
 # Shown to a simulator that has to speak first.
 GREETING: Sequence[Message] = ({"role": "assistant", "content": "Hi! How can I help you today?"},)
-
-Tools = Sequence[Mapping[str, object]]  # OpenAI schemas
 
 
 class UserSimulator(Protocol):
@@ -183,19 +182,3 @@ def with_roles_swapped(message: Message) -> Message:
     """
     swapped = {"assistant": "user", "user": "assistant"}
     return {**message, "role": swapped.get(str(message["role"]), message["role"])}
-
-
-def with_json_arguments(message: Message) -> Message:
-    """Return the message with the arguments of its tool calls as JSON text, which OpenAI's format requires.
-
-    Chat templates take objects.
-    """
-    calls = message.get("tool_calls")
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        return message
-    return {**message, "tool_calls": [{**call, "function": _as_json(call["function"])} for call in calls]}
-
-
-def _as_json(function: Mapping[str, object]) -> Mapping[str, object]:
-    arguments = function["arguments"]
-    return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
