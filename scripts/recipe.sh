@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Trains with recipes of scripts/recipes/. Later recipes and options replace earlier ones.
 #
-#   scripts/recipe.sh retail_4b_lora tau2_home=.cache/tau2
-#   scripts/recipe.sh retail_4b_lora taxonomy small_memory judge_model=m judge_base_url=http://127.0.0.1:8000/v1
-#   scripts/recipe.sh --print retail_8b_lora              # print the options, for `python -m src.train $(...)` on Tinker's cloud
+#   scripts/recipe.sh retail_4b_grpo_lora tau2_home=.cache/tau2
+#   scripts/recipe.sh retail_4b_grpo_lora taxonomy small_memory judge_model=m judge_base_url=http://127.0.0.1:8000/v1
+#   scripts/recipe.sh --print retail_8b_grpo_lora         # print the options, for `python -m src.train $(...)` on Tinker's cloud
 #
-# A recipe contains one key=value per line. A line @NAME includes another recipe.
+# A recipe contains one key=value per line. A line @NAME includes another recipe. training/run_NAME.sh is NAME.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 fail() { printf 'recipe: %s\n' "$*" >&2; exit 2; }
@@ -14,8 +14,10 @@ declare -A options
 order=()
 take() { [ -n "${options[${1%%=*}]+set}" ] || order+=("${1%%=*}"); options[${1%%=*}]=${1#*=}; }
 read_recipe() {
-  local line file=scripts/recipes/$1.args
-  [ -f "$file" ] || fail "there is no recipe $1; there are: $(cd scripts/recipes && ls | sed 's/\.args$//' | xargs)"
+  local line name=${1##*/}
+  name=${name#run_} name=${name%.sh}
+  local file=scripts/recipes/$name.args
+  [ -f "$file" ] || fail "there is no recipe $name; there are: $(cd scripts/recipes && ls | sed 's/\.args$//' | xargs)"
   while read -r line; do
     line=${line%%#*}
     case ${line%"${line##*[![:space:]]}"} in

@@ -6,12 +6,13 @@
 # MODEL is a Hugging Face name or a folder (default Qwen/Qwen3-4B). TENSOR_PARALLEL is the number of devices that share each
 # layer (default 1). docs/devices.md explains the options for more devices and for several hosts.
 # `.venv/bin/python -m skyrl_tx_server --help` lists all options.
+# The flags of SkyRL's server (--base-model, --tensor-parallel-size, ...) are taken too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
 . scripts/gpu_flags.sh
 case " $* " in *" --help "*) exec .venv/bin/python -m skyrl_tx_server --help ;; esac
 model=Qwen/Qwen3-4B devices=1
-case "${1:-}" in '' | [a-z]*=*) ;; *) model=$1; shift ;; esac
-case "${1:-}" in '' | [a-z]*=*) ;; *) devices=$1; shift ;; esac
+case "${1:-}" in '' | -* | [a-z]*=*) ;; *) model=$1; shift ;; esac
+case "${1:-}" in '' | -* | [a-z]*=*) ;; *) devices=$1; shift ;; esac
 exec .venv/bin/python -m skyrl_tx_server "base_model=$model" "tensor_parallel=$devices" "$@"

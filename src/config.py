@@ -11,7 +11,7 @@ from pathlib import Path
 
 import chz
 
-from src.core.options import above, at_least, require
+from src.core.options import above, at_least, require, share
 from src.envs.options import EnvironmentOptions, TaskOptions
 from src.learning.options import LearnerOptions, PreparationOptions
 from src.policy.options import AdapterOptions
@@ -22,13 +22,19 @@ _NO_PENALTY = "the Tinker API samples without penalties; remove it"
 _SERVER_SIDE = "the server chooses it, not the client; remove it"
 _KL_IN_ADVANTAGES = "the KL penalty is part of the advantages; use kl_penalty_coef and kl_estimator"
 _NO_CRITIC = "the Tinker API has no critic; remove it"
+_WHOLE_DISTRIBUTION = (
+    "training needs the logprobs of the whole distribution; remove it, or use eval_top_p for evaluations"
+)
 # Options of SkyRL and of the seeds that no Tinker endpoint can honour, each with what to do instead.
 REFUSED = {
     "repetition_penalty": _NO_PENALTY,
     "frequency_penalty": _NO_PENALTY,
     "presence_penalty": _NO_PENALTY,
     "min_p": "the Tinker API has no min_p; remove it",
-    "lora_alpha": _SERVER_SIDE,
+    "top_p": _WHOLE_DISTRIBUTION,
+    "top_k": _WHOLE_DISTRIBUTION,
+    "enable_thinking": "training prompts switch thinking off; python -m src.evaluate enable_thinking=true "
+    "evaluates with it",
     "lora_dropout": _SERVER_SIDE,
     "use_kl_loss": _KL_IN_ADVANTAGES,
     "use_kl_in_reward": _KL_IN_ADVANTAGES,
@@ -105,6 +111,11 @@ class TrainerConfig(
     )
     eval_temperature: float | None = chz.field(
         default=None, doc="Sampling temperature of evaluations; None: temperature", validator=at_least(0)
+    )
+    eval_top_p: float = chz.field(
+        default=1.0,
+        doc="Evaluations sample from the most likely tokens that together have this probability; 1: from all",
+        validator=share,
     )
     reconnect_timeout_s: float = chz.field(
         default=600,

@@ -32,7 +32,7 @@ from src.learning.learner import Learner
 from src.learning.metrics import group_metrics
 from src.learning.preparation import prepare, stream_datums, stream_metrics
 from src.policy.backend import Backend
-from src.policy.sampling_policy import Policy, ReferenceModel
+from src.policy.sampling_policy import Policy, ReferenceModel, TopPPolicy
 from src.records import checkpoints
 from src.records.checkpoints import Checkpoint
 from src.records.dumps import dump_evaluation, dump_examples
@@ -40,6 +40,7 @@ from src.records.journal import GroupKey
 from src.records.rollout_log import record_groups
 from src.records.rollout_store import FinishedRollouts
 from src.records.tracking import RunLog
+from src.records.uploads import Upload, upload_evaluation, upload_examples
 from src.rollouts.batch_collector import BatchCollector
 from src.rollouts.group_rollout import RolloutPlan, Rollouts
 from src.rollouts.pipeline import Batch
@@ -190,6 +191,7 @@ class Terminus2RLTrainer:
             await asyncio.to_thread(
                 dump_examples, self._dump_folder, batch.step, collected.played, self._source.text
             )
+            await self._upload(upload_examples, batch.step)
         seconds = time.monotonic() - started
         metrics = group_metrics(collected.played, group_size=config.group_size) | collected.metrics
         metrics |= zeroed_metrics(collected.played, config) | {"time/rollouts": seconds}
@@ -309,7 +311,7 @@ class Terminus2RLTrainer:
         evaluating = evaluate(
             self._rollouts,
             tasks,
-            policy,
+            policy if config.eval_top_p == 1 else TopPPolicy(policy, config.eval_top_p),
             plan,
             on_group=lambda timed: self._events.group_finished(timed.group, duration_s=timed.duration_s),
         )
@@ -326,9 +328,15 @@ class Terminus2RLTrainer:
                 self._source.text,
                 env_class=config.env,
             )
+            await self._upload(upload_evaluation, step)
         self._events.evaluation_finished(evaluation, self._first_evaluation)
         self._first_evaluation = self._first_evaluation or evaluation.without_tokens()
         return evaluation.metrics | {"time/evaluation": time.monotonic() - started}
+
+    async def _upload(self, upload: Upload, step: int) -> None:
+        """Upload a dump of the step, if the run uploads them."""
+        if self._dump_folder is not None and (url := self._config.upload_url) is not None:
+            await asyncio.to_thread(upload, self._dump_folder, step, url=url, run=self._log_path.name)
 
     async def _save(self, *, final: bool) -> None:
         """Save a checkpoint of the present weights, unless there is one."""

@@ -25,6 +25,7 @@ THIRD_PARTY = {  # package -> the packages of src/ that may import it
     "pyarrow": {"envs"},
     "tinker": {"policy", "learning", "probe"},
     "wandb": {"records"},
+    "fsspec": {"records"},
     "trackio": {"records"},
     "openai": {"policy"},
     "torch": set(),

@@ -18,6 +18,7 @@ import chz
 from chz.tiepin import type_repr
 
 from skyrl_tx_server.config.engine_options import EngineOptions
+from skyrl_tx_server.config.flags import as_options
 from skyrl_tx_server.config.http_options import HttpOptions
 from skyrl_tx_server.config.process_options import ProcessOptions
 from skyrl_tx_server.config.renamed import RENAMED_OPTIONS, RENAMED_VALUES
@@ -51,9 +52,11 @@ def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -
     is not understood.
 
     An empty value, `none` and `null` mean None. An option's former name (`renamed`) is accepted with a notice
-    on stderr.
+    on stderr. The server also takes flags (`flags`).
     """
     known = list(chz.chz_fields(options))
+    if options is ServerConfig:
+        argv = _without_flags(argv, known)
     argv = [_with_present_name(argument, known) for argument in argv]
     for argument in argv:
         name, equals, _ = argument.partition("=")
@@ -87,6 +90,7 @@ def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list
     The keys are removed from `environ`, so that child processes do not inherit them. Raises ConfigError if
     both api_key and api_key_file are given, or if the file cannot be read.
     """
+    argv = _without_flags(argv, list(chz.chz_fields(ServerConfig)))
     given = {name: value for name, equals, value in (argument.partition("=") for argument in argv) if equals}
     keys = {name: environ.pop(variable, "") for name, variable in SECRETS.items()}
     from_environment = {name: key for name, key in keys.items() if key and name not in given}
@@ -114,6 +118,18 @@ def move_secrets() -> None:
         )
     prefixes = tuple(f"{name}=" for name in visible)
     os.execv(sys.executable, [argument for argument in sys.orig_argv if not argument.startswith(prefixes)])
+
+
+def _without_flags(argv: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Return `argv` with `name=value` in place of flags. Print the flags that have no effect."""
+    fields = chz.chz_fields(ServerConfig)
+    switches = [
+        name for name in known if bool in {fields[name].final_type, *get_args(fields[name].final_type)}
+    ]
+    converted, notices = as_options(argv, known=known, switches=switches)
+    for notice in notices:
+        print(f"skyrl-tx server: {notice}", file=sys.stderr, flush=True)
+    return converted
 
 
 def _with_present_name(argument: str, known: Sequence[str]) -> str:

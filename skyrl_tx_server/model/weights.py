@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from math import prod
+from dataclasses import asdict, dataclass, replace
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import Params
 
 PEFT_PREFIX = "base_model.model."
+KEY_VALUE_HEADS = "key-value heads"
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 """The supported dtypes in safetensors' names. 8-bit weights are not supported, because they need scales."""
 
@@ -116,7 +117,7 @@ def check_divisible(config: ModelConfig, shape: MeshShape, *, max_num_seqs: int)
     """Raise ConfigError if a mesh axis does not divide a dimension that it shards."""
     latent_heads = config.hidden_size if config.latent is None else config.num_heads
     divided = [
-        ("tensor", shape.tensor, config.num_kv_heads, "key-value heads"),
+        ("tensor", shape.tensor, config.num_kv_heads, KEY_VALUE_HEADS),
         ("tensor", shape.tensor, config.intermediate_size, "columns of an MLP"),
         ("tensor", shape.tensor, config.vocab_size, "tokens of the vocabulary"),
         ("fsdp", shape.fsdp, config.hidden_size, "hidden dimensions"),
@@ -134,7 +135,22 @@ def check_divisible(config: ModelConfig, shape: MeshShape, *, max_num_seqs: int)
             divided.append((" and ".join(axes), num_devices, sum(weight.widths), f"outputs of {field}"))
     for axis, num_devices, size, what in divided:
         if num_devices > 1 and (size == 0 or size % num_devices):
-            raise ConfigError(f"{shape}: {size} {what} do not divide over {num_devices} devices ({axis})")
+            advice = _with_fewer_heads(config, shape) if what == KEY_VALUE_HEADS else ""
+            raise ConfigError(
+                f"{shape}: {size} {what} do not divide over {num_devices} devices ({axis}){advice}"
+            )
+
+
+def _with_fewer_heads(config: ModelConfig, shape: MeshShape) -> str:
+    """Return the mesh of as many devices whose tensor axis divides the key-value heads.
+
+    Key-value heads are not replicated: the copies of a head would have adapters of their own.
+    """
+    tensor = gcd(config.num_kv_heads, shape.tensor)
+    rest = shape.tensor // tensor
+    has_experts = config.experts is not None and config.experts.count % (shape.expert * rest) == 0
+    fsdp, expert = (shape.fsdp, shape.expert * rest) if has_experts else (shape.fsdp * rest, shape.expert)
+    return f"; use {replace(shape, tensor=tensor, fsdp=fsdp, expert=expert)}"
 
 
 def param_shapes(config: ModelConfig, dtype: np.dtype) -> Params:

@@ -49,7 +49,7 @@ def parse_as[Config](kind: type[Config], argv: Sequence[str]) -> Config:
         if not equals:
             guess = nearest(argument.lstrip("-"), known) or "key"
             raise ConfigError(f"{argument!r} is not key=value; write {guess}=VALUE, or --help")
-        if name in REFUSED:
+        if name in REFUSED and name not in known:
             raise ConfigError(f"{name} cannot be honoured: {REFUSED[name]}")
         if name not in known:
             guess = nearest(name.lstrip("-"), known)

@@ -59,6 +59,12 @@ def above(minimum: float) -> Validator:
     return validate
 
 
+def share(options: Any, name: str) -> None:
+    """A field validator that accepts None and numbers above 0 and at most 1."""
+    value = _value(options, name)
+    require(value is None or 0 < value <= 1, f"{_name(name)} must be above 0 and at most 1, not {value}")
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ValueError with `message` unless `condition` holds."""
     if not condition:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import chz
 
-from src.core.options import Options, at_least, require
+from src.core.options import Options, at_least, require, share
 from src.envs.options import EnvironmentOptions, HarborOptions, TauBenchOptions
 from src.records.options import LogsOptions
 from src.rollouts.options import RolloutOptions
@@ -35,6 +35,15 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
         doc="Compare task by task with the folder of another evaluation, a checkpoint (as above), or base",
     )
     n_samples: int = chz.field(default=4, doc="Trials per task", validator=at_least(1))
+    top_p: float = chz.field(
+        default=1.0,
+        doc="Sample from the most likely tokens that together have this probability; 1: from all",
+        validator=share,
+    )
+    enable_thinking: bool = chz.field(
+        default=False,
+        doc="Let the model think before each answer, where its chat template has enable_thinking",
+    )
     log_path: str | None = chz.field(
         default=None, doc="This evaluation's folder; None: logs_dir/eval-<tasks>-<model>-<date>"
     )
@@ -70,6 +79,11 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
         require(
             not self.use_native_tool_calling,
             "use_native_tool_calling needs the model's own chat template, which base_url does not give; "
+            "remove one of them",
+        )
+        require(
+            not self.enable_thinking,
+            "enable_thinking needs the model's own chat template, which base_url does not give; "
             "remove one of them",
         )
 

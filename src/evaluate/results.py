@@ -51,7 +51,13 @@ def results_of(name: str, config: EvaluateConfig, result: Evaluation) -> dict[st
     return {
         "evaluated": name,
         "tasks_dir": config.tasks_dir,
-        "settings": {"n_samples": config.n_samples, "temperature": config.temperature, "seed": config.seed},
+        "settings": {
+            "n_samples": config.n_samples,
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "enable_thinking": config.enable_thinking,
+            "seed": config.seed,
+        },
         **asdict(result.whole),
         "domains": {name: asdict(section) for name, section in result.domains.items()},
         "tasks": [task_record(group, result.noop_rewards) for group in result.groups],

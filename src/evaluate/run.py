@@ -42,7 +42,7 @@ from src.evaluate.results import (
 from src.policy.backend import connect
 from src.policy.chat import load_chat
 from src.policy.openai_client import EndpointPolicy, connect_endpoint, endpoint_chat
-from src.policy.sampling_policy import Policy
+from src.policy.sampling_policy import Policy, TopPPolicy
 from src.records import checkpoints
 from src.records.dumps import dump_evaluation
 from src.records.journal import Journal
@@ -94,12 +94,10 @@ async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> Asyn
         policy = WatchedPolicy(
             await watchdog.answer(endpoint.open_policy(checkpoint), "opening the policy"), watchdog
         )
-        chat = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)
-        yield Evaluated(
-            policy=policy,
-            source=await asyncio.to_thread(open_task_source, config.environment, chat),
-            watchdog=watchdog,
-        )
+        name = config.tokenizer or config.model_name
+        chat = await asyncio.to_thread(load_chat, name, enable_thinking=config.enable_thinking)
+        source = await asyncio.to_thread(open_task_source, config.environment, chat)
+        yield Evaluated(policy=policy, source=source, watchdog=watchdog)
 
 
 async def run(config: EvaluateConfig, events: RunEvents, *, open_evaluated: Open = open_evaluated) -> None:
@@ -157,7 +155,7 @@ async def play(
             evaluating = evaluate(
                 rollouts,
                 tasks,
-                evaluated.policy,
+                evaluated.policy if config.top_p == 1 else TopPPolicy(evaluated.policy, config.top_p),
                 plan,
                 on_group=lambda timed: events.group_finished(timed.group, duration_s=timed.duration_s),
             )

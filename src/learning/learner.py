@@ -28,12 +28,25 @@ class TrainedTokens:
 
 
 class Learner:
-    """Sends datums and optimizer steps to one training client."""
+    """Sends datums and optimizer steps to one training client.
 
-    def __init__(self, client: tinker.TrainingClient, options: LearnerOptions, *, num_steps: int = 1) -> None:
+    `update_scale` multiplies the learning rate and divides the weight decay. To first order in B, the update
+    of `alpha / rank * B @ A` is then that of an alpha `update_scale` times as large: Adam's step does not
+    depend on the size of the gradient, and the decay per step stays the same.
+    """
+
+    def __init__(
+        self,
+        client: tinker.TrainingClient,
+        options: LearnerOptions,
+        *,
+        num_steps: int = 1,
+        update_scale: float = 1.0,
+    ) -> None:
         self._client = client
         self._options = options
         self._num_steps = num_steps  # of the whole run
+        self._update_scale = update_scale
         self._added: list[tuple[list[tinker.Datum], Awaitable[tinker.ForwardBackwardOutput]]] = []
 
     async def logprobs(self, datums: Sequence[tinker.Datum]) -> list[np.ndarray]:
@@ -64,13 +77,13 @@ class Learner:
         logprobs are not finite.
         """
         options = self._options
-        rate = learning_rate(options, step=step, num_steps=self._num_steps)
+        rate = learning_rate(options, step=step, num_steps=self._num_steps) * self._update_scale
         adam = tinker.AdamParams(
             learning_rate=rate,
             beta1=options.adam_beta1,
             beta2=options.adam_beta2,
             eps=options.adam_eps,
-            weight_decay=options.weight_decay,
+            weight_decay=options.weight_decay / self._update_scale,
             grad_clip_norm=options.grad_clip_norm,
         )
         added, self._added = self._added, []

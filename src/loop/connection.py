@@ -31,6 +31,7 @@ class Dependencies:
 
     source: TaskSource
     backend: Backend
+    update_scale: float = 1.0  # factor of the learning rate, in place of a LoRA alpha that the server lacks
 
 
 # Takes the source of an earlier connection, None for the first one.
@@ -53,7 +54,20 @@ async def open_dependencies(
             source = await asyncio.to_thread(open_task_source, config, chat)
         async with watching(endpoint.check, config) as watchdog:
             backend = await watchdog.answer(endpoint.open_training(config), "opening the training client")
-        yield Dependencies(source=source, backend=backend)
+        scale = update_scale(config, backend.lora_alpha, events)
+        yield Dependencies(source=source, backend=backend, update_scale=scale)
+
+
+def update_scale(config: TrainerConfig, server_alpha: float, events: RunEvents) -> float:
+    """Return the factor of the learning rate that stands in for the `lora_alpha` that the server lacks."""
+    if config.lora_alpha is None or config.lora_alpha == server_alpha:
+        return 1.0
+    scale = config.lora_alpha / server_alpha
+    events.say(
+        f"lora_alpha={config.lora_alpha:g}: the adapter's alpha is {server_alpha:g}, so learning_rate is "
+        f"multiplied by {scale:g} and weight_decay divided by it"
+    )
+    return scale
 
 
 class Connection:

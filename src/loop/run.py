@@ -28,6 +28,7 @@ from src.records.journal import Journal, RunState
 from src.records.rollout_store import FinishedRollouts
 from src.records.run_folder import RunFolder, find_run_folder, lock_run_dir, run_path
 from src.records.tracking import RunLog, open_run_log
+from src.records.uploads import check_upload_url
 from src.rollouts.group_rollout import Rollouts
 from src.rollouts.judge import Judge
 from src.rollouts.pipeline import schedule
@@ -53,6 +54,8 @@ async def run(config: TrainerConfig, events: TrainingEvents, *, connect: Connect
         )
     if config.capabilities is not None:
         capabilities.require(capabilities.read(config.capabilities), config)
+    if config.upload_url is not None:
+        await asyncio.to_thread(check_upload_url, config.upload_url)
     name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
     connector = Connector(config, events, connect)
     async with AsyncExitStack() as source_open, AsyncExitStack() as connected:
@@ -118,7 +121,12 @@ async def train(
             config,
             backend=backend,
             watchdog=watchdog,
-            learner=Learner(backend.training_client, config, num_steps=len(batches)),
+            learner=Learner(
+                backend.training_client,
+                config,
+                num_steps=len(batches),
+                update_scale=dependencies.update_scale,
+            ),
             source=source,
             rollouts=Rollouts(source, config, finished, judge),
             finished=finished,

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 # heartbeat_timeout_s bounds both timeouts from above.
 HEALTH_TIMEOUT_S = 5.0  # per health request, which is sent without the SDK
 CLOSE_TIMEOUT_S = 5.0  # to close the session; the SDK alone would retry for minutes
+DEFAULT_LORA_ALPHA = 32.0  # Tinker's alpha, which its API does not let clients choose
 DUMMY_KEY = "tml-dummy"  # the SDK requires a key with this prefix; our server accepts any key
 _KEY_PREFIXES = ("tml-", "eyJ")
 
@@ -73,8 +74,10 @@ class TinkerBackend:
         options: BackendOptions,
         *,
         key: str | None,
+        lora_alpha: float = DEFAULT_LORA_ALPHA,
     ) -> None:
         self.training_client = training_client
+        self.lora_alpha = lora_alpha
         self._service = service
         self._options = options
         self._key = key
@@ -99,11 +102,9 @@ class TinkerBackend:
         await check_alive(url, timeout_s=timeout_s)
         if self._key is None:  # the SDK does not expose its stored credentials
             return
-        request = {"type": "get_info", "model_id": self.training_client.model_id}
-        status = await request_status(
-            f"{url}/api/v1/get_info", key=self._key, request=request, timeout_s=timeout_s
-        )
-        if status in (404, 410):
+        body = {"type": "get_info", "model_id": self.training_client.model_id}
+        reply = await request(f"{url}/api/v1/get_info", key=self._key, body=body, timeout_s=timeout_s)
+        if reply.status_code in (404, 410):
             raise ServerLost(
                 f"the server at {url} does not have this run's weights; it was restarted or has ended the "
                 "session"
@@ -158,8 +159,8 @@ async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
         )
 
 
-async def request_status(url: str, *, key: str, request: Mapping[str, str] | None, timeout_s: float) -> int:
-    """Send a POST of `request`, or a GET if it is None, and return the HTTP status.
+async def request(url: str, *, key: str, body: Mapping[str, str] | None, timeout_s: float) -> httpx.Response:
+    """Send a POST of `body`, or a GET if it is None, without the SDK.
 
     Raises BackendError for a status of 500 or above and if the whole reply does not arrive within
     `timeout_s`.
@@ -169,12 +170,22 @@ async def request_status(url: str, *, key: str, request: Mapping[str, str] | Non
             asyncio.timeout(timeout_s),
             httpx.AsyncClient(timeout=timeout_s, headers={"X-API-Key": key}) as client,
         ):
-            reply = await (client.get(url) if request is None else client.post(url, json=request))
+            reply = await (client.get(url) if body is None else client.post(url, json=body))
     except (httpx.HTTPError, TimeoutError) as error:
         raise BackendError(f"{url} did not answer ({type(error).__name__})") from error
     if reply.status_code >= 500:
         raise BackendError(f"{url} answered {reply.status_code}")
-    return reply.status_code
+    return reply
+
+
+async def lora_alpha(options: BackendOptions, *, model_id: str, key: str) -> float:
+    """Return the alpha of a model: what the endpoint reports, else Tinker's. The SDK drops the field."""
+    url, body = f"{base_url(options)}/api/v1/get_info", {"type": "get_info", "model_id": model_id}
+    reply = await request(url, key=key, body=body, timeout_s=health_timeout_s(options))
+    try:
+        return float(reply.json()["lora_alpha"])
+    except (ValueError, KeyError, TypeError):
+        return DEFAULT_LORA_ALPHA
 
 
 async def check_model(options: BackendOptions, *, key: str | None) -> None:
@@ -196,9 +207,10 @@ async def check_model(options: BackendOptions, *, key: str | None) -> None:
         )
     if model.max_context_length is not None and options.context_limit > model.max_context_length:
         limit = model.max_context_length
+        other = "" if options.backend == "skyrl-tx" else ", or use backend=skyrl-tx"
         raise ConfigError(
             f"context_limit={options.context_limit} exceeds the server's {limit} for "
-            f"{options.model_name}; reduce it"
+            f"{options.model_name}; reduce it{other}"
         )
 
 
@@ -248,14 +260,21 @@ class TinkerEndpoint:
                 )
         else:
             with sdk_boundary(f"creating an adapter of rank {rank} on {options.model_name}"):
+                # The SDK's lora_config has no alpha. Our server reads it from the metadata.
+                alpha = adapter.lora_alpha
+                metadata = None if alpha is None else {"lora_alpha": f"{alpha:g}"}
                 client = await (
                     await in_thread(
                         lambda: service.create_lora_training_client(
-                            options.model_name, rank=rank, seed=options.seed
+                            options.model_name, rank=rank, seed=options.seed, user_metadata=metadata
                         )
                     )
                 )
-        return TinkerBackend(service, client, options, key=require_key(options))
+        key = require_key(options)
+        alpha = DEFAULT_LORA_ALPHA
+        if adapter.lora_alpha is not None and key is not None:
+            alpha = await lora_alpha(options, model_id=client.model_id, key=key)
+        return TinkerBackend(service, client, options, key=key, lora_alpha=alpha)
 
     async def open_policy(self, sampler_path: str | None) -> Policy:
         """Open a sampler checkpoint, or the base model if `sampler_path` is None."""
@@ -272,9 +291,7 @@ class TinkerEndpoint:
         timeout_s = health_timeout_s(self._options)
         await check_alive(url, timeout_s=timeout_s)
         if key is not None:  # the SDK does not expose its stored credentials
-            await request_status(
-                f"{url}/api/v1/get_server_capabilities", key=key, request=None, timeout_s=timeout_s
-            )
+            await request(f"{url}/api/v1/get_server_capabilities", key=key, body=None, timeout_s=timeout_s)
 
 
 @asynccontextmanager

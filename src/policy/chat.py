@@ -61,10 +61,15 @@ class ChatTokenizer(Protocol):
 
 
 class Chat:
-    """The conversation format of one model."""
+    """The conversation format of one model.
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    With `enable_thinking` the model may think before each answer, which only evaluations allow. Raises
+    ConfigError if the template does not support it.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, *, enable_thinking: bool = False) -> None:
         self.tokenizer = tokenizer
+        self._enable_thinking = enable_thinking
         ending = self._encode(self._after_answer([], generation_prompt=False))
         if not ending:
             raise ConfigError(
@@ -80,11 +85,16 @@ class Chat:
         if len(end_of_message) == 1:
             self.stop_token_ids += end_of_message
             self._turn_end_ids |= set(end_of_message)
+        if enable_thinking and self.render([_QUESTION]) == Chat(tokenizer).render([_QUESTION]):
+            raise ConfigError(
+                "enable_thinking=true: the tokenizer's chat template does not read it; remove the option"
+            )
 
     def render(self, messages: Sequence[Message], *, tools: Tools = ()) -> list[int]:
         """Encode a conversation and the generation prompt.
 
-        Thinking is off if the template has a variable for it (`enable_thinking` or `thinking`).
+        Thinking is off unless `enable_thinking` is set, if the template has a variable for it
+        (`enable_thinking` or `thinking`).
 
         `tools` are OpenAI schemas. Templates write them into the system message or the first user message,
         so `extend` does not need them. If the template does not show tools, the system message describes them
@@ -139,7 +149,7 @@ class Chat:
 
     @cached_property
     def opens_a_thought(self) -> bool:
-        """Whether the generation prompt begins a thought although thinking is off."""
+        """Whether the generation prompt begins a thought."""
         return self._template([_QUESTION], generation_prompt=True).rstrip().endswith("<think>")
 
     @cached_property
@@ -179,8 +189,8 @@ class Chat:
             tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=generation_prompt,
-            enable_thinking=False,  # Qwen3, GLM
-            thinking=False,  # DeepSeek-V3.1, Granite
+            enable_thinking=self._enable_thinking,  # Qwen3, GLM
+            thinking=self._enable_thinking,  # DeepSeek-V3.1, Granite
             # Llama 3 writes tools into the first message after the system message and makes it a user
             # message, also if it is a greeting by the assistant.
             tools_in_user_message=roles[:1] == ["user"],
@@ -194,7 +204,7 @@ class Chat:
         return list(self.tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False))
 
 
-def load_chat(model_name: str) -> Chat:
+def load_chat(model_name: str, *, enable_thinking: bool = False) -> Chat:
     """Load the chat format of a local tokenizer directory or a hub id.
 
     Raises ConfigError if there is none.
@@ -221,8 +231,8 @@ def load_chat(model_name: str) -> Chat:
             "the model without -Base",
             model_name,
         )
-    chat = Chat(tokenizer)
-    if chat.opens_a_thought:
+    chat = Chat(tokenizer, enable_thinking=enable_thinking)
+    if not enable_thinking and chat.opens_a_thought:
         logger.warning(
             "the chat template of %s begins each answer with a thought and cannot turn thinking off; use an "
             "instruct model without thinking, or a larger max_tokens",

@@ -115,6 +115,7 @@ class ChatEndpoint:
         temperature: float,
         seed: int | None,
         max_tokens: int | None = None,
+        top_p: float | None = None,
         tools: Sequence[Mapping[str, object]] = (),
     ) -> ChatReply:
         """Return one reply to a conversation in OpenAI's format. Raises BackendError if there is none."""
@@ -123,7 +124,9 @@ class ChatEndpoint:
             "messages": list(messages),
             "temperature": temperature,
         }
-        request |= {"seed": seed, "max_tokens": max_tokens} | ({"tools": list(tools)} if tools else {})
+        request |= {"seed": seed, "max_tokens": max_tokens, "top_p": top_p} | (
+            {"tools": list(tools)} if tools else {}
+        )
         with boundary(BackendError, f"asking {self.model}"):
             answer = await self._client.chat.completions.create(
                 **{name: value for name, value in request.items() if value is not None}
@@ -155,7 +158,11 @@ class EndpointPolicy:
     async def sample(self, request: SampleRequest) -> Turn:
         messages = self._codec.messages(request.prompt_ids)
         reply = await self._endpoint.reply(
-            messages, max_tokens=request.max_tokens, temperature=request.temperature, seed=request.seed
+            messages,
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_p=None if request.top_p == 1 else request.top_p,
+            seed=request.seed,
         )
         completion_ids = self._codec.encode(
             _without_control(reply.text) + ("" if reply.was_cut else END), add_special_tokens=False

@@ -9,8 +9,6 @@ import chz
 from src.core.length_limits import LengthOptions
 from src.core.options import Options, SeedOptions, above, at_least, require
 
-CLOUD_CONTEXT_LIMIT = 32_000  # of Tinker's cloud
-
 
 @chz.chz
 class ModelOptions(Options):
@@ -27,6 +25,12 @@ class AdapterOptions(Options):
     """Model and server"""
 
     lora_rank: int = chz.field(default=32, doc="LoRA rank, within the server's limit", validator=at_least(1))
+    lora_alpha: float | None = chz.field(
+        default=None,
+        doc="LoRA alpha, whose quotient by lora_rank scales the adapter; None: the server's, 32. Where the "
+        "server does not offer it, learning_rate is scaled instead",
+        validator=above(0),
+    )
     load_checkpoint_path: str | None = chz.field(
         default=None, doc="tinker:// path of a training state to start from, optimizer included"
     )
@@ -84,11 +88,6 @@ class BackendOptions(ModelOptions, WatchdogOptions, SeedOptions, LengthOptions):
         require(
             self.skyrl_tx_url is None,
             "skyrl_tx_url needs backend=skyrl-tx; add it, or remove skyrl_tx_url",
-        )
-        require(
-            self.context_limit <= CLOUD_CONTEXT_LIMIT,
-            f"context_limit={self.context_limit} exceeds backend=tinker's {CLOUD_CONTEXT_LIMIT}; "
-            "lower it or use backend=skyrl-tx",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import tinker
@@ -39,6 +39,7 @@ class SampleRequest:
     prompt_ids: Sequence[int]
     max_tokens: int
     temperature: float
+    top_p: float = 1.0  # below 1 only in evaluations: the logprobs are those of the whole distribution
     seed: int | None = None
     stop_token_ids: Sequence[int] = ()
 
@@ -84,6 +85,17 @@ class PolicyWrapper:
         return await self.policy.sample(request)
 
 
+class TopPPolicy(PolicyWrapper):
+    """Samples from the most likely tokens that together have the probability `top_p`, for evaluations."""
+
+    def __init__(self, policy: Policy, top_p: float) -> None:
+        super().__init__(policy)
+        self._top_p = top_p
+
+    async def sample(self, request: SampleRequest) -> Turn:
+        return await super().sample(replace(request, top_p=self._top_p))
+
+
 class NewestPolicy(PolicyWrapper):
     """Samples each turn with the policy that was set last. `set` must be called before the first turn."""
 
@@ -108,6 +120,7 @@ class TinkerPolicy:
         params = tinker.SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
+            top_p=request.top_p,
             seed=request.seed,
             stop=list(request.stop_token_ids),
         )

@@ -7,7 +7,7 @@ from typing import Literal
 
 import chz
 
-from src.core.options import Options
+from src.core.options import Options, require
 
 
 @chz.chz
@@ -32,6 +32,21 @@ class RunFolderOptions(LogsOptions):
     dump_eval_results: bool = chz.field(
         default=True, doc="Dump every evaluation, and examples of training steps 1, 11, 21, ..."
     )
+
+    upload_url: str | None = chz.field(
+        default=None,
+        doc="Upload every dump below this URL of fsspec, e.g. s3://bucket/evals, as <run>/global_step_<N>/; "
+        "None: no upload",
+    )
+
+    @chz.validate
+    def _dumps_can_be_uploaded(self) -> None:
+        if self.upload_url is not None:
+            require(
+                "://" in self.upload_url,
+                f"upload_url={self.upload_url} is not a URL; write s3://bucket/folder",
+            )
+            require(self.dump_eval_results, "upload_url needs dump_eval_results=true; remove one of them")
 
     def dump_folder(self, log_path: Path) -> Path | None:
         """Return the folder of the dumps of the run in `log_path`. None: nothing is dumped."""

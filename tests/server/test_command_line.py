@@ -19,7 +19,8 @@ import pytest
 from skyrl_tx_server import export
 from skyrl_tx_server.__main__ import main
 from skyrl_tx_server.config.bounds import BOUNDS
-from skyrl_tx_server.config.command_line import help_text, parse
+from skyrl_tx_server.config.command_line import help_text, parse, with_secrets
+from skyrl_tx_server.config.flags import OPTION_OF_FLAG, WITHOUT_EFFECT
 from skyrl_tx_server.config.renamed import RENAMED_OPTIONS
 from skyrl_tx_server.config.server_config import ServerConfig
 from skyrl_tx_server.errors import ConfigError
@@ -45,7 +46,13 @@ TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel
     ("argv", "message"),
     [
         (["base_model=x", "prt=9"], "unknown option 'prt=9'; did you mean port=...?"),
-        (["base_model=x", "--port=9"], "did you mean port=...?"),
+        (["base_model=x", "--prt=9"], "did you mean port=...?"),
+        (["base_model=x", "--port"], "--port needs a value, as in port=VALUE"),
+        (
+            ["base_model=x", "--api-key", "tml-x"],
+            "--api-key: set SKYRL_TX_API_KEY, or pass api_key_file=FILE",
+        ),
+        (["base_model=x", "--enforce-eager"], "--enforce-eager: programs are always compiled; remove it"),
         (["base_model"], "not of the form key=value; did you mean base_model=...?"),
         (["zzz=1"], "unknown option 'zzz=1'; see --help"),
         (["port=9"], "missing option base_model"),
@@ -268,6 +275,36 @@ def test_a_former_option_name_is_accepted_with_one_notice(
     assert parse(["base_model=x", former]) == parse(["base_model=x", present])
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1 and former in printed and present in printed
+
+
+def test_flags_of_skyrls_server_are_options(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--base-model Qwen/Qwen3-30B-A3B --tensor-parallel-size 4 --max-lora-rank 32 "
+    flags += (
+        "--gradient-checkpointing --train-micro-batch-size 2 --sample-max-num-sequences=64 --yarn --port 9"
+    )
+    config = parse(flags.split())
+    options = ["tensor_parallel=4", "max_lora_rank=32", "max_num_seqs=64", "yarn=true", "port=9"]
+    assert config == parse(["base_model=Qwen/Qwen3-30B-A3B", *options])
+    printed = capsys.readouterr().err.splitlines()
+    assert [line.partition(" has no effect: ")[0] for line in printed] == [
+        "skyrl-tx server: --gradient-checkpointing",
+        "skyrl-tx server: --train-micro-batch-size",
+    ]
+    assert "train_tokens_per_batch" in printed[1]
+    assert parse(["base_model=x", "tensor_parallel_size=2"]).tensor_parallel == 2
+    assert parse(["base_model=a", "port=1", "--base-model", "b", "port=2"]).base_model == "b"
+
+
+def test_the_flag_of_a_key_file_protects_the_server(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("tml-secret\n")
+    flags = ["--base-model", "x", "--api-key-file", str(tmp_path / "key")]
+    assert parse(with_secrets(flags, {})).api_key == "tml-secret"
+
+
+def test_every_flag_stands_for_an_option_or_none() -> None:
+    options = chz.chz_fields(ServerConfig)
+    assert all(new in options and old not in options for old, new in OPTION_OF_FLAG.items())
+    assert not WITHOUT_EFFECT.keys() & options.keys()
 
 
 def test_every_former_name_stands_for_an_option() -> None:

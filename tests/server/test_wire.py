@@ -545,6 +545,14 @@ def test_a_lora_without_seed_gets_its_own_seed() -> None:
     assert parse_lora({"rank": 4, "seed": 0}, LIMITS).seed == 0
 
 
+def test_the_metadata_of_a_model_may_choose_its_alpha() -> None:
+    assert parse_lora({"rank": 4}, LIMITS, {"lora_alpha": "64", "other": "x"}).alpha == 64
+    assert parse_lora({"rank": 4}, LIMITS, {"other": "x"}).alpha == 32
+    for text in ("0", "-1", "nan", "inf", "many"):
+        with pytest.raises(UserError, match=r"lora_alpha=.* must be a number above 0 and at most 65536"):
+            parse_lora({"rank": 4}, LIMITS, {"lora_alpha": text})
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -2,18 +2,23 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from skyrl_tx_server.http.http_handler import StartupState
+from src.cli.command_line import parse
 from src.core.errors import BackendError, ConfigError
 from src.learning.datums import sequences_of, to_datums
 from src.learning.learner import Learner
+from src.loop.connection import update_scale
 from src.policy.backend import base_url, connect, require_key
 from src.policy.options import AdapterOptions, BackendOptions
 from src.policy.sampling_policy import SampleRequest
-from tests.fakes.server import fake_context, serving
+from tests.fakes.server import fake_context, fake_engine, serving
 from tests.fakes.trials import turn
 from tests.trainer.test_learner import settings as learner_settings
 
@@ -87,6 +92,22 @@ async def test_a_context_beyond_the_servers_is_rejected(url):
             pass
 
 
+async def test_the_clouds_context_is_what_its_capabilities_say(tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKER_API_KEY", "tml-mine")
+    context = fake_context(tmp_path)
+    engine = fake_engine(context)
+    engine.info = replace(engine.info, max_context_length=128_000)
+    with serving(StartupState(state=context)) as url:
+        cloud = {"backend": "tinker", "skyrl_tx_url": None, "tinker_base_url": url}
+        async with connect(settings(url, **cloud, context_limit=128_000)):
+            pass
+        with pytest.raises(
+            ConfigError, match="exceeds the server's 128000 for local/fake; reduce it, or use"
+        ):
+            async with connect(settings(url, **cloud, context_limit=128_001)):
+                pass
+
+
 async def test_a_rejected_rank_gives_the_servers_message(url):
     with pytest.raises(
         BackendError, match="creating an adapter of rank 4096 on local/fake: LoRA rank 4096 is above"
@@ -94,6 +115,38 @@ async def test_a_rejected_rank_gives_the_servers_message(url):
         async with connect(settings(url)) as endpoint:
             await endpoint.open_training(AdapterOptions(lora_rank=4096))
     assert "\n" not in str(error.value) and "{" not in str(error.value)
+
+
+async def test_the_alpha_of_an_adapter_is_the_option(url):
+    async with connect(settings(url)) as endpoint:
+        backend = await endpoint.open_training(AdapterOptions(lora_rank=8, lora_alpha=64.0))
+        assert backend.lora_alpha == 64
+        paths = await backend.save("000001")
+        resumed = AdapterOptions(lora_alpha=16.0, load_checkpoint_path=paths.state_path)
+        assert (await endpoint.open_training(resumed)).lora_alpha == 64  # the checkpoint's
+
+
+async def test_a_server_that_reports_no_alpha_has_tinkers(url, monkeypatch):
+    async def without_alpha(*arguments, **options):
+        return httpx.Response(200, json={"lora_rank": 8})
+
+    async with connect(settings(url)) as endpoint:
+        monkeypatch.setattr("src.policy.backend.request", without_alpha)
+        adapter = AdapterOptions(lora_rank=8, lora_alpha=64.0)
+        assert (await endpoint.open_training(adapter)).lora_alpha == 32
+
+
+def test_a_scaled_learning_rate_is_reported_in_one_line():
+    lines, events = [], SimpleNamespace()
+    events.say = lines.append
+    options = ["model_name=m", "tasks_dir=/tasks", "learning_rate=1e-5"]
+    assert update_scale(parse(options), 32.0, events) == 1
+    assert update_scale(parse([*options, "lora_alpha=64"]), 64.0, events) == 1 and not lines
+    assert update_scale(parse([*options, "lora_alpha=64"]), 32.0, events) == 2
+    assert lines == [
+        "lora_alpha=64: the adapter's alpha is 32, so learning_rate is multiplied by 2 and weight_decay "
+        "divided by it"
+    ]
 
 
 async def test_a_missing_checkpoint_is_named(url):

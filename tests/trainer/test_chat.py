@@ -20,8 +20,34 @@ def encode(value: str) -> list[int]:
     return byte_tokenizer().encode(value, add_special_tokens=False)
 
 
+def without_thinking():
+    """A tokenizer whose template reads neither enable_thinking nor tools."""
+    tokenizer = deepcopy(byte_tokenizer())
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    return tokenizer
+
+
 def test_render_ends_with_the_generation_prompt_and_thinking_off():
     assert text(byte_chat().render(USER)) == "<|im_start|>user\ngo<|im_end|>\n" + GENERATION
+
+
+def test_thinking_is_on_in_every_generation_prompt_of_an_evaluation(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    chat = load_chat(str(tmp_path), enable_thinking=True)
+    prompt = chat.render(USER)
+    assert text(prompt) == "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+    extended = chat.extend(prompt, [*encode("<think>a</think>b"), chat.turn_end_id], USER)
+    assert text(extended[len(prompt) :]).endswith("go<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_thinking_without_a_template_for_it_is_refused():
+    tokenizer = without_thinking()
+    assert Chat(tokenizer)
+    with pytest.raises(
+        ConfigError, match="enable_thinking=true: the tokenizer's chat template does not read"
+    ):
+        Chat(tokenizer, enable_thinking=True)
 
 
 def test_extend_keeps_sampled_ids_that_would_encode_differently():
@@ -77,10 +103,7 @@ def test_a_base_model_causes_a_warning(tmp_path, caplog):
 
 
 def test_a_template_without_thinking_or_tools_works():
-    tokenizer = deepcopy(byte_tokenizer())
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
-    tokenizer.chat_template += "{% if add_generation_prompt %}[assistant]{% endif %}"
-    assert text(Chat(tokenizer).render(USER)) == "[user]go<|im_end|>[assistant]"
+    assert text(Chat(without_thinking()).render(USER)) == "[user]go<|im_end|>[assistant]"
 
 
 def test_a_tokenizer_without_a_template_is_rejected(tmp_path):

@@ -7,6 +7,7 @@ import json
 import sys
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from src.evaluate.contamination import content_hash
 from src.evaluate.run import Evaluated
 from src.evaluate.run import run as run_evaluation
 from src.loop.connection import Dependencies
-from tests.fakes.backend import BanditBackend
+from tests.fakes.backend import BanditBackend, BanditSampler
 from tests.fakes.policy import FakePolicy
 from tests.fakes.run import OWN_SERVER, FakeRun
 from tests.fakes.tokenizer import toy_chat
@@ -131,6 +132,18 @@ async def test_evaluation_metrics_also_have_the_names_of_the_seeds(tmp_path):
         assert {f"test-{domain}/{name}" for name in names} <= set(line)
         names = ("avg_score", "pass_at_4", "mean_positive_reward")
         assert {f"eval/{domain}/{name}" for name in names} <= set(line)
+
+
+async def test_top_p_is_for_the_samples_of_evaluations(tmp_path, monkeypatch):
+    asked, sample = [], BanditSampler.sample
+
+    def recorded(self, prompt, num_samples, sampling_params):
+        asked.append(sampling_params.top_p)
+        return sample(self, prompt, num_samples, sampling_params)
+
+    monkeypatch.setattr(BanditSampler, "sample", recorded)
+    await Bench(tmp_path).trained("max_steps=1", "eval_every=0", "eval_group_size=1", "eval_top_p=0.9")
+    assert [top_p for top_p, _ in groupby(asked)] == [0.9, 1.0, 0.9]  # before, in and after the training
 
 
 async def test_pass_at_every_k_is_in_every_file_and_in_wandb(tmp_path, monkeypatch):

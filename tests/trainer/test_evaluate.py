@@ -15,6 +15,7 @@ from src.evaluate.__main__ import main
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import content_hashes, write_hashes
 from src.evaluate.run import Evaluated, run
+from src.policy.sampling_policy import TopPPolicy
 from src.records.checkpoints import Checkpoint, append
 from tests.fakes.policy import UnusedPolicy
 from tests.fakes.trials import FakeTasks, failure, trajectory, turn
@@ -33,6 +34,10 @@ TASKS = [
 ]
 
 
+THINKING = (
+    "error: enable_thinking needs the model's own chat template, which base_url does not give; remove one of "
+    "them"
+)
 EXCLUSIVE = (
     "error: base_url and checkpoint exclude each other; for a checkpoint of our server use skyrl_tx_url"
 )
@@ -46,6 +51,7 @@ class Bench:
         self.text = io.StringIO()
         self.opened = []
         self.played = 0
+        self.policies = []
         self._solves, self.lost = solves, lost
         self.tasks = TASKS
         self.floors = {}
@@ -61,6 +67,7 @@ class Bench:
 
         async def play(trial, policy):
             self.played += 1
+            self.policies.append(policy)
             member = members[trial.task.id] = members.get(trial.task.id, -1) + 1
             name = f"{trial.task.id}-{member}"
             if (trial.task.id, member) in self.lost:
@@ -99,6 +106,13 @@ async def test_results_have_rates_with_intervals_and_every_task(tmp_path):
     text = bench.text.getvalue()
     assert "pass@1: 50.0% [" in text and "pass^4: 0.0% [" in text and "stop reasons: stop 100%" in text
     assert (bench.path / "rollouts" / "eval_000000.jsonl").exists()
+
+
+async def test_top_p_is_sampled_with_and_in_the_results(tmp_path):
+    bench = Bench(tmp_path, first_half)
+    await bench.go("n_samples=2", "top_p=0.9")
+    assert all(isinstance(policy, TopPPolicy) for policy in bench.policies) and bench.policies
+    assert bench.results()["settings"]["top_p"] == 0.9
 
 
 async def test_results_have_the_metric_names_of_skyrl(tmp_path):
@@ -282,6 +296,8 @@ def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
         (["modle_name=x"], "error: unknown option 'modle_name'; did you mean model_name?"),
         (["model_name=m"], "error: missing: tasks_dir; e.g. tasks_dir=..., or --help"),
         (["model_name=m", "tasks_dir=t", "n_samples=0"], "error: n_samples must be at least 1, not 0"),
+        (["model_name=m", "tasks_dir=t", "top_p=0"], "error: top_p must be above 0 and at most 1, not 0.0"),
+        ([*SERVER, "base_url=http://h/v1", "enable_thinking=true"], THINKING),
         (["model_name=m", "tasks_dir=t", "max_turns=0"], "error: max_turns must be at least 1, not 0"),
         ([*SERVER, "base_url=http://h/v1", "checkpoint=tinker://x"], EXCLUSIVE),
         (

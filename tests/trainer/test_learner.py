@@ -47,6 +47,13 @@ async def test_one_substep_is_one_gradient_and_one_step():
     )
 
 
+async def test_an_update_scale_keeps_the_decay_per_step():
+    client = BanditTrainingClient()
+    metrics = await Learner(client, settings(), update_scale=2.0).update([datums(3)])
+    assert (client.adam[0].learning_rate, client.adam[0].weight_decay) == (1.0, 0.05)
+    assert metrics["optim/lr"] == 1.0
+
+
 async def test_the_next_substep_is_queued_before_the_last_is_awaited():
     client = BanditTrainingClient()
     awaited = []

@@ -1,7 +1,8 @@
-"""Every recipe of scripts/recipes/ loads, validates, and has the values of the preset of that name."""
+"""Every recipe of scripts/recipes/ loads, validates, has the numbers of its preset, and trains."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -9,11 +10,61 @@ import pytest
 
 from src.cli.command_line import parse
 from src.config import TrainerConfig
+from src.envs.registry import open_task_source
+from src.loop.connection import Dependencies
+from src.policy.chat import load_chat
+from src.policy.openai_client import ChatReply
+from src.records.tracking import project_name
+from src.rollouts.judge import MODES
+from tests.fakes.backend import BanditBackend
+from tests.fakes.run import FakeRun
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "scripts" / "recipes").glob("*.args"))
+OVERLAYS = {"taxonomy": "retail_4b_grpo_lora", "small_memory": "retail_4b_grpo_lora"}
+OVERLAYS |= {"generalize": "tau_bench_config", "retail": "retail_4b_grpo_lora"}
 SERVER = ["backend=skyrl-tx", "skyrl_tx_url=http://h:1"]
 JUDGE = ["judge_model=m", "judge_base_url=http://h:1/v1"]
+
+SMALL, SEVEN = "Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
+FOUR, EIGHT, LLAMA = "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct"
+RL, JUDGED = "tau_bench_rl", "_with_taxonomy_feedback"
+# The numbers of the configuration, and of the scripts that change it: penalty, warm-up, temperature. A rate
+# of full fine-tuning (5e-7 and 3e-7) is ten times as large here.
+CONFIG = {"kl_penalty_coef": 0.01, "learning_rate": 5e-6, "lr_warmup_steps": 50, "temperature": 0.8}
+CONFIG |= {"weight_decay": 0.05, "grad_clip_norm": 0.5, "batch_size": 64, "num_substeps": 64 // 16}
+CONFIG |= {"group_size": 5, "eval_every": 3, "test_data": ["retail:test", "airline:test"]}
+SCRIPT = CONFIG | {"kl_penalty_coef": 0.02, "learning_rate": 3e-6, "lr_warmup_steps": 200}
+SCRIPT |= {"temperature": 0.9}
+FILTERED = {"zero_reward_on_length_threshold": True, "max_assistant_response_tokens": 2048}
+LORA_4B = {"lora_rank": 32, "lora_alpha": 64, "eval_every": 5, **FILTERED}
+LORA_8B = {"lora_rank": 64, "lora_alpha": 128, "eval_every": 5, "eval_before_train": True}
+# Preset -> model, wandb project and numbers.
+PRESETS = {
+    "multi_domain": (SMALL, RL, SCRIPT),
+    "multi_domain_7b": (SEVEN, f"{RL}_7b", CONFIG),
+    "multi_domain_7b_optimized": (SEVEN, f"{RL}_7b", SCRIPT),
+    "retail_3b_grpo": (SMALL, RL, {"lora_alpha": None, "eval_every": 5, "learning_rate": 3e-5}),
+    "retail_3b_grpo_repetition_fix": (SMALL, RL, FILTERED),
+    "retail_3b_grpo_taxonomy": (SMALL, f"{RL}{JUDGED}", {"taxonomy_feedback": True}),
+    "retail_7b_grpo": (SEVEN, f"{RL}_7b", {"lora_alpha": None, "eval_every": 5, "learning_rate": 2e-6}),
+    "retail_7b_grpo_taxonomy": (SEVEN, f"{RL}_7b{JUDGED}", {"taxonomy_feedback": True}),
+    "retail_8b_grpo_taxonomy": (EIGHT, f"{RL}_8b{JUDGED}", {"eval_before_train": True, "lora_alpha": None}),
+    "tau_bench": (SMALL, RL, SCRIPT),
+    "tau_bench_7b": (SEVEN, f"{RL}_7b", SCRIPT),
+    "tau_bench_llama": (LLAMA, f"{RL}_llama", SCRIPT),
+    "tau_bench_config": (SMALL, RL, CONFIG),
+    "tau_bench_llama_config": (LLAMA, f"{RL}_llama", CONFIG),
+    "retail_4b_grpo_taxonomy": (
+        FOUR,
+        f"{RL}_4b{JUDGED}",
+        {"batch_size": 4, "num_substeps": 4 // 2, "n_parallel_envs": 6, "lora_alpha": None},
+    ),
+    "retail_4b_grpo_lora": (FOUR, f"{RL}_4b", LORA_4B),
+    "retail_4b_grpo_lora_taxonomy": (FOUR, f"{RL}_4b{JUDGED}", LORA_4B),
+    "retail_8b_grpo_lora": (EIGHT, f"{RL}_8b", LORA_8B),
+    "retail_8b_grpo_lora_taxonomy": (EIGHT, f"{RL}_8b{JUDGED}", LORA_8B),
+}
 
 
 def said(*words: str) -> subprocess.CompletedProcess[str]:
@@ -22,71 +73,71 @@ def said(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def recipe(*words: str) -> TrainerConfig:
+def arguments(*words: str) -> list[str]:
     printed = said("--print", *words)
     assert printed.returncode == 0, printed.stderr
-    return parse([*SERVER, *printed.stdout.splitlines()])
+    return printed.stdout.splitlines()
+
+
+def recipe(*words: str) -> TrainerConfig:
+    return parse([*SERVER, *arguments(*words)])
+
+
+def test_every_recipe_is_a_preset_or_builds_on_one():
+    assert sorted([*PRESETS, *OVERLAYS]) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_loads_and_validates(name: str):
-    config = recipe(
-        *(["retail_4b_lora"] if name in ("retail", "small_memory", "taxonomy") else []), name, *JUDGE
-    )
+    config = recipe(*([OVERLAYS[name]] if name in OVERLAYS else []), name, *JUDGE)
     assert config.env == "tau_bench" and config.use_native_tool_calling
     assert config.zero_reward_on_non_stop is False and config.learning_rate >= 1e-6
-    assert config.loss_settings == {
-        "clip_low_threshold": 0.9,
-        "clip_high_threshold": 1.1,
-    }
+    assert config.loss_settings == {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
 
 
-def test_there_is_a_recipe_for_every_preset_of_the_seeds():
-    assert {
-        "retail_3b",
-        "retail_4b_lora",
-        "retail_7b",
-        "retail_8b_lora",
-        "multi_domain",
-        "taxonomy",
-        "small_memory",
-    } <= set(NAMES)
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_numbers_are_the_presets(name: str):
+    model, project, numbers = PRESETS[name]
+    config = recipe(f"training/run_{name}.sh", *JUDGE)
+    assert config.model_name == model and config.wandb_project is not None
+    assert project_name(config.wandb_project, is_judged=config.taxonomy_feedback) == project
+    assert {option: getattr(config, option) for option in numbers} == numbers
+    assert config.taxonomy_feedback == project.endswith(JUDGED) == name.endswith("taxonomy")
 
 
-def test_the_numbers_are_the_seeds():
-    small = recipe("retail_4b_lora")
-    assert (small.lora_rank, small.learning_rate, small.batch_size, small.num_substeps, small.group_size) == (
-        32,
-        5e-6,
-        32,
-        2,
-        3,
+class Judge:
+    model = "judge-1"
+
+    async def reply(self, messages, *, temperature, seed):
+        return ChatReply(text=json.dumps(dict.fromkeys(MODES, False)))
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", PRESETS)
+async def test_a_preset_trains_two_steps_on_a_small_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    monkeypatch.setattr("src.loop.run.open_endpoint", lambda base_url, model: Judge())
+    chat, backend = load_chat(str(ROOT / "datasets" / "toy_retail" / "model")), BanditBackend()
+    run = FakeRun(
+        tmp_path / "run", lambda config: Dependencies(source=open_task_source(config, chat), backend=backend)
     )
-    assert (small.max_turns, small.max_input_length, small.max_tokens, small.kl_penalty_coef) == (
-        15,
-        16384,
-        512,
-        0.01,
-    )
-    assert (small.zero_reward_on_length_threshold, small.max_assistant_response_tokens) == (True, 2048)
-    assert (small.weight_decay, small.grad_clip_norm, small.lr_warmup_steps) == (0.01, 1.0, 100)
-    large = recipe("retail_8b_lora")
-    assert (large.model_name, large.lora_rank, large.batch_size, large.eval_before_train) == (
-        "Qwen/Qwen3-8B",
-        64,
-        64,
-        True,
-    )
-    many = recipe("multi_domain")
-    assert (many.kl_penalty_coef, many.group_size, many.temperature, many.domain_shares) == (
-        *(0.02, 5, 0.9),
-        {"telecom": 0.75, "toy_retail": 0.25},
-    )
-    assert many.test_data == ["retail:test", "airline:test"] and many.eval_every == 3
+    small = ["environment_kwargs=domain=toy_retail", "test_data=held=toy_retail:test", "wandb_project=none"]
+    small += ["context_limit=2048", "max_input_length=none", "max_tokens=4", "max_turns=2", "max_steps=2"]
+    small += ["batch_size=2", "group_size=2", "eval_group_size=1", "eval_before_train=false", "eval_every=0"]
+    mixture = ["domain_mixture=toy_retail=1"] if name.startswith("multi_domain") else []
+    given = [line for line in arguments(name) if not line.startswith("model_name=")]
+    await run.go(*given, *small, "num_substeps=2", *mixture, *JUDGE)
+    lines = run.lines("metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert "test-held/success_rate" in lines[-1]
+    assert ("reward/judge_bonus_mean" in lines[-1]) == name.endswith("taxonomy")
 
 
 def test_later_recipes_and_given_options_take_precedence():
-    config = recipe("retail_4b_lora", "taxonomy", "small_memory", "seed=7", "batch_size=2", *JUDGE)
+    config = recipe("retail_4b_grpo_lora", "taxonomy", "small_memory", "seed=7", "batch_size=2", *JUDGE)
     assert (
         config.n_parallel_envs,
         config.batch_size,
@@ -94,13 +145,13 @@ def test_later_recipes_and_given_options_take_precedence():
         config.max_input_length,
         config.seed,
     ) == (6, 2, 2, 8192, 7)
-    assert config.taxonomy_feedback and config.model_name == "Qwen/Qwen3-4B-Instruct-2507"
+    assert config.taxonomy_feedback and config.model_name == FOUR
 
 
 def test_a_recipe_that_cannot_be_used_is_one_line():
     with pytest.raises(ValueError, match="taxonomy_feedback needs a judge"):
-        recipe("retail_3b", "taxonomy")
+        recipe("retail_3b_grpo", "taxonomy")
     unknown = said("retail_5b")
     assert unknown.returncode == 2 and unknown.stderr.startswith(
-        "recipe: there is no recipe retail_5b; there are: multi_domain"
+        "recipe: there is no recipe retail_5b; there are: generalize"
     )

@@ -3,7 +3,7 @@ import tinker
 
 from src.core.errors import BackendError
 from src.core.trajectory import StopReason
-from src.policy.sampling_policy import SampleRequest, TinkerPolicy
+from src.policy.sampling_policy import SampleRequest, TinkerPolicy, TopPPolicy
 from tests.fakes.backend import Ready
 
 
@@ -42,6 +42,15 @@ async def test_a_turn_holds_the_ids_and_logprobs_of_the_sampler():
     prompt, num_samples, params = client.asked
     assert (prompt, num_samples) == ([1, 2], 1)
     assert (params.max_tokens, params.temperature, params.seed, params.stop) == (5, 0.7, 3, [9])
+
+
+async def test_top_p_of_an_evaluation_reaches_the_sampler():
+    client = OneAnswer([7, 9], [-0.25, -1.0])
+    request = SampleRequest(prompt_ids=[1], max_tokens=5, temperature=0.7)
+    await TopPPolicy(TinkerPolicy(client, version=4), 0.95).sample(request)
+    assert client.asked[2].top_p == 0.95
+    await TinkerPolicy(client, version=4).sample(request)
+    assert client.asked[2].top_p == 1
 
 
 async def test_a_completion_cut_at_max_tokens_has_stop_reason_length():

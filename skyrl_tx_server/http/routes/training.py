@@ -44,7 +44,7 @@ async def create_model(state: AppState, request: Request) -> Reply:
     state.check_base_model(fields.text("base_model"))
     user_metadata = fields.metadata("user_metadata")
     check_optimizer_config(fields)
-    lora = parse_lora(fields.mapping("lora_config"), state.limits)
+    lora = parse_lora(fields.mapping("lora_config"), state.limits, user_metadata)
     fields.ignore("type")
     fields.finish()
     model_id = state.registry.model_id(session_id, model_seq_id)
@@ -115,6 +115,7 @@ async def get_info(state: AppState, request: Request) -> Reply:
         "model_id": model.model_id,
         "is_lora": True,
         "lora_rank": model.lora.rank,
+        "lora_alpha": model.lora.alpha,
         "model_name": state.base_model,
         "model_data": {
             "arch": state.engine.info.model_type,

@@ -7,6 +7,7 @@ would change a result is ignored.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 
 from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import (
+    LORA_ALPHA,
     AdamSettings,
     CsrMatrix,
     ForwardBackward,
@@ -29,6 +31,8 @@ from skyrl_tx_server.http.wire.limits import MAX_SEED, MAX_TOP_K, Limits, check_
 from skyrl_tx_server.http.wire.tensors import dense_array, parse_tensor
 
 MAX_REQUEST_CELLS = 1 << 26
+ALPHA_METADATA = "lora_alpha"
+MAX_ALPHA = 65536.0
 INPUT_HINTS = {
     "mask": "masking is a zero weight (cross_entropy) or a zero advantage (the other losses)",
     "weights": "only cross_entropy takes weights; fold them into the advantages",
@@ -46,7 +50,8 @@ class TrainRequest:
     op: ForwardBackward
 
 
-def parse_lora(body: object, limits: Limits) -> LoraSpec:
+def parse_lora(body: object, limits: Limits, user_metadata: Mapping[str, str] | None = None) -> LoraSpec:
+    """`user_metadata` may have a `lora_alpha`, because the SDK's lora_config has no field for it."""
     fields = JsonReader(body, "lora_config")
     rank = fields.optional_integer("rank")
     spec = LoraSpec(
@@ -55,6 +60,7 @@ def parse_lora(body: object, limits: Limits) -> LoraSpec:
         train_attn=fields.flag("train_attn", True),
         train_mlp=fields.flag("train_mlp", True),
         train_unembed=fields.flag("train_unembed", True),
+        alpha=_alpha((user_metadata or {}).get(ALPHA_METADATA)),
     )
     fields.finish()
     if spec.rank < 1:
@@ -71,6 +77,21 @@ def parse_lora(body: object, limits: Limits) -> LoraSpec:
             "lora_config: nothing to train; at least one of train_attn, train_mlp, train_unembed must be true"
         )
     return spec
+
+
+def _alpha(text: str | None) -> float:
+    if text is None:
+        return LORA_ALPHA
+    try:
+        alpha = float(text)
+    except ValueError:
+        alpha = math.nan
+    if not 0 < alpha <= MAX_ALPHA:
+        raise UserError(
+            f"user_metadata: {ALPHA_METADATA}={quoted(text)} must be a number above 0 and at most "
+            f"{MAX_ALPHA:g}"
+        )
+    return alpha
 
 
 def check_optimizer_config(fields: JsonReader) -> None:

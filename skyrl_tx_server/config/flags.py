@@ -1,0 +1,87 @@
+"""Flags of SkyRL's tx server and of vLLM, `--name value`, as options of this server, `name=value`.
+
+A flag with the name of an option is that option. No value of a flag is ignored in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from skyrl_tx_server.errors import ConfigError
+
+OPTION_OF_FLAG: Mapping[str, str] = {
+    "checkpoints_base": "checkpoints_dir",
+    "data_parallel_size": "data_parallel",
+    "expert_parallel_size": "expert_parallel",
+    "external_inference_lora_base": "sampler_adapters",
+    "external_inference_url": "sampler_url",
+    "fully_sharded_data_parallel_size": "fsdp_parallel",
+    "max_lora_adapters": "max_models",
+    "max_model_len": "max_context_length",
+    "sample_max_num_sequences": "max_num_seqs",
+    "served_model_name": "model_alias",
+    "tensor_parallel_size": "tensor_parallel",
+}
+"""Flag with underscores -> option."""
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "gradient_checkpointing": "the server recomputes layers itself where memory needs it",
+    "shard_attention_heads": "tensor_parallel always divides the heads",
+    "train_micro_batch_size": "sequences are packed into micro-batches of train_tokens_per_batch tokens; set "
+    "that option instead",
+}
+"""Flag with underscores -> why the result is the same without it."""
+
+REFUSED: Mapping[str, str] = {
+    "api_key": "set SKYRL_TX_API_KEY, or pass api_key_file=FILE",
+    "backend": "this server has one backend; remove it",
+    "backend_config": "pass its entries as options of their own, as in tensor_parallel=8",
+    "database_url": "the server keeps its index in checkpoints_dir; remove it",
+    "enforce_eager": "programs are always compiled; remove it",
+    "external_inference_api_key": "set SKYRL_TX_SAMPLER_API_KEY",
+    "sampler_api_key": "set SKYRL_TX_SAMPLER_API_KEY",
+}
+"""Flag with underscores -> what to do instead."""
+
+
+def as_options(
+    argv: Sequence[str], *, known: Sequence[str], switches: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Return `argv` with `name=value` in place of flags, and a notice for each flag without effect.
+
+    `known` are the options, `switches` those of type bool. A flag that is neither known nor in the tables
+    stays as it is. Raises ConfigError for a flag that is refused or lacks its value.
+
+    >>> as_options(["--tensor-parallel-size", "8", "port=1"], known=["tensor_parallel", "port"], switches=[])
+    (['tensor_parallel=8', 'port=1'], [])
+    """
+    options: list[str] = []
+    notices: list[str] = []
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        flag, equals, value = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--"):
+            name = name if name in OPTION_OF_FLAG or name in WITHOUT_EFFECT else ""
+        elif name in REFUSED:
+            raise ConfigError(f"{flag}: {REFUSED[name]}")
+        option = OPTION_OF_FLAG.get(name, name)
+        if not equals and flag.startswith("--") and rest and _is_value(rest[0]):
+            value = rest.pop(0) if name in WITHOUT_EFFECT or option in known else ""
+        if name in WITHOUT_EFFECT:
+            notices.append(f"{flag} has no effect: {WITHOUT_EFFECT[name]}")
+        elif not name or option not in known:
+            options.append(argument)
+        elif value or equals:
+            options.append(f"{option}={value}")
+        elif option in switches:
+            options.append(f"{option}=true")
+        else:
+            raise ConfigError(f"{flag} needs a value, as in {option}=VALUE")
+    return options, notices
+
+
+def _is_value(argument: str) -> bool:
+    """Return whether an argument is the value of the flag before it, and not an option of its own."""
+    return not argument.startswith("--") and "=" not in argument

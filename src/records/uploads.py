@@ -1,0 +1,76 @@
+"""Uploads the dumps of a run to the storage behind a URL of fsspec, such as s3://bucket/evals.
+
+    <url>/<run>/global_step_<N>/<data source>.jsonl  the evaluation after step N, and aggregated_results.jsonl
+    <url>/<run>/training_examples/step_<N>_examples.jsonl
+
+A failed upload is a warning: the files of the run stay where they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import fsspec
+from fsspec.core import url_to_fs
+
+from src.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+UPLOAD_S = 300.0  # the longest time that a step waits for an upload
+
+
+class Upload(Protocol):
+    """Uploads one kind of dump of a step."""
+
+    def __call__(self, dump_folder: Path, step: int, *, url: str, run: str) -> None: ...
+
+
+def check_upload_url(url: str) -> None:
+    """Raises ConfigError if the package for the URL is missing or its protocol unknown; does not connect."""
+    protocol = url.partition("://")[0]
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        raise ConfigError(
+            f"upload_url={url}: {error}; scripts/setup.sh PACKAGE installs it, s3fs for s3://"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"upload_url={url}: fsspec has no protocol {protocol}") from error
+
+
+def upload_evaluation(dump_folder: Path, step: int, *, url: str, run: str) -> None:
+    """Upload the dump of the evaluation after a step."""
+    files = sorted((dump_folder / "dumped_evals" / f"global_step_{step}_evals").glob("*.jsonl"))
+    upload(files, f"{url.rstrip('/')}/{run}/global_step_{step}")
+
+
+def upload_examples(dump_folder: Path, step: int, *, url: str, run: str) -> None:
+    """Upload the training examples of a step, if it has any."""
+    files = sorted((dump_folder / "training_examples").glob(f"step_{step}_examples.jsonl"))
+    upload(files, f"{url.rstrip('/')}/{run}/training_examples")
+
+
+def upload(files: Sequence[Path], url: str) -> None:
+    """Copy files into the folder `url`. Waits for at most `UPLOAD_S`."""
+    if not files:
+        return
+    uploading = threading.Thread(target=_put, args=(files, url), daemon=True)
+    uploading.start()
+    uploading.join(UPLOAD_S)
+    if uploading.is_alive():
+        logger.warning("the upload to %s did not finish within %g s", url, UPLOAD_S)
+
+
+def _put(files: Sequence[Path], url: str) -> None:
+    try:
+        storage, folder = url_to_fs(url)
+        storage.makedirs(folder, exist_ok=True)
+        for file in files:
+            storage.put_file(str(file), f"{folder}/{file.name}")
+    except Exception as error:  # each kind of storage has errors of its own
+        logger.warning("the upload to %s failed: %s: %s", url, type(error).__name__, error)

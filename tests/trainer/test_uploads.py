@@ -1,0 +1,54 @@
+"""Dumps are uploaded by fsspec, here to its file system in memory."""
+
+import json
+import sys
+
+import fsspec
+import pytest
+
+from src.cli.command_line import parse
+from src.core.errors import ConfigError
+from src.records.uploads import check_upload_url, upload
+from tests.trainer.test_episodes import Bench
+
+
+@pytest.fixture
+def memory():
+    storage = fsspec.filesystem("memory")
+    yield storage
+    storage.store.clear()
+
+
+async def test_evaluations_and_examples_of_a_run_are_uploaded(tmp_path, memory):
+    bench = Bench(tmp_path)
+    await bench.trained("max_steps=1", "eval_every=0", "temperature=1", "upload_url=memory://evals/")
+    root = f"/evals/{bench.path.name}"
+    for step in (0, 1):
+        names = {path.rpartition("/")[2] for path in memory.ls(f"{root}/global_step_{step}", detail=False)}
+        assert names == {"retail.jsonl", "airline.jsonl", "aggregated_results.jsonl"}
+    aggregated = memory.cat(f"{root}/global_step_1/aggregated_results.jsonl")
+    dumped = bench.path / "dumped_evals" / "global_step_1_evals" / "aggregated_results.jsonl"
+    assert aggregated == dumped.read_bytes() and json.loads(aggregated)
+    assert memory.exists(f"{root}/training_examples/step_1_examples.jsonl")
+
+
+def test_a_failed_upload_is_a_warning(tmp_path, caplog):
+    upload([tmp_path / "missing.jsonl"], "memory://evals/run")
+    assert "the upload to memory://evals/run failed: FileNotFoundError" in caplog.text
+
+
+def test_storage_that_cannot_be_reached_is_refused_at_the_start(monkeypatch):
+    check_upload_url("memory://evals")
+    with pytest.raises(ConfigError, match="upload_url=nowhere://x: fsspec has no protocol nowhere"):
+        check_upload_url("nowhere://x")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigError, match=r"upload_url=s3://b: .*s3fs for s3://"):
+        check_upload_url("s3://b")
+
+
+def test_an_upload_needs_a_url_and_dumps():
+    run = ["model_name=m", "tasks_dir=/tasks"]
+    with pytest.raises(ConfigError, match="upload_url=/folder is not a URL; write s3://bucket/folder"):
+        parse([*run, "upload_url=/folder"])
+    with pytest.raises(ConfigError, match="upload_url needs dump_eval_results=true"):
+        parse([*run, "upload_url=s3://b", "dump_eval_results=false"])
