@@ -27,6 +27,7 @@ from dotenv import load_dotenv
 
 from src.cli.command_line import parse
 from src.core.errors import ConfigError
+from src.envs.registry import check_environment
 from src.records.private_folder import make_private, write_private
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -136,7 +137,7 @@ def main(argv: list[str]) -> int:
 
 def quick_start(given: dict[str, str]) -> int:
     started = time.monotonic()
-    kind = given.get("env", "harbor")
+    kind = given.get("env", "data" if "data" in given else "harbor")
     if kind not in QUICKSTARTS:
         return fail(
             f"env={kind} has no quick start; give model_name=MODEL, or one of "
@@ -179,7 +180,7 @@ def quick_start(given: dict[str, str]) -> int:
 
 
 def full_recipe(given: dict[str, str]) -> int:
-    kind = given.get("env", "harbor")
+    kind = given.get("env", "data" if "data" in given else "harbor")
     options = {**RECIPE_OPTIONS, **RECIPE_OF_KIND.get(kind, {}), **given}
     if kind == "harbor" and "tasks_dir" not in options:
         return fail(
@@ -224,7 +225,7 @@ def check_options(options: dict[str, str]) -> None:
     """Ends here with the trainer's own line for what it would not understand, before a server is started for
     it."""
     try:
-        parse(trainer_arguments(options))
+        check_environment(parse(trainer_arguments(options)))
     except ConfigError as error:
         sys.exit(fail(str(error)))
     tasks_dir = options.get("tasks_dir")

@@ -212,7 +212,9 @@ def run_name(config: TrainerConfig, *, date: str) -> str:
 
 
 def tasks_name(settings: TaskSettings) -> str:
-    """Return the name of the folder of tasks, or of the environment."""
+    """Return the name of the folder of tasks, of the first file of questions, or of the environment."""
     if settings.tasks_dir:
         return Path(settings.tasks_dir).expanduser().resolve().name
+    if settings.data:
+        return Path(settings.data[0]).stem
     return settings.env.rpartition(":")[2]

@@ -12,7 +12,7 @@ import pytest
 SDK_MARK = "official_sdk"
 NOT_FAST = {  # files of tests/trainer that start processes or sandboxes, or play whole runs
     *("test_add_a_metric_page", "test_bubblewrap", "test_damaged_run_files", "test_environments_page"),
-    *("test_batch_collector", "test_console", "test_exact_tokens"),
+    *("test_batch_collector", "test_console", "test_data_environment", "test_exact_tokens"),
     *("test_exactly_once", "test_fault_matrix", "test_grading_method", "test_harbor_environment"),
     *("test_harbor_trial", "test_metrics_table", "test_quickstart_data", "test_reconnect", "test_run"),
     *("test_sandbox_environment", "test_service_run", "test_subprocess_pool", "test_tau2"),

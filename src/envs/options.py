@@ -12,7 +12,13 @@ from src.learning.options import StepWiseSettings
 from src.policy.options import BackendSettings, JudgeEndpointSettings, ModelSettings
 
 HARBOR_ONLY = ("environment_type", "train_subagents", "max_consecutive_truncations", "jobs_quota_gb")
-TAU_BENCH_ONLY = ("train_data", "test_data")
+DATA = "data"  # the environment that data= selects
+# Environments that read no files of rows, and the options to use instead.
+INSTEAD_OF_ROWS = {
+    "harbor": {"train_data": "tasks_dir", "test_data": "eval_tasks"},
+    "openenv": {"train_data": "environment_kwargs=tasks=NUMBER", "test_data": "eval_split or eval_tasks"},
+    DATA: {"train_data": "data"},
+}
 
 
 @chz.chz
@@ -21,8 +27,17 @@ class TaskSettings(SeedSettings):
 
     env: str = chz.field(
         default="harbor",
-        doc="Kind of environment: harbor, tau_bench, openenv, one that a package registers, or your own as "
-        "module:factory",
+        munger=lambda settings, env: DATA if settings.data and env == "harbor" else env,
+        doc="Kind of environment: harbor, tau_bench, openenv, data, one that a package registers, or your "
+        "own as module:factory",
+    )
+    data: list[str] | None = chz.field(
+        default=None,
+        doc="Questions with answers to train on: .jsonl or .parquet files; selects env=data and needs reward",
+    )
+    reward: str | None = chz.field(
+        default=None,
+        doc="Reward of env=data: exact, number, regex, math, or a function of your own as module:function",
     )
     tasks_dir: str | None = chz.field(
         default=None,
@@ -31,6 +46,16 @@ class TaskSettings(SeedSettings):
     )
     environment_kwargs: list[str] | None = chz.field(
         default=None, doc="Settings of the environment as key=value,..."
+    )
+    train_data: list[str] | None = chz.field(
+        default=None,
+        doc="Training tasks of env=tau_bench, in addition to those of environment_kwargs=domain=..., or of "
+        "an environment of your own: .jsonl or .parquet files of rows, or DOMAIN:SPLIT",
+    )
+    test_data: list[str] | None = chz.field(
+        default=None,
+        doc="Held-out tasks, in place of the environment's own and of eval_split: as train_data, or "
+        "NAME=... for metrics under that name",
     )
     eval_split: float = chz.field(
         default=0.2, doc="Share of the tasks held out when eval_tasks is not given; 0: none"
@@ -44,6 +69,24 @@ class TaskSettings(SeedSettings):
     def environment_options(self) -> dict[str, str]:
         """The pairs of `environment_kwargs`."""
         return pairs(self.environment_kwargs, option="environment_kwargs")
+
+    @chz.validate
+    def _data_has_a_reward(self) -> None:
+        if self.env != DATA:
+            require(self.data is None, f"data is for env=data, not env={self.env}; remove one of them")
+            require(self.reward is None, f"reward is for env=data, not env={self.env}; remove reward")
+            return
+        require(bool(self.data or self.test_data), "env=data needs data=FILE.jsonl or data=FILE.parquet")
+        require(
+            self.reward is not None,
+            "missing: reward; write reward=exact, number, regex, math or module:function",
+        )
+        require(self.tasks_dir is None, "tasks_dir is not for env=data; remove tasks_dir or data")
+
+    @chz.validate
+    def _environment_reads_files_of_rows(self) -> None:
+        for name, instead in INSTEAD_OF_ROWS.get(self.env, {}).items():
+            require(is_default(self, name), f"{name} is not for env={self.env}; use {instead}")
 
     @chz.validate
     def _tasks_can_be_split(self) -> None:
@@ -140,25 +183,6 @@ class TauBenchSettings(JudgeEndpointSettings, BackendSettings, TaskSettings):
         default=None,
         doc="Folder that scripts/setup_tau.sh made of Sierra's tau2-bench (env=tau_bench); None: TAU2_HOME",
     )
-    train_data: list[str] | None = chz.field(
-        default=None,
-        doc="Training tasks (env=tau_bench) in addition to those of environment_kwargs=domain=...: .jsonl or "
-        ".parquet files of rows in the seeds' format, or DOMAIN:SPLIT",
-    )
-    test_data: list[str] | None = chz.field(
-        default=None,
-        doc="Held-out tasks in place of the domains' own (env=tau_bench): as train_data, or NAME=... for "
-        "metrics "
-        "under that name",
-    )
-
-    @chz.validate
-    def _tau_bench_alone_reads_files_of_rows(self) -> None:
-        for name in TAU_BENCH_ONLY:
-            require(
-                self.env == "tau_bench" or is_default(self, name),
-                f"{name} is for env=tau_bench, not env={self.env}; remove {name}",
-            )
 
 
 @chz.chz

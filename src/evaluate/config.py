@@ -28,8 +28,12 @@ class EvaluateConfig:
     tasks_dir: str | None = _trainers(
         "tasks_dir", doc="Folder of Harbor task folders; not needed with results="
     )
+    data: list[str] | None = _trainers(
+        "data", doc="Questions with answers: .jsonl or .parquet files; selects env=data and needs reward"
+    )
+    reward: str | None = _trainers("reward")
     test_data: list[str] | None = _trainers(
-        "test_data", doc="Tasks to evaluate on (env=tau_bench): files of rows, DOMAIN:SPLIT, or NAME=..."
+        "test_data", doc="Tasks to evaluate on: files of rows, DOMAIN:SPLIT, or NAME=..."
     )
     tasks: list[str] | None = chz.field(
         default=None, doc="Only these tasks: ids or globs; None: all, held-out ones included"
