@@ -99,6 +99,7 @@ class Trajectory:
     )  # the messages, for logs; training uses `turns`
     bonus: float = 0.0  # a judge's bonus, added to `reward` in training only; success rates ignore it
     zero_reason: ZeroReason | None = None  # why `reward` is 0 without grading; None: the trial was graded
+    zero_detail: str = ""  # of `zero_reason`: the error as one line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,6 +58,7 @@ class TrajectoryFields(TypedDict):
     turn_rewards: list[Whole | Finite]
     conversation: list[dict[str, Any]]
     bonus: Whole | Finite
+    zero_detail: NotRequired[str]
 
 
 class FailureFields(TypedDict):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from src.core.errors import BackendError, TooManyFailuresError
+from src.core.exception_origin import described
 from src.core.trajectory import FailureKind, Task, Trajectory, TrajectoryGroup, TrialFailure
 from src.envs.base import DeadlineAware, TaskSource
 from src.policy.sampling_policy import Policy
@@ -213,9 +214,7 @@ class Rollouts:
             return TrialFailure(task_id=task.id, kind=FailureKind.BACKEND, message=str(error))
         except Exception as error:
             logger.exception("%s: the trial broke", task.id)
-            return TrialFailure(
-                task_id=task.id, kind=FailureKind.HARBOR, message=f"{type(error).__name__}: {error}"
-            )
+            return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message=described(error))
         finally:
             await _ended(playing, task)
 
