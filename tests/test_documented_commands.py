@@ -20,6 +20,7 @@ from skyrl_tx_server.config.server_config import ServerConfig
 from src.config import TrainerConfig
 from src.envs.validate import ValidateConfig
 from src.evaluate.config import EvaluateConfig
+from src.try_env import TryConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *sorted(ROOT.glob("docs/**/*.md"))]
@@ -29,6 +30,7 @@ OPTIONS: dict[str, type[object]] = {
     "src.train": TrainerConfig,
     "src.evaluate": EvaluateConfig,
     "src.envs.validate": ValidateConfig,
+    "src.try_env": TryConfig,
     "skyrl_tx_server": ServerConfig,
     "run_skyrl_tx.sh": TrainerConfig,
     "run.sh": TrainerConfig,

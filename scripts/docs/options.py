@@ -1,5 +1,5 @@
-"""The page of options, generated from the configuration classes of the trainer, the evaluation and the
-server."""
+"""The page of options, generated from the configuration classes of the trainer, the evaluation, the
+trial of an environment and the server."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from src.config import TrainerConfig
 from src.core.option_aliases import OPTION_ALIASES
 from src.core.options import sections
 from src.evaluate.config import EvaluateConfig
+from src.try_env import TryConfig
 
 INTRODUCTION = """# Options
 
@@ -24,6 +25,7 @@ def page() -> str:
     programs = (
         ("Trainer", "python -m src.train", TrainerConfig, sections_of(TrainerConfig)),
         ("Evaluation", "python -m src.evaluate", EvaluateConfig, sections_of(EvaluateConfig)),
+        ("Trial of an environment", "python -m src.try_env", TryConfig, sections_of(TryConfig)),
         ("Server", "python -m skyrl_tx_server", ServerConfig, sections(ServerConfig)),
     )
     parts = [INTRODUCTION, *(program(*arguments) for arguments in programs), aliases()]

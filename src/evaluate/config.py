@@ -12,7 +12,7 @@ from src.config import TrainerConfig
 _DEFAULTS = inspect.signature(TrainerConfig).parameters
 
 
-def _trainers(name: str, *, doc: str = "") -> Any:
+def trainer_option(name: str, *, doc: str = "") -> Any:
     """Declare an option with the trainer's default and, unless `doc` is given, the trainer's help text."""
     return chz.field(default=_DEFAULTS[name].default, doc=doc or chz.chz_fields(TrainerConfig)[name]._doc)
 
@@ -24,15 +24,15 @@ class EvaluateConfig:
     model_name: str | None = chz.field(
         default=None, doc="Model as the server or the endpoint names it; not needed with results="
     )
-    env: str = _trainers("env")
-    tasks_dir: str | None = _trainers(
+    env: str = trainer_option("env")
+    tasks_dir: str | None = trainer_option(
         "tasks_dir", doc="Folder of Harbor task folders; not needed with results="
     )
-    data: list[str] | None = _trainers(
+    data: list[str] | None = trainer_option(
         "data", doc="Questions with answers: .jsonl or .parquet files; selects env=data and needs reward"
     )
-    reward: str | None = _trainers("reward")
-    test_data: list[str] | None = _trainers(
+    reward: str | None = trainer_option("reward")
+    test_data: list[str] | None = trainer_option(
         "test_data", doc="Tasks to evaluate on: files of rows, DOMAIN:SPLIT, or NAME=..."
     )
     tasks: list[str] | None = chz.field(
@@ -59,39 +59,39 @@ class EvaluateConfig:
     )
 
     n_samples: int = chz.field(default=4, doc="Trials per task")
-    temperature: float = _trainers("temperature", doc="Sampling temperature")
-    seed: int = _trainers("seed", doc="Seed of every sample")
+    temperature: float = trainer_option("temperature", doc="Sampling temperature")
+    seed: int = trainer_option("seed", doc="Seed of every sample")
 
-    backend: Literal["tinker", "skyrl-tx"] = _trainers("backend")
-    skyrl_tx_url: str | None = _trainers("skyrl_tx_url")
-    tinker_base_url: str | None = _trainers("tinker_base_url")
-    tokenizer: str | None = _trainers("tokenizer")
-    logs_dir: str = _trainers("logs_dir")
+    backend: Literal["tinker", "skyrl-tx"] = trainer_option("backend")
+    skyrl_tx_url: str | None = trainer_option("skyrl_tx_url")
+    tinker_base_url: str | None = trainer_option("tinker_base_url")
+    tokenizer: str | None = trainer_option("tokenizer")
+    logs_dir: str = trainer_option("logs_dir")
     log_path: str | None = chz.field(
         default=None, doc="This evaluation's folder; None: logs_dir/eval-<tasks>-<model>-<date>"
     )
 
-    max_turns: int | None = _trainers("max_turns")
-    max_tokens: int = _trainers("max_tokens")
-    context_limit: int = _trainers("context_limit")
-    max_input_length: int | None = _trainers("max_input_length")
-    max_consecutive_truncations: int = _trainers("max_consecutive_truncations")
-    enable_summarize: bool = _trainers("enable_summarize")
-    proactive_summarization_threshold: int = _trainers("proactive_summarization_threshold")
-    environment_type: Literal["auto", "docker", "sandbox", "daytona", "modal", "e2b", "runloop"] = _trainers(
-        "environment_type"
+    max_turns: int | None = trainer_option("max_turns")
+    max_tokens: int = trainer_option("max_tokens")
+    context_limit: int = trainer_option("context_limit")
+    max_input_length: int | None = trainer_option("max_input_length")
+    max_consecutive_truncations: int = trainer_option("max_consecutive_truncations")
+    enable_summarize: bool = trainer_option("enable_summarize")
+    proactive_summarization_threshold: int = trainer_option("proactive_summarization_threshold")
+    environment_type: Literal["auto", "docker", "sandbox", "daytona", "modal", "e2b", "runloop"] = (
+        trainer_option("environment_type")
     )
-    environment_kwargs: list[str] | None = _trainers("environment_kwargs")
-    use_native_tool_calling: bool = _trainers("use_native_tool_calling")
-    tau2_home: str | None = _trainers("tau2_home")
-    judge_model: str | None = _trainers("judge_model")
-    judge_base_url: str | None = _trainers("judge_base_url")
-    n_parallel_envs: int = _trainers("n_parallel_envs")
-    trial_timeout_s: float | None = _trainers("trial_timeout_s")
-    trial_attempts: int = _trainers("trial_attempts")
-    retry_wait_s: float = _trainers("retry_wait_s")
-    heartbeat_timeout_s: float = _trainers("heartbeat_timeout_s")
-    request_timeout_s: float = _trainers("request_timeout_s", doc="Timeout of one request to the server")
+    environment_kwargs: list[str] | None = trainer_option("environment_kwargs")
+    use_native_tool_calling: bool = trainer_option("use_native_tool_calling")
+    tau2_home: str | None = trainer_option("tau2_home")
+    judge_model: str | None = trainer_option("judge_model")
+    judge_base_url: str | None = trainer_option("judge_base_url")
+    n_parallel_envs: int = trainer_option("n_parallel_envs")
+    trial_timeout_s: float | None = trainer_option("trial_timeout_s")
+    trial_attempts: int = trainer_option("trial_attempts")
+    retry_wait_s: float = trainer_option("retry_wait_s")
+    heartbeat_timeout_s: float = trainer_option("heartbeat_timeout_s")
+    request_timeout_s: float = trainer_option("request_timeout_s", doc="Timeout of one request to the server")
     max_failure_rate: float = chz.field(
         default=0.5, doc="Fail after writing the results if more than this share of the trials is ungraded"
     )

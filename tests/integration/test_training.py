@@ -169,7 +169,7 @@ def test_two_steps_then_a_third_after_an_interruption(url: str, model_dir: Path,
 def test_a_killed_and_restarted_server_costs_a_run_nothing(model_dir: Path, tmp_path: Path) -> None:
     log_path = tmp_path / "run"
     server, url = start_server(model_dir, tmp_path / "checkpoints")
-    options = ("max_steps=2", "save_every=1", "heartbeat_timeout_s=5", "kl_penalty_coef=0", "num_substeps=1")
+    options = ("max_steps=2", "save_every=1", "heartbeat_timeout_s=5", "num_substeps=1")
     text = ""
     with subprocess.Popen(
         command(url, model_dir, log_path, *options), cwd=ROOT, stdout=subprocess.PIPE, text=True
