@@ -41,8 +41,7 @@ class TaskSettings(SeedSettings):
     )
     tasks_dir: str | None = chz.field(
         default=None,
-        doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/); env=harbor needs "
-        "it",
+        doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/), for env=harbor",
     )
     environment_kwargs: list[str] | None = chz.field(
         default=None, doc="Settings of the environment as key=value,..."
@@ -141,7 +140,8 @@ class HarborSettings(ModelSettings, TrialSettings, TaskSettings, AgentSettings):
         validator=at_least(1),
     )
     train_subagents: Literal["none", "all"] = chz.field(
-        default="none", doc="all: also train what Terminus-2's summarising sub-agents say"
+        default="none",
+        doc="all: also train the answers of Terminus-2's summarising sub-agents",
     )
     enable_summarize: bool = chz.field(
         default=True, doc="Let Terminus-2 summarise its history when the context runs out"

@@ -1,8 +1,8 @@
 """Service domains of the user's own, in addition to the built-in ones.
 
-A domain is a function that returns a `ServiceDomain`. `environment_kwargs=domain=module:function` names it, or
-an installed package registers it under its name as an entry point of the group
-`agent_trainer.service_domains`. docs/environments.md describes an example.
+A domain is a function that returns a `ServiceDomain`. `environment_kwargs=domain=module:function` names the
+function, or an installed package registers it as an entry point of the group `agent_trainer.service_domains`.
+docs/environments.md describes an example.
 """
 
 from __future__ import annotations
