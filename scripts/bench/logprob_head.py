@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scripts.bench.compare import Peers, Took, figure, interleave, report, timed
+from scripts.bench.compare import Measurement, Peers, figure, interleave, report, timed
 from scripts.bench.small_model import CONFIG
 from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import LoraSpec, LossFn, TrainDatum
@@ -34,7 +34,7 @@ from skyrl_tx_server.training.train_step import forward_backward
 MODEL = replace(
     CONFIG, vocab_size=151_936, num_layers=1, intermediate_size=64, num_heads=2, num_kv_heads=1, head_dim=32
 )
-ROWS, LENGTH = 4, 512
+NUM_SEQUENCES, LENGTH = 4, 512
 
 
 def main(config: Peers) -> None:
@@ -46,7 +46,7 @@ def main(config: Peers) -> None:
     ).compile()
     full = full_logits.lower(adapter, params, batch(every=1)).compile()
 
-    def turn(every: int) -> Took:
+    def turn(every: int) -> Measurement:
         gradient = zeros()
         return timed(
             lambda: jax.block_until_ready(ours(adapter, gradient, params, batch(every=every), loss))
@@ -59,10 +59,10 @@ def main(config: Peers) -> None:
     }
     timings = interleave(turns, repeats=config.repeats)
     report(
-        f"logprob head, {ROWS * LENGTH} tokens, vocabulary {MODEL.vocab_size:,}",
+        f"logprob head, {NUM_SEQUENCES * LENGTH} tokens, vocabulary {MODEL.vocab_size:,}",
         timings,
         {},
-        of="full logits",
+        baseline="full logits",
     )
     slower = timings["ours"].wall_s / timings["full logits"].wall_s
     figure("time against full logits", slower, at_most=1.1)
@@ -109,10 +109,12 @@ def batch(*, every: int) -> TrainBatch:
     """Return sequences in which each token at a multiple of `every` has weight 1, and the others 0."""
     random = np.random.default_rng(0)
     weights = (np.arange(LENGTH) % every == 0).astype(np.float32)
-    tokens = random.integers(0, MODEL.vocab_size, (ROWS, LENGTH + 1)).astype(np.int32)
+    tokens = random.integers(0, MODEL.vocab_size, (NUM_SEQUENCES, LENGTH + 1)).astype(np.int32)
     data = [TrainDatum(tokens=row[:-1], target_tokens=row[1:], weights=weights) for row in tokens]
     trained = [LOSSES[LossFn.CROSS_ENTROPY].has_gradient(datum) for datum in data]
-    (packed,) = pack(data, trained, train_shapes(max_context_length=LENGTH, tokens_per_batch=ROWS * LENGTH))
+    (packed,) = pack(
+        data, trained, train_shapes(max_context_length=LENGTH, tokens_per_batch=NUM_SEQUENCES * LENGTH)
+    )
     return packed.arrays
 
 
