@@ -56,7 +56,7 @@ def main(config: Peers) -> None:
 
 
 def fresh(each: Side, *, prompts: int, num_samples: int) -> Callable[[], Measurement]:
-    """Return a turn that samples from new prompts each time."""
+    """Return a function that samples completions of new prompts each time."""
     seeds = itertools.count()
 
     def turn() -> Measurement:

@@ -3,8 +3,8 @@ with full logits.
 
     taskset -c 0,1 python -m scripts.bench.logprob_head
 
-The model has one narrow layer, so the head takes almost all of the time. Memory is the number that the
-compiler plans, which does not depend on the load of the machine.
+The model has one narrow layer, so the head takes almost all of the time. The memory is the size of the
+temporary buffers that XLA plans, which does not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ def temporary_bytes(program: jax.stages.Compiled) -> int:
 
 @jax.jit
 def full_logits(adapter: Adapter, params: Params, batch: TrainBatch) -> tuple[jax.Array, Adapter]:
-    """The summed loss and its gradient with all logits in memory at once."""
+    """Return the summed loss and its gradient, computed with all logits in memory at once."""
 
     def loss(adapter: Adapter) -> jax.Array:
         attend = partial(tree_attention, MODEL, batch.layout)
         hidden = hidden_states(
             MODEL, params, adapter, batch.tokens, batch.positions, attend, remat=Remat.NOTHING
         )
-        of_entries = jnp.take_along_axis(hidden, jnp.asarray(batch.token_index)[..., None], axis=1)
-        logprobs = jax.nn.log_softmax(head_logits(MODEL, params, adapter, of_entries), axis=-1)
+        loss_states = jnp.take_along_axis(hidden, jnp.asarray(batch.token_index)[..., None], axis=1)
+        logprobs = jax.nn.log_softmax(head_logits(MODEL, params, adapter, loss_states), axis=-1)
         return -(
             jnp.take_along_axis(logprobs, jnp.asarray(batch.targets)[..., None], axis=-1)[..., 0]
             * batch.loss_inputs.weights

@@ -33,7 +33,8 @@ def main(config: Peers) -> None:
 
 
 def steps(each: Side) -> Callable[[], Measurement]:
-    """Return a turn that is one step on new prompts. It samples with the weights of the previous step."""
+    """Return a function that runs one RL step on new prompts, sampled with the weights of the previous
+    step."""
     seeds = itertools.count()
 
     def step() -> Measurement:
