@@ -195,7 +195,7 @@ class ModelRunner:
         all_ends = self.decode_layout.segment_ends
         ends = [None] if all_ends is None else [all_ends[:count] for count in range(1, len(all_ends) + 1)]
         decode_counts = adapter_count_buckets(
-            self.decode_layout.num_lora_slots, rows=self.prefill_layout.num_slots
+            self.decode_layout.num_lora_slots, num_sequences=self.prefill_layout.num_slots
         )
         counts = {batch.adapters.max_loras for batch, _ in batches} | {*decode_counts}
         for most in sorted(counts, key=lambda count: count or 0):
