@@ -92,8 +92,8 @@ class TrainerConfig(
 
     capabilities: str | None = chz.field(
         default=None,
-        doc="capabilities.json of python -m src.probe; options that the probed endpoint does not honour "
-        "are refused",
+        doc="capabilities.json of python -m src.evaluate.probe; options that the probed endpoint does not "
+        "honour are refused",
     )
     allow_unclipped_staleness: bool = chz.field(
         default=False,

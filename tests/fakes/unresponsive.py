@@ -127,16 +127,16 @@ def open_never(config: TrainerConfig, chat: Chat) -> FakeTasks:
 
 def main() -> None:
     import src.evaluate.__main__
+    import src.evaluate.probe.__main__
     import src.evaluate.run
     import src.loop.run
-    import src.probe.__main__
     import src.train
     from src.core.process import exit_process
 
     programs = {
         "train": src.train.main,
         "evaluate": src.evaluate.__main__.main,
-        "probe": src.probe.__main__.main,
+        "probe": src.evaluate.probe.__main__.main,
     }
     assert threading.active_count() == 1, "a process with threads cannot be forked"
     numbers: dict[int, int] = {}
