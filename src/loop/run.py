@@ -116,17 +116,16 @@ async def train(
     run_log.forget_from(steps_done + 1 if steps_done else 0)
     journal.started(resumed_from=steps_done)
     finished = FinishedRollouts(folder.path, journal)
+    learner = Learner(
+        backend.training_client, config, num_steps=len(batches), update_scale=dependencies.update_scale
+    )
     async with open_judge(config) as judge, watching(backend.check, config) as watchdog:
+        await watchdog.answer(learner.require_loss(), f"checking loss_fn={config.loss_fn}")
         trainer = Terminus2RLTrainer(
             config,
             backend=backend,
             watchdog=watchdog,
-            learner=Learner(
-                backend.training_client,
-                config,
-                num_steps=len(batches),
-                update_scale=dependencies.update_scale,
-            ),
+            learner=learner,
             source=source,
             rollouts=Rollouts(source, config, finished, judge),
             finished=finished,
