@@ -23,6 +23,7 @@ from src.evaluate.training_events import TrainingEvents
 from src.learning.learner import Learner
 from src.loop import capabilities, outcome
 from src.loop.connection import Connect, Connector, Dependencies, open_dependencies
+from src.loop.run_result import RunResult, read_result
 from src.policy.openai_client import open_endpoint
 from src.records.journal import Journal, RunState
 from src.records.rollout_store import FinishedRollouts
@@ -41,7 +42,9 @@ logger = logging.getLogger(__name__)
 SMALLEST_LORA_RATE = 1e-6
 
 
-async def run(config: TrainerConfig, events: TrainingEvents, *, connect: Connect = open_dependencies) -> None:
+async def run(
+    config: TrainerConfig, events: TrainingEvents, *, connect: Connect = open_dependencies
+) -> RunResult:
     """Run the training to its end.
 
     Raises TrainerError for every error that the user can fix. Cancel it to stop the run.
@@ -80,6 +83,7 @@ async def run(config: TrainerConfig, events: TrainingEvents, *, connect: Connect
             await connector.run_with_reconnect(training, connection, folder, journal)
     for line in outcome.report(folder.path, wall_s=time.monotonic() - started):
         events.say(line)
+    return read_result(folder.path)
 
 
 async def checked_tasks(config: TrainerConfig, source: TaskSource) -> dict[str, str]:
