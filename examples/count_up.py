@@ -1,6 +1,6 @@
 """A message environment: the agent must continue 1, 2, 3, ... with the next number.
 
-./run_skyrl_tx.sh env=examples.count_up:open_count_up max_turns=4
+./run_skyrl_tx.sh model_name=datasets/quickstart/model env=examples.count_up:open_count_up max_turns=4
 """
 
 from pathlib import Path

@@ -49,6 +49,7 @@ from src.records.private_folder import make_private, write_private
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "datasets" / "quickstart"
+SMALL_MODEL = "datasets/quickstart/model"
 START_TIMEOUT_S = 1800.0
 KEY_FILE = "api_key"  # of an embedded server, beside its log
 PR_SET_PDEATHSIG = 1
@@ -144,8 +145,8 @@ def quick_start(given: dict[str, str]) -> int:
     kind = given.get("env", "harbor")
     if kind not in QUICKSTARTS:
         return fail(
-            f"env={kind} has no quick start; give model_name=MODEL, or one of "
-            f"env={', env='.join(QUICKSTARTS)}"
+            f"env={kind} has no quick start; give model_name=MODEL, for example "
+            f"model_name={SMALL_MODEL}, or one of env={', env='.join(QUICKSTARTS)}"
         )
     chosen = QUICKSTARTS[kind]
     say(f"quick start: {chosen.says}")

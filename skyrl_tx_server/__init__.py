@@ -1,0 +1,26 @@
+"""A server for the Tinker API. `serve` runs one in a child process while a block of Python code runs.
+
+The names are imported when they are used, so that importing a module of the package stays fast.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from skyrl_tx_server.config.server_config import ServerConfig
+    from skyrl_tx_server.http.child_server import serve
+
+__all__ = ["ServerConfig", "serve"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "ServerConfig":
+        from skyrl_tx_server.config.server_config import ServerConfig
+
+        return ServerConfig
+    if name == "serve":
+        from skyrl_tx_server.http.child_server import serve
+
+        return serve
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ import chz
 
 from src.core.options import above, at_least, require, share
 from src.envs.options import EnvironmentOptions, TaskOptions
-from src.learning.options import LearnerOptions, PreparationOptions
+from src.learning.options import CLIPPED_LOSSES, LearnerOptions, PreparationOptions
 from src.policy.options import AdapterOptions
 from src.records.options import RunFolderOptions, TrackingOptions
 from src.rollouts.options import GroupOptions, JudgeOptions, RolloutOptions, ScheduleOptions
@@ -97,7 +97,7 @@ class TrainerConfig(
     )
     allow_unclipped_staleness: bool = chz.field(
         default=False,
-        doc="Allow loss_fn=importance_sampling with max_staleness > 0, whose ratios nothing bounds",
+        doc="Allow max_staleness > 0 with another loss than ppo and cispo, which bound the ratios",
     )
     save_every: int = chz.field(
         default=20, doc="Steps between checkpoints; 0: only at the end", validator=at_least(0)
@@ -178,10 +178,11 @@ class TrainerConfig(
 
     @chz.validate
     def _stale_tokens_are_bounded(self) -> None:
-        is_bounded = self.loss_fn != "importance_sampling" or self.allow_unclipped_staleness
+        is_bounded = self.loss_fn in CLIPPED_LOSSES or self.allow_unclipped_staleness
         require(
             self.max_staleness == 0 or is_bounded,
-            "loss_fn=importance_sampling bounds no stale token's ratio; use ppo or cispo, or set "
+            f"max_staleness={self.max_staleness} needs a loss that bounds the ratio of stale tokens, which "
+            f"loss_fn={self.loss_fn} is not known to do; use ppo or cispo, or set "
             "allow_unclipped_staleness=true",
         )
 

@@ -1,6 +1,6 @@
-"""Command line of the trainer: `python -m src.train key=value ...`.
+"""The trainer as a command, `python -m src.train key=value ...`, and as the function `train`.
 
-Exit status: 0, 1 (failed), 2 (invalid options), 130 (interrupted).
+Exit status of the command: 0, 1 (failed), 2 (invalid options), 130 (interrupted).
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from src.cli.command_line import help_text, parse, print_help
 from src.cli.environment_variables import (
@@ -17,11 +19,44 @@ from src.cli.environment_variables import (
     with_local_model,
     with_server_from_environment,
 )
+from src.config import TrainerConfig
 from src.core.errors import INTERRUPTED, TrainerError
 from src.core.log_setup import set_log_levels
 from src.core.process import exit_on_signal, exit_process, run_until_signal
 
+if TYPE_CHECKING:
+    from src.evaluate.training_events import TrainingEvents
+    from src.loop.run_result import RunResult
+
+__all__ = ["TrainerConfig", "main", "read_result", "train"]
+
 STOPPING = "stopping: saving a checkpoint first (once more to stop at once)"
+
+
+async def train(config: TrainerConfig, *, events: TrainingEvents | None = None) -> RunResult:
+    """Run the training to its end and return its result.
+
+    `events` receives the progress; None: it is displayed as by the command. As the command does, this reads
+    `.env` and sets environment variables of libraries that are not set. Cancel the call to stop the run with
+    a checkpoint. Raises TrainerError for every error that the user can fix.
+    """
+    load_environment([f"backend={config.backend}"])
+    # These imports take seconds, for which --help and a mistyped option should not wait.
+    from src.cli.console import Display, terminal
+    from src.loop.run import run
+
+    set_log_levels()
+    return await run(config, Display(terminal()) if events is None else events)
+
+
+def read_result(folder: str | Path) -> RunResult:
+    """Return the result of the run in `folder`, which may also be running, interrupted or failed.
+
+    Raises ConfigError if the folder has no run or a damaged file.
+    """
+    from src.loop import run_result
+
+    return run_result.read_result(folder)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,15 +69,12 @@ def main(argv: Sequence[str]) -> int:
         with exit_on_signal():
             argv = with_local_model(with_server_from_environment(argv))
             config = parse(with_judge_from_environment(argv))
-            # These imports take seconds, for which --help and a mistyped option should not wait.
             from src.cli.console import Display, terminal
-            from src.loop.run import run
 
-            set_log_levels()
             display = Display(terminal())
             return asyncio.run(
                 run_until_signal(
-                    run(config, display),
+                    train(config, events=display),
                     display.say,
                     announcement=STOPPING,
                     stop_timeout_s=config.stop_timeout_s,

@@ -46,6 +46,18 @@ def test_the_kernel_of_the_page_runs_in_the_interpreter() -> None:
     exec(example("add-a-kernel.md"), {"__name__": "example"})
 
 
+def test_the_program_of_the_python_page_is_the_example() -> None:
+    assert example("python-api.md") == (ROOT / "examples" / "python_api.py").read_text()
+
+
+def test_the_task_of_the_tutorial_is_the_example() -> None:
+    page = (PAGES.parent / "tutorial" / "own-model-and-task.md").read_text()
+    files = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', page, re.MULTILINE | re.DOTALL))
+    folder = ROOT / "examples" / "tasks" / "hello"
+    assert len(files) == 5
+    assert files == {name: (folder / name).read_text() for name in files}
+
+
 def test_the_glossary_names_existing_modules() -> None:
     text = (PAGES.parent / "glossary.md").read_text()
     paths = re.findall(r"\| `((?:src|skyrl_tx_server)/[\w/]+\.py)` \|", text)

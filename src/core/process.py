@@ -45,7 +45,7 @@ def exit_on_signal() -> Iterator[None]:
 
 
 async def run_until_signal(
-    work: Coroutine[object, object, None],
+    work: Coroutine[object, object, object],
     say: Callable[[str], None],
     *,
     announcement: str = "stopping (once more to stop at once)",

@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import tinker
+from tinker.types import LossFnType
 
-from src.core.errors import TrainerError
-from src.learning.options import LearnerOptions
+from src.core.errors import BackendError, ConfigError, TrainerError
+from src.learning.datums import TokenSequence, to_datum
+from src.learning.options import CLIPPED_LOSSES, LearnerOptions
 from src.policy.sampling_policy import sdk_boundary
 
 DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker's bounds of the ratio
@@ -45,9 +48,32 @@ class Learner:
     ) -> None:
         self._client = client
         self._options = options
+        self._loss_fn = cast(LossFnType, options.loss_name)  # the SDK sends any name
         self._num_steps = num_steps  # of the whole run
         self._update_scale = update_scale
         self._added: list[tuple[list[tinker.Datum], Awaitable[tinker.ForwardBackwardOutput]]] = []
+
+    async def require_loss(self) -> None:
+        """Ask the server to evaluate a `server:` loss on one token. Other losses are not checked.
+
+        Raises ConfigError if the server refuses the loss or its settings.
+        """
+        if not self._options.is_server_loss:
+            return
+        token = TokenSequence(
+            tokens=np.zeros(2, np.int64),
+            sampled=np.array([False, True]),
+            logprobs=np.zeros(2, np.float32),
+            advantages=np.array([0.0, 1.0], np.float32),
+            versions=np.zeros(2, np.int64),
+        )
+        try:
+            await self.logprobs([to_datum(token)])
+        except BackendError as error:
+            if not isinstance(error.__cause__, tinker.BadRequestError):
+                raise
+            answer = str(error).partition(": ")[2]
+            raise ConfigError(f"loss_fn={self._options.loss_fn}: {answer}") from error
 
     async def logprobs(self, datums: Sequence[tinker.Datum]) -> list[np.ndarray]:
         """Return the trainer's logprobs of each datum, [T] with 0 for the first token. One `forward` call."""
@@ -55,7 +81,7 @@ class Learner:
             return []
         with sdk_boundary("computing the trainer's logprobs"):
             output = await self._client.forward(
-                list(datums), self._options.loss_fn, self._options.loss_settings or None
+                list(datums), self._loss_fn, self._options.loss_settings or None
             )
         return [
             np.concatenate([[0.0], answer["logprobs"].to_numpy()]).astype(np.float32)
@@ -112,9 +138,7 @@ class Learner:
         return metrics | sampler_trainer_kl(tokens) | clipping(tokens, options)
 
     def _gradient(self, datums: Sequence[tinker.Datum]) -> Awaitable[tinker.ForwardBackwardOutput]:
-        return self._client.forward_backward(
-            list(datums), self._options.loss_fn, self._options.loss_settings or None
-        )
+        return self._client.forward_backward(list(datums), self._loss_fn, self._options.loss_settings or None)
 
 
 def learning_rate(options: LearnerOptions, *, step: int, num_steps: int) -> float:
@@ -163,7 +187,7 @@ def sampler_trainer_kl(substeps: Sequence[TrainedTokens]) -> dict[str, float]:
 
 def clipping(substeps: Sequence[TrainedTokens], options: LearnerOptions) -> dict[str, float]:
     """Return the share of tokens with a ratio outside the clip bounds, for losses that clip."""
-    if options.loss_fn not in ("ppo", "cispo"):
+    if options.loss_fn not in CLIPPED_LOSSES:
         return {}
     bounds = DEFAULT_CLIP | options.loss_settings
     ratios = np.concatenate(

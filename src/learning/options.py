@@ -13,6 +13,10 @@ from src.learning.advantages import Estimator, describe_estimators
 # The thresholds of the losses that clip, as absolute bounds of the ratio.
 CLIP_THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 CLIPPED_LOSSES = ("ppo", "cispo")
+# The losses of every Tinker endpoint that the trainer can use. No dro: its quadratic term has no mask, so it
+# would also train every token that was never sampled.
+LOSSES = ("importance_sampling", *CLIPPED_LOSSES)
+SERVER_LOSS = "server:"  # before the name of a loss that only the user's own server has
 
 
 @chz.chz
@@ -35,14 +39,25 @@ class LearnerOptions(Options):
     grad_clip_norm: float = chz.field(
         default=0.0, doc="Clip the global gradient norm to this; 0: off", validator=at_least(0)
     )
-    # No dro: its quadratic term has no mask, so it would also train every token that was never sampled.
-    loss_fn: Literal["importance_sampling", "ppo", "cispo"] = chz.field(
-        default="ppo", doc="Policy-gradient loss"
+    loss_fn: str = chz.field(
+        default="ppo",
+        doc="Policy-gradient loss: importance_sampling, ppo, cispo, or server:NAME for a loss that you added "
+        "to your server (docs/how-to/add-a-loss.md)",
     )
     loss_fn_config: list[str] | None = chz.field(
         default=None,
         doc="Settings of the loss as key=value,..., e.g. clip_low_threshold=0.8,clip_high_threshold=1.28",
     )
+
+    @property
+    def is_server_loss(self) -> bool:
+        """Whether only the server knows the loss and its settings."""
+        return self.loss_fn.startswith(SERVER_LOSS)
+
+    @property
+    def loss_name(self) -> str:
+        """The name of the loss in the requests."""
+        return self.loss_fn.removeprefix(SERVER_LOSS)
 
     @property
     def loss_settings(self) -> dict[str, float]:
@@ -51,13 +66,15 @@ class LearnerOptions(Options):
         settings: dict[str, float] = {}
         for key, value in pairs(self.loss_fn_config, option="loss_fn_config").items():
             require(
-                key in known,
+                self.is_server_loss or key in known,
                 f"loss_fn={self.loss_fn} has no setting {key!r}; it takes {', '.join(known) or 'none'}",
             )
             try:
                 settings[key] = float(value)
             except ValueError as error:
                 raise ValueError(f"loss_fn_config {key} needs a number, not {value!r}") from error
+        if self.is_server_loss:
+            return settings
         low, high = (settings.get(name, 1.0) for name in CLIP_THRESHOLDS)
         require(
             0 <= low <= 1 <= high,
@@ -65,6 +82,17 @@ class LearnerOptions(Options):
             "and must have 1 between them; for an epsilon write 1 - eps and 1 + eps",
         )
         return settings
+
+    @chz.validate
+    def _loss_exists(self) -> None:
+        require(
+            self.loss_fn in LOSSES or (self.is_server_loss and bool(self.loss_name)),
+            f"loss_fn={self.loss_fn}: expected {' | '.join(LOSSES)} | server:NAME of a loss of your server",
+        )
+        require(
+            self.loss_fn != f"{SERVER_LOSS}dro",
+            "loss_fn=server:dro would also train tokens that were never sampled; use another loss",
+        )
 
     @chz.validate
     def _loss_has_its_settings(self) -> None:

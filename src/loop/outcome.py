@@ -88,13 +88,16 @@ def signal(name: str, variances: Sequence[float]) -> str:
     Two successes of four trials have the variance 0.25, one of four has 0.1875.
 
     >>> signal("retail", [0.1875, 0.0])
-    'signal of retail: mean variance per prompt 0.0938, 50% of 2 steps with any'
+    'training signal of retail: rewards differ within groups in 50% of 2 steps, mean variance 0.0938'
     """
     num_steps = len(variances)
     share, mean = sum(variance > 0 for variance in variances) / num_steps, sum(variances) / num_steps
-    steps = f"{share:.0%} of {num_steps} steps with any"
+    steps = f"{share:.0%} of {counted(num_steps, 'step')}"
     verdict = "" if share >= MIN_SIGNAL else "; too hard or too easy for this model"
-    return f"signal of {name}: mean variance per prompt {mean:.4f}, {steps}{verdict}"
+    return (
+        f"training signal of {name}: rewards differ within groups in {steps}, mean variance "
+        f"{mean:.4f}{verdict}"
+    )
 
 
 def success_name(is_partial: bool) -> str:

@@ -24,6 +24,7 @@ from src.evaluate.training_events import TrainingEvents
 from src.learning.learner import Learner
 from src.loop import outcome
 from src.loop.connection import Connect, Connector, Dependencies, open_dependencies
+from src.loop.run_result import RunResult, read_result
 from src.policy.openai_client import open_endpoint
 from src.records.journal import Journal, RunState
 from src.records.rollout_store import FinishedRollouts
@@ -42,7 +43,9 @@ logger = logging.getLogger(__name__)
 SMALLEST_LORA_RATE = 1e-6
 
 
-async def run(config: TrainerConfig, events: TrainingEvents, *, connect: Connect = open_dependencies) -> None:
+async def run(
+    config: TrainerConfig, events: TrainingEvents, *, connect: Connect = open_dependencies
+) -> RunResult:
     """Run the training to its end.
 
     Raises TrainerError for every error that the user can fix. Cancel it to stop the run.
@@ -81,6 +84,7 @@ async def run(config: TrainerConfig, events: TrainingEvents, *, connect: Connect
             await connector.run_with_reconnect(training, connection, folder, journal)
     for line in outcome.report(folder.path, wall_s=time.monotonic() - started):
         events.say(line)
+    return read_result(folder.path)
 
 
 async def checked_tasks(config: TrainerConfig, source: TaskSource) -> dict[str, str]:
@@ -117,17 +121,16 @@ async def train(
     run_log.forget_from(steps_done + 1 if steps_done else 0)
     journal.started(resumed_from=steps_done)
     finished = FinishedRollouts(folder.path, journal)
+    learner = Learner(
+        backend.training_client, config, num_steps=len(batches), update_scale=dependencies.update_scale
+    )
     async with open_judge(config) as judge, watching(backend.check, config) as watchdog:
+        await watchdog.answer(learner.require_loss(), f"checking loss_fn={config.loss_fn}")
         trainer = Terminus2RLTrainer(
             config,
             backend=backend,
             watchdog=watchdog,
-            learner=Learner(
-                backend.training_client,
-                config,
-                num_steps=len(batches),
-                update_scale=dependencies.update_scale,
-            ),
+            learner=learner,
             source=source,
             rollouts=Rollouts(source, config, finished, judge),
             finished=finished,

@@ -33,5 +33,10 @@ def append(log_path: Path, checkpoint: Checkpoint) -> None:
 
 def last(log_path: Path) -> Checkpoint | None:
     """Return the newest checkpoint; None if there is none. Raises ConfigError for a damaged line."""
-    checkpoints = [*read_lines(log_path / JOURNAL, TypeAdapter(Checkpoint), unchanged)]
+    checkpoints = read(log_path)
     return checkpoints[-1] if checkpoints else None
+
+
+def read(log_path: Path) -> list[Checkpoint]:
+    """Return all checkpoints, the oldest first. Raises ConfigError for a damaged line."""
+    return [*read_lines(log_path / JOURNAL, TypeAdapter(Checkpoint), unchanged)]

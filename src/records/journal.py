@@ -44,6 +44,14 @@ class RunState(StrEnum):
     FAILED = "failed"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """How a process of a run ended."""
+
+    state: RunState
+    cause: str  # the message of the error; empty if there was none
+
+
 GroupKey = tuple[int, str]  # the step whose batch has the task, and the task's id
 
 
@@ -182,6 +190,27 @@ class Journal:
 
     def _write(self, event: str, *, sync: bool = True, **fields: object) -> None:
         append_record(self._path, {"event": event, "at": round(time.time(), 3), **fields}, sync=sync)
+
+
+def last_end(log_path: Path) -> End | None:
+    """Return how the last process of the run ended. None: it is running, or it was killed.
+
+    Raises ConfigError for a damaged line.
+    """
+    end = None
+    for event in read_lines(log_path / JOURNAL, LINE, _end_or_event):
+        if isinstance(event, End):
+            end = event
+        elif event == "started":
+            end = None
+    return end
+
+
+def _end_or_event(record: Mapping[str, Any]) -> End | str:
+    """Return how the process ended, or the name of another event."""
+    if record["event"] != "ended":
+        return record["event"]
+    return End(state=RunState(record["state"]), cause=record.get("cause", ""))
 
 
 def _key(record: Mapping[str, Any]) -> RolloutKey:

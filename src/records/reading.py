@@ -96,14 +96,20 @@ class Evaluated(TypedDict):
     step: Count
 
 
+class Ended(TypedDict):
+    event: Literal["ended"]
+    state: str
+    cause: NotRequired[str]
+
+
 class Note(TypedDict):
     """An event that is not read again."""
 
-    event: Literal["checkpointed", "quarantined", "ended"]
+    event: Literal["checkpointed", "quarantined"]
 
 
 JournalLine = Annotated[
-    Started | BatchFixed | RolloutStarted | Finished | Trained | Evaluated | Note,
+    Started | BatchFixed | RolloutStarted | Finished | Trained | Evaluated | Ended | Note,
     Field(discriminator="event"),
 ]
 

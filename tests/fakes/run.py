@@ -16,6 +16,7 @@ from src.cli.console import Display
 from src.config import TrainerConfig
 from src.loop.connection import Dependencies
 from src.loop.run import run
+from src.loop.run_result import RunResult
 from src.records.journal import JOURNAL, GroupKey
 from src.records.tracking import is_wall_clock
 from tests.fakes.run_files import records
@@ -34,10 +35,10 @@ class FakeRun:
         self.text = io.StringIO()
         self._make = make
 
-    async def go(self, *options: str) -> None:
+    async def go(self, *options: str) -> RunResult:
         """Run with these options. A later option overrides an earlier one with the same name."""
         config = parse([*OWN_SERVER, f"log_path={self.path}", *options])
-        await run(config, Display(Console(file=self.text, width=160)), connect=self.opened)
+        return await run(config, Display(Console(file=self.text, width=160)), connect=self.opened)
 
     @asynccontextmanager
     async def opened(self, config, events, source):

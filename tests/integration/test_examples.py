@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from skyrl_tx_server import ServerConfig
+from src.loop.outcome import Success
+from src.loop.run_result import RunResult
+from src.records.journal import RunState
+from src.train import TrainerConfig
 from tests.fakes.tiny_model import QUICK_TO_COMPILE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,11 +30,12 @@ SERVER_OPTIONS = ("max_lora_rank=16", "max_context_length=2048", "train_tokens_p
 TIMEOUT_S = 400
 
 
-def python(*arguments: str) -> str:
-    """Run a Python command in the repository root. Returns its output."""
+def python(*arguments: str, folder: Path = ROOT) -> str:
+    """Run a Python command in a folder. Returns its output."""
     command = [sys.executable, *arguments]
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, timeout=TIMEOUT_S
+        command, cwd=folder, env=environment, text=True, capture_output=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -75,6 +84,51 @@ def test_the_message_environment_is_played(url: str, tmp_path: Path) -> None:
     python("-m", "src.train", *options)
     (metrics,) = tmp_path.glob("*/metrics.jsonl")
     assert '"step": 1' in metrics.read_text()
+
+
+def test_the_python_api_starts_a_server_and_trains(tmp_path: Path) -> None:
+    (tmp_path / "datasets").symlink_to(ROOT / "datasets")
+    output = python("-m", "examples.python_api", "1", folder=tmp_path)
+    assert re.search(r"^done after step 1: runs/open_count_up", output, re.MULTILINE)
+    assert re.search(r"^held-out success: \d\.\d+ before, \d\.\d+ after$", output, re.MULTILINE)
+    assert re.search(r"^weights: tinker://", output, re.MULTILINE)
+
+
+async def test_the_cells_of_the_notebook_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run without a server: stand-ins for `serve`, `train` and `read_result` receive the options."""
+    given: list[TrainerConfig] = []
+
+    @asynccontextmanager
+    async def serve(config: ServerConfig) -> AsyncIterator[str]:
+        yield f"http://127.0.0.1:{config.port}"
+
+    async def train(config: TrainerConfig) -> RunResult:
+        given.append(config)
+        return result_of("runs/one")
+
+    monkeypatch.chdir(EXAMPLES)
+    names: dict[str, object] = {}
+    cells = json.loads((EXAMPLES / "train.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    for source in sources:
+        running = eval(compile(source, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+        if running is not None:
+            await running
+        names |= {"serve": serve, "train": train, "read_result": result_of}
+    assert len(sources) == 3 and given[0].model_name == "local/model"
+    assert Path.cwd() == ROOT
+
+
+def result_of(folder: str | Path) -> RunResult:
+    return RunResult(
+        folder=Path(folder),
+        end=RunState.DONE,
+        error="",
+        num_steps=1,
+        metrics={},
+        held_out=Success(before=None, after=None, noop_success=None),
+        checkpoints=(),
+    )
 
 
 def test_the_harbor_task_is_sound(tmp_path: Path) -> None:

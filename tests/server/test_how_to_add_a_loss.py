@@ -1,6 +1,8 @@
 """Apply the patches of docs/how-to/add-a-loss.md to a copy of the server and run the tests of the losses
 there."""
 
+import json
+import math
 import re
 import shutil
 import subprocess
@@ -19,13 +21,13 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.training_requests import parse_loss_config, parse_loss_fn
 from skyrl_tx_server.training.losses import LossInputs, select_loss, token_losses
 
-loss_fn = parse_loss_fn("squared_error")
-selection = select_loss(loss_fn, parse_loss_config(loss_fn, {"scale": 2.0}))
+loss_fn = parse_loss_fn("soft_clip")
+selection = select_loss(loss_fn, parse_loss_config(loss_fn, {"sharpness": 2.0}))
 ones = np.ones(2, np.float32)
 inputs = LossInputs(weights=ones, sampler_logprobs=-2 * ones, advantages=3 * ones, counts=ones)
 print(token_losses(selection, -ones, inputs).tolist())
 try:
-    parse_loss_config(loss_fn, {"scale": 11.0})
+    parse_loss_config(loss_fn, {"sharpness": 101.0})
 except UserError as error:
     print(error)
 """
@@ -76,8 +78,9 @@ def test_the_page_changes_at_most_four_files() -> None:
 
 def test_the_patched_server_accepts_and_computes_the_new_loss(patched: Path) -> None:
     losses, message = run(patched, "-c", USE_IT).splitlines()
-    assert losses == "[9.0, 9.0]"
-    assert message == "loss_fn_config: scale must be a finite number between 0 and 10, got 11.0"
+    gate = 1 / (1 + math.exp(-2 * (math.e - 1)))
+    assert json.loads(losses) == pytest.approx([-6 * gate] * 2)
+    assert message == "loss_fn_config: sharpness must be a finite number between 0.01 and 100, got 101.0"
 
 
 def test_the_patched_server_passes_the_tests_of_the_losses(patched: Path) -> None:

@@ -67,7 +67,9 @@ def test_the_seeds_own_recipe_is_accepted():
     ("options", "message"),
     [
         (["group_size=abc"], "group_size=abc: expected int$"),
-        (["loss_fn=dpo"], r"loss_fn=dpo: expected importance_sampling \| ppo \| cispo$"),
+        (["loss_fn=dpo"], r"expected importance_sampling \| ppo \| cispo \| server:NAME"),
+        (["loss_fn=server:dro"], "would also train tokens that were never sampled"),
+        (["max_staleness=1", "loss_fn=server:mine"], "bounds the ratio of stale tokens"),
         (["skyrl_tx_url=http://h:1"], "skyrl_tx_url needs backend=skyrl-tx"),
         (["backend=skyrl-tx", "skyrl_tx_url=localhost:8000"], "needs skyrl_tx_url=http://host:port"),
         (["max_tokens=32000"], "max_tokens=32000 leaves no room for a prompt"),

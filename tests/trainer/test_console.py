@@ -202,13 +202,13 @@ def test_a_metric_of_nan_is_written_as_null(tmp_path):
 def test_signal_has_a_line_per_domain_if_there_are_few():
     few = {"airline": [0.0], "all tasks": [0.1], "retail": [0.2]}
     assert [line.split(":")[0] for line in signals(few)] == [
-        "signal of airline",
-        "signal of all tasks",
-        "signal of retail",
+        "training signal of airline",
+        "training signal of all tasks",
+        "training signal of retail",
     ]
     for others in (["retail"], [f"family-{number}" for number in range(6)]):
         lines = signals({"all tasks": [0.1], **{name: [0.1] for name in others}})
-        assert [line.split(":")[0] for line in lines] == ["signal of all tasks"]
+        assert [line.split(":")[0] for line in lines] == ["training signal of all tasks"]
 
 
 def test_a_run_continues_when_its_output_pipe_is_closed():

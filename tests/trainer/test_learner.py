@@ -1,9 +1,11 @@
 import asyncio
 import math
 
+import httpx
 import pytest
+import tinker
 
-from src.core.errors import BackendError, TrainerError
+from src.core.errors import BackendError, ConfigError, TrainerError
 from src.learning.datums import sequences_of, to_datums
 from src.learning.learner import Learner, learning_rate
 from src.learning.options import LearnerOptions
@@ -99,6 +101,41 @@ async def test_sampler_and_trainer_are_compared_on_the_trained_tokens():
 async def test_the_clip_bounds_are_the_ones_in_use(loss_fn, config, clipped):
     learner = Learner(BanditTrainingClient(), settings(loss_fn=loss_fn, loss_fn_config=config))
     assert (await learner.update([datums(2, logprob=QUARTER - 0.4)]))["optim/clip_frac"] == clipped
+
+
+class LossClient(BanditTrainingClient):
+    """Keeps the loss and the settings of `forward`, or refuses them as a server does."""
+
+    def __init__(self, *, refusal=None):
+        super().__init__()
+        self.refusal = refusal
+        self.asked = []
+
+    def forward(self, data, loss_fn, loss_fn_config=None):
+        self.asked.append((len(data), loss_fn, loss_fn_config))
+        if self.refusal is not None:
+            response = httpx.Response(400, request=httpx.Request("POST", "http://h:1"))
+            raise tinker.BadRequestError("400", response=response, body={"detail": self.refusal})
+        return super().forward(data, loss_fn, loss_fn_config)
+
+
+async def test_a_loss_of_the_server_is_evaluated_before_it_is_used():
+    client = LossClient()
+    options = settings(loss_fn="server:soft_clip", loss_fn_config=["sharpness=2"])
+    await Learner(client, options).require_loss()
+    assert client.asked == [(1, "soft_clip", {"sharpness": 2.0})]
+
+
+async def test_losses_of_every_endpoint_are_not_evaluated():
+    client = LossClient()
+    await Learner(client, settings(loss_fn="cispo")).require_loss()
+    assert client.asked == []
+
+
+async def test_a_refused_loss_is_a_mistake_in_the_options():
+    client = LossClient(refusal="loss 'mine' is not supported by this server")
+    with pytest.raises(ConfigError, match=r"^loss_fn=server:mine: loss 'mine' is not supported by"):
+        await Learner(client, settings(loss_fn="server:mine")).require_loss()
 
 
 async def test_losses_that_do_not_clip_report_no_clipping():

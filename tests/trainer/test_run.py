@@ -39,7 +39,7 @@ class Bench(FakeRun):
             "loss_reduction=sequence_mean",
             "retry_wait_s=0",
         )
-        await super().go(*usual, *options)
+        return await super().go(*usual, *options)
 
     def _parts(self, config):
         self.asked.append(config)

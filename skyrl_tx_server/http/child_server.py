@@ -1,0 +1,110 @@
+"""A server in a child process, for Python programs: `async with serve(ServerConfig(...)) as url`."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import os
+import re
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import chz
+
+from skyrl_tx_server.config.command_line import SECRETS
+from skyrl_tx_server.config.server_config import ServerConfig
+from skyrl_tx_server.errors import ConfigError, ServerError
+
+ROOT = Path(__file__).resolve().parents[2]  # the folder of the package
+READY = re.compile(r"skyrl-tx server ready: (\S+)")
+STOP_TIMEOUT_S = 20.0
+MAX_LINE_BYTES = 1 << 20
+PR_SET_PDEATHSIG = 1
+
+
+@asynccontextmanager
+async def serve(config: ServerConfig) -> AsyncIterator[str]:
+    """Run a server while the block runs, and yield its address, for example http://127.0.0.1:8000.
+
+    The block starts when the model is loaded. The server is a child process, whose output is copied to
+    standard error; it also stops if this process is killed. Raises ConfigError if the server refuses its
+    options or its model, and ServerError if it stops for another reason before it is ready.
+    """
+    keys = {variable: getattr(config, name) for name, variable in SECRETS.items() if getattr(config, name)}
+    import_path = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "skyrl_tx_server",
+        *arguments_of(config),
+        stdin=DEVNULL,
+        stdout=PIPE,
+        stderr=STDOUT,
+        limit=MAX_LINE_BYTES,
+        env=os.environ | import_path | keys,
+        start_new_session=True,  # Ctrl-C reaches the client alone, which may save a checkpoint first
+        preexec_fn=_stop_with_parent,
+    )
+    try:
+        url = await _address(process)
+        copying = asyncio.create_task(_copy_output(process))
+        try:
+            yield url
+        finally:
+            copying.cancel()
+    finally:
+        await _stop(process)
+
+
+def arguments_of(config: ServerConfig) -> list[str]:
+    """Return the command line of a configuration: `name=value` of each option without its default.
+
+    The keys are left out, because other users can read the command line.
+    """
+    defaults = inspect.signature(ServerConfig).parameters
+    values = {name: getattr(config, name) for name in chz.chz_fields(ServerConfig) if name not in SECRETS}
+    return [f"{name}={value}" for name, value in values.items() if value != defaults[name].default]
+
+
+async def _address(process: Process) -> str:
+    """Return the address that the server prints when it is ready."""
+    assert process.stdout is not None
+    last = "no output"
+    async for line in process.stdout:
+        text = line.decode(errors="replace").rstrip()
+        if ready := READY.search(text):
+            return ready[1]
+        print(text, file=sys.stderr, flush=True)
+        last = text or last
+    status = await process.wait()
+    kind = ConfigError if status == 2 else ServerError
+    raise kind(f"the server stopped with status {status}: {last.removeprefix('skyrl-tx server: ')}")
+
+
+async def _copy_output(process: Process) -> None:
+    """Copy the output to standard error until it ends, because a full pipe would block the server."""
+    assert process.stdout is not None
+    async for line in process.stdout:
+        sys.stderr.write(line.decode(errors="replace"))
+
+
+async def _stop(process: Process) -> None:
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.communicate()
+
+
+def _stop_with_parent() -> None:
+    """In the child, before exec: ask Linux for SIGTERM when the parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,55 @@
+"""The result of a run, read from the files of its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from src.core.errors import ConfigError
+from src.loop.outcome import Success, success_of
+from src.records import checkpoints
+from src.records.checkpoints import Checkpoint
+from src.records.journal import RunState, last_end
+from src.records.run_folder import CONFIG_FILE, METRICS_FILE
+from src.records.tracking import records
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """What a run has achieved so far, and how its last process ended."""
+
+    folder: Path
+    end: RunState | None  # None: the process is still running, or it was killed
+    error: str  # the message of the error that ended the process; empty if there was none
+    num_steps: int  # training steps with metrics
+    metrics: Mapping[str, float]  # the last line of metrics.jsonl, without values that are not finite
+    held_out: Success
+    checkpoints: Sequence[Checkpoint]  # the oldest first
+
+    @property
+    def last_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint; None if none was saved."""
+        return self.checkpoints[-1] if self.checkpoints else None
+
+
+def read_result(folder: str | Path) -> RunResult:
+    """Return the result of the run in `folder`, which may also be running, interrupted or failed.
+
+    Raises ConfigError if the folder has no run or a damaged file.
+    """
+    folder = Path(folder).expanduser()
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"{folder} has no run; give a folder that contains {CONFIG_FILE}")
+    lines = records(folder / METRICS_FILE)
+    end = last_end(folder)
+    last = {name: value for name, value in lines[-1].items() if value is not None} if lines else {}
+    return RunResult(
+        folder=folder,
+        end=None if end is None else end.state,
+        error="" if end is None else end.cause,
+        num_steps=int(max((line["step"] for line in lines), default=0)),
+        metrics=last,
+        held_out=success_of(folder / METRICS_FILE),
+        checkpoints=checkpoints.read(folder),
+    )

@@ -1,0 +1,49 @@
+"""`serve`: a server in a child process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx_server import ServerConfig, serve
+from skyrl_tx_server.config.command_line import parse
+from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.http.child_server import arguments_of
+
+OPTIONS = {
+    "base_model": "datasets/quickstart/model",
+    "compilation_cache_dir": None,
+    "max_num_seqs": 4,
+    "port": 0,
+    "yarn": True,
+}
+
+
+def test_the_child_parses_the_same_configuration() -> None:
+    config = ServerConfig(**OPTIONS)
+    assert parse(arguments_of(config)) == config
+
+
+def test_keys_are_not_on_the_command_line() -> None:
+    config = ServerConfig(**OPTIONS, api_key="tml-secret")
+    assert not [argument for argument in arguments_of(config) if "secret" in argument]
+
+
+async def test_a_refused_model_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ServerConfig(base_model=str(tmp_path), port=0, checkpoints_dir=str(tmp_path / "checkpoints"))
+    with pytest.raises(ConfigError, match=r"^the server stopped with status 2: .*config\.json") as raised:
+        async with serve(config):
+            pass
+    assert "\n" not in str(raised.value)
+
+
+def test_importing_the_package_is_fast() -> None:
+    """It must load neither jax nor the HTTP application."""
+    check = (
+        "import sys, skyrl_tx_server as s; s.serve; print(sorted({'jax', 'starlette'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

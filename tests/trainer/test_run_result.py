@@ -1,0 +1,61 @@
+"""The result of a run: of the function `train`, and of a folder."""
+
+from pathlib import Path
+
+import pytest
+
+from src.core.errors import ConfigError, ServerLost
+from src.records.journal import RunState
+from src.train import read_result
+from tests.trainer.test_run import Bench
+
+
+async def test_a_run_returns_what_its_folder_has(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    result = await bench.go("eval_group_size=2", "save_every=1")
+    assert result == read_result(bench.path)
+    assert (result.folder, result.end, result.error, result.num_steps) == (bench.path, RunState.DONE, "", 2)
+    assert result.metrics["step"] == 2 and result.metrics["optim/lr"] == 2
+    lines = bench.lines("metrics.jsonl")
+    rates = [line["test/env/all/success"] for line in (lines[0], lines[-1])]
+    assert [result.held_out.before, result.held_out.after] == rates
+    assert [checkpoint.batch for checkpoint in result.checkpoints] == [1, 2]
+    assert result.last_checkpoint is not None
+    assert result.last_checkpoint.state_path.startswith("tinker://")
+
+
+async def test_a_failed_run_tells_why_it_ended(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    def fail(*arguments: object) -> None:
+        raise ServerLost("the server is gone")
+
+    bench.backend.training_client.optim_step = fail
+    with pytest.raises(ServerLost):
+        await bench.go("eval_before_train=false", "reconnect_timeout_s=0")
+    result = read_result(bench.path)
+    assert result.end is RunState.SERVER_LOST and "the server is gone" in result.error
+    assert (result.num_steps, result.metrics, result.last_checkpoint) == (0, {}, None)
+    assert result.held_out.after is None
+
+
+async def test_a_run_without_an_end_is_running_or_was_killed(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    await bench.go("max_steps=1")
+    journal = bench.path / "journal.jsonl"
+    *lines, last = journal.read_text().splitlines(keepends=True)
+    assert '"ended"' in last
+    journal.write_text("".join(lines))
+    assert read_result(bench.path).end is None
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no run; give a folder that contains config\.json"):
+        read_result(tmp_path)
+
+
+def test_an_unknown_end_is_a_damaged_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "journal.jsonl").write_text('{"event": "ended", "state": "happy"}\n')
+    with pytest.raises(ConfigError, match=r"journal\.jsonl, line 1: "):
+        read_result(tmp_path)
