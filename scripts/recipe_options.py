@@ -59,10 +59,20 @@ def named_model(model_name: str) -> NamedModel:
     return NamedModel(base_model=model_name, served_name=model_alias(model_name, None), tokenizer=tokenizer)
 
 
+def environment_kind(given: Mapping[str, str]) -> str:
+    """Return the environment of the given options; `data` selects its own."""
+    return given.get("env", "data" if "data" in given else "harbor")
+
+
 def recipe_defaults(kind: str, model: NamedModel, given: Mapping[str, str]) -> dict[str, str]:
     """Return every default of the recipe, with a run folder of its own."""
-    tasks = Path(given["tasks_dir"]).expanduser().resolve().name if "tasks_dir" in given else kind
-    name = f"{tasks.rpartition(':')[2]}-{model.served_name.rpartition('/')[2]}-{datetime.now():%Y%m%d-%H%M%S}"
+    if "tasks_dir" in given:
+        tasks = Path(given["tasks_dir"]).expanduser().resolve().name
+    elif "data" in given:
+        tasks = Path(given["data"].partition(",")[0]).stem
+    else:
+        tasks = kind.rpartition(":")[2]
+    name = f"{tasks}-{model.served_name.rpartition('/')[2]}-{datetime.now():%Y%m%d-%H%M%S}"
     name = given.get("wandb_name", name)
     return {
         **RECIPE_OPTIONS,

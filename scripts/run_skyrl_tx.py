@@ -32,6 +32,7 @@ from dotenv import load_dotenv
 
 from scripts.recipe_options import (
     DEFAULT_TASKS,
+    environment_kind,
     fitted,
     fitted_to_any,
     named_model,
@@ -45,6 +46,7 @@ from src.cli.command_line import parse
 from src.cli.saved_options import resumed_arguments
 from src.core.errors import ConfigError
 from src.core.option_aliases import present_argument
+from src.envs.registry import check_environment
 from src.records.private_folder import make_private, write_private
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,7 +144,7 @@ def main(argv: list[str]) -> int:
 
 def quick_start(given: dict[str, str]) -> int:
     started = time.monotonic()
-    kind = given.get("env", "harbor")
+    kind = environment_kind(given)
     if kind not in QUICKSTARTS:
         return fail(
             f"env={kind} has no quick start; give model_name=MODEL, for example "
@@ -181,12 +183,12 @@ def quick_start(given: dict[str, str]) -> int:
 
 def full_recipe(given: dict[str, str]) -> int:
     """The recipe of `recipe_options` with the model, the tasks and the server of this run."""
-    kind = given.get("env", "harbor")
+    kind = environment_kind(given)
     if kind == "harbor" and "tasks_dir" not in given:
         if not Path(DEFAULT_TASKS).is_dir():
             return fail(
                 "model_name needs tasks_dir=FOLDER_OF_HARBOR_TASKS, for example "
-                f"tasks_dir={DEFAULT_TASKS}, or env="
+                f"tasks_dir={DEFAULT_TASKS}, data=FILE.jsonl or env="
             )
         given = {**given, "tasks_dir": DEFAULT_TASKS}
     model = named_model(given["model_name"])
@@ -271,8 +273,8 @@ def model_of_a_running_server(given: dict[str, str]) -> str | None:
         return None
     if isinstance(found, str):
         reason = found
-    elif given.get("env", "harbor") != "harbor":
-        reason = "a run with env= needs model_name= as well"
+    elif environment_kind(given) != "harbor":
+        reason = "a run with env= or data= needs model_name= as well"
     elif "tasks_dir" not in given and not Path(DEFAULT_TASKS).is_dir():
         reason = f"there is no {DEFAULT_TASKS}; give tasks_dir="
     elif (name := next(iter(found.contexts))).startswith("local/") and "tokenizer" not in given:
@@ -301,8 +303,8 @@ def stop(server: subprocess.Popen[bytes] | None) -> None:
 
 
 def check_options(options: dict[str, str]) -> None:
-    """Raise the trainer's ConfigError for what it would not understand, before a server is started for it."""
-    parse(trainer_arguments(options))
+    """Raise the trainer's ConfigError for what it would refuse, before a server is started for it."""
+    check_environment(parse(trainer_arguments(options)))
     tasks_dir = options.get("tasks_dir")
     if tasks_dir is not None and not Path(tasks_dir).expanduser().is_dir():
         raise ConfigError(f"tasks_dir {tasks_dir} is not a folder; give a folder of Harbor task folders")

@@ -224,7 +224,9 @@ def run_name(config: TrainerConfig, *, date: str) -> str:
 
 
 def tasks_name(options: TaskOptions) -> str:
-    """Return the name of the folder of tasks, or of the environment."""
+    """Return the name of the folder of tasks, of the first file of questions, or of the environment."""
     if options.tasks_dir:
         return Path(options.tasks_dir).expanduser().resolve().name
+    if options.data:
+        return Path(options.data[0]).stem
     return options.env.rpartition(":")[2]

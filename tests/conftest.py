@@ -15,6 +15,7 @@ SLOW_TRAINER_FILES = {  # files of tests/trainer that start processes or sandbox
         "test_analyze",
         "test_bubblewrap",
         "test_damaged_run_files",
+        "test_data_environment",
         "test_environments_page",
     ),
     *("test_batch_collector", "test_console", "test_exact_tokens"),

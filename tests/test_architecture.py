@@ -22,6 +22,7 @@ TRAINER, SERVER = (
 THIRD_PARTY = {  # package -> the packages of src/ that may import it
     "harbor": {"envs"},
     "docker": {"envs"},
+    "math_verify": {"envs"},
     "pyarrow": {"envs"},
     "tinker": {"policy", "learning", "evaluate"},
     "wandb": {"records"},

@@ -18,7 +18,7 @@ from rich.table import Table
 from src.core.trajectory import TrajectoryGroup
 from src.evaluate.evaluation import Evaluation
 from src.learning.played_groups import SOLVED
-from src.loop.outcome import counted, success_name
+from src.loop.outcome import UNGRADED_REASONS, counted, success_name
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Display:
         self._console = console
         self._num_finished = 0  # groups since `batch_started`
         self._num_groups = 0
+        self._shown_failures: set[str] = set()  # the kinds of failures that have been shown
 
     def say(self, text: str) -> None:
         logger.info("%s", text)
@@ -71,6 +72,21 @@ class Display:
             parts.append(f"{len(group.failures)} ungraded ({group.failures[0].kind})")
         progress = f"[{self._num_finished}/{self._num_groups}]"
         self.say(f"  {progress} {group.task.id}: {', '.join(parts)}")
+        self._show_first_failures(group)
+
+    def _show_first_failures(self, group: TrajectoryGroup) -> None:
+        """One line for the first failure of each kind in the run, with the exception, its file and line."""
+        failures = [(str(failure.kind), failure.message, "not graded") for failure in group.failures]
+        failures += [
+            (str(trajectory.zero_reason), trajectory.zero_detail, "reward 0")
+            for trajectory in group.trajectories
+            if trajectory.zero_reason in UNGRADED_REASONS
+        ]
+        for kind, message, result in failures:
+            if kind not in self._shown_failures:
+                self._shown_failures.add(kind)
+                first_line = (message.splitlines() or [""])[0]
+                self.say(f"  first {kind}, {result}: {group.task.id}: {first_line}; tracebacks: logs.log")
 
     def step_finished(self, step: int, *, num_steps: int, metrics: Mapping[str, float]) -> None:
         table = _table()

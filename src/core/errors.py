@@ -7,6 +7,7 @@ TrainerError                    shown to the user as one line, exit status 1
 |-- SandboxError                a sandbox could not start, or failed
 |-- StorageError (OSError)      the files of the run cannot be written
 |-- TooManyFailuresError        too few trials could be graded to train on them
+|-- NothingTrainedError         a run reached its last step without having changed the weights
 |-- VerifierError               a trial could not be graded
 `-- AgentFault                  an agent made its own grading impossible; the reward is 0
 """
@@ -42,6 +43,10 @@ class StorageError(TrainerError, OSError):
 
 
 class TooManyFailuresError(TrainerError, RuntimeError):
+    pass
+
+
+class NothingTrainedError(TrainerError, RuntimeError):
     pass
 
 

@@ -94,6 +94,7 @@ class Trajectory:
     tool_fields: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
     bonus: float = 0.0  # a judge's bonus, added to `reward` in training only; success rates ignore it
     zero_reason: ZeroReason | None = None  # why `reward` is 0 without grading; None: the trial was graded
+    zero_detail: str = ""  # of `zero_reason`: the error as one line
     member: int = 0  # the index of the trial in its group
     seed: int = 0  # the seed of the trial's samples
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from src.core.errors import ConfigError
+from src.core.exception_origin import described
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import FailureKind, Task, Trajectory, TrialFailure
 from src.envs.base import Trial
@@ -63,9 +64,11 @@ class EpisodeTrial:
             env = self.env()
         except (Exception, SystemExit) as error:  # A trial reports every error as a TrialFailure.
             logger.warning("%s: the environment could not be made", self.task.id, exc_info=True)
-            message = f"{type(error).__name__}: {error}"
             return TrialFailure(
-                task_id=self.task.id, kind=FailureKind.ENV_INIT_FAILED, message=message, trial_name=name
+                task_id=self.task.id,
+                kind=FailureKind.ENV_INIT_FAILED,
+                message=described(error),
+                trial_name=name,
             )
         return await run_episode(
             env, policy, self.chat, self.limits, self.settings, task_id=self.task.id, trial_name=name

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from src.core.errors import AgentFault, BackendError, TrainerError, boundary
+from src.core.exception_origin import described
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn, ZeroReason
 from src.policy.chat import Chat, Message
@@ -115,14 +116,13 @@ async def run_episode(
             await episode.play()
         except AgentFault as fault:
             logger.warning("%s: reward 0 (%s): %s", task_id, fault.reason, fault, exc_info=True)
-            episode.set_zero_reward(fault.reason)
+            episode.set_zero_reward(fault)
         json.dumps(episode.conversation)  # The run folder stores the messages as JSON.
     except BackendError as error:
         failure = (FailureKind.BACKEND, str(error))
     except (Exception, SystemExit) as error:  # A SystemExit would end the event loop of all trials.
-        # The traceback is the only place where the author of the environment sees the failing line.
         logger.warning("%s: the environment failed", task_id, exc_info=True)
-        failure = (episode.failure_kind, f"{type(error).__name__}: {error}")
+        failure = (episode.failure_kind, described(error))
     finally:
         await _close(env)
     if failure is not None:
@@ -150,6 +150,7 @@ class _Episode:
         self._num_cut = 0
         self._metrics: dict[str, float] = {}
         self._zero_reason: ZeroReason | None = None
+        self._zero_detail = ""
 
     async def play(self) -> None:
         reset_result = await self._env.start()
@@ -180,9 +181,9 @@ class _Episode:
             else:
                 prompt_ids = self._chat.extend(turn.prompt_ids, turn.completion_ids, step_result.messages)
 
-    def set_zero_reward(self, reason: ZeroReason) -> None:
+    def set_zero_reward(self, fault: AgentFault) -> None:
         """Replace the rewards of the whole episode by 0."""
-        self._zero_reason = reason
+        self._zero_reason, self._zero_detail = fault.reason, str(fault)
         self._reward = 0.0
         self._turn_rewards = [0.0] * len(self._turns)
 
@@ -204,6 +205,7 @@ class _Episode:
             conversation=self.conversation,
             tool_fields=self._tool_fields,
             zero_reason=self._zero_reason,
+            zero_detail=self._zero_detail,
         )
 
     async def _sample(self, prompt_ids: Sequence[int], *, max_tokens: int) -> Turn:
@@ -231,7 +233,7 @@ class _Episode:
                 raise
             fault = error
         except (Exception, SystemExit) as error:  # A SystemExit would end the event loop of all trials.
-            fault = AgentFault(ZeroReason.ENV_ERROR, f"{type(error).__name__}: {error}")
+            fault = AgentFault(ZeroReason.ENV_ERROR, described(error))
             fault.__cause__ = error
         self._append(turn, 0.0)
         self.conversation.append({"role": "assistant", "content": answer})

@@ -15,6 +15,17 @@ from src.learning.options import StepWiseOptions
 from src.policy.options import BackendOptions, JudgeEndpointOptions, ModelOptions
 
 HARBOR_ONLY = ("environment_type", "max_consecutive_truncations", "jobs_quota_gb")
+DATA = "data"  # the environment that data= selects
+# Environments that read no files of rows, and the options to use instead.
+INSTEAD_OF_TRAIN_DATA = {
+    "harbor": "tasks_dir",
+    "openenv": "environment_kwargs=tasks=NUMBER",
+    DATA: "data",
+}
+INSTEAD_OF_TEST_DATA = {
+    "harbor": "eval_tasks in training, or tasks in an evaluation",
+    "openenv": "eval_split or eval_tasks in training, or tasks in an evaluation",
+}
 
 
 @chz.chz
@@ -23,8 +34,17 @@ class TaskOptions(SeedOptions):
 
     env: str = chz.field(
         default="harbor",
-        doc="Kind of environment: harbor, tau_bench, openenv, one that a package registers, or your own as "
-        "module:factory",
+        munger=lambda settings, env: DATA if settings.data and env == "harbor" else env,
+        doc="Kind of environment: harbor, tau_bench, openenv, data, one that a package registers, or your "
+        "own as module:factory",
+    )
+    data: list[str] | None = chz.field(
+        default=None,
+        doc="Questions with answers: .jsonl or .parquet files; selects env=data and needs reward",
+    )
+    reward: str | None = chz.field(
+        default=None,
+        doc="Reward of env=data: exact, number, regex, math, or a function of your own as module:function",
     )
     tasks_dir: str | None = chz.field(
         default=None,
@@ -33,6 +53,11 @@ class TaskOptions(SeedOptions):
     )
     environment_kwargs: list[str] | None = chz.field(
         default=None, doc="Settings of the environment as key=value,..."
+    )
+    test_data: list[str] | None = chz.field(
+        default=None,
+        doc="Held-out tasks in place of the environment's own and of eval_split: .jsonl or .parquet files of "
+        "rows, DOMAIN:SPLIT (env=tau_bench), or NAME=... for metrics under that name",
     )
 
     @property
@@ -51,11 +76,36 @@ class TaskOptions(SeedOptions):
             f"{name} is for env={env}, not env={self.env}; remove {name}",
         )
 
+    @chz.validate
+    def _data_has_a_reward(self) -> None:
+        if self.env != DATA:
+            for name in ("data", "reward"):
+                self.require_env(DATA, name)
+            return
+        require(bool(self.data or self.test_data), "env=data needs data=FILE.jsonl or data=FILE.parquet")
+        require(
+            self.reward is not None,
+            "missing: reward; write reward=exact, number, regex, math or module:function",
+        )
+        require(self.tasks_dir is None, "tasks_dir is not for env=data; remove tasks_dir or data")
+
+    @chz.validate
+    def _environment_reads_test_data(self) -> None:
+        require(
+            self.env not in INSTEAD_OF_TEST_DATA or is_default(self, "test_data"),
+            f"test_data is not for env={self.env}; use {INSTEAD_OF_TEST_DATA.get(self.env)}",
+        )
+
 
 @chz.chz
 class SplitOptions(TaskOptions):
     """Environment and tasks"""
 
+    train_data: list[str] | None = chz.field(
+        default=None,
+        doc="Training tasks of env=tau_bench, in addition to those of environment_kwargs=domain=..., or of "
+        "your own environment: .jsonl or .parquet files of rows, or DOMAIN:SPLIT (env=tau_bench)",
+    )
     eval_split: float = chz.field(
         default=0.2, doc="Share of the tasks held out when eval_tasks is not given; 0: none"
     )
@@ -63,6 +113,13 @@ class SplitOptions(TaskOptions):
         default=None,
         doc="Held-out tasks: ids or globs, or (env=harbor) one folder of tasks; eval_split is then ignored",
     )
+
+    @chz.validate
+    def _environment_reads_train_data(self) -> None:
+        require(
+            self.env not in INSTEAD_OF_TRAIN_DATA or is_default(self, "train_data"),
+            f"train_data is not for env={self.env}; use {INSTEAD_OF_TRAIN_DATA.get(self.env)}",
+        )
 
     @chz.validate
     def _tasks_can_be_split(self) -> None:
@@ -163,32 +220,8 @@ class TauBenchOptions(JudgeEndpointOptions, BackendOptions, TaskOptions):
         default=None,
         doc="Folder that scripts/setup_tau.sh made of Sierra's tau2-bench (env=tau_bench); None: TAU2_HOME",
     )
-    test_data: list[str] | None = chz.field(
-        default=None,
-        doc="Held-out tasks in place of the domains' own (env=tau_bench): .jsonl or .parquet files of rows, "
-        "DOMAIN:SPLIT, or NAME=... for metrics under that name",
-    )
-
-    @chz.validate
-    def _tau_bench_alone_has_test_data(self) -> None:
-        self.require_env("tau_bench", "test_data")
 
 
 @chz.chz
-class TauBenchTrainingOptions(TauBenchOptions):
-    """tau-bench"""
-
-    train_data: list[str] | None = chz.field(
-        default=None,
-        doc="Training tasks (env=tau_bench) in addition to those of environment_kwargs=domain=...: .jsonl or "
-        ".parquet files of rows in the seeds' format, or DOMAIN:SPLIT",
-    )
-
-    @chz.validate
-    def _tau_bench_alone_has_train_data(self) -> None:
-        self.require_env("tau_bench", "train_data")
-
-
-@chz.chz
-class EnvironmentOptions(StepWiseOptions, SplitOptions, HarborTrainingOptions, TauBenchTrainingOptions):
+class EnvironmentOptions(StepWiseOptions, SplitOptions, HarborTrainingOptions, TauBenchOptions):
     """All environments"""

@@ -8,7 +8,6 @@ explains how to add one.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from inspect import iscoroutinefunction
@@ -16,6 +15,7 @@ from inspect import iscoroutinefunction
 from src.core.errors import ConfigError, boundary
 from src.envs.base import TaskSource
 from src.envs.options import EnvironmentOptions
+from src.envs.user_code import load_function
 from src.policy.chat import Chat
 
 Factory = Callable[[EnvironmentOptions, Chat], TaskSource]
@@ -25,7 +25,9 @@ BUILT_IN = {  # A module is imported when its environment is used, because impor
     "harbor": "src.envs.harbor.environment:open_harbor",
     "tau_bench": "src.envs.service.tau_bench:open_tau_bench",
     "openenv": "src.envs.openenv_client:open_openenv",
+    "data": "src.envs.data.environment:open_data",
 }
+CHECKS = {"data": "src.envs.data.environment:check_data"}  # of the files that an environment reads
 
 
 def open_task_source(config: EnvironmentOptions, chat: Chat) -> TaskSource:
@@ -49,33 +51,33 @@ def known_environments() -> dict[str, str]:
     return {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)} | BUILT_IN
 
 
+def check_environment(config: EnvironmentOptions) -> None:
+    """Raises ConfigError for an unknown environment and for task files that it cannot use.
+
+    It needs no server, so that a run reports these mistakes before it connects to one or starts one.
+    """
+    find_factory(config.env)
+    if (check := CHECKS.get(config.env)) is not None:
+        with boundary(ConfigError, f"env={config.env}"):
+            load_function(check, option="env")(config)
+
+
 def find_factory(name: str) -> Factory:
     """Return the factory of an environment. Raises ConfigError if there is none; the message lists the known
     names.
     """
     environments = known_environments()
-    module_name, colon, factory_name = environments.get(name, name).partition(":")
+    place = environments.get(name, name)
+    module_name, colon, factory_name = place.partition(":")
     if not (colon and module_name and factory_name) or module_name.startswith("."):
         raise ConfigError(
             f"env={name} is none of {', '.join(sorted(environments))}; "
             "choose one, or give your own as env=module:factory"
         )
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
+    factory = load_function(place, option="env", value=name)
+    if iscoroutinefunction(factory):
         raise ConfigError(
-            f"env={name}: cannot import {module_name} ({error}); is it installed, or on PYTHONPATH?"
-        ) from error
-    except Exception as error:  # The user's module can raise anything while it is imported.
-        raise ConfigError(
-            f"env={name}: cannot import {module_name} ({type(error).__name__}: {error}); fix the module"
-        ) from error
-    factory: Factory | None = vars(module).get(factory_name)
-    if factory is None:
-        raise ConfigError(f"env={name}: {module_name} has no function {factory_name}")
-    if not callable(factory) or iscoroutinefunction(factory):
-        raise ConfigError(
-            f"env={name}: {factory_name} of {module_name} is not a plain function; "
+            f"env={name}: {factory_name} of {module_name} is an async function; "
             f"write def {factory_name}(config, chat)"
         )
     return factory

@@ -26,7 +26,7 @@ from src.core.option_aliases import present_options
 from src.core.process import deadline
 from src.core.trajectory import Task
 from src.envs.base import TaskSource, close_quietly
-from src.envs.registry import find_factory, open_task_source
+from src.envs.registry import check_environment, open_task_source
 from src.evaluate.config import CompareConfig, EvaluateConfig
 from src.evaluate.contamination import HASHES_FILE, content_hashes, read_hashes, require_held_out
 from src.evaluate.evaluation import evaluate
@@ -71,7 +71,7 @@ Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evalua
 @asynccontextmanager
 async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> AsyncIterator[Evaluated]:
     """Connect to the Tinker or OpenAI-compatible endpoint and load the tasks of the environment."""
-    await asyncio.to_thread(find_factory, config.env)
+    await asyncio.to_thread(check_environment, config.environment)
     if config.base_url is not None:
         limit_s = config.heartbeat_timeout_s
         async with AsyncExitStack() as stack:

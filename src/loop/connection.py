@@ -14,7 +14,7 @@ import chz
 from src.config import TrainerConfig
 from src.core.errors import BackendError, ServerLost
 from src.envs.base import TaskSource
-from src.envs.registry import find_factory, open_task_source
+from src.envs.registry import check_environment, open_task_source
 from src.policy.backend import Backend, base_url, connect
 from src.policy.chat import load_chat
 from src.records.journal import Journal
@@ -43,7 +43,7 @@ async def open_dependencies(
     config: TrainerConfig, events: RunEvents, source: TaskSource | None = None
 ) -> AsyncIterator[Dependencies]:
     """Open the Tinker endpoint, and the tasks of the environment unless there is a `source`."""
-    await asyncio.to_thread(find_factory, config.env)  # reports a wrong name before connecting
+    await asyncio.to_thread(check_environment, config)  # mistakes are reported without a server
     events.say(f"server: {base_url(config)}")
     async with connect(config) as endpoint:
         if source is None:

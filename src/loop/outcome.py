@@ -5,16 +5,27 @@ The numbers are read from metrics.jsonl.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from src.core.errors import NothingTrainedError
+from src.core.trajectory import ZeroReason
 from src.evaluate.results import MAX_DOMAINS
 from src.records.metrics_table import ALL_TASKS
 from src.records.tracking import recorded, recorded_variances
 
 MIN_SIGNAL = 0.25  # smallest share of steps with differing rewards at which tasks suit the model
+# Reasons of a reward 0 for which the environment or the verifier may be at fault.
+UNGRADED_REASONS = (
+    ZeroReason.ENV_ERROR,
+    ZeroReason.VERIFIER_ERROR,
+    ZeroReason.VERIFIER_TIMEOUT,
+    ZeroReason.NO_REWARD,
+    ZeroReason.UNREADABLE_REWARD,
+)
 # The files of a run that the last line lists.
 FILES = ("metrics.jsonl", "checkpoints.jsonl", "rollouts/", "dumped_evals/", "jobs/", "logs.log")
 
@@ -36,6 +47,43 @@ def report(log_path: Path, *, wall_s: float) -> list[str]:
     steps = max(recorded(metrics_file, "progress/batch"), default=0)
     variances = signals(recorded_variances(metrics_file))
     return outcome(success_of(metrics_file), variances, steps=steps, wall_s=wall_s, log_path=log_path)
+
+
+def require_trained(log_path: Path) -> None:
+    """Raise NothingTrainedError if no step of the run has changed the weights."""
+    metrics_file = log_path / "metrics.jsonl"
+    num_updates = recorded(metrics_file, "optim/num_substeps")
+    if not num_updates or any(num_updates.values()):
+        return
+    num_trials = sum(recorded(metrics_file, "trials/total").values())
+    num_failed = sum(recorded(metrics_file, "trials/ungraded").values())
+    for reason in UNGRADED_REASONS:
+        num_failed += sum(recorded(metrics_file, f"trials/graded_zero/{reason}").values())
+    if num_trials and num_failed == num_trials:
+        raise NothingTrainedError(
+            f"none of the {num_trials:.0f} training trials could be graded, so nothing was trained; "
+            f"{first_failure(log_path)}see {log_path / 'logs.log'}"
+        )
+    rewards = recorded(metrics_file, "env/all/reward/total").values()
+    if any(recorded(metrics_file, "reward/signal_ratio").values()):
+        cause = "the filters removed every group whose rewards differ; see batch/* in metrics.jsonl"
+    else:
+        mean = sum(rewards) / max(1, len(rewards))
+        cause = (
+            f"the rewards of every group are equal (mean {mean:.3f}); choose easier or harder tasks, another "
+            "reward or a larger group_size"
+        )
+    raise NothingTrainedError(f"nothing was trained in {counted(len(num_updates), 'step')}: {cause}")
+
+
+def first_failure(log_path: Path) -> str:
+    """Return the first recorded failure of a training trial, as the beginning of a message."""
+    for path in sorted((log_path / "rollouts").glob("step_*.jsonl")):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            if text := record.get("message") or record.get("zero_detail"):
+                return f"e.g. {record['task']}: {(text.splitlines() or [''])[0]}; "
+    return ""
 
 
 def success_of(metrics_file: Path) -> Success:

@@ -14,7 +14,13 @@ from pathlib import Path
 import chz
 
 from src.config import TrainerConfig, run_name, tasks_name
-from src.core.errors import BackendError, ConfigError, StorageError, TooManyFailuresError
+from src.core.errors import (
+    BackendError,
+    ConfigError,
+    NothingTrainedError,
+    StorageError,
+    TooManyFailuresError,
+)
 from src.core.log_setup import logging_to_file
 from src.core.process import in_thread
 from src.envs.base import TaskSource, close_quietly
@@ -82,6 +88,7 @@ async def run(
             connected.pop_all()  # `run_with_reconnect` closes the connection
             training = partial(train, config, journal, run_log, events)
             await connector.run_with_reconnect(training, connection, folder, journal)
+            outcome.require_trained(folder.path)
     for line in outcome.report(folder.path, wall_s=time.monotonic() - started):
         events.say(line)
     return read_result(folder.path)
@@ -183,5 +190,7 @@ def end_state(error: BaseException) -> RunState:
             return RunState.STORAGE
         case TooManyFailuresError():
             return RunState.TOO_MANY_FAILURES
+        case NothingTrainedError():
+            return RunState.NOTHING_TRAINED
         case _:
             return RunState.FAILED

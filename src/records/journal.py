@@ -41,6 +41,7 @@ class RunState(StrEnum):
     SERVER_LOST = "server_lost"
     STORAGE = "storage"  # the run's files could not be written
     TOO_MANY_FAILURES = "too_many_failures"  # too many trials could not be graded
+    NOTHING_TRAINED = "nothing_trained"  # the last step was reached, and no step changed the weights
     FAILED = "failed"
 
 

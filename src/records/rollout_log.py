@@ -36,6 +36,7 @@ def trajectory_record(trajectory: Trajectory, advantage: float | None) -> dict[s
         **({"bonus": trajectory.bonus} if trajectory.bonus else {}),
         "stop_reason": trajectory.stop_reason,
         **({"zero_reason": trajectory.zero_reason} if trajectory.zero_reason else {}),
+        **({"zero_detail": trajectory.zero_detail} if trajectory.zero_detail else {}),
         "advantage": advantage,
         "turns": len(trajectory.turns),
         "tokens": sum(len(turn.completion_ids) for turn in trajectory.turns),

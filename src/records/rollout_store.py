@@ -61,6 +61,7 @@ class TrajectoryFields(TypedDict):
     bonus: Whole | Finite
     zero_reason: NotRequired[ZeroReason | None]
     tool_fields: NotRequired[dict[str, dict[str, Any]]]
+    zero_detail: NotRequired[str]
 
 
 class FailureFields(TypedDict):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from src.core.errors import BackendError, TooManyFailuresError
+from src.core.exception_origin import described
 from src.core.trajectory import FailureKind, Task, Trajectory, TrajectoryGroup, TrialFailure
 from src.envs.base import DeadlineAware, TaskSource
 from src.policy.sampling_policy import Policy
@@ -217,9 +218,7 @@ class Rollouts:
             return TrialFailure(task_id=task.id, kind=FailureKind.BACKEND, message=str(error))
         except Exception as error:
             logger.exception("%s: the trial raised an exception", task.id)
-            return TrialFailure(
-                task_id=task.id, kind=FailureKind.HARBOR, message=f"{type(error).__name__}: {error}"
-            )
+            return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message=described(error))
         finally:
             await _ended(playing, task)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from src.cli.console import Display
-from src.core.trajectory import FailureKind, TrajectoryGroup
+from src.core.trajectory import FailureKind, TrajectoryGroup, ZeroReason
 from src.evaluate.evaluation import Evaluation, section_of
 from src.loop.outcome import Success, outcome, signals
 from src.records.rollout_log import record_groups
@@ -54,8 +54,23 @@ def test_a_group_is_one_line():
     assert shown(show) == [
         "step 1: 2 tasks x 3 trials",
         "  [1/2] copy-01: 1/2 solved, 1.0 turns, 2.3 s, 1 ungraded (verifier)",
+        "  first verifier, not graded: copy-01: no tmux; tracebacks: logs.log",
         "  [2/2] a[b]: 0/0 solved, 1.0 s, 3 ungraded (sandbox)",
+        "  first sandbox, not graded: a[b]: no tmux; tracebacks: logs.log",
     ]
+
+
+def test_the_first_failure_of_each_kind_is_shown_once():
+    detail = "ZeroDivisionError: division by zero (my_env.py:7 in step)"
+    faulty = replace(trajectory("a"), zero_reason=ZeroReason.ENV_ERROR, zero_detail=detail)
+    groups = [TrajectoryGroup(task=task("a"), trajectories=[faulty, faulty]), group("b", 1)]
+
+    def show(display):
+        for shown_group in (*groups, *groups):
+            display.group_finished(shown_group, duration_s=1)
+
+    lines = [line for line in shown(show, width=200) if "first" in line]
+    assert lines == [f"  first env_error, reward 0: a: {detail}; tracebacks: logs.log"]
 
 
 def test_partial_rewards_are_shown_if_nothing_is_solved():

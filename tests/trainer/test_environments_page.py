@@ -88,6 +88,18 @@ async def test_the_message_environment_reports_metrics(higher_lower, chat, tmp_p
     assert result.metrics["guesses"] == 3
 
 
+async def test_the_reward_function_grades(tmp_path, monkeypatch, chat):
+    (tmp_path / "short_answers.py").write_text(FILES["short_answers.py"])
+    (tmp_path / "a.jsonl").write_text('{"question": "1+1?", "answer": "2"}')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = [f"data={tmp_path / 'a.jsonl'}", "reward=short_answers:short_and_right"]
+    source = open_task_source(parse([*OPTIONS[:3], *options]), chat)
+    trial = source.trial(source.train[0], directory=tmp_path, seed=1, temperature=1.0)
+    result = await trial.run(FakePolicy(chat, ["It is 2"]))
+    assert isinstance(result, Trajectory)
+    assert (result.reward, result.metrics["characters"]) == (pytest.approx(0.993), 7)
+
+
 @pytest.mark.skipif(NO_SANDBOX is not None, reason=f"no sandbox here: {NO_SANDBOX}")
 def test_the_harbor_task_is_sound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -21,7 +21,10 @@ def open_env(env: str):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("retial", "env=retial is none of harbor.*; choose one, or give your own as env=module:factory"),
+        (
+            "retial",
+            "env=retial is none of data, harbor.*; choose one, or give your own as env=module:factory",
+        ),
         (
             "no.such.module:open",
             r"cannot import no.such.module \(No module named 'no'\); is it installed, or on PYTHONPATH\?",
@@ -43,11 +46,11 @@ def test_an_unknown_environment_is_one_line(name, message):
         ("mine:", "env=mine: is none of"),
         (
             "mine:NUMBER",
-            "env=mine:NUMBER: NUMBER of mine is not a plain function; write def NUMBER(config, chat)",
+            "env=mine:NUMBER: NUMBER of mine is not a function",
         ),
         (
             "mine:later",
-            "env=mine:later: later of mine is not a plain function; write def later(config, chat)",
+            "env=mine:later: later of mine is an async function; write def later(config, chat)",
         ),
         (
             "mine:nothing",

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from src.core.errors import ConfigError, TrainerError
+from src.core.errors import ConfigError, NothingTrainedError, TrainerError
 from src.core.log_setup import logging_to_file
-from src.core.trajectory import FailureKind, Task
+from src.core.trajectory import FailureKind, Task, ZeroReason
 from src.loop.connection import Dependencies
 from src.policy.openai_client import ChatReply
 from src.rollouts.judge import MODES
@@ -88,6 +88,33 @@ async def test_two_steps_write_every_file_and_their_log_lines(tmp_path):
     assert "[1/2] say-" in text and "/4 solved, 2.0 turns" in text
     assert "step 2/2" in text and "done: 2 steps in" in text and "held-out success:" in text
     assert str(bench.path) in text.splitlines()[-1]
+
+
+async def test_a_run_without_a_gradient_does_not_end_done(tmp_path):
+    async def lose(trial, policy):
+        return dataclasses.replace(await say_a_token(trial, policy), reward=0.5)
+
+    bench = Bench(tmp_path, play=lose)
+    with pytest.raises(
+        NothingTrainedError, match=r"in 2 steps: the rewards of every group are equal \(mean 0.5"
+    ):
+        await bench.go("eval_before_train=false")
+    assert bench.lines("journal.jsonl")[-1]["state"] == "nothing_trained"
+    assert "done" not in bench.text.getvalue()
+    assert bench.lines("checkpoints.jsonl")[-1]["final"]
+
+
+async def test_a_broken_environment_ends_the_run_with_its_line(tmp_path):
+    async def broken(trial, policy):
+        result, detail = await say_a_token(trial, policy), "ZeroDivisionError: by zero (my_env.py:7 in step)"
+        return dataclasses.replace(result, reward=0.0, zero_reason=ZeroReason.ENV_ERROR, zero_detail=detail)
+
+    bench = Bench(tmp_path, play=broken)
+    bench.source.eval = ()
+    message = r"none of the 16 training trials could be graded, .* e.g. say-0\d: ZeroDivisionError: by zero"
+    with pytest.raises(NothingTrainedError, match=message):
+        await bench.go()
+    assert bench.text.getvalue().count("first env_error, reward 0: say-0") == 1
 
 
 async def test_each_step_reports_the_longest_event_loop_gap(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from src.core.errors import NothingTrainedError
 from src.envs.registry import open_task_source
 from src.loop.connection import Dependencies
 from src.policy.chat import load_chat
@@ -67,7 +68,8 @@ async def test_a_run_with_native_tools_and_a_judge(
         "judge_model=j",
         "judge_base_url=http://h:1/v1",
     ]
-    await run.go(*argv)
+    with pytest.raises(NothingTrainedError, match="the rewards of every group are equal"):
+        await run.go(*argv)
     lines = run.lines("metrics.jsonl")
     assert [line["step"] for line in lines] == ([0, 1] if eval_before_train else [1])
     assert (

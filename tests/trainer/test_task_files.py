@@ -10,14 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import chz
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from src.cli.command_line import parse, parse_as
 from src.core.errors import ConfigError
 from src.core.trajectory import Task, Trajectory
 from src.envs.base import TaskSource
+from src.envs.data.records import without_nulls
 from src.envs.registry import open_task_source
-from src.envs.service.task_files import Row, TaskDefinition, read_rows, without_nulls
+from src.envs.service.task_files import Row, TaskDefinition, read_rows
 from src.envs.service.toy_retail import FOLDER
 from src.evaluate.config import EvaluateConfig
 from src.rollouts.options import ScheduleOptions
@@ -191,8 +194,6 @@ def test_null_columns_of_a_table_are_not_arguments():
 
 
 def test_a_parquet_table_has_the_same_rows(tmp_path: Path):
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: scripts/setup.sh pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     exchange = {
         "name": "exchange",
         "kwargs": {"order": ORDER, "items": [{"id": "1"}, {"id": "2", "color": "red"}]},
@@ -201,20 +202,23 @@ def test_a_parquet_table_has_the_same_rows(tmp_path: Path):
         row("retail", "8", instruction="You want it.", actions=[CANCEL, exchange], outputs=["12"]),
         row("retail", "9"),
     ]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     assert read_rows(tmp_path / "rows.parquet") == read_rows(written(tmp_path / "rows.jsonl", *rows))
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"domain": "retail"}], "row 1: the row has no extra_info"),
+        ([{"domain": "retail"}], "rows.jsonl:1: the row has no extra_info"),
         (
             [{"extra_info": {"task_id": 1}}],
-            "row 1: the row names no domain; give extra_info.domain or data_source",
+            "rows.jsonl:1: the row names no domain; give extra_info.domain or data_source",
         ),
-        ([row("retail", "1"), row("retail")], "row 2: the row names no task"),
-        ([row("retail", "1", instruction="x", actions=[1])], "row 1: the actions are not a list of objects"),
+        ([row("retail", "1"), row("retail")], "rows.jsonl:2: the row names no task"),
+        (
+            [row("retail", "1", instruction="x", actions=[1])],
+            "rows.jsonl:1: the actions are not a list of objects",
+        ),
         (
             [row("healthcare", "1")],
             "train_data or test_data: domain=healthcare is not one of toy_retail, retail",
@@ -236,11 +240,11 @@ def test_invalid_rows_are_rejected_with_one_line(tmp_path: Path, rows: list[dict
     ("options", "message"),
     [
         (["train_data=rows.csv"], "rows.csv is neither a .jsonl nor a .parquet file"),
-        (["train_data=nowhere.jsonl"], "nowhere.jsonl cannot be read as JSON lines"),
+        (["train_data=nowhere.jsonl"], "nowhere.jsonl cannot be read: No such file or directory"),
         (["test_data=toy_retail:dev"], "toy_retail has no split dev; its splits are train and test"),
         (
             ["env=harbor", "tasks_dir=.", "train_data=a.jsonl", "enable_summarize=false"],
-            "train_data is for env=tau_bench, not env=harbor",
+            "train_data is not for env=harbor; use tasks_dir",
         ),
         (["domain_mixture=retail=0"], "domain_mixture retail needs a number above 0, not '0'"),
         (

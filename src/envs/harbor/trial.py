@@ -15,6 +15,7 @@ from harbor.models.trial.result import TrialResult
 from harbor.trial.trial import Trial as RunnableTrial
 
 from src.core.errors import BackendError, VerifierError
+from src.core.exception_origin import described
 from src.core.trajectory import FailureKind, StopReason, Task, Trajectory, TrialFailure, ZeroReason
 from src.envs.harbor.agent import AgentSession, register_session, tool_fields
 from src.envs.harbor.grading import Grading, graded
@@ -135,14 +136,15 @@ class HarborTrial:
                     try:
                         # The caller enforces the deadline of the trial by cancelling it.
                         result = await run_with_deadline(trial.run(), None)
-                    except Exception:
+                    except Exception as error:
                         if not llm.turns or await grading.attribute(ZeroReason.AGENT_ERROR) is None:
                             raise
                         logger.warning("%s: the agent made the trial fail", self._task.id, exc_info=True)
-                        return self._trajectory(trial.result, running, 0.0, ZeroReason.AGENT_ERROR)
+                        faulty = self._trajectory(trial.result, running, 0.0, ZeroReason.AGENT_ERROR)
+                        return replace(faulty, zero_detail=described(error))
                     return await self._outcome(result, running)
         except Exception as error:
-            return self._failure(FailureKind.HARBOR, f"{type(error).__name__}: {error}")
+            return self._failure(FailureKind.HARBOR, described(error))
 
     def _config(self, key: str) -> TrialConfig:
         settings = self._settings
@@ -178,7 +180,7 @@ class HarborTrial:
                 FailureKind.BACKEND,
                 f"the agent reached its time limit after it waited {waited_s:.0f} s for an answer",
             )
-        reason = None
+        reason, detail = None, ""
         try:
             reward = score(result.verifier_result.rewards if result.verifier_result else None)
         except VerifierError as error:
@@ -193,10 +195,10 @@ class HarborTrial:
                 reason,
                 message,
             )
-            reward = 0.0
+            reward, detail = 0.0, message
         if not session.llm.turns:
             return self._failure(FailureKind.AGENT, "the agent gave no answer")
-        return self._trajectory(result, running, reward, reason)
+        return replace(self._trajectory(result, running, reward, reason), zero_detail=detail)
 
     def _trajectory(
         self, result: TrialResult, running: RunningTrial, reward: float, reason: ZeroReason | None

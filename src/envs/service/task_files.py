@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
+from src.envs.data.records import read_records
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,15 +81,8 @@ def tasks_of(rows: Sequence[Row], providers: Mapping[str, TaskProvider], *, path
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read the rows of a .jsonl or .parquet file. Raises ConfigError with the number of an invalid row."""
-    match path.suffix:
-        case ".jsonl":
-            records = _from_lines(path)
-        case ".parquet":
-            records = _from_parquet(path)
-        case _:
-            raise ConfigError(f"{path} is neither a .jsonl nor a .parquet file; use one of these formats")
-    return [row_of(record, where=f"{path}, row {number}") for number, record in enumerate(records, 1)]
+    """Read the rows of a .jsonl or .parquet file. Raises ConfigError with the line of an invalid row."""
+    return [row_of(record.values, where=record.where) for record in read_records(path)]
 
 
 def row_of(record: object, *, where: str) -> Row:
@@ -150,36 +144,3 @@ def _as_list(value: object) -> list[Any] | None:
         except ValueError:
             return None
     return value if isinstance(value, list) else None
-
-
-def _from_lines(path: Path) -> list[object]:
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON lines: {error}") from error
-
-
-def _from_parquet(path: Path) -> list[object]:
-    try:
-        import pyarrow.parquet  # pyright: ignore[reportMissingImports]  # optional
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} needs pyarrow; run scripts/setup.sh pyarrow, or give the rows as .jsonl"
-        ) from error
-    try:
-        return [without_nulls(record) for record in pyarrow.parquet.read_table(path).to_pylist()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as a parquet table: {error}") from error
-
-
-def without_nulls(value: object) -> object:
-    """Return a value of a table without its null fields.
-
-    In a table all records have the union of their fields.
-
-    >>> without_nulls([{"name": "cancel", "arguments": {"order": "W1", "items": None}}])
-    [{'name': 'cancel', 'arguments': {'order': 'W1'}}]
-    """
-    if isinstance(value, Mapping):
-        return {name: without_nulls(part) for name, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, list) else value

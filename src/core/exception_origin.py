@@ -1,0 +1,39 @@
+"""The place in the user's code where an exception was raised."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
+MAX_MESSAGE = 300
+
+
+def described(error: BaseException) -> str:
+    """Return type, message, file and line of an exception as one line.
+
+    The place is the innermost frame outside of this package and of installed libraries. Without such a frame
+    it is the innermost frame.
+
+    >>> described(ValueError("no such order"))
+    'ValueError: no such order'
+    """
+    first_line = (str(error).splitlines() or [""])[0][:MAX_MESSAGE]
+    text = f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return text
+    frame = next((frame for frame in reversed(frames) if _is_users(frame.filename)), frames[-1])
+    return f"{text} ({_shown(Path(frame.filename))}:{frame.lineno} in {frame.name})"
+
+
+def _is_users(filename: str) -> bool:
+    path = Path(filename).resolve()
+    return path.is_file() and not any(path.is_relative_to(folder) for folder in (PACKAGE, *LIBRARIES))
+
+
+def _shown(path: Path) -> Path:
+    """Return the path below the working directory, or the whole path of a file elsewhere."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

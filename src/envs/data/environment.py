@@ -1,0 +1,154 @@
+"""env=data: questions with reference answers from files, without a class.
+
+    data=train.jsonl test_data=test.parquet reward=number
+    data=tasks.jsonl reward=my_module:grade environment_kwargs=question=problem,answer=result,attempts=3
+
+`data=` selects this environment. docs/environments.md describes the columns and the reward functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from src.core.errors import ConfigError
+from src.core.trajectory import Task
+from src.envs.base import TaskSource
+from src.envs.data.rewards import Reward, open_reward
+from src.envs.data.rows import Columns, Question, read_questions, tasks_of
+from src.envs.episodes import EnvSpec, episodes
+from src.envs.message_env import MessageEnv, ResetResult, StepResult
+from src.envs.options import EnvironmentOptions
+from src.envs.service.tool_calls import without_thoughts
+from src.policy.chat import Chat, Message
+
+RETRY_MESSAGE = "That is not correct. Try again."
+SOLVED = 1.0  # an answer with at least this reward is not tried again
+
+
+class DataEnv:
+    """One attempt at one question. Implements `MessageEnv`.
+
+    After the opening and each follow-up message the agent answers once. Its last answer is graded. With
+    `max_attempts` above 1, an answer whose reward is below 1 is answered with RETRY_MESSAGE, and the reward
+    of the episode is that of the last attempt.
+    """
+
+    def __init__(
+        self, question: Question, reward: Reward, *, system: str = "", max_attempts: int = 1
+    ) -> None:
+        self._question = question
+        self._reward = reward
+        self._system = system
+        self._follow_ups = list(question.follow_ups)
+        self._num_attempts_left = max_attempts
+
+    async def start(self) -> ResetResult:
+        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+        opening = [*self._question.opening]
+        if system and opening[0]["role"] == "system":
+            del opening[0]
+        return ResetResult(messages=[*system, *opening])
+
+    async def step(self, answer: str) -> StepResult:
+        if self._follow_ups:
+            return StepResult(messages=[_user(self._follow_ups.pop(0))])
+        graded = await self._reward.grade(without_thoughts(answer), self._question)
+        if graded.message:
+            return StepResult(messages=[_user(graded.message)], reward=graded.reward, metrics=graded.metrics)
+        self._num_attempts_left -= 1
+        if graded.reward < SOLVED and self._num_attempts_left > 0:
+            return StepResult(messages=[_user(RETRY_MESSAGE)], metrics=graded.metrics)
+        return StepResult(reward=graded.reward, is_done=True, metrics=graded.metrics)
+
+    async def close(self) -> None:
+        """There is nothing to release."""
+
+
+def open_data(config: EnvironmentOptions, chat: Chat) -> TaskSource:
+    """Return the tasks of `data` and `test_data`. Raises ConfigError as `read_tasks` does."""
+    reward = open_reward(str(config.reward))
+    tasks, held_out = read_tasks(config, reward)
+    options = config.environment_options
+    system, max_attempts = read_system(options.get("system")), attempts(options)
+
+    def make(task: Task, seed: int) -> MessageEnv:
+        question = task.row["question"]
+        assert isinstance(question, Question)
+        return DataEnv(question, reward, system=system, max_attempts=max_attempts)
+
+    return episodes(config, chat, EnvSpec(tasks=tasks, held_out=held_out, make=make, close=reward.close))
+
+
+def check_data(config: EnvironmentOptions) -> None:
+    """Raises ConfigError, without a server, for files and options with which `open_data` would fail."""
+    options = config.environment_options
+    if unknown := options.keys() - {"question", "answer", "system", "attempts"}:
+        raise ConfigError(
+            f"environment_kwargs: env=data has no option {min(unknown)}; its options are question, answer, "
+            "system and attempts"
+        )
+    read_system(options.get("system"))
+    attempts(options)
+    read_tasks(config, open_reward(str(config.reward)))
+
+
+def read_tasks(config: EnvironmentOptions, reward: Reward) -> tuple[list[Task], list[Task]]:
+    """Return the tasks of `data` and those of `test_data`.
+
+    Raises ConfigError with file and line for a row that has no question, that `reward` cannot grade, or whose
+    question is in both.
+    """
+    options = config.environment_options
+    read = partial(
+        _tasks_of_file, Columns(question=options.get("question"), answer=options.get("answer")), reward
+    )
+    tasks = [task for text in config.data or () for task in read(text)]
+    tests = [task for text in config.test_data or () for task in read(text, may_be_named=True)]
+    trained = {task.instruction: task for task in tasks}
+    for test in tests:
+        if test.instruction in trained:
+            raise ConfigError(
+                f"{_where(test)}: the question is also in {_where(trained[test.instruction])}; remove it "
+                "from data or from test_data"
+            )
+    return tasks, tests
+
+
+def read_system(path: str | None) -> str:
+    """Return the system message in a file; empty without a file."""
+    try:
+        return "" if path is None else Path(path).expanduser().read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"environment_kwargs system={path} cannot be read ({error}); name a text file"
+        ) from error
+
+
+def attempts(options: dict[str, str]) -> int:
+    text = options.get("attempts", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"environment_kwargs attempts={text} is not a positive number of attempts")
+    return int(text)
+
+
+def _tasks_of_file(
+    columns: Columns, reward: Reward, text: str, *, may_be_named: bool = False
+) -> Sequence[Task]:
+    name, _, place = text.partition("=") if may_be_named and "=" in text else ("", "", text)
+    path = Path(place).expanduser()
+    questions = read_questions(path, columns)
+    for question in questions:
+        reward.check(question)
+    return tasks_of(questions, path, name=name)
+
+
+def _where(task: Task) -> str:
+    question = task.row["question"]
+    assert isinstance(question, Question)
+    return question.record.where
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}

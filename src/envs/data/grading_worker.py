@@ -1,0 +1,62 @@
+"""`python -m src.envs.data.grading_worker math|regex`: compares answers with references. Requests and replies
+are lines of JSON.
+
+    {"id": 1, "timeout_s": 10, "reference": "1/2", "answer": "It is 0.5."}
+    {"id": 1, "equal": true}
+
+Both comparisons can run for ever on an answer such as 9^9^9^9, and neither can be interrupted from Python.
+SIGALRM therefore ends the process at the deadline of a request, and its memory is limited.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable
+
+MAX_MEMORY_BYTES = 2 << 30
+
+
+def open_comparison(name: str) -> Callable[[str, str], bool]:
+    """Return the function of reference and answer that says whether the answer is right.
+
+    `regex`: the answer has a match of the reference. `math`: both have the same value (package math-verify).
+    """
+    if name == "regex":
+        return lambda reference, answer: re.search(reference, answer) is not None
+    from math_verify import parse, verify  # imports sympy, which takes a second
+
+    def has_same_value(reference: str, answer: str) -> bool:
+        # SIGALRM is the timeout; the package's own one would replace its handler.
+        gold = parse(f"${reference}$", parsing_timeout=0) or parse(reference, parsing_timeout=0)
+        return verify(gold, parse(answer, parsing_timeout=0), timeout_seconds=0)
+
+    has_same_value("1", "$1$")  # builds the parser, which takes another second
+    return has_same_value
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a library that prints must not write into the replies
+    logging.disable()
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    is_equal = open_comparison(sys.argv[1])
+    print(json.dumps({"id": 0}), file=replies, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request["timeout_s"])
+        try:
+            equal = is_equal(request["reference"], request["answer"])
+        except Exception:  # an answer that cannot be evaluated is not equal to the reference
+            equal = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps({"id": request["id"], "equal": equal}), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()

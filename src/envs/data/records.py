@@ -1,0 +1,96 @@
+"""Records of .jsonl and .parquet files. Each record knows its file and line, for error messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from src.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """One row of a file."""
+
+    values: Mapping[str, Any]
+    number: int  # from 1: of the line in a .jsonl file, of the row in a .parquet file
+    where: str  # for error messages: "a.jsonl:3" or "a.parquet, row 3"
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read a .jsonl or .parquet file.
+
+    Raises ConfigError with file and line if the file cannot be read, if a line is not a JSON object, or if
+    the file has no rows.
+    """
+    match path.suffix:
+        case ".jsonl":
+            records = _from_lines(path)
+        case ".parquet":
+            records = _from_parquet(path)
+        case _:
+            raise ConfigError(f"{path} is neither a .jsonl nor a .parquet file; use one of these formats")
+    if not records:
+        raise ConfigError(f"{path} has no rows; give a file with at least one")
+    return records
+
+
+def _from_lines(path: Path) -> list[Record]:
+    try:
+        lines = path.read_bytes().split(b"\n")  # splitlines() would also split at U+2028 inside a string
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; correct the path") from error
+    return [
+        Record(values=_json_object(line, where=f"{path}:{number}"), number=number, where=f"{path}:{number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+
+
+def _json_object(line: bytes, *, where: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: the line is not JSON ({error}); correct or remove it") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: the line is a JSON {type(value).__name__}, not an object; correct it")
+    return value
+
+
+def _from_parquet(path: Path) -> list[Record]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{path} cannot be read as a parquet table: {reason}") from error
+    return [
+        Record(values=_without_nulls(row), number=number, where=f"{path}, row {number}")
+        for number, row in enumerate(rows, 1)
+    ]
+
+
+def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: without_nulls(value) for name, value in row.items() if value is not None}
+
+
+def without_nulls(value: object) -> object:
+    """Return a value of a table without its null fields.
+
+    In a table all records have the union of their fields.
+
+    >>> without_nulls([{"name": "cancel", "arguments": {"order": "W1", "items": None}}])
+    [{'name': 'cancel', 'arguments': {'order': 'W1'}}]
+    """
+    if isinstance(value, Mapping):
+        return {name: without_nulls(part) for name, part in value.items() if part is not None}
+    return (
+        [without_nulls(part) for part in value]
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+        else value
+    )

@@ -1,0 +1,209 @@
+"""The reward functions of `env=data`: `reward=exact|number|regex|math`, or a function of the user's own.
+
+    def grade(answer: str, row: Mapping[str, Any]) -> float: ...        # reward=my_module:grade
+
+`answer` is the agent's last answer without thoughts, `row` the row of the file. The function may be async. It
+returns a number, or a mapping with `reward`, optionally `message`, and any other numbers, which become
+metrics. A message is sent to the agent, which answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from inspect import isawaitable
+from typing import Any, Protocol
+
+from src.core.errors import AgentFault, ConfigError
+from src.core.trajectory import ZeroReason
+from src.envs.data.rows import Question, require_reference
+from src.envs.service.subprocess_pool import WorkerLost, WorkerPool, WorkerSettings, WorkerTimeout
+from src.envs.user_code import load_function
+
+BUILT_IN = ("exact", "number", "regex", "math")
+MARKER = "####"  # GSM8K writes the result of a solution after it
+BOXED = re.compile(r"\\boxed\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
+NUMBER = re.compile(
+    r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|(?<![\w.])[-+]?\.\d+"
+)
+NUM_WORKERS = 2
+GRADING_TIMEOUT_S = 10.0
+MAX_ATTEMPTS = 2  # of a comparison whose worker exited for another reason than the timeout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Graded:
+    """The result of grading one answer."""
+
+    reward: float
+    message: str = ""  # sent to the agent, which answers again; empty: the episode is over
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Reward(Protocol):
+    """Grades the answers to questions."""
+
+    def check(self, question: Question) -> None:
+        """Raises ConfigError with file and line for a row that cannot be graded."""
+        ...
+
+    async def grade(self, answer: str, question: Question) -> Graded:
+        """Grade an answer from which thoughts have been removed."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def open_reward(name: str) -> Reward:
+    """Return the reward function of `reward=NAME`. Raises ConfigError if there is none."""
+    match name:
+        case "exact":
+            return ComparedReward(lambda answer, reference: marked(answer) == marked(reference))
+        case "number":
+            return NumberReward()
+        case "regex" | "math":
+            return WorkerReward(name)
+    if ":" not in name:
+        raise ConfigError(
+            f"reward={name} is none of {', '.join(BUILT_IN)}; choose one, or give your own as "
+            "reward=module:function"
+        )
+    return FunctionReward(load_function(name, option="reward"))
+
+
+def marked(text: str) -> str:
+    r"""Return the final result of a solution: what follows the last `####`, or else is in the last
+    `\boxed{}`, or else the whole text.
+
+    >>> marked("6 * 7 = 42 #### 42"), marked(r"so \boxed{\frac{1}{2}}."), marked(" 42\n")
+    ('42', '\\frac{1}{2}', '42')
+    """
+    if MARKER in text:
+        return text.rpartition(MARKER)[2].strip()
+    boxed = BOXED.findall(text)
+    return (boxed[-1] if boxed else text).strip()
+
+
+def last_number(text: str) -> Decimal | None:
+    """Return the last number of the final result of a text; None if it has no number.
+
+    >>> last_number("First 3, then 1,250.50 dollars."), last_number("x2"), last_number("-4e1 #### $7.00")
+    (Decimal('1250.50'), None, Decimal('7.00'))
+    """
+    numbers = NUMBER.findall(marked(text).replace("\N{MINUS SIGN}", "-"))
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+
+
+class ComparedReward:
+    """1 if the comparison of answer and reference holds, else 0. Implements `Reward`."""
+
+    def __init__(self, compare: Callable[[str, str], bool]) -> None:
+        self._compare = compare
+
+    def check(self, question: Question) -> None:
+        require_reference(question)
+
+    async def grade(self, answer: str, question: Question) -> Graded:
+        return Graded(reward=float(self._compare(answer, require_reference(question))))
+
+    async def close(self) -> None:
+        """There is nothing to release."""
+
+
+class NumberReward(ComparedReward):
+    """1 if the last number of the answer equals that of the reference, else 0."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda answer, reference: last_number(answer) == last_number(reference))
+
+    def check(self, question: Question) -> None:
+        if last_number(reference := require_reference(question)) is None:
+            raise ConfigError(
+                f"{question.record.where}: the answer {reference[:60]!r} has no number; correct it, or use "
+                "another reward"
+            )
+
+
+class WorkerReward:
+    """`math` and `regex`, compared by worker processes with a time limit. Implements `Reward`."""
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        command = (sys.executable, "-m", "src.envs.data.grading_worker", op)
+        self._pool = WorkerPool(
+            WorkerSettings(
+                command=command, environment={}, num_workers=NUM_WORKERS, step_timeout_s=GRADING_TIMEOUT_S
+            )
+        )
+
+    def check(self, question: Question) -> None:
+        reference = require_reference(question)
+        if self._op == "regex":
+            try:
+                re.compile(reference)
+            except re.error as error:
+                raise ConfigError(
+                    f"{question.record.where}: the answer {reference[:60]!r} is not a regular expression "
+                    f"({error}); correct it, or use another reward"
+                ) from error
+
+    async def grade(self, answer: str, question: Question) -> Graded:
+        """Raises AgentFault if the comparison exceeds the time limit."""
+        reference = require_reference(question)
+        if self._op == "math":
+            reference = marked(reference)
+        request = {"reference": reference, "answer": answer}
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                return Graded(reward=float(await self._is_equal(request)))
+            except WorkerTimeout as error:
+                message = f"reward={self._op}: no result within {GRADING_TIMEOUT_S:g} s for {answer[-60:]!r}"
+                raise AgentFault(ZeroReason.VERIFIER_TIMEOUT, message) from error
+            except WorkerLost:
+                if attempt + 1 == MAX_ATTEMPTS:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def _is_equal(self, request: Mapping[str, object]) -> bool:
+        while True:
+            worker = await self._pool.worker()
+            worker.num_sessions += 1  # by which the pool chooses the least loaded worker
+            try:
+                reply = await worker.ask(request, timeout_s=GRADING_TIMEOUT_S)
+            finally:
+                worker.num_sessions -= 1
+            if reply is not None:  # None: another request lost the worker
+                return bool(reply["equal"])
+
+
+class FunctionReward:
+    """A function of the user's own. Implements `Reward`."""
+
+    def __init__(self, function: Callable[[str, Mapping[str, Any]], Awaitable[Any] | Any]) -> None:
+        self._function = function
+
+    def check(self, question: Question) -> None:
+        """Accept every row: the function may not need an answer."""
+
+    async def grade(self, answer: str, question: Question) -> Graded:
+        """Call the function, in a thread if it is not async, because it may take long."""
+        result = await asyncio.to_thread(self._function, answer, question.record.values)
+        if isawaitable(result):
+            result = await result
+        values = dict(result) if isinstance(result, Mapping) else {"reward": result}
+        reward, message = float(values.pop("reward")), str(values.pop("message", None) or "")
+        return Graded(
+            reward=reward,
+            message=message,
+            metrics={str(name): float(value) for name, value in values.items()},
+        )
+
+    async def close(self) -> None:
+        """There is nothing to release."""

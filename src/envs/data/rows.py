@@ -1,0 +1,167 @@
+"""Questions with reference answers, from the rows of .jsonl and .parquet files.
+
+    {"question": "How much is 6 times 7?", "answer": "6 * 7 = 42 #### 42"}                 as in GSM8K
+    {"prompt": [{"role": "user", "content": "..."}], "reward_spec": {"ground_truth": "42"}}  as in SkyRL
+    {"messages": [{"role": "user", ...}, {"role": "assistant", "content": "42"}]}          as in chat data
+
+The messages may contain assistant messages, which the agent sees as the earlier conversation. If several
+user messages follow the last of them, each is sent after the agent has answered the one before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from src.core.errors import ConfigError
+from src.core.trajectory import Task
+from src.envs.data.records import Record, read_records
+from src.policy.chat import Message
+
+QUESTION_COLUMNS = ("messages", "prompt", "question", "problem")
+ANSWER_COLUMNS = ("answer", "ground_truth", "target", "solution")
+NESTED_ANSWERS = ("reward_spec", "reward_model")  # of SkyRL and of verl, each with a field ground_truth
+ID_COLUMNS = ("id", "task_id")
+DOMAIN_COLUMNS = ("domain", "data_source")
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """The columns that the user names. None: the first of the usual names that a row has."""
+
+    question: str | None = None
+    answer: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """One row: the messages before the first answer, the later user messages, and the reference answer."""
+
+    opening: Sequence[Message]
+    follow_ups: Sequence[str]
+    reference: str | None  # None: the row has no answer
+    record: Record
+
+    @property
+    def text(self) -> str:
+        """The user's messages, by which repeated rows are recognised."""
+        asked = [str(message["content"]) for message in self.opening if message["role"] != "system"]
+        return "\n".join([*asked, *self.follow_ups])
+
+
+def read_questions(path: Path, columns: Columns) -> list[Question]:
+    """Read the questions of a file. Raises ConfigError with file and line for a row that has none."""
+    return [question_of(record, columns) for record in read_records(path)]
+
+
+def question_of(record: Record, columns: Columns) -> Question:
+    """Return the question of a row.
+
+    >>> row = Record(values={"question": "6 * 7?", "answer": "42"}, number=1, where="a.jsonl:1")
+    >>> question = question_of(row, Columns())
+    >>> question.opening, question.reference
+    ([{'role': 'user', 'content': '6 * 7?'}], '42')
+    """
+    column = columns.question or next((name for name in QUESTION_COLUMNS if name in record.values), None)
+    if column is None or column not in record.values:
+        raise _missing(record, column, QUESTION_COLUMNS, option="question")
+    messages = _messages(record.values[column], where=f"{record.where}: {column}")
+    reference = _reference(record, columns)
+    if len(messages) > 1 and messages[-1]["role"] == "assistant":
+        answer = str(messages.pop()["content"])
+        reference = answer if reference is None else reference
+    if messages[-1]["role"] != "user":
+        raise ConfigError(f"{record.where}: {column} does not end with a user message; correct it")
+    first = max(i for i, message in enumerate(messages) if i == 0 or message["role"] == "assistant")
+    first = next(i for i in range(first, len(messages)) if messages[i]["role"] == "user")
+    return Question(
+        opening=messages[: first + 1],
+        follow_ups=[str(message["content"]) for message in messages[first + 1 :]],
+        reference=reference,
+        record=record,
+    )
+
+
+def tasks_of(questions: Sequence[Question], path: Path, *, name: str = "") -> list[Task]:
+    """Return a task for each question. Rows with the same messages and answer as an earlier row are left out.
+
+    The id of a task is that of its row, or the name of the file and the number of the line. `name` is the
+    domain of the metrics; if it is empty, the row's own domain is used.
+    """
+    tasks: dict[tuple[str, str | None], Task] = {}
+    for question in questions:
+        values = question.record.values
+        row_id = next((values[column] for column in ID_COLUMNS if column in values), None)
+        domain = next((values[column] for column in DOMAIN_COLUMNS if column in values), "")
+        task = Task(
+            id=f"{path.stem}-{question.record.number:05d}" if row_id is None else str(row_id),
+            path=path,
+            instruction=question.text,
+            domain=name or str(domain),
+            row={"question": question},
+        )
+        tasks.setdefault((question.text, question.reference), task)
+    return list(tasks.values())
+
+
+def _messages(value: object, *, where: str) -> list[Message]:
+    """Return messages that are given as a text, as a list or as the JSON text of a list."""
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        with suppress(ValueError):  # a question may begin with these characters
+            value = json.loads(value)
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    messages: list[Message] = []
+    for message in value if isinstance(value, Sequence) else [None]:
+        role, content = (
+            (message.get("role"), message.get("content")) if isinstance(message, Mapping) else ("", "")
+        )
+        if role not in ROLES or not isinstance(content, str):
+            raise ConfigError(
+                f"{where} is not a text and not a list of messages with role ({', '.join(ROLES)}) and content"
+            )
+        messages.append({"role": role, "content": content})
+    if not any(str(message["content"]).strip() for message in messages if message["role"] == "user"):
+        raise ConfigError(f"{where} has no user message with a text; correct or remove the row")
+    return messages
+
+
+def _reference(record: Record, columns: Columns) -> str | None:
+    values: Mapping[str, Any] = record.values
+    if columns.answer is not None and columns.answer not in values:
+        raise _missing(record, columns.answer, ANSWER_COLUMNS, option="answer")
+    nested = (values[name] for name in NESTED_ANSWERS if isinstance(values.get(name), Mapping))
+    candidates = (
+        [values[columns.answer]]
+        if columns.answer
+        else [
+            *(values[name] for name in ANSWER_COLUMNS if name in values),
+            *(part["ground_truth"] for part in nested if "ground_truth" in part),
+        ]
+    )
+    if not candidates:
+        return None
+    value = candidates[0]
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _missing(record: Record, column: str | None, usual: Sequence[str], *, option: str) -> ConfigError:
+    there = ", ".join(record.values) or "none"
+    if column is not None:
+        return ConfigError(f"{record.where}: there is no column {column}; its columns are {there}")
+    return ConfigError(
+        f"{record.where}: there is none of the columns {', '.join(usual)}; its columns are {there}; "
+        f"name one with environment_kwargs={option}=COLUMN"
+    )
+
+
+def require_reference(question: Question) -> str:
+    """Return the reference answer. Raises ConfigError if the row has none."""
+    if question.reference is None:
+        raise _missing(question.record, None, ANSWER_COLUMNS, option="answer")
+    return question.reference

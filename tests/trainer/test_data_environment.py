@@ -1,0 +1,329 @@
+"""env=data: questions from files, the reward functions, and errors with file and line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from src.cli.command_line import parse, parse_as
+from src.config import run_name
+from src.core.errors import ConfigError
+from src.core.trajectory import StopReason, Trajectory, ZeroReason
+from src.envs.base import TaskSource
+from src.envs.data import rewards
+from src.envs.data.records import Record, read_records
+from src.envs.data.rewards import last_number, open_reward
+from src.envs.data.rows import Columns, question_of
+from src.envs.registry import check_environment, open_task_source
+from src.evaluate.config import EvaluateConfig
+from tests.fakes.policy import FakePolicy
+from tests.fakes.run import OWN_SERVER
+from tests.fakes.tokenizer import byte_chat
+
+GSM8K = [
+    {"question": f"How much is {n} times 7?", "answer": f"{n} * 7 = {7 * n}\n#### {7 * n}"} for n in range(10)
+]
+
+
+def written(path: Path, *rows: Mapping[str, object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def opened(*options: str) -> TaskSource:
+    config = parse([*OWN_SERVER, "context_limit=8000", *options])
+    check_environment(config)
+    return open_task_source(config, byte_chat())
+
+
+async def play(source: TaskSource, *answers: str, index: int = 0) -> Trajectory:
+    trial = source.trial(source.train[index], directory=Path("unused"), seed=1, temperature=1.0)
+    result = await trial.run(FakePolicy(byte_chat(), answers))
+    assert isinstance(result, Trajectory), result
+    return result
+
+
+def question(**values: object):
+    return question_of(Record(values=values, number=1, where="a.jsonl:1"), Columns())
+
+
+async def test_a_file_like_gsm8k_is_one_option_and_a_reward(tmp_path: Path):
+    source = opened(f"data={written(tmp_path / 'sums.jsonl', *GSM8K)}", "reward=number", "eval_split=0.3")
+    assert (len(source.train), len(source.eval)) == (7, 3)
+    task = source.train[0]
+    number = int(re.findall(r"\d+", task.instruction)[0])
+    assert task.id == f"sums-{number + 1:05d}"
+    right = await play(source, f"<think>7 and 8</think>It is ${7 * number}.00")
+    wrong = await play(source, f"{7 * number}, no: 3")
+    assert (right.reward, wrong.reward, right.stop_reason) == (1.0, 0.0, StopReason.STOP)
+    assert right.conversation[0] == {"role": "user", "content": task.instruction}
+
+
+def test_data_selects_its_environment_and_names_the_run(tmp_path: Path):
+    config = parse([*OWN_SERVER, f"data={tmp_path / 'sums.jsonl'}", "reward=exact"])
+    assert config.env == "data" and run_name(config, date="today").startswith("sums-m-")
+    evaluation = parse_as(
+        EvaluateConfig, ["model_name=m", "base_url=http://h:1/v1", "data=a.jsonl", "reward=exact"]
+    )
+    assert evaluation.env == "data" and evaluation.environment.data == ["a.jsonl"]
+
+
+def test_parquet_rows_are_read_like_lines(tmp_path: Path):
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "2+2?"}],
+            "reward_model": {"ground_truth": "4", "style": None},
+        },
+        {
+            "prompt": [{"role": "user", "content": "3+3?"}],
+            "reward_model": {"ground_truth": "6", "style": "rule"},
+        },
+    ]
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert [record.where for record in read_records(path)] == [f"{path}, row 1", f"{path}, row 2"]
+    tasks = opened(f"data={path}", "reward=number", "eval_split=0").train
+    assert [task.instruction for task in tasks] == ["2+2?", "3+3?"]
+    assert tasks[0].row["question"].reference == "4"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("row", "opening", "follow_ups", "reference"),
+    [
+        ({"prompt": "a?", "answer": 3}, ["a?"], [], "3"),
+        ({"problem": "a?", "solution": "b"}, ["a?"], [], "b"),
+        ({"messages": '[{"role": "user", "content": "a?"}]', "target": "b"}, ["a?"], [], "b"),
+        ({"messages": "sua", "answer": None}, ["s", "u"], [], "a"),
+        ({"messages": "sua", "ground_truth": "g"}, ["s", "u"], [], "g"),
+        ({"messages": "uauu", "answer": "g"}, ["u", "a", "u"], ["u"], "g"),
+        ({"messages": "suuu"}, ["s", "u"], ["u", "u"], None),
+    ],
+)
+def test_the_usual_columns_are_read(row, opening, follow_ups, reference):
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    if row.get("messages", "[")[0] != "[":
+        row = row | {"messages": [{"role": roles[letter], "content": letter} for letter in row["messages"]]}
+    found = question(**{name: value for name, value in row.items() if value is not None})
+    assert [message["content"] for message in found.opening] == opening
+    assert (list(found.follow_ups), found.reference) == (follow_ups, reference)
+
+
+async def test_later_user_messages_are_sent_one_by_one(tmp_path: Path):
+    turns = [{"role": "user", "content": text} for text in ("Say 1.", "Now 2.", "Now 3.")]
+    path = written(tmp_path / "turns.jsonl", {"messages": turns, "answer": "3"})
+    source = opened(f"data={path}", "reward=exact", "eval_split=0")
+    result = await play(source, "1", "2", "3")
+    contents = [message["content"] for message in result.conversation]
+    assert contents == ["Say 1.", "1", "Now 2.", "2", "Now 3.", "3"] and result.reward == 1.0
+    assert (await play(source, "3", "3", "2")).reward == 0.0  # the last answer is graded
+
+
+async def test_attempts_let_the_agent_try_again(tmp_path: Path):
+    path = written(tmp_path / "a.jsonl", GSM8K[1])
+    source = opened(f"data={path}", "reward=number", "environment_kwargs=attempts=2", "eval_split=0")
+    results = [await play(source, *answers) for answers in (["7"], ["6", "7"], ["6", "5"])]
+    assert [(len(result.turns), result.reward) for result in results] == [(1, 1.0), (2, 1.0), (2, 0.0)]
+
+
+async def test_a_system_message_comes_from_a_file(tmp_path: Path):
+    (tmp_path / "system.txt").write_text("Answer with a number, nothing else.\n")
+    path = written(tmp_path / "a.jsonl", {"q": "1+1?", "a": "2"})
+    options = f"environment_kwargs=system={tmp_path / 'system.txt'},question=q,answer=a"
+    result = await play(opened(f"data={path}", "reward=exact", options, "eval_split=0"), "2")
+    assert result.conversation[0] == {"role": "system", "content": "Answer with a number, nothing else."}
+    assert result.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1,234", "1234"),
+        ("3-5", "5"),
+        ("is −2.50.", "-2.50"),
+        (".5", ".5"),
+        ("about 1e3", "1e3"),
+        ("v2.0", None),
+    ],
+)
+def test_the_last_number_of_an_answer_is_found(text, number):
+    assert last_number(text) == (None if number is None else Decimal(number))
+
+
+@pytest.mark.parametrize(
+    ("reward", "cases"),
+    [
+        ("exact", [(" Paris\n", "Paris", 1), ("paris", "Paris", 0), (r"So \boxed{x^{2}}.", "x^{2}", 1)]),
+        ("number", [("It is 42", "6*7 #### 42.0", 1), ("none", "42", 0)]),
+        ("regex", [("In Paris.", r"\b[Pp]aris\b", 1), ("comparison", r"\b[Pp]aris\b", 0)]),
+        ("math", [(r"$\boxed{0.5}$", r"\frac{1}{2}", 1), ("$1+x^2$", "x^2+1", 1), ("I think 6", "5", 0)]),
+    ],
+)
+async def test_rewards_compare_answers_with_references(reward, cases):
+    function = open_reward(reward)
+    for answer, reference, expected in cases:
+        graded = await function.grade(answer, question(question="?", answer=reference))
+        assert graded.reward == expected, (answer, reference)
+    await function.close()
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "reference"), [("math", "$9^{9^{9^9}}$", "3"), ("regex", "a" * 40, "(a+)+b")]
+)
+async def test_an_endless_comparison_gives_reward_0(tmp_path, monkeypatch, reward, answer, reference):
+    monkeypatch.setattr(rewards, "GRADING_TIMEOUT_S", 1.5)
+    source = opened(
+        f"data={written(tmp_path / 'a.jsonl', {'question': '?', 'answer': reference})}",
+        f"reward={reward}",
+        "eval_split=0",
+    )
+    result = await play(source, answer)
+    assert (result.reward, result.zero_reason) == (0.0, ZeroReason.VERIFIER_TIMEOUT)
+    await source.close()
+
+
+@pytest.fixture
+def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text(
+        "def length(answer, row):\n    return len(answer) / row['longest']\n"
+        "async def hint(answer, row):\n"
+        "    if answer == row['answer']:\n        return {'reward': 1, 'hints': 0}\n"
+        "    return {'reward': 0.25, 'message': 'Think of ' + row['hint']}\n"
+        "def broken(answer, row):\n    return 1 / 0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("my_rewards")
+async def test_a_function_of_the_user_grades_and_replies(tmp_path: Path):
+    path = written(tmp_path / "a.jsonl", {"question": "?", "answer": "b", "longest": 8, "hint": "letters"})
+    assert (
+        await play(opened(f"data={path}", "reward=my_rewards:length", "eval_split=0"), "four")
+    ).reward == 0.5
+    result = await play(opened(f"data={path}", "reward=my_rewards:hint", "eval_split=0"), "a", "b")
+    assert result.turn_rewards == [0.25, 1.0] and result.metrics["hints"] == 0
+    assert result.conversation[2] == {"role": "user", "content": "Think of letters"}
+    broken = await play(opened(f"data={path}", "reward=my_rewards:broken", "eval_split=0"), "a")
+    assert (broken.reward, broken.zero_reason) == (0.0, ZeroReason.ENV_ERROR)
+
+
+def test_test_data_is_held_out_under_its_name(tmp_path: Path):
+    train = written(tmp_path / "train.jsonl", *GSM8K[:4], GSM8K[0])
+    test = written(tmp_path / "test.jsonl", *GSM8K[4:6])
+    source = opened(f"data={train}", f"test_data=hard={test}", "reward=number")
+    assert len(source.train) == 4  # the repeated row is used once
+    assert [(task.id, task.domain) for task in source.eval] == [
+        ("test-00001", "hard"),
+        ("test-00002", "hard"),
+    ]
+
+
+NO_QUESTION = (
+    "there is none of the columns messages, prompt, question, problem; its columns are q, a; name one with"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (
+            '{"question": "a", "answer": "1"}\n{"question": \n',
+            [],
+            "FILE:2: the line is not JSON (Expecting value",
+        ),
+        ('\n["a"]\n', [], "FILE:2: the line is a JSON list, not an object; correct it"),
+        ('{"q": "a", "a": "1"}', [], f"FILE:1: {NO_QUESTION} environment_kwargs=question=COLUMN"),
+        ('{"question": "a"}', [], "FILE:1: there is none of the columns answer, ground_truth"),
+        (
+            '{"question": "a", "answer": "1"}',
+            ["environment_kwargs=answer=b"],
+            "FILE:1: there is no column b; its",
+        ),
+        ('{"question": "", "answer": "1"}', [], "FILE:1: question has no user message with a text"),
+        (
+            '{"messages": [{"role": "me", "content": "a"}]}',
+            [],
+            "FILE:1: messages is not a text and not a list",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "a"}]}',
+            [],
+            "FILE:1: mess",
+        ),
+        (
+            '{"question": "a", "answer": "one"}',
+            [],
+            "FILE:1: the answer 'one' has no number; correct it, or use",
+        ),
+        (
+            '{"question": "a", "answer": "("}',
+            ["reward=regex"],
+            "FILE:1: the answer '(' is not a regular expression",
+        ),
+        ("\n", [], "FILE has no rows; give a file with at least one"),
+        ("", ["environment_kwargs=attempts=0"], "environment_kwargs attempts=0 is not a positive number"),
+        (
+            "",
+            ["environment_kwargs=tries=2"],
+            "environment_kwargs: env=data has no option tries; its options are",
+        ),
+        ("", ["environment_kwargs=system=no.txt"], "environment_kwargs system=no.txt cannot be read"),
+        (
+            "",
+            ["reward=maths"],
+            "reward=maths is none of exact, number, regex, math; choose one, or give your own",
+        ),
+        ("", ["reward=json:no"], "reward=json:no: json has no function no"),
+    ],
+)
+def test_a_mistake_in_the_data_is_one_line(tmp_path: Path, text, options, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    config = parse([*OWN_SERVER, f"data={path}", "reward=number", *options])
+    with pytest.raises(ConfigError) as refused:
+        check_environment(config)
+    assert str(refused.value).startswith(message.replace("FILE", str(path))) and "\n" not in str(
+        refused.value
+    )
+
+
+def test_a_question_in_both_files_is_refused(tmp_path: Path):
+    train, test = (
+        written(tmp_path / "a.jsonl", *GSM8K),
+        written(tmp_path / "b.jsonl", {"question": "?", "answer": 1}, GSM8K[3]),
+    )
+    with pytest.raises(
+        ConfigError, match=re.escape(f"{test}:2: the question is also in {train}:4; remove it")
+    ):
+        opened(f"data={train}", f"test_data={test}", "reward=number")
+
+
+@pytest.mark.parametrize("name", ["no.jsonl", "no.parquet"])
+def test_a_missing_file_is_one_line(tmp_path: Path, name):
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / name} cannot be read")):
+        read_records(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["data=a.jsonl"], "missing: reward; write reward=exact, number, regex, math or module:function"),
+        (["env=data", "reward=exact"], "env=data needs data=FILE.jsonl or data=FILE.parquet"),
+        (
+            ["data=a.jsonl", "reward=exact", "tasks_dir=."],
+            "tasks_dir is not for env=data; remove tasks_dir or data",
+        ),
+        (["tasks_dir=.", "reward=exact"], "reward is for env=data, not env=harbor; remove reward"),
+        (["env=tau_bench", "data=a.jsonl"], "data is for env=data, not env=tau_bench; remove data"),
+        (["data=a.jsonl", "reward=exact", "train_data=b.jsonl"], "train_data is not for env=data; use data"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse([*OWN_SERVER, *options])
