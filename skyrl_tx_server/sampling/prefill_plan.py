@@ -46,8 +46,8 @@ class PlannedChunk:
 
     request: PrefillRequest
     chunk: PrefillChunk
-    topk: TopkLogprobs | None = None  # of the prompt
-    targets: CsrMatrix | None = None
+    topk: TopkLogprobs | None = None  # the top-k tokens of the prompt, if they were computed
+    targets: CsrMatrix | None = None  # the logprobs of the prompt's targets, if they were computed
 
 
 type PlannedPrefill = PlannedChunk | int

@@ -59,7 +59,7 @@ def run_steps(scheduler: Scheduler) -> list[int]:
 def next_turn(
     scheduler: Scheduler, *, free_slots: int, num_running: int
 ) -> Step | PrefillRequest | Decode | None:
-    """For an executor that computes one prompt at a time."""
+    """Return the next work for an executor that computes one prompt at a time."""
     turn = scheduler.next(free_slots=free_slots, num_running=num_running)
     assert not isinstance(turn, Pause)
     if not isinstance(turn, Prefill):
@@ -237,7 +237,7 @@ def test_requeued_samples_keep_their_order():
     first = scheduler.next(free_slots=1, num_running=0)
     assert isinstance(first, Prefill)
     assert [offers(9) for _ in range(2)] == [[(2, 1, 1), (3, 0, 2)]] * 2, (
-        "of a request that has begun the rest"
+        "a request that has begun offers its remaining samples"
     )
 
 
@@ -438,7 +438,7 @@ def test_small_requests_wait_briefly_beside_64_large_tenants():
         per_tenant.update(
             {f"hostile {number}": simulation.num_running_of(f"hostile {number}") for number in range(64)}
         )
-    assert max(per_tenant.values()) <= 1.5 * min(per_tenant.values()), "the large ones share alike, too"
+    assert max(per_tenant.values()) <= 1.5 * min(per_tenant.values()), "large tenants have equal shares"
 
 
 def test_a_sequence_runs_for_a_quantum_before_it_is_paused():

@@ -26,7 +26,7 @@ from src.core.trajectory import Task
 class TaskDefinition:
     """A task that a row defines."""
 
-    instruction: str  # of the user simulator
+    instruction: str  # for the user simulator
     actions: Sequence[Mapping[str, Any]]  # the gold actions: name and arguments
     facts: Sequence[str]  # the agent has to communicate each of them
 
