@@ -37,7 +37,7 @@ def write(directory: Path) -> int:
         prompt=[1, 2, 3], num_samples=2, max_tokens=5, stop_tokens=(3, 7), settings=settings
     )
     bodies = {
-        kind: [dialect.request(ask, "name", "name")[1] for ask in (plain, full)]
+        kind: [dialect.request(request, "name", "name")[1] for request in (plain, full)]
         for kind, dialect in DIALECTS.items()
     }
     directory.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,8 @@ def read(directory: Path, wheels: Path) -> int:
 
 
 def _vllm_requests(bodies: list[dict[str, Any]], wheels: Path) -> list[str]:
-    """Parse the bodies as for a model with other defaults in its generation_config.json."""
+    """Parse the bodies. The model has a generation_config.json with other defaults, which must have no
+    effect."""
     sys.path.insert(0, str(wheels))
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # pyright: ignore[reportMissingImports]
 

@@ -180,7 +180,7 @@ def sampling(
         run = PrefillBatch(
             tokens=zeros(blocks, PREFILL_TILE),
             targets=zeros(blocks, PREFILL_TILE),
-            blocks=PrefillTiles(starts=zeros(blocks), lengths=zeros(blocks), tables=zeros(blocks, width)),
+            tiles=PrefillTiles(starts=zeros(blocks), lengths=zeros(blocks), tables=zeros(blocks, width)),
             adapters=lora_indices(zeros(blocks), num_lora_slots=4),
             before=copies,
             after=copies,

@@ -4,10 +4,11 @@ tokens and log-probabilities.
     .venv/bin/python -m scripts.check_mesh [FAMILY ...]
 
 The default families are llama, qwen3_moe and deepseek_v3; qwen2 and qwen3 can also be given. The script
-prints the largest difference of each mesh from one device and the number of compiled programs. The exit
-status is 1 if a difference is above its bar. All meshes sample with the adapters that the one device trained,
-because Adam's first steps turn a difference in the last bit into one of a whole step. The script takes
-minutes, because every mesh compiles its own programs, and about 2 GiB.
+prints the largest difference between each mesh and one device, and the number of compiled programs. The exit
+status is 1 if a difference is above its bar. All meshes sample with the adapters that were trained on one
+device, because Adam's first steps can turn a difference in the last bit of a gradient into the difference of
+a whole step. The script takes minutes, because every mesh compiles its own programs, and about 2 GiB of
+memory.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["NPROC"] = (
-    "32"  # threads of XLA: with only as many as devices, all threads can wait for messages of each other
-)
+# The number of XLA's threads. With one thread per device, all threads can wait for messages of each other.
+os.environ["NPROC"] = "32"
 
 import jax
 import numpy as np

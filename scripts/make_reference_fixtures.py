@@ -169,8 +169,8 @@ def main(output: Path) -> None:
 
 
 def make_model(config: PreTrainedConfig, directory: Path, *, sharded: bool) -> None:
-    """A model whose norms are not all one and whose biases are not zero, so that a forgotten one would
-    show."""
+    """Write a random model. Its norms are not one and its biases are not zero, so that a test fails if one of
+    them is not applied."""
 
     def weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
         yield from model.named_parameters()
@@ -194,7 +194,7 @@ def make_model(config: PreTrainedConfig, directory: Path, *, sharded: bool) -> N
 
 
 def save_logits(model: PreTrainedModel, directory: Path) -> None:
-    """Of every eighth position of two random texts."""
+    """Write the logits of every eighth position of two random texts."""
     tokens = torch.randint(0, model.config.vocab_size, (2, 160))
     with torch.no_grad():
         logits = model(tokens).logits
@@ -207,7 +207,8 @@ def save_logits(model: PreTrainedModel, directory: Path) -> None:
 
 
 def save_decoding(model: PreTrainedModel, directory: Path) -> None:
-    """Greedy decoding with Hugging Face's cache after a prompt that is longer than the sliding window."""
+    """Write the tokens and logprobs of greedy decoding with Hugging Face's cache, after a prompt that is
+    longer than the sliding window."""
     prompt = torch.randint(0, model.config.vocab_size, (1, 70))
     generated = model.generate(
         prompt,
@@ -222,18 +223,19 @@ def save_decoding(model: PreTrainedModel, directory: Path) -> None:
     tokens = generated.sequences[0, prompt.shape[1] :]
     logprobs = torch.cat(generated.logits).log_softmax(-1)
     with torch.no_grad():
-        of_prompt = model(prompt).logits[0, :-1].log_softmax(-1).gather(-1, prompt[0, 1:, None])[:, 0]
+        prompt_logprobs = model(prompt).logits[0, :-1].log_softmax(-1).gather(-1, prompt[0, 1:, None])[:, 0]
     np.savez_compressed(
         directory / "decoding.npz",
         prompt=prompt[0].int().numpy(),
-        prompt_logprobs=of_prompt.numpy(),
+        prompt_logprobs=prompt_logprobs.numpy(),
         tokens=tokens.int().numpy(),
         logprobs=logprobs.gather(-1, tokens[:, None])[:, 0].numpy(),
     )
 
 
 def use_old_rope_keys(path: Path) -> None:
-    """The layout of config.json before transformers 5: rope_theta and rope_scaling at the top level."""
+    """Change config.json to the layout before transformers 5, with rope_theta and rope_scaling at the top
+    level."""
     config = json.loads(path.read_text())
     config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
     config["rope_scaling"] = None
@@ -241,8 +243,8 @@ def use_old_rope_keys(path: Path) -> None:
 
 
 def save_lora_gradients(model: PreTrainedModel, directory: Path) -> None:
-    """A random adapter under PEFT's names, and the gradient of the weighted cross-entropy sum of two
-    sequences."""
+    """Write a random adapter with PEFT's names, and the gradient of the weighted sum of the cross-entropy of
+    two sequences."""
     model.requires_grad_(False)
     adapter: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
@@ -287,8 +289,8 @@ def save_lora_gradients(model: PreTrainedModel, directory: Path) -> None:
 
 
 class Adapted(torch.nn.Module):
-    """All experts' matrices [E, out, in] plus their factors' products; `factors` are of the parts of `out`,
-    (A, B) of each expert."""
+    """Adds the products of LoRA factors to the matrices [E, out, in] of all experts. `factors` has one list
+    for each part of `out`, with the factors (A, B) of each expert."""
 
     def __init__(self, factors: list[list[tuple[torch.Tensor, torch.Tensor]]], rank: int) -> None:
         super().__init__()
@@ -300,9 +302,9 @@ class Adapted(torch.nn.Module):
 
 
 def adapt_experts(name: str, module: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
-    """Random factors of every expert under PEFT's names, added to the stacked matrices that transformers 5
-    keeps them in."""
-    found: dict[str, torch.Tensor] = {}
+    """Create random factors of every expert and add their products to the stacked matrices of transformers 5.
+    Returns the factors by PEFT's names."""
+    tensors: dict[str, torch.Tensor] = {}
     for field, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
         count, outputs, inputs = getattr(module, field).shape
         factors: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
@@ -313,11 +315,11 @@ def adapt_experts(name: str, module: torch.nn.Module, rank: int) -> dict[str, to
                 b = (torch.randn(outputs // len(parts), rank) * 0.02).requires_grad_()
                 factors[-1].append((a, b))
                 prefix = f"base_model.model.{name}.{expert}.{part}"
-                found[f"{prefix}.lora_A.weight"], found[f"{prefix}.lora_B.weight"] = a, b
+                tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = a, b
         torch.nn.utils.parametrize.register_parametrization(
             module, field, Adapted(factors, rank), unsafe=True
         )
-    return found
+    return tensors
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class Collected:
 
     batch: Batch
     groups: Sequence[TrajectoryGroup]  # those that passed the filters
-    examples_P_G: Sequence[Sequence[Example]]  # of these groups
+    examples_P_G: Sequence[Sequence[Example]]  # the examples of these groups
     dropped: Counter[DropReason]  # why the other groups were left out
     metrics: dict[str, float]
 

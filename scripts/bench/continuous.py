@@ -29,7 +29,7 @@ from scripts.bench.compare import (
 )
 from scripts.bench.small_model import make_model
 
-REQUESTS, SLOTS, BLOCK = 64, 16, 16
+REQUESTS, SLOTS, STEPS_PER_DISPATCH = 64, 16, 16
 
 
 def main(config: Peers) -> None:
@@ -39,39 +39,42 @@ def main(config: Peers) -> None:
     seeds = iter(range(10**6))
     steps: dict[str, int] = {}
 
-    def run(each: Side, *, at_once: int) -> Measurement:
-        prompts = random_sequences(
-            prompt_lengths, seed=next(seeds)
-        )  # new prompts, so that the prefix cache has no effect
+    def run(each: Side, *, batch_size: int) -> Measurement:
+        # The prompts are new in every run, so that the prefix cache has no effect.
+        prompts = random_sequences(prompt_lengths, seed=next(seeds))
         wall_s = cpu_s = 0.0
-        for first in range(0, REQUESTS, at_once):
-            part = slice(first, first + at_once)
+        for first in range(0, REQUESTS, batch_size):
+            part = slice(first, first + batch_size)
             measured = each.call("sample", prompts=prompts[part], max_tokens=limits[part])
             wall_s, cpu_s = wall_s + measured.wall_s, cpu_s + measured.cpu_s
         return Measurement(wall_s=wall_s, cpu_s=cpu_s)
 
-    def counted(name: str, each: Side, *, at_once: int) -> Measurement:
+    def counted(name: str, each: Side, *, batch_size: int) -> Measurement:
         before = each.call("stat", name="decode_dispatches").result
-        measured = run(each, at_once=at_once)
+        measured = run(each, batch_size=batch_size)
         after = each.call("stat", name="decode_dispatches").result
         assert isinstance(before, int) and isinstance(after, int)
-        steps[name] = (after - before) * BLOCK
+        steps[name] = (after - before) * STEPS_PER_DISPATCH
         return measured
 
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", layers=config.layers)
         with (
             side(
-                "ours", "ours", model_dir, f"max_num_seqs={SLOTS}", f"decode_steps_per_dispatch={BLOCK}"
+                "ours",
+                "ours",
+                model_dir,
+                f"max_num_seqs={SLOTS}",
+                f"decode_steps_per_dispatch={STEPS_PER_DISPATCH}",
             ) as ours,
             peers(config, model_dir) as others,
         ):
             turns = {
-                "ours": lambda: counted("ours", ours, at_once=REQUESTS),
-                "static": lambda: counted("static", ours, at_once=SLOTS),
+                "ours": lambda: counted("ours", ours, batch_size=REQUESTS),
+                "static": lambda: counted("static", ours, batch_size=SLOTS),
             }
             if "skyrl-tx" in others:
-                turns["skyrl-tx"] = lambda: run(others["skyrl-tx"], at_once=SLOTS)
+                turns["skyrl-tx"] = lambda: run(others["skyrl-tx"], batch_size=SLOTS)
             new_tokens = f"{np.mean(limits):.0f} new tokens on average, at most {max(limits)}"
             title = f"{REQUESTS} ragged requests in {SLOTS} slots, {new_tokens}"
             report(title, interleave(turns, repeats=config.repeats), {"skyrl-tx": 2.3})

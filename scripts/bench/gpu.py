@@ -134,23 +134,25 @@ class Driver:
         self.executor.sampler.decode()
         self.executor.sampler.poll(dispatch_next=dispatch_next)
 
-    def block_s(
+    def dispatch_s(
         self,
         prompts: Sequence[Sequence[int]],
         *,
-        blocks: int,
+        dispatches: int,
         steps: int,
         adapters: int = 1,
         dispatch_next: bool = True,
     ) -> float:
         """Return the median seconds of a dispatch of decode steps for all prompts, after compilation."""
-        took: list[float] = []
+        durations_s: list[float] = []
         for _ in range(2):
-            request_ids = self.admit(prompts, new=(blocks + 2) * steps, adapters=adapters)
-            took = [timed(partial(self.decode, dispatch_next=dispatch_next))().wall_s for _ in range(blocks)]
+            request_ids = self.admit(prompts, new=(dispatches + 2) * steps, adapters=adapters)
+            durations_s = [
+                timed(partial(self.decode, dispatch_next=dispatch_next))().wall_s for _ in range(dispatches)
+            ]
             for request_id in request_ids:
                 self.executor.sampler.release(request_id)
-        return median(took)
+        return median(durations_s)
 
 
 def main(config: GpuConfig) -> None:
@@ -167,16 +169,18 @@ def main(config: GpuConfig) -> None:
         with open_executor(decode_steps_per_dispatch=16) as driver:
             training(config, model, driver)
             prefill(config, model, driver)
-            block_s = decoding(config, model, driver)
+            dispatch_s = decoding(config, model, driver)
             against_hugging_face(config, model_dir, driver)
         del driver
         gc.collect()  # the executor is in a reference cycle, and the next one needs its memory
         with open_executor(decode_steps_per_dispatch=64) as driver:
-            longer_s = driver.block_s(
-                driver.fresh([config.context] * config.rows), blocks=config.repeats, steps=64
+            longer_s = driver.dispatch_s(
+                driver.fresh([config.context] * config.rows), dispatches=config.repeats, steps=64
             )
-        gap_s = block_s - 16 * (longer_s - block_s) / 48  # the time of a dispatch without its steps
-        figure("host time between dispatches, share of a dispatch of 16 steps", gap_s / block_s, at_most=0.03)
+        gap_s = dispatch_s - 16 * (longer_s - dispatch_s) / 48  # the time of a dispatch without its steps
+        figure(
+            "host time between dispatches, share of a dispatch of 16 steps", gap_s / dispatch_s, at_most=0.03
+        )
 
 
 @contextlib.contextmanager
@@ -236,7 +240,7 @@ def prefill(config: GpuConfig, model: ModelConfig, driver: Driver) -> None:
 
 def decoding(config: GpuConfig, model: ModelConfig, driver: Driver) -> float:
     """Measure decoding. Returns the seconds of a dispatch of 16 steps for different prompts."""
-    measure = partial(driver.block_s, blocks=config.repeats, steps=16)
+    measure = partial(driver.dispatch_s, dispatches=config.repeats, steps=16)
     alone_s = measure(driver.fresh([config.context] * config.rows))
     itemsize = 4 if jax.local_devices()[0].platform == "cpu" else 2
     of_cache = config.rows * config.context * 2 * model.num_layers * model.num_kv_heads * model.head_dim

@@ -25,8 +25,8 @@ POOL = ((0.6, (0.0, 0.0)), (0.2, (1.0, 1.0)), (0.2, (0.2, 0.8)))  # share of the
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    informative: float  # share of the groups that were played
-    num_visited: int
+    informative: float  # share of the played groups whose rewards differ
+    num_visited: int  # tasks that were played at least once
     longest_wait: int  # largest number of steps between two groups of a task
 
 
@@ -91,7 +91,7 @@ def main(num_steps: int) -> None:
             max(outcome.longest_wait for outcome in outcomes),
         )
         print(
-            f"{name:8} floor {floor:4.0%}: {share:6.1%} informative groups per rollout group, "
+            f"{name:8} floor {floor:4.0%}: {share:6.1%} of the groups are informative, "
             f"at least {visited} of 100 tasks visited, longest wait {wait} steps"
         )
 

@@ -24,7 +24,7 @@ Regret")."""
 
 
 NO_LOGPROB = -99999.0
-"""The log-probability, with token id 0, at a position that has no top-k."""
+"""The log-probability of the placeholder, token id 0, at a position that has no top-k tokens."""
 
 
 class StopReason(StrEnum):
@@ -71,7 +71,7 @@ class TrainDatum:
     tokens: np.ndarray  # [N] int32
     target_tokens: np.ndarray  # [N] int32; cross_entropy also takes K per position, [N, K]
     weights: np.ndarray | None = None  # float32, shaped like the targets; None: all 1 (cross_entropy only)
-    logprobs: np.ndarray | None = None  # [N] float32, the sampler's (all losses but cross_entropy)
+    logprobs: np.ndarray | None = None  # [N] float32, of the sampler (all losses but cross_entropy)
     advantages: np.ndarray | None = None  # [N] float32 (all losses but cross_entropy)
     # [N] float32; tokens where it is not 0 count in the sequence ratio (gspo)
     sequence_ratio_mask: np.ndarray | None = None
@@ -176,9 +176,9 @@ class SaveSampler:
     """Save the model's adapter as a sampler snapshot under the name `weights`. Result: `WeightsSaved`."""
 
     model_id: str
-    # tinker://<model_id>/sampler_weights/<name> is written to disk; under any other name the snapshot stays
-    # in memory
     weights: str
+    """With the name tinker://<model_id>/sampler_weights/<name>, the snapshot is also written to disk. With
+    any other name it stays in memory."""
     user_metadata: dict[str, str] = field(default_factory=dict)
     peft_directory: str | None = None  # also write the adapter there in PEFT format
 
@@ -221,9 +221,8 @@ class Sample:
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0  # most likely tokens to return at every prompt position; 0: off
     topk_sample_logprobs: int = 0  # the same at every sampled position
-    target_prompt_tokens: CsrMatrix | None = (
-        None  # [P - 1, K] int32: row i is scored at position i + 1; -1: none
-    )
+    target_prompt_tokens: CsrMatrix | None = None
+    """[P - 1, K] int32. The tokens of row i are scored at position i + 1. -1 means no token."""
     prompt_logprobs_last_n: int | None = None  # return prompt logprobs of the last n prompt tokens only
 
 
@@ -259,12 +258,12 @@ class WeightsLoaded:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackwardResult:
     logprobs: tuple[np.ndarray, ...]  # float32, for each datum log p(target), shaped like its target_tokens
-    metrics: dict[str, float]  # keys of the form "name:reduction"; always "loss:sum"
+    metrics: dict[str, float]  # keys of the form "name:reduction"; always has "loss:sum"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimStepResult:
-    metrics: dict[str, float]  # "grad_norm" (before clipping) always
+    metrics: dict[str, float]  # always has "grad_norm", the norm before clipping
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -284,7 +283,7 @@ class TopkLogprobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledSequence:
-    tokens: np.ndarray  # [n] int32, the stop token included
+    tokens: np.ndarray  # [n] int32, including the stop token
     logprobs: np.ndarray  # [n] float32, before or after temperature (`logprobs_mode`), before top-k and top-p
     stop_reason: StopReason
     topk: TopkLogprobs | None = None  # None if not requested
@@ -293,7 +292,7 @@ class SampledSequence:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleResult:
     sequences: tuple[SampledSequence, ...]
-    prompt_logprobs: np.ndarray | None  # [P] float32, NaN first; None if not requested
+    prompt_logprobs: np.ndarray | None  # [P] float32, NaN for the first token; None if not requested
     prompt_cache_hit_tokens: int
     topk_prompt_logprobs: TopkLogprobs | None = None  # [P, k], None if not requested
     target_prompt_logprobs: CsrMatrix | None = None  # float32, the layout of the targets, 0 where they are -1

@@ -29,8 +29,8 @@ proportional to the context length."""
 class ResolvedModel:
     settings: EngineOptions
     config: ModelConfig  # includes the mesh
-    dtype: np.dtype  # of base weights and activations
-    max_context_length: int  # of prompt and completion together
+    dtype: np.dtype  # the type of base weights and activations
+    max_context_length: int  # the maximum number of tokens of prompt and completion together
     train_shapes: BucketShapes
 
 

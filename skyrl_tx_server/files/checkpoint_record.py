@@ -45,7 +45,7 @@ class CheckpointInfo:
     base_model: str
     lora: LoraSpec
     created_at: datetime  # UTC
-    size_bytes: int  # of the arrays file
+    size_bytes: int  # the size of the arrays file
     step: int  # optimizer steps taken; Adam's bias correction continues from it
     generation: str  # identifies the arrays; each save under a name has a new one
     user_metadata: dict[str, str] = field(default_factory=dict)

@@ -114,7 +114,7 @@ def _experts(fields: _Fields, model_type: str) -> dict[str, Any]:
         "num_experts": fields.count("expert_count"),
         "num_experts_per_tok": fields.count("expert_used_count"),
         "moe_intermediate_size": fields.count("expert_feed_forward_length"),
-        "norm_topk_prob": True,  # of every model of this architecture
+        "norm_topk_prob": True,  # every model of this architecture has this value
     }
 
 

@@ -29,7 +29,7 @@ MIN_BYTES_PER_S = 64 << 10
 MAX_COMPRESSION_RATIO = 200
 ALWAYS_DECOMPRESSED_BYTES = 1 << 20  # accepted with any compression ratio
 MAX_ZSTD_WINDOW_BYTES = 8 << 20
-BODIES_IN_FLIGHT = 4  # number of bodies of the largest size
+BODIES_IN_FLIGHT = 4  # the number of bodies of maximum size that may be in memory at the same time
 _DECOMPRESS_STEP_BYTES = 1 << 20
 
 _PARSERS = ThreadPoolExecutor(2, thread_name_prefix="parse-body")
@@ -52,11 +52,11 @@ TRAINING_JSON_BODY = BodyLimits(max_bytes=32 << 20, json=DATA_BOUNDS)
 TRAINING_BODY = BodyLimits(
     max_bytes=1 << 30, json=DATA_BOUNDS, media_types=(JSON_MEDIA_TYPE, PROTOBUF_MEDIA_TYPE)
 )
-"""Protobuf up to max_request_mb; JSON up to TRAINING_JSON_BODY."""
+"""The limit for protobuf is `max_request_mb`, the limit for JSON is TRAINING_JSON_BODY."""
 CHAT_BODY = BodyLimits(
     max_bytes=8 << 20, json=JsonBounds(values=1 << 20, strings=200_000, containers=100_000)
 )
-"""The text of a context of a million tokens."""
+"""Enough for the text of a context of a million tokens."""
 
 
 class BodyBudget:
@@ -159,8 +159,8 @@ def _reserved_bytes(headers: Mapping[bytes, bytes], limit: int, *, compressed: b
 
 
 async def _receive(request: Request, limit: int, stalled_s: float) -> bytes:
-    """Return the body as sent. A body over the limit is read to its end, because the client would retry if
-    the connection were closed."""
+    """Return the body as it was sent. A body over the limit is read to its end, because the client would send
+    it again if the connection were closed."""
     chunks: list[bytes] = []
     size = 0
     loop = asyncio.get_running_loop()

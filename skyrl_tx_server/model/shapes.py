@@ -25,23 +25,23 @@ class PrefillShapes:
     short: int
     long: int
     long_from: int  # the number of tiles from which a long batch is faster than short ones
-    turn: int  # the maximum number of tiles between two dispatches of decode steps
+    max_tiles_between_decodes: int  # the maximum number of tiles between two dispatches of decode steps
 
-    def passes(self, tiles: int) -> list[int]:
+    def batch_sizes(self, tiles: int) -> list[int]:
         """Return the sizes of the batches for this number of tiles. The last batch may have padding.
 
-        >>> CPU_PREFILL.passes(1), CPU_PREFILL.passes(6), CPU_PREFILL.passes(8), GPU_PREFILL.passes(6)
-        ([1], [4, 1, 1], [4, 4], [4, 4])
+        >>> [CPU_PREFILL.batch_sizes(tiles) for tiles in (1, 6, 8)], GPU_PREFILL.batch_sizes(6)
+        ([[1], [4, 1, 1], [4, 4]], [4, 4])
         """
         if not tiles:
             return []
         size = self.long if tiles >= self.long_from else self.short
-        return [size, *self.passes(max(0, tiles - size))]
+        return [size, *self.batch_sizes(max(0, tiles - size))]
 
 
-CPU_PREFILL = PrefillShapes(short=1, long=4, long_from=3, turn=8)
+CPU_PREFILL = PrefillShapes(short=1, long=4, long_from=3, max_tiles_between_decodes=8)
 """The time is nearly proportional to the tokens; a long batch is a little faster per token."""
-GPU_PREFILL = PrefillShapes(short=4, long=16, long_from=13, turn=16)
+GPU_PREFILL = PrefillShapes(short=4, long=16, long_from=13, max_tiles_between_decodes=16)
 """A batch reads all weights, which takes as long on an H200 as the computation of 200 tokens (989 TFLOP/s,
 4.8 TB/s, bfloat16). This is calculated, not measured."""
 
@@ -96,7 +96,7 @@ def _whole_tiles(tokens: int) -> int:
     return max(1, -(-tokens // ATTENTION_TILE)) * ATTENTION_TILE
 
 
-def blocks_of(length: int) -> int:
+def num_tiles(length: int) -> int:
     """Return the number of prefill tiles of `length` tokens."""
     return -(-length // PREFILL_TILE)
 

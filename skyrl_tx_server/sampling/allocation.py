@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-from skyrl_tx_server.model.shapes import PAGE_SIZE, blocks_of
+from skyrl_tx_server.model.shapes import PAGE_SIZE, num_tiles
 from skyrl_tx_server.sampling.model_runner import CacheSize
 from skyrl_tx_server.sampling.prefill_batch import PrefillChunk
 from skyrl_tx_server.sampling.prefix_cache import Prefix, PrefixCache
@@ -58,9 +58,9 @@ class PageAllocator:
         The prefix is empty if it does not save a whole tile.
         """
         prefixes = {cache: cache.find(weights, tokens[:limit]) for cache in self.caches}
-        tiles_left = {cache: blocks_of(len(tokens) - prefix.length) for cache, prefix in prefixes.items()}
+        tiles_left = {cache: num_tiles(len(tokens) - prefix.length) for cache, prefix in prefixes.items()}
         best = min(self.caches, key=lambda cache: (tiles_left[cache], -len(free_slots[cache])))
-        return prefixes[best] if tiles_left[best] < blocks_of(len(tokens)) else Prefix(), best
+        return prefixes[best] if tiles_left[best] < num_tiles(len(tokens)) else Prefix(), best
 
     def extend(self, sequence: SequenceState, cache: PrefixCache, num_tokens: int) -> bool:
         """Allocate the pages that `sequence` needs for its next `num_tokens` tokens. False: there are not

@@ -44,11 +44,11 @@ from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Carry:
-    """What a dispatch leaves on the device for the next one, which can begin before the host has read the
-    outputs."""
+    """The state that a dispatch leaves on the device for the next one. The next dispatch can therefore begin
+    before the host has read the outputs."""
 
     tokens: ArrayLike  # [B] int32, the last token of each sequence
-    active: ArrayLike  # [B] bool, the sequence has not ended
+    active: ArrayLike  # [B] bool, whether the sequence has not ended
 
     @classmethod
     def empty(cls, slots: int) -> Carry:
@@ -61,11 +61,11 @@ class DecodeBatch:
     """The sequences in the B decode slots at the start of a dispatch."""
 
     tokens: ArrayLike  # [B] int32, the last token, which is not in the KV cache yet; -1: it is in `before`
-    before: Carry
+    before: Carry  # the carry of the previous dispatch
     positions: ArrayLike  # [B] int32, position of that token = number of cached tokens; 0 for a free slot
     remaining: ArrayLike  # [B] int32, tokens still to sample; 0 for a free slot
-    tables: ArrayLike  # [B, W] int32, block tables with room for this dispatch, padded with the null page
-    splits: KVSplits | None  # of the block tables, for a GPU's kernel; None if pages are copied into segments
+    tables: ArrayLike  # [B, W] int32, block tables with pages for this dispatch, padded with the null page
+    splits: KVSplits | None  # for the GPU kernel; None if pages are copied into segments
     adapters: LoraIndices  # by slot
     stop_tokens: ArrayLike  # [B, MAX_STOP_TOKENS] int32, padded with -1
 
@@ -114,11 +114,12 @@ def decode_steps(
     the dispatch.
 
     Attention reads the cached positions in segments that end at `ends`, so the position of every sequence
-    must be below the last of them. The number of segments does not change a bit of a sequence's result. With
-    `ends=None` a GPU kernel reads the pages in place as `batch.splits` says.
+    must be below the last of them. The result of a sequence is bit for bit the same for every number of
+    segments. With `ends=None` a GPU kernel reads the pages in place, divided as in `batch.splits`.
 
-    The dispatch keeps its own keys and values apart from the cache until its end. Each step then writes all
-    sequences at the same index, and pages are read and written once per dispatch instead of once per step.
+    The keys and values of the dispatch are written to the cache at its end only. Each step can therefore
+    write all sequences at the same index of a small array, and pages are read and written once per dispatch
+    instead of once per step.
     """
     config, slots = weight_stationary(config), batch.tokens.shape[0]
     adapter = replace(lora_slots, head=replace(lora_slots.head, indices=batch.adapters))
@@ -138,7 +139,7 @@ def decode_steps(
         ropes = ropes_of(config, positions[:, None], x.dtype)
         visible = (jnp.arange(steps) <= index)[None, None, None]
         written = []
-        # layers that are sliced outside the loop are copied
+        # Outside the loop, a slice of the stacked weights would be a copy.
         layers = by_layer(config, params) if unstacked is None else unstacked
         for number, (stack, layer_weights, layer_adapter) in enumerate(
             zip(stacks, layers, adapters, strict=True)

@@ -37,7 +37,7 @@ class CacheSize:
     slots: int
     pages: int  # including the null page
     page_bytes: int
-    context_pages: int  # of the longest sequence
+    context_pages: int  # the pages of a sequence of maximum length
     copied_pages: int  # pages per slot that a decode dispatch copies; 0 if a kernel reads pages in place
 
     @property

@@ -71,7 +71,7 @@ class PrefillLayout:
         """Return the batches that compute these chunks, in the order in which they must run."""
         tiles = [(chunk, first, end) for chunk in chunks for first, end in chunk.tiles]
         batches, done = [], 0
-        for size in self.shapes.passes(len(tiles)):
+        for size in self.shapes.batch_sizes(len(tiles)):
             batches.append(self._batch(tiles[done : done + size], size))
             done += size
         return batches
@@ -150,7 +150,7 @@ class PrefillLayout:
         batch = PrefillBatch(
             tokens=tokens,
             targets=targets,
-            blocks=PrefillTiles(
+            tiles=PrefillTiles(
                 starts=starts, lengths=lengths, tables=np.stack([self._table(chunk) for chunk in padded])
             ),
             adapters=adapters,

@@ -19,7 +19,7 @@ from skyrl_tx_server.engine.operations import CsrMatrix, TopkLogprobs
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.shapes import PREFILL_TILE, blocks_of, common_length
+from skyrl_tx_server.model.shapes import PREFILL_TILE, common_length, num_tiles
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.allocation import PageAllocator
 from skyrl_tx_server.sampling.block_tables import allocate_block_tables
@@ -46,8 +46,8 @@ class PlannedChunk:
 
     request: PrefillRequest
     chunk: PrefillChunk
-    topk: TopkLogprobs | None = None  # of the prompt
-    targets: CsrMatrix | None = None
+    topk: TopkLogprobs | None = None  # the top-k tokens of the prompt, if they were computed
+    targets: CsrMatrix | None = None  # the logprobs of the prompt's targets, if they were computed
 
 
 type PlannedPrefill = PlannedChunk | int
@@ -218,8 +218,10 @@ class PrefillPlanner:
             ),
             default=0,
         )
-        max_tiles = self._runner.prefill_layout.shapes.turn - sum(len(chunk.tiles) for chunk in planned)
-        if not max_tiles or blocks_of(len(tokens) - future_prefix) < blocks_of(len(tokens) - prefix.length):
+        max_tiles = self._runner.prefill_layout.shapes.max_tiles_between_decodes - sum(
+            len(chunk.tiles) for chunk in planned
+        )
+        if not max_tiles or num_tiles(len(tokens) - future_prefix) < num_tiles(len(tokens) - prefix.length):
             return None
         length = min(prefix.length + max_tiles * PREFILL_TILE, len(tokens))
         beginning = sequences if length == len(tokens) else ()

@@ -41,7 +41,7 @@ class PrefillBatch:
 
     tokens: ArrayLike  # [N, T] int32, right-padded
     targets: ArrayLike  # [N, T] int32, the token after each; 0 after the last token of a prompt
-    blocks: PrefillTiles
+    tiles: PrefillTiles
     adapters: LoraIndices  # by tile
     before: ArrayLike  # [C, 2] int32, page copies before the computation (see `copy_pages`)
     after: ArrayLike  # [C, 2] int32, page copies after it
@@ -80,9 +80,9 @@ def prefill(
     """Compute a prefill batch and sample the first token of each sequence that begins in one of the B
     slots."""
     config, cache = weight_stationary(config), keep_cache(config, copy_pages(config, cache, batch.before))
-    tokens, blocks = jnp.asarray(batch.tokens), batch.blocks
+    tokens, tiles = jnp.asarray(batch.tokens), batch.tiles
     x = params.embed[tokens]
-    positions = blocks.starts[:, None] + jnp.arange(tokens.shape[1])
+    positions = tiles.starts[:, None] + jnp.arange(tokens.shape[1])
     ropes = ropes_of(config, positions, x.dtype)
 
     def body(
@@ -103,9 +103,9 @@ def prefill(
             spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array
         ) -> tuple[jax.Array, KVCache]:
             written = write_layer(
-                config, cache, index, segment_of(k, v), blocks.tables, blocks.starts, blocks.lengths
+                config, cache, index, segment_of(k, v), tiles.tables, tiles.starts, tiles.lengths
             )
-            return attend_to_pages(config, spec, written, index, blocks, q), written
+            return attend_to_pages(config, spec, written, index, tiles, q), written
 
         return layer(config, stack, x, layer_params | unsliced, adapter, ropes, attend), None
 

@@ -62,7 +62,7 @@ def parse_as[Config](kind: type[Config], argv: Sequence[str]) -> Config:
         raise ConfigError(f"missing: {missing}; e.g. {missing.split(',')[0]}=..., or --help") from error
     except chz.blueprint.InvalidBlueprintArg as error:
         raise ConfigError(_bad_value(kind, str(error), argv)) from error
-    except ValueError as error:  # of a validator
+    except ValueError as error:  # a validator has raised it
         raise ConfigError(str(error)) from error
 
 

@@ -13,10 +13,10 @@ from src.core.options import Options, at_least, require
 class LengthLimits:
     """Limits in tokens. A prompt of exactly `max_input_length` tokens is within the limit."""
 
-    max_input_length: int  # of a prompt, i.e. the whole context sent to the sampler
-    max_generate_length: int  # of one completion
-    max_sequence_length: int  # of a training sequence; a longer sequence is not trained
-    context_limit: int  # of a prompt and its completion together: the limit of the server
+    max_input_length: int  # for a prompt, i.e. the whole context that is sent to the sampler
+    max_generate_length: int  # for one completion
+    max_sequence_length: int  # for a training sequence; a longer sequence is not trained
+    context_limit: int  # for a prompt and its completion together; the limit of the server
 
     def max_new_tokens(self, num_prompt_tokens: int) -> int:
         """Return the maximum length of the completion; 0 if the prompt exceeds its limit.

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import sys
 
-from src.envs.sandbox.docker import CleanupReport, remove_dead, why_no_engine
-from src.envs.sandbox.run_directory import live_run_labels, remove_dead_runs
+from src.envs.sandbox.docker import CleanupReport, remove_ended, why_no_engine
+from src.envs.sandbox.run_directory import live_run_labels, remove_ended_runs
 
 
 def clean() -> CleanupReport:
     """Remove what ended runs left and return what was done."""
     # Before anything is listed: a run that starts after this call is protected by the check of its process.
     live_labels = live_run_labels()
-    directories = [f"sandbox directory {label}" for label in remove_dead_runs()]
-    report = remove_dead(keep=live_labels) if why_no_engine() is None else CleanupReport()
+    directories = [f"sandbox directory {label}" for label in remove_ended_runs()]
+    report = remove_ended(keep=live_labels) if why_no_engine() is None else CleanupReport()
     report.removed[:0] = directories
     return report
 

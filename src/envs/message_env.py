@@ -136,7 +136,8 @@ class _Episode:
     def __init__(
         self, env: MessageEnv, policy: Policy, chat: Chat, limits: LengthLimits, settings: EpisodeSettings
     ) -> None:
-        self.failure_kind = FailureKind.ENV_INIT_FAILED  # of an exception that the environment raises next
+        # The kind of failure if the environment raises an exception now.
+        self.failure_kind = FailureKind.ENV_INIT_FAILED
         self.stop_reason = StopReason.STOP
         self.conversation: list[Message] = []
         self._tool_fields: dict[int, Message] = {}

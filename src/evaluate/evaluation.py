@@ -21,8 +21,8 @@ MAX_DOMAINS = 5  # reports show each domain if there are at most this many
 class EvalSection:
     """The results of all evaluated tasks, or of those of one domain."""
 
-    rates: dict[str, Estimate]  # by name: pass_at_<k>, pass_hat_<k>, after the name of a partial grading
-    noop_success: Estimate | None  # of an agent that does nothing; None if it is unknown
+    rates: dict[str, Estimate]  # by name: pass_at_<k> and pass_hat_<k>, with a prefix for a partial grading
+    noop_success: Estimate | None  # the success rate of an agent that does nothing; None if it is unknown
     patterns: dict[str, int]  # number of failed trials that show each failure pattern
     num_failed: int
 
@@ -93,7 +93,8 @@ def section_of(
 ) -> EvalSection:
     """Summarize groups.
 
-    If only a part of the grading counts, the rates are prefixed with the name of the part.
+    If a task uses only one part of its benchmark's grading, the name of this part precedes the names of the
+    rates.
     """
     rates = pass_rates([tally(group) for group in groups], group_size=group_size)
     part = "".join(f"{name}_" for name in sorted({group.task.grading for group in groups} - {""}))

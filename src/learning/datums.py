@@ -49,8 +49,8 @@ def merge_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
 def extends(turn: Turn, previous: Turn) -> bool:
     """Return whether the prompt of `turn` starts with the prompt and completion of `previous`.
 
-    The completion is compared first: it is short, and it differs in most rewritten histories, so the long
-    prompts are rarely compared without need.
+    The completion is compared first, because it is short and differs in most rewritten histories. The long
+    prompts are compared only if it is equal.
     """
     start = len(previous.prompt_ids)
     continuation = turn.prompt_ids[start : start + len(previous.completion_ids)]

@@ -36,8 +36,8 @@ class Success:
 
     before: float | None
     after: float | None
-    noop_success: float | None  # of an agent that does nothing
-    is_partial: bool = False  # whether only a part of a benchmark's grading counts
+    noop_success: float | None  # the success rate of an agent that does nothing
+    is_partial: bool = False  # whether the rates use only a part of a benchmark's grading
     rewards: tuple[float, float] | None = None  # the mean before and after, if rewards may be partial
 
 

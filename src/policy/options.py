@@ -16,7 +16,7 @@ class ModelOptions(Options):
 
     model_name: str = chz.field(doc="Base model as the server names it, e.g. Qwen/Qwen3-4B")
     tokenizer: str | None = chz.field(
-        default=None, doc="Tokenizer directory or hub id; None: the model's own, by model_name"
+        default=None, doc="Tokenizer directory or hub id; None: the tokenizer of model_name"
     )
 
 
@@ -27,8 +27,8 @@ class AdapterOptions(Options):
     lora_rank: int = chz.field(default=32, doc="LoRA rank, within the server's limit", validator=at_least(1))
     lora_alpha: float | None = chz.field(
         default=None,
-        doc="LoRA alpha, whose quotient by lora_rank scales the adapter; None: the server's, 32. Where the "
-        "server does not offer it, learning_rate is scaled instead",
+        doc="LoRA alpha; alpha / lora_rank scales the adapter. None: the server's default, 32. If the server "
+        "has no such setting, learning_rate is scaled instead",
         validator=above(0),
     )
     load_checkpoint_path: str | None = chz.field(
@@ -63,7 +63,7 @@ class BackendOptions(ModelOptions, WatchdogOptions, SeedOptions, LengthOptions):
         default=None, doc="Address of your server, e.g. http://localhost:8000 (backend=skyrl-tx)"
     )
     tinker_base_url: str | None = chz.field(
-        default=None, doc="Another address of the Tinker cloud; None: the SDK's own"
+        default=None, doc="Another address of the Tinker cloud; None: the SDK's default"
     )
 
     @property

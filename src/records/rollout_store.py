@@ -29,9 +29,9 @@ from src.records.atomic_io import append_record, remove, truncate_torn_line
 from src.records.journal import Journal, RolloutKey
 from src.records.reading import Count, Finite, Whole, read_lines, unchanged
 
-LINE_FIELDS = ("member", "seed")  # of a trajectory that are fields of its line
-PACKED = ("prompt_ids", "completion_ids", "logprobs")  # of a turn
-MAX_BYTES = 2**30  # of an unpacked array
+LINE_FIELDS = ("member", "seed")  # fields of a trajectory that are stored as fields of its line
+PACKED = ("prompt_ids", "completion_ids", "logprobs")  # fields of a turn that are stored packed
+MAX_BYTES = 2**30  # the maximum size of an unpacked array
 PACKINGS = ("<i4", "<i8", "<f4", "<f8")
 
 

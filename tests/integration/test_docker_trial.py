@@ -12,7 +12,7 @@ import pytest
 from src.config import TrainerConfig
 from src.core.trajectory import StopReason, Trajectory, Turn
 from src.envs.harbor.environment import open_harbor
-from src.envs.sandbox.docker import OWNER_LABEL, RUN_LABEL, remove_dead, why_no_engine
+from src.envs.sandbox.docker import OWNER_LABEL, RUN_LABEL, remove_ended, why_no_engine
 from src.envs.sandbox.run_directory import live_run_labels, run_directory
 from src.policy.sampling_policy import SampleRequest
 from tests.fakes.scripted_policy import ScriptedPolicy, answer, solving
@@ -54,7 +54,7 @@ async def test_a_trial_on_docker_is_graded_and_leaves_nothing(tmp_path: Path) ->
     class RecordingPolicy(ScriptedPolicy):
         async def sample(self, request: SampleRequest) -> Turn:
             containers.append(containers_of(label))
-            remove_dead(keep=live_run_labels())  # Another trainer does this when it starts.
+            remove_ended(keep=live_run_labels())  # Another trainer does this when it starts.
             return await super().sample(request)
 
     script = [
@@ -81,7 +81,7 @@ def test_only_containers_of_ended_runs_are_removed() -> None:
     run_directory(active)
     containers = {label: start(label) for label in (ended, active)}
     try:
-        remove_dead(keep=live_run_labels())
+        remove_ended(keep=live_run_labels())
         assert containers_of(ended) == [] and len(containers_of(active)) == 1
     finally:
         subprocess.run(["docker", "rm", "--force", *containers.values()], capture_output=True, check=False)

@@ -31,7 +31,7 @@ from src.envs.sandbox.docker import (
     RUN_LABEL,
     engine,
     process_name,
-    remove_dead,
+    remove_ended,
     run_labels,
     why_no_engine,
 )
@@ -274,7 +274,7 @@ def test_a_cleanup_removes_networks_without_containers() -> None:
     with engine(timeout_s=60) as client:
         client.networks.create(f"{project}_default", labels={PROJECT_LABEL: project, **dead_labels(project)})
         client.volumes.create(f"{project}_unlabelled", labels={PROJECT_LABEL: project})
-    cleaned = remove_dead(keep=live_run_labels())
+    cleaned = remove_ended(keep=live_run_labels())
     assert {f"network {project}_default", f"volume {project}_unlabelled"} <= set(cleaned.removed)
     assert of_project(project) == set()
 
@@ -287,7 +287,7 @@ def test_objects_that_cannot_be_removed_are_reported() -> None:
         )
         foreign = client.containers.run(BASE_IMAGE, ["sleep", "60"], detach=True, network=network.name)
         try:
-            cleaned = remove_dead(keep=live_run_labels())
+            cleaned = remove_ended(keep=live_run_labels())
             assert not any(project in line for line in cleaned.removed)
             (line,) = [line for line in cleaned.failed if project in line]
             assert "active endpoints" in line
@@ -304,7 +304,7 @@ def test_runs_of_other_hosts_and_running_ones_are_skipped() -> None:
             client.networks.create(alive, labels=run_labels(alive)),
         ]
         try:
-            cleaned = remove_dead(keep=live_run_labels())
+            cleaned = remove_ended(keep=live_run_labels())
             for network in networks:
                 network.reload()
             assert [line for line in cleaned.skipped if away in line] == [

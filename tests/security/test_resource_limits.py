@@ -17,7 +17,7 @@ from src.envs.sandbox.resource_limits import (
     possible_parents,
     remove_cgroups,
 )
-from src.envs.sandbox.run_directory import remove_dead_runs
+from src.envs.sandbox.run_directory import remove_ended_runs
 from tests.security.sandboxes import PYTHON, sandbox
 
 REASON = why_no_sandbox()
@@ -166,7 +166,7 @@ def test_the_next_run_removes_the_cgroups_of_an_ended_one(
     sandbox_directory.mkdir(parents=True)
     groups = parents.create(f"dead-{os.getpid()}-1", SandboxLimits(), record=sandbox_directory / "cgroups")
     assert all(group.is_dir() for group in groups)
-    remove_dead_runs()
+    remove_ended_runs()
     assert not any(group.exists() for group in groups)
     assert not dead.exists()
 

@@ -16,7 +16,7 @@ import pytest
 from src.envs.sandbox import run_directory as module
 from src.envs.sandbox.run_directory import (
     live_run_labels,
-    remove_dead_runs,
+    remove_ended_runs,
     root_directory,
     run_directory,
     temporary_run_directory,
@@ -46,7 +46,7 @@ def test_trainers_with_other_environments_see_each_other(variable: str, tmp_path
     try:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         assert label in live_run_labels()
-        assert label not in remove_dead_runs()
+        assert label not in remove_ended_runs()
     finally:
         other.communicate(b"")
     assert label not in live_run_labels()

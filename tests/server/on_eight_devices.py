@@ -159,7 +159,7 @@ def cached(config: ModelConfig) -> dict[str, bool]:
     queries = values(
         3, PREFILL_TILE, config.num_heads, head_dim
     )  # blocks of two prompts on different devices, and padding
-    blocks = PrefillTiles(
+    tiles = PrefillTiles(
         starts=np.array([60, 70, 0], np.int32),
         lengths=np.array([64, 60, 0], np.int32),
         tables=tables[[2, 0, 0]],
@@ -183,7 +183,7 @@ def cached(config: ModelConfig) -> dict[str, bool]:
             scattered,
             rows,
             attend_to_pages(
-                config, attention_spec(config.head_dim), cache, np.int32(1), blocks, jnp.asarray(queries)
+                config, attention_spec(config.head_dim), cache, np.int32(1), tiles, jnp.asarray(queries)
             ),
         )
 
@@ -198,7 +198,7 @@ def cached(config: ModelConfig) -> dict[str, bool]:
         assert all(np.array_equal(one, other) for one, other in zip(kept, again, strict=True)), (
             "both ways to write rows"
         )
-        seen = [own[:length] for own, length in zip(np.asarray(attended), blocks.lengths, strict=True)]
+        seen = [own[:length] for own, length in zip(np.asarray(attended), tiles.lengths, strict=True)]
         return [kept, [rows_of[[0, 2]] for rows_of in jax.device_get(jax.tree.leaves(rows))], seen]
 
     alone, shared = everything(replace(config, mesh=None)), everything(config)

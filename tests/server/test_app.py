@@ -512,12 +512,12 @@ async def test_the_end_of_a_session_cancels_its_running_samples(tmp_path: Path) 
         engine.start()
         await asyncio.to_thread(wait_until, lambda: "decode" in executor.log)
         gate.clear()  # one turn may have passed the gate, and the next one may wait at it
-        blocks = executor.log.count("decode")
+        dispatches = executor.log.count("decode")
         await http.post(f"sessions/{session_id}/finish", json={"reason": {"type": "success"}})
         gate.set()
         await asyncio.to_thread(wait_until, lambda: not engine.stats()["ops_pending"])
     engine.stop()
-    assert executor.log.count("decode") <= blocks + 2 and not executor.num_running
+    assert executor.log.count("decode") <= dispatches + 2 and not executor.num_running
 
 
 async def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(

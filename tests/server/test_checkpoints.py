@@ -225,7 +225,7 @@ def test_a_delete_during_a_save_loses_no_accepted_checkpoint(
     path = write(store).path
     real = os.replace
 
-    def replace_beside_a_delete(source: object, target: object) -> None:
+    def replace_during_a_delete(source: object, target: object) -> None:
         if moment == "before its rename":
             store.delete(path)
         real(source, target)  # type: ignore[arg-type]
@@ -233,7 +233,7 @@ def test_a_delete_during_a_save_loses_no_accepted_checkpoint(
             store.delete(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", replace_beside_a_delete)
+        patch.setattr(os, "replace", replace_during_a_delete)
         if moment == "before its rename":
             with pytest.raises(ServerError, match="cannot write checkpoint"):
                 write(store, overwrite=True)

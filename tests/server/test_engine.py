@@ -456,13 +456,13 @@ def test_a_watcher_gets_every_token_once_except_the_last_ones():
         assert not indifferent.told
 
 
-@pytest.mark.parametrize(("patience", "blocks"), [(0, 0), (1, 1 + 1)])
-def test_a_sample_that_nobody_awaits_releases_its_slots(patience: int, blocks: int):
+@pytest.mark.parametrize(("patience", "dispatches"), [(0, 0), (1, 1 + 1)])
+def test_a_sample_that_nobody_awaits_releases_its_slots(patience: int, dispatches: int):
     executor = FakeExecutor(block=2)
     with running(executor) as engine:
         with pytest.raises(WithdrawnError):
             engine.submit(sample(10, max_tokens=50), Notes(patience)).result(TIMEOUT_S)
-        assert executor.num_running == 0 and executor.log.count("decode") == blocks
+        assert executor.num_running == 0 and executor.log.count("decode") == dispatches
         engine.submit(sample(10)).result(TIMEOUT_S)
 
 

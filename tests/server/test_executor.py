@@ -165,15 +165,15 @@ def test_gspo_ratios_use_the_current_weights(engine: Engine, forward_only: bool)
     assert result.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
 
 
-def ask(weights: str | None, *, max_tokens: int = 10, num_samples: int = 1, seed: int = 0) -> Sample:
+def sample_op(weights: str | None, *, max_tokens: int = 10, num_samples: int = 1, seed: int = 0) -> Sample:
     settings = SamplingSettings(max_tokens=max_tokens, seed=seed, stop_at_eos=False)
     return Sample(
         weights=weights, prompt=np.arange(20, dtype=np.int32), settings=settings, num_samples=num_samples
     )
 
 
-def draw(engine: Engine, weights: str | None) -> tuple[list[int], list[float]]:
-    sequence = run(engine, ask(weights)).sequences[0]
+def sample_one(engine: Engine, weights: str | None) -> tuple[list[int], list[float]]:
+    sequence = run(engine, sample_op(weights)).sequences[0]
     return sequence.tokens.tolist(), sequence.logprobs.tolist()
 
 
@@ -352,7 +352,7 @@ def test_checkpoints_that_do_not_fit_are_refused(model_dir: Path, checkpoints_di
         with pytest.raises(UserError, match="has no optimizer state"):
             run(engine, LoadWeights(model_id="c", path=sampler, optimizer=True, create=True))
         with pytest.raises(UserError, match="is a training checkpoint"):
-            run(engine, ask(path))
+            run(engine, sample_op(path))
     with (
         running(model_dir, checkpoints_dir, max_lora_rank=4) as engine,
         pytest.raises(UserError, match=r"max_lora_rank=4: start the server"),
@@ -371,31 +371,31 @@ def test_checkpoints_that_do_not_fit_are_refused(model_dir: Path, checkpoints_di
 def test_a_snapshot_never_changes_and_comes_back_after_eviction(engine: Engine):
     """There are two LoRA slots. Ephemeral snapshots return from host memory, named ones from disk."""
     create(engine, "a")
-    drawn = {}
+    expected_by_weights = {}
     for number, weights in enumerate(
         ["s0", "tinker://a/sampler_weights/s1", "s2", "tinker://a/sampler_weights/s3"]
     ):
         train(engine, "a", seed=number)
         run(engine, SaveSampler(model_id="a", weights=weights))
-        drawn[weights] = draw(engine, weights)
-    assert len({tuple(tokens) for tokens, _ in drawn.values()}) > 1
-    assert draw(engine, None) not in drawn.values()
+        expected_by_weights[weights] = sample_one(engine, weights)
+    assert len({tuple(tokens) for tokens, _ in expected_by_weights.values()}) > 1
+    assert sample_one(engine, None) not in expected_by_weights.values()
     for _ in range(2):
-        for weights, expected in drawn.items():
-            assert draw(engine, weights) == expected
+        for weights, expected in expected_by_weights.items():
+            assert sample_one(engine, weights) == expected
     assert engine.stats()["snapshots_on_device"] == 2
 
 
 def test_more_snapshots_than_lora_slots_are_all_served(engine: Engine):
     create(engine, "a")
-    drawn = {}
+    expected_by_weights = {}
     for weights in ("s0", "s1", "s2", "s3"):
         train(engine, "a")
         snapshot(engine, "a", weights)
-        drawn[weights] = draw(engine, weights)
-    futures = {weights: engine.submit(ask(weights)) for weights in drawn}
+        expected_by_weights[weights] = sample_one(engine, weights)
+    futures = {weights: engine.submit(sample_op(weights)) for weights in expected_by_weights}
     for weights, future in futures.items():
-        assert future.result(TIMEOUT_S).sequences[0].tokens.tolist() == drawn[weights][0]
+        assert future.result(TIMEOUT_S).sequences[0].tokens.tolist() == expected_by_weights[weights][0]
 
 
 def test_full_host_memory_drops_the_oldest_snapshots(
@@ -407,9 +407,9 @@ def test_full_host_memory_drops_the_oldest_snapshots(
         for step in range(4):
             snapshot(engine, "a", f"s{step}")
         assert engine.stats()["snapshots_in_host_memory"] == 1
-        draw(engine, "s3")
+        sample_one(engine, "s3")
         with pytest.raises(NotFoundError, match="host memory"):
-            draw(engine, "s0")
+            sample_one(engine, "s0")
 
 
 def test_sampler_weights_outlive_the_server(model_dir: Path, checkpoints_dir: Path):
@@ -418,21 +418,21 @@ def test_sampler_weights_outlive_the_server(model_dir: Path, checkpoints_dir: Pa
         create(engine, "a")
         train(engine, "a")
         assert run(engine, SaveSampler(model_id="a", weights=path)).path == path
-        expected = draw(engine, path)
+        expected = sample_one(engine, path)
     with running(model_dir, checkpoints_dir) as engine:
-        assert draw(engine, path) == expected
+        assert sample_one(engine, path) == expected
 
 
 def test_a_sample_submitted_with_its_save_finds_the_snapshot(engine: Engine):
     create(engine, "a")
     futures = [
         engine.submit(SaveSampler(model_id="a", weights="s")),
-        engine.submit(ask("s", num_samples=9)),
+        engine.submit(sample_op("s", num_samples=9)),
         engine.submit(DropSnapshot(weights="s")),
     ]
     assert len(futures[1].result(TIMEOUT_S).sequences) == 9
     futures[2].result(TIMEOUT_S)
-    for op in (ask("s"), DropSnapshot(weights="s")):
+    for op in (sample_op("s"), DropSnapshot(weights="s")):
         with pytest.raises(NotFoundError, match="s"):
             run(engine, op)
     assert engine.stats()["snapshots_in_host_memory"] == 0
@@ -440,7 +440,7 @@ def test_a_sample_submitted_with_its_save_finds_the_snapshot(engine: Engine):
 
 @pytest.mark.parametrize("weights", ["never saved", "tinker://a/sampler_weights/none"])
 def test_unknown_weights_fail_only_their_request(engine: Engine, weights: str):
-    good, bad = engine.submit(ask(None)), engine.submit(ask(weights))
+    good, bad = engine.submit(sample_op(None)), engine.submit(sample_op(weights))
     assert isinstance(bad.exception(TIMEOUT_S), NotFoundError)
     assert len(good.result(TIMEOUT_S).sequences[0].tokens) == 10
 
@@ -503,7 +503,7 @@ def test_a_lost_kv_cache_fails_only_the_running_samples(
 ):
     create(engine, "a")
     snapshot(engine, "a", "s")
-    expected = draw(engine, "s")
+    expected = sample_one(engine, "s")
     real, calls = getattr(model_runner, program), []
 
     def failing(cache, *args, **options):
@@ -516,9 +516,9 @@ def test_a_lost_kv_cache_fails_only_the_running_samples(
 
     with monkeypatch.context() as patch:
         patch.setattr(model_runner, program, failing)
-        futures = [engine.submit(ask("s", max_tokens=60)) for _ in range(2)]
+        futures = [engine.submit(sample_op("s", max_tokens=60)) for _ in range(2)]
         assert all("out of memory" in str(future.exception(TIMEOUT_S)) for future in futures)
-    assert draw(engine, "s") == expected
+    assert sample_one(engine, "s") == expected
     assert engine.stats()["slots_used"] == 0
     run(engine, DropSnapshot(weights="s"))  # no snapshot is pinned
 
@@ -528,7 +528,7 @@ def test_a_prefill_that_fails_late_fails_only_running_samples(
 ):
     """Fails like a GPU without memory for temporaries: the donated KV cache is lost and must be created
     again."""
-    expected = draw(engine, None)
+    expected = sample_one(engine, None)
     real_prefill, real_cache = model_runner.prefill, model_runner.empty_cache
     lost: list[KVCache] = []
 
@@ -564,16 +564,16 @@ def test_a_prefill_that_fails_late_fails_only_running_samples(
     with monkeypatch.context() as patch:
         patch.setattr(model_runner, "prefill", failing)
         patch.setattr(model_runner, "empty_cache", alone)
-        assert draw(engine, None) == expected
+        assert sample_one(engine, None) == expected
         broken.set()
         with pytest.raises(ServerError, match="out of memory"):
-            draw(engine, None)
-    assert draw(engine, None) == expected
+            sample_one(engine, None)
+    assert sample_one(engine, None) == expected
 
 
 def test_a_failed_prefill_fails_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     """The same holds if the prompt is computed together with others before and after it."""
-    expected = run(engine, ask(None, max_tokens=60)).sequences[0].tokens.tolist()
+    expected = run(engine, sample_op(None, max_tokens=60)).sequences[0].tokens.tolist()
     real = model_runner.prefill
 
     def failing(cache, params, lora_slots, batch, *args, **options):
@@ -581,10 +581,13 @@ def test_a_failed_prefill_fails_one_request(engine: Engine, monkeypatch: pytest.
             raise DeviceError("could not compile")
         return real(cache, params, lora_slots, batch, *args, **options)
 
-    poison = replace(ask(None), prompt=np.full(20, 7, np.int32))
+    failing_op = replace(sample_op(None), prompt=np.full(20, 7, np.int32))
     with monkeypatch.context() as patch:
         patch.setattr(model_runner, "prefill", failing)
-        futures = [engine.submit(op) for op in (ask(None, max_tokens=60), poison, ask(None, max_tokens=60))]
+        futures = [
+            engine.submit(op)
+            for op in (sample_op(None, max_tokens=60), failing_op, sample_op(None, max_tokens=60))
+        ]
         assert "could not compile" in str(futures[1].exception(TIMEOUT_S))
         for future in (futures[0], futures[2]):
             assert future.result(TIMEOUT_S).sequences[0].tokens.tolist() == expected
@@ -592,18 +595,18 @@ def test_a_failed_prefill_fails_one_request(engine: Engine, monkeypatch: pytest.
 
 def test_a_failed_top_k_fails_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     """The logprobs of a prompt are read when it starts, those of sampled tokens when their sequence ends."""
-    expected = run(engine, ask(None, max_tokens=60)).sequences[0].tokens.tolist()
+    expected = run(engine, sample_op(None, max_tokens=60)).sequences[0].tokens.tolist()
 
     def failing(*args, **options):
         raise DeviceError("RESOURCE_EXHAUSTED: out of memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(score_module, "score", failing)
-        good = engine.submit(ask(None, max_tokens=60))
+        good = engine.submit(sample_op(None, max_tokens=60))
         bad = [
-            engine.submit(replace(ask(None, max_tokens=12), topk_prompt_logprobs=2)),
-            engine.submit(replace(ask(None, max_tokens=12), topk_sample_logprobs=2, num_samples=2)),
-            engine.submit(replace(ask(None, max_tokens=1), topk_sample_logprobs=2)),
+            engine.submit(replace(sample_op(None, max_tokens=12), topk_prompt_logprobs=2)),
+            engine.submit(replace(sample_op(None, max_tokens=12), topk_sample_logprobs=2, num_samples=2)),
+            engine.submit(replace(sample_op(None, max_tokens=1), topk_sample_logprobs=2)),
         ]
         assert all("RESOURCE_EXHAUSTED: out of memory" in str(future.exception(TIMEOUT_S)) for future in bad)
         assert good.result(TIMEOUT_S).sequences[0].tokens.tolist() == expected
@@ -625,16 +628,18 @@ def test_a_step_that_is_not_finite_is_not_taken(engine: Engine, checkpoints_dir:
 
 def test_a_diverged_model_fails_only_its_own_samples(engine: Engine):
     """The sequences leave NaN in their slots, which must not affect the next sequences there."""
-    expected = run(engine, ask(None, max_tokens=60)).sequences[0].tokens.tolist()
+    expected = run(engine, sample_op(None, max_tokens=60)).sequences[0].tokens.tolist()
     create(engine, "diverged")
     accumulate(engine, "diverged", data())
     step(engine, "diverged", learning_rate=1e30)
     snapshot(engine, "diverged", "s")
-    beside = engine.submit(ask(None, max_tokens=60))
-    long = replace(ask("s"), prompt=np.arange(500, dtype=np.int32) % 256, num_samples=engine.stats()["slots"])
+    other = engine.submit(sample_op(None, max_tokens=60))
+    long = replace(
+        sample_op("s"), prompt=np.arange(500, dtype=np.int32) % 256, num_samples=engine.stats()["slots"]
+    )
     assert "have diverged" in str(engine.submit(long).exception(TIMEOUT_S))
-    assert beside.result(TIMEOUT_S).sequences[0].tokens.tolist() == expected
-    after = run(engine, replace(ask(None, max_tokens=60), num_samples=engine.stats()["slots"]))
+    assert other.result(TIMEOUT_S).sequences[0].tokens.tolist() == expected
+    after = run(engine, replace(sample_op(None, max_tokens=60), num_samples=engine.stats()["slots"]))
     assert after.sequences[0].tokens.tolist() == expected
     assert all(np.isfinite(sequence.logprobs).all() for sequence in after.sequences)
 
@@ -645,10 +650,9 @@ def test_a_diverged_model_fails_only_its_own_samples(engine: Engine):
 def test_the_number_of_slots_shrinks_to_what_fits(
     model_dir: Path, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
+    # the bytes of the KV pages of one sequence of 600 tokens, the maximum context
     each = -(-600 // PAGE_SIZE) * page_bytes(CONFIG, np.dtype(np.float32))
-    monkeypatch.setattr(
-        device_memory, "cache_budget_bytes", lambda *_: 7.5 * each
-    )  # a context in pages, rounded as it is read
+    monkeypatch.setattr(device_memory, "cache_budget_bytes", lambda *_: 7.5 * each)
     with caplog.at_level(logging.WARNING):
         assert DeviceExecutor(make_settings(model_dir, checkpoints_dir)).sampler.num_slots == 3
     assert "max_num_seqs=6: only 3 sequences of 600 tokens fit" in caplog.text

@@ -205,24 +205,24 @@ def test_prefill_attention_of_kernel_and_loop_are_equal(
     cache = KVCache(keys=normal(0, 2, 12, 2, 24, PAGE_SIZE), values=normal(1, 2, 12, 2, PAGE_SIZE, 24))
     q = normal(2, 5, PREFILL_TILE, heads, 24)
     tables = np.array([[1, 2, 3], [4, 5, 6], [4, 5, 6], [7, 0, 0], [8, 0, 0]], np.int32)
-    blocks = PrefillTiles(
+    tiles = PrefillTiles(
         starts=np.array([70, 0, 64, 0, 0], np.int32),
         lengths=np.array([64, 64, 40, 9, 0], np.int32),
         tables=tables,
     )
     expected = jax.jit(partial(prefill_attention.attend_by_loop, attention_spec(24)))(
-        cache, jnp.int32(1), blocks, q
+        cache, jnp.int32(1), tiles, q
     )
     cache = KVCache(
         keys=cache.keys.at[:, 5, :, :, 40:].set(jnp.nan), values=cache.values.at[:, 5, :, 40:].set(jnp.nan)
     )
     attend = jax.jit(partial(prefill_attention.attend_by_kernel, attention_spec(24), interpret=True))
-    found = np.asarray(attend(cache, jnp.int32(1), blocks, q))
-    for block, length in enumerate(blocks.lengths):
-        np.testing.assert_allclose(found[block, :length], expected[block, :length], atol=1e-5)
+    found = np.asarray(attend(cache, jnp.int32(1), tiles, q))
+    for tile, length in enumerate(tiles.lengths):
+        np.testing.assert_allclose(found[tile, :length], expected[tile, :length], atol=1e-5)
     others = normal(3, 5, PREFILL_TILE, heads, 24).at[0].set(q[0])
     starts = np.array([70, 3, 0, 0, 0], np.int32)
-    in_company = np.asarray(attend(cache, jnp.int32(1), replace(blocks, starts=starts), others))
+    in_company = np.asarray(attend(cache, jnp.int32(1), replace(tiles, starts=starts), others))
     np.testing.assert_array_equal(in_company[0], found[0])
 
 

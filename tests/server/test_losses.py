@@ -43,7 +43,8 @@ GSPO_CASES = [
 
 
 def tokens(count: int = 200) -> tuple[np.ndarray, LossInputs]:
-    """Logprobs around the sampler's, so that ratios fall below, between and above the clip bounds."""
+    """Return logprobs near those of the sampler, so that ratios are below, between and above the clip
+    bounds."""
     random = np.random.default_rng(1)
     sampler = -random.uniform(0.1, 5, count).astype(np.float32)
     inputs = LossInputs(

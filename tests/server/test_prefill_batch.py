@@ -112,7 +112,10 @@ def assert_same(
 
 
 def test_a_prefill_takes_as_many_prompts_as_the_scheduler_offers() -> None:
-    assert max(CPU_PREFILL.turn, GPU_PREFILL.turn) == PROMPTS_PER_PREFILL
+    assert (
+        max(CPU_PREFILL.max_tiles_between_decodes, GPU_PREFILL.max_tiles_between_decodes)
+        == PROMPTS_PER_PREFILL
+    )
 
 
 def test_gpu_batches_are_compiled_for_1_4_or_all_adapters() -> None:

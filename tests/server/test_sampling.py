@@ -209,18 +209,18 @@ def test_prompts_with_a_common_prefix_wait_for_the_first(executor: DeviceExecuto
     assert executor.adapters.in_use == [], "the request that waits does not pin its snapshot"
 
 
-@pytest.mark.parametrize("blocks", [CPU_PREFILL.turn, 2])
+@pytest.mark.parametrize("num_tiles", [CPU_PREFILL.max_tiles_between_decodes, 2])
 def test_a_long_prompt_is_prefilled_in_chunks(
-    engine: Engine, executor: DeviceExecutor, blocks: int, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, executor: DeviceExecutor, num_tiles: int, monkeypatch: pytest.MonkeyPatch
 ):
     """The logprobs of the samples equal forward's, and only tokens that were cached before count as hits.
 
     The model was trained with a high learning rate, which magnifies rounding differences in float32.
     """
     runner = executor.sampler.runner
-    layout = replace(runner.prefill_layout, shapes=replace(CPU_PREFILL, turn=blocks))
+    layout = replace(runner.prefill_layout, shapes=replace(CPU_PREFILL, max_tiles_between_decodes=num_tiles))
     monkeypatch.setattr(runner, "prefill_layout", layout)
-    prompt = tokens(560, seed=blocks)
+    prompt = tokens(560, seed=num_tiles)
     prefilled = engine.stats()["tokens_prefilled"]
     running = engine.submit(request(tokens(20), max_tokens=100))
     result = run(engine, request(prompt, num_samples=3))
@@ -231,7 +231,7 @@ def test_a_long_prompt_is_prefilled_in_chunks(
         np.testing.assert_allclose(logprobs[len(prompt) - 1 :], sequence.logprobs, atol=1e-3)
     assert len(running.result(TIMEOUT_S).sequences[0].tokens) == 100
     assert run(engine, request(prompt)).prompt_cache_hit_tokens == len(prompt) - 1
-    withdrawn = PrefillRequest(request_id=-1, op=request(tokens(560, seed=100 + blocks)), first=0, count=1)
+    withdrawn = PrefillRequest(request_id=-1, op=request(tokens(560, seed=100 + num_tiles)), first=0, count=1)
     assert executor.sampler.prefill([withdrawn]) == [None]
     executor.sampler.release(-1)
     for cache in executor.sampler.pages.caches:

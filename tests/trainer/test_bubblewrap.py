@@ -18,7 +18,7 @@ import pytest
 from src.core.errors import SandboxError
 from src.envs.sandbox.bubblewrap import Bubblewrap, CommandTimeout, why_no_sandbox
 from src.envs.sandbox.resource_limits import SandboxLimits
-from src.envs.sandbox.run_directory import remove_dead_runs, root_directory, run_directory
+from src.envs.sandbox.run_directory import remove_ended_runs, root_directory, run_directory
 from tests.security.sandboxes import LABEL, sandbox
 
 REASON = why_no_sandbox()
@@ -235,7 +235,7 @@ def test_kill_9_of_the_trainer_leaves_nothing() -> None:
     try:
         assert trainer.stdout is not None and trainer.stdout.readline() == b"playing\n"
         assert len(processes_with(marker)) >= 6
-        assert label not in remove_dead_runs(), "the directory of a live run was removed"
+        assert label not in remove_ended_runs(), "the directory of a live run was removed"
     finally:
         trainer.kill()
         trainer.wait()
@@ -249,5 +249,5 @@ def test_kill_9_of_the_trainer_leaves_nothing() -> None:
     assert [mount for mount in mounts() - mounts_before if "docker" not in mount] == []
     while (root_directory() / label).exists() and time.monotonic() < deadline:
         # Another trainer may have removed them. A cgroup exists until its last process has ended.
-        remove_dead_runs()
+        remove_ended_runs()
     assert not (root_directory() / label).exists()

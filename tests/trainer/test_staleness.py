@@ -10,7 +10,7 @@ from tests.fakes.trials import trajectory, turn
 
 
 def example(*versions):
-    """One conversation of one-token turns."""
+    """Return an example of one conversation. Each turn samples one token with the given version."""
     turns = []
     for version in versions:
         prompt = [*(turns[-1].prompt_ids + turns[-1].completion_ids if turns else []), 9]
@@ -37,9 +37,9 @@ def test_tokens_older_than_the_bound_lose_their_advantage():
 
 def test_a_trajectory_that_is_too_old_as_a_whole_is_counted():
     empty = replace(example(1), sequences=[])  # for example an overlong trajectory, which has no tokens
-    shares, metrics = mask_stale([[example(1, 1)], [example(4), empty]], version=4, max_staleness=2)
-    assert [len(share) for share in shares] == [1, 2]
-    assert not shares[0][0].sequences[0].advantages.any() and shares[1][0].sequences[0].advantages.any()
+    (first, second), metrics = mask_stale([[example(1, 1)], [example(4), empty]], version=4, max_staleness=2)
+    assert (len(first), len(second)) == (1, 2)
+    assert not first[0].sequences[0].advantages.any() and second[0].sequences[0].advantages.any()
     assert metrics["staleness/masked_trajectories"] == 1 and metrics["staleness/masked_tokens"] == 2
 
 

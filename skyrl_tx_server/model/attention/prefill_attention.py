@@ -42,13 +42,13 @@ def attend_to_pages(
     spec: AttentionSpec,
     cache: KVCache,
     layer: ArrayLike,
-    blocks: PrefillTiles,
+    tiles: PrefillTiles,
     q: jax.Array,
 ) -> jax.Array:
     """Return causal attention of q [N, T, H, hd] over the keys and values of one layer in the tiles'
     pages."""
     if config.mesh is None:
-        return _attend_here(spec, cache, jnp.asarray(layer), blocks, q)
+        return _attend_here(spec, cache, jnp.asarray(layer), tiles, q)
     heads = PartitionSpec(None, None, "tensor")
     attend = shard_map_over(
         config,
@@ -56,7 +56,7 @@ def attend_to_pages(
         (PAGES, PartitionSpec(), PartitionSpec(), heads),
         heads,
     )
-    return attend(cache, jnp.asarray(layer), blocks, q)
+    return attend(cache, jnp.asarray(layer), tiles, q)
 
 
 def _attend_on_device(
@@ -64,61 +64,61 @@ def _attend_on_device(
     spec: AttentionSpec,
     cache: KVCache,
     layer: jax.Array,
-    blocks: PrefillTiles,
+    tiles: PrefillTiles,
     q: jax.Array,
 ) -> jax.Array:
     """Compute the tiles whose pages are on this device, and sum over the devices. All pages of a tile are on
     one data-parallel rank."""
-    tables, is_local = own_pages(config, cache, jnp.asarray(blocks.tables))
-    is_local = is_local[:, 0] & (jnp.asarray(blocks.lengths) > 0)
-    starts, lengths = jnp.where(is_local, blocks.starts, 0), jnp.where(is_local, blocks.lengths, 0)
+    tables, is_local = own_pages(config, cache, jnp.asarray(tiles.tables))
+    is_local = is_local[:, 0] & (jnp.asarray(tiles.lengths) > 0)
+    starts, lengths = jnp.where(is_local, tiles.starts, 0), jnp.where(is_local, tiles.lengths, 0)
     local = PrefillTiles(starts=starts, lengths=lengths, tables=tables)
     attended = _attend_here(spec, cache, layer, local, q)
     return jax.lax.psum(jnp.where(is_local[:, None, None, None], attended, 0), BATCH)
 
 
 def _attend_here(
-    spec: AttentionSpec, cache: KVCache, layer: jax.Array, blocks: PrefillTiles, q: jax.Array
+    spec: AttentionSpec, cache: KVCache, layer: jax.Array, tiles: PrefillTiles, q: jax.Array
 ) -> jax.Array:
     """Run the kernel on NVIDIA's devices. On other devices, and for head widths and sliding windows that it
     does not support, run the loop."""
     if spec.sliding_window is not None or not supports_head_dim(q.shape[-1]):
-        return attend_by_loop(spec, cache, layer, blocks, q)
+        return attend_by_loop(spec, cache, layer, tiles, q)
     kernel, loop = partial(attend_by_kernel, spec), partial(attend_by_loop, spec)
-    return jax.lax.platform_dependent(cache, layer, blocks, q, cuda=kernel, default=loop)
+    return jax.lax.platform_dependent(cache, layer, tiles, q, cuda=kernel, default=loop)
 
 
 def attend_by_kernel(
     spec: AttentionSpec,
     cache: KVCache,
     layer: jax.Array,
-    blocks: PrefillTiles,
+    tiles: PrefillTiles,
     q: jax.Array,
     *,
     interpret: bool = False,
 ) -> jax.Array:
     # the pages of all layers are passed, because a slice would be copied
     keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))
-    tables = jnp.asarray(blocks.tables) + layer * cache.keys.shape[1]
+    tables = jnp.asarray(tiles.tables) + layer * cache.keys.shape[1]
     return prefill_attention(
         q,
         keys,
         values,
         tables,
-        jnp.asarray(blocks.starts),
-        jnp.asarray(blocks.lengths),
+        jnp.asarray(tiles.starts),
+        jnp.asarray(tiles.lengths),
         scale=spec.scale,
         interpret=interpret,
     )
 
 
 def attend_by_loop(
-    spec: AttentionSpec, cache: KVCache, layer: jax.Array, blocks: PrefillTiles, q: jax.Array
+    spec: AttentionSpec, cache: KVCache, layer: jax.Array, tiles: PrefillTiles, q: jax.Array
 ) -> jax.Array:
     count, length = q.shape[:2]
-    tables, ends = jnp.asarray(blocks.tables), jnp.asarray(blocks.starts) + blocks.lengths
+    tables, ends = jnp.asarray(tiles.tables), jnp.asarray(tiles.starts) + tiles.lengths
     # padding attends to all tokens of its tile
-    last_seen = jnp.minimum(blocks.starts[:, None] + jnp.arange(length), ends[:, None] - 1)
+    last_seen = jnp.minimum(tiles.starts[:, None] + jnp.arange(length), ends[:, None] - 1)
 
     def attend(prompts: int) -> jax.Array:
         """Attend with the queries of each tile, or together if all tiles belong to one prompt."""

@@ -23,7 +23,7 @@ from src.envs.harbor.grading_method import grading_methods, parse_grading_option
 from src.envs.harbor.trial_folder import JobsQuota
 from src.envs.options import EnvironmentOptions
 from src.envs.sandbox.bubblewrap import why_no_sandbox
-from src.envs.sandbox.docker import ADDRESS_POOLS, why_no_engine
+from src.envs.sandbox.docker import MAX_TRIAL_NETWORKS, why_no_engine
 from src.envs.sandbox.run_directory import run_directory
 from src.envs.splits import hold_out, require_unique_ids
 from src.policy.chat import Chat
@@ -206,12 +206,12 @@ def trial_environment(
             run_directory(run_label)
             options["import_path"] = "src.envs.sandbox.containers:ContainerEnvironment"
             kwargs["run_label"] = run_label
-            if n_parallel > ADDRESS_POOLS:
+            if n_parallel > MAX_TRIAL_NETWORKS:
                 logger.warning(
                     "n_parallel_envs=%d: Docker's default address pools suffice for about %d trials "
                     "at a time; enlarge default-address-pools in daemon.json",
                     n_parallel,
-                    ADDRESS_POOLS,
+                    MAX_TRIAL_NETWORKS,
                 )
         case harbor_type:
             options["type"] = harbor_type

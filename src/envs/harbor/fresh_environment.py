@@ -1,4 +1,4 @@
-"""A second environment of a trial's task, made as Harbor makes the agent's."""
+"""A second environment of a trial's task, created in the same way as Harbor creates the agent's."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class TinkerLLM(BaseLLM):
 
     def __init__(self, *, policy: Policy, chat: Chat, limits: SamplingLimits, model_name: str) -> None:
         super().__init__()
-        self.turns: list[Turn] = []  # of the main conversation
-        self.subagent_turns: list[Turn] = []  # of the sub-agents that summarize
+        self.turns: list[Turn] = []  # turns of the main conversation
+        self.subagent_turns: list[Turn] = []  # turns of the sub-agents that summarize
         self.all_turns: list[Turn] = []  # both, in the order in which they were sampled
         self.prefix_breaks = 0
         self.empty_completions = 0

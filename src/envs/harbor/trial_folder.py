@@ -2,8 +2,8 @@
 quota.
 
 `src.envs.sandbox.file_copy` limits each download. This module limits the folder as a whole, whichever
-environment and whichever part of Harbor wrote to it. The grade is known by then and does not depend on the
-removed files.
+environment or part of Harbor wrote the files. The trial is already graded, so its grade does not depend on
+the removed files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 TOP_LEVEL = ("config.json", "result.json", "lock.json", "trial.log", "exception.txt", NOTE)
 ESSENTIAL = frozenset([*TOP_LEVEL, *(f"verifier/{name}" for name in REWARD_FILES)])
 LOGS = ("trial.log", "exception.txt")
-MAX_LOG_BYTES = 2**20  # of each file in LOGS, when the quota is used up
+MAX_LOG_BYTES = 2**20  # the limit of each file in LOGS when the quota is used up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,9 +130,7 @@ def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
         try:
             with os.scandir(directory) as iterator:
                 entries = [*iterator]
-        except (
-            OSError
-        ):  # It was removed meanwhile, or its path is too long; then its parent is removed with it.
+        except OSError:  # It was removed meanwhile, or its path is too long and its parent will be removed.
             continue
         for entry in entries:
             yield entry, depth

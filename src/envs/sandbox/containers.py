@@ -43,7 +43,7 @@ from src.envs.sandbox.run_directory import run_directory
 
 SERVICE_LABEL = "com.docker.compose.service"
 VERIFIER_DIRECTORY = "/logs/verifier"
-MAX_OUTPUT_BYTES = 16 * 2**20  # of one command
+MAX_OUTPUT_BYTES = 16 * 2**20  # for the output of one command
 
 
 class ContainerEnvironment(DockerEnvironment):

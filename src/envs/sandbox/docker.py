@@ -27,13 +27,9 @@ PROCESS_LABEL = "agent-trainer.process"
 PROJECT_LABEL = "com.docker.compose.project"
 ANSWER_TIMEOUT_S = 20
 REMOVE_TIMEOUT_S = 120
-KINDS = (
-    "container",
-    "network",
-    "volume",
-    "image",
-)  # in the order of removal: objects in use cannot be removed
-ADDRESS_POOLS = 25  # Docker's default address pools suffice for about 31 networks; each trial has one
+KINDS = ("container", "network", "volume", "image")
+"""The order of removal. The engine refuses to remove an object that another one uses."""
+MAX_TRIAL_NETWORKS = 25  # each trial has one network, and Docker's default address pools suffice for about 31
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,7 +85,7 @@ def process_name(pid: int) -> str:
     return f"{socket.gethostname()}:{pid}:{_start_time(pid) or 0}"
 
 
-def remove_dead(*, keep: Iterable[str]) -> CleanupReport:
+def remove_ended(*, keep: Iterable[str]) -> CleanupReport:
     """Remove what ended runs of this user have left in the engine. Skips the runs in `keep` and those whose
     process exists.
     """
@@ -179,12 +175,12 @@ def _built_images(client: docker.DockerClient, project: str) -> list[_DockerObje
     """Return the images that compose built for the services of a project, but not the task's image, which
     other trials use.
     """
-    found = []
+    built = []
     for image in client.images.list(filters={"label": f"{PROJECT_LABEL}={project}"}):
         for tag in image.tags:
             if tag.startswith((f"{project}-", f"{project}_")):
                 remove, reload = _image_calls(client, tag)
-                found.append(
+                built.append(
                     _DockerObject(
                         kind="image",
                         id=tag,
@@ -194,7 +190,7 @@ def _built_images(client: docker.DockerClient, project: str) -> list[_DockerObje
                         reload=reload,
                     )
                 )
-    return found
+    return built
 
 
 def _image_calls(client: docker.DockerClient, tag: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -227,7 +223,7 @@ def _is_on_other_host(process: str) -> bool:
 
 
 def _is_running(process: str) -> bool:
-    """Return whether the process with a name of `process_name` exists on this machine."""
+    """Return whether the process to which `process_name` gave this name exists on this machine."""
     host, _, rest = process.partition(":")
     pid, _, started = rest.partition(":")
     return host == socket.gethostname() and pid.isdigit() and started == str(_start_time(int(pid)) or "gone")

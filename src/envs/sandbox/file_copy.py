@@ -26,7 +26,7 @@ from src.core.errors import SandboxError
 logger = logging.getLogger(__name__)
 
 MAX_FILES = 10_000  # of one trial: files and directories
-MAX_BYTES = 64 * 2**20  # of one trial
+MAX_BYTES = 64 * 2**20  # for all files of one trial
 LOG_SHARE = 4  # a directory of logs gets a quarter of the trial's limits, so that artifacts are not omitted
 MAX_DEPTH = 32
 MAX_PATH_BYTES = 1024

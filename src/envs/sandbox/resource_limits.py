@@ -30,8 +30,8 @@ SHARED_MEMORY_MB = 64  # /dev/shm, as in Docker
 CONTROLLERS = ("memory", "pids")
 CGROUP_PREFIX = "agent-trainer"
 RECORD_NAME = "cgroups"
-# The arguments are cgroup.procs files, `--`, and the command. The shell joins the cgroups before it becomes
-# the command.
+# The arguments are cgroup.procs files, `--`, and the command. The shell joins the cgroups and then executes
+# the command in its place.
 JOIN = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 1; shift; done; shift; exec "$@"'
 
 
@@ -40,8 +40,10 @@ class SandboxLimits:
     """The resource limits of one sandbox. None means unlimited."""
 
     processes: int | None = 2048
-    memory_mb: int | None = 8192  # of all processes and files; without a cgroup, of the data of each process
-    storage_mb: int = 4096  # of all files together, and of each file
+    memory_mb: int | None = (
+        8192  # for all processes and files; without a cgroup, for the data of each process
+    )
+    storage_mb: int = 4096  # for all files together, and for each file
 
     @property
     def tmpfs_sizes_mb(self) -> dict[str, int]:
@@ -113,15 +115,16 @@ def limits_enforced_by() -> str:
 
 @cache
 def cgroup_parents() -> CgroupParents | None:
-    """Try to create cgroups and return where this process can, or None. Logs the result once."""
-    found = None
+    """Try to create cgroups. Return the parents below which this process can create them, or None. Logs the
+    result once."""
+    usable = None
     for parents in possible_parents(
         Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
     ):
         if _works(parents):
-            found = parents
+            usable = parents
             break
-    if found is None:
+    if usable is None:
         logger.warning(
             "sandboxes: cannot create cgroups, so limits apply per process and per user, not to a sandbox "
             "as a whole"
@@ -129,10 +132,10 @@ def cgroup_parents() -> CgroupParents | None:
     else:
         logger.info(
             "sandboxes: cgroup v%d in %s enforces the limits",
-            found.version,
-            " and ".join(map(str, found.directories)),
+            usable.version,
+            " and ".join(map(str, usable.directories)),
         )
-    return found
+    return usable
 
 
 def join_prefix(groups: Sequence[Path]) -> list[str]:

@@ -175,7 +175,7 @@ def live_run_labels() -> set[str]:
         return {directory.name for directory in _runs(root) if _is_locked(directory)}
 
 
-def remove_dead_runs() -> list[str]:
+def remove_ended_runs() -> list[str]:
     """Remove the directories of runs whose trainer has ended. Return their labels."""
     root = root_directory()
     with _exclusive(root / ".lock"):

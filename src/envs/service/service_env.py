@@ -71,7 +71,7 @@ class ServiceEnv:
         """Without `parallel_tool_calls`, only the first call of an answer is executed."""
         self._episode = episode
         self._parallel_tool_calls = parallel_tool_calls
-        self._text_parameters: Mapping[str, set[str]] = {}  # of each tool
+        self._text_parameters: Mapping[str, set[str]] = {}  # by tool
         self._counts: Counter[str] = Counter()
 
     async def start(self) -> ResetResult:

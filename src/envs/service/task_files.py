@@ -27,7 +27,7 @@ from src.envs.data.records import read_records
 class TaskDefinition:
     """A task that a row defines."""
 
-    instruction: str  # of the user simulator
+    instruction: str  # for the user simulator
     actions: Sequence[Mapping[str, Any]]  # the gold actions: name and arguments
     facts: Sequence[str]  # the agent has to communicate each of them
 

@@ -40,7 +40,7 @@ from src.envs.service.user_simulator import (
 from src.policy.chat import Message
 
 NAME = "toy_retail"
-INSTRUCTIONS = (  # for a model that plays the user
+INSTRUCTIONS = (  # the prompt of a model that simulates the user
     "You are a customer of a shop and talk to its service agent. {}\n"
     "Say one short thing at a time and only what is asked or needed. Once you have what you want, or the "
     "agent says that it is not "
@@ -189,7 +189,8 @@ def content_hash(database: Database) -> str:
 
 
 def after_gold(database: Database, row: Mapping[str, Any]) -> Database:
-    """Return a copy of the database after the row's gold actions. Raises ToolError if an action fails."""
+    """Return a copy of the database to which the gold actions of a row of tasks.json were applied. Raises
+    ToolError if an action fails."""
     replayed = copy.deepcopy(database)
     for action in row["actions"]:
         call(replayed, action["name"], action["arguments"])
@@ -268,12 +269,12 @@ class ToyRetailEpisode:
 
 
 def scripted(row: Mapping[str, Any], seed: int) -> UserSimulator:
-    """Return a user that follows one of the task's scripts, drawn with the seed."""
+    """Return a user simulator that follows one script of the task, which the seed selects."""
     return ScriptedUserSimulator(random.Random(seed).choice(row["scripts"]))
 
 
 def played_by(model: UserModel) -> Callable[[Mapping[str, Any], int], UserSimulator]:
-    """Return the factory of users that a model plays, each with the instruction of its task."""
+    """Return a factory of user simulators that use a model. Each gets the instruction of its task."""
     return lambda row, seed: ModelUserSimulator(model, INSTRUCTIONS.format(row["instruction"]), seed=seed)
 
 

@@ -1,5 +1,5 @@
-"""Hoard: use more than the task's limits. The scripts stop at 125 % of a limit. The reward is 0 and other
-trials are unaffected.
+"""Attacks that use more resources than the limits of the task allow. The scripts stop at 125 % of a limit. The
+expected result: the reward is 0, and other trials are not affected.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ END
         SANDBOX,
     ),
     hoard(
-        "burners",
+        "busy-loops",
         """
 for number in 1 2 3 4; do (setsid nohup timeout 60 sh -c 'while :; do :; done' "$T" &) </dev/null >/dev/null 2>&1; done
 py <<'END'

@@ -1,6 +1,6 @@
 """Measure how long a forward pass waits during a long generation, and how much it slows the generation.
 
-    taskset -c 0,1 python -m scripts.bench.beside
+    taskset -c 0,1 python -m scripts.bench.forward_wait
 
 16 sequences generate 512 tokens. Meanwhile the script requests short forward passes one after another and
 waits PAUSE_S seconds between them.
@@ -24,7 +24,7 @@ from scripts.bench.sides.ours import Ours, datum, running
 from scripts.bench.small_model import make_model
 from skyrl_tx_server.engine.operations import ForwardBackward, LossFn, Sample, SamplingSettings
 
-NUM_SEQUENCES, NEW, BLOCK, PAUSE_S = 16, 512, 16, 2.0
+NUM_SEQUENCES, NEW, STEPS_PER_DISPATCH, PAUSE_S = 16, 512, 16, 2.0
 
 
 def main(config: Peers) -> None:
@@ -33,17 +33,21 @@ def main(config: Peers) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         running(
-            make_model(Path(folder) / "model", layers=config.layers), decode_steps_per_dispatch=BLOCK
+            make_model(Path(folder) / "model", layers=config.layers),
+            decode_steps_per_dispatch=STEPS_PER_DISPATCH,
         ) as ours,
     ):
         forward(ours)
         alone_s = median(timed(partial(forward, ours))().wall_s for _ in range(3))
 
-        def beside() -> Measurement:
+        def with_forwards() -> Measurement:
             return timed(lambda: generate(ours, seed=next(seeds), waits=waits))()
 
         timings = interleave(
-            {"alone": lambda: timed(lambda: generate(ours, seed=next(seeds)))(), "beside": beside},
+            {
+                "alone": lambda: timed(lambda: generate(ours, seed=next(seeds)))(),
+                "with forwards": with_forwards,
+            },
             repeats=config.repeats,
         )
         report(
@@ -52,14 +56,14 @@ def main(config: Peers) -> None:
             {},
             baseline="alone",
         )
-        slowed = timings["beside"].wall_s / timings["alone"].wall_s
+        slowed = timings["with forwards"].wall_s / timings["alone"].wall_s
         figure("time of the generation, relative to alone", slowed, at_most=1.1)
-        block_s = timings["alone"].wall_s / (NEW / BLOCK)
+        dispatch_s = timings["alone"].wall_s / (NEW / STEPS_PER_DISPATCH)
         additional_wait_s = median(waits) - alone_s
-        figure("a dispatch of decode steps, s", block_s)
+        figure("a dispatch of decode steps, s", dispatch_s)
         figure("forward alone, s", alone_s)
         figure("additional wait, s", additional_wait_s)
-        figure("additional wait, in dispatches", additional_wait_s / block_s, at_most=1.0)
+        figure("additional wait, in dispatches", additional_wait_s / dispatch_s, at_most=1.0)
 
 
 def generate(ours: Ours, *, seed: int, waits: list[float] | None = None) -> None:

@@ -1,7 +1,7 @@
 """Measure the host time between two dispatches of decode steps, in milliseconds: from the end of one dispatch
 until the next is given to the device, with another dispatch in flight, and without.
 
-    taskset -c 0,1 python -m scripts.bench.between_blocks rows=64 context=512
+    taskset -c 0,1 python -m scripts.bench.between_dispatches rows=64 context=512
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from scripts.bench.gpu import MODELS, Driver, GpuConfig, opened
 from scripts.bench.small_model import make_model
 from skyrl_tx_server.sampling import decode, model_runner
 
-BLOCKS = 8
+DISPATCHES = 8
 
 
 @chz.chz
-class BetweenBlocks:
+class BetweenDispatches:
     rows: int = 64
     context: int = chz.field(default=512, doc="Tokens of each sequence when decoding starts")
     rounds: int = 3
 
 
-def main(config: BetweenBlocks) -> None:
+def main(config: BetweenDispatches) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", MODELS["tiny"], dtype="float32")
-        new = (2 * config.rounds * BLOCKS + 4) * 16
+        new = (2 * config.rounds * DISPATCHES + 4) * 16
         sizes = GpuConfig(model="tiny", rows=config.rows, context=config.context + new, train_length=256)
         with opened(model_dir, sizes, "float32", decode_steps_per_dispatch=16) as driver:
             driver.admit(driver.fresh([config.context] * config.rows), new=new)
@@ -60,8 +60,8 @@ def between_ms(driver: Driver, *, dispatch_next: bool) -> float:
         mock.patch.object(decode, "to_host", partial(noted, done, decode.to_host)),
         mock.patch.object(model_runner, "decode_steps", partial(noted, given, model_runner.decode_steps)),
     ):
-        for number in range(BLOCKS):
-            driver.decode(dispatch_next=dispatch_next and number < BLOCKS - 1)
+        for number in range(DISPATCHES):
+            driver.decode(dispatch_next=dispatch_next and number < DISPATCHES - 1)
     return 1000 * median(start - end for end, start in zip(done, given[1:], strict=False))
 
 
@@ -74,4 +74,4 @@ def noted[**Inputs, Output](
 
 
 if __name__ == "__main__":
-    main(chz.entrypoint(BetweenBlocks, argv=sys.argv[1:], allow_hyphens=True))
+    main(chz.entrypoint(BetweenDispatches, argv=sys.argv[1:], allow_hyphens=True))
