@@ -225,3 +225,15 @@ class TauBenchOptions(JudgeEndpointOptions, BackendOptions, TaskOptions):
 @chz.chz
 class EnvironmentOptions(StepWiseOptions, SplitOptions, HarborTrainingOptions, TauBenchOptions):
     """All environments"""
+
+
+def environment_options(options: TaskOptions, *, url: str | None) -> EnvironmentOptions:
+    """Return the options of the environment for a program without a split of the tasks.
+
+    `url` is the address of an endpoint that is not a Tinker endpoint; None: `options` name the endpoint.
+    """
+    names = chz.chz_fields(EnvironmentOptions).keys() - {"train_data"}  # which means the run in an evaluation
+    values = {name: value for name, value in chz.asdict(options).items() if name in names}
+    if url is not None:  # the context limit of such a server is unknown
+        values |= {"backend": "skyrl-tx", "skyrl_tx_url": url, "tinker_base_url": None}
+    return EnvironmentOptions(**values, eval_split=0.0)
