@@ -48,8 +48,7 @@ class TaskOptions(SeedOptions):
     )
     tasks_dir: str | None = chz.field(
         default=None,
-        doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/); env=harbor needs "
-        "it",
+        doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/), for env=harbor",
     )
     environment_kwargs: list[str] | None = chz.field(
         default=None, doc="Settings of the environment as key=value,..."
@@ -204,7 +203,7 @@ class HarborTrainingOptions(HarborOptions):
     """Harbor trials and Terminus-2"""
 
     train_subagents: Literal["none", "all"] = chz.field(
-        default="none", doc="all: also train the completions of Terminus-2's summarising sub-agents"
+        default="none", doc="all: also train the answers of Terminus-2's summarising sub-agents"
     )
 
     @chz.validate

@@ -192,8 +192,8 @@ def policy_for_scripted(config: TryConfig) -> PolicyFor:
         question = task.row.get("question")
         if not isinstance(question, Question):
             raise ConfigError(
-                "policy=scripted needs answers=FILE with one answer per line; only data= has reference "
-                "answers"
+                "policy=scripted needs answers=FILE with one answer per line, because only data= has "
+                "reference answers"
             )
         reference = require_reference(question)
         return scripted([*[reference] * len(question.follow_ups), reference])
