@@ -52,7 +52,7 @@ def layers(section: str) -> dict[str, int]:
 LAYERS = {"src": layers(TRAINER), "skyrl_tx_server": layers(SERVER)}
 
 
-COMMANDS = {Path("envs/validate.py")}
+COMMANDS = {Path("envs/validate.py"), Path("envs/try_env.py")}
 """Modules that are run with `python -m` beside the `__main__` modules. They may import `cli`."""
 
 

@@ -20,6 +20,7 @@ import pytest
 from skyrl_tx_server.config.server_config import ServerConfig
 from src.analyze.config import AnalyzeConfig
 from src.config import TrainerConfig
+from src.envs.try_env import TryConfig
 from src.envs.validate import ValidateConfig
 from src.evaluate.config import EvaluateConfig
 from tests.integration import test_examples
@@ -33,6 +34,7 @@ OPTIONS: dict[str, type[object]] = {
     "src.evaluate": EvaluateConfig,
     "src.analyze": AnalyzeConfig,
     "src.envs.validate": ValidateConfig,
+    "src.envs.try_env": TryConfig,
     "skyrl_tx_server": ServerConfig,
     "run_skyrl_tx.sh": TrainerConfig,
     "run.sh": TrainerConfig,

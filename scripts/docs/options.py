@@ -1,5 +1,5 @@
-"""The page of options, generated from the configuration classes of the trainer, the evaluation and the
-server."""
+"""The page of options, generated from the configuration classes of the trainer, the evaluation, the
+trial of an environment and the server."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from src.config import REFUSED, TrainerConfig
 from src.core.option_aliases import OPTION_ALIASES
 from src.core.options import sections
 from src.core.skyrl_options import REFUSED_BY_REASON, TAKEN
+from src.envs.try_env import TryConfig
 from src.evaluate.config import CompareConfig, EvaluateConfig
 
 INTRODUCTION = """# Options
@@ -40,6 +41,7 @@ def page() -> str:
             CompareConfig,
             sections_of(CompareConfig),
         ),
+        ("Trial of an environment", "python -m src.envs.try_env", TryConfig, sections_of(TryConfig)),
         ("Analysis", "python -m src.analyze", AnalyzeConfig, sections(AnalyzeConfig)),
         ("Server", "python -m skyrl_tx_server", ServerConfig, sections(ServerConfig)),
     )

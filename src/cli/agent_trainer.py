@@ -17,6 +17,7 @@ from src.core.errors import ConfigError
 
 MODULES = {
     "train": ("src.train", "Train an agent"),
+    "try": ("src.envs.try_env", "Play a few trials of an environment and print them"),
     "evaluate": ("src.evaluate", "Evaluate a model, a checkpoint or an endpoint"),
     "serve": ("skyrl_tx_server", "Serve a model over the Tinker API"),
     "export": ("skyrl_tx_server.export", "Export an adapter, merge it into its model, or import one"),

@@ -48,8 +48,7 @@ class TaskOptions(SeedOptions):
     )
     tasks_dir: str | None = chz.field(
         default=None,
-        doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/); env=harbor needs "
-        "it",
+        doc="Folder of Harbor task folders (each with task.toml, instruction.md, tests/), for env=harbor",
     )
     environment_kwargs: list[str] | None = chz.field(
         default=None, doc="Settings of the environment as key=value,..."
@@ -204,7 +203,7 @@ class HarborTrainingOptions(HarborOptions):
     """Harbor trials and Terminus-2"""
 
     train_subagents: Literal["none", "all"] = chz.field(
-        default="none", doc="all: also train the completions of Terminus-2's summarising sub-agents"
+        default="none", doc="all: also train the answers of Terminus-2's summarising sub-agents"
     )
 
     @chz.validate
@@ -225,3 +224,15 @@ class TauBenchOptions(JudgeEndpointOptions, BackendOptions, TaskOptions):
 @chz.chz
 class EnvironmentOptions(StepWiseOptions, SplitOptions, HarborTrainingOptions, TauBenchOptions):
     """All environments"""
+
+
+def environment_options(options: TaskOptions, *, url: str | None) -> EnvironmentOptions:
+    """Return the options of the environment for a program without a split of the tasks.
+
+    `url` is the address of an endpoint that is not a Tinker endpoint; None: `options` name the endpoint.
+    """
+    names = chz.chz_fields(EnvironmentOptions).keys() - {"train_data"}  # which means the run in an evaluation
+    values = {name: value for name, value in chz.asdict(options).items() if name in names}
+    if url is not None:  # the context limit of such a server is unknown
+        values |= {"backend": "skyrl-tx", "skyrl_tx_url": url, "tinker_base_url": None}
+    return EnvironmentOptions(**values, eval_split=0.0)

@@ -41,6 +41,18 @@ def hold_out(
     return train, [task for task in tasks if task.id in held_out_ids]
 
 
+def chosen_tasks(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
+    """Return the tasks whose ids match a pattern. Raises ConfigError for a pattern without a match."""
+    for pattern in patterns or ():
+        if not any(fnmatchcase(task.id, pattern) for task in tasks):
+            raise ConfigError(f"tasks: {pattern!r} matches no task")
+    return [
+        task
+        for task in tasks
+        if patterns is None or any(fnmatchcase(task.id, pattern) for pattern in patterns)
+    ]
+
+
 def require_unique_ids(tasks: Sequence[Task]) -> None:
     """Raise ConfigError if two tasks share an id, because groups, journal and metrics identify a task by its
     id.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import chz
 
 from src.core.options import Options, at_least, require, share
-from src.envs.options import EnvironmentOptions, HarborOptions, TauBenchOptions
+from src.envs.options import EnvironmentOptions, HarborOptions, TauBenchOptions, environment_options
 from src.records.options import LogsOptions
 from src.rollouts.options import RolloutOptions
 
@@ -58,11 +58,7 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
     @property
     def environment(self) -> EnvironmentOptions:
         """The options of the environment, without a split of its tasks."""
-        names = chz.chz_fields(EnvironmentOptions).keys() - {"train_data"}
-        options = {name: value for name, value in chz.asdict(self).items() if name in names}
-        if self.base_url is not None:  # the context limit of such a server is unknown
-            options |= {"backend": "skyrl-tx", "skyrl_tx_url": self.base_url, "tinker_base_url": None}
-        return EnvironmentOptions(**options, eval_split=0.0)
+        return environment_options(self, url=self.base_url)
 
     @chz.validate
     def _one_policy_is_evaluated(self) -> None:

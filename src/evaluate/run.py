@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,9 @@ from src.core.errors import BackendError, ConfigError
 from src.core.log_setup import logging_to_file
 from src.core.option_aliases import present_options
 from src.core.process import deadline
-from src.core.trajectory import Task
 from src.envs.base import TaskSource, close_quietly
 from src.envs.registry import check_environment, open_task_source
+from src.envs.splits import chosen_tasks
 from src.evaluate.config import CompareConfig, EvaluateConfig
 from src.evaluate.contamination import HASHES_FILE, content_hashes, read_hashes, require_held_out
 from src.evaluate.evaluation import evaluate
@@ -43,7 +42,7 @@ from src.policy.backend import connect
 from src.policy.chat import load_chat
 from src.policy.openai_client import EndpointPolicy, connect_endpoint, endpoint_chat
 from src.policy.sampling_policy import Policy, TopPPolicy
-from src.records import checkpoints
+from src.records.checkpoints import sampler_path
 from src.records.dumps import dump_evaluation
 from src.records.journal import Journal
 from src.records.private_folder import make_private, resolved
@@ -177,33 +176,6 @@ async def play(
 
 async def _unprobed() -> None:
     """Do nothing: OpenAI's API has no cheap route to probe, so only the timeout of each request applies."""
-
-
-def chosen_tasks(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[Task]:
-    """Return the tasks whose ids match a pattern. Raises ConfigError for a pattern without a match."""
-    for pattern in patterns or ():
-        if not any(fnmatchcase(task.id, pattern) for task in tasks):
-            raise ConfigError(f"tasks: {pattern!r} matches no task")
-    return [
-        task
-        for task in tasks
-        if patterns is None or any(fnmatchcase(task.id, pattern) for pattern in patterns)
-    ]
-
-
-def sampler_path(checkpoint: str | None) -> str | None:
-    """Return the tinker:// path to sample from. A run folder stands for its last checkpoint."""
-    if checkpoint is None or checkpoint.startswith("tinker://"):
-        if checkpoint is not None and "/weights/" in checkpoint:
-            sampler = checkpoint.replace("/weights/", "/sampler_weights/")
-            raise ConfigError(f"{checkpoint} is a training state; evaluate its sampler: {sampler}")
-        return checkpoint
-    last = checkpoints.last(Path(checkpoint).expanduser())
-    if last is None:
-        raise ConfigError(
-            f"{checkpoint} is neither a tinker:// path nor a run folder with a checkpoint; give one of them"
-        )
-    return last.sampler_path
 
 
 def finished_or_policy(text: str) -> str | Mapping[str, Any]:

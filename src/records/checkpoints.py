@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from src.core.errors import ConfigError
 from src.records.atomic_io import append_record, truncate_torn_line
 from src.records.reading import Count, read_lines, unchanged
 
@@ -40,3 +41,18 @@ def last(log_path: Path) -> Checkpoint | None:
 def read(log_path: Path) -> list[Checkpoint]:
     """Return all checkpoints, the oldest first. Raises ConfigError for a damaged line."""
     return [*read_lines(log_path / JOURNAL, TypeAdapter(Checkpoint), unchanged)]
+
+
+def sampler_path(checkpoint: str | None) -> str | None:
+    """Return the tinker:// path to sample from. A run folder stands for its last checkpoint."""
+    if checkpoint is None or checkpoint.startswith("tinker://"):
+        if checkpoint is not None and "/weights/" in checkpoint:
+            sampler = checkpoint.replace("/weights/", "/sampler_weights/")
+            raise ConfigError(f"{checkpoint} is a training state; evaluate its sampler: {sampler}")
+        return checkpoint
+    saved = last(Path(checkpoint).expanduser())
+    if saved is None:
+        raise ConfigError(
+            f"{checkpoint} is neither a tinker:// path nor a run folder with a checkpoint; give one of them"
+        )
+    return saved.sampler_path

@@ -163,7 +163,7 @@ def test_an_interrupted_run_resumes_with_its_third_step(url: str, model_dir: Pat
 def test_a_run_is_unchanged_by_a_restart_of_its_server(model_dir: Path, tmp_path: Path) -> None:
     log_path = tmp_path / "run"
     server, url = start_server(model_dir, tmp_path / "checkpoints")
-    options = ("max_steps=2", "save_every=1", "heartbeat_timeout_s=5", "kl_penalty_coef=0", "num_substeps=1")
+    options = ("max_steps=2", "save_every=1", "heartbeat_timeout_s=5", "num_substeps=1")
     text = ""
     with subprocess.Popen(
         command(url, model_dir, log_path, *options), cwd=ROOT, stdout=subprocess.PIPE, text=True

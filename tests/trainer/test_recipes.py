@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from src.cli.command_line import parse
 from src.config import TrainerConfig
 from src.envs.registry import open_task_source
+from src.envs.service.service_env import Grade
+from src.envs.service.toy_retail import ToyRetailEpisode
 from src.loop.connection import Dependencies
 from src.policy.chat import load_chat
 from src.policy.openai_client import ChatReply
@@ -119,6 +122,12 @@ class Judge:
 async def test_a_preset_trains_two_steps_on_a_small_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
+    rewards = cycle([1.0, 0.0])  # because equal rewards train nothing
+
+    async def grade(episode: ToyRetailEpisode) -> Grade:
+        return Grade(reward=next(rewards), metrics={})
+
+    monkeypatch.setattr(ToyRetailEpisode, "grade", grade)
     monkeypatch.setattr("src.loop.run.open_endpoint", lambda base_url, model: Judge())
     chat, backend = load_chat(str(ROOT / "datasets" / "toy_retail" / "model")), BanditBackend()
     run = FakeRun(

@@ -1,9 +1,10 @@
 """env=tau_bench: service domains that are graded as tau2-bench grades them.
 
-environment_kwargs=domain=toy_retail the built-in domain, which needs no download
-environment_kwargs=domain=retail+airline,user_simulator=openai,user_model=m,user_base_url=http://127.0.0.1:8000/v1
-train_data=a.jsonl,b.parquet test_data=retail:test,shop=c.jsonl tasks of files and splits, which name their
-domains
+environment_kwargs=domain=toy_retail             the built-in domain, which needs no download
+environment_kwargs=domain=retail+airline,user_simulator=openai,user_model=m,user_base_url=http://h:8000/v1
+environment_kwargs=domain=my_package:open_clinic a domain of your own (docs/environments.md)
+train_data=a.jsonl,b.parquet test_data=retail:test,shop=c.jsonl   tasks of files and splits, which name
+                                                 their domains
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ from src.envs.episodes import EnvSpec, episodes
 from src.envs.message_env import MessageEnv
 from src.envs.options import EnvironmentOptions
 from src.envs.service import tau2, toy_retail
+from src.envs.service.domains import (
+    TEST,
+    TRAIN,
+    DomainContext,
+    ServiceDomain,
+    open_domain,
+    registered_domains,
+)
 from src.envs.service.service_env import ServiceEnv, do_nothing
 from src.envs.service.subprocess_pool import WorkerPool
 from src.envs.service.task_files import TaskDefinition
@@ -68,27 +77,42 @@ class DomainProvider:
 def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     """Open the named domains and the task files. Raises ConfigError for unknown domains, tasks or options."""
     options = with_new_names(config.environment_options)
-    trained = [read_source(text, SPLITS) for text in config.train_data or ()]
-    held_out = [read_source(text, SPLITS, may_be_named=True) for text in config.test_data or ()]
-    name = options.pop("domain", "" if trained or held_out else toy_retail.NAME)
-    names = name.split("+") if name else []
-    domains = {*names, *(domain for source in (*trained, *held_out) for domain in source.domains)}
-    if unknown := sorted(domains - SPLITS.keys()):
-        where = "environment_kwargs" if unknown[0] in names else "train_data or test_data:"
-        raise ConfigError(f"{where} domain={unknown[0]} is not one of {', '.join(SPLITS)}")
+    default = "" if config.train_data or config.test_data else toy_retail.NAME
+    names = [name for name in options.pop("domain", default).split("+") if name]
     model = open_user_model(config, options)
+    context = DomainContext(options=options, user_model=model)
+    registered = registered_domains()
+    opened = {name: open_domain(name, context) for name in names if ":" in name or name in registered}
+    names = [opened[name].name if name in opened else name for name in names]
+    own_domains = {domain.name: domain for domain in opened.values()}
+    known = [*SPLITS, *{**own_domains, **registered}]
+    trained = [read_source(text, known) for text in config.train_data or ()]
+    held_out = [read_source(text, known, may_be_named=True) for text in config.test_data or ()]
+    domains = {*names, *(domain for source in (*trained, *held_out) for domain in source.domains)}
+    if unknown := sorted(domains - set(known)):
+        where = "environment_kwargs" if unknown[0] in names else "train_data or test_data:"
+        raise ConfigError(
+            f"{where} domain={unknown[0]} is not one of {', '.join(known)}; choose one, or give your own as "
+            "environment_kwargs=domain=module:function"
+        )
+    for name in sorted(domains & registered.keys() - own_domains.keys()):
+        own_domains[name] = open_domain(name, context)
     judge = (
         open_endpoint(config.judge_base_url, config.judge_model)
         if config.judge_base_url and config.judge_model
         else None
     )
     providers = open_domains(config, domains, options, model, judge)
+    providers |= {name: provider_of(domain) for name, domain in own_domains.items()}
+    splits = SPLITS | {
+        name: (TRAIN, TEST if TEST in domain.splits else None) for name, domain in own_domains.items()
+    }
     if options:
         option = next(iter(options))
         raise ConfigError(
             f"environment_kwargs: domain={'+'.join(sorted(domains))} has no option {option}; remove it"
         )
-    tasks = [task for name in names for task in providers[name].official(name, SPLITS[name][0])]
+    tasks = [task for name in names for task in providers[name].official(name, splits[name][0])]
     tasks += [task for source in trained for task in source.tasks(providers)]
     if held_out:
         tests = [task for source in held_out for task in source.tasks(providers)]
@@ -96,7 +120,7 @@ def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
         tests = [
             task
             for name in names
-            if (split := SPLITS[name][1]) is not None
+            if (split := splits[name][1]) is not None
             for task in providers[name].official(name, split)
         ]
     require_disjoint(tasks, tests)
@@ -121,6 +145,31 @@ def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
             noop_baseline=do_nothing,
             close=close,
         ),
+    )
+
+
+def provider_of(domain: ServiceDomain) -> DomainProvider:
+    """Return the provider of a domain of the user's own."""
+
+    def completed(task: Task) -> Task:
+        return replace(task, domain=task.domain or domain.name, row={**task.row, "domain": domain.name})
+
+    def official(name: str, split: str | None) -> list[Task]:
+        if split is not None and split not in domain.splits:
+            raise ConfigError(f"{name} has no split {split}; its splits are {', '.join(domain.splits)}")
+        chosen = domain.splits.values() if split is None else [domain.splits[split]]
+        return [completed(task) for tasks in chosen for task in tasks]
+
+    def defined(name: str, definitions: Mapping[str, TaskDefinition]) -> list[Task]:
+        if domain.defined is None:
+            raise ConfigError(f"{name}: rows cannot define tasks of this domain; give ids of its tasks")
+        return [completed(domain.defined(task_id, row)) for task_id, row in definitions.items()]
+
+    return DomainProvider(
+        official=official,
+        defined=defined,
+        make=lambda task, seed: ServiceEnv(domain.episode(task, seed)),
+        close=domain.close,
     )
 
 

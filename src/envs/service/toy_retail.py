@@ -172,11 +172,13 @@ TOOLS = {
 }
 
 
-def call(database: Database, name: str, arguments: Mapping[str, object]) -> Mapping[str, object]:
+def call(
+    database: Database, name: str, arguments: Mapping[str, object], tools: Mapping[str, Tool] = TOOLS
+) -> Mapping[str, object]:
     """Execute a tool, which may change `database`, and return its result. Raises ToolError."""
-    if name not in TOOLS:
+    if name not in tools:
         raise ToolError(f"there is no tool {name}")
-    tool = TOOLS[name]
+    tool = tools[name]
     if set(arguments) != set(tool.parameters) or not all(
         isinstance(value, str) for value in arguments.values()
     ):
@@ -188,12 +190,12 @@ def content_hash(database: Database) -> str:
     return hashlib.sha256(json.dumps(database, sort_keys=True).encode()).hexdigest()
 
 
-def after_gold(database: Database, row: Mapping[str, Any]) -> Database:
+def after_gold(database: Database, row: Mapping[str, Any], tools: Mapping[str, Tool] = TOOLS) -> Database:
     """Return a copy of the database to which the gold actions of a row of tasks.json were applied. Raises
     ToolError if an action fails."""
     replayed = copy.deepcopy(database)
     for action in row["actions"]:
-        call(replayed, action["name"], action["arguments"])
+        call(replayed, action["name"], action["arguments"], tools)
     return replayed
 
 
@@ -203,12 +205,19 @@ def communicates(messages: Sequence[str], fact: str) -> bool:
 
 
 class ToyRetailEpisode:
-    """Implements `ServiceEpisode`."""
+    """An episode with tools over a JSON database. Implements `ServiceEpisode`."""
 
     def __init__(
-        self, row: Mapping[str, Any], *, database: Database, policy: str, user: UserSimulator
+        self,
+        row: Mapping[str, Any],
+        *,
+        database: Database,
+        policy: str,
+        user: UserSimulator,
+        tools: Mapping[str, Tool] = TOOLS,
     ) -> None:
         self._row = row
+        self._tools = tools
         self._policy = policy
         self._user = user
         self._before = database
@@ -223,7 +232,9 @@ class ToyRetailEpisode:
             {"role": "user", "content": request},
         ]
         return ResetResult(
-            messages=messages, tools=[tool.schema for tool in TOOLS.values()], use_native_tool_calling=True
+            messages=messages,
+            tools=[tool.schema for tool in self._tools.values()],
+            use_native_tool_calling=True,
         )
 
     async def step(self, content: str, calls: Sequence[ToolCall]) -> ActionResult:
@@ -241,7 +252,9 @@ class ToyRetailEpisode:
         answers = [
             str(message["content"]) for message in self._conversation if message["role"] == "assistant"
         ]
-        database = float(content_hash(self._database) == content_hash(after_gold(self._before, self._row)))
+        database = float(
+            content_hash(self._database) == content_hash(after_gold(self._before, self._row, self._tools))
+        )
         communicate = float(all(communicates(answers, fact) for fact in self._row["communicate"]))
         metrics = {
             "reward_db": database,
@@ -261,10 +274,10 @@ class ToyRetailEpisode:
     def _call(self, tool_call: ToolCall) -> tuple[str, bool]:
         """Return the text that the agent sees, and whether the call failed."""
         try:
-            result = call(self._database, tool_call.name, tool_call.arguments)
+            result = call(self._database, tool_call.name, tool_call.arguments, self._tools)
         except ToolError as error:
             return f"Error: {error}", True
-        self._has_written |= TOOLS[tool_call.name].writes
+        self._has_written |= self._tools[tool_call.name].writes
         return json.dumps(result), False
 
 
@@ -273,9 +286,12 @@ def scripted(row: Mapping[str, Any], seed: int) -> UserSimulator:
     return ScriptedUserSimulator(random.Random(seed).choice(row["scripts"]))
 
 
-def played_by(model: UserModel) -> Callable[[Mapping[str, Any], int], UserSimulator]:
-    """Return a factory of user simulators that use a model. Each gets the instruction of its task."""
-    return lambda row, seed: ModelUserSimulator(model, INSTRUCTIONS.format(row["instruction"]), seed=seed)
+def played_by(
+    model: UserModel, instructions: str = INSTRUCTIONS
+) -> Callable[[Mapping[str, Any], int], UserSimulator]:
+    """Return a factory of user simulators that use a model. `{}` in `instructions` is the instruction of the
+    task."""
+    return lambda row, seed: ModelUserSimulator(model, instructions.format(row["instruction"]), seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,135 @@
+"""Service domains of the user's own, in addition to the built-in ones.
+
+A domain is a function that returns a `ServiceDomain`. `environment_kwargs=domain=module:function` names the
+function, or an installed package registers it as an entry point of the group `agent_trainer.service_domains`.
+docs/environments.md describes an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from src.core.errors import ConfigError, boundary
+from src.core.trajectory import Task
+from src.envs.service.service_env import ServiceEpisode
+from src.envs.service.task_files import TaskDefinition
+from src.envs.service.toy_retail import (
+    Database,
+    Tool,
+    ToolError,
+    ToyRetailEpisode,
+    after_gold,
+    played_by,
+    scripted,
+)
+from src.envs.service.user_simulator import UserModel
+from src.envs.user_code import load_function
+
+ENTRY_POINTS = "agent_trainer.service_domains"
+TRAIN, TEST = "train", "test"  # the splits that domain=NAME trains on and holds out
+USER_INSTRUCTIONS = (  # for a model that plays the user
+    "You talk to a service agent. {}\n"
+    "Say one short thing at a time and only what is asked or needed. Once you have what you want, or the "
+    "agent says that it is not possible, answer ###STOP### and nothing else."
+)
+
+
+async def release_nothing() -> None:
+    """Close a domain whose episodes share no resources."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DomainContext:
+    """What the run gives to the function that opens a domain."""
+
+    options: dict[str, str]  # of environment_kwargs; the function removes those that it reads
+    user_model: UserModel | None  # plays the users; None: they follow scripts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceDomain:
+    """The tasks of a domain and its episodes."""
+
+    name: str  # in the rows of task files and in metrics
+    splits: Mapping[str, Sequence[Task]]  # `train`, and optionally `test` and others
+    episode: Callable[[Task, int], ServiceEpisode]  # of a task and a seed
+    # Makes the task with an id that a row of a task file defines. None: rows can only name tasks.
+    # Raises ConfigError for gold actions that cannot be executed.
+    defined: Callable[[str, TaskDefinition], Task] | None = None
+    close: Callable[[], Awaitable[None]] = release_nothing
+
+
+DomainFactory = Callable[[DomainContext], ServiceDomain]
+
+
+def registered_domains() -> dict[str, str]:
+    """Map the name of each registered domain to `module:function`."""
+    return {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
+
+
+def open_domain(name: str, context: DomainContext) -> ServiceDomain:
+    """Open the domain `module:function`, or a registered one. Raises ConfigError if that fails."""
+    place = registered_domains().get(name, name)
+    factory: DomainFactory = load_function(place, option="environment_kwargs domain", value=name)
+    with boundary(ConfigError, f"domain={name}"):
+        domain = factory(context)
+    if not isinstance(domain, ServiceDomain):
+        raise ConfigError(f"domain={name} returned {type(domain).__name__}; return a ServiceDomain")
+    return domain
+
+
+def tool_domain(
+    *,
+    name: str,
+    database: Database,
+    policy: str,
+    tools: Sequence[Tool],
+    rows: Sequence[Mapping[str, Any]],
+    path: Path,
+    context: DomainContext,
+) -> ServiceDomain:
+    """Return a domain with tools over a JSON database, graded as toy_retail is.
+
+    Rows have the keys of toy_retail's tasks.json: id, split, instruction, scripts, actions and communicate.
+    `path` is the file that defines the domain. Raises ConfigError if a gold action fails.
+    """
+    by_name = {tool.name: tool for tool in tools}
+    model = context.user_model
+    make_user = scripted if model is None else played_by(model, USER_INSTRUCTIONS)
+
+    def task_of(row: Mapping[str, Any]) -> Task:
+        try:
+            after_gold(database, row, by_name)
+        except ToolError as error:
+            raise ConfigError(f"{name}: {row['id']}: a gold action fails: {error}") from error
+        has_writes = any(by_name[action["name"]].writes for action in row["actions"])
+        return Task(
+            id=f"{name}/{row['id']}",
+            path=path,
+            instruction=row["instruction"],
+            domain=name,
+            row=row,
+            has_writes=has_writes,
+        )
+
+    def defined(task_id: str, definition: TaskDefinition) -> Task:
+        return task_of(
+            {
+                "id": task_id,
+                "instruction": definition.instruction,
+                "scripts": [[definition.instruction]],
+                "actions": definition.actions,
+                "communicate": definition.facts,
+            }
+        )
+
+    def episode(task: Task, seed: int) -> ServiceEpisode:
+        user = make_user(task.row, seed)
+        return ToyRetailEpisode(task.row, database=database, policy=policy, user=user, tools=by_name)
+
+    splits = {split: [task_of(row) for row in rows if row["split"] == split] for split in (TRAIN, TEST)}
+    return ServiceDomain(name=name, splits=splits, episode=episode, defined=defined)

@@ -1,0 +1,349 @@
+"""`python -m src.envs.try_env data=FILE|env=NAME|tasks_dir=DIR`: play a few trials of an environment.
+
+The command prints each conversation with its reward, and then the pass rate. Who answers is `policy`:
+
+    policy=model     a model of a Tinker endpoint or of an OpenAI-compatible endpoint; the default with
+                     model_name
+    policy=typed     the user, at the terminal; the default at a terminal
+    policy=scripted  the lines of answers=FILE or, with data=, the reference answers; needs no server
+
+Exit status: 0, 1 (no trial could be graded), 2 (wrong options), 130 (interrupted).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import chz
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from src.cli.command_line import help_for, parse_as, print_help
+from src.cli.console import terminal
+from src.cli.environment_variables import load_environment, with_local_model, with_server_from_environment
+from src.core.errors import INTERRUPTED, BackendError, ConfigError, TrainerError
+from src.core.options import at_least, require
+from src.core.process import deadline, exit_on_signal, exit_process, run_until_signal
+from src.core.token_ids import TokenIds
+from src.core.trajectory import StopReason, Task, Trajectory, TrajectoryGroup, TrialFailure, Turn
+from src.envs.base import TaskSource, close_quietly
+from src.envs.data.rows import Question, require_reference
+from src.envs.options import EnvironmentOptions, HarborOptions, TauBenchOptions, environment_options
+from src.envs.registry import check_environment, open_task_source
+from src.envs.splits import chosen_tasks
+from src.learning.played_groups import SOLVED
+from src.policy.backend import connect
+from src.policy.chat import Chat, load_chat
+from src.policy.openai_client import END, EndpointPolicy, MessageCodec, connect_endpoint, endpoint_chat
+from src.policy.sampling_policy import Policy, SampleRequest
+from src.records.checkpoints import sampler_path
+
+TITLE = [
+    "python -m src.envs.try_env key=value ...",
+    "",
+    "Plays a few trials of an environment and prints them with their rewards and the pass rate.",
+]
+STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
+NO_SERVER = "http://unused"  # typed and scripted answers need no server, but the options name one
+MAX_CHARACTERS = 2000  # of a message that is shown
+
+PolicyFor = Callable[[Task], Policy]
+
+
+@chz.chz
+class TryConfig(HarborOptions, TauBenchOptions):
+    """What is tried"""
+
+    model_name: str = chz.field(
+        default="", doc="Model as the server or the endpoint names it, for policy=model"
+    )
+    tasks: list[str] | None = chz.field(
+        default=None, doc="Only these tasks: ids or globs; None: the first n_tasks"
+    )
+    n_tasks: int = chz.field(default=3, doc="Number of tasks to play", validator=at_least(1))
+    n_samples: int = chz.field(default=1, doc="Trials per task", validator=at_least(1))
+    policy: Literal["auto", "model", "typed", "scripted"] = chz.field(
+        default="auto",
+        doc="Who answers; auto: model with model_name, else typed at a terminal, else scripted",
+    )
+    answers: str | None = chz.field(
+        default=None, doc="Text file with one answer per line, for policy=scripted; the last one is repeated"
+    )
+    checkpoint: str | None = chz.field(
+        default=None, doc="tinker:// path of a sampler checkpoint, or a run folder; None: base model"
+    )
+    base_url: str | None = chz.field(
+        default=None, doc="OpenAI-compatible endpoint in place of a Tinker endpoint; key: OPENAI_API_KEY"
+    )
+
+    @property
+    def uses_backend(self) -> bool:
+        return self.kind == "model" and self.base_url is None
+
+    @property
+    def environment(self) -> EnvironmentOptions:
+        """The options of the environment, without a split of its tasks."""
+        return environment_options(self, url=None if self.uses_backend else self.base_url or NO_SERVER)
+
+    @property
+    def kind(self) -> str:
+        """The policy that `auto` stands for."""
+        if self.policy != "auto":
+            return self.policy
+        if self.model_name:
+            return "model"
+        return "typed" if sys.stdin.isatty() and self.answers is None else "scripted"
+
+    @chz.validate
+    def _policy_has_what_it_needs(self) -> None:
+        kind = self.kind
+        require(
+            self.answers is None or kind == "scripted",
+            f"answers is for policy=scripted, not policy={kind}; remove one of them",
+        )
+        require(
+            kind != "model" or bool(self.model_name),
+            "missing: model_name; policy=model needs it",
+        )
+        for name in ("checkpoint", "base_url"):
+            require(
+                kind == "model" or getattr(self, name) is None,
+                f"{name} is for policy=model, not policy={kind}; remove one of them",
+            )
+        require(
+            self.base_url is None or self.checkpoint is None, "base_url and checkpoint exclude each other"
+        )
+        require(
+            self.uses_backend or not self.use_native_tool_calling,
+            "use_native_tool_calling needs the chat template of a model at a Tinker endpoint; remove it",
+        )
+
+
+class AnsweringPolicy:
+    """A policy whose answers come from `answer`, a function of the messages so far. Implements `Policy`."""
+
+    def __init__(self, answer: Callable[[Sequence[dict[str, str]]], str]) -> None:
+        self.version = 0
+        self._answer = answer
+        self._codec = MessageCodec()
+
+    async def sample(self, request: SampleRequest) -> Turn:
+        text = await asyncio.to_thread(self._answer, self._codec.messages(request.prompt_ids))
+        ids = self._codec.encode(text.replace(END, "") + END, add_special_tokens=False)
+        completion = ids[: request.max_tokens]
+        return Turn(
+            prompt_ids=TokenIds.wrap(request.prompt_ids),
+            completion_ids=completion,
+            logprobs=[math.nan] * len(completion),
+            stop_reason=StopReason.STOP if len(completion) == len(ids) else StopReason.LENGTH,
+            policy_version=0,
+        )
+
+
+def scripted(lines: Sequence[str]) -> Policy:
+    """Return a policy that says the lines in order and repeats the last one."""
+
+    def answer(messages: Sequence[dict[str, str]]) -> str:
+        num_said = sum(message["role"] == "assistant" for message in messages)
+        return lines[min(num_said, len(lines) - 1)]
+
+    return AnsweringPolicy(answer)
+
+
+def typed(console: Console) -> Policy:
+    """Return a policy that shows the new messages and reads the answer from the terminal."""
+
+    def answer(messages: Sequence[dict[str, str]]) -> str:
+        said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        for message in messages[said[-1] + 1 if said else 0 :]:
+            console.print(shown(message["role"], message["content"]))
+        try:
+            return console.input("[bold green]answer>[/] ")
+        except EOFError as error:
+            raise BackendError("standard input ended before the trial") from error
+
+    return AnsweringPolicy(answer)
+
+
+def policy_for_scripted(config: TryConfig) -> PolicyFor:
+    """Return the scripted policy of each task. Raises ConfigError without answers."""
+    if config.answers is not None:
+        try:
+            lines = Path(config.answers).expanduser().read_text().splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"answers={config.answers} cannot be read ({error}); name a text file"
+            ) from error
+        if not lines:
+            raise ConfigError(f"answers={config.answers} has no lines; write one answer per line")
+        return lambda task: scripted(lines)
+
+    def with_reference(task: Task) -> Policy:
+        question = task.row.get("question")
+        if not isinstance(question, Question):
+            raise ConfigError(
+                "policy=scripted needs answers=FILE with one answer per line, because only data= has "
+                "reference answers"
+            )
+        reference = require_reference(question)
+        return scripted([*[reference] * len(question.follow_ups), reference])
+
+    return with_reference
+
+
+@asynccontextmanager
+async def opened(config: TryConfig, console: Console) -> AsyncIterator[tuple[TaskSource, PolicyFor]]:
+    """Open the tasks and the policy."""
+    options = config.environment
+    await asyncio.to_thread(check_environment, options)
+    async with AsyncExitStack() as stack:
+        chat = endpoint_chat()
+        if config.kind == "scripted":
+            policy_for = policy_for_scripted(config)
+        elif config.kind == "typed":
+            policy_for = partial(_same_policy, typed(console))
+        else:
+            policy, chat = await model(config, stack)
+            policy_for = partial(_same_policy, policy)
+        source = await asyncio.to_thread(open_task_source, options, chat)
+        stack.push_async_callback(close_quietly, source)
+        yield source, policy_for
+
+
+async def model(config: TryConfig, stack: AsyncExitStack) -> tuple[Policy, Chat]:
+    """Return the policy of `policy=model` and its chat format. `stack` closes the connection."""
+    if config.base_url is not None:
+        endpoint = await stack.enter_async_context(connect_endpoint(config.base_url, config.model_name))
+        return EndpointPolicy(endpoint), endpoint_chat()
+    checkpoint = sampler_path(config.checkpoint)
+    chat = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)
+    server = await stack.enter_async_context(connect(config))
+    limit_s = config.request_timeout_s
+    async with deadline(limit_s, BackendError, f"the server opened no policy within {limit_s:g} s"):
+        return await server.open_policy(checkpoint), chat
+
+
+def _same_policy(policy: Policy, task: Task) -> Policy:
+    return policy
+
+
+async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
+    """Play the trials and print them. Appends the exit status to `statuses`."""
+    async with opened(config, console) as (source, policy_for):
+        tasks = chosen_tasks([*source.train, *source.eval], config.tasks)[: config.n_tasks]
+        slots = asyncio.Semaphore(1 if config.kind == "typed" else config.n_parallel_envs)
+        with tempfile.TemporaryDirectory() as folder:
+
+            async def play(task: Task, member: int) -> Trajectory | TrialFailure:
+                async with slots:
+                    trial = source.trial(
+                        task,
+                        directory=Path(folder),
+                        seed=config.seed + member,
+                        temperature=config.temperature,
+                        member=member,
+                    )
+                    result = await trial.run(policy_for(task))
+                console.print(trial_panel(task, member, result, with_messages=config.kind != "typed"))
+                return result
+
+            groups: list[TrajectoryGroup] = []
+            results = await asyncio.gather(
+                *(play(task, member) for task in tasks for member in range(config.n_samples))
+            )
+            for number, task in enumerate(tasks):
+                members = results[number * config.n_samples : (number + 1) * config.n_samples]
+                groups.append(
+                    TrajectoryGroup(
+                        task=task,
+                        trajectories=[member for member in members if isinstance(member, Trajectory)],
+                        failures=[member for member in members if isinstance(member, TrialFailure)],
+                    )
+                )
+    for content in summary(groups, config):
+        console.print(content)
+    statuses.append(0 if any(group.trajectories for group in groups) else 1)
+
+
+def shown(role: str, content: str) -> Text:
+    if len(content) > MAX_CHARACTERS:
+        content = f"{content[:MAX_CHARACTERS]} ... ({len(content) - MAX_CHARACTERS} more characters)"
+    return Text.assemble((f"{role}: ", f"bold {STYLES.get(role, 'white')}"), content)
+
+
+def trial_panel(task: Task, member: int, result: Trajectory | TrialFailure, *, with_messages: bool) -> Panel:
+    """Return the conversation of a trial with its reward, or the reason why it has none."""
+    title = f"{task.id}, trial {member + 1}"
+    if isinstance(result, TrialFailure):
+        return Panel(
+            Text(f"{result.kind}: {result.message}", "red"), title=f"{title}: not graded", title_align="left"
+        )
+    messages = result.conversation if with_messages else ()
+    lines = [shown(str(message.get("role")), str(message.get("content"))) for message in messages]
+    if result.zero_reason is not None:
+        lines.append(Text(f"{result.zero_reason}: {result.zero_detail}", "red"))
+    metrics = ", ".join(
+        f"{name} {value:g}" for name, value in result.metrics.items() if name != "duration_s" and value
+    )
+    end = f"{len(result.turns)} turns, ended by {result.stop_reason}{f'; {metrics}' if metrics else ''}"
+    return Panel(
+        Group(*lines, Text(end, "dim")), title=f"{title}: reward {result.reward:g}", title_align="left"
+    )
+
+
+def summary(groups: Sequence[TrajectoryGroup], config: TryConfig) -> list[Table | Text]:
+    """Return a row per task, and the pass rate of all trials."""
+    table = Table(box=None, padding=(0, 1))
+    for heading in ("task", "solved", "rewards", "not graded"):
+        table.add_column(heading, no_wrap=heading == "task")
+    for group in groups:
+        solved = sum(reward >= SOLVED for reward in group.rewards)
+        rewards = " ".join(f"{reward:g}" for reward in group.rewards)
+        table.add_row(
+            group.task.id, f"{solved}/{len(group.rewards)}", rewards, str(len(group.failures) or "")
+        )
+    rewards = [reward for group in groups for reward in group.rewards]
+    if not rewards:
+        return [table, Text("no trial could be graded", "red")]
+    num_solved = sum(reward >= SOLVED for reward in rewards)
+    lines = [
+        f"pass rate ({config.kind}): {num_solved / len(rewards):.1%} ({num_solved}/{len(rewards)} trials)"
+    ]
+    if config.kind == "model" and config.n_samples > 1:
+        num_mixed = sum(len(set(group.rewards)) > 1 for group in groups)
+        lines.append(f"tasks whose rewards differ, from which GRPO learns: {num_mixed} of {len(groups)}")
+    return [table, *map(Text, lines)]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Play the trials and return the exit status."""
+    if any(argument in ("--help", "-h", "help") for argument in argv):
+        print_help(help_for(TryConfig, title=TITLE))
+        return 0
+    load_environment(argv)
+    statuses: list[int] = []
+    console = terminal()
+    try:
+        with exit_on_signal():
+            config = parse_as(TryConfig, with_local_model(with_server_from_environment(argv)))
+            status = asyncio.run(run_until_signal(run(config, console, statuses), console.print))
+            return status or statuses[0]
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except TrainerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    exit_process(main(sys.argv[1:]))

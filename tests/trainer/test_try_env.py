@@ -1,0 +1,106 @@
+"""`python -m src.envs.try_env`: trials of scripted, typed and model policies, printed with their rewards."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from src.cli.command_line import parse_as
+from src.core.errors import ConfigError
+from src.envs import try_env
+from src.envs.try_env import TryConfig
+from tests.fakes.policy import FakePolicy
+from tests.fakes.tokenizer import byte_chat
+
+ROWS = [{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(4)]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return f"data={path}"
+
+
+async def tried(*options: str) -> tuple[str, int]:
+    text, statuses = io.StringIO(), list[int]()
+    await try_env.run(parse_as(TryConfig, options), Console(file=text, width=100), statuses)
+    return text.getvalue(), statuses[0]
+
+
+async def test_reference_answers_earn_the_whole_reward(data: str):
+    text, status = await tried(data, "reward=number", "policy=scripted", "n_tasks=2", "n_samples=2")
+    assert "pass rate (scripted): 100.0% (4/4 trials)" in text and status == 0
+    assert text.count("user: 0+1?") == 2 and "sums-00001, trial 2: reward 1" in text
+
+
+async def test_scripted_answers_come_from_a_file(data: str, tmp_path: Path):
+    (tmp_path / "answers.txt").write_text("wrong\n2\n")
+    options = (f"answers={tmp_path / 'answers.txt'}", "tasks=sums-00002,sums-00003")
+    text, _ = await tried(data, "reward=number", "environment_kwargs=attempts=2", *options)
+    assert (
+        "pass rate (scripted): 50.0% (1/2 trials)" in text and "user: That is not correct. Try again." in text
+    )
+
+
+async def test_typed_answers_are_read_from_the_terminal(data: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("1\n5\n"))
+    text, _ = await tried(data, "reward=number", "policy=typed")
+    assert text.index("user: 0+1?") < text.index("sums-00001, trial 1: reward 1") < text.index("user: 1+1?")
+    assert "backend: standard input ended before the trial" in text
+    assert "pass rate (typed): 50.0% (1/2 trials)" in text
+
+
+async def test_a_model_is_asked_for_its_pass_rate(data: str, monkeypatch: pytest.MonkeyPatch):
+    async def model(config, stack):
+        return FakePolicy(byte_chat(), ["1", "2", "3"]), byte_chat()
+
+    monkeypatch.setattr(try_env, "model", model)
+    text, _ = await tried(
+        data, "reward=number", "model_name=m", "base_url=http://h:1/v1", "n_samples=3", "n_tasks=1"
+    )
+    assert "pass rate (model): 33.3% (1/3 trials)" in text
+    assert "tasks whose rewards differ, from which GRPO learns: 1 of 1" in text
+
+
+async def test_the_failure_of_a_reward_function_is_shown(data: str, tmp_path: Path, monkeypatch):
+    (tmp_path / "bad_reward.py").write_text("def grade(answer, row):\n    return row['nothing']\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text, status = await tried(data, "reward=bad_reward:grade", "policy=scripted", "n_tasks=1")
+    assert "env_error: KeyError: 'nothing'" in text and "bad_reward.py:2 in grade)" in text.replace("\n", "")
+    assert status == 0
+
+
+async def test_trials_without_a_grade_give_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "torn_env.py").write_text(
+        "from src.core.trajectory import Task\nfrom src.envs.episodes import EnvSpec, episodes\n"
+        "def make(task, seed):\n    raise RuntimeError('no board')\n"
+        "def open_env(config, chat):\n"
+        "    return episodes(config, chat, EnvSpec(tasks=[Task(id='a', path=__file__)], make=make))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "answers.txt").write_text("hello\n")
+    text, status = await tried("env=torn_env:open_env", f"answers={tmp_path / 'answers.txt'}")
+    assert "env_init_failed: RuntimeError: no board" in text and "torn_env.py:4" in text
+    assert "no trial could be graded" in text and status == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["env=tau_bench", "policy=scripted"], "policy=scripted needs answers=FILE with one answer per line"),
+        (["env=tau_bench", "answers=no.txt"], "answers=no.txt cannot be read"),
+        (["env=tau_bench", "policy=typed", "answers=a"], "answers is for policy=scripted, not policy=typed"),
+        (["env=tau_bench", "n_tasks=0"], "n_tasks must be at least 1, not 0"),
+        (["env=tau_bench", "policy=model"], "missing: model_name"),
+        (["env=tau_bench", "policy=typed", "checkpoint=a"], "checkpoint is for policy=model"),
+        (["data=no.jsonl"], "missing: reward; write reward=exact"),
+    ],
+)
+async def test_a_mistake_is_one_line(options, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        await tried(*options)
