@@ -24,8 +24,6 @@ RECIPE_OPTIONS = {
     "max_tokens": "2048",
     "temperature": "0.7",
     "context_limit": "128000",
-    "proactive_summarization_threshold": "8000",
-    "enable_summarize": "true",
     "n_epochs": "2",
     "num_substeps": "4",
     "remove_constant_reward_groups": "true",
@@ -33,7 +31,14 @@ RECIPE_OPTIONS = {
     "loss_fn": "ppo",
     "wandb_project": "harbor-training",
 }
-RECIPE_OF_KIND = {"harbor": {"environment_type": "auto"}, "tau_bench": {"use_native_tool_calling": "true"}}
+RECIPE_OF_KIND = {
+    "harbor": {
+        "environment_type": "auto",
+        "proactive_summarization_threshold": "8000",
+        "enable_summarize": "true",
+    },
+    "tau_bench": {"use_native_tool_calling": "true"},
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,9 +109,10 @@ def fitted(
         lengths["max_tokens"] = min(int(options["max_tokens"]), max(1, limit // 4))
     generated = int(given.get("max_generate_length", given.get("max_tokens", lengths.get("max_tokens", 0))))
     longest_input = min(int(given.get("max_input_length", limit)), limit - generated)
-    lengths["proactive_summarization_threshold"] = min(
-        int(options["proactive_summarization_threshold"]), limit // 4, max(0, longest_input // 2)
-    )
+    if "proactive_summarization_threshold" in options:
+        lengths["proactive_summarization_threshold"] = min(
+            int(options["proactive_summarization_threshold"]), limit // 4, max(0, longest_input // 2)
+        )
     changed = {
         name: value
         for name, value in lengths.items()
@@ -114,7 +120,7 @@ def fitted(
     }
     if not changed:
         return dict(options), None
-    shown = ", ".join(f"{name}={value} ({options[name]})" for name, value in changed.items())
+    shown = ", ".join(f"{name}={value} instead of {options[name]}" for name, value in changed.items())
     return (
         {**options, **{name: str(value) for name, value in changed.items()}},
         f"fitted to the server's context of {context} tokens: {shown}",

@@ -326,7 +326,8 @@ def train(options: dict[str, str], server: subprocess.Popen[bytes] | None, *, ke
     signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
     status = trainer.wait()
     if server is not None:
-        say_programs(options["skyrl_tx_url"], key=key or "")
+        if status == 0:  # otherwise the last line is the error
+            say_programs(options["skyrl_tx_url"], key=key or "")
         stop(server)
     return status if status >= 0 else 128 - status
 

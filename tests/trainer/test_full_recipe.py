@@ -102,8 +102,8 @@ def test_a_healthy_server_is_used_and_its_context_is_the_limit(trained, monkeypa
     said = capfd.readouterr().out
     assert f"using the server at {url}: local/model, 4096 tokens" in said
     assert (
-        "fitted to the server's context of 4096 tokens: context_limit=4096 (128000), max_tokens=1024 (2048), "
-        "proactive_summarization_threshold=1024 (8000)"
+        "fitted to the server's context of 4096 tokens: context_limit=4096 instead of 128000, "
+        "max_tokens=1024 instead of 2048, proactive_summarization_threshold=1024 instead of 8000"
     ) in said
     assert "wandb is off" in said and "wandb_project" not in options
     assert options["log_path"].startswith("./runs/tasks-model-20")
