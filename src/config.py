@@ -14,8 +14,8 @@ import chz
 from src.core.options import above, at_least, require, share
 from src.envs.options import EnvironmentOptions, TaskOptions
 from src.learning.options import CLIPPED_LOSSES, LearnerOptions, PreparationOptions
-from src.policy.options import AdapterOptions
-from src.records.options import RunFolderOptions, TrackingOptions
+from src.policy.options import AdapterOptions, WatchdogOptions
+from src.records.options import DumpOptions, RunFolderOptions, TrackingOptions
 from src.rollouts.options import GroupOptions, JudgeOptions, RolloutOptions, ScheduleOptions
 
 _NO_PENALTY = "the Tinker API samples without penalties; remove it"
@@ -76,14 +76,38 @@ SECTIONS = (
 
 
 @chz.chz
+class LoopOptions(AdapterOptions, WatchdogOptions, RunFolderOptions):
+    """Training loop"""
+
+    save_every: int = chz.field(
+        default=20, doc="Steps between checkpoints; 0: only at the end", validator=at_least(0)
+    )
+    eval_every: int = chz.field(
+        default=10, doc="Steps between evaluations; 0: only before and after", validator=at_least(0)
+    )
+    reconnect_timeout_s: float = chz.field(
+        default=600,
+        doc="Wait this long for a lost server to return, then continue from the last checkpoint; 0: stop "
+        "at once",
+        validator=at_least(0),
+    )
+    stop_timeout_s: float = chz.field(
+        default=120,
+        doc="Longest time that a stop (SIGINT, SIGTERM) or a failure takes to finish the step and save a "
+        "checkpoint",
+        validator=above(0),
+    )
+
+
+@chz.chz
 class TrainerConfig(
-    RunFolderOptions,
+    DumpOptions,
     TrackingOptions,
     ScheduleOptions,
     GroupOptions,
     PreparationOptions,
     LearnerOptions,
-    AdapterOptions,
+    LoopOptions,
     RolloutOptions,
     JudgeOptions,
     EnvironmentOptions,
@@ -99,12 +123,6 @@ class TrainerConfig(
         default=False,
         doc="Allow max_staleness > 0 with another loss than ppo and cispo, which bound the ratios",
     )
-    save_every: int = chz.field(
-        default=20, doc="Steps between checkpoints; 0: only at the end", validator=at_least(0)
-    )
-    eval_every: int = chz.field(
-        default=10, doc="Steps between evaluations; 0: only before and after", validator=at_least(0)
-    )
     eval_before_train: bool = chz.field(default=True, doc="Evaluate the initial weights, as step 0")
     eval_group_size: int | None = chz.field(
         default=None, doc="Trials per held-out task; None: group_size", validator=at_least(1)
@@ -116,18 +134,6 @@ class TrainerConfig(
         default=1.0,
         doc="Evaluations sample from the most likely tokens that together have this probability; 1: from all",
         validator=share,
-    )
-    reconnect_timeout_s: float = chz.field(
-        default=600,
-        doc="Wait this long for a lost server to return, then continue from the last checkpoint; 0: stop "
-        "at once",
-        validator=at_least(0),
-    )
-    stop_timeout_s: float = chz.field(
-        default=120,
-        doc="Longest time that a stop (SIGINT, SIGTERM) or a failure takes to finish the step and save a "
-        "checkpoint",
-        validator=above(0),
     )
 
     @chz.validate

@@ -14,14 +14,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from src.config import TrainerConfig
 from src.core.errors import BackendError, StorageError
 from src.core.event_loop import LagMeter
-from src.core.process import deadline
+from src.core.shielding import run_to_its_end, to_its_end
 from src.core.trajectory import TrajectoryGroup
 from src.envs.base import TaskSource
 from src.evaluate.evaluation import Evaluation, evaluate
@@ -33,8 +33,6 @@ from src.learning.metrics import group_metrics
 from src.learning.preparation import prepare, stream_datums, stream_metrics
 from src.policy.backend import Backend
 from src.policy.sampling_policy import Policy, ReferenceModel, TopPPolicy
-from src.records import checkpoints
-from src.records.checkpoints import Checkpoint
 from src.records.dumps import dump_evaluation, dump_examples
 from src.records.journal import GroupKey
 from src.records.rollout_log import record_groups
@@ -42,6 +40,7 @@ from src.records.rollout_store import FinishedRollouts
 from src.records.tracking import RunLog
 from src.records.uploads import Upload, upload_evaluation, upload_examples
 from src.rollouts.batch_collector import BatchCollector
+from src.rollouts.checkpoint_saver import CheckpointSaver
 from src.rollouts.group_rollout import RolloutPlan, Rollouts
 from src.rollouts.pipeline import Batch
 from src.rollouts.watchdog import Watchdog, WatchedPolicy, WatchedReference
@@ -64,14 +63,6 @@ class Collected:
         """The groups with at least one example."""
         pairs = zip(self.groups, self.examples_P_G, strict=True)
         return [(group.step, group.task.id) for group, examples in pairs if examples]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Completed[T]:
-    """The result of work that a stop of the run did not interrupt."""
-
-    value: T
-    is_stopped: bool  # whether the run was told to stop in the meantime
 
 
 class Terminus2RLTrainer:
@@ -120,7 +111,15 @@ class Terminus2RLTrainer:
             events=events,
             steps_done=steps_done,
         )
-        self._saved_step = steps_done or None  # a resumed run starts from a checkpoint
+        self._saver = CheckpointSaver(
+            backend,
+            watchdog,
+            self._journal,
+            events,
+            log_path=log_path,
+            steps_done=steps_done,
+            stop_timeout_s=config.stop_timeout_s,
+        )
         self._first_evaluation: Evaluation | None = None
 
     async def train(self, batches: Sequence[Batch]) -> None:
@@ -140,7 +139,15 @@ class Terminus2RLTrainer:
         except (BackendError, StorageError):
             raise
         except BaseException:
-            await _run_to_its_end(self._save_after_failure(final=self.steps_done == len(batches)))
+            final = self.steps_done == len(batches)
+            await run_to_its_end(
+                self._saver.save_after_failure(
+                    self.steps_done,
+                    epoch=self._epoch,
+                    final=final,
+                    is_update_pending=self._is_update_pending,
+                )
+            )
             raise
 
     async def _evaluate_start(self, policy: Policy, *, num_steps: int) -> None:
@@ -162,7 +169,7 @@ class Terminus2RLTrainer:
     async def _step(self, batch: Batch, reference: ReferenceModel | None, *, num_steps: int) -> None:
         started = time.monotonic()
         collected = await self._collect(batch)
-        update = await _to_its_end(self._update(collected, reference))
+        update = await to_its_end(self._update(collected, reference))
         metrics = collected.metrics | update.value
         evaluation: dict[str, float] | None = None
         try:  # the metrics of the step are logged even if its evaluation fails
@@ -179,7 +186,8 @@ class Terminus2RLTrainer:
                 batch, metrics, num_steps=num_steps, started=started, is_evaluated=evaluation is not None
             )
         if batch.step == num_steps or _is_due(batch.step, self._config.save_every):
-            await _run_to_its_end(self._save(final=batch.step == num_steps))
+            saving = self._saver.save(batch.step, epoch=batch.epoch, final=batch.step == num_steps)
+            await run_to_its_end(saving)
 
     async def _collect(self, batch: Batch) -> Collected:
         """Roll out the groups of one step, and give them advantages."""
@@ -338,52 +346,6 @@ class Terminus2RLTrainer:
         if self._dump_folder is not None and (url := self._config.upload_url) is not None:
             await asyncio.to_thread(upload, self._dump_folder, step, url=url, run=self._log_path.name)
 
-    async def _save(self, *, final: bool) -> None:
-        """Save a checkpoint of the present weights, unless there is one."""
-        if self._saved_step == self.steps_done:
-            return
-        name = f"{self.steps_done:06d}"
-        paths = await self._watchdog.answer(self._backend.save(name), f"saving checkpoint {name}")
-        checkpoints.append(
-            self._log_path,
-            Checkpoint(
-                name=name,
-                batch=self.steps_done,
-                epoch=self._epoch,
-                final=final,
-                state_path=paths.state_path,
-                sampler_path=paths.sampler_path,
-            ),
-        )
-        self._journal.checkpointed(self.steps_done, paths.state_path)
-        self._saved_step = self.steps_done
-        self._events.say(f"checkpoint after step {self.steps_done}: {paths.state_path}")
-
-    async def _save_after_failure(self, *, final: bool) -> None:
-        """Save the weights of a run that failed or was stopped.
-
-        An error of the save is reported and not raised, so that it does not hide the cause. A server that
-        does not answer delays the end of the process by at most `stop_timeout_s`.
-        """
-        step, limit_s = self.steps_done, self._config.stop_timeout_s
-        too_late = f"not saved within stop_timeout_s={limit_s:g}"
-        if self._is_update_pending:
-            self._events.say(
-                f"no checkpoint is saved: it is unknown whether the server has trained step {step + 1}"
-            )
-            return
-        try:
-            async with deadline(limit_s, BackendError, too_late):
-                await self._backend.check()
-                await self._save(final=final)
-        except asyncio.CancelledError:
-            self._events.say(f"no checkpoint was saved after step {step}: {too_late}")
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__} {error}".rstrip()
-            self._events.say(f"no checkpoint could be saved after step {step}: {reason}")
-            logger.debug("saving after a failure failed", exc_info=True)
-
     def _record(
         self, batch: Batch, groups: Sequence[TrajectoryGroup], examples_P_G: Sequence[Sequence[Example]]
     ) -> None:
@@ -397,29 +359,3 @@ class Terminus2RLTrainer:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-async def _to_its_end[T](work: Coroutine[object, object, T]) -> Completed[T]:
-    """Finish `work` even if the caller is cancelled meanwhile.
-
-    If `work` fails then, CancelledError is raised.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        return Completed(value=await asyncio.shield(task), is_stopped=False)
-    except asyncio.CancelledError:
-        if task.cancelled():
-            raise
-        try:
-            return Completed(value=await task, is_stopped=True)
-        except Exception as error:
-            logger.warning("failed while stopping: %s: %s", type(error).__name__, error)
-            raise asyncio.CancelledError from error
-
-
-async def _run_to_its_end[T](work: Coroutine[object, object, T]) -> T:
-    """Finish `work` even if the caller is cancelled meanwhile, and raise CancelledError afterwards."""
-    completed = await _to_its_end(work)
-    if completed.is_stopped:
-        raise asyncio.CancelledError
-    return completed.value

@@ -22,15 +22,13 @@ from src.cli.environment_variables import (
 from src.config import TrainerConfig
 from src.core.errors import INTERRUPTED, TrainerError
 from src.core.log_setup import set_log_levels
-from src.core.process import exit_on_signal, exit_process, run_until_signal
+from src.core.process import STOPPING, exit_on_signal, exit_process, run_until_signal
 
 if TYPE_CHECKING:
     from src.evaluate.training_events import TrainingEvents
     from src.loop.run_result import RunResult
 
 __all__ = ["TrainerConfig", "main", "read_result", "train"]
-
-STOPPING = "stopping: saving a checkpoint first (once more to stop at once)"
 
 
 async def train(config: TrainerConfig, *, events: TrainingEvents | None = None) -> RunResult:

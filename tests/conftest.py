@@ -21,7 +21,7 @@ SLOW_TRAINER_FILES = {  # files of tests/trainer that start processes or sandbox
     *("test_batch_collector", "test_console", "test_exact_tokens"),
     *("test_exactly_once", "test_fault_matrix", "test_grading_method", "test_harbor_environment"),
     *("test_harbor_trial", "test_metrics_table", "test_published_chat_templates", "test_quickstart_data"),
-    *("test_reconnect", "test_run", "test_run_result"),
+    *("test_reconnect", "test_run", "test_run_result", "test_sft"),
     *("test_sandbox_environment", "test_service_run", "test_subprocess_pool", "test_tau2"),
     *("test_tau2_benchmark", "test_terminal_patterns", "test_tracking", "test_train"),
     *("test_unresponsive_server", "test_validate"),

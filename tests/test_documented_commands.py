@@ -23,6 +23,7 @@ from src.config import TrainerConfig
 from src.envs.try_env import TryConfig
 from src.envs.validate import ValidateConfig
 from src.evaluate.config import EvaluateConfig
+from src.sft.config import SftConfig
 from tests.integration import test_examples
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +32,7 @@ FENCE = re.compile(r"(?:<!-- requires: (?P<mark>[\w ,-]+) -->\n)?```bash\n(?P<te
 MARKS = {"minutes", "model", "run", "server", "peers", "sandbox", "hosts", "tau2", "cookbook", "gpu"}
 OPTIONS: dict[str, type[object]] = {
     "src.train": TrainerConfig,
+    "src.sft": SftConfig,
     "src.evaluate": EvaluateConfig,
     "src.analyze": AnalyzeConfig,
     "src.envs.validate": ValidateConfig,

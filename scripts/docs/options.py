@@ -14,6 +14,7 @@ from src.core.options import sections
 from src.core.skyrl_options import REFUSED_BY_REASON, TAKEN
 from src.envs.try_env import TryConfig
 from src.evaluate.config import CompareConfig, EvaluateConfig
+from src.sft.config import SftConfig
 
 INTRODUCTION = """# Options
 
@@ -29,6 +30,7 @@ def page() -> str:
     """Return the page."""
     programs = (
         ("Trainer", "python -m src.train", TrainerConfig, sections_of(TrainerConfig)),
+        ("Supervised fine-tuning", "python -m src.sft", SftConfig, sections_of(SftConfig)),
         (
             "Evaluation",
             "python -m src.evaluate",

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from src.cli.saved_options import resumed_arguments
+from src.cli.saved_options import program_of, resumed_arguments
 from src.core.errors import ConfigError
 
 MODULES = {
     "train": ("src.train", "Train an agent"),
     "try": ("src.envs.try_env", "Play a few trials of an environment and print them"),
+    "sft": ("src.sft", "Fine-tune on chats, before RL"),
     "evaluate": ("src.evaluate", "Evaluate a model, a checkpoint or an endpoint"),
     "serve": ("skyrl_tx_server", "Serve a model over the Tinker API"),
     "export": ("skyrl_tx_server.export", "Export an adapter, merge it into its model, or import one"),
@@ -59,7 +60,7 @@ def command_line(name: str, arguments: list[str]) -> list[str]:
     options = resumed_arguments(run, changes)
     if _has_own_server(Path(run).expanduser()) and importlib.util.find_spec("scripts") is not None:
         return [LAUNCHER, f"resume={run}", *changes]
-    return ["src.train", *options]
+    return [program_of(run), *options]
 
 
 def help_text() -> str:

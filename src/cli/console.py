@@ -31,6 +31,9 @@ SHOWN = (
     ("lost", "trials/ungraded", "{:.0f}"),
     ("turns", "env/all/turns", "{:.1f}"),
     ("tokens", "tokens/sampled", "{:.0f}"),
+    ("nll", "sft/nll", "{:.4f}"),
+    ("chats", "sft/chats", "{:.0f}"),
+    ("trained tokens", "sft/trained_tokens", "{:.0f}"),
     ("grad", "optim/grad_norm", "{:.2g}"),
     ("KL", "optim/kl_sample_train_v2", "{:.1e}"),  # between sampler and trainer
     ("play s", "time/rollouts", "{:.1f}"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from dotenv import load_dotenv
@@ -20,12 +20,18 @@ def load_environment(argv: Sequence[str]) -> None:
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else importing Harbor requests prices
 
 
-def with_server_from_environment(argv: Sequence[str]) -> list[str]:
-    """Add skyrl_tx_url from SKYRL_TX_URL and tau2_home from TAU2_HOME, unless they are given."""
+def with_server_from_environment(
+    argv: Sequence[str], *, names: Collection[str] = ("skyrl_tx_url", "tau2_home")
+) -> list[str]:
+    """Add skyrl_tx_url from SKYRL_TX_URL and tau2_home from TAU2_HOME, unless they are given.
+
+    `names` are those that the program has.
+    """
     url = os.environ.get("SKYRL_TX_URL") if "backend=skyrl-tx" in argv else None
     defaults = {"skyrl_tx_url": url, "tau2_home": os.environ.get("TAU2_HOME")}
     given = {argument.partition("=")[0] for argument in argv}
-    return [*argv, *(f"{name}={value}" for name, value in defaults.items() if value and name not in given)]
+    added = {name: value for name, value in defaults.items() if value and name in names and name not in given}
+    return [*argv, *(f"{name}={value}" for name, value in added.items())]
 
 
 def with_local_model(argv: Sequence[str]) -> list[str]:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 import chz
 
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.core.option_aliases import present_options
+from src.records.run_folder import SUPERVISED
+from src.sft.config import SftConfig
 
 CONFIG_FILE = "config.json"
+
+
+def program_of(run: str) -> str:
+    """Return the module that made the run in the folder `run`. Raises ConfigError if the folder has none."""
+    return "src.sft" if SUPERVISED in _saved(run) else "src.train"
 
 
 def resumed_arguments(run: str, changes: list[str]) -> list[str]:
@@ -20,16 +28,12 @@ def resumed_arguments(run: str, changes: list[str]) -> list[str]:
 
     `changes` are arguments that replace its options. Raises ConfigError if the folder has no run.
     """
-    folder = Path(run).expanduser().resolve()
-    try:
-        saved = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        options = present_options(saved)
-    except (OSError, ValueError, AttributeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a JSON object"
-        raise ConfigError(f"{folder / CONFIG_FILE}: {reason}; give the folder of a run") from error
-    parameters = inspect.signature(TrainerConfig).parameters
-    known = {name: value for name, value in options.items() if name in chz.chz_fields(TrainerConfig)}
+    options = _saved(run)
+    kind = SftConfig if SUPERVISED in options else TrainerConfig
+    parameters = inspect.signature(kind).parameters
+    known = {name: value for name, value in options.items() if name in chz.chz_fields(kind)}
     arguments = {name: _text(value) for name, value in known.items() if value != parameters[name].default}
+    folder = Path(run).expanduser().resolve()
     arguments |= {"log_path": str(folder), "behavior_if_log_dir_exists": "resume"}
     for change in changes:
         name, equals, value = change.partition("=")
@@ -37,6 +41,15 @@ def resumed_arguments(run: str, changes: list[str]) -> list[str]:
             raise ConfigError(f"{change!r} is not key=value; write resume RUN [key=value ...]")
         arguments[name] = value
     return [f"{name}={value}" for name, value in arguments.items()]
+
+
+def _saved(run: str) -> dict[str, Any]:
+    path = Path(run).expanduser().resolve() / CONFIG_FILE
+    try:
+        return present_options(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a JSON object"
+        raise ConfigError(f"{path}: {reason}; give the folder of a run") from error
 
 
 def _text(value: object) -> str:

@@ -33,13 +33,19 @@ class LengthLimits:
 
 
 @chz.chz
-class LengthOptions(Options):
+class ContextOptions(Options):
     """Agent and lengths"""
 
-    max_tokens: int = chz.field(default=1024, doc="Tokens per answer", validator=at_least(1))
     context_limit: int = chz.field(
         default=32_000, doc="Tokens of a whole conversation, the last answer included", validator=at_least(1)
     )
+
+
+@chz.chz
+class LengthOptions(ContextOptions):
+    """Agent and lengths"""
+
+    max_tokens: int = chz.field(default=1024, doc="Tokens per answer", validator=at_least(1))
     max_input_length: int | None = chz.field(
         default=None,
         doc="SkyRL's limit of the prompt: a longer conversation is not answered; "

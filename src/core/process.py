@@ -26,6 +26,7 @@ from src.core.errors import INTERRUPTED, TrainerError
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STOP_TIMEOUT_S = 10.0  # for programs that save nothing when they stop
 STOP_GRACE_S = 3.0  # after the stop timeout, for the event loop to cancel its tasks
+STOPPING = "stopping: saving a checkpoint first (once more to stop at once)"
 EXIT_S = 3.0  # for the shutdown of the interpreter, which joins every thread
 
 

@@ -16,7 +16,7 @@ from tinker.types import LossFnType
 
 from src.core.errors import BackendError, ConfigError, TrainerError
 from src.learning.datums import TokenSequence, to_datum
-from src.learning.options import CLIPPED_LOSSES, LearnerOptions
+from src.learning.options import CLIPPED_LOSSES, LearnerOptions, OptimizerOptions
 from src.policy.sampling_policy import sdk_boundary
 
 DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker's bounds of the ratio
@@ -103,15 +103,8 @@ class Learner:
         logprobs are not finite.
         """
         options = self._options
-        rate = learning_rate(options, step=step, num_steps=self._num_steps) * self._update_scale
-        adam = tinker.AdamParams(
-            learning_rate=rate,
-            beta1=options.adam_beta1,
-            beta2=options.adam_beta2,
-            eps=options.adam_eps,
-            weight_decay=options.weight_decay / self._update_scale,
-            grad_clip_norm=options.grad_clip_norm,
-        )
+        rate = learning_rate(options, options.learning_rate, step=step, num_steps=self._num_steps)
+        adam = adam_params(options, rate, update_scale=self._update_scale)
         added, self._added = self._added, []
         queued, steps = list(added), []
         with sdk_boundary("training"):
@@ -122,39 +115,64 @@ class Learner:
                 steps.append(self._client.optim_step(adam))
             outputs = [(datums, await gradient) for datums, gradient in queued]
             answers = [await step for step in steps]
-        metrics = {"optim/lr": rate, "optim/num_substeps": float(len(steps))}
+        metrics = {"optim/lr": adam.learning_rate, "optim/num_substeps": float(len(steps))}
         if not steps:
             return metrics
         tokens = [trained_tokens(datums, output) for datums, output in outputs]
-        if not all(np.isfinite(substep.trained_logprobs).all() for substep in tokens):
-            raise TrainerError(
-                f"step {step}: the weights have diverged, their logprobs are not finite; resume from the "
-                "last checkpoint with a lower learning_rate"
-            )
-        metrics["optim/loss"] = float(sum(output.metrics.get("loss:sum", 0.0) for _, output in outputs))
-        for name in sorted({name for answer in answers for name in answer.metrics or {}}):
-            values = [answer.metrics[name] for answer in answers if answer.metrics and name in answer.metrics]
-            metrics[f"optim/{name.partition(':')[0]}"] = float(np.mean(values))
+        require_finite([substep.trained_logprobs for substep in tokens], step=step)
+        metrics |= reported_metrics([output for _, output in outputs], answers)
         return metrics | sampler_trainer_kl(tokens) | clipping(tokens, options)
 
     def _gradient(self, datums: Sequence[tinker.Datum]) -> Awaitable[tinker.ForwardBackwardOutput]:
         return self._client.forward_backward(list(datums), self._loss_fn, self._options.loss_settings or None)
 
 
-def learning_rate(options: LearnerOptions, *, step: int, num_steps: int) -> float:
-    """Return the rate of one step: a linear warm-up over `lr_warmup_steps`, then the schedule.
+def adam_params(options: OptimizerOptions, rate: float, *, update_scale: float) -> tinker.AdamParams:
+    """Return the parameters of one optimizer step. `update_scale` is that of `Learner`."""
+    return tinker.AdamParams(
+        learning_rate=rate * update_scale,
+        beta1=options.adam_beta1,
+        beta2=options.adam_beta2,
+        eps=options.adam_eps,
+        weight_decay=options.weight_decay / update_scale,
+        grad_clip_norm=options.grad_clip_norm,
+    )
+
+
+def require_finite(logprobs: Sequence[np.ndarray], *, step: int) -> None:
+    """Raise TrainerError if a logprob of the trainer is not finite."""
+    if not all(np.isfinite(values).all() for values in logprobs):
+        raise TrainerError(
+            f"step {step}: the weights have diverged, their logprobs are not finite; resume from the "
+            "last checkpoint with a lower learning_rate"
+        )
+
+
+def reported_metrics(
+    outputs: Sequence[tinker.ForwardBackwardOutput], answers: Sequence[tinker.types.OptimStepResponse]
+) -> dict[str, float]:
+    """Return the sum of the losses, and the mean of each metric that the optimizer steps returned."""
+    metrics = {"optim/loss": float(sum(output.metrics.get("loss:sum", 0.0) for output in outputs))}
+    for name in sorted({name for answer in answers for name in answer.metrics or {}}):
+        values = [answer.metrics[name] for answer in answers if answer.metrics and name in answer.metrics]
+        metrics[f"optim/{name.partition(':')[0]}"] = float(np.mean(values))
+    return metrics
+
+
+def learning_rate(options: OptimizerOptions, highest: float, *, step: int, num_steps: int) -> float:
+    """Return the rate of one step: a linear warm-up to `highest` over `lr_warmup_steps`, then the schedule.
 
     The schedule would reach 0 one step after the last: 4 steps of `linear` without warm-up have 1, 3/4, 1/2
     and 1/4 of the rate. All substeps of a batch have the same rate.
     """
     warmup = options.lr_warmup_steps
     if step <= warmup:
-        return options.learning_rate * step / warmup
+        return highest * step / warmup
     done = min(1.0, (step - warmup - 1) / max(1, num_steps - warmup))
     factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[
         options.lr_schedule
     ]
-    return options.learning_rate * factor
+    return highest * factor
 
 
 def trained_tokens(datums: Sequence[tinker.Datum], output: tinker.ForwardBackwardOutput) -> TrainedTokens:

@@ -20,10 +20,9 @@ SERVER_LOSS = "server:"  # before the name of a loss that only the user's own se
 
 
 @chz.chz
-class LearnerOptions(Options):
+class OptimizerOptions(Options):
     """Optimizer and loss"""
 
-    learning_rate: float = chz.field(default=5e-4, doc="Adam's learning rate", validator=above(0))
     lr_schedule: Literal["constant", "linear", "cosine"] = chz.field(
         default="constant", doc="How learning_rate decays to 0 by the end of the run"
     )
@@ -39,6 +38,13 @@ class LearnerOptions(Options):
     grad_clip_norm: float = chz.field(
         default=0.0, doc="Clip the global gradient norm to this; 0: off", validator=at_least(0)
     )
+
+
+@chz.chz
+class LearnerOptions(OptimizerOptions):
+    """Optimizer and loss"""
+
+    learning_rate: float = chz.field(default=5e-4, doc="Adam's learning rate", validator=above(0))
     loss_fn: str = chz.field(
         default="ppo",
         doc="Policy-gradient loss: importance_sampling, ppo, cispo, or server:NAME for a loss that you added "

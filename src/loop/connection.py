@@ -11,12 +11,13 @@ from types import TracebackType
 
 import chz
 
-from src.config import TrainerConfig
+from src.config import LoopOptions, TrainerConfig
 from src.core.errors import BackendError, ServerLost
 from src.envs.base import TaskSource
 from src.envs.registry import check_environment, open_task_source
 from src.policy.backend import Backend, base_url, connect
 from src.policy.chat import load_chat
+from src.policy.options import AdapterOptions
 from src.records.journal import Journal
 from src.records.run_folder import RunFolder
 from src.rollouts.run_events import RunEvents
@@ -26,22 +27,24 @@ RECONNECT_PERIOD_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dependencies:
-    """The task source and the backend that a run uses."""
+class Dependencies[Source]:
+    """The source of the data and the backend that a run uses."""
 
-    source: TaskSource
+    source: Source
     backend: Backend
     update_scale: float = 1.0  # factor of the learning rate, in place of a LoRA alpha that the server lacks
 
 
 # Takes the source of an earlier connection, None for the first one.
-Connect = Callable[[TrainerConfig, RunEvents, TaskSource | None], AbstractAsyncContextManager[Dependencies]]
+type Connect[Config, Source] = Callable[
+    [Config, RunEvents, Source | None], AbstractAsyncContextManager[Dependencies[Source]]
+]
 
 
 @asynccontextmanager
 async def open_dependencies(
     config: TrainerConfig, events: RunEvents, source: TaskSource | None = None
-) -> AsyncIterator[Dependencies]:
+) -> AsyncIterator[Dependencies[TaskSource]]:
     """Open the Tinker endpoint, and the tasks of the environment unless there is a `source`."""
     await asyncio.to_thread(check_environment, config)  # mistakes are reported without a server
     events.say(f"server: {base_url(config)}")
@@ -58,7 +61,7 @@ async def open_dependencies(
         yield Dependencies(source=source, backend=backend, update_scale=scale)
 
 
-def update_scale(config: TrainerConfig, server_alpha: float, events: RunEvents) -> float:
+def update_scale(config: AdapterOptions, server_alpha: float, events: RunEvents) -> float:
     """Return the factor of the learning rate that stands in for the `lora_alpha` that the server lacks."""
     if config.lora_alpha is None or config.lora_alpha == server_alpha:
         return 1.0
@@ -70,14 +73,14 @@ def update_scale(config: TrainerConfig, server_alpha: float, events: RunEvents) 
     return scale
 
 
-class Connection:
-    """The open dependencies of a run. The context manager closes them, except for the task source."""
+class Connection[Source]:
+    """The open dependencies of a run. The context manager closes them, except for the source."""
 
-    def __init__(self, dependencies: Dependencies, stack: AsyncExitStack) -> None:
+    def __init__(self, dependencies: Dependencies[Source], stack: AsyncExitStack) -> None:
         self.dependencies = dependencies
         self._stack = stack
 
-    async def __aenter__(self) -> Dependencies:
+    async def __aenter__(self) -> Dependencies[Source]:
         return self.dependencies
 
     async def __aexit__(
@@ -86,27 +89,28 @@ class Connection:
         return await self._stack.__aexit__(kind, error, trace)
 
 
-class Connector:
+class Connector[Config: LoopOptions, Source]:
     """Opens the dependencies of one run, and opens them again after the server was lost."""
 
-    def __init__(self, config: TrainerConfig, events: RunEvents, connect: Connect) -> None:
+    def __init__(self, config: Config, events: RunEvents, connect: Connect[Config, Source]) -> None:
         self._config = config
         self._events = events
         self._connect = connect
 
-    async def open(self, folder: RunFolder, source: TaskSource | None = None) -> Connection:
+    async def open(self, folder: RunFolder, source: Source | None = None) -> Connection[Source]:
         """Open the dependencies with the weights of the folder's checkpoint, or with those that the
         options name.
         """
         config = self._config
         if folder.checkpoint is not None:
-            config = chz.replace(config, load_checkpoint_path=folder.checkpoint.state_path)
+            state_path = folder.checkpoint.state_path
+            config = chz.replace(config, load_checkpoint_path=state_path, load_optimizer=True)
         async with AsyncExitStack() as stack:
             context = self._connect(config, self._events, source)
             dependencies = await stack.enter_async_context(context)
             return Connection(dependencies, stack.pop_all())
 
-    async def reopen(self, folder: RunFolder, source: TaskSource) -> Connection:
+    async def reopen(self, folder: RunFolder, source: Source) -> Connection[Source]:
         """Wait until the server answers again and open a connection.
 
         Raises ServerLost after `reconnect_timeout_s`.
@@ -127,8 +131,8 @@ class Connector:
 
     async def run_with_reconnect(
         self,
-        train: Callable[[Dependencies, RunFolder], Awaitable[None]],
-        connection: Connection,
+        train: Callable[[Dependencies[Source], RunFolder], Awaitable[None]],
+        connection: Connection[Source],
         folder: RunFolder,
         journal: Journal,
     ) -> None:

@@ -111,7 +111,7 @@ def outcome(
     success: Success, signal_lines: Sequence[str], *, steps: int, wall_s: float, log_path: Path
 ) -> list[str]:
     """Return the last lines of a run."""
-    lines = [f"done: {counted(steps, 'step')} in {_duration(wall_s)}"]
+    lines: list[str] = []
     before, after = success.before, success.after
     if before is not None and after is not None:
         noop = "" if success.noop_success is None else f"; doing nothing: {success.noop_success:.1%}"
@@ -122,8 +122,17 @@ def outcome(
             f"{success_name(success.is_partial)}: {before:.1%} before, {after:.1%} after "
             f"({100 * (after - before):+.1f} points){rewards}{noop}"
         )
+    return last_lines([*lines, *signal_lines], steps=steps, wall_s=wall_s, log_path=log_path)
+
+
+def last_lines(results: Sequence[str], *, steps: int, wall_s: float, log_path: Path) -> list[str]:
+    """Return the results of a run between its duration and its files."""
     files = [name for name in FILES if (log_path / name).exists()]
-    return [*lines, *signal_lines, f"files: {log_path} ({', '.join(files)})"]
+    return [
+        f"done: {counted(steps, 'step')} in {_duration(wall_s)}",
+        *results,
+        f"files: {log_path} ({', '.join(files)})",
+    ]
 
 
 def signals(variances: Mapping[str, Sequence[float]]) -> list[str]:

@@ -50,7 +50,10 @@ SMALLEST_LORA_RATE = 1e-6
 
 
 async def run(
-    config: TrainerConfig, events: TrainingEvents, *, connect: Connect = open_dependencies
+    config: TrainerConfig,
+    events: TrainingEvents,
+    *,
+    connect: Connect[TrainerConfig, TaskSource] = open_dependencies,
 ) -> RunResult:
     """Run the training to its end.
 
@@ -114,7 +117,7 @@ async def train(
     journal: Journal,
     run_log: RunLog,
     events: TrainingEvents,
-    dependencies: Dependencies,
+    dependencies: Dependencies[TaskSource],
     folder: RunFolder,
 ) -> None:
     """Train every step after the folder's last checkpoint."""

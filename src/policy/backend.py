@@ -244,9 +244,7 @@ class TinkerEndpoint:
         self._options = options
 
     async def open_training(self, adapter: AdapterOptions) -> TinkerBackend:
-        """Open a training client with a new adapter, or with the adapter and optimizer state of
-        `load_checkpoint_path`.
-        """
+        """Open a training client with a new adapter, or with that of `load_checkpoint_path`."""
         options, service, path, rank = (
             self._options,
             self._service,
@@ -255,10 +253,13 @@ class TinkerEndpoint:
         )
         # These calls open the session of the SDK and block, so they run in a thread.
         if path is not None:
+            load = (
+                service.create_training_client_from_state_with_optimizer
+                if adapter.load_optimizer
+                else service.create_training_client_from_state
+            )
             with sdk_boundary(f"loading {path}"):
-                client = await (
-                    await in_thread(lambda: service.create_training_client_from_state_with_optimizer(path))
-                )
+                client = await (await in_thread(lambda: load(path)))
         else:
             with sdk_boundary(f"creating an adapter of rank {rank} on {options.model_name}"):
                 # The SDK's lora_config has no alpha. Our server reads it from the metadata.

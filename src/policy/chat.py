@@ -13,6 +13,7 @@ become user messages, and arguments of calls become JSON text if it does not tak
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,8 @@ _PLACEHOLDER = "<<the sampled answer stands here>>"
 _FUNCTION = {"name": "probe_of_the_template", "description": "A probe.", "parameters": {"type": "object"}}
 _CALL = {"id": "0", "type": "function", "function": {"name": "probe", "arguments": {"n": 1}}}
 _RESULT: Message = {"role": "tool", "tool_call_id": "0", "content": "result of the probe"}
+# What templates add to the generation prompt to switch thinking off.
+_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*$")
 # Llama 3.1 ends a turn with this token instead of <|eot_id|> when it waits for the result of a tool.
 _END_OF_MESSAGE = "<|eom_id|>"
 
@@ -119,6 +122,33 @@ class Chat:
             suffix = suffix[1:]
         return TokenIds.wrap(prompt_ids).extended([*completion_ids, *suffix])
 
+    def answer_ids(self, message: Message) -> list[int]:
+        """Encode an assistant message as the completion that follows the generation prompt, up to and
+        including the end of the turn.
+
+        Raises ValueError if the template does not show the message after its generation prompt.
+
+        >>> chat.decode(chat.answer_ids({"role": "assistant", "content": "Yes."}))
+        'Yes.'
+        """
+        prompt = self._template([_QUESTION], generation_prompt=True)
+        text = self._template([_QUESTION, message], generation_prompt=False)
+        if not text.startswith(prompt):  # with thinking off, a prompt may end with an empty thought
+            prompt = _EMPTY_THOUGHT.sub("", prompt)
+        answer = text.removeprefix(prompt)
+        if not text.startswith(prompt) or (answer.lstrip().startswith("<think>") and not self._is_thinking):
+            raise ValueError(
+                "the chat template does not show it after the generation prompt, which switches thinking "
+                "off; remove its reasoning"
+            )
+        prompt_ids, ids = self._encode(prompt), self._encode(text)
+        # A tokenizer may add a space before a text of its own.
+        ids = ids[len(prompt_ids) :] if ids[: len(prompt_ids)] == prompt_ids else self._encode(answer)
+        ends = [index for index, token in enumerate(ids) if token in self._turn_end_ids]
+        if not ends:
+            raise ValueError("the chat template does not end the turn after it; use another template")
+        return ids[: ends[-1] + 1]
+
     def decode(self, completion_ids: Sequence[int]) -> str:
         """Return the text of a completion without its stop token."""
         end = len(completion_ids)
@@ -151,6 +181,10 @@ class Chat:
     def opens_a_thought(self) -> bool:
         """Whether the generation prompt begins a thought."""
         return self._template([_QUESTION], generation_prompt=True).rstrip().endswith("<think>")
+
+    @property
+    def _is_thinking(self) -> bool:
+        return self._enable_thinking or self.opens_a_thought
 
     @cached_property
     def _shows_tool_results(self) -> bool:

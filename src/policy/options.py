@@ -6,7 +6,7 @@ from typing import Literal
 
 import chz
 
-from src.core.length_limits import LengthOptions
+from src.core.length_limits import ContextOptions
 from src.core.options import Options, SeedOptions, above, at_least, require
 
 
@@ -32,8 +32,20 @@ class AdapterOptions(Options):
         validator=above(0),
     )
     load_checkpoint_path: str | None = chz.field(
-        default=None, doc="tinker:// path of a training state to start from, optimizer included"
+        default=None, doc="tinker:// path of a training state to start from, with its optimizer state"
     )
+    load_optimizer: bool = chz.field(
+        default=True,
+        doc="false: load_checkpoint_path gives the weights only, and Adam starts anew, as is usual after "
+        "supervised fine-tuning",
+    )
+
+    @chz.validate
+    def _optimizer_belongs_to_a_checkpoint(self) -> None:
+        require(
+            self.load_optimizer or self.load_checkpoint_path is not None,
+            "load_optimizer=false needs load_checkpoint_path=tinker://...; add it, or remove load_optimizer",
+        )
 
 
 @chz.chz
@@ -53,7 +65,7 @@ class WatchdogOptions(Options):
 
 
 @chz.chz
-class BackendOptions(ModelOptions, WatchdogOptions, SeedOptions, LengthOptions):
+class BackendOptions(ModelOptions, WatchdogOptions, SeedOptions, ContextOptions):
     """Model and server"""
 
     backend: Literal["tinker", "skyrl-tx"] = chz.field(

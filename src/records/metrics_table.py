@@ -96,6 +96,14 @@ UPDATE_METRICS: tuple[Metric[Any], ...] = (
     Metric("staleness/masked_trajectories", COUNT, SUM, "Trajectories with such tokens only."),
 )
 
+SUPERVISED_METRICS: tuple[Metric[Any], ...] = (
+    Metric("sft/nll", NATS, MEAN, "Negative logprob per trained token of the batch, before the update."),
+    Metric("sft/chats", COUNT, SUM, "Chats of the batch."),
+    Metric("sft/tokens", Unit.TOKENS, SUM, "Tokens of the batch."),
+    Metric("sft/trained_tokens", Unit.TOKENS, SUM, "Tokens that `train_on` selects."),
+    Metric("test/nll", NATS, MEAN, "Negative logprob per trained token of the held-out chats."),
+)
+
 EVALUATION_METRICS: tuple[Metric[Any], ...] = (
     *(metric for prefix, scope in (("test", ""), ("test/env/<domain>", ", of one domain")) for metric in (
         Metric(f"{prefix}/<rate>_at_<k>", SHARE, MEAN,
@@ -133,6 +141,7 @@ SECTIONS: dict[str, tuple[Metric[Any], ...]] = {
     "Training batch": BATCH_METRICS,
     "Update": UPDATE_METRICS,
     "Evaluation": EVALUATION_METRICS,
+    "Supervised fine-tuning": SUPERVISED_METRICS,
 }
 
 

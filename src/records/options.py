@@ -26,6 +26,12 @@ class RunFolderOptions(LogsOptions):
         default="raise",
         doc="What to do when the run's folder holds a run; resume continues from its last checkpoint",
     )
+
+
+@chz.chz
+class DumpOptions(RunFolderOptions):
+    """Run folder"""
+
     export_path: str | None = chz.field(
         default=None, doc="Folder of the dumped evaluations and training examples; None: the run's own"
     )

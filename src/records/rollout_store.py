@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import zlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -163,6 +164,20 @@ def any_graded(log_path: Path) -> bool:
         for path in (log_path / "finished").glob("*.jsonl")
         for record in read_lines(path, LINE, unchanged)
     )
+
+
+def trained_trajectories(log_path: Path) -> list[Trajectory]:
+    """Return the graded rollouts of the run's training steps, without those of its evaluations."""
+    found: dict[tuple[str, str, int], Trajectory] = {}
+
+    def add(record: dict[str, Any]) -> None:
+        if isinstance(result := decoded(record["result"]), Trajectory):
+            found[path.name, record["task"], record["member"]] = result
+
+    for path in sorted((log_path / "finished").glob("*.jsonl")):
+        if not path.name.startswith("eval_"):
+            deque(read_lines(path, LINE, add), maxlen=0)
+    return list(found.values())
 
 
 def encoded(result: Trajectory | TrialFailure) -> dict[str, object]:

@@ -47,7 +47,10 @@ IDENTITY = (
     "eval_split",
     "eval_tasks",
     "task_sampling",
+    "train_on",
+    "eval_data",
 )
+SUPERVISED = "train_on"  # an option of src.sft alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +155,11 @@ def _ask(path: Path) -> str:
 def _check_same_run(path: Path, config: RunFolderOptions) -> None:
     before = present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged))
     now = json.loads(json.dumps(chz.asdict(config)))
+    if (SUPERVISED in before) != (SUPERVISED in now):
+        program = "src.sft" if SUPERVISED in before else "src.train"
+        raise ConfigError(
+            f"the run in {path} is one of python -m {program}; resume it with that, or give another log_path"
+        )
     for name in IDENTITY:
         if name in before and before[name] != now[name]:
             raise ConfigError(

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,11 +75,16 @@ os_write = os.write
 
 def play_in_child(path: Path, at: int | None, *options: str) -> int:
     """Run in a child process. Returns the number of points, or 0 if the child was killed."""
+    return count_in_child(lambda: play(path, at, *options))
+
+
+def count_in_child(run: Callable[[], int]) -> int:
+    """Call `run`, which counts points, in a child process. Returns 0 if the child was killed."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            count = play(path, at, *options)
+            count = run()
             os_write(writer, str(count).encode())
         except BaseException:
             import traceback
@@ -94,8 +100,8 @@ def play_in_child(path: Path, at: int | None, *options: str) -> int:
     return int(text) if status == 0 else 0
 
 
-def play(path: Path, at: int | None, *options: str) -> int:
-    killer = Killer(at=at)
+def count_writes(killer: Killer) -> None:
+    """Make every write of a record and every replaced file of this process a point."""
 
     def write(descriptor: int, data: bytes) -> int:
         is_record = data.startswith(b"{")
@@ -116,6 +122,11 @@ def play(path: Path, at: int | None, *options: str) -> int:
         return replaced
 
     os.write, Path.replace = write, ticking_replace  # type: ignore[assignment]
+
+
+def play(path: Path, at: int | None, *options: str) -> int:
+    killer = Killer(at=at)
+    count_writes(killer)
     tries: Counter[int] = Counter()
 
     async def sometimes_lost(trial, policy):

@@ -175,7 +175,9 @@ async def test_a_failing_server_is_a_backend_error():
 )
 def test_the_learning_rate_follows_its_schedule(schedule, warmup, rates):
     given = settings(learning_rate=1.0, lr_schedule=schedule, lr_warmup_steps=warmup)
-    assert [learning_rate(given, step=step, num_steps=4) for step in range(1, 5)] == pytest.approx(rates)
+    assert [
+        learning_rate(given, given.learning_rate, step=step, num_steps=4) for step in range(1, 5)
+    ] == pytest.approx(rates)
 
 
 async def test_every_substep_of_a_batch_has_the_batchs_rate():

@@ -1,0 +1,62 @@
+"""Command line of supervised fine-tuning: `python -m src.sft data=chats.jsonl key=value ...`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+from src.cli.command_line import help_for, parse_as, print_help
+from src.cli.environment_variables import (
+    load_environment,
+    with_local_model,
+    with_server_from_environment,
+)
+from src.core.errors import INTERRUPTED, TrainerError
+from src.core.log_setup import set_log_levels
+from src.core.process import STOPPING, exit_on_signal, exit_process, run_until_signal
+from src.sft.config import SftConfig
+
+TITLE = [
+    "python -m src.sft data=chats.jsonl key=value ...",
+    "",
+    "Fine-tune a LoRA adapter on chats with tools through the Tinker API. RL can start from its checkpoint.",
+]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the training and return its exit status. Errors are one line; TRAINER_DEBUG=1 shows tracebacks."""
+    if any(argument in ("--help", "-h", "help") for argument in argv):
+        print_help(help_for(SftConfig, title=TITLE))
+        return 0
+    load_environment(argv)
+    try:
+        with exit_on_signal():
+            argv = with_server_from_environment(argv, names=("skyrl_tx_url",))
+            config = parse_as(SftConfig, with_local_model(argv))
+            # These imports take seconds, for which --help and a mistyped option should not wait.
+            from src.cli.console import Display, terminal
+            from src.sft.run import run
+
+            set_log_levels()
+            display = Display(terminal())
+            return asyncio.run(
+                run_until_signal(
+                    run(config, display),
+                    display.say,
+                    announcement=STOPPING,
+                    stop_timeout_s=config.stop_timeout_s,
+                )
+            )
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except TrainerError as error:
+        if os.environ.get("TRAINER_DEBUG"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    exit_process(main(sys.argv[1:]))

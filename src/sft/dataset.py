@@ -1,0 +1,109 @@
+"""The examples of a run: read, rendered and divided before any work, and the batches of its steps."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from src.core.errors import ConfigError
+from src.policy import chat as chat_template
+from src.records.journal import GroupKey
+from src.sft.chats import read_chats
+from src.sft.config import DataOptions, SftConfig
+from src.sft.rendering import Example, render
+from src.sft.run_data import examples_of_run, sources_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dataset:
+    """The examples to train on and those held out."""
+
+    train: list[Example]
+    held_out: list[Example]
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """The trained tokens of one epoch."""
+        return sum(example.sequence.num_trained for example in self.train)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The examples of one training step."""
+
+    step: int
+    epoch: int
+    examples: list[Example]
+
+    @property
+    def keys(self) -> list[GroupKey]:
+        """The keys of the examples in the journal. Equal chats of a batch have different keys."""
+        hashes = [example.content_hash for example in self.examples]
+        return [(self.step, f"{index}:{value}") for index, value in enumerate(hashes)]
+
+
+def load(config: SftConfig, template: chat_template.Chat) -> Dataset:
+    """Read and render all chats. Raises ConfigError, with file and line, for the first that is not valid."""
+
+    def examples(items: Sequence[str]) -> list[Example]:
+        found: list[Example] = []
+        for path, condition in sources_of(items):
+            if condition is not None:
+                found += examples_of_run(path, condition, config)
+                continue
+            for chat in read_chats(path):
+                found.append(
+                    render(chat, template, train_on=config.train_on, context_limit=config.context_limit)
+                )
+        return found
+
+    train = examples(config.data)
+    if config.eval_data is None:
+        return split(train, config)
+    dataset = Dataset(train=train, held_out=examples(config.eval_data))
+    _require_held_out(dataset)
+    return dataset
+
+
+def split(examples: Sequence[Example], options: DataOptions) -> Dataset:
+    """Hold out `eval_split` of the tasks, at least one if there are two. A chat of a file is a task of its
+    own; equal chats are the same task.
+
+    Which tasks are held out depends on the tasks and the seed, not on their order.
+    """
+    tasks = {example.task for example in examples}
+    if options.eval_split == 0 or len(tasks) < 2:
+        return Dataset(train=list(examples), held_out=[])
+    ordered = sorted(tasks, key=lambda task: hashlib.sha256(f"{options.seed}:{task}".encode()).digest())
+    held_out = set(ordered[: min(len(ordered) - 1, max(1, round(options.eval_split * len(ordered))))])
+    return Dataset(
+        train=[example for example in examples if example.task not in held_out],
+        held_out=[example for example in examples if example.task in held_out],
+    )
+
+
+def schedule(dataset: Dataset, config: SftConfig) -> list[Batch]:
+    """Return the batches of all steps. An epoch has every example once; its last batch may be smaller."""
+    batches: list[Batch] = []
+    for epoch in range(config.n_epochs):
+        order = list(dataset.train)
+        random.Random(f"{config.seed}:{epoch}").shuffle(order)
+        batches += [
+            Batch(
+                step=len(batches) + 1 + start // config.batch_size,
+                epoch=epoch,
+                examples=order[start : start + config.batch_size],
+            )
+            for start in range(0, len(order), config.batch_size)
+        ]
+    return batches[: config.max_steps]
+
+
+def _require_held_out(dataset: Dataset) -> None:
+    """Raise ConfigError if a chat or task is both trained and held out."""
+    trained = {example.task: example.where for example in dataset.train}
+    for example in dataset.held_out:
+        if where := trained.get(example.task):
+            raise ConfigError(f"{example.where}: the held-out chat is trained, too ({where}); remove one")

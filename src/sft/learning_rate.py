@@ -1,0 +1,45 @@
+"""The learning rate of supervised fine-tuning, by the rule of tinker-cookbook."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import huggingface_hub
+
+LORA_RATE = 5e-4  # ten times the rate of full fine-tuning, for the hidden size of REFERENCE_SIZE
+REFERENCE_SIZE = 2000
+EXPONENTS = {"llama": 0.781}  # by model_type
+OTHER_EXPONENT = 0.0775
+
+
+def recommended_rate(hidden_size: int | None, model_type: str = "") -> float:
+    """Return the learning rate for a LoRA adapter. `hidden_size` None: it is unknown.
+
+    Source of the formula: tinker-cookbook, `hyperparam_utils.py`.
+
+    >>> [round(recommended_rate(size, kind), 6) for size, kind in [(576, "llama"), (2560, "qwen3")]]
+    [0.001322, 0.000491]
+    """
+    if hidden_size is None:
+        return LORA_RATE
+    return LORA_RATE * (REFERENCE_SIZE / hidden_size) ** EXPONENTS.get(model_type, OTHER_EXPONENT)
+
+
+def size_of(model: str) -> tuple[int | None, str]:
+    """Return hidden size and type from the model's config.json, in a folder or in the hub's cache.
+
+    The size is None if there is none.
+    """
+    folder = Path(model).expanduser()
+    try:
+        path = folder / "config.json"
+        if not folder.is_dir():
+            cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
+            if not isinstance(cached, str):
+                return None, ""
+            path = Path(cached)
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return int(config["hidden_size"]), str(config.get("model_type", ""))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, ""

@@ -1,0 +1,151 @@
+"""A run of supervised fine-tuning: read the chats, open the run folder, train, and print the outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+import chz
+
+from src.core.log_setup import logging_to_file
+from src.core.process import in_thread
+from src.evaluate.training_events import TrainingEvents
+from src.learning.supervised import SupervisedLearner
+from src.loop.connection import Connect, Connector, Dependencies, update_scale
+from src.loop.outcome import counted, last_lines
+from src.loop.run import journal_of_run
+from src.policy.backend import base_url, connect
+from src.policy.chat import load_chat
+from src.records import checkpoints
+from src.records.journal import Journal
+from src.records.run_folder import RunFolder, find_run_folder, lock_run_dir, run_path
+from src.records.tracking import RunLog, open_run_log, recorded
+from src.rollouts.run_events import RunEvents
+from src.rollouts.watchdog import watching
+from src.sft.config import SftConfig, run_name
+from src.sft.dataset import Dataset, load, schedule
+from src.sft.learning_rate import recommended_rate, size_of
+from src.sft.trainer import HELD_OUT_NLL, SupervisedTrainer, require_same_batches
+
+
+@asynccontextmanager
+async def open_dependencies(
+    config: SftConfig, events: RunEvents, dataset: Dataset | None = None
+) -> AsyncIterator[Dependencies[Dataset]]:
+    """Open the Tinker endpoint. `dataset` is None for the first connection, which does not read it."""
+    events.say(f"server: {base_url(config)}")
+    async with connect(config) as endpoint:
+        async with watching(endpoint.check, config) as watchdog:
+            backend = await watchdog.answer(endpoint.open_training(config), "opening the training client")
+        assert dataset is not None
+        scale = update_scale(config, backend.lora_alpha, events)
+        yield Dependencies(source=dataset, backend=backend, update_scale=scale)
+
+
+async def read_dataset(config: SftConfig) -> Dataset:
+    """Read and render the chats with the model's chat template."""
+    template = await asyncio.to_thread(load_chat, config.tokenizer or config.model_name)
+    return await asyncio.to_thread(load, config, template)
+
+
+async def run(
+    config: SftConfig,
+    events: TrainingEvents,
+    *,
+    connect: Connect[SftConfig, Dataset] = open_dependencies,
+    dataset: Dataset | None = None,
+) -> None:
+    """Run the training to its end. `dataset` replaces the chats that the options name.
+
+    Raises TrainerError for every error that the user can fix. Cancel it to stop the run.
+    """
+    started = time.monotonic()
+    if dataset is None:
+        dataset = await read_dataset(config)
+    name = run_name(config, date=f"{datetime.now():%Y-%m-%d-%H-%M-%S}")
+    connector = Connector(config, events, connect)
+    async with AsyncExitStack() as locked, AsyncExitStack() as connected:
+        locked.enter_context(lock_run_dir(run_path(config, name=name)))
+        folder = await in_thread(lambda: find_run_folder(config, name=name))  # it may ask at the terminal
+        if folder.resumed:
+            require_same_batches(Journal(folder.path), schedule(dataset, config))
+        connection = await connector.open(folder, dataset)
+        connected.push_async_exit(connection)
+        folder.create(config)
+        with (
+            logging_to_file(folder.path / "logs.log"),
+            journal_of_run(folder.path) as journal,
+            open_run_log(folder.path, config, name=name, config=chz.asdict(config)) as run_log,
+        ):
+            connected.pop_all()  # `run_with_reconnect` closes the connection
+            training = partial(train, config, journal, run_log, events)
+            await connector.run_with_reconnect(training, connection, folder, journal)
+    for line in report(folder.path, wall_s=time.monotonic() - started):
+        events.say(line)
+
+
+async def train(
+    config: SftConfig,
+    journal: Journal,
+    run_log: RunLog,
+    events: TrainingEvents,
+    dependencies: Dependencies[Dataset],
+    folder: RunFolder,
+) -> None:
+    """Train every step after the folder's last checkpoint."""
+    dataset, backend = dependencies.source, dependencies.backend
+    batches = schedule(dataset, config)
+    steps_done = folder.checkpoint.batch if folder.checkpoint else 0
+    rate = config.learning_rate or recommended_rate(*size_of(config.tokenizer or config.model_name))
+    events.say(
+        f"chats: {len(dataset.train)} to train on ({dataset.num_trained_tokens} trained tokens), "
+        f"{len(dataset.held_out)} held out; {counted(len(batches), 'step')}, learning rate {rate:.3g}"
+    )
+    if folder.checkpoint is not None:
+        events.say(f"resuming after step {steps_done}: {folder.checkpoint.state_path}")
+    events.say(f"files: {folder.path}")
+    run_log.forget_from(steps_done + 1 if steps_done else 0)
+    journal.started(resumed_from=steps_done)
+    async with watching(backend.check, config) as watchdog:
+        trainer = SupervisedTrainer(
+            config,
+            backend=backend,
+            watchdog=watchdog,
+            learner=SupervisedLearner(
+                backend.training_client,
+                config,
+                highest_rate=rate,
+                num_steps=len(batches),
+                update_scale=dependencies.update_scale,
+            ),
+            dataset=dataset,
+            journal=journal,
+            run_log=run_log,
+            events=events,
+            log_path=folder.path,
+            steps_done=steps_done,
+        )
+        await trainer.train(batches)
+
+
+def report(log_path: Path, *, wall_s: float) -> list[str]:
+    """Return the last lines of a run that took `wall_s` seconds."""
+    metrics_file, lines = log_path / "metrics.jsonl", []
+    values = recorded(metrics_file, HELD_OUT_NLL)
+    if values:
+        before, after = values[min(values)], values[max(values)]
+        lines.append(f"held-out NLL: {before:.4f} before, {after:.4f} after, in nats per token")
+    checkpoint = checkpoints.last(log_path)
+    if checkpoint is not None:
+        lines += [
+            f"sampler checkpoint: {checkpoint.sampler_path}",
+            f"RL from these weights: python -m src.train load_checkpoint_path={checkpoint.state_path} "
+            "load_optimizer=false ...",
+        ]
+    steps = max(recorded(metrics_file, "progress/batch"), default=0)
+    return last_lines(lines, steps=steps, wall_s=wall_s, log_path=log_path)

@@ -1,0 +1,105 @@
+"""`data=RUN,reward>=1`: the successes of a run, with exactly the tokens that its policy sampled."""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from src.core.errors import ConfigError
+from src.learning.datums import sequences_of
+from src.records.rollout_store import trained_trajectories
+from src.records.run_folder import CONFIG_FILE
+from src.sft.config import SftConfig
+from src.sft.rendering import Example, example_of
+
+CONDITION = re.compile(r"reward(>=|>)(-?\d+(?:\.\d+)?)")
+COMPARISONS = {">=": operator.ge, ">": operator.gt}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """Which trials of a run are taken."""
+
+    comparison: str
+    reward: float
+
+    def holds(self, reward: float) -> bool:
+        """
+        >>> Condition(comparison=">=", reward=1).holds(1.0), Condition(comparison=">", reward=1).holds(1.0)
+        (True, False)
+        """
+        return COMPARISONS[self.comparison](reward, self.reward)
+
+
+def sources_of(items: Sequence[str]) -> list[tuple[Path, Condition | None]]:
+    """Return the files, without a condition, and the run folders with theirs.
+
+    >>> ((path, condition),) = sources_of(["RUN", "reward>=0.5"])
+    >>> str(path), condition.reward
+    ('RUN', 0.5)
+    """
+    sources: list[tuple[Path, Condition | None]] = []
+    for item in items:
+        if found := CONDITION.fullmatch(item):
+            if not sources or sources[-1][1] is not None:
+                raise ConfigError(f"data={item} has no run folder before it; write data=RUN,{item}")
+            condition = Condition(comparison=found[1], reward=float(found[2]))
+            sources[-1] = (sources[-1][0], condition)
+        elif item.startswith("reward"):
+            raise ConfigError(f'data={item} is not a condition; write "data=RUN,reward>=1", with the quotes')
+        else:
+            sources.append((Path(item).expanduser(), None))
+    for path, condition in sources:
+        if condition is None and (path / CONFIG_FILE).is_file():
+            raise ConfigError(f'{path} is a run folder; write "data={path},reward>=1", with the quotes')
+    return sources
+
+
+def examples_of_run(run: Path, condition: Condition, config: SftConfig) -> list[Example]:
+    """Return the sequences of the run's training trials whose reward meets the condition.
+
+    Every sampled token is trained. Raises ConfigError if there are none, or if the run has another tokenizer.
+    """
+    if config.train_on != "all_assistant_messages":
+        raise ConfigError(
+            f"train_on={config.train_on} selects messages, which {run} does not have; "
+            "use train_on=all_assistant_messages"
+        )
+    _require_same_tokenizer(run, config)
+    chosen = [trial for trial in trained_trajectories(run) if condition.holds(trial.reward)]
+    if not chosen:
+        raise ConfigError(
+            f"{run} has no training trial with reward{condition.comparison}{condition.reward:g}; "
+            "lower the bound, or give another run"
+        )
+    return [
+        example_of(
+            sequence.tokens.tolist(),
+            sequence.sampled.tolist(),
+            where=f"{run}, trial {trial.trial_name or trial.task_id}",
+            context_limit=config.context_limit,
+            task=trial.task_id,
+        )
+        for trial in chosen
+        for sequence in sequences_of(trial.turns, advantage=1.0)
+    ]
+
+
+def _require_same_tokenizer(run: Path, config: SftConfig) -> None:
+    """Raise ConfigError if the run's tokens may not be those of the model that is trained."""
+    path = run / CONFIG_FILE
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        before = saved.get("tokenizer") or saved["model_name"]
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be read; give the folder of a run in data=") from error
+    now = config.tokenizer or config.model_name
+    if before != now:
+        raise ConfigError(
+            f"{run} has tokens of {before}, and this run uses the tokenizer {now}; if both are the same, "
+            f"write tokenizer={before}"
+        )

@@ -1,0 +1,42 @@
+"""`python -m src.sft` against a real server: the NLL falls, and RL starts from its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from src.records import checkpoints
+from tests.fakes.run_files import records
+from tests.integration import test_examples
+
+server_url = test_examples.url  # a fixture
+
+
+def options(url: str, folder: Path) -> list[str]:
+    return [
+        *("backend=skyrl-tx", f"skyrl_tx_url={url}", "model_name=local/quickstart", "lora_rank=8"),
+        *("tokenizer=datasets/quickstart/model", "context_limit=2048", f"log_path={folder}"),
+    ]
+
+
+def test_rl_starts_from_the_weights_of_a_warm_start(server_url: str, tmp_path: Path) -> None:
+    chats = ["data=examples/chats.jsonl", "batch_size=4", "seed=1"]
+    output = test_examples.python(
+        "-m", "src.sft", *options(server_url, tmp_path / "first"), *chats, "n_epochs=3", "learning_rate=3e-3"
+    )
+    lines = records(tmp_path / "first" / "metrics.jsonl")
+    assert lines[-1]["test/nll"] < lines[0]["test/nll"] - 0.5
+    assert lines[1]["optim/loss"] == pytest.approx(lines[1]["sft/nll"], rel=1e-3)
+    checkpoint = checkpoints.last(tmp_path / "first")
+    assert checkpoint is not None and checkpoint.state_path in output
+    loaded = [f"load_checkpoint_path={checkpoint.state_path}", "load_optimizer=false"]
+
+    test_examples.python("-m", "src.sft", *options(server_url, tmp_path / "again"), *chats, *loaded)
+    again = records(tmp_path / "again" / "metrics.jsonl")
+    assert again[0]["test/nll"] == pytest.approx(lines[-1]["test/nll"], abs=1e-5)
+
+    rl = ["env=examples.count_up:open_count_up", "max_turns=3", "max_tokens=8", "max_steps=1"]
+    rl += ["batch_size=2", "group_size=2", "eval_before_train=false"]
+    test_examples.python("-m", "src.train", *options(server_url, tmp_path / "rl"), *rl, *loaded)
+    assert records(tmp_path / "rl" / "metrics.jsonl")[-1]["step"] == 1
