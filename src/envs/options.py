@@ -23,8 +23,8 @@ class TaskOptions(SeedOptions):
 
     env: str = chz.field(
         default="harbor",
-        doc="Kind of environment: harbor, tau_bench, openenv, one that a package registers, or your own as "
-        "module:factory",
+        doc="Kind of environment: harbor, tau_bench, fleet, openenv, one that a package registers, or your "
+        "own as module:factory",
     )
     tasks_dir: str | None = chz.field(
         default=None,
@@ -44,11 +44,11 @@ class TaskOptions(SeedOptions):
     def _environment_kwargs_are_pairs(self) -> None:
         assert self.environment_options is not None
 
-    def require_env(self, env: str, name: str) -> None:
-        """Raise ValueError if the option `name`, which only `env` has, is given for another environment."""
+    def require_env(self, name: str, *envs: str) -> None:
+        """Raise ValueError if the option `name`, which only `envs` have, is given for another environment."""
         require(
-            self.env == env or is_default(self, name),
-            f"{name} is for env={env}, not env={self.env}; remove {name}",
+            self.env in envs or is_default(self, name),
+            f"{name} is for {' or '.join(f'env={env}' for env in envs)}, not env={self.env}; remove {name}",
         )
 
 
@@ -125,7 +125,7 @@ class HarborOptions(ModelOptions, TrialOptions, TaskOptions, AgentOptions):
     @chz.validate
     def _harbor_has_what_it_needs(self) -> None:
         for name in HARBOR_ONLY:
-            self.require_env("harbor", name)
+            self.require_env(name, "harbor")
         if self.env != "harbor":
             return
         require(self.tasks_dir is not None, "missing: tasks_dir; e.g. tasks_dir=..., or --help")
@@ -152,7 +152,7 @@ class HarborTrainingOptions(HarborOptions):
 
     @chz.validate
     def _harbor_alone_has_subagents(self) -> None:
-        self.require_env("harbor", "train_subagents")
+        self.require_env("train_subagents", "harbor")
 
 
 @chz.chz
@@ -166,12 +166,12 @@ class TauBenchOptions(JudgeEndpointOptions, BackendOptions, TaskOptions):
     test_data: list[str] | None = chz.field(
         default=None,
         doc="Held-out tasks in place of the domains' own (env=tau_bench): .jsonl or .parquet files of rows, "
-        "DOMAIN:SPLIT, or NAME=... for metrics under that name",
+        "DOMAIN:SPLIT, or NAME=... for metrics under that name; env=fleet: .jsonl files of tasks",
     )
 
     @chz.validate
-    def _tau_bench_alone_has_test_data(self) -> None:
-        self.require_env("tau_bench", "test_data")
+    def _some_environments_have_test_data(self) -> None:
+        self.require_env("test_data", "tau_bench", "fleet")
 
 
 @chz.chz
@@ -181,12 +181,12 @@ class TauBenchTrainingOptions(TauBenchOptions):
     train_data: list[str] | None = chz.field(
         default=None,
         doc="Training tasks (env=tau_bench) in addition to those of environment_kwargs=domain=...: .jsonl or "
-        ".parquet files of rows in the seeds' format, or DOMAIN:SPLIT",
+        ".parquet files of rows in the seeds' format, or DOMAIN:SPLIT; env=fleet: .jsonl files of tasks",
     )
 
     @chz.validate
-    def _tau_bench_alone_has_train_data(self) -> None:
-        self.require_env("tau_bench", "train_data")
+    def _some_environments_have_train_data(self) -> None:
+        self.require_env("train_data", "tau_bench", "fleet")
 
 
 @chz.chz

@@ -240,7 +240,7 @@ def test_invalid_rows_are_rejected_with_one_line(tmp_path: Path, rows: list[dict
         (["test_data=toy_retail:dev"], "toy_retail has no split dev; its splits are train and test"),
         (
             ["env=harbor", "tasks_dir=.", "train_data=a.jsonl", "enable_summarize=false"],
-            "train_data is for env=tau_bench, not env=harbor",
+            "train_data is for env=tau_bench or env=fleet, not env=harbor",
         ),
         (["domain_mixture=retail=0"], "domain_mixture retail needs a number above 0, not '0'"),
         (
