@@ -48,6 +48,7 @@ class FailureKind(StrEnum):
     AGENT = "agent"
     HARBOR = "harbor"
     ENV_INIT_FAILED = "env_init_failed"  # a message environment could not start
+    ENV_SERVER = "env_server"  # the server of a message environment failed
     ENV_ERROR = "env_error"  # a message environment failed during the episode
 
 

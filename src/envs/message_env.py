@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from src.core.errors import AgentFault, BackendError, TrainerError, boundary
+from src.core.errors import AgentFault, BackendError, EnvServerError, TrainerError, boundary
 from src.core.exception_origin import described
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import FailureKind, StopReason, Trajectory, TrialFailure, Turn, ZeroReason
@@ -66,7 +66,11 @@ class MessageEnv(Protocol):
     """One attempt at one task, played in messages. An object is used for one episode."""
 
     async def start(self) -> ResetResult:
-        """Return the first messages. Every exception becomes a `TrialFailure` of kind `env_init_failed`."""
+        """Return the first messages.
+
+        Every exception becomes a `TrialFailure` of kind `env_init_failed`, EnvServerError one of kind
+        `env_server`, whose trial is repeated.
+        """
         ...
 
     async def step(self, answer: str) -> StepResult:
@@ -120,6 +124,8 @@ async def run_episode(
         json.dumps(episode.conversation)  # The run folder stores the messages as JSON.
     except BackendError as error:
         failure = (FailureKind.BACKEND, str(error))
+    except EnvServerError as error:
+        failure = (FailureKind.ENV_SERVER, str(error))
     except (Exception, SystemExit) as error:  # A SystemExit would end the event loop of all trials.
         logger.warning("%s: the environment failed", task_id, exc_info=True)
         failure = (episode.failure_kind, described(error))

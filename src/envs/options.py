@@ -35,8 +35,8 @@ class TaskOptions(SeedOptions):
     env: str = chz.field(
         default="harbor",
         munger=lambda settings, env: DATA if settings.data and env == "harbor" else env,
-        doc="Kind of environment: harbor, tau_bench, openenv, data, one that a package registers, or your "
-        "own as module:factory",
+        doc="Kind of environment: harbor, tau_bench, fleet, openenv, data, one that a package registers, or "
+        "your own as module:factory",
     )
     data: list[str] | None = chz.field(
         default=None,
@@ -102,8 +102,9 @@ class SplitOptions(TaskOptions):
 
     train_data: list[str] | None = chz.field(
         default=None,
-        doc="Training tasks of env=tau_bench, in addition to those of environment_kwargs=domain=..., or of "
-        "your own environment: .jsonl or .parquet files of rows, or DOMAIN:SPLIT (env=tau_bench)",
+        doc="Training tasks of env=tau_bench, in addition to those of environment_kwargs=domain=..., of "
+        "env=fleet, or of your own environment: .jsonl or .parquet files of rows, or DOMAIN:SPLIT "
+        "(env=tau_bench)",
     )
     eval_split: float = chz.field(
         default=0.2, doc="Share of the tasks held out when eval_tasks is not given; 0: none"

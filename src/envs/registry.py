@@ -24,6 +24,7 @@ ENTRY_POINTS = "agent_trainer.environments"
 BUILT_IN = {  # A module is imported when its environment is used, because importing Harbor takes seconds.
     "harbor": "src.envs.harbor.environment:open_harbor",
     "tau_bench": "src.envs.service.tau_bench:open_tau_bench",
+    "fleet": "src.envs.fleet.environment:open_fleet",
     "openenv": "src.envs.openenv_client:open_openenv",
     "data": "src.envs.data.environment:open_data",
 }

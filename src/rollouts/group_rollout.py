@@ -31,7 +31,9 @@ DEFAULT_DEADLINE_S = 7200.0
 CLEANING_S = 90.0  # longest time for a cancelled trial to free its sandbox
 LONGEST_WAIT_S = 60.0
 # Failures that the agent did not cause. The trial is repeated.
-INFRASTRUCTURE = frozenset({FailureKind.SANDBOX, FailureKind.BACKEND, FailureKind.VERIFIER})
+INFRASTRUCTURE = frozenset(
+    {FailureKind.SANDBOX, FailureKind.BACKEND, FailureKind.VERIFIER, FailureKind.ENV_SERVER}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -110,6 +110,7 @@ async def test_concurrent_trials_stay_within_the_limit(tmp_path):
         (FailureKind.SANDBOX, 2),
         (FailureKind.BACKEND, 2),
         (FailureKind.VERIFIER, 2),
+        (FailureKind.ENV_SERVER, 2),
         (FailureKind.AGENT, 1),
         (FailureKind.HARBOR, 1),
     ],

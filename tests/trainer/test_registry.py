@@ -23,7 +23,7 @@ def open_env(env: str):
     [
         (
             "retial",
-            "env=retial is none of data, harbor.*; choose one, or give your own as env=module:factory",
+            "env=retial is none of data, fleet, harbor.*; choose one, or give your own as env=module:factory",
         ),
         (
             "no.such.module:open",

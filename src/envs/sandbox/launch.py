@@ -121,7 +121,7 @@ class Launch:
             self.user.grant_access(self.requests, 0o310)  # the sandbox can open its files but not list them
             resolver = self._write_resolver() if has_network else None
             most = None if limits.memory_mb is None else limits.memory_mb * 2**20
-            self.seccomp = _as_descriptor(seccomp_filter(max_shared_mapping=most))
+            self.seccomp = as_descriptor(seccomp_filter(max_shared_mapping=most))
             parents = cgroup_parents()
             record = directory / RECORD_NAME
             groups = [] if parents is None else parents.create(cgroup_name(directory), limits, record=record)
@@ -284,7 +284,7 @@ def _program(name: str, package: str) -> str:
     return program
 
 
-def _as_descriptor(content: bytes) -> int:
+def as_descriptor(content: bytes) -> int:
     """Return a descriptor from which a child process can read `content`."""
     descriptor = os.memfd_create("seccomp")
     os.write(descriptor, content)

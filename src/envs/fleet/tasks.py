@@ -1,0 +1,101 @@
+"""Fleet tasks: a `.jsonl` file with one task per line.
+
+    {"task_key": "inventory-001", "env_key": "inventory", "env_version": "v1", "task_modality": "tool_use",
+     "prompt": "Add 3 units of W1.", "verifier_code": "def verify(env, final_answer=None): ..."}
+
+`env_version` and `task_modality` may be left out. Other fields are passed to the reset tool and the verifier.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from src.core.errors import ConfigError
+from src.core.trajectory import Task
+
+REQUIRED = ("task_key", "env_key", "prompt", "verifier_code")
+MODALITIES = ("tool_use", "computer_use")
+URL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # env_key and env_version are parts of URLs and metrics
+VERIFY = "verify"
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """Read the tasks of a file. Raises ConfigError with the file and the line number of an invalid task."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    tasks = [
+        parse_task(line, path=path, where=f"{path}, line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not tasks:
+        raise ConfigError(f"{path} contains no task; write one JSON object per line")
+    return tasks
+
+
+def parse_task(line: str, *, path: Path, where: str) -> Task:
+    """Parse one line. `Task.row` contains its fields and `verifier_function`, the name of the function that
+    grades. Raises ConfigError.
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not JSON ({error}); write one object per line") from error
+    if not isinstance(row, Mapping):
+        raise ConfigError(f"{where}: not a JSON object; write one object per line")
+    for name in REQUIRED:
+        if not isinstance(row.get(name), str) or not row[name].strip():
+            raise ConfigError(f"{where}: {name} is missing or not a text; add it")
+    row = {"env_version": "", "task_modality": MODALITIES[0], **row}
+    for name in ("env_key", "env_version"):
+        value = row[name]
+        if value != "" and not (isinstance(value, str) and URL_NAME.fullmatch(value)):
+            raise ConfigError(f"{where}: {name}={value!r} is not made of letters, digits, '.', '_' and '-'")
+    if row["task_modality"] not in MODALITIES:
+        raise ConfigError(
+            f"{where}: task_modality={row['task_modality']!r} is not one of {', '.join(MODALITIES)}"
+        )
+    if row["task_modality"] == "computer_use":
+        raise ConfigError(
+            f"{where}: task_modality=computer_use returns images, and models read text only here; "
+            "remove the task"
+        )
+    function = verifier_function(row["verifier_code"], where=where)
+    return Task(
+        id=row["task_key"],
+        path=path,
+        instruction=row["prompt"],
+        domain=row["env_key"],
+        row={**row, "verifier_function": function},
+    )
+
+
+def verifier_function(code: str, *, where: str) -> str:
+    """Return the name of the function that grades: `verify`, or the only function of the code.
+
+    Raises ConfigError.
+
+    >>> verifier_function("async def check(env): return 1.0", where="here")
+    'check'
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            body = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{where}: verifier_code cannot be parsed: {error}") from error
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if VERIFY in names:
+        return VERIFY
+    if len(names) != 1:
+        raise ConfigError(
+            f"{where}: verifier_code defines {len(names)} functions and none is called {VERIFY}; "
+            f"define {VERIFY}(env, final_answer)"
+        )
+    return names[0]

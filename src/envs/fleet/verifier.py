@@ -1,0 +1,154 @@
+"""Runs the verifier of a Fleet task in a sandbox of its own.
+
+The sandbox has no network, an empty environment, and read-only system directories. An agent reaches neither
+the process nor its files: the verifier receives the final answer as text and calls tools through the trainer.
+A verifier that raises, hangs or returns no finite number gives the reward 0 with a graded-zero reason,
+because the state that the agent left can cause each of these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from src.core.errors import AgentFault, SandboxError
+from src.core.trajectory import Task, ZeroReason
+from src.envs.fleet.mcp_session import ToolResult
+from src.envs.sandbox.bubblewrap import START_TIMEOUT_S
+from src.envs.sandbox.launch import USERLAND, as_descriptor
+from src.envs.sandbox.system_calls import seccomp_filter
+
+PROGRAM = Path(__file__).with_name("verifier_process.py")
+MAX_LINE_BYTES = 8 * 2**20
+MAX_CALLS = 1000
+TMP_BYTES = 64 * 2**20
+KILLED = 128 + 9  # exit status of bubblewrap if the verifier was killed, for example for lack of memory
+
+CallTool = Callable[[str, Mapping[str, object]], Awaitable[ToolResult]]
+
+
+async def verify(task: Task, final_answer: str, call_tool: CallTool, *, timeout_s: float) -> float:
+    """Return the reward of `task`. `timeout_s` limits the time without the tool calls.
+
+    Raises AgentFault if the verifier gives no reward, SandboxError if its process cannot start or is killed,
+    and what `call_tool` raises.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        process = await _start(stack)
+        fields = {name: value for name, value in task.row.items() if not name.startswith("verifier_")}
+        request: Mapping[str, object] = {
+            "code": task.row["verifier_code"],
+            "function": task.row["verifier_function"],
+            "task": fields,
+            "final_answer": final_answer,
+        }
+        left_s = timeout_s
+        for _ in range(MAX_CALLS + 1):
+            started = time.monotonic()
+            try:
+                async with asyncio.timeout(left_s):
+                    reply = await _exchange(process, request)
+            except TimeoutError as error:
+                raise AgentFault(
+                    ZeroReason.VERIFIER_TIMEOUT, f"the verifier did not end within {timeout_s:g} s"
+                ) from error
+            left_s -= time.monotonic() - started
+            match reply:
+                case {"reward": float() | int() as reward}:
+                    return float(reward)
+                case {"unreadable": str() as value}:
+                    raise AgentFault(ZeroReason.UNREADABLE_REWARD, f"the verifier returned {value}")
+                case {"raised": str() as problem}:
+                    raise AgentFault(ZeroReason.VERIFIER_ERROR, f"the verifier raised {problem}")
+                case {"call": str() as name, "arguments": dict() as arguments}:
+                    result = await call_tool(name, arguments)
+                    request = {"value": result.value, "text": result.text, "is_error": result.is_error}
+                case _:
+                    raise AgentFault(ZeroReason.VERIFIER_ERROR, "the verifier called no tool by its name")
+        raise AgentFault(ZeroReason.VERIFIER_ERROR, f"the verifier called more than {MAX_CALLS} tools")
+
+
+def sandbox_command(seccomp: int) -> list[str]:
+    """Return the command line of the verifier's sandbox. `seccomp` is the descriptor of the filter."""
+    interpreter, prefix = os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix)
+    command = ["/usr/bin/bwrap", "--unshare-all", "--unshare-user", "--disable-userns"]
+    command += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"]
+    command += ["--clearenv", "--setenv", "LANG", "C.UTF-8", "--seccomp", str(seccomp)]
+    for directory in ("/usr", *(f"/{name}" for name in USERLAND if Path("/", name).exists()), prefix):
+        command += ["--ro-bind", os.path.realpath(directory), directory]
+    for directory in ("/dev/shm", "/tmp"):
+        if directory == "/dev/shm":
+            command += ["--dev", "/dev"]
+        command += ["--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs", directory]
+    command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
+    return [*command, interpreter, "-I", "-S", "-B", "-c", PROGRAM.read_text()]
+
+
+async def _start(stack: contextlib.AsyncExitStack) -> asyncio.subprocess.Process:
+    """Start the program. The stack kills it. Raises SandboxError."""
+    seccomp = as_descriptor(seccomp_filter(max_shared_mapping=TMP_BYTES))
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *sandbox_command(seccomp),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            pass_fds=(seccomp,),
+            process_group=0,  # Ctrl-C at the terminal must reach the trainer only
+            cwd="/",
+            env={},
+            limit=MAX_LINE_BYTES,
+        )
+    except OSError as error:
+        raise SandboxError(
+            f"the verifier needs bubblewrap ({error}); install the package bubblewrap"
+        ) from error
+    finally:
+        os.close(seccomp)
+    stack.push_async_callback(_end, process)
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            line = await process.stdout.readline()
+            if line != b'{"ready": true}\n':
+                errors = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+                raise SandboxError(
+                    f"the sandbox of the verifier did not start ({errors[-1] if errors else 'no message'}); "
+                    "this needs bubblewrap and user namespaces for unprivileged users"
+                )
+    except TimeoutError as error:
+        raise SandboxError(
+            f"the sandbox of the verifier did not start within {START_TIMEOUT_S} s; lower n_parallel_envs"
+        ) from error
+    return process
+
+
+async def _exchange(process: asyncio.subprocess.Process, request: Mapping[str, object]) -> object:
+    """Send a message and return the reply. Raises AgentFault if the verifier ends without one."""
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(ConnectionError):  # the process has ended; `readline` reports it
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        await process.stdin.drain()
+    try:
+        line = await process.stdout.readline()
+        if line:
+            return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise AgentFault(ZeroReason.VERIFIER_ERROR, f"the verifier sent an invalid line: {error}") from error
+    status = await process.wait()
+    if status == KILLED:
+        raise SandboxError("the verifier was killed; the machine may lack memory")
+    raise AgentFault(ZeroReason.VERIFIER_ERROR, f"the verifier ended its process with status {status}")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    await process.communicate()

@@ -1,0 +1,93 @@
+"""The program that runs a task's verifier in its sandbox. It imports the standard library only.
+
+It exchanges JSON lines with `src.envs.fleet.verifier` through its standard input and output:
+
+    <- {"code": ..., "function": ..., "task": {...}, "final_answer": ...}
+    -> {"call": name, "arguments": {...}}           any number of times
+    <- {"value": ..., "text": ..., "is_error": ...}
+    -> {"reward": 1.0}, {"unreadable": "nan"} or {"raised": "KeyError: 'W1'"}
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import resource
+
+MEMORY_BYTES = 2 * 2**30
+FILE_BYTES = 16 * 2**20
+
+
+class ToolError(Exception):
+    """A tool returned an error."""
+
+
+class Environment:
+    """What a verifier sees of the environment: the task's fields, and the tools of the trial's session."""
+
+    def __init__(self, task, exchange):
+        self.task = task
+        self._exchange = exchange
+
+    def call_tool(self, name, arguments=None):
+        """Return the structured result of a tool, or its text, parsed if it is JSON. Raises ToolError."""
+        result = self._exchange({"call": name, "arguments": arguments or {}})
+        if result["is_error"]:
+            raise ToolError(result["text"])
+        return result["value"]
+
+
+async def finished(awaitable):
+    return await awaitable
+
+
+def grade(request, exchange):
+    """Return the value that the verifier returns."""
+    namespace = {"__name__": "verifier", "ToolError": ToolError}
+    exec(compile(request["code"], "verifier_code", "exec"), namespace)
+    verify = namespace[request["function"]]
+    parameters = inspect.signature(verify).parameters
+    answer = {"final_answer": request["final_answer"]} if "final_answer" in parameters else {}
+    value = verify(Environment(request["task"], exchange), **answer)
+    return asyncio.run(finished(value)) if inspect.isawaitable(value) else value
+
+
+def as_reply(value):
+    if isinstance(value, (bool, int, float)):
+        try:
+            reward = float(value)
+        except OverflowError:
+            reward = math.inf
+        if math.isfinite(reward):
+            return {"reward": reward}
+    return {"unreadable": f"{type(value).__name__} {value!r:.200}"}
+
+
+def main():
+    requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):  # what the verifier prints is no reply
+        os.dup2(null, descriptor)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+
+    def send(reply):
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+    def exchange(call):
+        send(call)
+        return json.loads(requests.readline())
+
+    send({"ready": True})
+    request = json.loads(requests.readline())
+    try:
+        reply = as_reply(grade(request, exchange))
+    except BaseException as error:
+        reply = {"raised": f"{type(error).__name__}: {error!s:.200}"}
+    send(reply)
+    os._exit(0)  # threads of the verifier must not delay the end
+
+
+main()

@@ -1,0 +1,143 @@
+"""The MCP server of examples/fleet with further tools: keys, and tools that fail in several ways.
+
+    python -m tests.fakes.mcp_server PORT [MARKER NUMBER]
+
+With a marker file that does not exist, the server creates the file and ends at tool call NUMBER.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import string
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from examples.fleet.inventory_server import TOOLS, Inventory, McpServer, Tool, serve
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = string.ascii_letters
+FLOOD_BYTES = 20 * 2**20
+
+
+def press(key: str) -> Tool:
+    """A tool that counts how often its key was pressed, and returns the pressed keys."""
+
+    def function(inventory: Inventory) -> str:
+        inventory.stock[key] = inventory.stock.get(key, 0) + 1
+        return "".join(inventory.stock)
+
+    return Tool(function, f"Press {key}.")
+
+
+def fail(inventory: Inventory) -> object:
+    raise RuntimeError("out of paper")
+
+
+def die(inventory: Inventory) -> object:
+    os._exit(3)
+
+
+HOSTILE = {
+    "fail": Tool(fail, "Raises an error."),
+    "die": Tool(die, "Ends the server."),
+    "hang": Tool(lambda inventory: None, "Does not return."),
+    "crash": Tool(lambda inventory: None, "Answers with the HTTP status 500."),
+    "forget": Tool(lambda inventory: None, "Ends the session."),
+    "long": Tool(lambda inventory: "x" * 50_000, "Returns 50,000 characters."),
+    "flood": Tool(lambda inventory: "x" * FLOOD_BYTES, "Returns 20 MiB."),
+    "garbage": Tool(lambda inventory: None, "Returns no JSON."),
+    "surrogate": Tool(lambda inventory: None, "Returns half of a surrogate pair."),
+}
+
+
+class FailingServer(McpServer):
+    """Answers on /streamed/mcp with server-sent events, and on /closed/mcp with the status 503."""
+
+    def __init__(self, marker: Path | None = None, die_at: int = 0) -> None:
+        super().__init__({**TOOLS, **HOSTILE, **{key: press(key) for key in KEYS}})
+        self._marker = marker
+        self._die_at = die_at
+        self._num_calls = 0
+
+    async def post(self, request: Request) -> Response:
+        env_key, message = request.path_params["env_key"], await request.json()
+        if env_key == "closed":
+            return Response(status_code=503)
+        name = message.get("params", {}).get("name") if message["method"] == "tools/call" else None
+        self._num_calls += name is not None
+        if self._marker is not None and self._num_calls == self._die_at and not self._marker.exists():
+            self._marker.touch()
+            os._exit(3)
+        match name:
+            case "hang":
+                await asyncio.Event().wait()
+            case "crash":
+                return Response(status_code=500)
+            case "forget":
+                self.inventories.clear()
+            case "garbage":
+                return Response("[" * 100_000, media_type="application/json")
+            case "surrogate":
+                text = '{"content": [{"type": "text", "text": "\\ud800"}]}'
+                return Response(
+                    f'{{"jsonrpc": "2.0", "id": {message["id"]}, "result": {text}}}',
+                    media_type="application/json",
+                )
+        response = await super().post(request)
+        if env_key != "streamed" or response.status_code != 200:
+            return response
+        notice = 'event: message\r\ndata: {"jsonrpc": "2.0", "method": "notifications/message"}\r\n\r\n'
+        text = f": comment\n\n{notice}data: {bytes(response.body).decode()}\n\n"
+        headers = {"mcp-session-id": response.headers["mcp-session-id"]}
+        return Response(text, media_type="text/event-stream", headers=headers)
+
+
+@contextmanager
+def mcp_server(*, program: str = "tests.fakes.mcp_server", options: tuple[str, ...] = ()) -> Iterator[str]:
+    """Run a server in a process, which is restarted on the same port when it ends. Yields
+    `http://127.0.0.1:PORT`.
+    """
+    process, port = start(program, 0, options)
+    is_stopping = threading.Event()
+
+    def restart() -> None:
+        nonlocal process
+        while True:
+            process.wait()
+            if is_stopping.is_set():
+                return
+            process, _ = start(program, port, options)
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        is_stopping.set()
+        while thread.is_alive():
+            process.kill()
+            thread.join(0.1)
+
+
+def start(program: str, port: int, options: tuple[str, ...]) -> tuple[subprocess.Popen[str], int]:
+    """Return the process of a server that listens, and its port."""
+    command = [sys.executable, "-m", program, str(port), *options]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:  # the server prints one line
+        line = process.stdout.readline()
+    assert line.startswith("serving http://"), line
+    return process, int(line.split("/")[2].partition(":")[2])
+
+
+if __name__ == "__main__":
+    marker, number = (Path(sys.argv[2]), int(sys.argv[3])) if sys.argv[2:] else (None, 0)
+    serve(FailingServer(marker, number), int(sys.argv[1]))
