@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def programs(directory: Path) -> Iterator[tuple[str, Lowered]]:
-    """Every program with a name, in a fixed order."""
+    """Return every program with its name, in a fixed order."""
     settings = make_settings(make_model(directory), directory / "checkpoints")
     yield from DeviceExecutor(settings).programs()
     model = resolve_model(settings)

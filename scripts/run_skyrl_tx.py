@@ -182,7 +182,7 @@ def quick_start(given: dict[str, str]) -> int:
 
 
 def full_recipe(given: dict[str, str]) -> int:
-    """The recipe of `recipe_options` with the model, the tasks and the server of this run."""
+    """Run the recipe of `recipe_options` with the model, the tasks and the server of this run."""
     kind = environment_kind(given)
     if kind == "harbor" and "tasks_dir" not in given:
         if not Path(DEFAULT_TASKS).is_dir():
@@ -332,7 +332,7 @@ def train(options: dict[str, str], server: subprocess.Popen[bytes] | None, *, ke
 
 
 def say_programs(url: str, *, key: str) -> None:
-    """How many XLA programs the run needed; a warm start reads them from the compilation cache."""
+    """Print how many XLA programs the run needed, and how many of them came from the compilation cache."""
     try:
         engine = httpx.get(f"{url}/api/v1/stats", headers={"X-API-Key": key}, timeout=5.0).json()["engine"]
     except (httpx.HTTPError, ValueError, KeyError):
@@ -345,8 +345,8 @@ def say_programs(url: str, *, key: str) -> None:
 
 
 def new_key() -> str:
-    """For a server of this process's own. Without one, every process of this machine could train on the
-    server, a trial's too."""
+    """Return a random key for a server that this process starts. Without a key, every process of this machine
+    could train on the server, also a process of a trial."""
     return f"tml-{secrets.token_urlsafe(32)}"
 
 
@@ -409,7 +409,7 @@ def in_trainer_names(line: str) -> str:
 
 
 def said(log_file: Path, starts_at: int) -> list[str]:
-    """The lines of a log from that byte on."""
+    """Return the lines of a log from the byte `starts_at` on."""
     return log_file.read_bytes()[starts_at:].decode(errors="replace").splitlines()
 
 
@@ -427,14 +427,14 @@ def free_port() -> int:
 
 
 def die_with_parent(with_signal: signal.Signals) -> None:
-    """In the child, before exec: ask Linux for `with_signal` when the parent dies, however it dies."""
+    """Let Linux send `with_signal` to this process when its parent ends. The child calls it before exec."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, with_signal)
 
 
 def say(text: str) -> None:
     try:
         print(f"run_skyrl_tx: {text}", flush=True)
-    except OSError:  # nobody reads any more; what it holds back is not to fail once more at the end
+    except OSError:  # nobody reads the output; its buffered rest must not fail again when Python exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -122,7 +122,7 @@ def make_datum(chunks: Sequence[types.ModelInputChunk], **inputs: np.ndarray) ->
 
 
 def datum(length: int = 6) -> types.Datum:
-    """For cross_entropy; the first position is masked."""
+    """Return a datum for cross_entropy. The first position is masked."""
     tokens = np.arange(1, length + 1)
     weights = np.ones(length, np.float32)
     weights[0] = 0
@@ -132,7 +132,7 @@ def datum(length: int = 6) -> types.Datum:
 
 
 def rl_datum(**others: np.ndarray) -> types.Datum:
-    """For the losses that take the sampler's log-probabilities and advantages."""
+    """Return a datum for the losses with the sampler's log-probabilities and advantages."""
     logprobs, advantages = np.full(6, -6.0, np.float32), np.full(6, 0.5, np.float32)
     return make_datum(
         [types.EncodedTextChunk(tokens=[1, 2, 3, 4, 5, 6])],
@@ -319,13 +319,14 @@ def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker
             [logprob < 0 for logprob in data_of(response.target_prompt_logprobs)] == [True, True, False]
         ),
     )
+    # These targets are tokens of the prompt, so the reply must contain the prompt's own logprobs.
     own = types.TensorData(
         data=[6, 8],
         dtype="int64",
         shape=[3, 50],
         sparse_crow_indices=[0, 1, 1, 2],
         sparse_col_indices=[40, 2],
-    )  # the prompt's own tokens, so that its logprobs are the answer
+    )
     calls.required(
         "sample(target_prompt_logprobs, sparse)",
         lambda: named.sample(prompt, 1, one, include_prompt_logprobs=True, target_prompt_logprobs=own),
@@ -522,9 +523,8 @@ def make_calls(url: str, calls: Calls) -> None:
 
 def main(url: str) -> int:
     os.environ.setdefault("TINKER_TELEMETRY", "0")
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning
-    )  # deprecated calls are made on purpose: they are part of the SDK
+    # The script also makes the deprecated calls, because they are part of the SDK.
+    warnings.filterwarnings("ignore", category=FutureWarning)
     calls = Calls()
     print(f"tinker {tinker.__version__} against {url}\n")
     make_calls(url, calls)

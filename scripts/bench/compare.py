@@ -150,7 +150,7 @@ def peers(
 
 
 def timed(run: Callable[[], object]) -> Callable[[], Measurement]:
-    """A turn in this process."""
+    """Return a function that calls `run` in this process and measures its times."""
 
     def turn() -> Measurement:
         began, cpu = time.perf_counter(), time.process_time()

@@ -55,7 +55,7 @@ def main(config: Peers) -> None:
 
 
 def ragged_lengths(*, seed: int = 0) -> list[int]:
-    """32 lognormal lengths, scaled so that the longest is 1,025 and the mean 286."""
+    """Return 32 lognormal lengths, scaled so that the longest is 1,025 and the mean 286."""
     random = np.random.default_rng(seed)
     while True:
         drawn = np.clip(random.lognormal(5.35, 0.8, 32).astype(int), 32, LONGEST)

@@ -405,8 +405,8 @@ def a_filter(name: str, words: Words, lines: list[str]) -> Filter:
 
 
 def filtered(family: str, words: Words, names: tuple[str, ...], *, to_end: bool) -> Instance:
-    """An instance that applies the filters `names` in order and writes, or appends (`to_end`), the result to
-    another file."""
+    """Return an instance whose command applies the filters `names` in order and writes the result to another
+    file, or appends it with `to_end`."""
     lines = words.lines(words.random.randint(20, 26))
     filters = [a_filter(name, words, lines) for name in names]
     source, target = text_file(words), text_file(words)

@@ -108,8 +108,8 @@ class _Outcome:
         return self.value
 
     def summary(self) -> str:
-        """What must be equal on every rank: empty, or the type of a ServerError. Any other error starts with
-        FATAL."""
+        """Return a text that must be equal on every rank: an empty one, or the type of a ServerError. The
+        text of any other error starts with FATAL."""
         if self.error is None:
             return ""
         expected = isinstance(self.error, ServerError) and not isinstance(self.error, SequencesLostError)

@@ -78,10 +78,10 @@ class Tenant:
     num_requests: int = 0  # including those that wait until a snapshot is saved
     num_running: int = 0
     num_small_running: int = 0
-    running: dict[int, Request] = field(default_factory=dict)  # requests with sequences in slots
-    started: dict[int, Request] = field(
-        default_factory=dict
-    )  # requests that have started and have waiting samples
+    running: dict[int, Request] = field(default_factory=dict)
+    """Requests with sequences in slots, by id."""
+    started: dict[int, Request] = field(default_factory=dict)
+    """Requests that have started and have waiting samples, by id."""
     unstarted: defaultdict[tuple[bool, bool], list[int]] = field(default_factory=lambda: defaultdict(list))
     """Heaps of request ids by (is small, is long)."""
 

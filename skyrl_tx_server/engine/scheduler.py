@@ -126,30 +126,32 @@ class Scheduler:
         return self._may_pause
 
     def finish(self, step: Step) -> None:
-        """The operation of `step` has succeeded or failed; the next one of its model may run."""
+        """Note that the operation of `step` has ended. The next operation of its model may run."""
         self._operations.finish(step)
         if isinstance(step.op, SaveSampler):
             self._samples.snapshot_saved(step.op.weights)
 
     def requeue(self, prefills: Sequence[PrefillRequest]) -> None:
-        """Queue these again, at the places they had."""
+        """Queue these requests again, at their previous places."""
         for prefill in reversed(prefills):
             self._samples.requeue(prefill)
 
     def defer(self, prefills: Sequence[PrefillRequest]) -> None:
-        """Queue these again. The executor has no KV pages for the first until a sequence finishes or is
-        paused."""
+        """Queue these requests again. The executor has no KV pages for the first one until a sequence
+        finishes or is paused."""
         self.requeue(prefills)
         self._deferred = prefills[0].request_id
 
     def prefill_continues(self, prefill: PrefillRequest) -> None:
-        """A chunk of the prompt is computed, and the prompt needs more; a decode dispatch comes first."""
+        """Note that a chunk of the prompt was computed and that the prompt has more chunks. The next work is
+        a decode dispatch."""
         self.requeue([prefill])
         self._decode_next = True
         self._samples.prefill_continues(prefill.request_id)
 
     def prefill_finished(self, request_id: int, *, prompt_tokens: int) -> None:
-        """The sequences of a request have their slots; `prompt_tokens` tokens of its prompt were computed."""
+        """Note that the sequences of a request have slots. `prompt_tokens` tokens of its prompt were
+        computed."""
         self._samples.prefill_finished(request_id, prompt_tokens=prompt_tokens)
 
     def sequence_finished(self, request_id: int, index: int) -> None:

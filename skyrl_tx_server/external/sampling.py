@@ -194,10 +194,8 @@ class ExternalSampling:
         try:
             return await self._server.sample(request, await asyncio.shield(loaded))
         except AdapterLostError:
-            for agreed in (
-                self._agreed,
-                adapter.agreed,
-            ):  # the external server was restarted and may run another model
+            # The external server was restarted and may run another model, so the comparisons begin again.
+            for agreed in (self._agreed, adapter.agreed):
                 agreed.clear()
             if adapter.loaded is loaded:
                 adapter.loaded = None

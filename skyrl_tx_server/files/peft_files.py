@@ -155,7 +155,7 @@ def _widened(name: str, array: np.ndarray, lora: LoraSpec) -> np.ndarray:
 
 
 def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, rank_per_expert: int) -> np.ndarray:
-    """The inverse of `_widened`. Raise UserError if it would remove values that are not zero."""
+    """Undo `_widened`. Raise UserError if this would remove values that are not zero."""
     rank_axis = 0 if ".lora_A." in name else 1
     if array.shape[rank_axis] != rank:
         return array

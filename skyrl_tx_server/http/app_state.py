@@ -25,9 +25,8 @@ from skyrl_tx_server.http.wire.limits import Limits
 class HttpSettings:
     """The options of the HTTP side, with the values that are derived from them."""
 
-    model_dir: (
-        Path | None
-    )  # the tokenizer for clients on this machine; None: the clients use the model's name
+    model_dir: Path | None
+    """The folder of the tokenizer, for clients on this machine. None: the clients use the model's name."""
     max_request_bytes: int = 64 << 20
     stalled_s: float = 120.0  # how long a body may pause before its request is rejected
     sample_max_concurrent_requests: int = 256

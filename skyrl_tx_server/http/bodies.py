@@ -89,9 +89,8 @@ class BodyBudget:
             async with asyncio.timeout(timeout_s):
                 await admitted
         except BaseException as error:
-            if (
-                admitted.done() and not admitted.cancelled()
-            ):  # admitted in the same iteration of the event loop
+            # The request may have been admitted in the same iteration of the event loop.
+            if admitted.done() and not admitted.cancelled():
                 self._used -= num_bytes
             admitted.cancel()
             self._admit(capacity)

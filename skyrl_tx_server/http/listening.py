@@ -235,9 +235,8 @@ class Acceptor:
             if self._connections.are_full and not self._connections.close_longest_idle():
                 accepted.close()
                 continue
-            await asyncio.sleep(
-                0
-            )  # the loop releases the descriptor of a closed connection in its next iteration
+            # The loop releases the descriptor of a closed connection in its next iteration.
+            await asyncio.sleep(0)
             protocol = self._make()
             self._connections.add(protocol)
             task = asyncio.create_task(self._start(accepted, protocol))

@@ -117,8 +117,8 @@ def write_layer(
     starts_B: ArrayLike,
     counts_B: ArrayLike,
 ) -> KVCache:
-    """Write the first `counts_B` positions of `new`, one layer's, at position `starts_B` of the sequences
-    with the block tables `tables_BW`."""
+    """Write the first `counts_B` positions of `new`, the segment of one layer, at position `starts_B` of the
+    sequences with the block tables `tables_BW`."""
     write = partial(_write_own_layer, config)
     if config.mesh is not None:
         write = shard_map_over(

@@ -41,7 +41,7 @@ class PageAllocator:
         }
 
     def cache_of(self, slot: int) -> PrefixCache:
-        """The prefix cache of the rank to which `slot` belongs."""
+        """Return the prefix cache of the rank to which `slot` belongs."""
         return self.caches[slot // self.size.slots]
 
     def find_prefix(

@@ -152,7 +152,7 @@ class Prefiller:
 
 
 def _resumed(request: PrefillRequest) -> PrefillResult:
-    """The result for a paused sequence, whose prompt was computed before."""
+    """Return the result for a paused sequence. Its prompt was computed before."""
     return PrefillResult(prompt_logprobs=None, prompt_cache_hit_tokens=len(request.op.prompt), finished=())
 
 

@@ -89,7 +89,7 @@ def _num_targets(data: Sequence[TrainDatum]) -> int | None:
 
 
 def _cut_targets(values: np.ndarray, num_targets: int | None) -> np.ndarray:
-    """[N] or [N, K] with the datum's own K, from [N] or [N, K of the batch]."""
+    """Return [N] or [N, K] with the K of the datum, from [N] or [N, K] with the K of the batch."""
     if values.ndim == 1:
         return values
     return values[:, 0] if num_targets is None else values[:, :num_targets]

@@ -171,7 +171,7 @@ def _by_shape(streams: Iterable[tuple[BucketShape, PrefixTree]]) -> dict[BucketS
 
 
 def _computed_tokens(streams: Mapping[BucketShape, Sequence[PrefixTree]]) -> int:
-    """Tokens including padding."""
+    """Return the number of tokens in the batches, including padding."""
     return sum(-(-len(of_shape) // shape.streams) * shape.tokens for shape, of_shape in streams.items())
 
 

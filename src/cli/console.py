@@ -56,10 +56,8 @@ class Display:
         self.say(f"{title}: {counted(num_groups, 'task')} x {counted(group_size, 'trial')}")
 
     def group_finished(self, group: TrajectoryGroup, *, duration_s: float) -> None:
-        """One line:
-
-        task, how many trials solved it, the mean of partial rewards, turns, seconds and failures.
-        """
+        """Print the task, the number of solved trials, the mean of partial rewards, turns, seconds and
+        failures in one line."""
         self._num_finished += 1
         turns = [len(trajectory.turns) for trajectory in group.trajectories]
         parts = [f"{_solved(group.rewards)} solved"]
@@ -98,7 +96,7 @@ class Display:
         self._show(table)
 
     def evaluation_finished(self, evaluation: Evaluation, first: Evaluation | None) -> None:
-        """A row per held-out task with the first evaluation and this one, then the success rate."""
+        """Print a row per held-out task with the first evaluation and this one, then the success rate."""
         table = _table()
         table.add_column("held-out task", no_wrap=True)
         if first is not None:

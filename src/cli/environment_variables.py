@@ -29,9 +29,8 @@ def with_server_from_environment(argv: Sequence[str]) -> list[str]:
 
 
 def with_local_model(argv: Sequence[str]) -> list[str]:
-    """Replace model_name=DIRECTORY by the name under which our server serves it, local/<directory name>.
-
-    Its tokenizer is the directory's, unless tokenizer= is given.
+    """Replace model_name=DIRECTORY by the name under which the server serves this model,
+    local/<directory name>. The tokenizer is read from the directory, unless tokenizer= is given.
     """
     given = {name: value for name, _, value in (argument.partition("=") for argument in argv)}
     directory = Path(given.get("model_name", "")).expanduser()

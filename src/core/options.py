@@ -60,7 +60,7 @@ def above(minimum: float) -> Validator:
 
 
 def share(options: Any, name: str) -> None:
-    """A field validator that accepts None and numbers above 0 and at most 1."""
+    """Validate a field: None, or a number above 0 and at most 1."""
     value = _value(options, name)
     require(value is None or 0 < value <= 1, f"{_name(name)} must be above 0 and at most 1, not {value}")
 
@@ -124,5 +124,5 @@ def _value(options: Any, name: str) -> Any:
 
 
 def _name(name: str) -> str:
-    """The option's name: chz passes the name of the field's raw value."""
+    """Return the name of an option. chz passes the name of the field that holds the raw value."""
     return name.removeprefix("X_")

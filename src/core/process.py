@@ -54,8 +54,8 @@ async def run_until_signal(
     """Run `work` and return its exit status: 0, or INTERRUPTED if a signal cancelled it.
 
     The first signal cancels `work`. After `stop_timeout_s` it is cancelled again, which ends its clean-up.
-    The signal handlers are Python's and not the event loop's, so that signals also work while the loop is
-    blocked.
+    The signal handlers are those of the module `signal` and not of the event loop, so signals also work while
+    the loop is blocked.
     """
     loop = asyncio.get_running_loop()
     loop.set_default_executor(AbandoningExecutor())

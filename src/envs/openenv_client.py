@@ -98,9 +98,8 @@ class OpenEnv:
         try:
             result = await self._client.step(action)
         except Exception as error:
-            if type(error).__module__.startswith(
-                "websockets"
-            ):  # These errors do not inherit ConnectionError.
+            # The errors of websockets do not inherit ConnectionError.
+            if type(error).__module__.startswith("websockets"):
                 raise ConnectionError(f"the OpenEnv server: {error}") from error
             raise
         return StepResult(

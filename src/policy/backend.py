@@ -179,7 +179,8 @@ async def request(url: str, *, key: str, body: Mapping[str, str] | None, timeout
 
 
 async def lora_alpha(options: BackendOptions, *, model_id: str, key: str) -> float:
-    """Return the alpha of a model: what the endpoint reports, else Tinker's. The SDK drops the field."""
+    """Return the LoRA alpha of a model: the value that the endpoint reports, or else Tinker's alpha. The SDK
+    drops the field, so this function does not use it."""
     url, body = f"{base_url(options)}/api/v1/get_info", {"type": "get_info", "model_id": model_id}
     reply = await request(url, key=key, body=body, timeout_s=health_timeout_s(options))
     try:

@@ -59,9 +59,8 @@ class FakeExecutor:
         )
     )
     gate: threading.Event | None = None  # operations wait until this event is set
-    errors: dict[str, Exception] = field(
-        default_factory=dict
-    )  # entry of `log` -> the error that is raised instead
+    # Maps an entry of `log` to the error that is raised instead.
+    errors: dict[str, Exception] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
     dispatched_next: list[bool] = field(default_factory=list)  # one per dispatch
     threads: set[int] = field(default_factory=set)  # ids of the threads that made calls
@@ -141,9 +140,8 @@ class FakeExecutor:
         if op.prompt_logprobs and first == 0:
             logprobs = np.full(len(op.prompt), -1.0, np.float32)
             logprobs[0] = np.nan
-        known = (
-            len(op.prompt) - 1 if first else 0
-        )  # the later samples of a request find its prompt in the prefix cache
+        # The later samples of a request find its prompt in the prefix cache.
+        known = len(op.prompt) - 1 if first else 0
         return PrefillResult(prompt_logprobs=logprobs, prompt_cache_hit_tokens=known, finished=())
 
     def decode(self) -> bool:

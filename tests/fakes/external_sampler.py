@@ -272,9 +272,8 @@ class ExternalSampler:
             return []
         plain = adapter == self.name or self.leaves_adapters_out
         weights = self.model.base if plain else self.adapters[adapter][1]
-        seeds = [
-            (len(self.seen) if seed is None else seed) + index for index in range(count)
-        ]  # results are deterministic
+        # Results are deterministic.
+        seeds = [(len(self.seen) if seed is None else seed) + index for index in range(count)]
         return await asyncio.to_thread(
             lambda: [self._draw(weights, prompt, asked, max_tokens, each) for each in seeds]
         )

@@ -79,9 +79,8 @@ def step(*, episode: str, content: str | None, tool_calls: list[dict[str, Any]])
         return state(episode, [*opening, *playing["user_messages"]] if playing["speaker"] == "agent" else [])
     if not tool_calls:
         playing["speaker"] = "user"
-        return state(
-            episode, [*playing["user_messages"], {"role": "assistant", "content": content}]
-        )  # includes the messages of the user, as in tau2's worker
+        # The result includes the messages of the user, as in tau2's worker.
+        return state(episode, [*playing["user_messages"], {"role": "assistant", "content": content}])
     return state(episode, [{"role": "tool", "content": called(playing, call["name"])} for call in tool_calls])
 
 

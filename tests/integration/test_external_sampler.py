@@ -57,9 +57,8 @@ def url(tmp_path: Path, sampler: ExternalSampler) -> Iterator[str]:
         try:
             assert ready.startswith("skyrl-tx server ready: "), process.communicate()[1]
             yield ready.split()[3]
-            sampler.wait_until(
-                lambda: not sampler.adapters
-            )  # the snapshots of the closed session are unloaded
+            # The snapshots of the closed session are unloaded.
+            sampler.wait_until(lambda: not sampler.adapters)
             process.terminate()
             assert process.wait(30) == 0
         finally:

@@ -33,9 +33,8 @@ def test_the_service_quick_start_takes_a_step(tmp_path: Path) -> None:
     assert "points); doing nothing: 33.3%" in done.stdout  # one task must be refused
     _, step = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert step["trials/graded"] == 8 and step["env/all/tool_calls"] > 0 and step["tokens/trained"] > 0
-    assert (
-        step["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3
-    )  # sampler and trainer have the same weights
+    # Sampler and trainer have the same weights.
+    assert step["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3
 
 
 def test_a_mistake_stops_in_one_line_before_the_server_starts(tmp_path: Path) -> None:

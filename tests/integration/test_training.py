@@ -134,9 +134,8 @@ def test_an_interrupted_run_resumes_with_its_third_step(url: str, model_dir: Pat
     assert [record["step"] for record in metrics] == [0, 1, 2]
     assert metrics[1]["trials/graded"] == 4 and metrics[1]["env/all/turns"] == 2
     assert metrics[2]["optim/num_substeps"] == 2 and metrics[2]["optim/grad_norm"] > 0
-    assert (
-        metrics[1]["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3
-    )  # sampler and trainer have the same weights
+    # Sampler and trainer have the same weights.
+    assert metrics[1]["policy/rollout_train_logprobs_abs_diff_max"] < 1e-3
     assert metrics[2]["sampling_client/step_min"] == 1
     assert len(lines(log_path / "rollouts" / "step_000002.jsonl")) == 4
 
@@ -152,9 +151,8 @@ def test_an_interrupted_run_resumes_with_its_third_step(url: str, model_dir: Pat
                 resumed.send_signal(signal.SIGINT)
     assert resumed.returncode == 130, text
     assert "resuming after step 2" in text
-    (last,) = map(
-        int, re.findall(r"checkpoint after step (\d+): tinker://", text)
-    )  # 3, or more if the signal arrived late
+    # The number is 3, or larger if the signal arrived late.
+    (last,) = map(int, re.findall(r"checkpoint after step (\d+): tinker://", text))
     assert last >= 3
     assert [record["batch"] for record in lines(log_path / "checkpoints.jsonl")] == [2, last]
     assert [record["step"] for record in lines(log_path / "metrics.jsonl")] == list(range(last + 1))

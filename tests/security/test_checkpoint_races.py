@@ -130,10 +130,11 @@ async def test_concurrent_saves_archives_and_deletions_are_consistent(
     async with asyncio.TaskGroup() as tasks:
         for work in (save, *[archive] * 4, *[read] * 2):
             tasks.create_task(work())
+    # Without a deletion, the last version remains.
     assert (await archived(http), version_on_disk(context.checkpoints, PATH)) == (
         ROUNDS,
         ROUNDS,
-    )  # without a deletion, the last version remains
+    )
     writing = True
     async with asyncio.TaskGroup() as tasks:
         for work in (save, *[archive] * 3, delete, delete, read):

@@ -418,9 +418,8 @@ DOCKER_TASK = "[agent]\ntimeout_sec = 120\n[verifier]\ntimeout_sec = {timeout}\n
 
 def docker_task(folder: Path, test: str, *, timeout: float = 30) -> Path:
     made = task(folder, test, dockerfile=DOCKER)
-    (made / "task.toml").write_text(
-        DOCKER_TASK.format(timeout=timeout)
-    )  # no-network needs an image of Harbor's from a registry
+    # With no-network, Harbor needs an image from a registry.
+    (made / "task.toml").write_text(DOCKER_TASK.format(timeout=timeout))
     return made
 
 

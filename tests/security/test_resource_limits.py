@@ -156,9 +156,8 @@ async def test_the_cgroups_of_a_sandbox_are_removed_with_it() -> None:
 def test_the_next_run_removes_the_cgroups_of_an_ended_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "src.envs.sandbox.run_directory.root_directory", lambda: tmp_path
-    )  # another trainer that starts at the same time may remove it
+    # Another trainer that starts at the same time may remove it.
+    monkeypatch.setattr("src.envs.sandbox.run_directory.root_directory", lambda: tmp_path)
     parents = cgroup_parents()
     assert parents is not None
     dead = tmp_path / f"dead-{os.getpid()}"

@@ -156,9 +156,8 @@ def cached(config: ModelConfig) -> dict[str, bool]:
     block = Segment(keys=values(layers, 4, heads, head_dim, 4), values=values(layers, 4, heads, 4, head_dim))
     tables = np.array([[1, 3, 4], [2, 5, 0], [9, 10, 11], [12, 8, 8]], np.int32)  # pages 0 and 8 are padding
     starts, counts = np.array([126, 0, 130, 3], np.int32), np.array([4, 0, 4, 4], np.int32)
-    queries = values(
-        3, PREFILL_TILE, config.num_heads, head_dim
-    )  # blocks of two prompts on different devices, and padding
+    # Tiles of two prompts on different devices, and padding.
+    queries = values(3, PREFILL_TILE, config.num_heads, head_dim)
     tiles = PrefillTiles(
         starts=np.array([60, 70, 0], np.int32),
         lengths=np.array([64, 60, 0], np.int32),

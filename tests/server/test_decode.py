@@ -215,9 +215,8 @@ def test_a_dispatch_that_fails_to_start_spares_later_requests(
 
 def test_no_dispatch_starts_when_all_sequences_have_ended(driver: Driver, alone: dict) -> None:
     before = driver.executor.stats()["decode_dispatches_ahead"]
-    settings = replace(
-        REQUESTS[LONG].settings, stop_token_ids=(int(alone[LONG, 0].tokens[4]),)
-    )  # it had not reached its end
+    # The sequence had not reached its end.
+    settings = replace(REQUESTS[LONG].settings, stop_token_ids=(int(alone[LONG, 0].tokens[4]),))
     for op in (REQUESTS[SHORT], replace(REQUESTS[LONG], settings=settings)):
         driver.executor.sampler.prefill([PrefillRequest(request_id=99, op=op, first=0, count=1)])
         assert driver.executor.sampler.decode()

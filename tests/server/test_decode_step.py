@@ -27,7 +27,7 @@ from tests.server.tiny_qwen3 import CONFIG
 CHUNK, LENGTH, NEW = 2 * PAGE_SIZE, 2 * PAGE_SIZE + 50, 8
 TABLE = np.arange(1, 5, dtype=np.int32)
 LAYOUT = PrefillLayout(
-    shapes=PrefillShapes(short=1, long=2, long_from=1, turn=2),
+    shapes=PrefillShapes(short=1, long=2, long_from=1, max_tiles_between_decodes=2),
     num_slots=1,
     table_width=4,
     max_copies=1,

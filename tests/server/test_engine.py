@@ -90,9 +90,8 @@ def test_samples_of_a_request_return_in_order_with_few_slots():
         result = engine.submit(replace(sample(10, num_samples=5), prompt_logprobs=True)).result(TIMEOUT_S)
     assert isinstance(result, SampleResult)
     assert [list(sequence.tokens) for sequence in result.sequences] == [[11, 12, 13, 14]] * 5
-    assert (
-        result.prompt_logprobs is not None and result.prompt_cache_hit_tokens == 0
-    )  # as for the first sample
+    # The values are the same as for the first sample.
+    assert result.prompt_logprobs is not None and result.prompt_cache_hit_tokens == 0
     stats = engine.stats()
     assert (stats["tokens_prefilled"], stats["tokens_from_prefix_cache"]) == (2 + 1 + 1, 1 + 1)
 

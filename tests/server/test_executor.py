@@ -548,10 +548,11 @@ def test_a_prefill_that_fails_late_fails_only_running_samples(
         )
 
     def failing(*args, **options):
+        # Without the slow computation, a CPU raises at once.
         returned, matrix = (
             real_prefill(*args, **options),
             late(np.ones((300, 300), np.float32)),
-        )  # otherwise a CPU raises at once
+        )
         cache, outputs = jax.tree.map(lambda leaf: checked(leaf, matrix), returned)
         lost.append(cache)
         return cache, outputs

@@ -147,9 +147,8 @@ def test_deepseek_adapters_survive_a_round_trip_through_peft(tmp_path: Path) -> 
         LoraSpec(rank=3),
         shutil.copytree(FIXTURES.parent / "families" / "deepseek_v3", tmp_path / "deepseek_v3"),
     )
-    ahead = {
-        "model.layers.2.self_attn.o_proj.weight": np.zeros((40, 40), np.float32)
-    }  # belongs to a multi-token-prediction layer
+    # This tensor belongs to a multi-token-prediction layer.
+    ahead = {"model.layers.2.self_attn.o_proj.weight": np.zeros((40, 40), np.float32)}
     save_file(
         load_file(base / "model.safetensors") | ahead, base / "model.safetensors", metadata={"format": "pt"}
     )

@@ -175,9 +175,8 @@ async def test_adapters_are_evicted_and_reloaded_from_checkpoints(
     url: str, sampler: ExternalSampler, engine: Engine, root: Path, model_dir: Path
 ) -> None:
     path = "tinker://m/sampler_weights/named"
-    await asyncio.wrap_future(
-        engine.submit(SaveSampler(model_id="m", weights=path))
-    )  # by an earlier run of the server
+    # An earlier run of the server saved it.
+    await asyncio.wrap_future(engine.submit(SaveSampler(model_id="m", weights=path)))
     async with connected(url, engine, root, model_dir, max_adapters=1) as elsewhere:
         await done(elsewhere, SaveSampler(model_id="m", weights="one"))
         for weights in ("one", path, "one", path):

@@ -147,9 +147,8 @@ async def test_a_delivered_result_is_kept_for_the_grace_period() -> None:
 async def test_the_limit_of_bytes_drops_delivered_results_first() -> None:
     store, work = FutureStore(Retention(max_bytes=9_000)), Work()
     ids = [submit(store, work) for _ in range(3)]
-    result = ForwardBackwardResult(
-        logprobs=(np.zeros(1000, np.float32),), metrics={"loss:sum": 0.0}
-    )  # 4300 bytes
+    # The entries have 4,300 bytes.
+    result = ForwardBackwardResult(logprobs=(np.zeros(1000, np.float32),), metrics={"loss:sum": 0.0})
     work.futures[0].set_result(result)
     work.futures[1].set_result(result)
     assert await store.wait(ids[1]) is not None

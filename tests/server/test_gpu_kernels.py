@@ -304,9 +304,8 @@ def test_a_server_with_the_kernel_samples_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group and a sample of another prompt. The prompt of the group is read once for several members."""
-    model_dir = make_model(
-        tmp_path / "model", replace(TINY, max_position_embeddings=1200, head_dim=16)
-    )  # the format of the kernels
+    # The kernels use this format.
+    model_dir = make_model(tmp_path / "model", replace(TINY, max_position_embeddings=1200, head_dim=16))
     random = np.random.default_rng(0)
     prompt, other = (random.integers(0, 256, length).astype(np.int32) for length in (1000, 600))
 
@@ -384,11 +383,12 @@ def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
     arguments = (adapter, adapter, params, batch, select_loss(LossFn.CROSS_ENTROPY))
     step = lowered(forward_backward, *arguments, config=config, remat=Remat.ACTIVATIONS)
     names = ("tree_attention_forward", "tree_attention_query_gradient", "tree_attention_key_gradient")
+    # Results of the forward pass are kept.
     assert [step.count(f'name = "{name}"') for name in names] == [
         1,
         1,
         1,
-    ]  # results of the forward pass are kept
+    ]
     head = f"tensor<{config.vocab_size}x{config.hidden_size}x"
     assert head + "bf16>" in step and head + "f32>" not in step, "the head is multiplied as it lies"
     pages = (

@@ -33,11 +33,12 @@ LATENT = load_model_config(ROOT / "tests" / "fixtures" / "families" / "deepseek_
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     flags = f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count=8"
+    # Threads, see `__main__`.
     environment = os.environ | {
         "XLA_FLAGS": flags,
         "JAX_PLATFORMS": "cpu",
         "NPROC": "32",
-    }  # threads, see `__main__`
+    }
     program = [sys.executable, "-m", "tests.server.on_eight_devices", str(tmp_path_factory.mktemp("models"))]
     run = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr

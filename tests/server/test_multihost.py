@@ -183,9 +183,8 @@ def test_an_error_of_one_process_alone_stops_the_server(
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    comes = isinstance(
-        other, SequencesLostError
-    )  # after its own failure, process 0 waits for the other process or for nothing
+    # After its own failure, process 0 waits for the other process or for nothing.
+    comes = isinstance(other, SequencesLostError)
     monkeypatch.setattr("skyrl_tx_server.distributed.multihost.LAST_MESSAGE_S", 60 if comes else 0.2)
     pair = started()
     for executor, error in ((pair.own, own), (pair.other, other)):
@@ -201,10 +200,11 @@ def test_an_error_of_one_process_alone_stops_the_server(
 
 def test_a_lost_process_fails_waiting_operations_at_once() -> None:
     ours, theirs = channels()
+    # The devices of this process never return.
     lost, own = (
         SimpleQueue[str](),
         FakeExecutor(gate=threading.Event()),
-    )  # our devices never return
+    )
     rank0 = RankZero({1: ours}, lost.put)
     executor = MultihostExecutor(own, rank0)
     engine = Engine(executor)
@@ -229,10 +229,11 @@ def test_a_lost_process_fails_waiting_operations_at_once() -> None:
 
 def test_the_loss_of_process_0_is_detected_during_a_call() -> None:
     ours, theirs = channels()
+    # The devices of the other process never return.
     lost, other = (
         SimpleQueue[str](),
         FakeExecutor(gate=threading.Event()),
-    )  # its devices never return
+    )
     worker = WorkerRank(theirs, lost.put)
     with ThreadPoolExecutor() as threads:
         following = threads.submit(worker.follow, lambda: other)
@@ -257,9 +258,8 @@ def test_every_process_gets_the_value_of_process_0(started: _Started) -> None:
         found.append(worker.broadcast_from_rank0(lambda: 1))
         with pytest.raises(UserError, match="no such checkpoint"):
             worker.broadcast_from_rank0(lambda: 2)
-        with pytest.raises(
-            ServerError, match="Stale file handle"
-        ):  # an intended error, which concerns only its operation
+        # An intended error, which concerns only its operation.
+        with pytest.raises(ServerError, match="Stale file handle"):
             worker.broadcast_from_rank0(lambda: 3)
 
     pair = started(ask)

@@ -220,9 +220,8 @@ def test_a_stream_sends_tokens_during_sampling(client: openai.OpenAI, engine: Te
     stream = client.completions.create(
         model=MODEL, prompt="x", stream=True, stream_options={"include_usage": True}
     )
-    assert (
-        next(stream).choices[0].text == "Gr"
-    )  # an incomplete character is held back; the engine waits at the gate
+    # An incomplete character is held back; the engine waits at the gate.
+    assert next(stream).choices[0].text == "Gr"
     engine.gate.set()
     rest = list(stream)
     assert (

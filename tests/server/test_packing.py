@@ -41,9 +41,8 @@ def test_shared_tokens_are_in_the_stream_once() -> None:
     assert batch.arrays.layout.subtree_end[0, :28].tolist() == [25] * 20 + [22] * 2 + [25] * 3 + [27] * 2 + [
         28
     ]
-    assert batch.arrays.loss_inputs.counts[0, :28].tolist() == [2] * 20 + [1] * 7 + [
-        0
-    ]  # the shared prefix has equal targets and weights in both
+    # The shared prefix has equal targets and weights in both.
+    assert batch.arrays.loss_inputs.counts[0, :28].tolist() == [2] * 20 + [1] * 7 + [0]
 
 
 def test_loss_positions_are_separate_where_losses_differ() -> None:
@@ -137,12 +136,13 @@ def test_a_group_contains_its_prompt_once() -> None:
     (batch,) = packed(tuple(TrainDatum(tokens=one, target_tokens=one) for one in tokens))
     assert batch.arrays.tokens.shape == (1, 512)
     assert batch.arrays.layout.subtree_end[0, 511] == 512  # 256 + 8 * 32 tokens fill the stream
+    # The last four responses do not see the first four.
     assert batch.arrays.layout.num_key_blocks[0].tolist() == [
         1,
         2,
         3,
         3,
-    ]  # the last four responses do not see the first four
+    ]
 
 
 def test_no_batch_exceeds_the_budget_unless_a_sequence_does() -> None:

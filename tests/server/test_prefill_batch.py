@@ -144,7 +144,9 @@ def test_a_prompt_among_others_is_computed_as_it_is_alone(lengths: tuple[int, ..
         assert_same((cache, one, own), (alone, one, expected))
 
 
-@pytest.mark.parametrize("shapes", [CPU_PREFILL, PrefillShapes(short=1, long=2, long_from=2, turn=8)])
+@pytest.mark.parametrize(
+    "shapes", [CPU_PREFILL, PrefillShapes(short=1, long=2, long_from=2, max_tiles_between_decodes=8)]
+)
 @pytest.mark.parametrize("cut", [PAGE_SIZE, 70, 299])
 def test_a_prompt_in_chunks_is_computed_as_it_is_whole(cut: int, shapes: PrefillShapes) -> None:
     layout = replace(LAYOUT, shapes=shapes)

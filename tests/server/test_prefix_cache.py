@@ -29,10 +29,11 @@ def test_find_returns_the_longest_prefix_of_the_same_weights():
     branch = computed(pages, other)
     assert pages.find("w", first).length == len(first) and list(pages.find("w", first).pages) == own
     assert pages.find("w", first[: PAGE_SIZE + 3]).length == PAGE_SIZE + 3
+    # The first page was cached already.
     assert list(pages.find("w", np.concatenate([other, text(99)])).pages[:2]) == [
         own[0],
         branch[1],
-    ]  # the first page was cached already
+    ]
     assert pages.find("w", 3 - first).length == 0 == len(pages.find("w", 3 - first).pages)
     assert pages.find("v", first).length == 0
 
@@ -75,9 +76,8 @@ def test_the_least_recently_used_free_page_is_evicted():
     pages.incref(kept.pages)
     assert pages.allocate(1) is None and pages.find("w", old).length == 2 * PAGE_SIZE
     pages.free(kept.pages)
-    assert (
-        pages.allocate(1) is not None and pages.find("w", old).length == PAGE_SIZE
-    )  # the last page is evicted first
+    # The last page is evicted first.
+    assert pages.allocate(1) is not None and pages.find("w", old).length == PAGE_SIZE
 
 
 def test_inserting_cached_tokens_counts_as_use() -> None:

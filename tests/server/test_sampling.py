@@ -432,10 +432,11 @@ def draws(
         ({"temperature": 0.0}, [1, 0, 0, 0, 0]),
         ({"top_k": 2}, [5 / 8, 3 / 8, 0, 0, 0]),
         ({"top_k": 1}, [1, 0, 0, 0, 0]),
+        # 0.8 is not enough, so the third token is included.
         (
             {"top_p": 0.9},
             [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0, 0],
-        ),  # 0.8 is not enough, so the third token is included
+        ),
         ({"top_p": 0.01}, [1, 0, 0, 0, 0]),
         ({"top_p": 0.7, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),
         ({"top_p": 0.82, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),  # of the sum of the three: 0.8 / 0.95
@@ -446,9 +447,8 @@ def test_frequencies_follow_the_filtered_distribution(settings: dict, expected: 
     chosen, logprobs = draws(count, **settings)
     np.testing.assert_allclose(np.bincount(chosen, minlength=5) / count, expected, atol=0.03)
     assert all(np.bincount(chosen, minlength=5)[np.array(expected) == 0] == 0)
-    np.testing.assert_allclose(
-        logprobs, LOGITS[chosen], atol=1e-5
-    )  # from the distribution before temperature and filters
+    # The logprobs are those of the distribution before temperature and filters.
+    np.testing.assert_allclose(logprobs, LOGITS[chosen], atol=1e-5)
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(0.5, 2 * LOGITS), (2.0, LOGITS / 2), (0.0, LOGITS)])

@@ -127,10 +127,11 @@ def test_prompts_are_offered_together_and_keep_their_places():
     save = scheduler.next(free_slots=5, num_running=0)
     offered = scheduler.next(free_slots=5, num_running=0)
     assert isinstance(save, Step) and isinstance(offered, Prefill)
+    # Request 3 waits for its snapshot.
     assert [(request.request_id, request.first, request.count) for request in offered.requests] == [
         (1, 0, 3),
         (4, 0, 2),
-    ]  # 3 waits for its snapshot
+    ]
     scheduler.requeue(offered.requests[1:])
     scheduler.finish(save)
     offered = scheduler.next(free_slots=2, num_running=3)
@@ -298,16 +299,14 @@ class Simulation:
     max_partial_prefill_tokens: int = 0
     chunk_tokens: int = 512  # prompt tokens that one prefill computes
     scheduler: Scheduler = field(init=False)
-    running: dict[tuple[int, int], int] = field(
-        default_factory=dict
-    )  # remaining dispatches by request id and index
+    # Remaining dispatches by request id and index.
+    running: dict[tuple[int, int], int] = field(default_factory=dict)
     paused: dict[tuple[int, int], int] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     tenants: dict[int, str] = field(default_factory=dict)
     prompts: Counter[int] = field(default_factory=Counter)  # computed tokens by request id
-    ended: dict[int, int] = field(
-        default_factory=dict
-    )  # request id -> dispatch in which its last sample ended
+    # The dispatch in which the last sample ended, by request id.
+    ended: dict[int, int] = field(default_factory=dict)
     dispatches: int = 0
     turns: list[Step | Prefill | Decode | Pause] = field(default_factory=list)
 

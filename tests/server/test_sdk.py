@@ -338,9 +338,8 @@ def test_weights_are_downloaded_in_pefts_layout(
     for response in files.values():
         assert int(response.headers["content-length"]) == len(response.content)
     address = found.urls["adapter_config.json"]
-    assert (
-        httpx.get(address.replace("ends=", "ends=9")).status_code == 404
-    )  # a later expiry with the old signature
+    # The URL has a later expiry with the old signature.
+    assert httpx.get(address.replace("ends=", "ends=9")).status_code == 404
     assert httpx.get(address.replace("adapter_config.json", "..%2Fcheckpoint.json")).status_code == 404
     (listed,) = rest.list_checkpoints(training.model_id).result().checkpoints
     assert (listed.checkpoint_type, listed.expires_at is not None) == ("external", True)

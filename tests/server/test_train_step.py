@@ -340,9 +340,8 @@ def test_a_large_vocabulary_goes_through_the_head_in_chunks(monkeypatch) -> None
     data = tiny_qwen3.data((100, 60, 128), weights=True)
     whole, loss, logprobs = gradient(data)
     (batch,) = packed(data, shapes=train_shapes(max_context_length=128, tokens_per_batch=384))
-    monkeypatch.setattr(
-        train_step, "MAX_CHUNK_LOGITS", 25 * CONFIG.vocab_size
-    )  # a shape that no other test compiles
+    # No other test compiles this shape.
+    monkeypatch.setattr(train_step, "MAX_CHUNK_LOGITS", 25 * CONFIG.vocab_size)
     nothing = jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     chunked, output = forward_backward(
         tiny_qwen3.adapter(),

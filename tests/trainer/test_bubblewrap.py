@@ -171,9 +171,8 @@ async def test_sandboxes_start_fast_and_leave_nothing() -> None:
                 plain_s.append(await seconds(asyncio.to_thread(subprocess.run, ["bash", "-c", "true"])))
             with pytest.raises(CommandTimeout):
                 await running.run("sleep 60", timeout_s=0.05)
-    slow = max(
-        1.0, min(plain_s) / 0.01
-    )  # slowdown of this machine compared with an idle one, which needs 3 ms
+    # The slowdown of this machine compared with an idle one, which needs 3 ms.
+    slow = max(1.0, min(plain_s) / 0.01)
     assert min(start_s) < 1.5 * slow and min(exec_s) < 0.15 * slow  # ten times the time on an idle machine
     await asyncio.sleep(0)
     assert open_files() <= before

@@ -76,10 +76,11 @@ def test_replace_substitutes_good_groups_for_bad_ones():
         EMPTY, [*bad("x"), *good("a", "b"), *bad("y")], settings("replace"), step=1, num_groups=4
     )
     assert state.is_complete and state.num_copies == 2
+    # No group is used twice.
     assert names(state.kept)[1:3] == ["a", "b"] and {names(state.kept)[0], names(state.kept)[3]} == {
         "a",
         "b",
-    }  # no group is used twice
+    }
 
 
 def test_replace_draws_freely_when_good_groups_are_fewer():
@@ -148,8 +149,9 @@ async def test_groups_are_good_by_rewards_after_the_reward_rules():
         apply_overlong_filtering="off",
     )
     state = await sample_groups(play, [task("a")], lambda *_: [], settings("filter"), filters, step=1)
+    # b has two rewards of 1, because its failure has a reward now.
     assert (names(state.kept), state.num_bad) == (
         ["a"],
         1,
-    )  # b has two rewards of 1, because its failure has a reward now
+    )
     assert state.played == played

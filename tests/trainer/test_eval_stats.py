@@ -60,10 +60,11 @@ def test_trials_of_one_task_are_not_independent():
 
 def test_the_effective_number_is_at_most_the_number_of_trials():
     estimate = mean_rate([0.5, 0.52], num_trials=100)  # their variance is that of means over 2,499 trials
+    # This is the Wilson interval for 100 trials.
     assert (estimate.low, estimate.high) == (
         pytest.approx(0.41348, abs=1e-5),
         pytest.approx(0.60578, abs=1e-5),
-    )  # the Wilson interval for 100 trials
+    )
 
 
 def test_an_interval_has_a_width_if_every_trial_was_solved():

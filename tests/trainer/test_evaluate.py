@@ -225,9 +225,8 @@ async def test_too_many_ungraded_trials_are_an_error(tmp_path):
     ):
         await bench.go("n_samples=4", "trial_attempts=1")
     bench.lost, bench.played = (), 0
-    await bench.go(
-        "n_samples=4", "trial_attempts=1", "skyrl_tx_url=http://elsewhere:8000"
-    )  # the address of the server may have changed
+    # The address of the server may have changed.
+    await bench.go("n_samples=4", "trial_attempts=1", "skyrl_tx_url=http://elsewhere:8000")
     assert bench.played == 24
     assert bench.results()["metrics"]["test/trials/graded"] == 32
     with pytest.raises(ConfigError, match="belongs to another evaluation"):

@@ -81,10 +81,11 @@ def test_l13_to_l15_an_overlong_sequence_trains_nothing(num_tokens, num_trained)
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=[long, short]), settings(), FILTERS)
     assert [example.num_too_long for example in examples] == [int(not num_trained), 0]
     assert len(examples[0].sequences) == bool(num_trained)
+    # The reward still changes the baseline of the group.
     assert [example.advantage for example in examples] == [
         0.5,
         -0.5,
-    ]  # the reward still changes the baseline of the group
+    ]
     assert (
         len(
             apply_loss_reduction(examples, settings(loss_reduction="sequence_mean"))[1]
@@ -154,9 +155,8 @@ async def test_the_kl_penalty_keeps_the_sum_of_advantages():
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=members), settings(), FILTERS)
     result = await apply_kl_penalty(examples, Reference(), KlOptions(kl_penalty_coef=0.1, kl_estimator="k1"))
     assert result.mean_kl == pytest.approx(0.0)
-    assert token_advantages(result.examples[0]) == pytest.approx(
-        [-0.05]
-    )  # likelier than in the reference, so its advantage is lowered
+    # The token is more likely than in the reference, so its advantage is lowered.
+    assert token_advantages(result.examples[0]) == pytest.approx([-0.05])
     assert token_advantages(result.examples[1]) == pytest.approx([0.05])
 
 
@@ -168,9 +168,10 @@ async def test_kl_estimators_of_half_a_nat(estimator, value):
         trajectory(reward=1, turns=[turn([1], [11], logprob=-1.0)]),
     ]
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=members), settings(), FILTERS)
+    # The differences are 0.5 and 0.
     result = await apply_kl_penalty(
         examples, Reference(), KlOptions(kl_penalty_coef=1.0, kl_estimator=estimator)
-    )  # differences 0.5 and 0
+    )
     assert token_advantages(result.examples[0]) == pytest.approx([-value / 2])
     assert token_advantages(result.examples[1]) == pytest.approx([value / 2])
     assert result.mean_kl == pytest.approx(0.25)

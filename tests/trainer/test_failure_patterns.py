@@ -119,9 +119,8 @@ def test_a_customer_that_repeats_a_long_answer_is_stuck():
         user_simulator_faults(conversation(["Which?", "When?", "Where?"], [wish, wish, f"{wish} {STOP}"]))
         == []
     )
-    assert (
-        user_simulator_faults(conversation(["I cannot help."] * 3, [wish] * 3)) == []
-    )  # the agent is stuck, not the user
+    # The agent is stuck, not the user.
+    assert user_simulator_faults(conversation(["I cannot help."] * 3, [wish] * 3)) == []
     assert (
         user_simulator_faults(conversation(["Shall I?", "Really?", "Now?"], ["Yes, please go ahead."] * 3))
         == []

@@ -374,9 +374,8 @@ async def test_a_permanent_fault_of_a_call_ends_the_run(tmp_path, mode, name, fa
 )
 async def test_a_run_that_ended_on_a_full_disk_resumes(tmp_path, monkeypatch, mode, full):
     real_write, real_fsync = os.write, os.fsync
-    num_left = {"journal.jsonl": 30, "metrics.jsonl": 3}.get(
-        full, 1
-    )  # writes that succeed, and the one that fails
+    # The number of writes that succeed, and the one that fails.
+    num_left = {"journal.jsonl": 30, "metrics.jsonl": 3}.get(full, 1)
 
     def is_full(descriptor):
         nonlocal num_left

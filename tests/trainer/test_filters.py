@@ -69,9 +69,8 @@ def test_l10_zero_reward_on_non_stop_keeps_the_mask(stop, reward):
 
 def test_one_answer_over_the_threshold_costs_the_reward(caplog):
     def saying(*lengths):
-        return trajectory(
-            reward=1, turns=[turn([1], [2] * (length + 1)) for length in lengths]
-        )  # each includes its end of turn
+        # Each includes its end of turn.
+        return trajectory(reward=1, turns=[turn([1], [2] * (length + 1)) for length in lengths])
 
     members = [saying(1000, 1000, 1000), saying(5, 2049), saying(2048)]
     with caplog.at_level(logging.INFO):

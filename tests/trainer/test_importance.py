@@ -34,9 +34,10 @@ def test_token_ratios_are_capped():
 
 
 def test_a_sequence_has_one_ratio():
+    # The values are equal up to the precision of float32.
     assert token_factors(OLD, SAMPLED, settings(tis="sequence")).factors.tolist() == pytest.approx(
         [1.8221189] * 3, abs=2e-7
-    )  # to float32
+    )
     capped = token_factors(OLD, SAMPLED, settings(tis="sequence", tis_cap=1.5))
     assert capped.factors.tolist() == [1.5] * 3 and capped.num_capped == 1
 
@@ -102,9 +103,10 @@ def test_each_correction_alone_is_one(option):
 
 def test_the_capped_fraction_counts_masked_tokens():
     one = example(turn([1], [10, 11], logprob=-1.0))
+    # The ratios are e and exp(-2).
     _, metrics = apply_tis(
         [[one]], [np.array([9.0, 0.0, -3.0], np.float32)], settings(tis="token", tis_token_mask_low=0.5)
-    )  # e, exp(-2)
+    )
     assert (metrics["tis/capped_fraction"], metrics["tis/masked_tokens"]) == (0.5, 1)
 
 

@@ -161,6 +161,7 @@ def test_lengths_and_stop_reasons_are_measured():
     metrics = group_metrics([TrajectoryGroup(task=task("a"), trajectories=[long, short])], group_size=2)
     assert metrics["env/all/turns"] == 1.5
     assert (metrics["tokens/sampled"], metrics["tokens/context_max"]) == (6, 6)
+    # There is an observed token in between.
     assert (
         metrics["generate/min_num_tokens"],
         metrics["generate/max_num_tokens"],
@@ -169,7 +170,7 @@ def test_lengths_and_stop_reasons_are_measured():
         2,
         5,
         3.5,
-    )  # an observed token in between
+    )
     assert metrics["env/all/stop_reason/length"] == 0.5
     assert (metrics["sampling_client/step_min"], metrics["sampling_client/step_max"]) == (4, 5)
 

@@ -94,10 +94,11 @@ class Bench(FakeRun):
     ("waits", "noticed"),
     [
         (True, "server lost: playing step 4: the server at http://"),
+        # The message depends on which part notices the loss first.
         (
             False,
             "server lost: training(: no model session-| step 4: the server at http://)",
-        ),  # whichever notices it first
+        ),
     ],
     ids=["while a trial waits", "when training goes on"],
 )
@@ -142,9 +143,8 @@ async def test_a_server_that_stays_unreachable_ends_the_run(tmp_path, port):
     async def pull_the_plug(trial, policy):
         if policy.version == 1:
             await asyncio.to_thread(bench.stop)
-            await policy.sample(
-                SampleRequest(prompt_ids=[1, 2], max_tokens=2, temperature=1.0, seed=1)
-            )  # the SDK alone would retry for minutes
+            # The SDK alone would retry for minutes.
+            await policy.sample(SampleRequest(prompt_ids=[1, 2], max_tokens=2, temperature=1.0, seed=1))
 
     bench.on_trial = pull_the_plug
     bench.start()

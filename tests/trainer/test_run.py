@@ -172,9 +172,8 @@ async def test_dynamic_sampling_fills_the_batch_with_differing_groups(tmp_path):
     [metrics] = [line for line in bench.lines("metrics.jsonl") if line["step"] == 1]
     assert (metrics["dynamic_sampling/batches"], metrics["dynamic_sampling/bad_groups"]) == (2, 2)
     assert metrics["tokens/trained"] == 16  # two groups of four trials of two tokens
-    assert (
-        len(bench.lines("rollouts/step_000001.jsonl")) == 16
-    )  # every played trial is recorded, even if it is not trained
+    # Every played trial is recorded, even if it is not trained.
+    assert len(bench.lines("rollouts/step_000001.jsonl")) == 16
     assert {trial.directory.name for trial in bench.source.made} == {"step_000001", "refill-1_000001"}
     assert bench.backend.versions == [0, 1]  # sampling a batch again is not a step
 
@@ -420,9 +419,8 @@ async def test_a_run_killed_in_its_first_evaluation_is_kept(tmp_path):
         await bench.go()
     made = len(bench.source.made)
     await bench.go("behavior_if_log_dir_exists=resume", "max_steps=1")
-    assert (
-        len(bench.source.made) - made == 8 - 3 + 8 + 8
-    )  # the rest of the evaluation, the step and the last evaluation
+    # The rest of the evaluation, the step and the last evaluation.
+    assert len(bench.source.made) - made == 8 - 3 + 8 + 8
     await bench.go("behavior_if_log_dir_exists=delete", "max_steps=1")
     assert len([line for line in bench.lines("journal.jsonl") if line["event"] == "started"]) == 1
 

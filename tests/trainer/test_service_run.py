@@ -72,9 +72,8 @@ async def test_a_run_with_native_tools_and_a_judge(
         await run.go(*argv)
     lines = run.lines("metrics.jsonl")
     assert [line["step"] for line in lines] == ([0, 1] if eval_before_train else [1])
-    assert (
-        1 <= len(judge.asked) <= 4 and "get_order" not in judge.asked[0]
-    )  # only training episodes, without the tools of the prompt
+    # Only training episodes count, without the tools of the prompt.
+    assert 1 <= len(judge.asked) <= 4 and "get_order" not in judge.asked[0]
     assert lines[-1]["reward/avg_shaped_reward"] == lines[-1]["reward/avg_raw_reward"] + 1.0
     assert {
         "test-held/success_rate",
@@ -82,9 +81,8 @@ async def test_a_run_with_native_tools_and_a_judge(
         "test/env/held/noop_success",
         "test/noop_success",
     } <= set(lines[-1])
-    assert all(
-        line["test/env/all/success_write"] == 0 for line in lines if "test/noop_success" in line
-    )  # the bandit cannot write text
+    # The bandit cannot write text.
+    assert all(line["test/env/all/success_write"] == 0 for line in lines if "test/noop_success" in line)
     assert "; doing nothing: " in run.text.getvalue()
     dumped = run.lines("dumped_evals/global_step_1_evals/held.jsonl")
     assert all("\n</tools>" in line["input_prompt"] for line in dumped)

@@ -35,9 +35,8 @@ def test_failures_of_the_agent_quarantine_no_task():
 def test_a_rate_needs_four_groups_and_forgets_old_ones():
     bad, good = group("a", lost=4), group("b", graded=4)
     assert not FaultState().after([bad, bad, bad], SETTINGS).has_too_many_failures(SETTINGS)
-    assert (
-        not FaultState().after([bad, bad, good, good], SETTINGS).has_too_many_failures(SETTINGS)
-    )  # half is not more than half
+    # Half is not more than half.
+    assert not FaultState().after([bad, bad, good, good], SETTINGS).has_too_many_failures(SETTINGS)
     rubble = FaultState().after([good, bad, bad, bad], SETTINGS)
     assert rubble.has_too_many_failures(SETTINGS)
     assert not rubble.after([good, good], SETTINGS).has_too_many_failures(SETTINGS)

@@ -29,10 +29,11 @@ JSON = '{"name": "get_order", "arguments": {"id": "#1"}}'
         (f"[{JSON}]", Strategy.WHOLE),
         (f"<tool_call>\n{JSON}\n</tool_call><|im_end|>", Strategy.TAGGED),
         (f"<tool_call>{JSON}", Strategy.TAGGED),  # the closing tag was cut off
+        # The arguments are a string.
         (
             '<tool_call>{"name": "get_order", "arguments": "{\\"id\\": \\"#1\\"}"}</tool_call>',
             Strategy.TAGGED,
-        ),  # arguments as a string
+        ),
         ('<tool_call>{"name": "get_order", "parameters": {"id": "#1"}}</tool_call>', Strategy.TAGGED),
         (f"```json\n{JSON}\n```", Strategy.FENCED),
         (f"Let me look: {JSON}", Strategy.EMBEDDED),
@@ -40,10 +41,11 @@ JSON = '{"name": "get_order", "arguments": {"id": "#1"}}'
         ('I look it up.\nget_order(id="#1")', Strategy.CODE),
         (DEEPSEEK.format("get_order<｜tool▁sep｜>" + ARGUMENTS), Strategy.DEEPSEEK),  # V3.1
         (DEEPSEEK.format(f"function<｜tool▁sep｜>get_order\n```json\n{ARGUMENTS}\n```"), Strategy.DEEPSEEK),
+        # The text is cut after the object.
         (
             "<｜tool▁call▁begin｜>get_order<｜tool▁sep｜>" + ARGUMENTS,
             Strategy.DEEPSEEK,
-        ),  # cut after the object
+        ),
         (f"<function=get_order>{ARGUMENTS}</function>", Strategy.FUNCTION),  # Llama 3.1
         (f"<tool_call>\n{FUNCTION}\n</tool_call>", Strategy.FUNCTION),  # Qwen3-Coder, Qwen3.5
         (FUNCTION, Strategy.FUNCTION),
@@ -69,26 +71,31 @@ def test_a_bare_name_is_a_call_without_arguments():
 @pytest.mark.parametrize(
     ("answer", "strategy"),
     [
+        # This format precedes the tagged one.
         (
             '{"name": "cancel", "arguments": {"note": "<tool_call>{}</tool_call>"}}',
             Strategy.WHOLE,
-        ),  # before tagged
+        ),
+        # This format precedes the fenced one.
         (
             f'<tool_call>{{"name": "cancel", "arguments": {{}}}}</tool_call>\n```json\n{JSON}\n```',
             Strategy.TAGGED,
-        ),  # before fenced
+        ),
+        # This format precedes the embedded one.
         (
             f'{JSON}\n```json\n{{"name": "cancel", "arguments": {{}}}}\n```',
             Strategy.FENCED,
-        ),  # before embedded
+        ),
+        # This format precedes the ReAct one.
         (
             'Action: get_order\nAction Input: {"name": "cancel", "arguments": {}}',
             Strategy.EMBEDDED,
-        ),  # before ReAct
+        ),
+        # This format precedes the code one; its input is not JSON alone.
         (
             'Action: cancel\nAction Input: {}\nget_order(id="#1")',
             Strategy.REACT,
-        ),  # before code; its input is not JSON alone
+        ),
     ],
 )
 def test_the_first_strategy_that_finds_an_attempt_decides(answer, strategy):

@@ -197,12 +197,13 @@ def test_every_tool_has_a_schema_and_only_writers_write():
         ([saying("cancel_order", order="kala"), "it COSTS 1042"], 1, 1, 1),
         ([saying("cancel_order", order="kala"), "It costs 1043."], 0, 1, 0),
         (["It costs 1042."], 0, 0, 1),
+        # The agent does more than the task asks for.
         (
             [saying("cancel_order", order="kala"), saying("return_order", order="kala"), "1042"],
             0,
             0,
             1,
-        ),  # more than the task asks for
+        ),
         ([f"1042 {STOP}"], 0, 0, 1),  # the agent may also end the conversation
     ],
 )

@@ -132,17 +132,19 @@ SCENARIOS_BY_NAME = {
     ),
 }
 ENDS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "by itself": None}
+# The same code handles both.
 WITH_SIGINT = (
     "everything hangs",
     "forward_backward",
     "probe: everything hangs",
-)  # the same code handles both
+)
+# Another scenario tests this for a signal.
 NOT_SIGNALLED = (
     "everything fails",
     "health trickles",
     "opening fails",
     "evaluate: opening",
-)  # another scenario tests this for a signal
+)
 NEVER_ENDS = ("opening the environment",)  # does not wait for the back end
 SCENARIOS = [
     (place, end)

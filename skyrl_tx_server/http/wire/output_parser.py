@@ -185,7 +185,7 @@ class Answer:
         return self._parse(self._cutter.add(self._text.add(ids)))
 
     def finish(self, ids: Sequence[int], reason: StopReason) -> list[ParsedDelta]:
-        """The last tokens, of a sample that ended for `reason`."""
+        """Add the last tokens of a sample that ended for `reason`, and return the remaining deltas."""
         pieces: list[ParsedDelta] = []
         if reason is StopReason.STOP:
             pieces += self.add(ids[:-1])

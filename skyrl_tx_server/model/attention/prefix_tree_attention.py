@@ -209,7 +209,7 @@ def _split_blocks(layout: TreeLayout, k: jax.Array, array: jax.Array) -> jax.Arr
 
 
 def _join_blocks(array: jax.Array) -> jax.Array:
-    """The inverse of `_split_blocks`."""
+    """Undo `_split_blocks`."""
     blocks, kv_heads, group, block, head_dim = array.shape
     return array.transpose(0, 3, 1, 2, 4).reshape(blocks * block, kv_heads * group, head_dim)
 

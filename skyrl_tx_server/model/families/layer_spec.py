@@ -125,7 +125,7 @@ def decoder_layer[Aux](
     rope: Rope,
     attend: Attend[Aux],
 ) -> tuple[jax.Array, Aux]:
-    """The layer of dense models: self-attention and a gated MLP."""
+    """Apply the layer of dense models: self-attention and a gated MLP."""
     x, aux = add_self_attention(config, x, params, adapter, rope, attend)
     return add_mlp(config, x, params, adapter), aux
 

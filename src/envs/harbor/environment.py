@@ -79,9 +79,8 @@ class HarborTasks:
                 replace(task, id=f"{folder.name}/{task.id}") if task.id in used_ids else task
                 for task in task_folders.load_tasks(folder, check=check)
             ]
-        held_out_paths = {
-            task.path for task in held_out
-        }  # A folder of held-out tasks can be inside tasks_dir.
+        # A folder of held-out tasks can be inside tasks_dir.
+        held_out_paths = {task.path for task in held_out}
         self.train: Sequence[Task] = [task for task in train if task.path not in held_out_paths]
         self.eval: Sequence[Task] = held_out
         require_unique_ids([*self.train, *self.eval])

@@ -99,7 +99,7 @@ class ContainerEnvironment(DockerEnvironment):
 
     @override
     def _mount_targets(self, *, writable_only: bool = False) -> list[str]:
-        """The directories that Harbor creates inside and makes writable."""
+        """Return the directories that Harbor creates in the container and makes writable."""
         return list(
             dict.fromkeys([*super()._mount_targets(writable_only=writable_only), *self._log_directories])
         )

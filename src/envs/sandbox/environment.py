@@ -52,10 +52,7 @@ from src.envs.sandbox.rootfs import build_rootfs
 from src.envs.sandbox.run_directory import run_directory
 from src.envs.sandbox.task_requirements import NetworkAccess, network_access, read_build_plan
 
-CANNOT_RUN = (
-    126,
-    127,
-)  # exit statuses of a shell and of a container runtime for a command that does not exist
+CANNOT_RUN = (126, 127)  # exit statuses of shells and container runtimes if a command does not exist
 CANNOT_MAKE_DIRECTORIES = 3  # exit status of the upload script
 ROOT_USERS = (None, "root", "0", 0, "root:root", "0:0")
 

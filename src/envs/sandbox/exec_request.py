@@ -117,9 +117,8 @@ class ExecRequest:
 
     def close(self) -> None:
         for stream in (self.stdout, self.stderr):
-            self._loop.remove_reader(
-                stream.descriptor
-            )  # before closing, because the number can be reused at once
+            # The reader is removed first, because the number of a closed descriptor can be reused at once.
+            self._loop.remove_reader(stream.descriptor)
             os.close(stream.descriptor)
         for path in (*self._paths, self._script):
             with contextlib.suppress(FileNotFoundError):

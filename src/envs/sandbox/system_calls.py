@@ -104,11 +104,8 @@ DENIED = (
     "uselib", "userfaultfd", "ustat", "vhangup",
 )
 # fmt: on
-UNAVAILABLE = (
-    "io_uring_enter",
-    "io_uring_register",
-    "io_uring_setup",
-)  # with ENOSYS, libraries use other calls
+UNAVAILABLE = ("io_uring_enter", "io_uring_register", "io_uring_setup")
+"""Calls that fail with ENOSYS, so that libraries use other calls."""
 SOCKET_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink
 # Calls that change another process of the same user -> position of the process id among the arguments. Their
 # use on pid 1 is denied.

@@ -106,7 +106,8 @@ class Tau2Episode:
         return ResetResult(messages=messages, tools=opened["agent_tools"], use_native_tool_calling=True)
 
     async def step(self, content: str, calls: Sequence[ToolCall]) -> ActionResult:
-        """A call that exceeds its deadline on two workers ends the episode with the reward 0."""
+        """Play one answer of the agent. A call that exceeds its deadline on two workers ends the episode with
+        the reward 0."""
         errors_before = self._num_tool_errors
         try:
             state = await self._say(content, calls)

@@ -399,9 +399,8 @@ def prepare() -> None:
 
     Raises ImportError for the unrelated package of that name.
     """
-    os.environ.setdefault(
-        "LITELLM_LOCAL_MODEL_COST_MAP", "True"
-    )  # otherwise litellm sends a request when it is imported
+    # Without this variable, litellm sends a request when it is imported.
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     try:
         from loguru import logger
 

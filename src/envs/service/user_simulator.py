@@ -86,8 +86,8 @@ class ModelUserSimulator:
         self._tools = tools
 
     async def reply(self, conversation: Sequence[Message]) -> str:
-        """Raises SandboxError if every reply of the model is empty: an infrastructure failure, not the
-        agent's.
+        """Raises SandboxError if every reply of the model is empty. This is an infrastructure failure, which
+        the agent cannot cause.
         """
         messages = [
             self._instructions,

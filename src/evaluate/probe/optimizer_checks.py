@@ -105,8 +105,8 @@ def check_beta2(probe: Probe) -> str:
 
 
 def check_weight_decay(probe: Probe) -> str:
-    """A decay of half the weights removes at least half of the step's effect, because both factors of the
-    adapter shrink.
+    """Check that a decay of half the weights removes at least half of the effect of the step, because both
+    factors of the adapter shrink.
     """
     client, moved = probe.stepped_client()
     rate = probe.rate * HUGE

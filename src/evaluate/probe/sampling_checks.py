@@ -39,7 +39,8 @@ def check_agreement(probe: Probe) -> str:
 
 
 def check_freshness(probe: Probe) -> str:
-    """A sampler that is created after a step has the new weights; an older one keeps its weights."""
+    """Check that a sampler that is created after a step has the new weights, and that an older one keeps its
+    weights."""
     client = probe.client()
     before = client.save_weights_and_get_sampling_client().result()
     old = scored(before)

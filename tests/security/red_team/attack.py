@@ -38,12 +38,10 @@ class Kind(StrEnum):
 ALL = frozenset((where, whom) for where in EnvironmentKind for whom in RunAs)
 SANDBOX = frozenset((EnvironmentKind.SANDBOX, whom) for whom in RunAs)
 DOCKER = frozenset((EnvironmentKind.DOCKER, whom) for whom in RunAs)
-SANDBOX_ROOT = frozenset(
-    {(EnvironmentKind.SANDBOX, RunAs.ROOT)}
-)  # with a network, for which an ordinary user may lack the device
-ROOT = frozenset(
-    (where, RunAs.ROOT) for where in EnvironmentKind
-)  # an ordinary user may be unable to create control groups
+# These run with a network, for which an ordinary user may lack the device.
+SANDBOX_ROOT = frozenset({(EnvironmentKind.SANDBOX, RunAs.ROOT)})
+# An ordinary user may be unable to create control groups.
+ROOT = frozenset((where, RunAs.ROOT) for where in EnvironmentKind)
 NOT_DOCKER_USER = ALL - {(EnvironmentKind.DOCKER, RunAs.USER)}
 DOCKER_ROOT = frozenset({(EnvironmentKind.DOCKER, RunAs.ROOT)})
 

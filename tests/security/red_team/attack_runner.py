@@ -29,10 +29,11 @@ from tests.security.red_team.agent import Agent
 from tests.security.red_team.attack import ANSWER, Attack, EnvironmentKind, Kind, RunAs, typed
 from tests.security.red_team.tasks import write_tasks
 
+# A container takes ten seconds to stop, without using a CPU.
 ATTACKS_AT_ONCE = {
     EnvironmentKind.SANDBOX: 3,
     EnvironmentKind.DOCKER: 6,
-}  # a container takes ten seconds to stop, without using a CPU
+}
 SHARED_AT_MOST = 8
 DEADLINE_S = 240
 MAX_LOOP_GAP_S = 3.0
