@@ -1,7 +1,7 @@
 """The JAX backend of PyPI's `skyrl[tinker,jax]`, called directly, without its HTTP server, database and JSON.
 
 The script runs in an interpreter that has the package; see `sides/line.py`. The backend is fastest with the
-smallest number of adapter slots: two, one for the base model and one for the adapter.
+smallest number of adapter slots, which is two: slot 0 is for the base model, and slot 1 for the adapter.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from scripts.bench.sides.line import serve  # noqa: E402
 class SkyrlTx:
     """One server with one model in training."""
 
-    def __init__(self, model_dir: str, *, rank: int, slots: int, recompute: bool, rows: int) -> None:
+    def __init__(
+        self, model_dir: str, *, rank: int, slots: int, recompute: bool, micro_batch_size: int
+    ) -> None:
         config = JaxBackendConfig(
             max_lora_adapters=slots,
             max_lora_rank=rank,
             gradient_checkpointing=recompute,
-            train_micro_batch_size=rows,
+            train_micro_batch_size=micro_batch_size,
         )
         self._backend = JaxBackendImpl(model_dir, config, 0)
         self._backend.create_model("model", types.LoraConfig(rank=rank, alpha=32.0, seed=0))
@@ -70,20 +72,20 @@ class SkyrlTx:
         self, prompts: list[list[int]], max_tokens: int | list[int], num_samples: int = 1
     ) -> list[list[int]]:
         """Sample `num_samples` completions of each prompt in one batch, as the engine of SkyRL does."""
-        rows = [prompt for prompt in prompts for _ in range(num_samples)]
-        limits = [max_tokens] * len(rows) if isinstance(max_tokens, int) else max_tokens
+        repeated = [prompt for prompt in prompts for _ in range(num_samples)]
+        limits = [max_tokens] * len(repeated) if isinstance(max_tokens, int) else max_tokens
         batch = types.PreparedSampleBatch(
-            all_model_inputs=[_model_input(tokens) for tokens in rows],
+            all_model_inputs=[_model_input(tokens) for tokens in repeated],
             all_sampling_params=[
-                types.SamplingParams(temperature=1.0, max_tokens=limit, seed=row)
-                for row, limit in enumerate(limits)
+                types.SamplingParams(temperature=1.0, max_tokens=limit, seed=index)
+                for index, limit in enumerate(limits)
             ],
-            all_model_ids=["model"] * len(rows),
-            all_checkpoint_ids=[str(self._saved)] * len(rows),
-            all_checkpoint_paths=[f"{self._folder.name}/{self._saved}.tar.gz"] * len(rows),
-            all_session_ids=[None] * len(rows),
+            all_model_ids=["model"] * len(repeated),
+            all_checkpoint_ids=[str(self._saved)] * len(repeated),
+            all_checkpoint_paths=[f"{self._folder.name}/{self._saved}.tar.gz"] * len(repeated),
+            all_session_ids=[None] * len(repeated),
             needs_prompt_logprobs=False,
-            request_batch_slices=[("request", "model", 0, len(rows), False)],
+            request_batch_slices=[("request", "model", 0, len(repeated), False)],
         )
         return [sequence.tokens for sequence in self._backend.sample(batch)["request"].sequences]
 
@@ -92,10 +94,14 @@ def _model_input(tokens: list[int]) -> types.ModelInput:
     return types.ModelInput(chunks=[types.EncodedTextChunk(tokens=tokens)])
 
 
-def main(model_dir: str, rank: str, slots: str, recompute: str, rows: str) -> None:
+def main(model_dir: str, rank: str, slots: str, recompute: str, micro_batch_size: str) -> None:
     def start() -> dict[str, Callable[..., object]]:
         side = SkyrlTx(
-            model_dir, rank=int(rank), slots=int(slots), recompute=recompute == "true", rows=int(rows)
+            model_dir,
+            rank=int(rank),
+            slots=int(slots),
+            recompute=recompute == "true",
+            micro_batch_size=int(micro_batch_size),
         )
         return {"train": side.train, "optim_step": side.optim_step, "sample": side.sample, "save": side.save}
 
