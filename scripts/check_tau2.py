@@ -1,5 +1,5 @@
-"""Check the adapter to tau2-bench with the benchmark itself: gold actions, no-op baselines, adversarial
-answers, load.
+"""Check the adapter to tau2-bench with the benchmark itself: gold actions, agents that do nothing,
+adversarial answers, and load.
 
     TAU2_HOME=... .venv/bin/python -m scripts.check_tau2 [CHECK ...] [domains=retail,...]
 
@@ -42,32 +42,38 @@ NUM_WORKERS = 4
 NUM_EPISODES = 64
 STEP_TIMEOUT_S = 60.0
 HELP = "I need help."
-# (domain, grading) -> (tasks that an agent solves by refusing everything, all tasks), as in
-# docs/tau-bench.md. Telecom uses the split `small`.
-FLOORS: dict[tuple[str, Grading], tuple[int, int]] = {
+# By (domain, grading): the number of tasks that an agent solves by refusing everything, and of all tasks, as
+# in docs/tau-bench.md. Telecom uses the split `small`.
+NOOP_BASELINES: dict[tuple[str, Grading], tuple[int, int]] = {
     ("retail", "env"): (11, 114),
     ("airline", "all"): (23, 50),
     ("airline", "env"): (24, 50),
     ("telecom", "all"): (0, 20),
 }
 # An action that a mock task requires although its gold actions do not contain it.
-COMPLETES = {
+COMPLETE_TASK = {
     "requestor": "assistant",
     "name": "update_task_status",
     "arguments": {"task_id": "task_2", "status": "completed"},
 }
-UNWRITTEN = {"update_task_with_history_and_env_assertions": [COMPLETES]}
+ADDITIONAL_ACTIONS = {"update_task_with_history_and_env_assertions": [COMPLETE_TASK]}
 # The criteria of this mock task contradict each other: the assertion needs a read notification, the gold
 # database an unread one.
 CONTRADICTORY = "mock/update_task_with_user_tools"
-DISMISSES = {"requestor": "user", "name": "dismiss_notification", "arguments": {"notification_id": "notif_1"}}
+DISMISS_NOTIFICATION = {
+    "requestor": "user",
+    "name": "dismiss_notification",
+    "arguments": {"notification_id": "notif_1"},
+}
 
 
 class Script:
-    """Both sides of a conversation: they execute the gold actions, communicate the facts and end."""
+    """An agent and a user simulator that together execute the gold actions, communicate the facts and end the
+    conversation."""
 
     def __init__(self, task: Task, *more: Mapping[str, object]) -> None:
-        self._actions = [*task.row["gold_actions"], *UNWRITTEN.get(str(task.row["task"]), ()), *more]  # type: ignore[misc]
+        additional = ADDITIONAL_ACTIONS.get(str(task.row["task"]), ())
+        self._actions = [*task.row["gold_actions"], *additional, *more]  # type: ignore[misc]
         self._facts: Sequence[str] = task.row["communicate_info"]  # type: ignore[assignment]
         self._has_finished = False
 
@@ -96,10 +102,10 @@ class ImpatientUser:
         self._patience = patience
 
     async def reply(self, conversation: Sequence[Message]) -> str:
-        said = [
+        messages = [
             message for message in conversation if message["role"] == "user" and not message.get("tool_calls")
         ]
-        return STOP if len(said) >= self._patience else HELP
+        return STOP if len(messages) >= self._patience else HELP
 
 
 def called(action: Mapping[str, object]) -> str:
@@ -169,7 +175,7 @@ async def check_gold(pool: WorkerPool, domains: Mapping[str, Sequence[Task]]) ->
 async def check_contradiction(pool: WorkerPool, task: Task) -> bool:
     """Check that each possible end state fails one part of the grading."""
     all_right = True
-    for more, expected in (((), (1.0, 0.0)), ((DISMISSES,), (0.0, 1.0))):
+    for more, expected in (((), (1.0, 0.0)), ((DISMISS_NOTIFICATION,), (0.0, 1.0))):
         script = Script(task, *more)
         metrics = (await play(task, pool, "all", script, script.answer)).metrics
         what = f"{task.id} {'with' if more else 'without'} dismissal: db, assertion"
@@ -181,7 +187,7 @@ async def check_floors(
     pool: WorkerPool, settings: WorkerSettings, domains: Mapping[str, Sequence[Task]]
 ) -> bool:
     all_right = True
-    for (domain, grading), (solved, total) in FLOORS.items():
+    for (domain, grading), (solved, total) in NOOP_BASELINES.items():
         if domain not in domains:
             continue
         tasks = official_tasks(settings, domain, "small") if domain == "telecom" else domains[domain]
@@ -257,9 +263,8 @@ async def check_adversarial(settings: WorkerSettings, tasks: Sequence[Task]) -> 
 
 
 async def check_load(settings: WorkerSettings, tasks: Sequence[Task]) -> bool:
-    """Run 64 gold episodes at once on four workers, first without kills, then with a worker killed every
-    half second.
-    """
+    """Run 64 gold episodes concurrently on four workers. In a second run, a worker is killed every half
+    second."""
     chosen = [task for task in tasks if not task.row["needs_judge"]]
     chosen = [chosen[number % len(chosen)] for number in range(NUM_EPISODES)]
     all_right = True
@@ -275,14 +280,14 @@ async def check_load(settings: WorkerSettings, tasks: Sequence[Task]) -> bool:
                 await asyncio.sleep(0.5)
                 os.kill(pool.pids[number % len(pool.pids)], signal.SIGKILL)
             done = await asyncio.gather(*playing, return_exceptions=True)
-            took = time.monotonic() - started
+            duration_s = time.monotonic() - started
             num_right = sum(isinstance(one, StepResult) and one.reward == 1.0 for one in done)
             memory = sum(peak_mib(pid) for pid in pool.pids)
         what = f"{NUM_EPISODES} at once, {NUM_WORKERS} workers, {num_kills} killed"
         all_right &= report(what, num_right, expected=NUM_EPISODES)
         print(
-            f"  {took:.1f} s, {NUM_EPISODES / took:.1f} episodes/s, workers' peak resident memory "
-            f"{memory:.0f} MiB"
+            f"  {duration_s:.1f} s, {NUM_EPISODES / duration_s:.1f} episodes/s, workers' peak resident "
+            f"memory {memory:.0f} MiB"
         )
     return all_right
 

@@ -3,12 +3,12 @@ with a small model.
 
     taskset -c 0,1 python -m scripts.bench.memory_plan [tokens=131072]
 
-The plan is what `dry_run=true` prints. The peak is the largest resident memory of a process that loads the
-model, trains one full batch and takes an optimizer step, minus its resident memory after all imports. Another
-process has put all programs into the persistent compilation cache before, because XLA's compiler takes
-hundreds of MiB that are not part of the plan.
+`dry_run=true` prints the plan. The peak is the largest resident memory of a process that loads the model,
+trains one full batch and takes an optimizer step, minus its resident memory after all imports. XLA's compiler
+takes hundreds of MiB that are not part of the plan. Another process therefore compiles all programs into the
+persistent compilation cache first.
 
-The model of the long sequence has one layer and one head of 32 dimensions, because attention takes time
+The model of the long sequence has one layer and one head of 32 dimensions, because the time of attention is
 quadratic in the length (two minutes on two cores). As in a real run, activations take nearly all memory.
 """
 
@@ -106,8 +106,8 @@ def resident(what: str) -> int:
 
 
 if __name__ == "__main__":
-    halves = {"compile": compile_programs, "measure": measure}
-    if sys.argv[1:2] and sys.argv[1] in halves:
-        halves[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
+    phases = {"compile": compile_programs, "measure": measure}
+    if sys.argv[1:2] and sys.argv[1] in phases:
+        phases[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
     else:
         main(chz.entrypoint(MemoryConfig, argv=sys.argv[1:], allow_hyphens=True))

@@ -1,4 +1,4 @@
-"""docs/advantages.md: the table of `src/learning/advantages.py`."""
+"""Generates docs/advantages.md from the table of `src/learning/advantages.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md: every metric of `src/records/metrics_table.py`, and its aliases."""
+"""Generates docs/metrics.md from the metrics and aliases of `src/records/metrics_table.py`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ step once, with its evaluation. wandb ignores values for a step that it already 
 the first values of a repeated step.
 
 A name with a part in angle brackets stands for a family of metrics. The reduction says how the values of one
-step (of its trials, turns, tokens or groups) become one number; `last` is a single value. The unit `own` is
-that of the value which the environment or the server reports.
+step (of its trials, turns, tokens or groups) become one number; `last` is a single value. The unit `varies`
+means that it depends on the metric, the environment or the server.
 """
 SECTION_NOTES = {
     "Trials": (
         "An evaluation logs these, the rewards and the turns, tokens and stop reasons as `test/<name>`."
     ),
     "Evaluation": (
-        "The metrics of the held-out tasks. A rate is `pass` or, where only a part of the grading counts, "
-        "`<part>_pass`. `docs/evaluation.md` explains rates and intervals."
+        "The metrics of the held-out tasks. A rate is `pass` or, if only one part of a benchmark's grading "
+        "is used, `<part>_pass`. `docs/evaluation.md` explains rates and intervals."
     ),
 }
 ALIAS_NOTE = """\

@@ -24,7 +24,7 @@ from scripts.quickstart.words import NOT_NAMES, SYLLABLES, Pool
 
 VOCAB_MULTIPLE = 64
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_start|>user\n", "<|im_start|>assistant\n")
-PIECES = r"\n+|\.[a-z]+| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s"
+PRETOKENS = r"\n+|\.[a-z]+| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s"
 CHAT_TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + "
     "'<|im_end|>\\n' }}{%- endfor %}"
@@ -69,7 +69,7 @@ def common_words(minimum: int = 12, samples: int = 3000) -> list[str]:
             instance.instruction,
             *(m.content for m in demonstrate(instance, rng).messages if m.role == "assistant"),
         ]:
-            counts.update(re.findall(PIECES, text))
+            counts.update(re.findall(PRETOKENS, text))
     words = {
         word for word, count in counts.items() if count >= minimum and not is_name(word)
     } | spoken_words()
@@ -106,7 +106,7 @@ def tokenizer_of(words: Iterable[str], texts: Iterable[str]) -> Tokenizer:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.Split(Regex(PRETOKENS), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

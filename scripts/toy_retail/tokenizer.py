@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from scripts.quickstart.tokenizer import PIECES, is_name, save_tokenizer, tokenizer_of
+from scripts.quickstart.tokenizer import PRETOKENS, is_name, save_tokenizer, tokenizer_of
 from scripts.quickstart.words import Pool
 from scripts.toy_retail.demonstrations import CAREFUL, HASTY, demonstrate
 from scripts.toy_retail.families import FAMILIES, make_instance
@@ -86,7 +86,7 @@ def common_words(minimum: int = 12, samples: int = 2000) -> list[str]:
             for text in (request.answer, request.question, request.lookup.name)
         ]
         for text in said:
-            counts.update(re.findall(PIECES, text))
+            counts.update(re.findall(PRETOKENS, text))
     words = {word for word, count in counts.items() if count >= minimum and not is_name(word)}
     spoken = " ".join(
         [CAREFUL.begins, HASTY.begins, "I do not know.", "Thanks.", "order product customer", *TOOLS]

@@ -23,8 +23,8 @@ class PrefillChunk:
     token of the text."""
 
     tokens: np.ndarray  # [P] int32, the whole text
-    cached: int
-    length: int
+    cached: int  # the tokens whose keys and values are in the cache already
+    length: int  # the tokens up to the end of the chunk
     weights: str | None
     adapter_slot: int
     wants_logprobs: bool
@@ -51,8 +51,8 @@ class PrefillChunk:
 class ChunkOutputs:
     """The results of one chunk."""
 
-    logprobs: np.ndarray  # [length - cached] float32 of each token's successor; zeros if not wanted
-    first_tokens: Sequence[int]  # by sequence
+    logprobs: np.ndarray  # [length - cached] float32, for the token after each token; zeros if not requested
+    first_tokens: Sequence[int]  # the first sampled token of each sequence
     first_logprobs: Sequence[float]
 
 
@@ -117,9 +117,9 @@ class PrefillLayout:
         batches = []
         for size in (self.shapes.short, self.shapes.long):
             batch, settings = self._batch([(chunk, 0, 1)], size)
-            for most in adapter_count_buckets(self.num_lora_slots, num_sequences=size):
-                adapters = replace(batch.adapters, max_loras=most)
-                sequence_adapters = replace(batch.sequence_adapters, max_loras=most)
+            for max_loras in adapter_count_buckets(self.num_lora_slots, num_sequences=size):
+                adapters = replace(batch.adapters, max_loras=max_loras)
+                sequence_adapters = replace(batch.sequence_adapters, max_loras=max_loras)
                 batches.append(
                     (replace(batch, adapters=adapters, sequence_adapters=sequence_adapters), settings)
                 )
@@ -163,7 +163,7 @@ class PrefillLayout:
             want_logprobs=np.array(any(chunk.wants_logprobs for chunk in chunks)),
             lasts=lasts,
             begins=np.array([sequence is not None for sequence in by_slot]),
-            # every sequence that begins has a tile in the batch, so the batch's number of adapters is enough
+            # Every sequence that begins has a tile in the batch, so `max_loras` of the tiles is sufficient.
             sequence_adapters=replace(lora_indices(adapter_slots), max_loras=adapters.max_loras),
         )
         return batch, batch_settings(by_slot, self.vocab_size)

@@ -1,6 +1,6 @@
-"""The table of environments: `env=NAME` selects a built-in environment, one that an installed package
-registers as an entry point of the group `agent_trainer.environments`, or a function of the user's own as
-`module:factory`.
+"""The table of environments. `env=NAME` selects a built-in environment, or one that an installed package
+registers as an entry point of the group `agent_trainer.environments`. `env=module:factory` selects a function
+of the user.
 
 A factory takes the options of the run and the chat format, and returns a task source. docs/environments.md
 explains how to add one.

@@ -160,7 +160,8 @@ def _statistics[Source](
     meaning: str,
     values: Callable[[Source], Sequence[float] | None],
 ) -> tuple[Metric[Source], ...]:
-    """Declare one metric per statistic of the same values: absent if these are None, 0 if they are empty."""
+    """Declare one metric per statistic of the same values. A metric is absent if `values` returns None, and 0
+    if it returns no values."""
 
     def statistic(name: str) -> Metric[Source]:
         reduction, function = STATISTICS[name]
@@ -233,7 +234,7 @@ REWARD_METRICS: tuple[Metric[PlayedGroups], ...] = (
         lambda played: _share_of_groups(played, lambda rewards: len(rewards) == 1 and min(rewards) >= 0.5)),
     Metric("env/all/by_group/frac_all_bad", SHARE, MEAN, "Groups whose rewards are equal and below 0.5.",
         lambda played: _share_of_groups(played, lambda rewards: len(rewards) == 1 and min(rewards) < 0.5)),
-    Metric("reward/avg_shaped_reward", REWARD, MEAN, "Reward plus the judge's bonus, if a judge takes part.",
+    Metric("reward/avg_shaped_reward", REWARD, MEAN, "Reward plus the judge's bonus, if there is a judge.",
         lambda played: _mean([t.reward + t.bonus for t in played.trajectories]) if played.judged else None),
     Metric("reward/judge_bonus_mean", REWARD, MEAN, "Bonus of a judged trial.",
         lambda played: _mean([trajectory.bonus for trajectory in played.judged]) if played.judged else None),
@@ -254,9 +255,10 @@ RESPONSE_METRICS: tuple[Metric[ResponseLengths], ...] = (
         "Tokens after the first prompt of a trajectory, sampled or observed.",
         lambda lengths: lengths.num_tokens),
     Metric("generate/avg_tokens_non_zero_rewards", TOKENS, MEAN,
-        "The same, of trajectories with a reward above 0.",
+        "The same mean, over trajectories with a reward above 0.",
         lambda lengths: _mean([n for n, reward in lengths.pairs if reward > 0])),
-    Metric("generate/avg_tokens_zero_rewards", TOKENS, MEAN, "The same, of trajectories with the reward 0.",
+    Metric("generate/avg_tokens_zero_rewards", TOKENS, MEAN,
+        "The same mean, over trajectories with the reward 0.",
         lambda lengths: _mean([n for n, reward in lengths.pairs if reward == 0])),
 )
 

@@ -38,7 +38,7 @@ closed: list[str] = []
 
 
 class Say:
-    """An environment of two answers. Each answer that is the expected character earns a half."""
+    """An environment of two answers. The reward is 0.5 for each answer that is the expected character."""
 
     def __init__(self, task: Task, seed: int) -> None:
         self.task, self.seed, self.num_answers = task, seed, 0
@@ -59,7 +59,7 @@ class Say:
         closed.append(self.task.id)
 
 
-def rows(domain: str, split: str, number: int) -> list[Task]:
+def tasks_of(domain: str, split: str, number: int) -> list[Task]:
     row = {"expected": "\n"}  # token 3 of the toy tokenizer
     return [
         Task(id=f"{domain}-{split}-{n}", path=HERE, instruction="say", domain=domain, row=row)
@@ -68,11 +68,13 @@ def rows(domain: str, split: str, number: int) -> list[Task]:
 
 
 def open_say(config, chat):
-    tasks = [*rows("retail", "train", 2), *rows("airline", "train", 2)]
+    tasks = [*tasks_of("retail", "train", 2), *tasks_of("airline", "train", 2)]
     return episodes(
         config,
         chat,
-        EnvSpec(tasks=tasks, held_out=[*rows("retail", "test", 1), *rows("airline", "test", 1)], make=Say),
+        EnvSpec(
+            tasks=tasks, held_out=[*tasks_of("retail", "test", 1), *tasks_of("airline", "test", 1)], make=Say
+        ),
     )
 
 
@@ -80,7 +82,7 @@ def config(*options: str):
     return parse([*OWN_SERVER, ENV, *options])
 
 
-class Bench(FakeRun):
+class EpisodesRun(FakeRun):
     """A run with the environment that the options select, on a fake back end."""
 
     def __init__(self, path: Path) -> None:
@@ -99,16 +101,14 @@ class Bench(FakeRun):
 
 @pytest.mark.parametrize("options", [[], ["step_wise_trajectories=true"]])
 async def test_the_loop_trains_on_episodes_as_it_is(tmp_path, options):
-    bench = Bench(tmp_path)
-    metrics = await bench.trained(
-        "n_epochs=20", "eval_every=0", "eval_group_size=8", "temperature=1", *options
-    )
+    run = EpisodesRun(tmp_path)
+    metrics = await run.trained("n_epochs=20", "eval_every=0", "eval_group_size=8", "temperature=1", *options)
     assert metrics[0]["test/env/all/reward/total"] < 0.6
     assert metrics[-1]["test/env/all/reward/total"] > 0.9
 
 
 async def test_episodes_are_played_while_training(tmp_path):
-    metrics = await Bench(tmp_path).trained(
+    metrics = await EpisodesRun(tmp_path).trained(
         "n_epochs=6", "eval_every=0", "temperature=1", "max_staleness=1", "loss_fn=ppo"
     )
     assert [line["step"] for line in metrics] == list(range(7))
@@ -118,14 +118,14 @@ async def test_episodes_are_played_while_training(tmp_path):
 
 
 async def test_metrics_are_split_by_domain(tmp_path):
-    metrics = await Bench(tmp_path).trained("max_steps=1", "eval_every=0", "temperature=1")
+    metrics = await EpisodesRun(tmp_path).trained("max_steps=1", "eval_every=0", "temperature=1")
     assert {"reward/retail/pass_at_4", "reward/airline/pass_at_4", "env/all/seed"} <= set(metrics[1])
     for domain in ("retail", "airline"):
         assert {f"test/env/{domain}/reward/total", f"test/env/{domain}/pass_hat_4"} <= set(metrics[0])
 
 
 async def test_evaluation_metrics_also_have_the_names_of_the_seeds(tmp_path):
-    [line, *_] = await Bench(tmp_path).trained("max_steps=1", "eval_every=0", "temperature=1")
+    [line, *_] = await EpisodesRun(tmp_path).trained("max_steps=1", "eval_every=0", "temperature=1")
     for domain in ("retail", "airline"):
         assert line[f"test-{domain}/average_reward"] == line[f"test/env/{domain}/reward/total"]
         names = ("success_rate", "num_samples", "min_reward", "max_reward")
@@ -135,15 +135,15 @@ async def test_evaluation_metrics_also_have_the_names_of_the_seeds(tmp_path):
 
 
 async def test_top_p_is_for_the_samples_of_evaluations(tmp_path, monkeypatch):
-    asked, sample = [], BanditSampler.sample
+    top_ps, sample = [], BanditSampler.sample
 
     def recorded(self, prompt, num_samples, sampling_params):
-        asked.append(sampling_params.top_p)
+        top_ps.append(sampling_params.top_p)
         return sample(self, prompt, num_samples, sampling_params)
 
     monkeypatch.setattr(BanditSampler, "sample", recorded)
-    await Bench(tmp_path).trained("max_steps=1", "eval_every=0", "eval_group_size=1", "eval_top_p=0.9")
-    assert [top_p for top_p, _ in groupby(asked)] == [0.9, 1.0, 0.9]  # before, in and after the training
+    await EpisodesRun(tmp_path).trained("max_steps=1", "eval_every=0", "eval_group_size=1", "eval_top_p=0.9")
+    assert [top_p for top_p, _ in groupby(top_ps)] == [0.9, 1.0, 0.9]  # before, in and after the training
 
 
 async def test_pass_at_every_k_is_in_every_file_and_in_wandb(tmp_path, monkeypatch):
@@ -151,9 +151,9 @@ async def test_pass_at_every_k_is_in_every_file_and_in_wandb(tmp_path, monkeypat
     wandb = FakeWandb()
     wandb.released.set()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    bench = Bench(tmp_path)
-    line = (await bench.trained("max_steps=1", "eval_every=0", "temperature=1", "wandb_project=p"))[0]
-    [dumped] = bench.lines("dumped_evals/global_step_0_evals/aggregated_results.jsonl")
+    run = EpisodesRun(tmp_path)
+    line = (await run.trained("max_steps=1", "eval_every=0", "temperature=1", "wandb_project=p"))[0]
+    [dumped] = run.lines("dumped_evals/global_step_0_evals/aggregated_results.jsonl")
     scopes = ("all", "retail", "airline")
     names = {f"eval/{scope}/pass_at_{k}" for scope in scopes for k in (1, 2, 3, 4)}
     for metrics in (line, dumped, dict(wandb.logged)[0]):
@@ -164,9 +164,9 @@ async def test_pass_at_every_k_is_in_every_file_and_in_wandb(tmp_path, monkeypat
 
 
 async def test_dumps_are_split_by_domain(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.trained("max_steps=1", "eval_every=0", "temperature=1")
-    folder = bench.path / "dumped_evals" / "global_step_0_evals"
+    run = EpisodesRun(tmp_path)
+    await run.trained("max_steps=1", "eval_every=0", "temperature=1")
+    folder = run.path / "dumped_evals" / "global_step_0_evals"
     names = {"retail.jsonl", "airline.jsonl", "aggregated_results.jsonl"}
     assert {path.name for path in folder.iterdir()} == names
     first = json.loads((folder / "retail.jsonl").read_text().splitlines()[0])
@@ -174,32 +174,32 @@ async def test_dumps_are_split_by_domain(tmp_path):
 
 
 async def test_rollouts_have_names_and_environment_metrics(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.trained("max_steps=1", "eval_every=0", "temperature=1")
-    records = bench.lines("rollouts/step_000001.jsonl")
+    run = EpisodesRun(tmp_path)
+    await run.trained("max_steps=1", "eval_every=0", "temperature=1")
+    records = run.lines("rollouts/step_000001.jsonl")
     assert len({record["trial"] for record in records}) == 16
     assert all("seed" in record["metrics"] for record in records)
 
 
 async def test_a_run_reports_the_signal_of_each_domain(tmp_path):
-    bench = Bench(tmp_path)
-    metrics = await bench.trained("n_epochs=3", "eval_every=0", "temperature=1")
+    run = EpisodesRun(tmp_path)
+    metrics = await run.trained("n_epochs=3", "eval_every=0", "temperature=1")
     variances = [line["reward/retail/variance_per_prompt"] for line in metrics[1:]]
     share = sum(variance > 0 for variance in variances) / 3
-    lines, mean = bench.text.getvalue().splitlines(), sum(variances) / 3
+    lines, mean = run.text.getvalue().splitlines(), sum(variances) / 3
     expected = (
         f"training signal of retail: rewards differ within groups in {share:.0%} of 3 steps, "
         f"mean variance {mean:.4f}"
     )
     assert any(line.startswith(expected) for line in lines)
-    assert all(f"training signal of {name}: " in bench.text.getvalue() for name in ("all tasks", "airline"))
+    assert all(f"training signal of {name}: " in run.text.getvalue() for name in ("all tasks", "airline"))
 
 
 async def test_a_resumed_run_repeats_no_episode(tmp_path):
-    bench = Bench(tmp_path)
-    await bench.trained("max_steps=1", "eval_every=0", "temperature=1")
+    run = EpisodesRun(tmp_path)
+    await run.trained("max_steps=1", "eval_every=0", "temperature=1")
     closed.clear()
-    metrics = await bench.trained(
+    metrics = await run.trained(
         "max_steps=2", "eval_every=0", "temperature=1", "n_epochs=2", "behavior_if_log_dir_exists=resume"
     )
     assert [line["step"] for line in metrics] == [0, 1, 2]
@@ -263,7 +263,7 @@ async def test_an_environment_that_cannot_be_made_is_a_failure(error):
     def make(task: Task, seed: int):
         raise error
 
-    source = episodes(config(), toy_chat(), EnvSpec(tasks=rows("d", "x", 2), make=make))
+    source = episodes(config(), toy_chat(), EnvSpec(tasks=tasks_of("d", "x", 2), make=make))
     trial = source.trial(source.train[0], directory=HERE, seed=1, temperature=1.0)
     result = await trial.run(FakePolicy(toy_chat(), []))
     assert isinstance(result, TrialFailure)
@@ -289,7 +289,7 @@ def test_a_training_task_beside_a_test_split_cannot_be_held_out():
         open_task_source(config("eval_tasks=retail-*"), toy_chat())
 
 
-TEN_TASKS = EnvSpec(tasks=rows("d", "x", 10), make=Say)
+TEN_TASKS = EnvSpec(tasks=tasks_of("d", "x", 10), make=Say)
 
 
 def test_without_a_test_split_eval_split_holds_out_a_share():
@@ -308,11 +308,15 @@ def test_eval_tasks_that_match_no_task_are_refused():
 
 def test_two_tasks_with_the_same_id_are_refused():
     with pytest.raises(ConfigError, match="two tasks have the id d-x-0"):
-        episodes(config(), toy_chat(), EnvSpec(tasks=rows("d", "x", 1), held_out=rows("d", "x", 1), make=Say))
+        episodes(
+            config(),
+            toy_chat(),
+            EnvSpec(tasks=tasks_of("d", "x", 1), held_out=tasks_of("d", "x", 1), make=Say),
+        )
 
 
 def test_rows_of_one_file_have_different_content_hashes():
-    first, second = rows("d", "x", 2)
+    first, second = tasks_of("d", "x", 2)
     assert content_hash(first) != content_hash(second) == content_hash(replace(second, row={}))
 
 

@@ -37,9 +37,9 @@ def test_a_rate_needs_four_groups_and_forgets_old_ones():
     assert not FaultState().after([bad, bad, bad], SETTINGS).has_too_many_failures(SETTINGS)
     # Half is not more than half.
     assert not FaultState().after([bad, bad, good, good], SETTINGS).has_too_many_failures(SETTINGS)
-    rubble = FaultState().after([good, bad, bad, bad], SETTINGS)
-    assert rubble.has_too_many_failures(SETTINGS)
-    assert not rubble.after([good, good], SETTINGS).has_too_many_failures(SETTINGS)
+    too_many = FaultState().after([good, bad, bad, bad], SETTINGS)
+    assert too_many.has_too_many_failures(SETTINGS)
+    assert not too_many.after([good, good], SETTINGS).has_too_many_failures(SETTINGS)
     assert (
         not FaultState()
         .after([bad] * 4, SETTINGS)

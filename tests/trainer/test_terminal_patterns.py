@@ -20,21 +20,21 @@ pytestmark = in_sandbox
 DONE = [answer(done=True)] * 2
 WRONG = "echo goodbye > /app/hello.txt"
 DENIED = "touch run; ./run"
-CONFIDENT = Pattern.FALSE_COMPLETION
+FALSE_COMPLETION = Pattern.FALSE_COMPLETION
 SCRIPTS = {
-    "a wrong result": ([answer(WRONG), *DONE], {CONFIDENT}),
+    "a wrong result": ([answer(WRONG), *DONE], {FALSE_COMPLETION}),
     "no command": (DONE, {Pattern.NOTHING_DONE}),
     "denied at the end": ([answer(WRONG), answer(DENIED), *DONE], {Pattern.AUTHORISATION}),
-    "denied at first": ([answer(DENIED), answer(WRONG), *DONE], {Pattern.AUTHORISATION, CONFIDENT}),
+    "denied at first": ([answer(DENIED), answer(WRONG), *DONE], {Pattern.AUTHORISATION, FALSE_COMPLETION}),
     "no such file": ([answer("cat nothing.txt"), *DONE], {Pattern.NOT_FOUND}),
     "no such command": ([answer("frobnicate --all"), *DONE], {Pattern.NOT_FOUND}),
     "an unknown option": ([answer("ls --no-such-option"), *DONE], {Pattern.ARGUMENTS}),
     "usage": ([answer("grep"), *DONE], {Pattern.ARGUMENTS}),
     "an exception": ([answer("python3 -c 1/0", duration=2), *DONE], {Pattern.OTHER_ERROR}),
-    "an echo of an error": ([answer("clear; echo Permission denied"), *DONE], {CONFIDENT}),
+    "an echo of an error": ([answer("clear; echo Permission denied"), *DONE], {FALSE_COMPLETION}),
     "unreadable answers": (
         ["I begin.", "I go on.", '{"commands": ', answer(WRONG), *DONE],
-        {Pattern.UNREADABLE, CONFIDENT},
+        {Pattern.UNREADABLE, FALSE_COMPLETION},
     ),
 }
 
