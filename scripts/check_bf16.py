@@ -129,12 +129,12 @@ def sample(ours: Ours, prompts: list[np.ndarray], new: int, *, num_samples: int)
         Sample(weights=ours.weights, prompt=prompt, settings=settings, num_samples=num_samples)
         for prompt in prompts
     ]
-    found: list[Scored] = []
+    scored: list[Scored] = []
     for op, future in [(op, ours.engine.submit(op)) for op in ops]:
         result = future.result()
         assert isinstance(result, SampleResult)
-        found += [(op.prompt, sequence.tokens, sequence.logprobs) for sequence in result.sequences]
-    return found
+        scored += [(op.prompt, sequence.tokens, sequence.logprobs) for sequence in result.sequences]
+    return scored
 
 
 def recomputed(ours: Ours, prompt: np.ndarray, completion: np.ndarray, logprobs: np.ndarray) -> np.ndarray:

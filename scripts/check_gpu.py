@@ -241,8 +241,8 @@ def compiled(mesh: Mesh, name: str, function: Wrapped, *arguments: object, **opt
         f"{memory.temp_size_in_bytes / 2**30:.2f} GiB in addition to the inputs"
     )
     loops = [line for line in text.splitlines() if " while(" in line]
-    asked = sum("known_trip_count" not in line for line in loops) + text.count(" conditional(")
-    print(f"  waits for the host in {asked} places")
+    num_host_waits = sum("known_trip_count" not in line for line in loops) + text.count(" conditional(")
+    print(f"  waits for the host in {num_host_waits} places")
     collectives = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     sent = re.findall(rf"(\w+)\[([\d,]+)\]\S*\)? (?:{collectives})(?:-start)?\(", text)
     if sent:

@@ -130,7 +130,7 @@ def outputs_of(
         expert_parallel=shape.expert,
     )
     before = sum(compile_stats.programs().values())
-    engine, random, found = Engine(DeviceExecutor(settings)), np.random.default_rng(0), {}
+    engine, random, outputs = Engine(DeviceExecutor(settings)), np.random.default_rng(0), {}
     engine.start()
 
     def run(op: Op) -> Any:
@@ -145,12 +145,12 @@ def outputs_of(
         for step in range(2):
             data = tuple(datum(20 + 9 * index) for index in range(9))
             result = run(ForwardBackward(model_id=model_id, data=data, loss_fn=LossFn.CROSS_ENTROPY))
-            found[f"logprobs/{model_id} {step}"] = np.concatenate(result.logprobs)
-            found[f"loss/{model_id} {step}"] = np.array(result.metrics["loss:sum"])
+            outputs[f"logprobs/{model_id} {step}"] = np.concatenate(result.logprobs)
+            outputs[f"loss/{model_id} {step}"] = np.array(result.metrics["loss:sum"])
             norm = run(OptimStep(model_id=model_id, adam=AdamSettings(learning_rate=1e-3))).metrics[
                 "grad_norm"
             ]
-            found[f"gradient norm/{model_id} {step}"] = np.array(norm)
+            outputs[f"gradient norm/{model_id} {step}"] = np.array(norm)
         if saves:
             run(SaveSampler(model_id=model_id, weights=SAVED.format(model_id)))
     prompt = random.integers(0, 101, 150).astype(np.int32)
@@ -164,7 +164,7 @@ def outputs_of(
         result = future.result(600)
         hits += result.prompt_cache_hit_tokens
         for number, sequence in enumerate(result.sequences):
-            found[f"tokens/{request} {number}"], found[f"sampled logprobs/{request} {number}"] = (
+            outputs[f"tokens/{request} {number}"], outputs[f"sampled logprobs/{request} {number}"] = (
                 sequence.tokens,
                 sequence.logprobs,
             )
@@ -174,7 +174,7 @@ def outputs_of(
         f"           {shape.devices} devices: {programs} programs, {hits} prompt tokens from the cache",
         flush=True,
     )
-    return found
+    return outputs
 
 
 def sampling(temperature: float) -> SamplingSettings:

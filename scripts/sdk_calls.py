@@ -415,7 +415,7 @@ def rest_calls(
     calls.required(
         "rest.get_external_weights_urls",
         lambda: rest.get_external_weights_urls(external),
-        lambda found: sorted(found.urls) == ["adapter_config.json", "adapter_model.safetensors"],
+        lambda reply: sorted(reply.urls) == ["adapter_config.json", "adapter_model.safetensors"],
     )
     calls.required(
         "rest.delete_checkpoint_from_tinker_path (external)",

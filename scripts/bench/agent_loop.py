@@ -125,7 +125,7 @@ async def _trajectories(sampler: tinker.SamplingClient, *, stateless: bool, seed
     await asyncio.gather(*(trajectory(number) for number in range(TRAJECTORIES)))
 
 
-def their_pass(each: Side, *, seed: int) -> Measurement:
+def their_pass(peer: Side, *, seed: int) -> Measurement:
     prompt = random_sequences([PROMPT], seed=1000 * seed)[0]
     observed = [
         random_sequences([OBSERVED] * TURNS, seed=1000 * seed + 1 + number) for number in range(TRAJECTORIES)
@@ -134,7 +134,7 @@ def their_pass(each: Side, *, seed: int) -> Measurement:
     wall_s = cpu_s = 0.0
     for turn in range(TURNS):
         tokens = [known + observed[number][turn] for number, known in enumerate(tokens)]
-        measured = each.call("sample", prompts=tokens, max_tokens=LIMITS[turn])
+        measured = peer.call("sample", prompts=tokens, max_tokens=LIMITS[turn])
         assert isinstance(measured.result, list)
         tokens = [known + new for known, new in zip(tokens, measured.result, strict=True)]
         wall_s, cpu_s = wall_s + measured.wall_s, cpu_s + measured.cpu_s

@@ -138,15 +138,17 @@ def peers(
 
     threads = len(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
-        found = {}
+        started = {}
         if config.hf is not None:
-            found["HF"] = stack.enter_context(
+            started["HF"] = stack.enter_context(
                 side("HF", "hugging_face", model_dir, RANK, threads, python=config.hf)
             )
         if config.tx is not None:
             options = (model_dir, RANK, config.tx_slots, str(recompute).lower(), tx_micro_batch_size)
-            found["skyrl-tx"] = stack.enter_context(side("skyrl-tx", "skyrl_tx", *options, python=config.tx))
-        yield found
+            started["skyrl-tx"] = stack.enter_context(
+                side("skyrl-tx", "skyrl_tx", *options, python=config.tx)
+            )
+        yield started
 
 
 def timed(run: Callable[[], object]) -> Callable[[], Measurement]:

@@ -39,20 +39,20 @@ def main(config: Peers) -> None:
     seeds = iter(range(10**6))
     steps: dict[str, int] = {}
 
-    def run(each: Side, *, batch_size: int) -> Measurement:
+    def run(program: Side, *, batch_size: int) -> Measurement:
         # The prompts are new in every run, so that the prefix cache has no effect.
         prompts = random_sequences(prompt_lengths, seed=next(seeds))
         wall_s = cpu_s = 0.0
         for first in range(0, REQUESTS, batch_size):
             part = slice(first, first + batch_size)
-            measured = each.call("sample", prompts=prompts[part], max_tokens=limits[part])
+            measured = program.call("sample", prompts=prompts[part], max_tokens=limits[part])
             wall_s, cpu_s = wall_s + measured.wall_s, cpu_s + measured.cpu_s
         return Measurement(wall_s=wall_s, cpu_s=cpu_s)
 
-    def counted(name: str, each: Side, *, batch_size: int) -> Measurement:
-        before = each.call("stat", name="decode_dispatches").result
-        measured = run(each, batch_size=batch_size)
-        after = each.call("stat", name="decode_dispatches").result
+    def counted(name: str, program: Side, *, batch_size: int) -> Measurement:
+        before = program.call("stat", name="decode_dispatches").result
+        measured = run(program, batch_size=batch_size)
+        after = program.call("stat", name="decode_dispatches").result
         assert isinstance(before, int) and isinstance(after, int)
         steps[name] = (after - before) * STEPS_PER_DISPATCH
         return measured

@@ -55,13 +55,13 @@ def main(config: Peers) -> None:
             figure("sample i is the same in a group of 1, 4, 16", str(same_in_every_group(ours)))
 
 
-def fresh(each: Side, *, prompts: int, num_samples: int) -> Callable[[], Measurement]:
+def fresh(program: Side, *, prompts: int, num_samples: int) -> Callable[[], Measurement]:
     """Return a function that samples completions of new prompts each time."""
     seeds = itertools.count()
 
     def turn() -> Measurement:
         chosen = random_sequences([PROMPT] * prompts, seed=next(seeds))
-        return each.call("sample", prompts=chosen, max_tokens=NEW, num_samples=num_samples)
+        return program.call("sample", prompts=chosen, max_tokens=NEW, num_samples=num_samples)
 
     return turn
 

@@ -90,10 +90,10 @@ async def requests_per_second(client: Client, clients: int, requests: int) -> tu
         return [await client.healthz() for _ in range(requests // clients)]
 
     began = time.perf_counter()
-    took = [
+    durations_s = [
         second for seconds in await asyncio.gather(*(one() for _ in range(clients))) for second in seconds
     ]
-    return len(took) / (time.perf_counter() - began), np.array(took)
+    return len(durations_s) / (time.perf_counter() - began), np.array(durations_s)
 
 
 async def operations_per_second(client: Client, clients: int, requests: int) -> float:
@@ -127,8 +127,10 @@ async def measure(url: str, *, ops: int, clients: int, requests: int, rounds: in
             print(f"    in the engine                 mean {1e3 * in_engine:5.2f} ms")
             healthz = np.array([await client.healthz() for _ in range(ops)])
             print(f"  healthz                         {percentiles(healthz)}")
-            rate, took = await requests_per_second(client, clients, requests)
-            print(f"  {clients} clients, healthz            {rate:7.0f} requests/s  {percentiles(took)}")
+            rate, durations_s = await requests_per_second(client, clients, requests)
+            print(
+                f"  {clients} clients, healthz            {rate:7.0f} requests/s  {percentiles(durations_s)}"
+            )
             rate = await operations_per_second(client, clients, requests)
             print(f"  {clients} clients, operations         {rate:7.0f} requests/s", flush=True)
 

@@ -32,7 +32,7 @@ def main(config: Peers) -> None:
             report(title, interleave(turns, repeats=config.repeats), {"HF": 4.0, "skyrl-tx": 5.0})
 
 
-def steps(each: Side) -> Callable[[], Measurement]:
+def steps(program: Side) -> Callable[[], Measurement]:
     """Return a function that runs one RL step on new prompts, sampled with the weights of the previous
     step."""
     seeds = itertools.count()
@@ -46,13 +46,17 @@ def steps(each: Side) -> Callable[[], Measurement]:
         for turn in range(TURNS):
             observed = random_sequences([OBSERVED] * len(trajectories), seed=seed + 1 + turn)
             trajectories = [trajectory + new for trajectory, new in zip(trajectories, observed, strict=True)]
-            calls.append(each.call("sample", prompts=trajectories, max_tokens=NEW))
+            calls.append(program.call("sample", prompts=trajectories, max_tokens=NEW))
             completions = calls[-1].result
             assert isinstance(completions, list)
             trajectories = [
                 trajectory + new for trajectory, new in zip(trajectories, completions, strict=True)
             ]
-        calls += [each.call("train", sequences=trajectories), each.call("optim_step"), each.call("save")]
+        calls += [
+            program.call("train", sequences=trajectories),
+            program.call("optim_step"),
+            program.call("save"),
+        ]
         return Measurement(wall_s=sum(call.wall_s for call in calls), cpu_s=sum(call.cpu_s for call in calls))
 
     return step

@@ -131,8 +131,8 @@ def write_data_sets(root: Path) -> None:
         ],
         ("Anthropic/hh-rlhf", "default"): [
             {
-                which: f"\n\nHuman: {question}\n\nAssistant: {said}"
-                for which, said in (("chosen", f"It is {answer}."), ("rejected", EVASIVE_ANSWER))
+                which: f"\n\nHuman: {question}\n\nAssistant: {reply}"
+                for which, reply in (("chosen", f"It is {answer}."), ("rejected", EVASIVE_ANSWER))
             }
             for question, answer in stories
         ],

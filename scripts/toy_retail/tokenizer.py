@@ -79,13 +79,13 @@ def common_words(minimum: int = 12, samples: int = 2000) -> list[str]:
     counts: Counter[str] = Counter()
     for number in range(samples):
         instance = make_instance(FAMILIES[number % len(FAMILIES)], seed=f"words-{number}", pool=Pool.TRAIN)
-        said = [line for script in instance.scripts for line in script]
-        said += [
+        texts = [line for script in instance.scripts for line in script]
+        texts += [
             text
             for request in instance.requests
             for text in (request.answer, request.question, request.lookup.name)
         ]
-        for text in said:
+        for text in texts:
             counts.update(re.findall(PRETOKENS, text))
     words = {word for word, count in counts.items() if count >= minimum and not is_name(word)}
     spoken = " ".join(

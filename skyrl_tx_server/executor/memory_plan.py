@@ -77,7 +77,7 @@ def plan_memory(settings: EngineOptions) -> MemoryPlan:
     model, available = resolve_model(settings), device_memory.free_bytes(settings)
     config, dtype, cache = model.config, model.dtype, _planned_cache(model, available)
     adapter, longest = adapter_size(config, settings.max_lora_rank), model.train_shapes.shapes[-1]
-    each = f", each of {settings.mesh.devices} devices" if config.mesh is not None else ""
+    per_device = f", each of {settings.mesh.devices} devices" if config.mesh is not None else ""
     programs = (  # only one runs at a time
         MemoryItem(
             name=f"a training batch with streams of {longest.length} tokens",
@@ -91,7 +91,7 @@ def plan_memory(settings: EngineOptions) -> MemoryPlan:
         ),
     )
     return MemoryPlan(
-        device=f"{jax.default_backend()} ({jax.local_devices()[0].device_kind}){each}",
+        device=f"{jax.default_backend()} ({jax.local_devices()[0].device_kind}){per_device}",
         available_bytes=int(available),
         items=(
             MemoryItem(

@@ -164,19 +164,19 @@ def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: ArrayLike) -> KVC
 def own_pages(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (the local number of each page, or the null page if another device holds it; whether it is
     local)."""
-    own = page if config.mesh is None else page - jax.lax.axis_index(BATCH) * cache.keys.shape[1]
-    here = (own >= 0) & (own < cache.keys.shape[1])
-    return jnp.where(here, own, 0), here
+    local = page if config.mesh is None else page - jax.lax.axis_index(BATCH) * cache.keys.shape[1]
+    here = (local >= 0) & (local < cache.keys.shape[1])
+    return jnp.where(here, local, 0), here
 
 
 def _read_own_positions(
     config: ModelConfig, ends: Sequence[int], cache: KVCache, tables_BW: jax.Array
 ) -> list[list[Segment]]:
     batch, (_, _, heads, head_dim, _) = tables_BW.shape[0], cache.keys.shape
-    own, _ = own_pages(config, cache, tables_BW)
+    local, _ = own_pages(config, cache, tables_BW)
 
     def segment(layer: int, first: int, end: int) -> Segment:
-        pages = own[:, first // PAGE_SIZE : end // PAGE_SIZE]
+        pages = local[:, first // PAGE_SIZE : end // PAGE_SIZE]
         keys = cache.keys[layer, pages].transpose(0, 2, 3, 1, 4).reshape(batch, heads, head_dim, -1)
         # takes two thirds of the time of transposing the pages
         values = cache.values[layer, pages[:, None], jnp.arange(heads)[None, :, None]]
@@ -239,11 +239,11 @@ def _places(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (page, position in the page) [B, n] of each new position; the null page for those beyond
     `counts_B`."""
-    own, _ = own_pages(config, cache, tables_BW)
+    local, _ = own_pages(config, cache, tables_BW)
     columns = jnp.arange(new.keys.shape[-1])
     positions = starts_B[:, None] + columns
     return jnp.where(
-        columns < counts_B[:, None], jnp.take_along_axis(own, positions // PAGE_SIZE, axis=1), 0
+        columns < counts_B[:, None], jnp.take_along_axis(local, positions // PAGE_SIZE, axis=1), 0
     ), positions % PAGE_SIZE
 
 

@@ -80,14 +80,14 @@ async def _probe(
     failing_since: float | None = None
     while not lost.done():
         await asyncio.sleep(min(PROBE_PERIOD_S, options.heartbeat_timeout_s / 4))
-        asked = now()
+        probed_at = now()
         try:
             await check()
             failing_since = None
         except ServerLost as error:
             lost.set_result(str(error))
         except Exception as error:
-            failing_since = failing_since or asked
+            failing_since = failing_since or probed_at
             silent_s = now() - failing_since
             logger.warning("the server did not answer a probe (%s); no answer for %.0f s", error, silent_s)
             if silent_s >= options.heartbeat_timeout_s:

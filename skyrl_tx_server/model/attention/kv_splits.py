@@ -76,8 +76,10 @@ def kv_splits_of(
     (array([2], dtype=int32), [[0, 1, -1, -1], [2, -1, -1, -1]], array([128,  70], dtype=int32))
     """
     shares = zip(np.split(tables_BW, devices), np.split(lengths_B, devices), strict=True)
-    each = [_on_one_device(tables, lengths, sequences_per_split(group), page) for tables, lengths in shares]
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *each)
+    per_device = [
+        _on_one_device(tables, lengths, sequences_per_split(group), page) for tables, lengths in shares
+    ]
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *per_device)
 
 
 def _on_one_device(tables_BW: np.ndarray, lengths_B: np.ndarray, max_sequences: int, page: int) -> KVSplits:

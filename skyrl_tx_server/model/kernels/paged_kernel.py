@@ -138,13 +138,13 @@ def _decode_kernel(
     scale: float,
 ) -> None:
     head, program = pl.program_id(0), pl.program_id(1)
-    (batch, _, width), each = q.shape, queries_per_sequence(group)
-    query = jnp.arange(rows.shape[1] * each)
-    member, column = query // each, jnp.arange(width)[None]
+    (batch, _, width), num_queries = q.shape, queries_per_sequence(group)
+    query = jnp.arange(rows.shape[1] * num_queries)
+    member, column = query // num_queries, jnp.arange(width)[None]
 
     def attend(turn: jax.Array, done: jax.Array) -> jax.Array:
         split = program + turn * programs
-        row, query_head, leader, last = rows[split, member], query % each, rows[split, 0], end[split]
+        row, query_head, leader, last = rows[split, member], query % num_queries, rows[split, 0], end[split]
         valid = (row >= 0) & (query_head < group)  # other queries are padding
         row, query_head = jnp.where(valid, row, batch), head * group + query_head
         mask = jnp.broadcast_to(valid[:, None], (len(query), width))
@@ -179,21 +179,23 @@ def prefill_attention(
     page] and values [P, K, page, hd], which include those of the tiles. `starts` [N] are the positions of the
     first tokens, `lengths` [N] the numbers of tokens without padding."""
     (num_tiles, length, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
-    each = 2 if heads // kv_heads % 2 == 0 and num_tiles * heads >= MANY_TILES else 1
+    heads_per_program = 2 if heads // kv_heads % 2 == 0 and num_tiles * heads >= MANY_TILES else 1
     q, values = padded_heads(q), padded_heads(values)
     width = q.shape[-1]
     keys = jnp.pad(keys, ((0, 0), (0, 0), (0, width - head_dim), (0, 0)))
     tiles = (
-        q.reshape(num_tiles, length, heads // each, each, width)
+        q.reshape(num_tiles, length, heads // heads_per_program, heads_per_program, width)
         .transpose(0, 2, 3, 1, 4)
-        .reshape(num_tiles, heads // each, -1, width)
+        .reshape(num_tiles, heads // heads_per_program, -1, width)
     )
-    query_spec = pl.BlockSpec((None, None, each * length, width), lambda head, tile: (tile, head, 0, 0))
+    query_spec = pl.BlockSpec(
+        (None, None, heads_per_program * length, width), lambda head, tile: (tile, head, 0, 0)
+    )
     scalar = pl.BlockSpec((1,), lambda head, tile: (tile,))
-    per_kv_head = heads // each // kv_heads
+    per_kv_head = heads // heads_per_program // kv_heads
     out = pl.pallas_call(
         partial(_prefill_kernel, length=length, scale=scale),
-        grid=(heads // each, num_tiles),
+        grid=(heads // heads_per_program, num_tiles),
         in_specs=(
             scalar,
             scalar,
@@ -208,7 +210,9 @@ def prefill_attention(
         interpret=interpret,
         name="prefill_attention",
     )(starts, lengths, tables, tiles, keys, values)
-    out = out.reshape(num_tiles, heads // each, each, length, width).transpose(0, 3, 1, 2, 4)
+    out = out.reshape(num_tiles, heads // heads_per_program, heads_per_program, length, width).transpose(
+        0, 3, 1, 2, 4
+    )
     return out.reshape(num_tiles, length, heads, width)[..., :head_dim]
 
 

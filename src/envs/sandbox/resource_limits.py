@@ -165,11 +165,11 @@ def remove_cgroups(record: Path) -> bool:
     return True
 
 
-def possible_parents(mountinfo: str, own: str) -> Iterator[CgroupParents]:
+def possible_parents(mountinfo: str, own_cgroups: str) -> Iterator[CgroupParents]:
     """Yield candidates: for v2 this process's cgroup and its ancestors, nearest first, then this process's
     own cgroups of v1.
 
-    `mountinfo` and `own` are the contents of /proc/self/mountinfo and /proc/self/cgroup.
+    `mountinfo` and `own_cgroups` are the contents of /proc/self/mountinfo and /proc/self/cgroup.
     """
     mounts: dict[str, tuple[str, Path]] = {}  # controller ("" for v2) -> root of the mount, mount point
     for line in mountinfo.splitlines():
@@ -182,7 +182,7 @@ def possible_parents(mountinfo: str, own: str) -> Iterator[CgroupParents]:
             for option in options.split(","):
                 mounts.setdefault(option, (root, Path(point)))
     paths: dict[str, str] = {}
-    for line in own.splitlines():
+    for line in own_cgroups.splitlines():
         _, controllers, path = line.split(":", 2)
         paths.update({controller: path for controller in controllers.split(",")})
 
