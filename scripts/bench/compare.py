@@ -183,7 +183,9 @@ def interleave(
     }
 
 
-def report(title: str, timings: Mapping[str, Timing], bars: Mapping[str, float], *, of: str = "ours") -> None:
+def report(
+    title: str, timings: Mapping[str, Timing], bars: Mapping[str, float], *, baseline: str = "ours"
+) -> None:
     """Print one line per program: its times, their ratios to those of `baseline`, and whether its bar is met.
 
     `bars` are the least ratios, by program.
@@ -192,8 +194,11 @@ def report(title: str, timings: Mapping[str, Timing], bars: Mapping[str, float],
     print(f"{title}  ({len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, load {load})")
     for name, timing in timings.items():
         line = f"  {name:24} {timing.wall_s:8.3f} s  CPU {timing.cpu_s:8.3f} s  first {timing.first_s:7.2f} s"
-        if name != of:
-            ratio, cpu_ratio = timing.wall_s / timings[of].wall_s, timing.cpu_s / timings[of].cpu_s
+        if name != baseline:
+            ratio, cpu_ratio = (
+                timing.wall_s / timings[baseline].wall_s,
+                timing.cpu_s / timings[baseline].cpu_s,
+            )
             line += f"  {ratio:6.2f}x (CPU {cpu_ratio:5.2f}x)"
             if name in bars:
                 line += f"  {verdict(ratio, at_least=bars[name])}"

@@ -96,7 +96,7 @@ def test_samples_of_a_request_return_in_order_with_few_slots():
     assert (stats["tokens_prefilled"], stats["tokens_from_prefix_cache"]) == (2 + 1 + 1, 1 + 1)
 
 
-def test_training_runs_between_the_blocks_of_a_long_generation():
+def test_training_runs_between_dispatches_of_a_long_generation():
     executor = FakeExecutor(gate=threading.Event())
     with running(executor) as engine:
         long = engine.submit(sample(max_tokens=40))
