@@ -47,6 +47,8 @@ from src.rollouts.watchdog import Watchdog, WatchedPolicy, WatchedReference
 
 logger = logging.getLogger(__name__)
 
+SLOW_UPDATE_S = 5.0  # after which a line explains the wait
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collected:
@@ -100,6 +102,7 @@ class Terminus2RLTrainer:
         self._log_path = log_path
         self._dump_folder = config.dump_folder(log_path)
         self._epoch = 0
+        self._is_first_update = True  # of this process
         self._is_update_pending = False  # an update was sent and the server has not answered yet
         self._gaps = LagMeter()
         self._collector = BatchCollector(
@@ -239,13 +242,24 @@ class Terminus2RLTrainer:
         step, started = collected.batch.step, time.monotonic()
         self._collector.update_begins()
         self._is_update_pending = True
-        metrics = await self._watchdog.answer(
-            self._prepare_and_update(collected, reference), f"training step {step}"
-        )
+        notice = asyncio.get_running_loop().call_later(SLOW_UPDATE_S, self._say_slow, step)
+        try:
+            metrics = await self._watchdog.answer(
+                self._prepare_and_update(collected, reference), f"training step {step}"
+            )
+        finally:
+            notice.cancel()
         self._journal.trained(step, groups=collected.trained, state=self._collector.state())
         self.steps_done += 1
-        self._is_update_pending = False
+        self._is_update_pending = self._is_first_update = False
         return metrics | {"time/update": time.monotonic() - started}
+
+    def _say_slow(self, step: int) -> None:
+        """Explain the wait in the first step of the process, which also waits for compilation."""
+        if self._is_first_update:
+            self._events.say(
+                f"step {step}: waiting for the first update; the server may compile its programs"
+            )
 
     async def _prepare_and_update(
         self, collected: Collected, reference: ReferenceModel | None

@@ -48,7 +48,7 @@ class Learner:
     ) -> None:
         self._client = client
         self._options = options
-        self._loss_fn = cast(LossFnType, options.loss_name)  # the SDK sends any name
+        self._loss_fn: LossFnType = cast(LossFnType, options.loss_name)  # the SDK sends any name
         self._num_steps = num_steps  # the steps of the whole run
         self._update_scale = update_scale
         self._added: list[tuple[list[tinker.Datum], Awaitable[tinker.ForwardBackwardOutput]]] = []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from src import terminus2_trainer
 from src.core.errors import ConfigError, NothingTrainedError, TrainerError
 from src.core.log_setup import logging_to_file
 from src.core.trajectory import FailureKind, Task, ZeroReason
@@ -44,6 +45,23 @@ class Bench(FakeRun):
     def _parts(self, config):
         self.asked.append(config)
         return Dependencies(source=self.source, backend=self.backend)
+
+
+async def test_a_slow_first_update_is_explained_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(terminus2_trainer, "SLOW_UPDATE_S", 0.0)
+    bench = Bench(tmp_path)
+    client = bench.backend.training_client
+    fast = client.forward_backward
+
+    async def slow(*arguments):
+        for _ in range(5):  # turns of the event loop, in which the notice becomes due
+            await asyncio.sleep(0)
+        return await fast(*arguments)
+
+    monkeypatch.setattr(client, "forward_backward", slow)
+    await bench.go("eval_before_train=false")
+    lines = [line for line in bench.text.getvalue().splitlines() if "waiting for the first update" in line]
+    assert lines == ["step 1: waiting for the first update; the server may compile its programs"]
 
 
 async def test_two_steps_write_every_file_and_their_log_lines(tmp_path):
