@@ -47,6 +47,7 @@ from src.cli.saved_options import resumed_arguments
 from src.core.errors import ConfigError
 from src.core.option_aliases import present_argument
 from src.envs.registry import check_environment
+from src.envs.options import DOWNLOADS, require_task_folder
 from src.records.private_folder import make_private, write_private
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -185,12 +186,7 @@ def full_recipe(given: dict[str, str]) -> int:
     """Run the recipe of `recipe_options` with the model, the tasks and the server of this run."""
     kind = environment_kind(given)
     if kind == "harbor" and "tasks_dir" not in given:
-        if not Path(DEFAULT_TASKS).is_dir():
-            return fail(
-                "model_name needs tasks_dir=FOLDER_OF_HARBOR_TASKS, for example "
-                f"tasks_dir={DEFAULT_TASKS}, data=FILE.jsonl or env="
-            )
-        given = {**given, "tasks_dir": DEFAULT_TASKS}
+        given = {**default_tasks(), **given}
     model = named_model(given["model_name"])
     url = given.get("skyrl_tx_url") or default_url()
     defaults = recipe_defaults(kind, model, given)
@@ -275,8 +271,6 @@ def model_of_a_running_server(given: dict[str, str]) -> str | None:
         reason = found
     elif environment_kind(given) != "harbor":
         reason = "a run with env= or data= needs model_name= as well"
-    elif "tasks_dir" not in given and not Path(DEFAULT_TASKS).is_dir():
-        reason = f"there is no {DEFAULT_TASKS}; give tasks_dir="
     elif (name := next(iter(found.contexts))).startswith("local/") and "tokenizer" not in given:
         reason = f"the tokenizer of {name} is unknown; give model_name=DIRECTORY or tokenizer=DIRECTORY"
     else:
@@ -285,6 +279,15 @@ def model_of_a_running_server(given: dict[str, str]) -> str | None:
         sys.exit(fail(f"skyrl_tx_url={url}: {reason}"))
     say(f"not using the server at {url}: {reason}")
     return None
+
+
+def default_tasks() -> dict[str, str]:
+    """Return options with terminal-bench-2, or with the tasks of the quick start if it is not downloaded."""
+    if Path(DEFAULT_TASKS).is_dir():
+        return {"tasks_dir": DEFAULT_TASKS}
+    tasks, download = QUICKSTART / "train", DOWNLOADS[Path(DEFAULT_TASKS).name]
+    say(f"there is no {DEFAULT_TASKS} ({download} downloads it): training on {tasks.relative_to(ROOT)}")
+    return {"tasks_dir": str(tasks), "environment_type": "sandbox"}
 
 
 def default_url() -> str:
@@ -305,9 +308,8 @@ def stop(server: subprocess.Popen[bytes] | None) -> None:
 def check_options(options: dict[str, str]) -> None:
     """Raise the trainer's ConfigError for what it would refuse, before a server is started for it."""
     check_environment(parse(trainer_arguments(options)))
-    tasks_dir = options.get("tasks_dir")
-    if tasks_dir is not None and not Path(tasks_dir).expanduser().is_dir():
-        raise ConfigError(f"tasks_dir {tasks_dir} is not a folder; give a folder of Harbor task folders")
+    if "tasks_dir" in options:
+        require_task_folder(options["tasks_dir"])
 
 
 def trainer_arguments(options: dict[str, str]) -> list[str]:

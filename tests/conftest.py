@@ -18,7 +18,7 @@ SLOW_TRAINER_FILES = {  # files of tests/trainer that start processes or sandbox
         "test_data_environment",
         "test_environments_page",
     ),
-    *("test_batch_collector", "test_console", "test_exact_tokens"),
+    *("test_batch_collector", "test_console", "test_document_metrics", "test_exact_tokens"),
     *("test_exactly_once", "test_fault_matrix", "test_fleet", "test_grading_method"),
     *("test_harbor_environment",),
     *("test_harbor_trial", "test_metrics_table", "test_published_chat_templates", "test_quickstart_data"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from src.analyze.comparison import overview, pair
 from src.analyze.config import AnalyzeConfig
+from src.analyze.conversations import conversations
 from src.analyze.markdown import put_section
 from src.analyze.report import run_section
 from src.analyze.run_files import AnalyzedRun, read_run
@@ -18,7 +19,8 @@ from src.core.errors import ConfigError, TrainerError
 TITLE = [
     "python -m src.analyze runs=RUN,OTHER_RUN",
     "",
-    "Writes the analysis of one run, or of several and their comparison, to a Markdown file.",
+    "Writes the analysis of one run, or of several and their comparison, to a Markdown file. With task=,",
+    "prints what the agent did in the trials of that task.",
 ]
 
 
@@ -38,9 +40,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def analyze(config: AnalyzeConfig) -> None:
-    """Write one section per run, and a section that compares them if there are several."""
-    path = Path(config.write_to).expanduser()
+    """Write one section per run, and a section that compares them if there are several.
+
+    With `task`, print the conversations of that task instead.
+    """
     runs = read_runs(config)
+    if config.task is not None:
+        print("\n".join(line for run in runs for line in conversations(run, config.task)))
+        return
+    path = Path(config.write_to).expanduser()
     for run in runs:
         put_section(path, run.name, run_section(run))
     if len(runs) > 1:

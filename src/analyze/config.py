@@ -24,6 +24,10 @@ class AnalyzeConfig(Options):
     last_step: int | None = chz.field(
         default=None, doc="Evaluation to analyze, and to compare with first_step; None: the last one"
     )
+    task: str | None = chz.field(
+        default=None,
+        doc="Held-out task, an id or a glob: print the conversations of its trials and write nothing",
+    )
 
     @chz.validate
     def _there_are_runs(self) -> None:

@@ -5,15 +5,19 @@ Options that only training uses are in classes of their own, because `python -m 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import chz
 
+from src.core.errors import ConfigError
 from src.core.length_limits import LengthOptions
 from src.core.options import Options, SeedOptions, above, at_least, is_default, pairs, require
 from src.learning.options import StepWiseOptions
 from src.policy.options import BackendOptions, JudgeEndpointOptions, ModelOptions
 
+DOWNLOADS = {"terminal-bench-2": "scripts/setup.sh terminal-bench-2"}
+"""Name of a folder of tasks -> command that downloads it to datasets/."""
 HARBOR_ONLY = ("environment_type", "max_consecutive_truncations", "jobs_quota_gb")
 DATA = "data"  # the environment that data= selects
 # Environments that read no files of rows, and the options to use instead.
@@ -237,3 +241,13 @@ def environment_options(options: TaskOptions, *, url: str | None) -> Environment
     if url is not None:  # the context limit of such a server is unknown
         values |= {"backend": "skyrl-tx", "skyrl_tx_url": url, "tinker_base_url": None}
     return EnvironmentOptions(**values, eval_split=0.0)
+
+
+def require_task_folder(tasks_dir: str | Path) -> Path:
+    """Return the folder of `tasks_dir`. Raises ConfigError if it does not exist."""
+    folder = Path(tasks_dir).expanduser()
+    if not folder.is_dir():
+        download = DOWNLOADS.get(folder.name)
+        advice = f"download it with {download}" if download else "give a folder of task folders"
+        raise ConfigError(f"tasks_dir {tasks_dir} is not a folder; {advice}")
+    return folder.resolve()

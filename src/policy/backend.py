@@ -208,10 +208,12 @@ async def check_model(options: BackendOptions, *, key: str | None) -> None:
         )
     if model.max_context_length is not None and options.context_limit > model.max_context_length:
         limit = model.max_context_length
-        other = "" if options.backend == "skyrl-tx" else ", or use backend=skyrl-tx"
+        other = "use backend=skyrl-tx"
+        if options.backend == "skyrl-tx":
+            other = f"start the server with max_context_length={options.context_limit} yarn=true"
         raise ConfigError(
             f"context_limit={options.context_limit} exceeds the server's {limit} for "
-            f"{options.model_name}; reduce it{other}"
+            f"{options.model_name}; reduce it, or {other}"
         )
 
 

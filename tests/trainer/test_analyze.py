@@ -127,6 +127,22 @@ async def test_failing_tasks_have_their_patterns_and_calls(tmp_path: Path) -> No
     assert any("Error: there is no order no such id" in row["a failed trial"] for row in tasks)
 
 
+async def test_the_conversations_of_a_task_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await evaluated(tmp_path / "evaluation", "tasks=price-test-1,return-test-1")
+    argv = [f"runs={tmp_path / 'evaluation'}", f"write_to={tmp_path / 'e.md'}"]
+    assert main([*argv, "task=price-*"]) == 0
+    printed = capsys.readouterr().out
+    headings = [line for line in printed.splitlines() if line.startswith("### ")]
+    assert len(headings) == 3 and all(line.startswith("### price-test-1, step 0: ") for line in headings)
+    assert '-> get_order({"order": "no such id"})' in printed and "[tool get_order]" in printed
+    assert "(not found)" in printed and not (tmp_path / "e.md").exists()
+    assert main([*argv, "task=refund"]) == 2
+    error = capsys.readouterr().err
+    assert "task=refund is not in step 0 of evaluation; its tasks: price-test-1, return-test-1" in error
+
+
 async def test_two_runs_are_compared_in_pairs(tmp_path: Path) -> None:
     folders = []
     for name, options in {"tinker": ("seed=1",), "skyrl-tx": ("seed=2", "learning_rate=1")}.items():

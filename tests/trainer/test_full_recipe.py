@@ -154,11 +154,32 @@ def test_without_a_model_the_served_one_is_trained(trained, monkeypatch, capfd) 
     with server({"org/name": 32768}) as url:
         monkeypatch.setenv("SKYRL_TX_URL", url)
         assert main(["tasks_dir=tasks"]) == 0
-        monkeypatch.setattr(run_skyrl_tx, "quick_start", lambda given: 7)
-        assert main([]) == 7
     ((options, _, _),) = trained
     assert options["model_name"] == "org/name" and options["context_limit"] == "32768"
-    assert f"not using the server at {url}: there is no ./datasets/terminal-bench-2" in capfd.readouterr().out
+
+
+def test_the_default_tasks_are_terminal_bench_2(trained, monkeypatch, capfd, tmp_path: Path) -> None:
+    with server({"org/name": 32768}) as url:
+        monkeypatch.setenv("SKYRL_TX_URL", url)
+        assert main([]) == main(["model_name=org/name"]) == 0
+        line = "there is no ./datasets/terminal-bench-2 (scripts/setup.sh terminal-bench-2 downloads it): "
+        assert capfd.readouterr().out.count(line + "training on datasets/quickstart/train\n") == 2
+        (tmp_path / "datasets" / "terminal-bench-2").mkdir(parents=True)
+        assert main([]) == 0
+    missing, named, downloaded = (options for options, _, _ in trained)
+    assert missing["tasks_dir"] == named["tasks_dir"] == str(run_skyrl_tx.QUICKSTART / "train")
+    assert missing["environment_type"] == "sandbox" and downloaded["environment_type"] == "auto"
+    assert downloaded["tasks_dir"] == "./datasets/terminal-bench-2"
+
+
+def test_a_missing_folder_of_tasks_is_one_line(trained, capfd) -> None:
+    assert main(["model_name=org/name", "tasks_dir=./datasets/terminal-bench-2"]) == 2
+    assert capfd.readouterr().err.endswith(
+        "tasks_dir ./datasets/terminal-bench-2 is not a folder; download it with scripts/setup.sh "
+        "terminal-bench-2\n"
+    )
+    assert main(["model_name=org/name", "tasks_dir=other"]) == 2
+    assert "tasks_dir other is not a folder; give a folder of task folders" in capfd.readouterr().err
 
 
 def test_what_answers_at_an_address_is_one_line() -> None:

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from src.core.errors import ConfigError
 from src.core.trajectory import Task
+from src.envs.options import require_task_folder
 from src.envs.sandbox.dockerfile import USE_DOCKER, is_installed
 from src.envs.sandbox.environment import ROOT_USERS
 from src.envs.sandbox.network import why_no_network
@@ -41,9 +42,7 @@ def load_tasks(directory: Path, *, check: Check) -> list[Task]:
 
     Raises ConfigError with one line for each reason why a task cannot be run.
     """
-    directory = directory.expanduser().resolve()
-    if not directory.is_dir():
-        raise ConfigError(f"tasks_dir {directory} is not a folder; give a folder of task folders")
+    directory = require_task_folder(directory)
     if (directory / "task.toml").is_file():
         folders = [directory]
     else:

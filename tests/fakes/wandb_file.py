@@ -1,0 +1,44 @@
+"""Reads the file of an offline wandb run. wandb itself has no reader in Python.
+
+The file has the format of LevelDB's log: blocks of 32 KiB with chunks of a header (checksum, length, type)
+and data. A record is one chunk of type FULL, or several chunks, of which the last has the type LAST.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from wandb.proto.wandb_internal_pb2 import Record
+
+FILE_HEADER_BYTES = 7
+HEADER = struct.Struct("<IHB")
+BLOCK_BYTES = 32768
+FULL, LAST = 1, 4
+
+
+def records(path: Path) -> Iterator[Record]:
+    data, parts, position = path.read_bytes(), [], FILE_HEADER_BYTES
+    while position + HEADER.size <= len(data):
+        rest_of_block = BLOCK_BYTES - position % BLOCK_BYTES
+        if rest_of_block < HEADER.size:
+            position += rest_of_block
+            continue
+        _, length, kind = HEADER.unpack_from(data, position)
+        position += HEADER.size
+        parts.append(data[position : position + length])
+        position += length
+        if kind in (FULL, LAST):
+            yield Record.FromString(b"".join(parts))
+            parts = []
+
+
+def history(path: Path) -> list[list[tuple[str, float]]]:
+    """Return the (name, value) pairs of each logged step, as they are in the file."""
+    steps = [record.history for record in records(path) if record.HasField("history")]
+    return [
+        [(item.key or ".".join(item.nested_key), json.loads(item.value_json)) for item in step.item]
+        for step in steps
+    ]
