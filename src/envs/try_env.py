@@ -295,7 +295,7 @@ def trial_panel(task: Task, member: int, result: Trajectory | TrialFailure, *, w
     metrics = ", ".join(
         f"{name} {value:g}" for name, value in result.metrics.items() if name != "duration_s" and value
     )
-    end = f"{len(result.turns)} turns, ended by {result.stop_reason}{f'; {metrics}' if metrics else ''}"
+    end = f"turns: {len(result.turns)}, ended by {result.stop_reason}{f'; {metrics}' if metrics else ''}"
     return Panel(
         Group(*lines, Text(end, "dim")), title=f"{title}: reward {result.reward:g}", title_align="left"
     )
