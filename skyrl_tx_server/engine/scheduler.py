@@ -91,7 +91,7 @@ class Scheduler:
         self._is_shared = False  # training and sampling have work
         self._training_next = True
         self._prefills = 0  # since the last decode dispatch
-        self._prefills_in_vain = 0  # of them, those since the number of running sequences last grew
+        self._prefills_without_growth = 0  # of them, those since the number of running sequences last grew
         self._num_running = 0  # before the current work
         self._deferred: int | None = None  # the request for which the executor has no KV pages
         self._has_chunk = False  # the last prefill batch has a chunk of a prompt that needs more
@@ -112,13 +112,13 @@ class Scheduler:
         step = self._operations.next(self._may_run)
         self._num_slots = max(1, free_slots + num_running)
         if num_running > self._num_running or self._has_chunk:
-            self._prefills_in_vain = 0
+            self._prefills_without_growth = 0
         self._chunk_batches += self._has_chunk
         self._has_chunk = False
         self._num_running = num_running
         if self._may_pause and (pauses := self._pauses(free_slots)):
             return self._pause(pauses)
-        decode_next = self._prefills_in_vain >= PREFILLS_PER_DISPATCH or (
+        decode_next = self._prefills_without_growth >= PREFILLS_PER_DISPATCH or (
             self._chunk_batches >= max(1.0, self._prefill_budget(free_slots, num_running))
         )
         prefills = () if decode_next and num_running else self._next_prefills(free_slots)
@@ -133,7 +133,7 @@ class Scheduler:
             return step
         if prefills:
             self._prefills += 1
-            self._prefills_in_vain += 1
+            self._prefills_without_growth += 1
             self._reserved.clear()
             for prefill in prefills:
                 self._samples.start(prefill)
@@ -141,7 +141,7 @@ class Scheduler:
         if num_running:
             self._training_next = True
             self._may_pause = False
-            self._prefills = self._prefills_in_vain = self._chunk_batches = 0
+            self._prefills = self._prefills_without_growth = self._chunk_batches = 0
             self._samples.charge_dispatch()
             return Decode()
         return None

@@ -189,7 +189,7 @@ def test_prompts_are_offered_together_and_keep_their_places():
     save = scheduler.next(free_slots=5, num_running=0)
     offered = scheduler.next(free_slots=5, num_running=0)
     assert isinstance(save, Step) and isinstance(offered, Prefill)
-    assert [(admit.request_id, admit.first, admit.count) for admit in offered.requests] == [
+    assert [(request.request_id, request.first, request.count) for request in offered.requests] == [
         (1, 0, 3),
         (4, 0, 2),
     ]  # 3 waits for its snapshot
@@ -197,14 +197,14 @@ def test_prompts_are_offered_together_and_keep_their_places():
     scheduler.finish(save)
     offered = scheduler.next(free_slots=2, num_running=3)
     assert isinstance(offered, Prefill)
-    assert [(admit.request_id, admit.first, admit.count) for admit in offered.requests] == [
+    assert [(request.request_id, request.first, request.count) for request in offered.requests] == [
         (3, 0, 1),
         (4, 0, 1),
     ]
     assert isinstance(scheduler.next(free_slots=0, num_running=5), Decode)
     offered = scheduler.next(free_slots=2, num_running=3)
     assert isinstance(offered, Prefill)
-    assert [(admit.request_id, admit.first, admit.count) for admit in offered.requests] == [
+    assert [(request.request_id, request.first, request.count) for request in offered.requests] == [
         (4, 1, 1),
         (5, 0, 1),
     ]
@@ -290,7 +290,7 @@ def test_requeued_samples_keep_their_order():
         offered = scheduler.next(free_slots=free_slots, num_running=0)
         assert isinstance(offered, Prefill)
         scheduler.requeue(offered.requests[-1:] if free_slots == 3 else offered.requests)
-        return [(admit.request_id, admit.first, admit.count) for admit in offered.requests]
+        return [(request.request_id, request.first, request.count) for request in offered.requests]
 
     for _ in range(2):
         assert offers(5) == [(1, 0, 2), (2, 0, 2), (3, 0, 1)]
@@ -305,26 +305,26 @@ def test_requeued_samples_keep_their_order():
 
 def test_a_held_sample_keeps_its_place_until_a_sequence_ends():
     scheduler = queue(sample("s"), sample())
-    admit = next_turn(scheduler, free_slots=2, num_running=1)
-    assert isinstance(admit, PrefillRequest)
-    scheduler.defer([admit])
+    request = next_turn(scheduler, free_slots=2, num_running=1)
+    assert isinstance(request, PrefillRequest)
+    scheduler.defer([request])
     assert not scheduler.interrupts(free_slots=2)
     assert isinstance(next_turn(scheduler, free_slots=2, num_running=1), Decode)
     scheduler.sequence_finished(99, 0)
     assert scheduler.interrupts(free_slots=2) and not scheduler.interrupts(free_slots=0)
-    assert next_turn(scheduler, free_slots=2, num_running=1) == admit
+    assert next_turn(scheduler, free_slots=2, num_running=1) == request
 
 
 def test_running_samples_decode_between_two_prefill_chunks():
     scheduler = queue(sample(), sample())
     for _ in range(3):
-        admit = next_turn(scheduler, free_slots=2, num_running=1)
-        assert isinstance(admit, PrefillRequest) and admit.request_id == 1
-        scheduler.prefill_continues(admit)
+        request = next_turn(scheduler, free_slots=2, num_running=1)
+        assert isinstance(request, PrefillRequest) and request.request_id == 1
+        scheduler.prefill_continues(request)
         assert isinstance(next_turn(scheduler, free_slots=2, num_running=1), Decode)
-    admit = next_turn(scheduler, free_slots=2, num_running=0)
-    assert isinstance(admit, PrefillRequest) and admit.request_id == 1
-    scheduler.prefill_continues(admit)
+    request = next_turn(scheduler, free_slots=2, num_running=0)
+    assert isinstance(request, PrefillRequest) and request.request_id == 1
+    scheduler.prefill_continues(request)
     last = next_turn(scheduler, free_slots=2, num_running=0)  # no sequence is running
     assert isinstance(last, PrefillRequest) and last.request_id == 1
 
@@ -369,7 +369,7 @@ def test_a_dropped_request_does_not_start():
     scheduler.drop_request(2)
     assert isinstance(next_turn(scheduler, free_slots=4, num_running=0), Step)
     offered = scheduler.next(free_slots=4, num_running=0)
-    assert isinstance(offered, Prefill) and [admit.request_id for admit in offered.requests] == [1, 3]
+    assert isinstance(offered, Prefill) and [request.request_id for request in offered.requests] == [1, 3]
 
 
 # --- fair shares ---
@@ -387,20 +387,20 @@ def long_sample(num_samples: int, *, prompt_tokens: int = 1, max_tokens: int | N
 @dataclass(kw_only=True)
 class Simulation:
     """Runs a scheduler as an engine with `slots` slots does. Samples end only if their request has a number
-    of blocks."""
+    of dispatches."""
 
     slots: int
     max_partial_prefill_tokens: int = 0
-    piece: int = 512  # prompt tokens that one turn computes
+    chunk_tokens: int = 512  # prompt tokens that one turn computes
     prefills_per_dispatch: float = 0.0
     scheduler: Scheduler = field(init=False)
-    rows: dict[tuple[int, int], int] = field(default_factory=dict)  # remaining blocks by request id and index
+    running: dict[tuple[int, int], int] = field(default_factory=dict)  # remaining dispatches by request id and index
     paused: dict[tuple[int, int], int] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     tenants: dict[int, str] = field(default_factory=dict)
     prompts: Counter[int] = field(default_factory=Counter)  # computed tokens by request id
     ended: dict[int, int] = field(default_factory=dict)  # request id -> block in which its last sample ended
-    blocks: int = 0
+    dispatches: int = 0
     turns: list[Step | Prefill | Decode | Pause] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -409,25 +409,25 @@ class Simulation:
             prefills_per_dispatch=self.prefills_per_dispatch,
         )
 
-    def submit(self, op: Op, tenant: str = "default", *, blocks: int = 10**9) -> int:
+    def submit(self, op: Op, tenant: str = "default", *, dispatches: int = 10**9) -> int:
         request_id = len(self.tenants) + 1
-        self.tenants[request_id], self.lengths[request_id] = tenant, blocks
+        self.tenants[request_id], self.lengths[request_id] = tenant, dispatches
         self.scheduler.add(request_id, op, tenant=tenant)
         return request_id
 
-    def run(self, blocks: int) -> None:
-        until = self.blocks + blocks
-        while self.blocks < until and self.turn():
+    def run(self, dispatches: int) -> None:
+        until = self.dispatches + dispatches
+        while self.dispatches < until and self.turn():
             pass
 
-    def blocks_until_end(self, request_id: int, *, at_most: int = 1000) -> int:
-        began = self.blocks
-        while request_id not in self.ended and self.blocks < began + at_most and self.turn():
+    def dispatches_until_end(self, request_id: int, *, at_most: int = 1000) -> int:
+        began = self.dispatches
+        while request_id not in self.ended and self.dispatches < began + at_most and self.turn():
             pass
-        return self.blocks - began
+        return self.dispatches - began
 
     def turn(self) -> bool:
-        turn = self.scheduler.next(free_slots=self.slots - len(self.rows), num_running=len(self.rows))
+        turn = self.scheduler.next(free_slots=self.slots - len(self.running), num_running=len(self.running))
         if turn is None:
             return False
         self.turns.append(turn)
@@ -436,51 +436,51 @@ class Simulation:
                 self._prefill(turn.requests)
             case Pause():
                 for row in turn.sequences:
-                    self.paused[row] = self.rows.pop(row)
+                    self.paused[row] = self.running.pop(row)
             case Decode():
                 self._decode()
             case Step():
                 self.scheduler.finish(turn)
-        assert len(self.rows) <= self.slots
+        assert len(self.running) <= self.slots
         return True
 
-    def _prefill(self, admits: tuple[PrefillRequest, ...]) -> None:
-        budget, taken = self.piece, 0
-        for admit in admits:
-            if not admit.paused and admit.first == 0:
+    def _prefill(self, requests: tuple[PrefillRequest, ...]) -> None:
+        budget, taken = self.chunk_tokens, 0
+        for request in requests:
+            if not request.paused and request.first == 0:
                 if not budget:
                     break
-                computed = min(budget, len(admit.op.prompt) - self.prompts[admit.request_id])
+                computed = min(budget, len(request.op.prompt) - self.prompts[request.request_id])
                 budget -= computed
-                self.prompts[admit.request_id] += computed
-                if self.prompts[admit.request_id] < len(admit.op.prompt):
-                    self.scheduler.prefill_continues(admit)
+                self.prompts[request.request_id] += computed
+                if self.prompts[request.request_id] < len(request.op.prompt):
+                    self.scheduler.prefill_continues(request)
                     taken += 1
                     continue
             taken += 1
-            for index in range(admit.first, admit.first + admit.count):
-                assert (admit.request_id, index) not in self.rows
-                assert admit.paused == ((admit.request_id, index) in self.paused)
-                self.rows[admit.request_id, index] = self.paused.pop(
-                    (admit.request_id, index), self.lengths[admit.request_id]
+            for index in range(request.first, request.first + request.count):
+                assert (request.request_id, index) not in self.running
+                assert request.paused == ((request.request_id, index) in self.paused)
+                self.running[request.request_id, index] = self.paused.pop(
+                    (request.request_id, index), self.lengths[request.request_id]
                 )
             self.scheduler.prefill_finished(
-                admit.request_id, prompt_tokens=0 if admit.paused else len(admit.op.prompt)
+                request.request_id, prompt_tokens=0 if request.paused else len(request.op.prompt)
             )
-        self.scheduler.requeue(admits[taken:])
+        self.scheduler.requeue(requests[taken:])
 
     def _decode(self) -> None:
-        self.blocks += 1
-        over = [row for row, left in self.rows.items() if left == 1]
-        self.scheduler.interrupts(free_slots=self.slots - len(self.rows) + bool(over))
-        self.rows = {row: left - 1 for row, left in self.rows.items() if left > 1}
+        self.dispatches += 1
+        over = [row for row, left in self.running.items() if left == 1]
+        self.scheduler.interrupts(free_slots=self.slots - len(self.running) + bool(over))
+        self.running = {row: left - 1 for row, left in self.running.items() if left > 1}
         for request_id, index in over:
             self.scheduler.sequence_finished(request_id, index)
-            if not any(key[0] == request_id for key in (*self.rows, *self.paused)):
-                self.ended[request_id] = self.blocks
+            if not any(key[0] == request_id for key in (*self.running, *self.paused)):
+                self.ended[request_id] = self.dispatches
 
     def rows_of(self, tenant: str) -> int:
-        return sum(self.tenants[request_id] == tenant for request_id, _ in self.rows)
+        return sum(self.tenants[request_id] == tenant for request_id, _ in self.running)
 
     @property
     def pauses(self) -> int:
@@ -513,7 +513,7 @@ def test_a_small_request_of_another_tenant_gets_a_slot_soon():
     simulation = Simulation(slots=32)
     simulation.submit(long_sample(4096), "hostile")
     simulation.run(10)
-    assert simulation.blocks_until_end(simulation.submit(sample(), "neighbour", blocks=1)) <= 3
+    assert simulation.dispatches_until_end(simulation.submit(sample(), "neighbour", dispatches=1)) <= 3
 
 
 def test_small_requests_wait_briefly_beside_64_large_tenants():
@@ -522,7 +522,7 @@ def test_small_requests_wait_briefly_beside_64_large_tenants():
         simulation.submit(long_sample(4096), f"hostile {number}")
     simulation.run(100)
     small = long_sample(1, max_tokens=4)
-    waits = [simulation.blocks_until_end(simulation.submit(small, "neighbour", blocks=1)) for _ in range(200)]
+    waits = [simulation.dispatches_until_end(simulation.submit(small, "neighbour", dispatches=1)) for _ in range(200)]
     assert max(waits) <= 6
     per_tenant = Counter[str]()
     for _ in range(400):
@@ -560,11 +560,11 @@ def test_a_small_request_does_not_wait_for_a_large_one():
     simulation = Simulation(slots=32)
     simulation.submit(long_sample(4096, max_tokens=2000))
     simulation.run(10)
-    assert simulation.blocks_until_end(simulation.submit(long_sample(1, max_tokens=4), blocks=1)) <= 3
+    assert simulation.dispatches_until_end(simulation.submit(long_sample(1, max_tokens=4), dispatches=1)) <= 3
     for _ in range(60):
         simulation.submit(long_sample(8, max_tokens=2000))
     simulation.run(10)
-    assert simulation.blocks_until_end(simulation.submit(long_sample(1, max_tokens=4), blocks=1)) <= 3
+    assert simulation.dispatches_until_end(simulation.submit(long_sample(1, max_tokens=4), dispatches=1)) <= 3
 
 
 def test_a_request_with_all_slots_yields_to_its_tenants_next():
@@ -573,10 +573,10 @@ def test_a_request_with_all_slots_yields_to_its_tenants_next():
     simulation.run(10)
     second = simulation.submit(long_sample(64))
     simulation.run(4)
-    assert sum(request_id == second for request_id, _ in simulation.rows) == 16
+    assert sum(request_id == second for request_id, _ in simulation.running) == 16
     third = simulation.submit(long_sample(4))
     simulation.run(4)
-    assert sum(request_id == third for request_id, _ in simulation.rows) == 4
+    assert sum(request_id == third for request_id, _ in simulation.running) == 4
 
 
 def test_small_requests_leave_most_slots_to_large_ones():
@@ -585,18 +585,18 @@ def test_small_requests_leave_most_slots_to_large_ones():
     served = 0
     for _ in range(100):
         for _ in range(8):
-            simulation.submit(long_sample(1, max_tokens=4), blocks=1)
+            simulation.submit(long_sample(1, max_tokens=4), dispatches=1)
         simulation.run(1)
-        served += sum(request_id == large for request_id, _ in simulation.rows)
+        served += sum(request_id == large for request_id, _ in simulation.running)
     assert served >= 100 * 8 * 0.7
 
 
 def test_groups_of_one_tenant_run_whole_in_order_without_pauses():
     simulation = Simulation(slots=32)
     for _ in range(64):
-        simulation.submit(long_sample(8), blocks=50)
+        simulation.submit(long_sample(8), dispatches=50)
     simulation.run(1)
-    assert sorted(simulation.rows) == [
+    assert sorted(simulation.running) == [
         (request_id, index) for request_id in range(1, 5) for index in range(8)
     ]
     simulation.run(100)
@@ -636,8 +636,8 @@ def test_long_prompts_delay_another_tenants_short_one_briefly():
     for _ in range(20):
         simulation.turn()
     began = len(simulation.turns)
-    short = simulation.submit(long_sample(1, prompt_tokens=100), "neighbour", blocks=1)
-    simulation.blocks_until_end(short)
+    short = simulation.submit(long_sample(1, prompt_tokens=100), "neighbour", dispatches=1)
+    simulation.dispatches_until_end(short)
     pieces = [turn for turn in simulation.turns[began:] if isinstance(turn, Prefill)]
     assert len(pieces) <= 2
 
@@ -646,10 +646,10 @@ def test_long_prompts_delay_another_tenants_short_one_briefly():
 def test_running_sequences_never_wait_long_for_a_dispatch(prompt_tokens: int):
     simulation = Simulation(slots=16, max_partial_prefill_tokens=100_000, prefills_per_dispatch=3)
     for _ in range(60):
-        simulation.submit(long_sample(1, prompt_tokens=prompt_tokens), blocks=7)
+        simulation.submit(long_sample(1, prompt_tokens=prompt_tokens), dispatches=7)
     delay, longest = 0, 0
     while simulation.turn():
-        delay = delay + 1 if isinstance(simulation.turns[-1], Prefill) and len(simulation.rows) else 0
+        delay = delay + 1 if isinstance(simulation.turns[-1], Prefill) and len(simulation.running) else 0
         longest = max(longest, delay)
     assert longest <= 3 / MAX_IDLE_SHARE + 16
     assert len(simulation.ended) == 60
@@ -658,10 +658,10 @@ def test_running_sequences_never_wait_long_for_a_dispatch(prompt_tokens: int):
 def test_prompts_computed_in_part_stay_within_their_limit():
     simulation = Simulation(slots=8, max_partial_prefill_tokens=10_000)
     request_ids = [
-        simulation.submit(long_sample(1, prompt_tokens=4000), f"tenant {number}", blocks=1)
+        simulation.submit(long_sample(1, prompt_tokens=4000), f"tenant {number}", dispatches=1)
         for number in range(6)
     ]
-    giant = simulation.submit(long_sample(1, prompt_tokens=30_000), "giant", blocks=1)
+    giant = simulation.submit(long_sample(1, prompt_tokens=30_000), "giant", dispatches=1)
     while len(simulation.ended) < 7 and simulation.turn():
         unfinished = [
             len_of
@@ -683,11 +683,11 @@ def test_tenants_take_turns_in_training_and_so_do_their_models():
 
 def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
     def operations(waiting: int) -> int:
-        """Return the number of Python function calls in 100 blocks. Each block ends a sequence, adds a
+        """Return the number of Python function calls in 100 dispatches. Each block ends a sequence, adds a
         request and withdraws one."""
         simulation = Simulation(slots=32)
         for number in range(waiting):
-            simulation.submit(long_sample(1), f"tenant {number % 4}", blocks=1 + number % 32)
+            simulation.submit(long_sample(1), f"tenant {number % 4}", dispatches=1 + number % 32)
         simulation.run(1)
         calls = 0
 
@@ -699,7 +699,7 @@ def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
         try:
             for number in range(100):
                 simulation.scheduler.drop_request(waiting - number)
-                simulation.submit(long_sample(1), "tenant 0", blocks=5)
+                simulation.submit(long_sample(1), "tenant 0", dispatches=5)
                 simulation.run(1)
         finally:
             sys.setprofile(None)
@@ -722,7 +722,7 @@ def test_every_request_is_served_whatever_comes_before_it(seed: int) -> None:
         tokens = np.ones(draw.choice((1, 100, 700)), np.int32)
         settings = SamplingSettings(max_tokens=draw.choice((4, 2000)))
         op = Sample(weights=weights, prompt=tokens, settings=settings, num_samples=draw.choice((1, 1, 3, 12)))
-        request_ids.append(simulation.submit(op, tenant, blocks=draw.randrange(1, 6)))
+        request_ids.append(simulation.submit(op, tenant, dispatches=draw.randrange(1, 6)))
         if weights is not None:
             simulation.submit(DropSnapshot(weights=weights), tenant)
         for _ in range(draw.randrange(12)):
