@@ -46,8 +46,8 @@ from src.cli.command_line import parse
 from src.cli.saved_options import resumed_arguments
 from src.core.errors import ConfigError
 from src.core.option_aliases import present_argument
-from src.envs.registry import check_environment
 from src.envs.options import DOWNLOADS, require_task_folder
+from src.envs.registry import check_environment
 from src.records.private_folder import make_private, write_private
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -267,7 +267,10 @@ def _load(config: ServerConfig, on_lost: Callable[[str], None]) -> _LoadResult:
             rank_zero = lead(config, config, on_lost)
         check_snapshots(config)
         executor = DeviceExecutor(config, rank_zero)
-        engine = Engine(executor if config.num_processes == 1 else MultihostExecutor(executor, rank_zero))
+        engine = Engine(
+            executor if config.num_processes == 1 else MultihostExecutor(executor, rank_zero),
+            train_share=config.train_share,
+        )
         engine.start()
         return _LoadResult(engine=engine, rank_zero=rank_zero, model_dir=config.model_dir)
     except Exception as error:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import chz
 
-from skyrl_tx_server.config.bounds import MAX_DEVICES, MAX_TOKENS, positive
+from skyrl_tx_server.config.bounds import MAX_DEVICES, MAX_TOKENS, between, positive
 from skyrl_tx_server.config.tenant_options import TenantOptions
 from skyrl_tx_server.errors import ConfigError
 
@@ -98,6 +98,12 @@ class EngineOptions(TenantOptions):
     )
     decode_steps_per_dispatch: int = chz.field(
         default=16, metadata=positive(4096), doc="Decode steps per device dispatch"
+    )
+    train_share: float | None = chz.field(
+        default=None,
+        metadata=between(0.05, 0.95),
+        doc="Share of the time that training gets while there are sequences to sample; default: one "
+        "micro-batch and one dispatch of decode steps take turns",
     )
     logprobs_mode: Literal["raw", "processed"] = chz.field(
         default="raw",

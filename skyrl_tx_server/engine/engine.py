@@ -108,9 +108,21 @@ class _Sampling:
 class Engine:
     """Executes operations and resolves their futures. Call `start` once and `stop` once."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        train_share: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`train_share`: see `Scheduler`. `clock`: the time in seconds."""
+        self._clock = clock
         self._executor, self._sampler = executor, executor.sampler
-        self._scheduler = Scheduler(max_partial_prefill_tokens=self._sampler.max_partial_prefill_tokens)
+        self._scheduler = Scheduler(
+            max_partial_prefill_tokens=self._sampler.max_partial_prefill_tokens,
+            prefills_per_dispatch=self._sampler.prefills_per_dispatch,
+            train_share=train_share,
+        )
         self._work = threading.Condition()  # guards every attribute below and the scheduler
         self._futures: dict[int, Future[OpResult]] = {}
         self._watchers: dict[int, Watcher] = {}  # watchers of samples that have not started
@@ -189,7 +201,7 @@ class Engine:
     def _loop(self) -> None:
         try:
             while (work := self._next_work()) is not None:
-                started = time.perf_counter()
+                started = self._clock()
                 match work:
                     case Step():
                         kind = "step"
@@ -203,7 +215,10 @@ class Engine:
                     case Pause():
                         kind = "pause"
                         self._sampler.pause(work.sequences)
-                self._seconds[kind] += time.perf_counter() - started
+                seconds = self._clock() - started
+                self._seconds[kind] += seconds
+                with self._work:
+                    self._scheduler.count_time(work, seconds)
         except BaseException:  # a bug; fail the futures so that clients do not wait forever
             logger.exception("the engine thread died")
             self.abandon(STOPPING)

@@ -94,6 +94,11 @@ class Sampler(Protocol):
         """The maximum total length, in tokens, of the prompts of which only some chunks are computed."""
         ...
 
+    @property
+    def prefills_per_dispatch(self) -> float:
+        """The time of a dispatch of decode steps for all slots, in full prefill batches."""
+        ...
+
     @on_all_ranks
     def prefill(self, requests: Sequence[PrefillRequest]) -> Sequence[PrefillResult | None]:
         """Compute the prompts of as many of the first requests as fit into one prefill batch, and assign

@@ -6,6 +6,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from skyrl_tx_server.engine.operations import Sample
 from skyrl_tx_server.engine.sample_requests import CHUNK_TOKENS, SLOT_UNITS, Request, SlotPlan, Tenant
@@ -43,6 +44,11 @@ class SampleQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def num_waiting_sequences(self, *, at_most: int) -> int:
+        """Return the number of waiting samples of all requests, or `at_most` if there are more."""
+        requests = islice(self._waiting, at_most)  # at least one sample of each waits
+        return min(at_most, sum(self.requests[request_id].num_waiting for request_id in requests))
 
     def __contains__(self, request_id: int) -> bool:
         """Whether samples of the request wait."""
@@ -200,9 +206,12 @@ class SampleQueue:
                 plan.give_slot(request)
                 free_slots -= 1
         self.discard(plan)
+        first, *others = chosen.values() if chosen else [None]
+        whole_first = sorted(others, key=lambda request: request.may_need_chunks)
         prefills = [
             prefill
-            for request in chosen.values()
+            for request in (first, *whole_first)
+            if request is not None
             for prefill in request.next_prefills(plan.gained[request.request_id])
         ]
         return tuple(prefills[:PROMPTS_PER_PREFILL])

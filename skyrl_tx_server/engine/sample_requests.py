@@ -49,6 +49,11 @@ class Request:
         """Whether its prompt may need several prefill chunks."""
         return len(self.op.prompt) > CHUNK_TOKENS
 
+    @property
+    def may_need_chunks(self) -> bool:
+        """Whether its next prefill may compute a chunk of the prompt only."""
+        return self.is_long and not self.has_started
+
     def next_prefills(self, count: int) -> list[PrefillRequest]:
         """Return the work that gives slots to the next `count` samples, paused ones first."""
         paused = heapq.nsmallest(count, self.paused)

@@ -6,9 +6,14 @@ Each rule has a test:
 - When training and sampling both have work they alternate: one decode dispatch between two training steps,
   one training step between two decode dispatches. A forward pass that is submitted during a long generation
   therefore waits for one decode dispatch (and at most PREFILLS_PER_DISPATCH prefill batches).
+- With `train_share`, they alternate by time instead: a training step is next if the steps before it took at
+  most this share of the time in which both had work.
 - Prefill batches after which no more sequences run than before (all of them ended with their first token)
   give running sequences a decode dispatch as often as training does.
-- A long prompt is prefilled in chunks, and running sequences get a decode dispatch between two of them.
+- A long prompt is prefilled in chunks. Running sequences get a decode dispatch between two chunks if the
+  slots that stay idle in it, because their prompts are not computed yet, cost at most MAX_IDLE_SHARE of the
+  time of the prefill batches since the last dispatch (`_prefill_budget`).
+- In a prefill batch, whole prompts follow the first request before chunks of other prompts.
 - A decode dispatch directly follows the previous one, while the host reads the previous result, unless other
   work is next.
 - A sample waits for a snapshot that is still being saved, and dropping a snapshot waits for the samples that
@@ -55,23 +60,42 @@ from skyrl_tx_server.engine.scheduled_work import (
 PREFILLS_PER_DISPATCH = 4
 """Prefill batches before a decode dispatch while training waits, or that add no running sequence. Otherwise
 all free slots are filled first."""
+MAX_COUNTED_S = 30.0
+"""The largest time of one work that counts for `train_share`. The first step also compiles its program."""
+MAX_IDLE_SHARE = 0.125
+"""The time of free slots in decode dispatches, as a share of the time of the prefill batches that would fill
+them."""
 
 
 class Scheduler:
     """The queues, and the choice between them. The caller holds a lock."""
 
-    def __init__(self, *, max_partial_prefill_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        max_partial_prefill_tokens: int = 0,
+        prefills_per_dispatch: float = 0.0,
+        train_share: float | None = None,
+    ) -> None:
+        """`prefills_per_dispatch`: the time of a decode dispatch, in full prefill batches. `train_share`:
+        None if training steps and decode dispatches alternate."""
         self._operations = OperationQueue()
         self._samples = SampleQueue(
             max_partial_prefill_tokens=max_partial_prefill_tokens,
             is_being_saved=self._operations.is_being_saved,
         )
+        self._prefills_per_dispatch = prefills_per_dispatch
+        self._train_share = train_share
+        self._training_ahead_s = 0.0  # the time of training above its share
+        self._dispatch_s = 0.0  # the time of the last decode dispatch
+        self._is_shared = False  # training and sampling have work
         self._training_next = True
         self._prefills = 0  # since the last decode dispatch
         self._prefills_without_growth = 0  # also since the number of running sequences last grew
         self._num_running = 0  # before the current work
         self._deferred: int | None = None  # the request for which the executor has no KV pages
-        self._decode_next = False  # the last work was a chunk of a prompt that needs more
+        self._has_chunk = False  # the last prefill batch has a chunk of a prompt that needs more
+        self._chunk_batches = 0  # such batches since the last decode dispatch
         self._may_pause = False  # no decode steps are in flight
         self._num_slots = 1
         self._reserved: Counter[int] = Counter()  # by request_id, slots that were freed for it
@@ -87,16 +111,22 @@ class Scheduler:
         """Return the next work, or None if there is none until something is added or a sequence finishes."""
         step = self._operations.next(self._may_run)
         self._num_slots = max(1, free_slots + num_running)
-        if num_running > self._num_running:
+        if num_running > self._num_running or self._has_chunk:
             self._prefills_without_growth = 0
+        self._chunk_batches += self._has_chunk
+        self._has_chunk = False
         self._num_running = num_running
         if self._may_pause and (pauses := self._pauses(free_slots)):
             return self._pause(pauses)
-        decode_next = self._decode_next or self._prefills_without_growth >= PREFILLS_PER_DISPATCH
+        decode_next = self._prefills_without_growth >= PREFILLS_PER_DISPATCH or (
+            self._chunk_batches >= max(1.0, self._prefill_budget(free_slots, num_running))
+        )
         prefills = () if decode_next and num_running else self._next_prefills(free_slots)
-        if step is not None and self._prefills >= PREFILLS_PER_DISPATCH:
+        if step is not None and self._prefills >= PREFILLS_PER_DISPATCH and self._train_share is None:
             prefills = ()
-        if step is not None and (self._training_next or not (prefills or num_running)):
+        has_samples = bool(prefills or num_running)
+        self._is_shared = step is not None and has_samples
+        if step is not None and (self._is_training_next() or not has_samples):
             self._training_next = False
             self._prefills = 0
             self._operations.rotate(step.op)
@@ -110,8 +140,8 @@ class Scheduler:
             return Prefill(requests=prefills)
         if num_running:
             self._training_next = True
-            self._decode_next = self._may_pause = False
-            self._prefills = self._prefills_without_growth = 0
+            self._may_pause = False
+            self._prefills = self._prefills_without_growth = self._chunk_batches = 0
             self._samples.charge_dispatch()
             return Decode()
         return None
@@ -119,11 +149,25 @@ class Scheduler:
     def interrupts(self, *, free_slots: int) -> bool:
         """Whether the work after the current decode dispatch is not another decode dispatch."""
         self._may_pause = (
-            self._operations.next(self._may_run) is not None
+            (self._operations.next(self._may_run) is not None and self._is_training_next(self._dispatch_s))
             or bool(self._next_prefills(free_slots))
             or bool(self._pauses(free_slots))
         )
         return self._may_pause
+
+    def count_time(self, work: ScheduledWork, seconds: float) -> None:
+        """Count the time of the last work for `train_share`."""
+        share, counted_s = self._train_share, min(seconds, MAX_COUNTED_S)
+        if share is None:
+            return
+        if isinstance(work, Decode):
+            self._dispatch_s = counted_s
+        if isinstance(work, Step):
+            self._training_ahead_s += (1 - share) * counted_s * self._is_shared
+        elif self._is_shared:
+            self._training_ahead_s -= share * counted_s
+        else:
+            self._training_ahead_s = max(0.0, self._training_ahead_s - share * counted_s)
 
     def finish(self, step: Step) -> None:
         """Note that the operation of `step` has ended. The next operation of its model may run."""
@@ -143,10 +187,9 @@ class Scheduler:
         self._deferred = prefills[0].request_id
 
     def prefill_continues(self, prefill: PrefillRequest) -> None:
-        """Note that a chunk of the prompt was computed and that the prompt has more chunks. The next work is
-        a decode dispatch."""
+        """Note that a chunk of the prompt was computed and that the prompt has more chunks."""
         self.requeue([prefill])
-        self._decode_next = True
+        self._has_chunk = True
         self._samples.prefill_continues(prefill.request_id)
 
     def prefill_finished(self, request_id: int, *, prompt_tokens: int) -> None:
@@ -182,6 +225,23 @@ class Scheduler:
                 ) and not self._operations.is_being_saved(weights, step.request_id)
             case _:
                 return True
+
+    def _is_training_next(self, after_s: float = 0.0) -> bool:
+        """Whether training precedes sampling, after `after_s` more seconds of sampling."""
+        if self._train_share is None:
+            return self._training_next
+        return self._training_ahead_s <= self._train_share * after_s
+
+    def _prefill_budget(self, free_slots: int, num_running: int) -> float:
+        """Return how many prefill batches with an unfinished chunk may precede a decode dispatch.
+
+        With R running sequences, F waiting sequences that have free slots, and dispatches that take as long
+        as D batches, a dispatch now leaves D F / (R + F) batches of time unused. Both numbers are bounded, so
+        the delay of a dispatch is.
+        """
+        waiting = self._samples.num_waiting_sequences(at_most=free_slots)
+        idle = waiting / max(1, num_running + waiting)
+        return self._prefills_per_dispatch * idle / MAX_IDLE_SHARE
 
     def _next_prefills(self, free_slots: int) -> tuple[PrefillRequest, ...]:
         return self._samples.plan_prefills(

@@ -69,6 +69,7 @@ class FakeExecutor:
 
     _paused: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
     max_partial_prefill_tokens: int = 0
+    prefills_per_dispatch: float = 0.0
 
     @property
     def sampler(self) -> FakeExecutor:

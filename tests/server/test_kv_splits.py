@@ -1,5 +1,7 @@
 """Every KV split of a sequence is read once, and no sequence reads pages of another one."""
 
+import sys
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,6 +71,33 @@ def test_sequences_beyond_the_width_of_a_split_get_another() -> None:
     """Five equal sequences, four of which fill a matrix product."""
     found = kv_splits_of(np.tile(np.arange(8, dtype=np.int32), (5, 1)), np.full(5, 500, np.int32), group=4)
     assert [rows[rows >= 0].tolist() for *_, rows in _stretches(found)] == [[0, 1, 2, 3], [4]]
+
+
+def test_the_host_work_does_not_depend_on_the_number_of_parts() -> None:
+    def calls(rows: int) -> int:
+        """Return the number of function calls for `rows` sequences of 8,192 tokens, four of a group each."""
+        tables = np.arange(rows * 128, dtype=np.int32).reshape(rows, 128)
+        tables[:, :96] = tables[np.arange(rows) // 4 * 4, :96]
+        count = 0
+
+        def note(*_: object) -> None:
+            nonlocal count
+            count += 1
+
+        sys.setprofile(note)
+        try:
+            kv_splits_of(tables, np.full(rows, 8192, np.int32), group=4)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    calls(8)  # the first call imports modules
+    assert calls(256) == calls(8)
+
+
+def test_free_slots_have_no_parts() -> None:
+    found = kv_splits_of(np.zeros((3, 9), np.int32), np.zeros(3, np.int32), group=4)
+    assert not found.counts.any() and not found.num_parts.any() and (found.rows == -1).all()
 
 
 def _stretches(found) -> list[tuple[int, int, int, np.ndarray]]:

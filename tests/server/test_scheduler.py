@@ -1,3 +1,4 @@
+import math
 import random
 import sys
 from collections import Counter
@@ -22,7 +23,7 @@ from skyrl_tx_server.engine.operations import (
 from skyrl_tx_server.engine.sample_queue import PROMPTS_PER_PREFILL
 from skyrl_tx_server.engine.sample_requests import SLOT_UNITS
 from skyrl_tx_server.engine.scheduled_work import Decode, Pause, Prefill, PrefillRequest, Step
-from skyrl_tx_server.engine.scheduler import PREFILLS_PER_DISPATCH, Scheduler
+from skyrl_tx_server.engine.scheduler import MAX_COUNTED_S, MAX_IDLE_SHARE, PREFILLS_PER_DISPATCH, Scheduler
 
 
 def sample(weights: str | None = None, num_samples: int = 1) -> Sample:
@@ -105,6 +106,67 @@ def test_a_forward_waits_for_at_most_one_decode_dispatch():
     assert isinstance(scheduler.next(free_slots=3, num_running=1), Step)
 
 
+def run_shared(scheduler: Scheduler, seconds: float, *, step_s: float, dispatch_s: float) -> float:
+    """Run training and decoding for this time, and return the time of training."""
+    training_s = total_s = 0.0
+    while total_s < seconds:
+        turn = scheduler.next(free_slots=0, num_running=2)
+        assert isinstance(turn, Step | Decode)
+        took_s = step_s if isinstance(turn, Step) else dispatch_s
+        training_s += took_s * isinstance(turn, Step)
+        total_s += took_s
+        scheduler.count_time(turn, took_s)
+    return training_s
+
+
+@pytest.mark.parametrize("train_share", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize("step_s", [0.1, 1.0, 4.0])
+def test_training_gets_its_share_of_the_time(train_share: float, step_s: float):
+    scheduler = Scheduler(train_share=train_share)
+    scheduler.add(1, forward("a"))
+    training_s = run_shared(scheduler, 400, step_s=step_s, dispatch_s=1.0)
+    assert training_s / 400 == pytest.approx(train_share, abs=0.02)
+
+
+def test_time_without_work_does_not_count_for_the_share():
+    scheduler = Scheduler(train_share=0.5)
+    for _ in range(100):
+        turn = scheduler.next(free_slots=0, num_running=2)
+        assert isinstance(turn, Decode)
+        scheduler.count_time(turn, 1.0)
+    scheduler.add(1, forward("a"))
+    assert isinstance(scheduler.next(free_slots=0, num_running=2), Step), "a forward waits for one dispatch"
+    assert run_shared(scheduler, 20, step_s=1.0, dispatch_s=1.0) == pytest.approx(10, abs=1)
+    for _ in range(100):
+        turn = scheduler.next(free_slots=2, num_running=0)
+        assert isinstance(turn, Step)
+        scheduler.count_time(turn, 1.0)
+    assert run_shared(scheduler, 20, step_s=1.0, dispatch_s=1.0) == pytest.approx(10, abs=1)
+
+
+def test_a_dispatch_goes_ahead_while_training_waits_for_its_share():
+    scheduler = Scheduler(train_share=0.5)
+    scheduler.add(1, forward("a"))
+    ahead = []
+    for _ in range(10):
+        turn = scheduler.next(free_slots=0, num_running=2)
+        assert isinstance(turn, Step | Decode)
+        if isinstance(turn, Decode):
+            ahead.append(not scheduler.interrupts(free_slots=0))
+        scheduler.count_time(turn, 4.0 if isinstance(turn, Step) else 1.0)
+    assert ahead[1:8] == [True, True, False, True, True, True, False]
+
+
+def test_a_compilation_counts_for_a_limited_time():
+    scheduler = Scheduler(train_share=0.5)
+    scheduler.add(1, forward("a"))
+    turn = scheduler.next(free_slots=0, num_running=2)
+    assert isinstance(turn, Step)
+    scheduler.count_time(turn, 600.0)
+    assert run_shared(scheduler, MAX_COUNTED_S, step_s=1.0, dispatch_s=1.0) == 0
+    assert run_shared(scheduler, 10, step_s=1.0, dispatch_s=1.0) > 0
+
+
 def test_waiting_samples_start_in_order_and_in_parts():
     scheduler = queue(sample(num_samples=3), sample(num_samples=2))
     first = next_turn(scheduler, free_slots=2, num_running=0)
@@ -127,7 +189,6 @@ def test_prompts_are_offered_together_and_keep_their_places():
     save = scheduler.next(free_slots=5, num_running=0)
     offered = scheduler.next(free_slots=5, num_running=0)
     assert isinstance(save, Step) and isinstance(offered, Prefill)
-    # Request 3 waits for its snapshot.
     assert [(request.request_id, request.first, request.count) for request in offered.requests] == [
         (1, 0, 3),
         (4, 0, 2),
@@ -268,6 +329,39 @@ def test_running_samples_decode_between_two_prefill_chunks():
     assert isinstance(last, PrefillRequest) and last.request_id == 1
 
 
+def test_chunks_precede_a_dispatch_while_most_slots_are_idle():
+    def chunks(num_running: int, *, waiting: int) -> int:
+        scheduler = Scheduler(prefills_per_dispatch=4)
+        for number in range(waiting):
+            scheduler.add(number + 1, sample())
+        count = 0
+        while isinstance(
+            turn := scheduler.next(free_slots=8 - num_running, num_running=num_running), Prefill
+        ):
+            scheduler.prefill_continues(turn.requests[0])
+            scheduler.requeue(turn.requests[1:])
+            count += 1
+        assert isinstance(turn, Decode)
+        return count
+
+    assert [chunks(running, waiting=8) for running in (1, 4, 6, 7)] == [
+        math.ceil(4 * share / MAX_IDLE_SHARE) for share in (7 / 8, 4 / 8, 2 / 8, 1 / 8)
+    ]
+    assert chunks(1, waiting=1) == 4 / MAX_IDLE_SHARE / 2, (
+        "free slots without a waiting sequence are not idle"
+    )
+
+
+def test_whole_prompts_follow_the_first_before_chunks_of_others():
+    lengths = (2000, 2000, 100, 2000, 300)
+    scheduler = Scheduler(max_partial_prefill_tokens=10_000)
+    for number, length in enumerate(lengths, start=1):
+        scheduler.add(number, long_sample(1, prompt_tokens=length))
+    offered = scheduler.next(free_slots=8, num_running=0)
+    assert isinstance(offered, Prefill)
+    assert [request.request_id for request in offered.requests] == [1, 3, 5, 2, 4]
+
+
 def test_a_dropped_request_does_not_start():
     scheduler = queue(
         sample(), sample(num_samples=3), sample(), CreateModel(model_id="a", lora=LoraSpec(rank=1))
@@ -292,26 +386,30 @@ def long_sample(num_samples: int, *, prompt_tokens: int = 1, max_tokens: int | N
 
 @dataclass(kw_only=True)
 class Simulation:
-    """Runs a scheduler as an engine with `slots` slots does. All samples of a request end after the number of
-    decode dispatches that was given to `submit`."""
+    """Runs a scheduler as an engine with `slots` slots does. Samples end only if their request has a number
+    of dispatches."""
 
     slots: int
     max_partial_prefill_tokens: int = 0
-    chunk_tokens: int = 512  # prompt tokens that one prefill computes
+    chunk_tokens: int = 512  # prompt tokens that one turn computes
+    prefills_per_dispatch: float = 0.0
     scheduler: Scheduler = field(init=False)
-    # Remaining dispatches by request id and index.
-    running: dict[tuple[int, int], int] = field(default_factory=dict)
+    running: dict[tuple[int, int], int] = field(
+        default_factory=dict
+    )  # remaining dispatches by request id and index
     paused: dict[tuple[int, int], int] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
     tenants: dict[int, str] = field(default_factory=dict)
     prompts: Counter[int] = field(default_factory=Counter)  # computed tokens by request id
-    # The dispatch in which the last sample ended, by request id.
-    ended: dict[int, int] = field(default_factory=dict)
+    ended: dict[int, int] = field(default_factory=dict)  # request id -> block in which its last sample ended
     dispatches: int = 0
     turns: list[Step | Prefill | Decode | Pause] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(max_partial_prefill_tokens=self.max_partial_prefill_tokens)
+        self.scheduler = Scheduler(
+            max_partial_prefill_tokens=self.max_partial_prefill_tokens,
+            prefills_per_dispatch=self.prefills_per_dispatch,
+        )
 
     def submit(self, op: Op, tenant: str = "default", *, dispatches: int = 10**9) -> int:
         request_id = len(self.tenants) + 1
@@ -339,8 +437,8 @@ class Simulation:
             case Prefill():
                 self._prefill(turn.requests)
             case Pause():
-                for sequence in turn.sequences:
-                    self.paused[sequence] = self.running.pop(sequence)
+                for row in turn.sequences:
+                    self.paused[row] = self.running.pop(row)
             case Decode():
                 self._decode()
             case Step():
@@ -375,15 +473,15 @@ class Simulation:
 
     def _decode(self) -> None:
         self.dispatches += 1
-        over = [sequence for sequence, left in self.running.items() if left == 1]
+        over = [row for row, left in self.running.items() if left == 1]
         self.scheduler.interrupts(free_slots=self.slots - len(self.running) + bool(over))
-        self.running = {sequence: left - 1 for sequence, left in self.running.items() if left > 1}
+        self.running = {row: left - 1 for row, left in self.running.items() if left > 1}
         for request_id, index in over:
             self.scheduler.sequence_finished(request_id, index)
             if not any(key[0] == request_id for key in (*self.running, *self.paused)):
                 self.ended[request_id] = self.dispatches
 
-    def num_running_of(self, tenant: str) -> int:
+    def rows_of(self, tenant: str) -> int:
         return sum(self.tenants[request_id] == tenant for request_id, _ in self.running)
 
     @property
@@ -549,6 +647,19 @@ def test_long_prompts_delay_another_tenants_short_one_briefly():
     assert len(pieces) <= 2
 
 
+@pytest.mark.parametrize("prompt_tokens", [700, 1500, 30_000])
+def test_running_sequences_never_wait_long_for_a_dispatch(prompt_tokens: int):
+    simulation = Simulation(slots=16, max_partial_prefill_tokens=100_000, prefills_per_dispatch=3)
+    for _ in range(60):
+        simulation.submit(long_sample(1, prompt_tokens=prompt_tokens), dispatches=7)
+    delay, longest = 0, 0
+    while simulation.turn():
+        delay = delay + 1 if isinstance(simulation.turns[-1], Prefill) and len(simulation.running) else 0
+        longest = max(longest, delay)
+    assert longest <= 3 / MAX_IDLE_SHARE + 16
+    assert len(simulation.ended) == 60
+
+
 def test_prompts_computed_in_part_stay_within_their_limit():
     simulation = Simulation(slots=8, max_partial_prefill_tokens=10_000)
     request_ids = [
@@ -577,7 +688,7 @@ def test_tenants_take_turns_in_training_and_so_do_their_models():
 
 def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
     def operations(waiting: int) -> int:
-        """Return the number of Python function calls in 100 dispatches. Each dispatch ends a sequence, adds a
+        """Return the number of Python function calls in 100 dispatches. Each block ends a sequence, adds a
         request and withdraws one."""
         simulation = Simulation(slots=32)
         for number in range(waiting):

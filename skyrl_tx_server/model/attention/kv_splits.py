@@ -9,7 +9,7 @@ per dispatch of decode steps.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
 from dataclasses import dataclass
 
 import jax
@@ -23,6 +23,7 @@ MIN_PART, MAX_PARTS = 8, 16
 MIN_QUERIES, MIN_SEQUENCES = 16, 4
 """A matrix product on a GPU has at least MIN_QUERIES queries, and a split has room for at least MIN_SEQUENCES
 sequences."""
+_MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 @jax.tree_util.register_dataclass
@@ -83,37 +84,69 @@ def kv_splits_of(
 
 
 def _on_one_device(tables_BW: np.ndarray, lengths_B: np.ndarray, max_sequences: int, page: int) -> KVSplits:
+    """The arrays of N parts are in the order of their sequences. The number of numpy calls does not depend on
+    the number of sequences or parts."""
     batch, width = tables_BW.shape
-    num_parts, readers = np.zeros(batch, np.int32), defaultdict[tuple[int, int, int, bytes], list[int]](list)
-    for row, length in enumerate(lengths_B.tolist()):
-        pages = -(-length // page)
-        size = _pages_of_part(pages)
-        num_parts[row] = -(-pages // size)
-        for part, first in enumerate(range(0, pages, size)):
-            end = min(first + size, pages)
-            readers[part, first, min(end * page, length), tables_BW[row, first:end].tobytes()].append(row)
-    splits = [
-        (part, first, end, sequences[begin : begin + max_sequences])
-        for (part, first, end, _), sequences in readers.items()
-        for begin in range(0, len(sequences), max_sequences)
-    ]
+    pages_B = -(-lengths_B // page)
+    sizes_B = _pages_of_part(pages_B)
+    num_parts_B = -(-pages_B // sizes_B)
+    row_N = np.repeat(np.arange(batch), num_parts_B)
+    part_N = np.arange(len(row_N)) - np.repeat(np.cumsum(num_parts_B) - num_parts_B, num_parts_B)
+    first_N = part_N * sizes_B[row_N]
+    last_N = np.minimum(first_N + sizes_B[row_N], pages_B[row_N])
+    end_N = np.minimum(last_N * page, lengths_B[row_N])
+    leader_N = _first_equal(tables_BW, row_N, np.stack([part_N, first_N, last_N, end_N]))
+    order_N = np.argsort(leader_N, kind="stable")
+    begins_N = np.append(True, leader_N[order_N][1:] != leader_N[order_N][:-1])[: len(order_N)]
+    rank_N = np.arange(len(order_N)) - np.flatnonzero(begins_N)[np.cumsum(begins_N) - 1]
+    column_N = rank_N % max_sequences
+    split_N = np.cumsum(column_N == 0) - 1
+    num_splits = int(split_N[-1]) + 1 if len(split_N) else 0
     rows = np.full((batch * max_parts(width), max_sequences), -1, np.int32)
+    rows[split_N, column_N] = row_N[order_N]
     spans = np.zeros((3, batch * max_parts(width)), np.int32)
-    for index, (*span, sequences) in enumerate(splits):
-        rows[index, : len(sequences)], spans[:, index] = sequences, span
+    spans[:, :num_splits] = np.stack([part_N, first_N, end_N])[:, order_N[column_N == 0]]
     part, first, end = spans
     return KVSplits(
         rows=rows,
         part=part,
         first=first,
         end=end,
-        counts=np.array([len(splits)], np.int32),
-        num_parts=num_parts,
+        counts=np.array([num_splits], np.int32),
+        num_parts=num_parts_B.astype(np.int32),
     )
 
 
-def _pages_of_part(pages: int) -> int:
-    size = MIN_PART
-    while size * MAX_PARTS < pages:
-        size *= 2
-    return size
+def _pages_of_part(pages_B: np.ndarray) -> np.ndarray:
+    sizes_B = np.full_like(pages_B, MIN_PART)
+    while (too_small := sizes_B * MAX_PARTS < pages_B).any():
+        sizes_B = np.where(too_small, 2 * sizes_B, sizes_B)
+    return sizes_B
+
+
+def _first_equal(tables_BW: np.ndarray, row_N: np.ndarray, spans_4N: np.ndarray) -> np.ndarray:
+    """Return for each part the first one with the same span (part, first page, last page, end) and the same
+    pages. Parts are found by a hash of 64 bits, and the pages of parts with the same hash are compared."""
+    _, first_N, last_N, _ = spans_4N
+    count = len(row_N)
+    for salt in itertools.count(1):
+        positions = np.arange(tables_BW.shape[1], dtype=np.uint64)
+        mixed = tables_BW.astype(np.uint64) * np.uint64(_MULTIPLIER) + positions
+        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(_MULTIPLIER * (2 * salt + 1) % 2**64)
+        sums = np.zeros((len(tables_BW), tables_BW.shape[1] + 1), np.uint64)
+        np.cumsum(mixed ^ (mixed >> np.uint64(32)), axis=1, out=sums[:, 1:])
+        hash_N = sums[row_N, last_N] - sums[row_N, first_N]
+        order_N = np.lexsort((np.arange(count), *spans_4N, hash_N))
+        same = (hash_N[order_N][1:] == hash_N[order_N][:-1]) & (
+            spans_4N[:, order_N][:, 1:] == spans_4N[:, order_N][:, :-1]
+        ).all(axis=0)
+        begins_N = np.append(True, ~same)[:count]
+        leader_N = np.empty(count, np.int64)
+        leader_N[order_N] = order_N[np.flatnonzero(begins_N)[np.cumsum(begins_N) - 1]]
+        others = np.flatnonzero(leader_N != np.arange(count))
+        lengths = (last_N - first_N)[others]
+        pages = np.arange(lengths.sum()) + np.repeat(first_N[others] - np.cumsum(lengths) + lengths, lengths)
+        own, leaders = (np.repeat(row_N[each], lengths) for each in (others, leader_N[others]))
+        if (tables_BW[own, pages] == tables_BW[leaders, pages]).all():
+            return leader_N
+    raise AssertionError("the loop has no end")

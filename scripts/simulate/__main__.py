@@ -1,0 +1,80 @@
+"""Simulate the engine on a device that need not be present, or compare the simulation with this CPU.
+
+    python -m scripts.simulate agents=64 prompt_tokens=8192 new_tokens=512
+    python -m scripts.simulate agents=64 training_ops=40 train_share=0.5
+    python -m scripts.simulate device=cpu slots=8 agents=8 prompt_tokens=900 new_tokens=64
+
+The engine, the scheduler and the allocation of KV pages are those of the server; only the programs are
+replaced, by their times (`scripts/simulate/costs.py`). `device=cpu` measures the times of the programs of the
+benchmarks' model, and runs the load for comparison.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+
+import chz
+from rich.console import Console
+from rich.table import Table
+
+from scripts.simulate.costs import DEVICES, Costs
+from scripts.simulate.simulation import SimulateConfig, Simulated, simulate
+from scripts.simulate.workload import Outcome
+
+
+def main(config: SimulateConfig) -> None:
+    if config.device == "cpu":
+        compare_with_cpu(config)
+        return
+    costs = DEVICES[config.device]
+    rows = {"server": simulate(config, costs)}
+    rows["fill all slots first"] = simulate(chz.replace(config, prefills_per_dispatch=math.inf), costs)
+    rows["decode after each chunk"] = simulate(chz.replace(config, prefills_per_dispatch=0.0), costs)
+    show(rows)
+    if config.training_ops:
+        show_shares(config, costs, rows["server"].outcome)
+
+
+def compare_with_cpu(config: SimulateConfig) -> None:
+    from scripts.simulate import calibrate
+
+    clock = time.perf_counter if config.clock == "wall" else time.process_time
+    sizes = {"slots": config.slots, "train_tokens_per_batch": config.train_tokens_per_batch}
+    with calibrate.opened(config.workload, layers=config.layers, **sizes) as executor:
+        costs = calibrate.calibrate(executor, config.workload, clock=clock, **sizes)
+        simulated = simulate(config, costs)
+        real = calibrate.run_on_device(executor, config, clock)
+    show({"simulated": simulated, "this CPU": real})
+    print(f"simulated / real: {simulated.outcome.total_s / real.outcome.total_s:.3f}")
+
+
+def show(rows: dict[str, Simulated]) -> None:
+    kinds = ("prefill", "decode", "step")
+    columns = ("", "total s", "decoding sequences", "dispatches", *(f"{kind} s" for kind in kinds))
+    table = Table(*columns, box=None)
+    for name, row in rows.items():
+        times = [f"{row.work_s[kind]:.2f}" for kind in kinds]
+        total = f"{row.outcome.total_s:.2f}"
+        table.add_row(name, total, f"{row.num_decoding:.1f}", str(row.num_dispatches), *times)
+    Console(width=110).print(table)
+
+
+def show_shares(config: SimulateConfig, costs: Costs, beside: Outcome) -> None:
+    """Print the speeds of training and sampling beside each other, relative to each alone."""
+    if beside.training_s < beside.sampling_s:
+        print("training ends before sampling: set a larger training_ops to see the shares")
+        return
+    sampling = simulate(chz.replace(config, training_ops=0), costs).outcome
+    training = simulate(chz.replace(config, agents=0), costs).outcome
+    trained = sum(tokens for at, tokens in beside.trained_at if at <= beside.sampling_s)
+    alone = sum(tokens for _, tokens in training.trained_at) / training.training_s
+    print(
+        f"relative to the speed alone: training {trained / beside.sampling_s / alone:.0%}, "
+        f"sampling {sampling.sampling_s / beside.sampling_s:.0%}"
+    )
+
+
+if __name__ == "__main__":
+    main(chz.entrypoint(SimulateConfig, argv=sys.argv[1:], allow_hyphens=True))

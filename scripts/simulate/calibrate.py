@@ -1,0 +1,128 @@
+"""Measures the programs of the benchmarks' model on this CPU, and runs a load on it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import cast
+
+import numpy as np
+
+from scripts.bench.gpu import Driver
+from scripts.bench.sides.ours import settings
+from scripts.bench.small_model import CONFIG, make_model
+from scripts.simulate.costs import Measured
+from scripts.simulate.simulation import SimulateConfig, Simulated
+from scripts.simulate.workload import Workload, run_workload
+from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.operations import Sample, SamplingSettings
+from skyrl_tx_server.engine.scheduled_work import PrefillRequest
+from skyrl_tx_server.executor.executor import DeviceExecutor
+from skyrl_tx_server.model.shapes import CPU_PREFILL, PREFILL_TILE, segment_ends, train_shapes
+
+REPEATS = 5
+
+
+@contextlib.contextmanager
+def opened(
+    workload: Workload, *, slots: int, train_tokens_per_batch: int, layers: int
+) -> Iterator[DeviceExecutor]:
+    """Open an executor with room for the whole load."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = replace(CONFIG, num_layers=layers, max_position_embeddings=40_960)
+        model_dir = make_model(Path(folder) / "model", model)
+        given = {
+            "max_context_length": workload.max_context_length + 1,
+            "max_num_seqs": slots,
+            "train_tokens_per_batch": train_tokens_per_batch,
+            "warmup": False,
+        }
+        yield DeviceExecutor(settings(model_dir, Path(folder), **given))
+
+
+def calibrate(
+    executor: DeviceExecutor,
+    workload: Workload,
+    *,
+    slots: int,
+    train_tokens_per_batch: int,
+    clock: Callable[[], float],
+) -> Measured:
+    """Return the median times of the programs that the load needs."""
+    driver = Driver(executor)
+    longest, request_ids = workload.max_context_length, itertools.count(10**6)
+
+    def seconds(run: Callable[[], object]) -> float:
+        started = clock()
+        run()
+        return clock() - started
+
+    def admit(prompt: list[int], *, new: int, count: int = 1) -> int:
+        """Prefill a prompt, and return its request id."""
+        request_id = next(request_ids)
+        op = Sample(
+            weights=None,
+            prompt=np.array(prompt, np.int32),
+            settings=SamplingSettings(max_tokens=new, seed=request_id, stop_at_eos=False),
+            num_samples=count,
+        )
+        request = PrefillRequest(request_id=request_id, op=op, first=0, count=count)
+        while executor.sampler.prefill([request])[0] is None:
+            pass
+        return request_id
+
+    def prefill_s(prefix: list[int], tiles: int) -> float:
+        took = []
+        for _ in range(REPEATS + 1):
+            (end,) = driver.fresh([tiles * PREFILL_TILE])
+            took.append(seconds(partial(admit, prefix + end, new=1)))
+        return median(took[1:])
+
+    (prefix,) = driver.fresh([max(PREFILL_TILE, workload.prompt_tokens // PREFILL_TILE * PREFILL_TILE)])
+    prefill: dict[int, tuple[float, float]] = {}
+    for tiles in (CPU_PREFILL.short, CPU_PREFILL.long):
+        first_s = prefill_s([], tiles)
+        admit(prefix, new=1)
+        later_s = prefill_s(prefix, tiles)
+        prefill[tiles] = first_s, max(0.0, later_s - first_s) / len(prefix)
+    decode: dict[int, tuple[float, float]] = {}
+    steps = executor.sampler.runner.steps
+    for end in segment_ends(longest + 1):
+        times = []
+        for count in (1, slots):
+            length = min(end, longest) - 4 * steps
+            request_id = admit(driver.fresh([max(1, length)])[0], new=4 * steps, count=count)
+            took = [seconds(partial(driver.decode, dispatch_next=False)) for _ in range(3)]
+            executor.sampler.release(request_id)
+            times.append(median(took[1:]))
+        decode[end] = times[0], times[1]
+    training: dict[int, float] = {}
+    if workload.training_ops:
+        shapes = train_shapes(max_context_length=longest + 1, tokens_per_batch=train_tokens_per_batch).shapes
+        for shape in (shape for shape in shapes if shape.length <= train_tokens_per_batch):
+            took = [seconds(partial(driver.train, shape.length, 1)) for _ in range(3)]
+            training[shape.length] = median(took[1:])
+    return Measured(prefill=prefill, decode=decode, slots=slots, training=training)
+
+
+def run_on_device(executor: DeviceExecutor, config: SimulateConfig, clock: Callable[[], float]) -> Simulated:
+    """Run the load on the device, after `calibrate`."""
+    engine = Engine(executor, train_share=config.train_share, clock=clock)
+    try:
+        outcome = run_workload(config.workload, engine, clock)
+    finally:
+        engine.stop()
+    stats = engine.stats()
+    num_dispatches, num_tokens = cast(int, stats["decode_dispatches"]), cast(int, stats["tokens_sampled"])
+    return Simulated(
+        outcome=outcome,
+        work_s=cast("dict[str, float]", stats["work_seconds"]),
+        num_decoding=num_tokens / num_dispatches / executor.sampler.runner.steps,
+        num_dispatches=num_dispatches,
+    )

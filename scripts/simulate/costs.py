@@ -1,0 +1,137 @@
+"""The time of the engine's programs on a device, without running them.
+
+The time of a program is its number of launches times the time of a launch, plus the larger of the time to
+read its bytes and the time to compute its operations:
+
+    decode step    bytes: all weights, and the keys and values of each sequence
+    prefill batch  operations: 2 per weight and token, and those of attention over the context
+    training       operations: 4 per weight and token, and those of attention (no gradient of base weights)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from skyrl_tx_server.model.shapes import CPU_PREFILL, GPU_PREFILL, PREFILL_TILE, PrefillShapes, bucket
+
+
+class Costs(Protocol):
+    """Seconds of each program on one device."""
+
+    @property
+    def shapes(self) -> PrefillShapes: ...
+
+    def prefill_s(self, tiles: int, *, context: float) -> float:
+        """Return the time of one prefill batch with this number of tiles, whose tokens attend to `context`
+        tokens on average."""
+        ...
+
+    def decode_s(self, positions: Sequence[int], *, steps: int, slots: int) -> float:
+        """Return the time of a dispatch of decode steps for sequences at these positions."""
+        ...
+
+    def training_s(self, tokens: int) -> float:
+        """Return the time of a training micro-batch."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSize:
+    """What the time of a program depends on."""
+
+    weights: float  # by which each token is multiplied, including the head
+    kv_bytes: float  # of one position
+    attention: float  # num_layers * num_heads * head_dim
+    layers: int
+    itemsize: int = 2
+
+
+QWEN3_4B = ModelSize(weights=4.02e9, kv_bytes=147_456, attention=36 * 32 * 128, layers=36)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roofline:
+    """A device given by its achieved rates."""
+
+    model: ModelSize
+    bytes_per_s: float
+    flops_per_s: float
+    launch_s: float
+    launches_per_layer: int
+    shapes: PrefillShapes = GPU_PREFILL
+
+    def prefill_s(self, tiles: int, *, context: float) -> float:
+        tokens = tiles * PREFILL_TILE
+        flops = tokens * (2 * self.model.weights + 4 * self.model.attention * context)
+        return self._time_s(self.model.weights * self.model.itemsize, flops)
+
+    def decode_s(self, positions: Sequence[int], *, steps: int, slots: int) -> float:
+        cached = sum(positions) + len(positions) * steps / 2
+        flops = 2 * self.model.weights * slots + 4 * self.model.attention * cached
+        num_bytes = self.model.weights * self.model.itemsize + cached * self.model.kv_bytes
+        return steps * self._time_s(num_bytes, flops)
+
+    def training_s(self, tokens: int) -> float:
+        flops = tokens * (4 * self.model.weights + 6 * self.model.attention * tokens)
+        return self._time_s(3 * self.model.weights * self.model.itemsize, flops)
+
+    def _time_s(self, num_bytes: float, flops: float) -> float:
+        launches_s = self.model.layers * self.launches_per_layer * self.launch_s
+        return launches_s + max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FixedTimes:
+    """A device given by three constants that do not depend on the context."""
+
+    prefill_batch_s: float
+    step_s: float
+    sequence_step_s: float  # for each sequence, in addition to `step_s`
+    token_s: float  # of training
+    shapes: PrefillShapes = GPU_PREFILL
+
+    def prefill_s(self, tiles: int, *, context: float) -> float:
+        return self.prefill_batch_s * tiles / self.shapes.long
+
+    def decode_s(self, positions: Sequence[int], *, steps: int, slots: int) -> float:
+        return steps * (self.step_s + self.sequence_step_s * len(positions))
+
+    def training_s(self, tokens: int) -> float:
+        return tokens * self.token_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """A device given by times of its programs, which `calibrate` measures."""
+
+    prefill: dict[int, tuple[float, float]]  # by tiles, seconds at context 0 and for each token of context
+    decode: dict[int, tuple[float, float]]  # by segment end, seconds of a dispatch with one and all sequences
+    slots: int
+    training: dict[int, float]  # seconds by tokens of a micro-batch
+    shapes: PrefillShapes = CPU_PREFILL
+
+    def prefill_s(self, tiles: int, *, context: float) -> float:
+        base_s, token_s = self.prefill[tiles]
+        return base_s + token_s * context
+
+    def decode_s(self, positions: Sequence[int], *, steps: int, slots: int) -> float:
+        one_s, all_s = self.decode[bucket(max(positions), sorted(self.decode))]
+        return float(np.interp(len(positions), (1, self.slots), (one_s, all_s)))
+
+    def training_s(self, tokens: int) -> float:
+        lengths = sorted(self.training)
+        return self.training[bucket(min(tokens, lengths[-1]), lengths)]
+
+
+DEVICES: dict[str, Costs] = {
+    "h200": Roofline(
+        model=QWEN3_4B, bytes_per_s=2.9e12, flops_per_s=400e12, launch_s=2.9e-6, launches_per_layer=41
+    ),
+    "h200-fixed": FixedTimes(prefill_batch_s=22e-3, step_s=8e-3, sequence_step_s=65e-6, token_s=1 / 12_000),
+}
+"""Qwen3-4B on one H200, calculated and not measured. `h200` has 67 % of the bandwidth (4.3 TB/s) and 51 % of
+the arithmetic (790 TFLOP/s) that were measured on an H200. `h200-fixed` ignores the context."""

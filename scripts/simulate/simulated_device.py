@@ -1,0 +1,272 @@
+"""An executor that advances a virtual clock instead of running programs.
+
+Allocation of KV pages, prefix cache, preemption, pauses and the decode pipeline are those of the server; only
+`ModelRunner`, the adapters and the training programs are replaced. Each sampled token is 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from scripts.bench.small_model import CONFIG
+from scripts.simulate.costs import Costs
+from skyrl_tx_server.distributed.multihost import SINGLE_RANK
+from skyrl_tx_server.engine.executor_protocol import EngineInfo
+from skyrl_tx_server.engine.operations import (
+    Done,
+    ForwardBackward,
+    ForwardBackwardResult,
+    Op,
+    OpResult,
+    OptimStep,
+    OptimStepResult,
+)
+from skyrl_tx_server.model.shapes import PAGE_SIZE, PREFILL_TILE
+from skyrl_tx_server.sampling.adapter_cache import AdapterCache
+from skyrl_tx_server.sampling.allocation import PageAllocator
+from skyrl_tx_server.sampling.batch_runner import BatchRunner
+from skyrl_tx_server.sampling.completion import CompletionChecker
+from skyrl_tx_server.sampling.decode import DecodePipeline
+from skyrl_tx_server.sampling.decode_batch import DecodeDispatch, DecodeLayout
+from skyrl_tx_server.sampling.decode_step import Carry, DecodeOutputs
+from skyrl_tx_server.sampling.model_runner import CacheSize, ModelRunner
+from skyrl_tx_server.sampling.preemption import SequencePool
+from skyrl_tx_server.sampling.prefill import Prefiller
+from skyrl_tx_server.sampling.prefill_batch import ChunkOutputs, PrefillChunk, PrefillLayout
+from skyrl_tx_server.sampling.prefill_plan import PrefillPlanner
+from skyrl_tx_server.sampling.sequences import SequenceState
+
+
+@dataclass(kw_only=True, slots=True)
+class Clock:
+    """The virtual time in seconds, and when the device has finished what it was given."""
+
+    now: float = 0.0
+    busy_until: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def start(self, seconds: float) -> float:
+        """Give the device work, and return when it is finished."""
+        self.busy_until = max(self.now, self.busy_until) + seconds
+        return self.busy_until
+
+    def run(self, seconds: float) -> None:
+        """Give the device work and wait for it."""
+        self.now = self.start(seconds)
+
+
+class SimulatedExecutor:
+    """Implements `Executor`. `clock` is also the clock of the engine."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        *,
+        slots: int,
+        cache_tokens: int,
+        max_context_length: int,
+        train_tokens_per_batch: int,
+        steps: int = 16,
+        prefills_per_dispatch: float | None = None,
+    ) -> None:
+        """`prefills_per_dispatch`: None for the estimate of the server."""
+        self.clock = Clock()
+        self.info = EngineInfo(
+            base_model="local/simulated",
+            max_context_length=max_context_length,
+            max_lora_rank=32,
+            vocab_size=CONFIG.vocab_size,
+        )
+        self._costs = costs
+        self._train_tokens_per_batch = train_tokens_per_batch
+        size = CacheSize(
+            slots=slots,
+            pages=1 + -(-cache_tokens // PAGE_SIZE),
+            page_bytes=0,
+            context_pages=-(-max_context_length // PAGE_SIZE),
+            copied_pages=0,
+        )
+        self.runner = SimulatedRunner(costs, self.clock, slots=slots, steps=steps)
+        self.sampler = SimulatedSampler(
+            self.runner,
+            size,
+            max_context_length=max_context_length,
+            given_prefills_per_dispatch=prefills_per_dispatch,
+        )
+
+    def run(self, op: Op) -> Generator[None, None, OpResult]:
+        match op:
+            case ForwardBackward():
+                tokens = sum(len(datum.tokens) for datum in op.data)
+                while tokens > 0:
+                    self.clock.run(self._costs.training_s(min(tokens, self._train_tokens_per_batch)))
+                    tokens -= self._train_tokens_per_batch
+                    if tokens > 0:
+                        yield
+                return ForwardBackwardResult(logprobs=(), metrics={})
+            case OptimStep():
+                return OptimStepResult(metrics={})
+            case _:
+                return Done()
+
+    def stats(self) -> dict[str, object]:
+        return {"decoding_sequences": self.runner.num_decoding.copy(), **self.sampler.stats()}
+
+
+class SimulatedSampler(BatchRunner):
+    """The server's `BatchRunner` with a `SimulatedRunner`."""
+
+    def __init__(
+        self,
+        runner: SimulatedRunner,
+        size: CacheSize,
+        *,
+        max_context_length: int,
+        given_prefills_per_dispatch: float | None,
+    ) -> None:
+        adapters = cast(AdapterCache, _NoAdapters())
+        self.runner = runner
+        self.pages = PageAllocator(size, dp_ranks=1)
+        self.pool = SequencePool(adapters, self.pages)
+        completion = CompletionChecker(self.pool, runner, model_dir=Path())
+        planner = PrefillPlanner(
+            CONFIG,
+            adapters,
+            self.pages,
+            self.pool,
+            runner,
+            completion,
+            max_context_length=max_context_length,
+            ranks=SINGLE_RANK,
+        )
+        self.prefiller = Prefiller(planner, adapters, self.pages, self.pool, runner, completion)
+        self.pipeline = DecodePipeline(self.pool, runner, completion)
+        self._restored = None
+        self._given_prefills_per_dispatch = given_prefills_per_dispatch
+
+    @property
+    def prefills_per_dispatch(self) -> float:
+        given = self._given_prefills_per_dispatch
+        return super().prefills_per_dispatch if given is None else given
+
+    def decode(self) -> bool:
+        ended = super().decode()
+        simulated = cast(SimulatedRunner, self.runner)
+        if simulated.finished_at:
+            simulated.clock.now = max(simulated.clock.now, simulated.finished_at.popleft())
+        return ended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Dispatch:
+    """Takes the place of `DecodeDispatch`."""
+
+    sequences: Sequence[tuple[int, SequenceState]]
+    positions: Sequence[int]
+    remaining: Sequence[int]
+
+    def same_program(self, other: _Dispatch) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _DecodeLayout:
+    empty_carry: Carry
+
+    def dispatch(self, sequences: Sequence[tuple[int, SequenceState]]) -> _Dispatch:
+        return _Dispatch(
+            sequences=sequences,
+            positions=[sequence.position for _, sequence in sequences],
+            remaining=[sequence.remaining for _, sequence in sequences],
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class _PrefillLayout:
+    shapes: object
+
+
+class SimulatedRunner(ModelRunner):
+    """Advances the clock by the cost of each program."""
+
+    def __init__(self, costs: Costs, clock: Clock, *, slots: int, steps: int) -> None:
+        self.clock = clock
+        self.steps = steps
+        self.finished_at = deque[float]()  # by dispatch that the host has not waited for
+        self.num_decoding = Counter[int]()  # dispatches by number of sequences
+        self._costs = costs
+        self._slots = slots
+        self.prefill_layout = cast(PrefillLayout, _PrefillLayout(shapes=costs.shapes))
+        self.decode_layout = cast(DecodeLayout, _DecodeLayout(empty_carry=Carry.empty(slots)))
+
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
+        contexts = [first for chunk in chunks for first, _ in chunk.tiles]
+        done = 0
+        for tiles in self._costs.shapes.passes(len(contexts)):
+            part = contexts[done : done + tiles]
+            context = (sum(part) + len(part) * PREFILL_TILE / 2) / tiles  # padding attends to nothing
+            self.clock.run(self._costs.prefill_s(tiles, context=context))
+            done += tiles
+        return [
+            ChunkOutputs(
+                logprobs=np.zeros(chunk.length - chunk.cached, np.float32),
+                first_tokens=[1] * len(chunk.sequences),
+                first_logprobs=[0.0] * len(chunk.sequences),
+            )
+            for chunk in chunks
+        ]
+
+    def decode(self, dispatch: DecodeDispatch, carry: Carry) -> DecodeOutputs:
+        simulated = cast(_Dispatch, dispatch)
+        slots = [slot for slot, _ in simulated.sequences]
+        tokens = np.full((self._slots, self.steps), -1, np.int32)
+        active = np.zeros(self._slots, np.bool_)
+        for slot, remaining in zip(slots, simulated.remaining, strict=True):
+            tokens[slot, : max(0, remaining)] = 1
+            active[slot] = remaining > self.steps
+        seconds = self._costs.decode_s(simulated.positions, steps=self.steps, slots=self._slots)
+        self.finished_at.append(self.clock.start(seconds))
+        self.num_decoding[len(slots)] += 1
+        outputs = DecodeOutputs(
+            tokens=tokens,  # type: ignore[arg-type]
+            logprobs=np.zeros(tokens.shape, np.float32),  # type: ignore[arg-type]
+            carry=Carry(tokens=np.ones(self._slots, np.int32), active=active),
+        )
+        return outputs
+
+    def wait(self) -> None:
+        self.clock.now = max(self.clock.now, self.clock.busy_until)
+        self.finished_at.clear()
+
+    def reset(self) -> None:
+        self.finished_at.clear()
+
+
+@dataclass(slots=True)
+class _NoAdapters:
+    """Takes the place of `AdapterCache`."""
+
+    pins: Counter[str | None] = field(default_factory=Counter)
+
+    def pin(self, weights: str | None) -> int:
+        return 0
+
+    def unpin(self, weights: str | None) -> None:
+        pass
+
+    def retain(self, weights: str | None) -> None:
+        pass
+
+    def release(self, weights: str | None) -> None:
+        pass
+
+    def key(self, weights: str | None) -> tuple[str | None, int]:
+        return weights, 0

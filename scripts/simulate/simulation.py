@@ -1,0 +1,88 @@
+"""Runs a load on the simulated engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import chz
+
+from scripts.simulate.costs import Costs
+from scripts.simulate.simulated_device import SimulatedExecutor
+from scripts.simulate.workload import Outcome, Workload, run_workload
+from skyrl_tx_server.engine.engine import Engine
+
+
+@chz.chz
+class SimulateConfig:
+    device: Literal["h200", "h200-fixed", "cpu"] = chz.field(
+        default="h200", doc="see scripts/simulate/costs.py"
+    )
+    agents: int = 64
+    prompt_tokens: int = 8192
+    new_tokens: int = chz.field(default=512, doc="Tokens of each completion")
+    turns: int = chz.field(default=1, doc="Completions of each agent")
+    turn_tokens: int = chz.field(default=512, doc="Tokens between two completions")
+    training_ops: int = chz.field(default=0, doc="Training operations beside the agents, one after the other")
+    training_tokens: int = chz.field(default=8192, doc="Tokens of a training operation")
+    slots: int = chz.field(default=64, doc="max_num_seqs of the server")
+    cache_tokens: int | None = chz.field(default=None, doc="Default: room for every slot")
+    train_tokens_per_batch: int = 8192
+    train_share: float | None = None
+    prefills_per_dispatch: float | None = chz.field(
+        default=None,
+        doc="Time of a decode dispatch in prefill batches; 0: a dispatch after each chunk; inf: fill all "
+        "slots first; default: the estimate of the server",
+    )
+    layers: int = chz.field(default=2, doc="Layers of the model that device=cpu runs")
+    clock: Literal["wall", "process"] = chz.field(
+        default="wall", doc="Clock of device=cpu: wall time, or CPU time on a machine with other load"
+    )
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(
+            agents=self.agents,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            turns=self.turns,
+            turn_tokens=self.turn_tokens,
+            training_ops=self.training_ops,
+            training_tokens=self.training_tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulated:
+    outcome: Outcome
+    work_s: dict[str, float]  # by kind of work
+    num_decoding: float  # mean number of sequences in a dispatch
+    num_dispatches: int
+
+
+def simulate(config: SimulateConfig, costs: Costs, *, seed: int = 0) -> Simulated:
+    """Run the load on a simulated device."""
+    workload = config.workload
+    context = workload.max_context_length + 1
+    executor = SimulatedExecutor(
+        costs,
+        slots=config.slots,
+        cache_tokens=config.cache_tokens or config.slots * (context + 64),
+        max_context_length=context,
+        train_tokens_per_batch=config.train_tokens_per_batch,
+        prefills_per_dispatch=config.prefills_per_dispatch,
+    )
+    engine = Engine(executor, train_share=config.train_share, clock=executor.clock)
+    try:
+        outcome = run_workload(workload, engine, executor.clock, seed=seed)
+    finally:
+        engine.stop()
+    stats = engine.stats()
+    dispatches = cast("Counter[int]", stats["decoding_sequences"])
+    return Simulated(
+        outcome=outcome,
+        work_s=cast("dict[str, float]", stats["work_seconds"]),
+        num_decoding=sum(count * number for count, number in dispatches.items()) / max(1, dispatches.total()),
+        num_dispatches=dispatches.total(),
+    )

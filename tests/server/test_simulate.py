@@ -1,0 +1,73 @@
+"""The simulator runs the real engine, and the scheduler keeps its bars on the simulated devices."""
+
+import math
+
+import chz
+import numpy as np
+import pytest
+
+from scripts.simulate.costs import DEVICES, Measured
+from scripts.simulate.simulation import SimulateConfig, simulate
+
+H200 = DEVICES["h200-fixed"]
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "slots"), [(900, 64), (8192, 32)], ids=["64 x 900 tokens", "32 x 8192 tokens"]
+)
+def test_long_prompts_take_at_most_a_quarter_longer_than_fill_first(prompt_tokens: int, slots: int) -> None:
+    config = SimulateConfig(prompt_tokens=prompt_tokens, slots=slots, agents=slots)
+    ours = simulate(config, H200).outcome.total_s
+    fill_first = simulate(chz.replace(config, prefills_per_dispatch=math.inf), H200)
+    assert fill_first.num_decoding == pytest.approx(slots)
+    assert ours <= 1.25 * fill_first.outcome.total_s
+
+
+def test_decoding_and_training_keep_their_speeds_beside_each_other() -> None:
+    config = SimulateConfig(agents=32, slots=32, prompt_tokens=2048, training_ops=400, train_share=0.5)
+    beside = simulate(config, H200).outcome
+    sampling = simulate(chz.replace(config, training_ops=0), H200).outcome
+    assert beside.training_s > beside.sampling_s
+    trained_s = sum(H200.training_s(tokens) for at, tokens in beside.trained_at if at <= beside.sampling_s)
+    assert trained_s >= 0.45 * beside.sampling_s
+    assert sampling.sampling_s >= 0.45 * beside.sampling_s
+
+
+def test_the_time_of_one_agent_is_the_sum_of_its_programs() -> None:
+    """One agent: two prefill batches of 1,024 tokens, and 32 dispatches."""
+    config = SimulateConfig(agents=1, prompt_tokens=2048, new_tokens=513)
+    result = simulate(config, H200)
+    assert (result.num_decoding, result.num_dispatches) == (1, 32)
+    assert result.outcome.total_s == pytest.approx(2 * 22e-3 + 512 * (8e-3 + 65e-6))
+    assert result.work_s["prefill"] == pytest.approx(2 * 22e-3)
+
+
+def test_every_turn_of_every_agent_is_sampled_with_few_pages() -> None:
+    """The KV cache has room for two agents, so sequences are preempted."""
+    config = SimulateConfig(
+        agents=6, slots=4, prompt_tokens=100, new_tokens=150, turns=3, turn_tokens=40, cache_tokens=1600
+    )
+    outcome = simulate(config, H200).outcome
+    assert [tokens for _, tokens in outcome.sampled_at] == [150] * 18
+    assert simulate(config, H200).outcome == outcome, "the simulation is deterministic"
+
+
+def test_measured_times_depend_on_sequences_and_segment() -> None:
+    measured = Measured(
+        prefill={1: (0.1, 0.001), 4: (0.3, 0.002)},
+        decode={512: (1.0, 2.0), 1024: (3.0, 5.0)},
+        slots=5,
+        training={512: 1.0, 2048: 3.0},
+    )
+    assert measured.prefill_s(4, context=100) == pytest.approx(0.5)
+    assert measured.decode_s([40], steps=16, slots=5) == 1.0
+    assert measured.decode_s([40, 600, 7], steps=16, slots=5) == 4.0
+    assert measured.training_s(600) == 3.0
+
+
+def test_a_4b_model_has_the_predicted_times_on_an_h200() -> None:
+    """The predictions of docs/performance.md: 13.8 and 34 ms for a step, 24 ms for 1,024 tokens of prompt."""
+    costs = DEVICES["h200"]
+    steps = [costs.decode_s(np.full(rows, 2048).tolist(), steps=1, slots=rows) for rows in (64, 256)]
+    assert steps == pytest.approx([13.8e-3, 34e-3], rel=0.05)
+    assert costs.prefill_s(16, context=512) == pytest.approx(24e-3, rel=0.1)
