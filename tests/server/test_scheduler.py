@@ -481,7 +481,7 @@ class Simulation:
             if not any(key[0] == request_id for key in (*self.running, *self.paused)):
                 self.ended[request_id] = self.dispatches
 
-    def rows_of(self, tenant: str) -> int:
+    def num_running_of(self, tenant: str) -> int:
         return sum(self.tenants[request_id] == tenant for request_id, _ in self.running)
 
     @property
