@@ -20,6 +20,7 @@ MODULES = {
     "try": ("src.envs.try_env", "Play a few trials of an environment and print them"),
     "sft": ("src.sft", "Fine-tune on chats, before RL"),
     "evaluate": ("src.evaluate", "Evaluate a model, a checkpoint or an endpoint"),
+    "show": ("src.analyze.show", "Print the rollouts of a run: show RUN [STEP | TASK | TRIAL]"),
     "serve": ("skyrl_tx_server", "Serve a model over the Tinker API"),
     "export": ("skyrl_tx_server.export", "Export an adapter, merge it into its model, or import one"),
     "keys": ("skyrl_tx_server.keys", "Make the API keys of tenants"),

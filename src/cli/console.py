@@ -14,6 +14,7 @@ from statistics import fmean
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from src.core.trajectory import TrajectoryGroup
 from src.evaluate.evaluation import Evaluation
@@ -23,6 +24,8 @@ from src.loop.outcome import UNGRADED_REASONS, counted, success_name
 logger = logging.getLogger(__name__)
 
 PIPE_WIDTH = 160
+MAX_CHARACTERS = 2000  # the length at which a message is cut
+ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 # The columns of a step's table: heading, metric and format. metrics.jsonl has all metrics.
 SHOWN = (
     ("reward", "env/all/reward/total", "{:.3f}"),
@@ -149,6 +152,13 @@ class Terminal(Console):
 def terminal() -> Console:
     """Return standard output, in a pipe with a width at which no table is cut."""
     return Terminal(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def message_text(role: str, content: str) -> Text:
+    """Return a message of a conversation as it is shown."""
+    if len(content) > MAX_CHARACTERS:
+        content = f"{content[:MAX_CHARACTERS]} ... ({len(content) - MAX_CHARACTERS} more characters)"
+    return Text.assemble((f"{role}: ", f"bold {ROLE_STYLES.get(role, 'white')}"), content)
 
 
 def _table() -> Table:

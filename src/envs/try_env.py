@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from src.cli.command_line import help_for, parse_as, print_help
-from src.cli.console import terminal
+from src.cli.console import message_text, terminal
 from src.cli.environment_variables import load_environment, with_local_model, with_server_from_environment
 from src.core.errors import INTERRUPTED, BackendError, ConfigError, TrainerError
 from src.core.options import at_least, require
@@ -53,9 +53,7 @@ TITLE = [
     "",
     "Plays a few trials of an environment and prints them with their rewards and the pass rate.",
 ]
-STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 NO_SERVER = "http://unused"  # typed and scripted answers need no server, but the options name one
-MAX_CHARACTERS = 2000  # of a message that is shown
 
 PolicyFor = Callable[[Task], Policy]
 
@@ -166,7 +164,7 @@ def typed(console: Console) -> Policy:
     def answer(messages: Sequence[dict[str, str]]) -> str:
         said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         for message in messages[said[-1] + 1 if said else 0 :]:
-            console.print(shown(message["role"], message["content"]))
+            console.print(message_text(message["role"], message["content"]))
         try:
             return console.input("[bold green]answer>[/] ")
         except EOFError as error:
@@ -275,12 +273,6 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
     statuses.append(0 if any(group.trajectories for group in groups) else 1)
 
 
-def shown(role: str, content: str) -> Text:
-    if len(content) > MAX_CHARACTERS:
-        content = f"{content[:MAX_CHARACTERS]} ... ({len(content) - MAX_CHARACTERS} more characters)"
-    return Text.assemble((f"{role}: ", f"bold {STYLES.get(role, 'white')}"), content)
-
-
 def trial_panel(task: Task, member: int, result: Trajectory | TrialFailure, *, with_messages: bool) -> Panel:
     """Return the conversation of a trial with its reward, or the reason why it has none."""
     title = f"{task.id}, trial {member + 1}"
@@ -289,7 +281,7 @@ def trial_panel(task: Task, member: int, result: Trajectory | TrialFailure, *, w
             Text(f"{result.kind}: {result.message}", "red"), title=f"{title}: not graded", title_align="left"
         )
     messages = result.conversation if with_messages else ()
-    lines = [shown(str(message.get("role")), str(message.get("content"))) for message in messages]
+    lines = [message_text(str(message.get("role")), str(message.get("content"))) for message in messages]
     if result.zero_reason is not None:
         lines.append(Text(f"{result.zero_reason}: {result.zero_detail}", "red"))
     metrics = ", ".join(

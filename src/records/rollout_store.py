@@ -111,16 +111,7 @@ class FinishedRollouts:
 
         A failure counts only if its step has used it already.
         """
-        rollouts: dict[RolloutKey, FinishedRollout] = {}
-
-        def rollout_of(record: dict[str, Any]) -> tuple[RolloutKey, FinishedRollout]:
-            key = RolloutKey(purpose=purpose, step=step, task=record["task"], member=record["member"])
-            seed, result = record["seed"], decoded(record["result"])
-            if isinstance(result, Trajectory):
-                result = replace(result, member=key.member, seed=seed)
-            return key, FinishedRollout(result=result, seed=seed, attempts=record["attempts"])
-
-        rollouts.update(read_lines(self._path(purpose, step), LINE, rollout_of))
+        rollouts = read_rollouts(self._path(purpose, step), purpose, step)
         return {
             key: rollout
             for key, rollout in rollouts.items()
@@ -155,6 +146,30 @@ class FinishedRollouts:
 
     def _path(self, purpose: str, step: int) -> Path:
         return self._directory / f"{purpose}_{step:06d}.jsonl"
+
+
+def read_rollouts(path: Path, purpose: str, step: int) -> dict[RolloutKey, FinishedRollout]:
+    """Return the last result of each rollout in a file of `finished/`."""
+
+    def rollout_of(record: dict[str, Any]) -> tuple[RolloutKey, FinishedRollout]:
+        key = RolloutKey(purpose=purpose, step=step, task=record["task"], member=record["member"])
+        seed, result = record["seed"], decoded(record["result"])
+        if isinstance(result, Trajectory):
+            result = replace(result, member=key.member, seed=seed)
+        return key, FinishedRollout(result=result, seed=seed, attempts=record["attempts"])
+
+    return dict(read_lines(path, LINE, rollout_of))
+
+
+def find_rollout(log_path: Path, trial_name: str) -> tuple[RolloutKey, Trajectory | TrialFailure] | None:
+    """Return the rollout with the name of a trial; None if the run has none."""
+    for path in sorted((log_path / "finished").glob("*_*.jsonl")):
+        purpose, _, step = path.stem.rpartition("_")
+        if step.isdecimal() and trial_name.encode() in path.read_bytes():
+            for key, rollout in read_rollouts(path, purpose, int(step)).items():
+                if rollout.result.trial_name == trial_name:
+                    return key, rollout.result
+    return None
 
 
 def any_graded(log_path: Path) -> bool:

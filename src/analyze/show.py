@@ -1,0 +1,228 @@
+"""`agent-trainer show RUN [STEP | TASK | TRIAL]`: print the rollouts of a run, which may still be running.
+
+show RUN            a row per step and evaluation
+show RUN 12         the trials of step 12; eval_000012 shows those of the evaluation only
+show RUN my-task    the trials of a task in all steps
+show RUN my-task__4f43e7b3   one trial: conversation, tokens, logprobs, advantage and how it ended
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import NotRequired, TypedDict
+
+from pydantic import TypeAdapter
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from src.cli.console import message_text, terminal
+from src.core.errors import ConfigError, TrainerError
+from src.core.trajectory import Trajectory, TrialFailure, Turn
+from src.learning.played_groups import SOLVED
+from src.records.reading import Count, Finite, Whole, read_lines, unchanged
+from src.records.rollout_store import find_rollout
+from src.records.run_folder import CONFIG_FILE
+
+FILE = re.compile(r"(?P<purpose>[\w-]+)_(?P<step>\d+)\.jsonl")  # of rollouts/
+USAGE = "show RUN [STEP | TASK | TRIAL]"
+
+
+class RolloutLine(TypedDict):
+    """The fields of a line of rollouts/ that are shown. A line with `failure` is a trial without a grade."""
+
+    task: str
+    trial: str
+    reward: NotRequired[Whole | Finite]
+    advantage: NotRequired[Whole | Finite | None]
+    turns: NotRequired[Count]
+    tokens: NotRequired[Count]
+    stop_reason: NotRequired[str]
+    zero_reason: NotRequired[str]
+    zero_detail: NotRequired[str]
+    failure: NotRequired[str]
+    message: NotRequired[str]
+
+
+LINE: TypeAdapter[RolloutLine] = TypeAdapter(RolloutLine)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedTrial:
+    """A trial of a finished step or evaluation."""
+
+    name: str  # of its file, e.g. step_000012
+    step: int
+    line: RolloutLine
+
+    @property
+    def outcome(self) -> str:
+        """How the trial ended: the reason of its reward or of its missing grade."""
+        line = self.line
+        if "failure" in line:
+            return f"not graded, {line['failure']}: {_first_line(line.get('message', ''))}"
+        if "zero_reason" in line:
+            return f"{line['zero_reason']}: {_first_line(line.get('zero_detail', ''))}"
+        return line.get("stop_reason", "")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what `argv` names and return the exit status. Errors are one line."""
+    if any(argument in ("--help", "-h", "help") for argument in argv):
+        print(__doc__)
+        return 0
+    try:
+        if not 1 <= len(argv) <= 2:
+            raise ConfigError(f"show takes a run and one step, task or trial; write {USAGE}")
+        console = terminal()
+        for content in shown(*argv):
+            console.print(content)
+    except TrainerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def shown(run: str, what: str | None = None) -> Iterator[RenderableType]:
+    """Yield what is printed. Raises ConfigError if there is no such run, step, task or trial."""
+    folder = Path(run).expanduser().resolve()
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"{folder} has no {CONFIG_FILE}; give the folder of a run")
+    trials = recorded_trials(folder)
+    if what is None:
+        yield overview(trials)
+        return
+    conditions: tuple[Callable[[RecordedTrial], bool], ...] = (
+        lambda trial: what.isdecimal() and trial.step == int(what),
+        lambda trial: what == trial.name,
+        lambda trial: what == trial.line["task"],
+    )
+    for condition in conditions:
+        if matching := [trial for trial in trials if condition(trial)]:
+            yield trial_table(matching)
+            return
+    stored = find_rollout(folder, what)
+    if stored is None:
+        raise ConfigError(
+            f"{folder.name} has no step, task or trial {what!r}; agent-trainer show {run} "
+            "lists its finished steps"
+        )
+    key, result = stored
+    yield Text(f"{what}: task {key.task}, {key.purpose} {key.step}, member {key.member}", "bold")
+    recorded = next((trial for trial in trials if trial.line["trial"] == what), None)
+    yield from rollout(result, recorded)
+
+
+def recorded_trials(folder: Path) -> list[RecordedTrial]:
+    """Return the trials of the finished steps and evaluations."""
+    trials: list[RecordedTrial] = []
+    for path in (folder / "rollouts").glob("*.jsonl"):
+        if match := FILE.fullmatch(path.name):
+            trials += [
+                RecordedTrial(name=path.stem, step=int(match["step"]), line=line)
+                for line in read_lines(path, LINE, unchanged)
+            ]
+    return sorted(trials, key=lambda trial: (trial.step, trial.name, trial.line["task"]))
+
+
+def overview(trials: Sequence[RecordedTrial]) -> Table:
+    """Return a row per step and evaluation. `learned from` counts trials whose advantage is not 0."""
+    by_name: dict[str, list[RolloutLine]] = {}
+    for trial in trials:
+        by_name.setdefault(trial.name, []).append(trial.line)
+    table = _table("", "tasks", "trials", "reward", "solved", "not graded", "learned from", "tokens")
+    for name, lines in by_name.items():
+        rewards = [line["reward"] for line in lines if "reward" in line]
+        table.add_row(
+            name,
+            str(len({line["task"] for line in lines})),
+            str(len(lines)),
+            f"{fmean(rewards):.3f}" if rewards else "",
+            f"{sum(reward >= SOLVED for reward in rewards)}/{len(rewards)}",
+            str(sum("failure" in line for line in lines) or ""),
+            str(sum(bool(line.get("advantage")) for line in lines) or ""),
+            str(sum(line.get("tokens", 0) for line in lines)),
+        )
+    return table
+
+
+def trial_table(trials: Sequence[RecordedTrial]) -> Table:
+    """Return a row per trial."""
+    table = _table("", "trial", "reward", "advantage", "turns", "tokens", "outcome")
+    for trial in trials:
+        line = trial.line
+        table.add_row(
+            trial.name,
+            escape(line["trial"] or line["task"]),
+            _number(line.get("reward")),
+            _number(line.get("advantage")),
+            str(line.get("turns", "")),
+            str(line.get("tokens", "")),
+            escape(trial.outcome),
+        )
+    return table
+
+
+def rollout(result: Trajectory | TrialFailure, recorded: RecordedTrial | None) -> Iterator[RenderableType]:
+    """Yield a trial: how it ended, its conversation, and the tokens and logprobs of its turns.
+
+    `recorded` is None while the step is not finished.
+    """
+    if isinstance(result, TrialFailure):
+        yield Text(f"not graded, {result.kind}: {result.message}", "red")
+        return
+    advantage = None if recorded is None else recorded.line.get("advantage")
+    ended = f"reward {result.reward:g}, ended by {result.stop_reason}"
+    yield Text(f"{ended}, {'no advantage' if advantage is None else f'advantage {advantage:g}'}")
+    if result.bonus:
+        yield Text(f"bonus of the judge, in training only: {result.bonus:g}")
+    if result.zero_reason is not None:
+        yield Text(f"{result.zero_reason}: {result.zero_detail}", "red")
+    if result.metrics:
+        yield Text(_pairs(result.metrics), "dim")
+    for message in result.conversation:
+        yield message_text(str(message.get("role")), str(message.get("content")))
+    for number, turn in enumerate(result.turns, 1):
+        yield from turn_lines(number, turn)
+
+
+def turn_lines(number: int, turn: Turn) -> Iterator[Text]:
+    """Yield the numbers of a turn, and each sampled token id with its logprob."""
+    logprobs = turn.logprobs
+    numbers = f", logprob mean {fmean(logprobs):.3f}, lowest {min(logprobs):.3f}" if logprobs else ""
+    yield Text(
+        f"turn {number}: {len(turn.prompt_ids)} prompt tokens, {len(turn.completion_ids)} sampled tokens "
+        f"({turn.stop_reason}), policy version {turn.policy_version}{numbers}",
+        "bold",
+    )
+    pairs = zip(turn.completion_ids, logprobs, strict=True)
+    yield Text("  " + " ".join(f"{token}:{logprob:.3f}" for token, logprob in pairs), "dim")
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, padding=(0, 1))
+    for heading in headings:
+        table.add_column(heading, overflow="fold", justify="left")
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _pairs(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in metrics.items())
+
+
+def _first_line(text: str) -> str:
+    return (text.splitlines() or [""])[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

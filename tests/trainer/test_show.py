@@ -1,0 +1,108 @@
+"""`agent-trainer show`: the steps, trials and single rollouts of a run."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from src.analyze import show
+from src.core.trajectory import FailureKind, TrajectoryGroup, ZeroReason
+from src.records.journal import Journal, RolloutKey
+from src.records.rollout_log import record_groups
+from src.records.rollout_store import FinishedRollout, FinishedRollouts
+from tests.fakes.trials import failure, task, trajectory, turn
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with two trials of task `a` and a failure of task `b` in step 1, and an evaluation of `a`."""
+    (tmp_path / "config.json").write_text("{}")
+    solved = replace(
+        trajectory("a", 1.0, [turn([1, 2], [7, 8], logprob=-0.25)]),
+        trial_name="a__1",
+        conversation=[{"role": "user", "content": "Say [hello]."}],
+    )
+    faulty = replace(
+        trajectory("a", 0.0, [turn([1], [9])]),
+        trial_name="a__2",
+        zero_reason=ZeroReason.ENV_ERROR,
+        zero_detail="KeyError: 'board' (my_env.py:7 in step)",
+    )
+    lost = replace(failure("b", FailureKind.VERIFIER), message="no [reward]\nmore", trial_name="b__1")
+    groups = [
+        TrajectoryGroup(task=task("a"), trajectories=[solved, faulty]),
+        TrajectoryGroup(task=task("b"), trajectories=[], failures=[lost]),
+    ]
+    rollouts = FinishedRollouts(tmp_path, Journal(tmp_path))
+    for member, result in enumerate((solved, faulty, lost)):
+        key = RolloutKey(purpose="step", step=1, task=result.task_id, member=member)
+        rollouts.add(key, FinishedRollout(result=result, seed=3, attempts=1))
+    played = [replace(result, trial_name=f"a__e{member}") for member, result in enumerate((solved, faulty))]
+    evaluated = TrajectoryGroup(task=task("a"), trajectories=played)
+    record_groups(tmp_path / "rollouts" / "step_000001.jsonl", groups, {("a", "a__1"): 0.5})
+    record_groups(tmp_path / "rollouts" / "eval_000001.jsonl", [evaluated], {})
+    return tmp_path
+
+
+def printed(*arguments: object) -> str:
+    console = Console(width=150, record=True, file=io.StringIO())
+    for content in show.shown(*map(str, arguments)):
+        console.print(content)
+    return console.export_text()
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_a_run_is_a_row_per_step_and_evaluation(run: Path):
+    assert rows(printed(run))[1:] == [
+        ["eval_000001", "1", "2", "0.500", "1/2", "3"],
+        ["step_000001", "2", "3", "0.500", "1/2", "1", "1", "3"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("1", ["a__e0", "a__e1", "a__1", "a__2", "b__1"]),
+        ("eval_000001", ["a__e0", "a__e1"]),
+        ("b", ["b__1"]),
+    ],
+)
+def test_steps_and_tasks_select_trials(run: Path, what, names):
+    assert [row[1] for row in rows(printed(run, what))[1:]] == names
+
+
+def test_each_trial_has_its_advantage_and_the_reason_of_its_outcome(run: Path):
+    solved, faulty, lost = printed(run, "step_000001").splitlines()[1:]
+    assert solved.split()[2:] == ["1", "0.5", "1", "2", "stop"]
+    assert faulty.rstrip().endswith("env_error: KeyError: 'board' (my_env.py:7 in step)")
+    assert lost.rstrip().endswith("not graded, verifier: no [reward]")
+
+
+def test_a_trial_shows_its_conversation_tokens_and_logprobs(run: Path):
+    text = printed(run, "a__1")
+    assert "a__1: task a, step 1, member 0" in text and "reward 1, ended by stop, advantage 0.5" in text
+    assert "user: Say [hello]." in text
+    assert "turn 1: 2 prompt tokens, 2 sampled tokens (stop)" in text and "logprob mean -0.250" in text
+    assert "7:-0.250 8:-0.250" in text
+    assert "not graded, verifier: no [reward]\nmore" in printed(run, "b__1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["RUN", "c"], "has no step, task or trial 'c'; agent-trainer show"),
+        (["RUN/none"], "has no config.json; give the folder of a run"),
+        ([], "show takes a run and one step, task or trial"),
+    ],
+)
+def test_a_mistake_is_one_line(run: Path, capsys: pytest.CaptureFixture[str], arguments, message):
+    assert show.main([argument.replace("RUN", str(run)) for argument in arguments]) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
