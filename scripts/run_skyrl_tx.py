@@ -1,12 +1,13 @@
-"""`./run_skyrl_tx.sh`: train on our own server, starting one when none answers.
+"""`./run_skyrl_tx.sh`: train with this project's server, which is started if no server answers.
 
-With `model_name` it is the full recipe (`recipe_options`), whose lengths are fitted to the server. Without
-`model_name` the recipe trains the model of a server that runs at the default address and can be used; else it
-is the quick start of a kind of environment, with a small model of ours and an embedded server on a free port:
-terminal tasks (datasets/quickstart) or, with `env=tau_bench`, a shop's customers (datasets/toy_retail).
-Options given on the command line win over the recipe's. A server started here is stopped when training ends,
-and dies with this process even if that is killed. It takes a random key of its own, which is in the file
-`api_key` beside its log. `resume=RUN` continues a run with the options that it was started with.
+With `model_name`, the full recipe runs (`recipe_options`), with lengths that fit the server. Without
+`model_name`, the recipe trains the model of a server at the default address, if that server can be used.
+Otherwise a quick start runs, with a small model and an embedded server on a free port: terminal tasks
+(datasets/quickstart) or, with `env=tau_bench`, the customers of a shop (datasets/toy_retail). Options on the
+command line take precedence over those of the recipe.
+
+A server that this program starts ends with the training, and also if this process is killed. It gets a random
+key, which is in the file `api_key` next to its log. `resume=RUN` continues a run with its original options.
 
 This file is long because it contains a run and its server from the start to the end in order.
 """
@@ -54,7 +55,7 @@ ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "datasets" / "quickstart"
 SMALL_MODEL = "datasets/quickstart/model"
 START_TIMEOUT_S = 1800.0
-KEY_FILE = "api_key"  # of an embedded server, beside its log
+KEY_FILE = "api_key"  # the file with the key of an embedded server, next to its log
 PR_SET_PDEATHSIG = 1
 
 QUICKSTART_OPTIONS = {
@@ -85,9 +86,9 @@ QUICKSTART_SERVER = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuickStart:
-    """One kind of environment that can be learnt here in minutes."""
+    """A kind of environment with a small model, which learns the tasks in minutes on this machine."""
 
-    folder: Path  # its model is model/
+    folder: Path  # contains the model in model/
     says: str
     options: dict[str, str]
 
@@ -138,7 +139,7 @@ def main(argv: list[str]) -> int:
         return full_recipe(given) if "model_name" in given else quick_start(given)
     except (ConfigError, ServerConfigError) as error:
         return fail(str(error))
-    except KeyboardInterrupt:  # before the trainer runs, who ends cleanly by himself
+    except KeyboardInterrupt:  # before the trainer runs; the trainer handles signals itself
         fail("stopped")
         return 130
 
@@ -241,7 +242,7 @@ def full_recipe(given: dict[str, str]) -> int:
 
 
 def resume(run: str, changes: dict[str, str]) -> int:
-    """Continue a run, whose server is started again if this program had started it and it is gone."""
+    """Continue a run. If this program had started its server and the server has ended, start it again."""
     arguments = resumed_arguments(run, [f"{name}={value}" for name, value in changes.items()])
     options = dict(argument.split("=", 1) for argument in arguments)
     if options.pop("backend", "tinker") != "skyrl-tx":
@@ -306,7 +307,7 @@ def stop(server: subprocess.Popen[bytes] | None) -> None:
 
 
 def check_options(options: dict[str, str]) -> None:
-    """Raise the trainer's ConfigError for what it would refuse, before a server is started for it."""
+    """Raise the ConfigError that the trainer would raise for these options, before a server is started."""
     check_environment(parse(trainer_arguments(options)))
     if "tasks_dir" in options:
         require_task_folder(options["tasks_dir"])
@@ -317,13 +318,13 @@ def trainer_arguments(options: dict[str, str]) -> list[str]:
 
 
 def train(options: dict[str, str], server: subprocess.Popen[bytes] | None, *, key: str | None) -> int:
-    """Run the trainer to its end, passing on signals; then stop the server this process started, whose key is
-    `key`."""
+    """Run the trainer to its end and pass signals on to it. Then stop `server`, which this process has
+    started, and whose key is `key`."""
     command = [sys.executable, "-m", "src.train", *trainer_arguments(options)]
-    # Without this process there is soon no server either, so a trainer left alone could save nothing.
+    # The server ends with this process, and a trainer without a server could not save its weights.
     environment = os.environ | ({} if key is None else {"TINKER_API_KEY": key})
     trainer = subprocess.Popen(command, env=environment, preexec_fn=partial(die_with_parent, signal.SIGKILL))
-    # The terminal sends Ctrl-C to the trainer as well; here it must only wait for the trainer's clean end.
+    # The terminal sends Ctrl-C to the trainer too. This process only waits until the trainer has ended.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
     status = trainer.wait()
@@ -339,7 +340,7 @@ def say_programs(url: str, *, key: str) -> None:
     try:
         engine = httpx.get(f"{url}/api/v1/stats", headers={"X-API-Key": key}, timeout=5.0).json()["engine"]
     except (httpx.HTTPError, ValueError, KeyError):
-        return  # the server is gone, and the trainer has said so
+        return  # the server has ended, and the trainer has reported it
     programs = ", ".join(f"{name} {count}" for name, count in engine["programs"].items())
     say(
         f"XLA programs: {sum(engine['programs'].values())} ({programs}), {engine['programs_from_cache']} "
@@ -356,7 +357,7 @@ def new_key() -> str:
 def start_server(
     url: str, arguments: tuple[str, ...], side_files: Path, *, key: str
 ) -> subprocess.Popen[bytes]:
-    """Start the server and wait until it can work; exits with the server's own error when it cannot.
+    """Start the server and wait until it is ready. Exits with the error of the server if it fails.
 
     `side_files` gets its log, its key and its arguments, and only this user can read them. The server takes
     the key from its environment, because every user can read arguments.
@@ -370,7 +371,7 @@ def start_server(
     write_private(side_files / SERVER_FILE, json.dumps(arguments) + "\n")
     say(f"starting the server at {url} (log: {log_file}, key: {key_file})")
     address = httpx.URL(url)
-    with log_file.open("ab") as log:  # what an earlier server of a resumed run said stays
+    with log_file.open("ab") as log:  # keeps the log of an earlier server of a resumed run
         starts_at = log.tell()
         server = subprocess.Popen(
             [
@@ -407,7 +408,7 @@ def start_server(
 
 
 def in_trainer_names(line: str) -> str:
-    """Return a line of the server with the options' names that the user typed."""
+    """Return a line of the server with the names of options that the user of this program knows."""
     return line.replace("max_context_length=", "context_limit=").replace("max_lora_rank=", "lora_rank=")
 
 

@@ -2,9 +2,9 @@
 
     python scripts/test_skyrl_tx.py [URL]
 
-The default URL is SKYRL_TX_URL (from the environment or .env.skyrl-tx), else http://localhost:8000. The key
-of the server is TINKER_API_KEY (from the environment or .env). A server that `./run_skyrl_tx.sh` started has
-its key in a file:
+The default URL is SKYRL_TX_URL (from the environment or .env.skyrl-tx), or else http://localhost:8000. The
+key of the server is TINKER_API_KEY (from the environment or .env). The key of a server that
+`./run_skyrl_tx.sh` started is in a file:
 
     TINKER_API_KEY=$(cat runs/RUN.server/api_key) python scripts/test_skyrl_tx.py URL
 

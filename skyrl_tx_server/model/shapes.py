@@ -12,7 +12,8 @@ PAGE_SIZE = 64
 """Positions of a KV page."""
 MIN_SEGMENT = 512
 ATTENTION_TILE = 128
-"""Tokens of a tile in training and scoring. The length of a training stream or scored text is a multiple."""
+"""Tokens of a tile in training and scoring. The lengths of training streams and scored texts are multiples of
+it."""
 SMALLER_SHAPES = 2
 PREFILL_TILE = 64
 """Tokens of a tile in prefill. The tokens of a prompt after its cached prefix are split into tiles."""
@@ -20,7 +21,7 @@ PREFILL_TILE = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillShapes:
-    """The numbers of tiles in a prefill batch. Each number is a compiled program."""
+    """The two sizes of prefill batches, in tiles. Each size has a compiled program."""
 
     short: int
     long: int
@@ -40,7 +41,7 @@ class PrefillShapes:
 
 
 CPU_PREFILL = PrefillShapes(short=1, long=4, long_from=3, max_tiles_between_decodes=8)
-"""The time is nearly proportional to the tokens; a long batch is a little faster per token."""
+"""On a CPU, the time is nearly proportional to the tokens. A long batch is slightly faster per token."""
 GPU_PREFILL = PrefillShapes(short=4, long=16, long_from=13, max_tiles_between_decodes=16)
 """A batch reads all weights, which takes as long on an H200 as the computation of 200 tokens (989 TFLOP/s,
 4.8 TB/s, bfloat16). This is calculated, not measured."""
@@ -64,7 +65,8 @@ class BucketShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketShapes:
-    """All training shapes, shortest streams first. `budget` is the largest unless a sequence is longer."""
+    """All training shapes, shortest streams first. Shapes larger than `budget` are used only for batches with
+    a longer sequence."""
 
     shapes: tuple[BucketShape, ...]
     budget: BucketShape

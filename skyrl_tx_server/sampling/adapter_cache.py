@@ -54,12 +54,14 @@ class AdapterCache:
         self._max_lora_rank = max_lora_rank
         self._read = read
         self._in_host_memory: dict[str, Adapter] = {}  # ephemeral snapshots, least recently used first
-        self._slots: dict[str, int] = {}  # by snapshot, least recently used first
+        self._slots: dict[
+            str, int
+        ] = {}  # LoRA slot of each snapshot on the device, least recently used first
         self._free_slots = list(range(slots, BASE_SLOT, -1))
-        self._pins: Counter[str] = Counter()
-        self._retained: Counter[str] = Counter()  # by paused sequences, which need the weights but no slot
-        self._saves: Counter[str] = Counter()
-        self._dropped: set[str] = set()  # to be deleted when they are no longer used
+        self._pins: Counter[str] = Counter()  # number of sequences that need the LoRA slot of a snapshot
+        self._retained: Counter[str] = Counter()  # number of paused sequences, which need only the weights
+        self._saves: Counter[str] = Counter()  # how often a name was saved
+        self._dropped: set[str] = set()  # snapshots to delete when they are no longer used
         empty = zero_adapter(config, max_lora_rank)
         self.arrays: Adapter = place_adapter(
             config,
@@ -68,7 +70,7 @@ class AdapterCache:
 
     @property
     def num_slots(self) -> int:
-        """The number of LoRA slots, including the base model's."""
+        """The number of LoRA slots, including the slot of the base model."""
         return jax.tree.leaves(self.arrays)[0].shape[0]
 
     @property
@@ -99,7 +101,7 @@ class AdapterCache:
             self._store_in_host_memory(weights, to_host(adapter))
         self._saves[weights] += 1
         slot = self._free_slot()
-        if slot is not None:  # if all slots are pinned, `pin` loads it later
+        if slot is not None:  # if all slots are pinned, `pin` loads the snapshot later
             self._load(weights, adapter, slot)
 
     def key(self, weights: str | None) -> SnapshotKey:
@@ -222,8 +224,8 @@ class AdapterCache:
 
 @partial(jax.jit, static_argnames=("config",))
 def _write_slot(lora_slots: Adapter, adapter: Adapter, slot: np.ndarray, *, config: ModelConfig) -> Adapter:
-    """Copy `adapter` into a slot. Nothing is donated, because a failed copy must not destroy the snapshots of
-    running sequences."""
+    """Copy `adapter` into a slot. No argument is donated, because a failed copy must not destroy the
+    snapshots of running sequences."""
     return keep_adapter(
         config,
         jax.tree.map(
@@ -233,5 +235,5 @@ def _write_slot(lora_slots: Adapter, adapter: Adapter, slot: np.ndarray, *, conf
 
 
 def _slot_dtype(leaf: np.ndarray, dtype: np.dtype) -> np.dtype:
-    """Matrices have the model's dtype, scales are float32."""
+    """Return the dtype of a leaf in a slot: `dtype` for matrices, float32 for scales."""
     return np.dtype(dtype) if leaf.ndim >= 2 else leaf.dtype

@@ -36,7 +36,7 @@ class UnfinishedPrompt:
     """A prompt of which some chunks have been computed."""
 
     hit_tokens: int  # tokens that were cached when its prefill began
-    logprobs: np.ndarray  # [P + 1] by position, NaN if unknown or not wanted
+    logprobs: np.ndarray  # [P + 1] by position, NaN if unknown or not requested
     num_scored: int = 0  # positions with logprobs
 
 
@@ -80,7 +80,8 @@ class PrefillPlanner:
         self.unfinished: dict[int, UnfinishedPrompt] = {}  # by request_id
 
     def plan(self, requests: Sequence[PrefillRequest]) -> list[PlannedPrefill]:
-        """Plan the first requests, up to the first that cannot be computed with those before it."""
+        """Plan the first requests. Stop at the first one that cannot be computed together with the requests
+        before it."""
         planned: list[PlannedPrefill] = []
         try:
             for request in requests:
@@ -128,7 +129,7 @@ class PrefillPlanner:
             seed = self._ranks.broadcast_from_rank0(lambda: secrets.randbits(64))
         wants_logprobs = op.prompt_logprobs and request.first == 0
         limit = len(op.prompt) - 1
-        if wants_logprobs:  # cached tokens have no logprobs, except those of the chunks before
+        if wants_logprobs:  # cached tokens have no logprobs, except those of earlier chunks of this prompt
             unfinished = self.unfinished.get(request.request_id)
             limit = unfinished.num_scored if unfinished else 0
         adapter_slot = self._adapters.pin(op.weights)
@@ -203,7 +204,7 @@ class PrefillPlanner:
 
         `keep_spare` keeps one page available for each running sequence of a rank. Return None if the prefill
         batch is full with the `planned` chunks, or if waiting for them would allow the text to reuse a longer
-        prefix. Raises CapacityError, allocating nothing.
+        prefix. Raises CapacityError if there are too few pages; then no page is allocated.
         """
         weights = sequences[0].weights
         free = self._pool.free_slots(planned)

@@ -15,9 +15,9 @@ class RunEvents(Protocol):
         ...
 
     def batch_started(self, title: str, *, num_groups: int, group_size: int) -> None:
-        """The rollouts of a step, of a refill or of an evaluation start."""
+        """Called when the rollouts of a step, of a refill or of an evaluation start."""
         ...
 
     def group_finished(self, group: TrajectoryGroup, *, duration_s: float) -> None:
-        """All trials of one group have ended."""
+        """Called when all trials of one group have ended."""
         ...

@@ -3,7 +3,7 @@ new adapter compiles no program.
 
 A fused projection (q|k|v, gate|up) has one A with the columns of all parts, and one B per part. Each part is
 padded to `max_rank`. Padding and untrained parts are zero in both A and B. They stay zero, because the
-gradient of each is a multiple of the other.
+gradient of A is a multiple of B, and that of B a multiple of A.
 
 The experts of a token share the rank of the adapter (`operations.expert_rank`). Routers are not adapted.
 """
@@ -27,8 +27,8 @@ from skyrl_tx_server.model.mesh import put
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerAdapter = dict[str, LoraWeights]
-"""The adapted projections of a layer by field. Stacked over layers, every leaf has a leading axis, also
-`scale`."""
+"""The adapted projections of a layer, by field. If they are stacked over layers, every leaf has a leading
+axis of layers, including `scale`."""
 
 
 @jax.tree_util.register_dataclass
@@ -184,8 +184,8 @@ def adapter_shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:
 
 
 def _make_adapter(config: ModelConfig, make: Callable[[Weight, tuple[int, ...]], LoraWeights]) -> Adapter:
-    """Return an adapter of `make(weight, stack)`, where `stack` is the shape of the leading axis of layers:
-    (L,), or () for the head, which is made last."""
+    """Return an adapter whose modules are `make(weight, stack)`. `stack` is (L,), the shape of the leading
+    axis of layers, or () for the head, which is created last."""
     layers = tuple(
         {field: make(weight, (len(stack.layers),)) for field, weight in stack.weights.items()}
         for stack in adapted_stacks(config)

@@ -16,7 +16,7 @@ class Record:
     """One row of a file."""
 
     values: Mapping[str, Any]
-    number: int  # from 1: of the line in a .jsonl file, of the row in a .parquet file
+    number: int  # from 1: the line of a .jsonl file, or the row of a .parquet file
     where: str  # for error messages: "a.jsonl:3" or "a.parquet, row 3"
 
 

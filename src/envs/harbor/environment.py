@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 def new_run_label() -> str:
-    """Return a label for everything that a run leaves outside its folder: sandbox directories, containers,
-    networks.
+    """Return a label for the objects that a run creates outside its folder: sandbox directories, containers
+    and networks.
     """
     return f"run-{os.getpid()}-{secrets.token_hex(4)}"
 
@@ -47,8 +47,8 @@ class HarborTasks:
     """The tasks of a folder, after the checks and the split. Implements `TaskSource`."""
 
     def __init__(self, settings: EnvironmentOptions, chat: Chat) -> None:
-        """Load and check the tasks. Raises ConfigError with one line per reason before an environment is
-        started.
+        """Load and check the tasks. Raises ConfigError with one line per reason. No environment is started
+        before this check.
         """
         assert settings.tasks_dir is not None
         eval_tasks = settings.eval_tasks or ()

@@ -29,9 +29,9 @@ TIMEOUT_S = 120
 
 
 async def clean_in_place(environment: BaseEnvironment, method: GradingMethod, *, since: float) -> None:
-    """Remove from the agent's environment what a verifier would load implicitly. This cannot find everything.
+    """Remove the files of the agent that a verifier would load implicitly. This cannot find all of them.
 
-    `since` is the time, in seconds since the epoch, from which changes are the agent's.
+    Changes after the time `since`, in seconds since the epoch, are attributed to the agent.
     """
     if isinstance(environment, SandboxEnvironment) and not method.keep_processes:
         await environment.kill_processes()
