@@ -21,7 +21,10 @@ def open_env(env: str):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("retial", "env=retial is none of fleet, harbor.*; choose one, or give your own as env=module:factory"),
+        (
+            "retial",
+            "env=retial is none of fleet, harbor.*; choose one, or give your own as env=module:factory",
+        ),
         (
             "no.such.module:open",
             r"cannot import no.such.module \(No module named 'no'\); is it installed, or on PYTHONPATH\?",
