@@ -23,7 +23,7 @@ from starlette.responses import Response
 from examples.fleet.inventory_server import TOOLS, Inventory, McpServer, Tool, serve
 
 ROOT = Path(__file__).resolve().parents[2]
-KEYS = string.ascii_letters
+KEYS = string.ascii_letters + string.digits + "!#$%&*+-=?@^_~.:;/|"
 FLOOD_BYTES = 20 * 2**20
 
 

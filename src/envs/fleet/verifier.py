@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -150,5 +151,6 @@ async def _exchange(process: asyncio.subprocess.Process, request: Mapping[str, o
 async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
-            process.kill()
+            # `process.kill()` would take the exit status of an ended process away from the event loop.
+            os.killpg(process.pid, signal.SIGKILL)
     await process.communicate()
