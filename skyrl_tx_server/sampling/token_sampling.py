@@ -57,7 +57,18 @@ def sample_tokens(
     if tempered:
         logits = logits / jnp.where(random, settings.temperatures, 1.0)[:, None]
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return tokens, chosen - jax.nn.logsumexp(logits, axis=-1)
+    return tokens, chosen - _logsumexp(logits)
+
+
+def _logsumexp(logits: jax.Array) -> jax.Array:
+    """Return the log of the sum of exponentials [B] of each row of [B, V].
+
+    The sum is a matrix product: on a CPU the order of XLA's own sum over a row depends on the number of rows.
+    """
+    maximum = logits.max(axis=-1)
+    ones = jnp.ones(logits.shape[-1], logits.dtype)
+    sums = jnp.dot(jnp.exp(logits - maximum[:, None]), ones, precision=jax.lax.Precision.HIGHEST)
+    return maximum + jnp.log(sums)
 
 
 def _argmax(scores: jax.Array) -> jax.Array:

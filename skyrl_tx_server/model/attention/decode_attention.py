@@ -34,7 +34,7 @@ def attend_over_segments(
     scores = [_scores(spec, grouped, segment, mask) for segment, mask in zip(segments, masks, strict=True)]
     highest = jnp.stack([ceil_max(score) for score in scores]).max(axis=0)[..., None]
     weights = [jnp.exp2(score - highest) for score in scores]
-    total = sum((weight.sum(axis=-1, keepdims=True) for weight in weights), start=jnp.zeros((), jnp.float32))
+    total = sum((_row_sums(weight) for weight in weights), start=jnp.zeros((), jnp.float32))
     attended = sum(
         (
             jnp.einsum(
@@ -45,6 +45,12 @@ def attend_over_segments(
         start=jnp.zeros((), jnp.float32),
     )
     return (attended / total).astype(q.dtype).reshape(batch, 1, heads, head_dim)
+
+
+def _row_sums(weights: jax.Array) -> jax.Array:
+    """Sum [B, K, G, n] over n, as a matrix product: on a CPU the order of XLA's own sum depends on B."""
+    ones = jnp.ones((weights.shape[-1], 1), weights.dtype)
+    return jnp.einsum("bkgs,so->bkgo", weights, ones, precision=jax.lax.Precision.HIGHEST)
 
 
 def attend_over_pages(
