@@ -1,7 +1,7 @@
 """The decode batch: the sequences in decode slots as host arrays for one dispatch.
 
-The batch holds the first `width` slots of each data-parallel rank. The cost of a dispatch grows with its width, so
-the program is compiled for several widths.
+The batch holds the first `width` slots of each data-parallel rank. The cost of a dispatch grows with its
+width, so the program is compiled for several widths.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class DecodeLayout:
     num_lora_slots: int | None  # None: programs do not depend on the number of adapters (see `lora_math`)
 
     def width_of(self, slots: Sequence[int], *, compacted: bool = False) -> int:
-        """Return the smallest width that holds these slots or, with `compacted`, as many slots of each rank."""
+        """Return the smallest width that holds these slots. With `compacted`, return the smallest width that
+        holds as many slots of each rank."""
         ranks = Counter(slot // self.slots_per_rank for slot in slots)
         needed = max(ranks.values()) if compacted else max(slot % self.slots_per_rank for slot in slots) + 1
         return bucket(needed, self.widths)

@@ -1,7 +1,7 @@
 """The compiled programs of narrow decode batches.
 
-A program is compiled in a background thread when it would have been used several times, and used from then on.
-Until then a wider program computes the same sequences, with the same tokens and logprobs.
+A background thread compiles a program after several dispatches could have used it. Until then a wider program
+computes the same sequences, with the same tokens and logprobs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from jax.stages import Compiled, Lowered
 from skyrl_tx_server.sampling.decode_batch import DecodeProgram
 
 USES_BEFORE_COMPILATION = 16
-"""Dispatches that could have used a program before it is compiled. A compilation takes as long as many dispatches."""
+"""The number of dispatches that could have used a program before it is compiled. A compilation takes as long
+as many dispatches."""
 
 logger = logging.getLogger(__name__)
 

@@ -93,8 +93,10 @@ class ModelRunner:
         self._scorer = Scorer(config=config, params=params, lengths=score_lengths(max_context_length))
         self.steps = min(steps, PAGE_SIZE)
         num_slots = size.slots * dp_ranks
-        # Every rank of several processes must run the same program, whatever it has compiled.
-        widths = decode_widths(size.slots) if jax.process_count() == 1 else (size.slots,)
+        # Every rank of several processes must run the same program, whatever it has compiled. The results of
+        # latent attention depend on the width on a CPU.
+        fixed = jax.process_count() > 1 or (config.latent is not None and not on_gpu())
+        widths = (size.slots,) if fixed else decode_widths(size.slots)
         shapes, ends = GPU_PREFILL if on_gpu() else CPU_PREFILL, segment_ends(max_context_length)
         table_width = ends[-1] // PAGE_SIZE + 1  # a dispatch may write beyond the context
         num_lora_slots = adapters.num_slots if on_gpu() else None
@@ -148,7 +150,8 @@ class ModelRunner:
         return self.prefill_layout.outputs(chunks, outputs)
 
     def first_dispatch(self, sequences: Sequence[tuple[int, SequenceState]]) -> DecodeDispatch:
-        """Return a dispatch of these sequences, given with their slots, as narrow as a compiled program allows."""
+        """Return a dispatch of these sequences, given with their slots, for the narrowest compiled program
+        that holds them."""
         layout, programs = self.decode_layout, self._narrow_programs
         width = layout.width_of([slot for slot, _ in sequences])
         while True:
