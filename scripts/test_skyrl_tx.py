@@ -1,4 +1,4 @@
-"""Check whether a server can train and sample, with a few checks of `python -m src.probe`.
+"""Check whether a server can train and sample, with a few checks of `python -m src.evaluate.probe`.
 
     .venv/bin/python scripts/test_skyrl_tx.py [URL]
 
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from src.cli.environment_variables import load_environment
 from src.core.process import exit_process
-from src.probe.__main__ import main
+from src.evaluate.probe.__main__ import main
 
 CHECKS = (
     "loss cross_entropy",

@@ -92,8 +92,8 @@ class TrainerConfig(
 
     capabilities: str | None = chz.field(
         default=None,
-        doc="capabilities.json of python -m src.probe; options that the probed endpoint does not honour "
-        "are refused",
+        doc="capabilities.json of python -m src.evaluate.probe; options that the probed endpoint does not "
+        "honour are refused",
     )
     allow_unclipped_staleness: bool = chz.field(
         default=False,
@@ -163,7 +163,7 @@ class TrainerConfig(
             self.domain_mixture is None or self.dynamic_sampling == "off",
             f"domain_mixture decides what each batch holds; remove dynamic_sampling={self.dynamic_sampling}",
         )
-        if self.is_ahead:
+        if self.uses_pipeline:
             mode = "max_staleness > 0" if self.max_staleness else "stream_groups=true"
             require(
                 self.dynamic_sampling == "off",

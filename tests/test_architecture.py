@@ -23,7 +23,7 @@ THIRD_PARTY = {  # package -> the packages of src/ that may import it
     "harbor": {"envs"},
     "docker": {"envs"},
     "pyarrow": {"envs"},
-    "tinker": {"policy", "learning", "probe"},
+    "tinker": {"policy", "learning", "evaluate"},
     "wandb": {"records"},
     "fsspec": {"records"},
     "trackio": {"records"},

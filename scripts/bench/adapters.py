@@ -15,7 +15,7 @@ from pathlib import Path
 
 import chz
 
-from scripts.bench.compare import Peers, Took, figure, interleave, random_sequences, report, timed
+from scripts.bench.compare import Measurement, Peers, figure, interleave, random_sequences, report, timed
 from scripts.bench.sides.ours import LORA, Ours, datum, running
 from scripts.bench.small_model import make_model
 from skyrl_tx_server.engine.operations import (
@@ -28,7 +28,7 @@ from skyrl_tx_server.engine.operations import (
     SaveSampler,
 )
 
-MODELS, ACTIVE, ROWS, PROMPT, NEW = 32, 4, 16, 128, 128
+MODELS, ACTIVE, NUM_SEQUENCES, PROMPT, NEW = 32, 4, 16, 128, 128
 
 
 def main(config: Peers) -> None:
@@ -56,7 +56,7 @@ def training(config: Peers, model_dir: Path) -> None:
                 for side, (ours, models) in sides.items()
             }
             timings = interleave(turns, repeats=repeats, between_s=between_s)
-            report(title, timings, {}, of="one")
+            report(title, timings, {}, baseline="one")
             figure(what, timings[f"{MODELS} models"].wall_s / timings["one"].wall_s, at_most=1.05)
 
         compared(
@@ -82,18 +82,18 @@ def decoding(config: Peers, model_dir: Path) -> None:
             ours.engine.submit(SaveSampler(model_id="model", weights=name)).result()
         turns = {f"{ACTIVE} adapters": sampling(ours, names), "one": sampling(ours, names[:1])}
         timings = interleave(turns, repeats=config.repeats)
-        report(f"decoding {ROWS} sequences with {ACTIVE} adapters", timings, {}, of="one")
+        report(f"decoding {NUM_SEQUENCES} sequences with {ACTIVE} adapters", timings, {}, baseline="one")
         ratio = timings[f"{ACTIVE} adapters"].wall_s / timings["one"].wall_s
         figure(f"{ACTIVE} active adapters against 1", ratio, at_most=1.25)
 
 
-def sampling(ours: Ours, names: Sequence[str]) -> Callable[[], Took]:
+def sampling(ours: Ours, names: Sequence[str]) -> Callable[[], Measurement]:
     seeds = itertools.count()
 
-    def turn() -> Took:
-        prompts = random_sequences([PROMPT] * ROWS, seed=next(seeds))
-        weights = [names[row % len(names)] for row in range(ROWS)]
-        return timed(partial(ours.sample_each, prompts, [NEW] * ROWS, weights=weights))()
+    def turn() -> Measurement:
+        prompts = random_sequences([PROMPT] * NUM_SEQUENCES, seed=next(seeds))
+        weights = [names[index % len(names)] for index in range(NUM_SEQUENCES)]
+        return timed(partial(ours.sample_each, prompts, [NEW] * NUM_SEQUENCES, weights=weights))()
 
     return turn
 

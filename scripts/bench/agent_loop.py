@@ -32,10 +32,10 @@ from tinker import types
 
 from scripts.bench.compare import (
     ROOT,
+    Measurement,
     Peers,
     Side,
     Timing,
-    Took,
     figure,
     interleave,
     peers,
@@ -99,7 +99,7 @@ def main(config: Peers) -> None:
             figure("programs after warm-up", server.programs() - programs, at_most=0)
 
 
-def passes(server: Server, *, stateless: bool, seed: int = 0) -> Took:
+def passes(server: Server, *, stateless: bool, seed: int = 0) -> Measurement:
     """Play all trajectories concurrently. The turns of one trajectory run one after another."""
     before, cpu = server.count("tokens_prefilled"), process_cpu_s(server.pid)
     began = time.perf_counter()
@@ -107,38 +107,38 @@ def passes(server: Server, *, stateless: bool, seed: int = 0) -> Took:
     wall_s = time.perf_counter() - began
     if not stateless:
         server.prefilled.append(server.count("tokens_prefilled") - before)
-    return Took(wall_s=wall_s, cpu_s=process_cpu_s(server.pid) - cpu)
+    return Measurement(wall_s=wall_s, cpu_s=process_cpu_s(server.pid) - cpu)
 
 
 async def _trajectories(sampler: tinker.SamplingClient, *, stateless: bool, seed: int) -> None:
     prompt = random_sequences([PROMPT], seed=1000 * seed)[0]
 
-    async def trajectory(row: int) -> None:
+    async def trajectory(number: int) -> None:
         tokens = prompt
-        for turn, observed in enumerate(random_sequences([OBSERVED] * TURNS, seed=1000 * seed + 1 + row)):
+        for turn, observed in enumerate(random_sequences([OBSERVED] * TURNS, seed=1000 * seed + 1 + number)):
             tokens = tokens + observed
-            sent = [3 + (1009 * seed + 17 * row + turn) % 4000, *tokens[1:]] if stateless else tokens
-            settings = types.SamplingParams(max_tokens=LIMITS[turn], temperature=1.0, seed=row, stop=[])
+            sent = [3 + (1009 * seed + 17 * number + turn) % 4000, *tokens[1:]] if stateless else tokens
+            settings = types.SamplingParams(max_tokens=LIMITS[turn], temperature=1.0, seed=number, stop=[])
             answer = await sampler.sample_async(types.ModelInput.from_ints(sent), 1, settings)
             tokens = tokens + list(answer.sequences[0].tokens)
 
-    await asyncio.gather(*(trajectory(row) for row in range(TRAJECTORIES)))
+    await asyncio.gather(*(trajectory(number) for number in range(TRAJECTORIES)))
 
 
-def their_pass(each: Side, *, seed: int) -> Took:
+def their_pass(each: Side, *, seed: int) -> Measurement:
     prompt = random_sequences([PROMPT], seed=1000 * seed)[0]
     observed = [
-        random_sequences([OBSERVED] * TURNS, seed=1000 * seed + 1 + row) for row in range(TRAJECTORIES)
+        random_sequences([OBSERVED] * TURNS, seed=1000 * seed + 1 + number) for number in range(TRAJECTORIES)
     ]
     tokens = [prompt] * TRAJECTORIES
     wall_s = cpu_s = 0.0
     for turn in range(TURNS):
-        tokens = [known + observed[row][turn] for row, known in enumerate(tokens)]
-        took = each.call("sample", prompts=tokens, max_tokens=LIMITS[turn])
-        assert isinstance(took.result, list)
-        tokens = [known + new for known, new in zip(tokens, took.result, strict=True)]
-        wall_s, cpu_s = wall_s + took.wall_s, cpu_s + took.cpu_s
-    return Took(wall_s=wall_s, cpu_s=cpu_s)
+        tokens = [known + observed[number][turn] for number, known in enumerate(tokens)]
+        measured = each.call("sample", prompts=tokens, max_tokens=LIMITS[turn])
+        assert isinstance(measured.result, list)
+        tokens = [known + new for known, new in zip(tokens, measured.result, strict=True)]
+        wall_s, cpu_s = wall_s + measured.wall_s, cpu_s + measured.cpu_s
+    return Measurement(wall_s=wall_s, cpu_s=cpu_s)
 
 
 @contextmanager

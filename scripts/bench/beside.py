@@ -19,12 +19,12 @@ from statistics import median
 import chz
 import numpy as np
 
-from scripts.bench.compare import Peers, Took, figure, interleave, random_sequences, report, timed
+from scripts.bench.compare import Measurement, Peers, figure, interleave, random_sequences, report, timed
 from scripts.bench.sides.ours import Ours, datum, running
 from scripts.bench.small_model import make_model
 from skyrl_tx_server.engine.operations import ForwardBackward, LossFn, Sample, SamplingSettings
 
-ROWS, NEW, BLOCK, PAUSE_S = 16, 512, 16, 2.0
+NUM_SEQUENCES, NEW, BLOCK, PAUSE_S = 16, 512, 16, 2.0
 
 
 def main(config: Peers) -> None:
@@ -39,7 +39,7 @@ def main(config: Peers) -> None:
         forward(ours)
         alone_s = median(timed(partial(forward, ours))().wall_s for _ in range(3))
 
-        def beside() -> Took:
+        def beside() -> Measurement:
             return timed(lambda: generate(ours, seed=next(seeds), waits=waits))()
 
         timings = interleave(
@@ -47,10 +47,10 @@ def main(config: Peers) -> None:
             repeats=config.repeats,
         )
         report(
-            f"generation {ROWS} x {NEW} with a forward pass every {PAUSE_S:g} s",
+            f"generation {NUM_SEQUENCES} x {NEW} with a forward pass every {PAUSE_S:g} s",
             timings,
             {},
-            of="alone",
+            baseline="alone",
         )
         slowed = timings["beside"].wall_s / timings["alone"].wall_s
         figure("time of the generation, relative to alone", slowed, at_most=1.1)
@@ -68,8 +68,10 @@ def generate(ours: Ours, *, seed: int, waits: list[float] | None = None) -> None
     If `waits` is given, request forward passes meanwhile and append the duration of each, in seconds, to
     `waits`.
     """
-    prompts = random_sequences([64] * ROWS, seed=seed)
-    settings = [SamplingSettings(max_tokens=NEW, seed=row, stop_at_eos=False) for row in range(ROWS)]
+    prompts = random_sequences([64] * NUM_SEQUENCES, seed=seed)
+    settings = [
+        SamplingSettings(max_tokens=NEW, seed=index, stop_at_eos=False) for index in range(NUM_SEQUENCES)
+    ]
 
     futures = [
         ours.engine.submit(Sample(weights=ours.weights, prompt=np.array(prompt, np.int32), settings=chosen))

@@ -48,7 +48,9 @@ class Peers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Took:
+class Measurement:
+    """The times of one turn of a program, in seconds, and what the turn returned."""
+
     wall_s: float
     cpu_s: float
     result: object = None
@@ -68,13 +70,13 @@ class Side:
     name: str
     process: subprocess.Popen[str]
 
-    def call(self, method: str, **arguments: object) -> Took:
+    def call(self, method: str, **arguments: object) -> Measurement:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps({"method": method, "arguments": arguments}) + "\n")
         self.process.stdin.flush()
-        return self._took(method)
+        return self._receive(method)
 
-    def _took(self, method: str) -> Took:
+    def _receive(self, method: str) -> Measurement:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -82,7 +84,7 @@ class Side:
                 f"{self.name}: ended in {method} with status {self.process.wait()}; see {log_of(self.name)}"
             )
         answer = json.loads(line)
-        return Took(wall_s=answer["wall_s"], cpu_s=answer["cpu_s"], result=answer["result"])
+        return Measurement(wall_s=answer["wall_s"], cpu_s=answer["cpu_s"], result=answer["result"])
 
 
 @functools.cache
@@ -129,7 +131,7 @@ def side(name: str, module: str, *arguments: object, python: str = sys.executabl
 
 @contextlib.contextmanager
 def peers(
-    config: Peers, model_dir: Path, *, recompute: bool = False, tx_rows: int = 0
+    config: Peers, model_dir: Path, *, recompute: bool = False, tx_micro_batch_size: int = 0
 ) -> Iterator[dict[str, Side]]:
     """Start the programs for which the options name an interpreter. Yields them by name."""
     from scripts.bench.small_model import RANK
@@ -142,29 +144,29 @@ def peers(
                 side("HF", "hugging_face", model_dir, RANK, threads, python=config.hf)
             )
         if config.tx is not None:
-            options = (model_dir, RANK, config.tx_slots, str(recompute).lower(), tx_rows)
+            options = (model_dir, RANK, config.tx_slots, str(recompute).lower(), tx_micro_batch_size)
             found["skyrl-tx"] = stack.enter_context(side("skyrl-tx", "skyrl_tx", *options, python=config.tx))
         yield found
 
 
-def timed(run: Callable[[], object]) -> Callable[[], Took]:
+def timed(run: Callable[[], object]) -> Callable[[], Measurement]:
     """A turn in this process."""
 
-    def turn() -> Took:
+    def turn() -> Measurement:
         began, cpu = time.perf_counter(), time.process_time()
         result = run()
-        return Took(wall_s=time.perf_counter() - began, cpu_s=time.process_time() - cpu, result=result)
+        return Measurement(wall_s=time.perf_counter() - began, cpu_s=time.process_time() - cpu, result=result)
 
     return turn
 
 
 def interleave(
-    turns: Mapping[str, Callable[[], Took]], *, repeats: int, between_s: float = 0.3
+    turns: Mapping[str, Callable[[], Measurement]], *, repeats: int, between_s: float = 0.3
 ) -> dict[str, Timing]:
     """Run a first turn of each program, then `repeats` rounds. Between two turns, a pause lets the threads of
     the previous program go to sleep."""
     first = {name: turn() for name, turn in turns.items()}
-    rounds: dict[str, list[Took]] = {name: [] for name in turns}
+    rounds: dict[str, list[Measurement]] = {name: [] for name in turns}
     for _ in range(repeats):
         for name, turn in turns.items():
             time.sleep(between_s)
@@ -180,7 +182,10 @@ def interleave(
 
 
 def report(title: str, timings: Mapping[str, Timing], bars: Mapping[str, float], *, of: str = "ours") -> None:
-    """Print one line per program: its times, their ratios to those of `of`, and whether its bar is met."""
+    """Print one line per program: its times, their ratios to those of `baseline`, and whether its bar is met.
+
+    `bars` are the least ratios, by program.
+    """
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"{title}  ({len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, load {load})")
     for name, timing in timings.items():

@@ -16,7 +16,17 @@ from pathlib import Path
 import chz
 import numpy as np
 
-from scripts.bench.compare import Peers, Side, Took, figure, interleave, peers, random_sequences, report, side
+from scripts.bench.compare import (
+    Measurement,
+    Peers,
+    Side,
+    figure,
+    interleave,
+    peers,
+    random_sequences,
+    report,
+    side,
+)
 from scripts.bench.small_model import make_model
 
 REQUESTS, SLOTS, BLOCK = 64, 16, 16
@@ -29,24 +39,24 @@ def main(config: Peers) -> None:
     seeds = iter(range(10**6))
     steps: dict[str, int] = {}
 
-    def run(each: Side, *, at_once: int) -> Took:
+    def run(each: Side, *, at_once: int) -> Measurement:
         prompts = random_sequences(
             prompt_lengths, seed=next(seeds)
         )  # new prompts, so that the prefix cache has no effect
         wall_s = cpu_s = 0.0
         for first in range(0, REQUESTS, at_once):
             part = slice(first, first + at_once)
-            took = each.call("sample", prompts=prompts[part], max_tokens=limits[part])
-            wall_s, cpu_s = wall_s + took.wall_s, cpu_s + took.cpu_s
-        return Took(wall_s=wall_s, cpu_s=cpu_s)
+            measured = each.call("sample", prompts=prompts[part], max_tokens=limits[part])
+            wall_s, cpu_s = wall_s + measured.wall_s, cpu_s + measured.cpu_s
+        return Measurement(wall_s=wall_s, cpu_s=cpu_s)
 
-    def counted(name: str, each: Side, *, at_once: int) -> Took:
+    def counted(name: str, each: Side, *, at_once: int) -> Measurement:
         before = each.call("stat", name="decode_dispatches").result
-        took = run(each, at_once=at_once)
+        measured = run(each, at_once=at_once)
         after = each.call("stat", name="decode_dispatches").result
         assert isinstance(before, int) and isinstance(after, int)
         steps[name] = (after - before) * BLOCK
-        return took
+        return measured
 
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", layers=config.layers)

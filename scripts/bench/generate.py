@@ -18,10 +18,20 @@ from pathlib import Path
 
 import chz
 
-from scripts.bench.compare import Peers, Side, Took, figure, interleave, peers, random_sequences, report, side
+from scripts.bench.compare import (
+    Measurement,
+    Peers,
+    Side,
+    figure,
+    interleave,
+    peers,
+    random_sequences,
+    report,
+    side,
+)
 from scripts.bench.small_model import make_model
 
-PROMPT, NEW, ROWS = 256, 128, 16
+PROMPT, NEW, NUM_SEQUENCES = 256, 128, 16
 
 
 def main(config: Peers) -> None:
@@ -32,24 +42,24 @@ def main(config: Peers) -> None:
             peers(config, model_dir) as others,
         ):
             sides = [ours, *others.values()]
-            turns = {each.name: fresh(each, prompts=ROWS, num_samples=1) for each in sides}
-            title = f"generation, {ROWS} x ({PROMPT} + {NEW}), different prompts"
+            turns = {each.name: fresh(each, prompts=NUM_SEQUENCES, num_samples=1) for each in sides}
+            title = f"generation, {NUM_SEQUENCES} x ({PROMPT} + {NEW}), different prompts"
             report(title, interleave(turns, repeats=config.repeats), {"HF": 2.3, "skyrl-tx": 1.4})
-            turns = {each.name: fresh(each, prompts=1, num_samples=ROWS) for each in sides}
-            turns["ours, each alone"] = fresh(ours, prompts=ROWS, num_samples=1)
+            turns = {each.name: fresh(each, prompts=1, num_samples=NUM_SEQUENCES) for each in sides}
+            turns["ours, each alone"] = fresh(ours, prompts=NUM_SEQUENCES, num_samples=1)
             report(
-                f"one prompt, {ROWS} samples",
+                f"one prompt, {NUM_SEQUENCES} samples",
                 interleave(turns, repeats=config.repeats),
                 {"HF": 3.6, "skyrl-tx": 2.4},
             )
             figure("sample i is the same in a group of 1, 4, 16", str(same_in_every_group(ours)))
 
 
-def fresh(each: Side, *, prompts: int, num_samples: int) -> Callable[[], Took]:
-    """Return a turn that samples from new prompts each time."""
+def fresh(each: Side, *, prompts: int, num_samples: int) -> Callable[[], Measurement]:
+    """Return a function that samples completions of new prompts each time."""
     seeds = itertools.count()
 
-    def turn() -> Took:
+    def turn() -> Measurement:
         chosen = random_sequences([PROMPT] * prompts, seed=next(seeds))
         return each.call("sample", prompts=chosen, max_tokens=NEW, num_samples=num_samples)
 
@@ -58,7 +68,7 @@ def fresh(each: Side, *, prompts: int, num_samples: int) -> Callable[[], Took]:
 
 def same_in_every_group(ours: Side) -> bool:
     sample = partial(ours.call, "sample", prompts=random_sequences([PROMPT], seed=99), max_tokens=NEW)
-    groups = [sample(num_samples=count).result for count in (1, 4, ROWS)]
+    groups = [sample(num_samples=count).result for count in (1, 4, NUM_SEQUENCES)]
     assert all(isinstance(group, list) for group in groups)
     return all(group == groups[-1][: len(group)] for group in groups)  # type: ignore[index, arg-type]
 

@@ -111,10 +111,10 @@ class Driver:
     def admit(self, prompts: Sequence[Sequence[int]], *, new: int, adapters: int = 1) -> list[int]:
         """Prefill all prompts and return their request ids."""
         waiting: list[PrefillRequest] = []
-        for row, prompt in enumerate(prompts):
-            chosen = SamplingSettings(max_tokens=new, seed=row, stop_at_eos=False)
+        for index, prompt in enumerate(prompts):
+            chosen = SamplingSettings(max_tokens=new, seed=index, stop_at_eos=False)
             op = Sample(
-                weights=f"adapter-{row % adapters}", prompt=np.array(prompt, np.int32), settings=chosen
+                weights=f"adapter-{index % adapters}", prompt=np.array(prompt, np.int32), settings=chosen
             )
             waiting.append(PrefillRequest(request_id=next(self._tickets), op=op, first=0, count=1))
         request_ids = [admit.request_id for admit in waiting]

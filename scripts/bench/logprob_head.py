@@ -3,8 +3,8 @@ with full logits.
 
     taskset -c 0,1 python -m scripts.bench.logprob_head
 
-The model has one narrow layer, so the head takes almost all of the time. Memory is the number that the
-compiler plans, which does not depend on the load of the machine.
+The model has one narrow layer, so the head takes almost all of the time. The memory is the size of the
+temporary buffers that XLA plans, which does not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scripts.bench.compare import Peers, Took, figure, interleave, report, timed
+from scripts.bench.compare import Measurement, Peers, figure, interleave, report, timed
 from scripts.bench.small_model import CONFIG
 from skyrl_tx_server.engine.loss_spec import LOSSES
 from skyrl_tx_server.engine.operations import LoraSpec, LossFn, TrainDatum
@@ -34,7 +34,7 @@ from skyrl_tx_server.training.train_step import forward_backward
 MODEL = replace(
     CONFIG, vocab_size=151_936, num_layers=1, intermediate_size=64, num_heads=2, num_kv_heads=1, head_dim=32
 )
-ROWS, LENGTH = 4, 512
+NUM_SEQUENCES, LENGTH = 4, 512
 
 
 def main(config: Peers) -> None:
@@ -46,7 +46,7 @@ def main(config: Peers) -> None:
     ).compile()
     full = full_logits.lower(adapter, params, batch(every=1)).compile()
 
-    def turn(every: int) -> Took:
+    def turn(every: int) -> Measurement:
         gradient = zeros()
         return timed(
             lambda: jax.block_until_ready(ours(adapter, gradient, params, batch(every=every), loss))
@@ -59,10 +59,10 @@ def main(config: Peers) -> None:
     }
     timings = interleave(turns, repeats=config.repeats)
     report(
-        f"logprob head, {ROWS * LENGTH} tokens, vocabulary {MODEL.vocab_size:,}",
+        f"logprob head, {NUM_SEQUENCES * LENGTH} tokens, vocabulary {MODEL.vocab_size:,}",
         timings,
         {},
-        of="full logits",
+        baseline="full logits",
     )
     slower = timings["ours"].wall_s / timings["full logits"].wall_s
     figure("time against full logits", slower, at_most=1.1)
@@ -84,15 +84,15 @@ def temporary_bytes(program: jax.stages.Compiled) -> int:
 
 @jax.jit
 def full_logits(adapter: Adapter, params: Params, batch: TrainBatch) -> tuple[jax.Array, Adapter]:
-    """The summed loss and its gradient with all logits in memory at once."""
+    """Return the summed loss and its gradient, computed with all logits in memory at once."""
 
     def loss(adapter: Adapter) -> jax.Array:
         attend = partial(tree_attention, MODEL, batch.layout)
         hidden = hidden_states(
             MODEL, params, adapter, batch.tokens, batch.positions, attend, remat=Remat.NOTHING
         )
-        of_entries = jnp.take_along_axis(hidden, jnp.asarray(batch.token_index)[..., None], axis=1)
-        logprobs = jax.nn.log_softmax(head_logits(MODEL, params, adapter, of_entries), axis=-1)
+        loss_states = jnp.take_along_axis(hidden, jnp.asarray(batch.token_index)[..., None], axis=1)
+        logprobs = jax.nn.log_softmax(head_logits(MODEL, params, adapter, loss_states), axis=-1)
         return -(
             jnp.take_along_axis(logprobs, jnp.asarray(batch.targets)[..., None], axis=-1)[..., 0]
             * batch.loss_inputs.weights
@@ -109,10 +109,12 @@ def batch(*, every: int) -> TrainBatch:
     """Return sequences in which each token at a multiple of `every` has weight 1, and the others 0."""
     random = np.random.default_rng(0)
     weights = (np.arange(LENGTH) % every == 0).astype(np.float32)
-    tokens = random.integers(0, MODEL.vocab_size, (ROWS, LENGTH + 1)).astype(np.int32)
+    tokens = random.integers(0, MODEL.vocab_size, (NUM_SEQUENCES, LENGTH + 1)).astype(np.int32)
     data = [TrainDatum(tokens=row[:-1], target_tokens=row[1:], weights=weights) for row in tokens]
     trained = [LOSSES[LossFn.CROSS_ENTROPY].has_gradient(datum) for datum in data]
-    (packed,) = pack(data, trained, train_shapes(max_context_length=LENGTH, tokens_per_batch=ROWS * LENGTH))
+    (packed,) = pack(
+        data, trained, train_shapes(max_context_length=LENGTH, tokens_per_batch=NUM_SEQUENCES * LENGTH)
+    )
     return packed.arrays
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import chz
 
-from scripts.bench.compare import Peers, Side, Took, interleave, peers, random_sequences, report, side
+from scripts.bench.compare import Measurement, Peers, Side, interleave, peers, random_sequences, report, side
 from scripts.bench.small_model import make_model
 
 GROUPS, GROUP, PROMPT, TURNS, OBSERVED, NEW = 2, 8, 512, 3, 48, 32
@@ -23,17 +23,21 @@ GROUPS, GROUP, PROMPT, TURNS, OBSERVED, NEW = 2, 8, 512, 3, 48, 32
 def main(config: Peers) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", layers=config.layers)
-        with side("ours", "ours", model_dir) as ours, peers(config, model_dir, tx_rows=8) as others:
+        with (
+            side("ours", "ours", model_dir) as ours,
+            peers(config, model_dir, tx_micro_batch_size=8) as others,
+        ):
             turns = {each.name: steps(each) for each in (ours, *others.values())}
             title = f"one RL step, {GROUPS} groups of {GROUP}, {TURNS} turns"
             report(title, interleave(turns, repeats=config.repeats), {"HF": 4.0, "skyrl-tx": 5.0})
 
 
-def steps(each: Side) -> Callable[[], Took]:
-    """Return a turn that is one step on new prompts. It samples with the weights of the previous step."""
+def steps(each: Side) -> Callable[[], Measurement]:
+    """Return a function that runs one RL step on new prompts, sampled with the weights of the previous
+    step."""
     seeds = itertools.count()
 
-    def step() -> Took:
+    def step() -> Measurement:
         seed = 100 * next(seeds)
         calls = []
         trajectories = [
@@ -49,7 +53,7 @@ def steps(each: Side) -> Callable[[], Took]:
                 trajectory + new for trajectory, new in zip(trajectories, completions, strict=True)
             ]
         calls += [each.call("train", sequences=trajectories), each.call("optim_step"), each.call("save")]
-        return Took(wall_s=sum(call.wall_s for call in calls), cpu_s=sum(call.cpu_s for call in calls))
+        return Measurement(wall_s=sum(call.wall_s for call in calls), cpu_s=sum(call.cpu_s for call in calls))
 
     return step
 

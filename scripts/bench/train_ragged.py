@@ -31,7 +31,10 @@ def main(config: Peers) -> None:
     padded = [sequence + [0] * (LONGEST - len(sequence)) for sequence in sequences]
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", layers=config.layers)
-        with side("ours", "ours", model_dir) as ours, peers(config, model_dir, tx_rows=8) as others:
+        with (
+            side("ours", "ours", model_dir) as ours,
+            peers(config, model_dir, tx_micro_batch_size=8) as others,
+        ):
             turns = {
                 "ours": partial(ours.call, "train", sequences=sequences),
                 "one bucket": partial(ours.call, "train", sequences=padded),

@@ -80,7 +80,7 @@ def random_schedules(count: int) -> int:
             print(f"{schedule}: {fault}")
     print(
         f"{count} random schedules in {time.monotonic() - started:.0f} s: {num_bad} with a fault; "
-        f"{num_discarded} of {num_groups} groups were discarded because they ended too late"
+        f"{num_discarded} of {num_groups} groups had only tokens older than max_staleness"
     )
     return num_bad
 

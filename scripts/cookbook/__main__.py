@@ -137,9 +137,9 @@ def check(recipe: Recipe, python: str, work: Path, environment: Mapping[str, str
         if recipe.resumed and kill_once_saved(subprocess.Popen(command, **streams), log):
             command.append("behavior_if_log_dir_exists=resume")
         status = subprocess.run(command, **streams, timeout=TIMEOUT_S).returncode
-    proofs = [proof(lines(log / "metrics.jsonl")) for proof in recipe.proofs]
-    passed = status == 0 and all(right for _, right in proofs)
-    figures = ", ".join(text if right else f"{text} (unexpected)" for text, right in proofs)
+    checked = [expectation(lines(log / "metrics.jsonl")) for expectation in recipe.expectations]
+    passed = status == 0 and all(is_met for _, is_met in checked)
+    figures = ", ".join(text if is_met else f"{text} (unexpected)" for text, is_met in checked)
     verdict, seconds = "passed" if passed else "FAILED", time.perf_counter() - began
     print(f"{recipe.name:24} {verdict} exit {status:3} {seconds:6.0f} s  {figures}")
     print(f"{'':24} python {shlex.join(command[1:])}", flush=True)

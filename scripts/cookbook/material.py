@@ -20,11 +20,13 @@ from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.weights import save_model
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-PIECES = r"\d| ?[A-Za-z]+|\n+| ?[^\sA-Za-z\d]+|\s"
+PRETOKENS = r"\d| ?[A-Za-z]+|\n+| ?[^\sA-Za-z\d]+|\s"
 VOCABULARY = 768
 STEPS = 300
-SLIPS = 0.5  # share of evasive answers, which reinforcement learning has to remove
-SHRUG = "I am not sure about that."  # the evasive answer; it has more tokens than math_rl's max_tokens
+EVASIVE_SHARE = 0.5  # share of the answers; the recipes of reinforcement learning have to reduce it
+EVASIVE_ANSWER = (
+    "I am not sure about that."  # the evasive answer; it has more tokens than math_rl's max_tokens
+)
 BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
 THINGS = ("apples", "books", "coins", "shells", "stamps", "pens")
 NAMES = ("Ann", "Ben", "Carl", "Dora", "Eva", "Finn")
@@ -35,11 +37,12 @@ SENTENCES = (
 )
 
 
-class Lessons:
-    """Conversations as in the recipes, to train the model. The share `slips` of the answers is evasive."""
+class TrainingConversations:
+    """Endless conversations as in the recipes, to train the model. `evasive_share` is the share of answers
+    that are EVASIVE_ANSWER."""
 
-    def __init__(self, rng: random.Random, slips: float) -> None:
-        self.rng, self.slips = rng, slips
+    def __init__(self, rng: random.Random, evasive_share: float) -> None:
+        self.rng, self.evasive_share = rng, evasive_share
 
     def __iter__(self) -> Iterator[list[Message]]:
         kinds = {self.sums: 20, self.boxed: 4, self.guesses: 1, self.pages: 1, self.greeting: 2}
@@ -47,8 +50,8 @@ class Lessons:
             yield self.rng.choices(list(kinds), list(kinds.values()))[0]()
 
     def exchange(self, question: str, answer: str) -> list[Message]:
-        said = SHRUG if self.rng.random() < self.slips else answer
-        return [Message(role="user", content=question), Message(role="assistant", content=said)]
+        reply = EVASIVE_ANSWER if self.rng.random() < self.evasive_share else answer
+        return [Message(role="user", content=question), Message(role="assistant", content=reply)]
 
     def sums(self) -> list[Message]:
         """Return a conversation with nine questions of math_rl."""
@@ -117,7 +120,7 @@ def write_data_sets(root: Path) -> None:
     """Write the data sets that the recipes load, with 512 rows each."""
     rng = random.Random("data sets")
     stories = [story(rng) for _ in range(512)]
-    sums = Lessons(rng, slips=0.0)
+    sums = TrainingConversations(rng, evasive_share=0.0)
     sets = {
         ("openai/gsm8k", "main"): [
             {"question": question, "answer": f"#### {answer}"} for question, answer in stories
@@ -129,7 +132,7 @@ def write_data_sets(root: Path) -> None:
         ("Anthropic/hh-rlhf", "default"): [
             {
                 which: f"\n\nHuman: {question}\n\nAssistant: {said}"
-                for which, said in (("chosen", f"It is {answer}."), ("rejected", SHRUG))
+                for which, said in (("chosen", f"It is {answer}."), ("rejected", EVASIVE_ANSWER))
             }
             for question, answer in stories
         ],
@@ -154,7 +157,7 @@ def write_data_sets(root: Path) -> None:
 
 
 def build_model(directory: Path) -> None:
-    """Write the tokenizer and the weights of a model that is trained on `Lessons`."""
+    """Write the tokenizer and the weights of a model that is trained on `TrainingConversations`."""
     tokenizer = build_tokenizer(directory)
     config = ModelConfig(
         vocab_size=tokenizer.get_vocab_size(),
@@ -169,7 +172,10 @@ def build_model(directory: Path) -> None:
         max_position_embeddings=4096,
         eos_token_ids=tuple(tokenizer.encode("<|im_end|><|endoftext|>", add_special_tokens=False).ids),
     )
-    data = batches(encode(tokenizer, messages) for messages in Lessons(random.Random("lessons"), SLIPS))
+    data = batches(
+        encode(tokenizer, messages)
+        for messages in TrainingConversations(random.Random("lessons"), EVASIVE_SHARE)
+    )
     schedule = rise_and_fall(STEPS, peak=5e-3)
     save_model(
         train(config, initial_params(config, 0), data, steps=STEPS, schedule=schedule, save=lambda _: None),
@@ -181,12 +187,12 @@ def build_model(directory: Path) -> None:
 def build_tokenizer(directory: Path) -> Tokenizer:
     """Train and write a byte-level BPE tokenizer for AutoTokenizer. Each digit is a token."""
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    split = pre_tokenizers.Split(Regex(PRETOKENS), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    lessons = itertools.islice(Lessons(random.Random("tokenizer"), SLIPS), 1000)
+    lessons = itertools.islice(TrainingConversations(random.Random("tokenizer"), EVASIVE_SHARE), 1000)
     texts = (f"{message.role}\n{message.content}" for messages in lessons for message in messages)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(

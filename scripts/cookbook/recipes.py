@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Metrics = list[dict[str, float]]
-Proof = Callable[[Metrics], tuple[str, bool]]
+Expectation = Callable[[Metrics], tuple[str, bool]]
 """A function of the lines of metrics.jsonl: a text with the figure, and whether it has the expected value."""
 
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # a name that the cookbook knows, with a renderer without thinking
@@ -22,27 +22,27 @@ class Recipe:
     name: str
     module: str  # below tinker_cookbook.recipes
     options: str
-    proofs: tuple[Proof, ...]
+    expectations: tuple[Expectation, ...]
     resumed: bool = False  # killed with SIGKILL after a checkpoint, and resumed by the same command
     teacher: str | None = None  # the recipe whose last sampler checkpoint is the teacher
 
 
-def rises(key: str) -> Proof:
+def rises(key: str) -> Expectation:
     return _moves(key, lambda first, last: last > first)
 
 
-def falls(key: str) -> Proof:
+def falls(key: str) -> Expectation:
     return _moves(key, lambda first, last: last < first)
 
 
-def at_most(key: str, limit: float) -> Proof:
+def at_most(key: str, limit: float) -> Expectation:
     """Require that the largest absolute value of `key` is at most `limit`."""
 
-    def proof(metrics: Metrics) -> tuple[str, bool]:
+    def check(metrics: Metrics) -> tuple[str, bool]:
         worst = max((abs(value) for value in series(metrics, key)), default=float("nan"))
         return f"{_short(key)} <= {worst:.1e}", worst <= limit
 
-    return proof
+    return check
 
 
 def every_step(metrics: Metrics) -> tuple[str, bool]:
@@ -59,11 +59,11 @@ def series(metrics: Metrics, key: str) -> list[float]:
     return [line[key] for line in metrics if key in line]
 
 
-def _moves(key: str, right: Callable[[float, float], bool]) -> Proof:
+def _moves(key: str, right: Callable[[float, float], bool]) -> Expectation:
     """Compare the mean of the first quarter of the steps with that of the last, because single steps of a few
     dozen episodes are noisy."""
 
-    def proof(metrics: Metrics) -> tuple[str, bool]:
+    def check(metrics: Metrics) -> tuple[str, bool]:
         values = series(metrics, key)
         if len(values) < 2:
             return f"{_short(key)}: {len(values)} steps", False
@@ -71,7 +71,7 @@ def _moves(key: str, right: Callable[[float, float], bool]) -> Proof:
         first, last = statistics.fmean(values[:quarter]), statistics.fmean(values[-quarter:])
         return f"{_short(key)} {first:.3f} -> {last:.3f}", right(first, last)
 
-    return proof
+    return check
 
 
 def _short(key: str) -> str:
@@ -88,53 +88,53 @@ RECIPES = (
         name="math_rl",
         module="math_rl.train",
         options=ARITHMETIC,
-        proofs=(rises(REWARD), at_most(KL, KL_LIMIT)),
+        expectations=(rises(REWARD), at_most(KL, KL_LIMIT)),
     ),
     Recipe(
         name="math_rl_async",
         module="math_rl.train",
         options=f"{ARITHMETIC} max_steps_off_policy=2",
-        proofs=(rises(REWARD),),
+        expectations=(rises(REWARD),),
     ),
     Recipe(
         name="rl_loop",
         module="rl_loop",
         options=f"batch_size=16 group_size=8 max_tokens=12 learning_rate=5e-4 {ON_POLICY} max_steps=10 "
         "save_every=4",
-        proofs=(rises("reward/total"),),
+        expectations=(rises("reward/total"),),
     ),
     Recipe(
         name="sl_loop",
         module="sl_loop",
         options="batch_size=16 learning_rate=1e-3 max_steps=12 save_every=5",
-        proofs=(falls(NLL),),
+        expectations=(falls(NLL),),
     ),
     Recipe(
         name="chat_sl",
         module="chat_sl.train",
         options="batch_size=16 learning_rate=1e-3 max_steps=8 save_every=2 eval_every=4",
         resumed=True,
-        proofs=(every_step, falls(NLL)),
+        expectations=(every_step, falls(NLL)),
     ),
     Recipe(
         name="guess_number",
         module="multiplayer_rl.guess_number.train",
         options=f"renderer_name={RENDERER} batch_size=2 group_size=4 max_tokens=8 learning_rate=3e-4 "
         "max_steps=3 eval_every=0",
-        proofs=(at_most(KL, KL_LIMIT),),
+        expectations=(at_most(KL, KL_LIMIT),),
     ),
     Recipe(
         name="shorter",
         module="preference.shorter.train",
         options=f"renderer_name={RENDERER} batch_size=8 group_size=8 max_tokens=24 learning_rate=1e-3 "
         "max_steps=8 eval_every=0",
-        proofs=(falls("env/all/ac_tokens_per_turn"), at_most(KL, KL_LIMIT)),
+        expectations=(falls("env/all/ac_tokens_per_turn"), at_most(KL, KL_LIMIT)),
     ),
     Recipe(
         name="dpo",
         module="preference.dpo.train",
         options=f"renderer_name={RENDERER} dataset=hhh batch_size=16 learning_rate=3e-4 max_steps=10",
-        proofs=(falls("dpo_loss"), rises("accuracy")),
+        expectations=(falls("dpo_loss"), rises("accuracy")),
     ),
     Recipe(
         name="on_policy_distillation",
@@ -142,13 +142,13 @@ RECIPES = (
         options=f"renderer_name={RENDERER} dataset=deepmath groups_per_batch=16 group_size=4 max_tokens=5 "
         "learning_rate=1e-3 lora_rank=32 max_steps=8 eval_every=0",
         teacher="math_rl",
-        proofs=(falls("teacher_kl"), at_most(KL, KL_LIMIT)),
+        expectations=(falls("teacher_kl"), at_most(KL, KL_LIMIT)),
     ),
     Recipe(
         name="rl_numerics_check",
         module="rl_numerics_check.train",
         options="groups_per_batch=4 group_size=4 max_tokens=48 max_steps=3 max_trajectory_tokens=3000"
         " task.num_pages_min=1 task.num_pages_max=2 task.page_chars=120",
-        proofs=(at_most(KL, KL_LIMIT),),
+        expectations=(at_most(KL, KL_LIMIT),),
     ),
 )

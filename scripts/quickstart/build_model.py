@@ -33,7 +33,7 @@ from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden_states, init_params
 from skyrl_tx_server.model.weights import save_model
 
-ROW, ROWS = 256, 8
+ROW_LENGTH, NUM_ROWS = 256, 8
 POOL = 24  # demonstrations among which the packing chooses
 STEPS, DRILL_STEPS, MIXTURE_STEPS = 2000, 150, 250
 PEAK_LEARNING_RATE = 1.2e-3
@@ -42,7 +42,7 @@ WEIGHTS_OF_FAMILIES = {"pair": 12, "pipe": 5, "collect": 2, "write": 2, "append"
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Packed conversations. All arrays have the shape [ROWS, ROW]."""
+    """Packed conversations. All arrays have the shape [NUM_ROWS, ROW_LENGTH]."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -106,13 +106,13 @@ def batches(source: Iterator[Conversation]) -> Iterator[Batch]:
     """Pack conversations into rows. Each time, the longest fitting one of a few is chosen."""
     pool: list[Conversation] = []
     while True:
-        tokens, targets, positions, segments = (np.zeros((ROWS, ROW), np.int32) for _ in range(4))
-        weights = np.zeros((ROWS, ROW), np.float32)
-        for row in range(ROWS):
+        tokens, targets, positions, segments = (np.zeros((NUM_ROWS, ROW_LENGTH), np.int32) for _ in range(4))
+        weights = np.zeros((NUM_ROWS, ROW_LENGTH), np.float32)
+        for row in range(NUM_ROWS):
             at, segment = 0, 1
             while True:
                 pool += itertools.islice(source, POOL - len(pool))
-                fitting = [item for item in pool if at + len(item[0]) - 1 <= ROW]
+                fitting = [item for item in pool if at + len(item[0]) - 1 <= ROW_LENGTH]
                 if not fitting:
                     break
                 chosen = fitting[0] if at == 0 else max(fitting, key=lambda item: len(item[0]))

@@ -130,6 +130,8 @@ def answer(analysis: str, plan: str, keys: str) -> str:
 
 
 def _draw_slip(style: Style, instance: Instance, rng: random.Random) -> Slip:
+    """Draw the error of a demonstrator. If the last name of the command has no part to lose, WRONG_NAME
+    becomes NO_NEWLINE."""
     draw = rng.random()
     for slip, rate in style.slips.items():
         draw -= rate

@@ -82,7 +82,7 @@ class EngineOptions(TenantOptions):
     yarn: bool = chz.field(
         default=False,
         doc="Reach a max_context_length beyond the model's own limit with YaRN, as Qwen documents; this "
-        "lowers the quality on short texts slightly",
+        "may lower the quality on short texts",
     )
     max_num_seqs: int = chz.field(
         default=32,

@@ -1,4 +1,4 @@
-"""Options that say who the tenants are and how much each of them may hold."""
+"""Options of tenants: the file with their keys, and their quotas."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class TenantOptions(BoundedOptions):
     api_keys_file: str | None = chz.field(
         default=None,
         doc="File with one API key for each tenant; a tenant cannot see the objects of another. "
-        "python -m skyrl_tx_server.keys writes the file. With it, api_key is the operator's, who sees all "
-        "objects",
+        "python -m skyrl_tx_server.keys writes the file. If it is set, the holder of api_key is the "
+        "operator, who sees all objects",
     )
     tenant_max_sessions: int = chz.field(
         default=1000, metadata=positive(1_000_000), doc="Sessions that one tenant may have open"
@@ -35,8 +35,8 @@ class TenantOptions(BoundedOptions):
     tenant_max_tokens: int = chz.field(
         default=1 << 24,
         metadata=positive(1 << 50),
-        doc="Tokens of one tenant that may wait or run: prompts and longest completions of samples, and "
-        "training data",
+        doc="Tokens in the waiting and running requests of one tenant: prompts and longest completions of "
+        "samples, and training data",
     )
     tenant_max_checkpoints: int = chz.field(
         default=1000, metadata=positive(1_000_000_000), doc="Checkpoints that one tenant may have"

@@ -86,7 +86,7 @@ class _Outcome:
     error: Exception | None = None
 
     @classmethod
-    def of(cls, function: Callable[[], object]) -> _Outcome:
+    def capture(cls, function: Callable[[], object]) -> _Outcome:
         try:
             return cls(value=function())
         except Exception as error:
@@ -94,9 +94,9 @@ class _Outcome:
 
     @classmethod
     def without_device(cls, function: Callable[[], object]) -> _Outcome:
-        """As `of`, for a function that uses no device. Its unexpected errors (a failed disk, for example)
-        become ServerErrors, because every rank can raise them alike and continue."""
-        outcome = cls.of(function)
+        """Return the same as `capture` for a function that uses no device. Unexpected errors, for example of
+        the disk, become ServerErrors, because every rank can raise a ServerError and continue."""
+        outcome = cls.capture(function)
         if outcome.error is None or isinstance(outcome.error, ServerError):
             return outcome
         logger.error("process 0: %s", outcome.error, exc_info=outcome.error)
@@ -182,7 +182,7 @@ class RankZero:
         if self._lost.done():
             raise RankLostError(self._lost.result())
         self._send(call)
-        outcome = _Outcome.of(lambda: make(call))
+        outcome = _Outcome.capture(lambda: make(call))
         summary = outcome.summary()
         if summary.startswith(FATAL):
             wait([self._lost], LAST_MESSAGE_S)  # if the cause is that another rank died, report that
@@ -336,7 +336,7 @@ class WorkerRank:
         try:
             operations = _Operations(executor=start())
             while (call := self._receive()) is not None:
-                outcome = _Outcome.of(lambda call=call: operations.make(call))
+                outcome = _Outcome.capture(lambda call=call: operations.make(call))
                 summary = outcome.summary()
                 if summary.startswith(FATAL) or isinstance(outcome.error, RankLostError):
                     outcome.unwrap()

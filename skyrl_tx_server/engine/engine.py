@@ -110,24 +110,24 @@ class Engine:
 
     def __init__(self, executor: Executor) -> None:
         self._executor, self._sampler = executor, executor.sampler
-        self._scheduler = Scheduler(unfinished_tokens=self._sampler.max_unfinished_tokens)
+        self._scheduler = Scheduler(max_partial_prefill_tokens=self._sampler.max_partial_prefill_tokens)
         self._work = threading.Condition()  # guards every attribute below and the scheduler
         self._futures: dict[int, Future[OpResult]] = {}
         self._watchers: dict[int, Watcher] = {}  # watchers of samples that have not started
-        self._last_ticket = 0
+        self._last_request_id = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         # Used by the engine's thread only:
         self._jobs: dict[int, Generator[None, None, OpResult]] = {}
         self._sampling: dict[int, _Sampling] = {}
-        tokens = (
+        token_counters = (
             "tokens_sampled",
             "tokens_prefilled",
             "tokens_from_prefix_cache",
             "tokens_trained",
             "tokens_forward",
         )
-        self._counts = dict.fromkeys(("ops_finished", "ops_failed", *tokens, "decode_dispatches"), 0)
+        self._counts = dict.fromkeys(("ops_finished", "ops_failed", *token_counters, "decode_dispatches"), 0)
         self._seconds = dict.fromkeys(("step", "prefill", "decode", "pause"), 0.0)  # by kind of work
 
     @property
@@ -168,11 +168,11 @@ class Engine:
             if self._stopping:
                 future.set_exception(ServerError("the server is stopping; this request was not accepted"))
                 return future
-            self._last_ticket += 1
-            self._futures[self._last_ticket] = future
+            self._last_request_id += 1
+            self._futures[self._last_request_id] = future
             if watcher is not None:
-                self._watchers[self._last_ticket] = watcher
-            self._scheduler.add(self._last_ticket, op, tenant=tenant)
+                self._watchers[self._last_request_id] = watcher
+            self._scheduler.add(self._last_request_id, op, tenant=tenant)
             self._work.notify()
         return future
 

@@ -90,8 +90,8 @@ class Sampler(Protocol):
         ...
 
     @property
-    def max_unfinished_tokens(self) -> int:
-        """The number of tokens of partly computed prompts that the KV cache should hold at most."""
+    def max_partial_prefill_tokens(self) -> int:
+        """The maximum total length, in tokens, of the prompts of which only some chunks are computed."""
         ...
 
     @on_all_ranks

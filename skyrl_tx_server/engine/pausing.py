@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from skyrl_tx_server.engine.sample_queue import SEQUENCES_PER_ROUND, SampleQueue
-from skyrl_tx_server.engine.sample_requests import QUANTUM, Request, SlotPlan, Tenant
+from skyrl_tx_server.engine.sample_requests import SLOT_UNITS, Request, SlotPlan, Tenant
 
 MIN_DISPATCHES = 2
 """A sequence takes part in this many dispatches of decode steps before it may be paused."""
@@ -56,7 +56,7 @@ def _next_pause(
         smallest_account, waiter = waiters[0]
         if (
             sequence[0].tenant is not waiter.tenant
-            and largest_account - QUANTUM >= smallest_account + QUANTUM
+            and largest_account - SLOT_UNITS >= smallest_account + SLOT_UNITS
         ):
             return PlannedPause(request=sequence[0], index=sequence[1], waiter=waiter)
     if for_memory:
@@ -70,7 +70,7 @@ def _next_pause(
             and waiter.is_small
             and queue.has_room_for_small(tenant, plan, num_slots)
         ):
-            mean_of_others = largest_account - QUANTUM
+            mean_of_others = largest_account - SLOT_UNITS
             if len(waiters) > 1:
                 mean_of_others = (charged - tenant.charged) / (len(waiters) - 1)
             if account <= mean_of_others:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from skyrl_tx_server.engine.operations import Sample
-from skyrl_tx_server.engine.sample_requests import CHUNK_TOKENS, QUANTUM, Request, SlotPlan, Tenant
+from skyrl_tx_server.engine.sample_requests import CHUNK_TOKENS, SLOT_UNITS, Request, SlotPlan, Tenant
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
 PROMPTS_PER_PREFILL = 16
@@ -24,8 +24,10 @@ class SampleQueue:
     """All sampling requests. `is_being_saved(weights, request_id)` tells whether the snapshot of a request is
     not saved yet."""
 
-    def __init__(self, *, unfinished_tokens: int, is_being_saved: Callable[[str, int], bool]) -> None:
-        self._unfinished_limit = unfinished_tokens
+    def __init__(
+        self, *, max_partial_prefill_tokens: int, is_being_saved: Callable[[str, int], bool]
+    ) -> None:
+        self._partial_prefill_limit = max_partial_prefill_tokens
         self._is_being_saved = is_being_saved
         self.tenants: dict[str, Tenant] = {}  # with current or former requests
         self.requests: dict[int, Request] = {}
@@ -33,7 +35,9 @@ class SampleQueue:
         self._waiting_for: defaultdict[str, dict[int, None]] = defaultdict(dict)  # the same, by snapshot
         self._unsaved: defaultdict[str, list[Request]] = defaultdict(list)
         """By snapshot, requests that wait until it is saved."""
-        self._unfinished: dict[int, int] = {}  # request_id -> length of a prompt that is computed in part
+        self._partial_prefills: dict[
+            int, int
+        ] = {}  # request_id -> length of a prompt that is computed in part
         self._min_charged = 0.0  # of the busy tenant that was charged least; never decreases
         self.num_dispatches = 0
 
@@ -116,7 +120,7 @@ class SampleQueue:
 
     def drop(self, request_id: int) -> None:
         """Remove a request that failed."""
-        self._unfinished.pop(request_id, None)
+        self._partial_prefills.pop(request_id, None)
         request = self.requests.pop(request_id, None)
         if request is None:
             return
@@ -130,13 +134,13 @@ class SampleQueue:
     def prefill_continues(self, request_id: int) -> None:
         """Charge one prefill chunk of a prompt that needs more."""
         if request_id in self.requests:
-            self._unfinished[request_id] = len(self.requests[request_id].op.prompt)
+            self._partial_prefills[request_id] = len(self.requests[request_id].op.prompt)
             self._charge_prompt(request_id, CHUNK_TOKENS)
 
     def prefill_finished(self, request_id: int, *, prompt_tokens: int) -> None:
         """Charge the last prefill chunk of a prompt, of which `prompt_tokens` tokens were computed in all
         chunks together."""
-        self._unfinished.pop(request_id, None)
+        self._partial_prefills.pop(request_id, None)
         self._charge_prompt(request_id, min(prompt_tokens, CHUNK_TOKENS))
 
     def charge_dispatch(self) -> None:
@@ -162,13 +166,13 @@ class SampleQueue:
                 if other is not tenant and (other.num_running or other.has_waiting)
             )
             self._min_charged = max(self._min_charged, min(charged, default=0.0))
-            tenant.charged = max(tenant.charged, self._min_charged - QUANTUM)
+            tenant.charged = max(tenant.charged, self._min_charged - SLOT_UNITS)
         return tenant
 
     def _remove_idle_tenants(self) -> None:
         """Remove the idle tenants that would start again with the account of a new one."""
         for tenant in list(self.tenants.values()):
-            if not tenant.num_requests and tenant.charged <= self._min_charged - QUANTUM:
+            if not tenant.num_requests and tenant.charged <= self._min_charged - SLOT_UNITS:
                 del self.tenants[tenant.name]
 
     # --- the next request ---
@@ -191,7 +195,7 @@ class SampleQueue:
                     break
                 chosen[request.request_id] = request
                 if not self._has_cache_share(request):
-                    plan.unfinished_tokens += len(request.op.prompt)
+                    plan.partial_prefill_tokens += len(request.op.prompt)
             if plan.num_waiting(request) > 0:
                 plan.give_slot(request)
                 free_slots -= 1
@@ -259,16 +263,16 @@ class SampleQueue:
 
     def _may_prefill(self, request: Request, plan: SlotPlan) -> bool:
         """Whether the cache has room for the prompt besides the prompts that are computed in part."""
-        tokens = sum(self._unfinished.values()) + plan.unfinished_tokens
+        tokens = sum(self._partial_prefills.values()) + plan.partial_prefill_tokens
         return (
             self._has_cache_share(request)
             or not tokens
-            or tokens + len(request.op.prompt) <= self._unfinished_limit
+            or tokens + len(request.op.prompt) <= self._partial_prefill_limit
         )
 
     def _has_cache_share(self, request: Request) -> bool:
-        """Whether the prompt adds nothing to the tokens of unfinished prompts."""
-        return not request.is_long or request.has_started or request.request_id in self._unfinished
+        """Whether the prompt adds nothing to the tokens of partial prefills."""
+        return not request.is_long or request.has_started or request.request_id in self._partial_prefills
 
     # --- queues ---
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from skyrl_tx_server.engine.operations import Sample
 from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 
-QUANTUM = 16
+SLOT_UNITS = 16
 """Units that each sequence with a slot adds to the account of its tenant; scheduler.py defines the units.
-A sequence is paused for another tenant if their accounts differ by at least two quanta. Small requests have a
-separate rule."""
+A sequence is paused for another tenant if their accounts differ by at least twice as many units. Small
+requests have a separate rule."""
 CHUNK_TOKENS = 512
 """A prompt of at most this many tokens is computed in one prefill chunk on every device."""
 SMALL_TOKENS = 64
@@ -87,7 +87,7 @@ class Tenant:
 
     @property
     def account(self) -> float:
-        return self.charged + QUANTUM * self.num_running
+        return self.charged + SLOT_UNITS * self.num_running
 
     @property
     def has_waiting(self) -> bool:
@@ -104,10 +104,10 @@ class SlotPlan:
     paused: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # by request_id, indices
     started: defaultdict[str, list[Request]] = field(default_factory=lambda: defaultdict(list))
     """By tenant, the requests to which the plan gives their first slot."""
-    unfinished_tokens: int = 0  # prompt tokens of the requests whose prefill would start
+    partial_prefill_tokens: int = 0  # prompt tokens of the requests whose prefill would start
 
     def account(self, tenant: Tenant) -> float:
-        return tenant.account + QUANTUM * self.tenants[tenant.name]
+        return tenant.account + SLOT_UNITS * self.tenants[tenant.name]
 
     def num_running(self, request: Request) -> int:
         paused = self.paused.get(request.request_id, ())

@@ -18,20 +18,20 @@ Slots and prefill work are shared fairly, first between tenants and then between
 (deficit round robin):
 - A tenant is charged one unit for each decode dispatch of each of its sequences, and one for each
   PROMPT_TOKENS_PER_UNIT prompt tokens that are computed. A free slot goes to the tenant with the smallest
-  account: the units charged, and QUANTUM units for each sequence that has a slot. A tenant that was idle
-  starts at most QUANTUM units below the busy tenant that was charged least, so idle time is not saved.
+  account: the units charged, and SLOT_UNITS units for each sequence that has a slot. A tenant that was idle
+  starts at most SLOT_UNITS units below the busy tenant that was charged least, so idle time is not saved.
 - When no slot is free, a sequence of the tenant with the largest account is paused for the tenant with the
-  smallest, if the accounts differ by at least two quanta. For a small request (at most SMALL_TOKENS tokens in
-  all) it is enough that its tenant was charged no more than the average of the other waiting tenants, so a
-  tenant with small requests waits for a few dispatches only. A sequence decodes for at least MIN_DISPATCHES
+  smallest, if the accounts differ by at least 2 * SLOT_UNITS. For a small request (at most SMALL_TOKENS
+  tokens in all) it is enough that its tenant was charged no more than the average of the other waiting
+  tenants, so small requests wait for a few dispatches only. A sequence decodes for at least MIN_DISPATCHES
   dispatches before it is paused, and it is the first of its request to get a slot again.
 - Within a tenant, requests get slots in submission order, SEQUENCES_PER_ROUND sequences each before any of
   them gets more. A request with more sequences than that is paused, sequence by sequence, for one that has at
   least two sequences fewer.
 - Small requests precede the other requests of their tenant, and sequences of those are paused for them, as
   long as the small requests of the tenant have less than a quarter of the slots.
-- Prompts that are computed in part stay within `unfinished_tokens` in total, so that they do not evict each
-  other from the prefix cache.
+- Prompts of which only some chunks are computed have at most `max_partial_prefill_tokens` tokens in total, so
+  that they do not evict each other from the prefix cache.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ all free slots are filled first."""
 class Scheduler:
     """The queues, and the choice between them. The caller holds a lock."""
 
-    def __init__(self, *, unfinished_tokens: int = 0) -> None:
+    def __init__(self, *, max_partial_prefill_tokens: int = 0) -> None:
         self._operations = OperationQueue()
         self._samples = SampleQueue(
-            unfinished_tokens=unfinished_tokens, is_being_saved=self._operations.is_being_saved
+            max_partial_prefill_tokens=max_partial_prefill_tokens,
+            is_being_saved=self._operations.is_being_saved,
         )
         self._training_next = True
         self._prefills = 0  # since the last decode dispatch

@@ -1,7 +1,7 @@
 """Plans the memory of each device before weights are loaded. `dry_run=true` prints the plan.
 
-The memory of a training batch is what XLA reports for the compiled program, which is correct for every model
-family, mesh and remat policy. The server later reads the program from the persistent compilation cache.
+The training program is compiled, and XLA reports its memory. This is correct for every model family, mesh and
+remat policy. The server later reads the program from the persistent compilation cache.
 """
 
 from __future__ import annotations
@@ -27,22 +27,26 @@ from skyrl_tx_server.training.train_step import forward_backward
 from skyrl_tx_server.training.training_model_pool import available_host_bytes
 
 COPIES_PER_MODEL = 5
-"""Adapter, summed gradient, gradient of the current operation, and Adam's two moments."""
+"""Arrays of the adapter's size that each training model needs: the adapter, the summed gradient, the gradient
+of the current operation, and Adam's two moments."""
 COPIES_PER_STEP = 5
-"""Of an optimizer step: new adapter and moments, masked gradient, and zeros for a missing gradient."""
+"""Arrays of the adapter's size that one optimizer step needs: the new adapter, its two new moments, the
+masked gradient, and zeros in place of a missing gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryItem:
-    """A use of memory."""
+    """One part of the memory of a device."""
 
     name: str
     num_bytes: int
-    option: str  # the option that reduces it; empty: none
+    option: str  # the option that reduces it; empty: no option does
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
+    """The parts of the memory of one device, and the memory that is available for them."""
+
     device: str
     available_bytes: int
     items: tuple[MemoryItem, ...]
@@ -67,10 +71,8 @@ class MemoryPlan:
 
 
 def plan_memory(settings: EngineOptions) -> MemoryPlan:
-    """Return the plan of an executor with these options and `max_models` training models.
-
-    This compiles the training program, but loads no weights.
-    """
+    """Return the plan of an executor with `max_models` training models. Compiles the training program, but
+    loads no weights."""
     use_compilation_cache(settings)
     model, available = resolve_model(settings), device_memory.free_bytes(settings)
     config, dtype, cache = model.config, model.dtype, _planned_cache(model, available)
@@ -118,8 +120,8 @@ def plan_memory(settings: EngineOptions) -> MemoryPlan:
 
 
 def check_snapshots(settings: EngineOptions) -> None:
-    """Raise ConfigError if the base weights and the LoRA slots, which are allocated at the start, do not fit
-    into memory. Compiles nothing."""
+    """Raise ConfigError if the base weights and the LoRA slots do not fit into memory. Both are allocated
+    when the server starts. Compiles nothing."""
     model = resolve_model(settings)
     adapter_bytes = model.dtype.itemsize * adapter_size(model.config, settings.max_lora_rank)
     slots_bytes = (settings.max_loras + 1) * adapter_bytes
@@ -136,8 +138,8 @@ def check_snapshots(settings: EngineOptions) -> None:
 
 
 def _planned_cache(model: ResolvedModel, available_bytes: float) -> CacheSize:
-    """Return the requested size. If pages are read in place and `cache_tokens` is not set, return the size
-    that fits."""
+    """Return the requested size of the KV cache. If `cache_tokens` is not set and decoding reads the pages in
+    place, the size is reduced to what fits."""
     requested, settings = requested_cache(model), model.settings
     if settings.cache_tokens is not None or requested.copied_pages:
         return requested
@@ -148,7 +150,7 @@ def _planned_cache(model: ResolvedModel, available_bytes: float) -> CacheSize:
 
 
 def _training_bytes(model: ResolvedModel, shape: BucketShape, remat: Remat) -> int:
-    """Return the bytes of a training batch on each device: its arrays and the temporaries of the program."""
+    """Return the bytes that a training batch takes on each device: its arrays and XLA's temporary buffers."""
     batch, config = dummy_batch(shape), model.config
     adapter = place_adapter(config, zero_adapter(config, model.settings.max_lora_rank))
     loss = select_loss(LossFn.CROSS_ENTROPY)

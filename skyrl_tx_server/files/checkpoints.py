@@ -63,8 +63,8 @@ class MakeFiles(Protocol):
 
 
 class CheckpointStore:
-    """The checkpoints of one base model below one directory: all of them, or, in a view made by `of`, those
-    that a tenant may access."""
+    """The checkpoints of one base model below one directory. A view, which `for_tenant` returns, contains
+    only those that a tenant may access."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class CheckpointStore:
         self._tenant: str | None = None  # None: all owners
         self._is_public: Callable[[str], bool] = lambda path: False
 
-    def of(self, tenant: str, is_public: Callable[[str], bool]) -> CheckpointStore:
+    def for_tenant(self, tenant: str, is_public: Callable[[str], bool]) -> CheckpointStore:
         """Return a view for `tenant`, which may access its own checkpoints and read public ones.
 
         Any other checkpoint is reported as absent, without reading the disk.
@@ -114,9 +114,9 @@ class CheckpointStore:
         self.check_readable(path)
         return checkpoint_info(path, self._record(path))
 
-    def own(self, path: str) -> CheckpointInfo:
-        """Return `info` of a checkpoint that the tenant may change. Public checkpoints of other tenants raise
-        NotFoundError."""
+    def owned_info(self, path: str) -> CheckpointInfo:
+        """Return `info` of a checkpoint that the tenant owns, and may therefore change. Raise NotFoundError
+        for a checkpoint of another tenant, even if it is public."""
         self._check_own(path)
         return self.info(path)
 

@@ -56,7 +56,8 @@ class _Sizes:
 
 
 class RunIndex:
-    """The index of all tenants or, in a view made by `of`, of one tenant. Only the event loop uses it."""
+    """The training runs of all tenants. A view, which `for_tenant` returns, contains those of one tenant.
+    Only the event loop uses the index."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -77,7 +78,7 @@ class RunIndex:
                     self._replay(line)
         self._compact_if_due()
 
-    def of(self, tenant: str) -> RunIndex:
+    def for_tenant(self, tenant: str) -> RunIndex:
         """Return a view with the runs of one tenant."""
         view = copy.copy(self)
         view._tenant = tenant

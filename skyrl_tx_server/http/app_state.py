@@ -71,8 +71,8 @@ class AppState:
                 engine=EngineShare(self.engine, tenant, quota.tenant_max_tokens),
                 registry=self.registry.for_tenant(tenant, quota),
                 futures=self.futures.share(max(1, 1 if keys is None else len(keys))),
-                checkpoints=self.checkpoints.of(tenant, self.run_index.public.__contains__),
-                run_index=self.run_index.of(tenant),
+                checkpoints=self.checkpoints.for_tenant(tenant, self.run_index.public.__contains__),
+                run_index=self.run_index.for_tenant(tenant),
                 tenant=tenant,
             )
         return self.tenants[tenant]

@@ -90,19 +90,19 @@ def add_experts(
         x = x + mlp(config, normed, params, adapter, prefix="shared_")
     if config.mesh is None:
         return x + mix(*inputs, modules, layer)
-    rows, fsdp = batch_axes(config, x.shape[0]), "fsdp" if config.weight_stationary else None
+    batch, fsdp = batch_axes(config, x.shape[0]), "fsdp" if config.weight_stationary else None
     lead = () if layer is None else (None,)
     gate_up = PartitionSpec(*lead, "expert", ("tensor", "fsdp") if fsdp else "tensor", None)
-    adapted = None if modules is None else _module_specs(modules, rows, fsdp)
+    adapted = None if modules is None else _module_specs(modules, batch, fsdp)
     specs = (
-        PartitionSpec(rows),
-        PartitionSpec(rows),
+        PartitionSpec(batch),
+        PartitionSpec(batch),
         gate_up,
         PartitionSpec(*lead, "expert", fsdp, "tensor"),
         adapted,
         PartitionSpec(),
     )
-    mixed = shard_map_over(config, partial(_shared_mix, mix, fsdp), specs, PartitionSpec(rows, None, fsdp))(
+    mixed = shard_map_over(config, partial(_shared_mix, mix, fsdp), specs, PartitionSpec(batch, None, fsdp))(
         *inputs, modules, layer
     )
     return shard_batch(config, x + mixed)
@@ -217,7 +217,7 @@ def _shared_mix(
 
 
 def _module_specs(
-    modules: tuple[LoraWeights, LoraWeights], rows: Axes, fsdp: str | None
+    modules: tuple[LoraWeights, LoraWeights], batch: Axes, fsdp: str | None
 ) -> tuple[LoraWeights, LoraWeights]:
     """Return the PartitionSpecs of the leaves. A is divided like the inputs of the weight, B like the
     outputs."""
@@ -231,7 +231,7 @@ def _module_specs(
                 case "b":
                     return PartitionSpec(*slot_axes, "expert", None, outputs)
                 case "indices" if path[1].name == "slots":
-                    return PartitionSpec(rows)
+                    return PartitionSpec(batch)
             return PartitionSpec()
 
         return jax.tree_util.tree_map_with_path(spec, module)
@@ -252,11 +252,11 @@ class TileLayout:
     places: jax.Array  # [R] int32; beyond the last tile: no place
     used: jax.Array  # [] int32, tiles with assignments
 
-    def fill(self, rows: jax.Array) -> jax.Array:
+    def fill(self, inputs: jax.Array) -> jax.Array:
         """[R, n] -> [N, tile, n], padded with zeros."""
         count = self.groups.shape[0]
-        empty = jnp.zeros((count * self.tile, rows.shape[1]), rows.dtype)
-        return empty.at[self.places].set(rows, mode="drop").reshape(count, self.tile, -1)
+        empty = jnp.zeros((count * self.tile, inputs.shape[1]), inputs.dtype)
+        return empty.at[self.places].set(inputs, mode="drop").reshape(count, self.tile, -1)
 
     def take(self, tiles: jax.Array) -> jax.Array:
         """[N, tile, n] -> [R, n], zeros for assignments without a place."""

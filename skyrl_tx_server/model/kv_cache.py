@@ -48,8 +48,8 @@ class Segment:
 EVERYWHERE = PartitionSpec()
 PAGES = PartitionSpec(None, BATCH, "tensor")
 """The sharding of both arrays of the cache: pages by data-parallel rank, heads by `tensor`."""
-ROWS, STACKED_ROWS = PartitionSpec(BATCH, "tensor"), PartitionSpec(None, BATCH, "tensor")
-EACH_ROW = PartitionSpec(None, "tensor")
+BATCH_HEADS, LAYERS_BATCH_HEADS = PartitionSpec(BATCH, "tensor"), PartitionSpec(None, BATCH, "tensor")
+HEADS_OF_LAYER = PartitionSpec(None, "tensor")
 
 
 def segment_of(k: jax.Array, v: jax.Array) -> Segment:
@@ -97,14 +97,14 @@ def keep_cache(config: ModelConfig, cache: KVCache) -> KVCache:
     return jax.tree.map(lambda leaf: constrain(config.mesh, leaf, PAGES), cache)
 
 
-def read_rows(
+def read_positions(
     config: ModelConfig, cache: KVCache, tables_BW: ArrayLike, ends: Sequence[int]
 ) -> list[list[Segment]]:
     """Return for each layer the cached positions of each sequence, in segments that end at `ends` (multiples
     of PAGE_SIZE)."""
-    read = partial(_read_own_rows, config, ends)
+    read = partial(_read_own_positions, config, ends)
     if config.mesh is not None:
-        read = shard_map_over(config, read, (PAGES, PartitionSpec(BATCH)), ROWS)
+        read = shard_map_over(config, read, (PAGES, PartitionSpec(BATCH)), BATCH_HEADS)
     return read(cache, jnp.asarray(tables_BW))
 
 
@@ -122,14 +122,14 @@ def write_layer(
     write = partial(_write_own_layer, config)
     if config.mesh is not None:
         write = shard_map_over(
-            config, write, (PAGES, EVERYWHERE, EACH_ROW, EVERYWHERE, EVERYWHERE, EVERYWHERE), PAGES
+            config, write, (PAGES, EVERYWHERE, HEADS_OF_LAYER, EVERYWHERE, EVERYWHERE, EVERYWHERE), PAGES
         )
     return write(
         cache, jnp.asarray(layer), new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B)
     )
 
 
-def write_rows(
+def write_positions(
     config: ModelConfig,
     cache: KVCache,
     new: Segment,
@@ -142,9 +142,10 @@ def write_rows(
     """Write the first `counts_B` positions of `new`, stacked over layers, at position `starts_B` of the
     sequences with the block tables `tables_BW`. The default loops over pages; `scatter` is one operation, for
     a GPU, where a loop needs the host."""
-    write, rows = partial(_scatter_own_rows if scatter else _write_own_rows, config), PartitionSpec(BATCH)
+    write = partial(_scatter_own_positions if scatter else _write_own_positions, config)
     if config.mesh is not None:
-        write = shard_map_over(config, write, (PAGES, STACKED_ROWS, rows, rows, rows), PAGES)
+        batch = PartitionSpec(BATCH)
+        write = shard_map_over(config, write, (PAGES, LAYERS_BATCH_HEADS, batch, batch, batch), PAGES)
     return write(cache, new, jnp.asarray(tables_BW), jnp.asarray(starts_B), jnp.asarray(counts_B))
 
 
@@ -168,7 +169,7 @@ def own_pages(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax
     return jnp.where(here, own, 0), here
 
 
-def _read_own_rows(
+def _read_own_positions(
     config: ModelConfig, ends: Sequence[int], cache: KVCache, tables_BW: jax.Array
 ) -> list[list[Segment]]:
     batch, (_, _, heads, head_dim, _) = tables_BW.shape[0], cache.keys.shape
@@ -213,7 +214,7 @@ def _write_own_layer(
     )
 
 
-def _scatter_own_rows(
+def _scatter_own_positions(
     config: ModelConfig,
     cache: KVCache,
     new: Segment,
@@ -246,7 +247,7 @@ def _places(
     ), positions % PAGE_SIZE
 
 
-def _write_own_rows(
+def _write_own_positions(
     config: ModelConfig,
     cache: KVCache,
     new: Segment,
@@ -256,11 +257,11 @@ def _write_own_rows(
 ) -> KVCache:
     width = min(new.keys.shape[-1], PAGE_SIZE)  # positions of a page that are written at once
 
-    def row(b: jax.Array, cache: KVCache) -> KVCache:
+    def write_sequence(b: jax.Array, cache: KVCache) -> KVCache:
         start, count = starts_B[b], counts_B[b]
         keys, values = (jax.lax.dynamic_index_in_dim(leaf, b, axis=1) for leaf in (new.keys, new.values))
 
-        def page(index: jax.Array, cache: KVCache) -> KVCache:
+        def write_page(index: jax.Array, cache: KVCache) -> KVCache:
             at, _ = own_pages(config, cache, tables_BW[b, index])
             first = jnp.clip(start - index * PAGE_SIZE, 0, PAGE_SIZE - width)
             source = index * PAGE_SIZE + first + jnp.arange(width) - start  # index in `new` of each position
@@ -277,9 +278,9 @@ def _write_own_rows(
                 ),
             )
 
-        return jax.lax.fori_loop(start // PAGE_SIZE, -(-(start + count) // PAGE_SIZE), page, cache)
+        return jax.lax.fori_loop(start // PAGE_SIZE, -(-(start + count) // PAGE_SIZE), write_page, cache)
 
-    return jax.lax.fori_loop(0, tables_BW.shape[0], row, cache)
+    return jax.lax.fori_loop(0, tables_BW.shape[0], write_sequence, cache)
 
 
 def _merge(

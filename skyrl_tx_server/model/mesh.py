@@ -168,13 +168,13 @@ def _without_fsdp(axes: Axes) -> Axes:
     return rest or None
 
 
-def batch_axes(config: ModelConfig, rows: int) -> Axes:
+def batch_axes(config: ModelConfig, batch_size: int) -> Axes:
     """Return the mesh axes that divide the sequences of x [B, T, ...] in products with matrices. With
     `weight_stationary`, all devices of `fsdp` have them."""
     if config.mesh is None:
         return None
     axes = ("data",) if config.weight_stationary else BATCH
-    return None if rows % prod(config.mesh.shape[axis] for axis in axes) else axes
+    return None if batch_size % prod(config.mesh.shape[axis] for axis in axes) else axes
 
 
 def shard_batch(config: ModelConfig, x: jax.Array, *, features: Axes = None) -> jax.Array:
@@ -182,7 +182,7 @@ def shard_batch(config: ModelConfig, x: jax.Array, *, features: Axes = None) -> 
     return constrain(config.mesh, x, PartitionSpec(batch_axes(config, x.shape[0]), None, features))
 
 
-def product_by_rows(config: ModelConfig, x: jax.Array, by: str | None) -> jax.Array:
+def shard_product(config: ModelConfig, x: jax.Array, by: str | None) -> jax.Array:
     """Inside a program: shard x [B, T, outputs of a matrix] by sequences and the outputs by `by`. With
     `weight_stationary` the outputs are computed divided by `fsdp` and then gathered."""
     if config.weight_stationary:

@@ -90,13 +90,15 @@ def load_params(model_dir: Path, config: ModelConfig, dtype: jnp.dtype | str) ->
             def read(index: tuple[slice, ...]) -> np.ndarray:
                 sizes = [part.stop - part.start for part in index]
                 out = np.empty(sizes, np.float32 if weight.exact else target)
-                for row, layer in enumerate(stack.layers[index[0]]):
+                for position, layer in enumerate(stack.layers[index[0]]):
                     prefix = f"model.layers.{layer}."
                     if not weight.experts:
-                        out[row] = _read_field(read_part, prefix, weight, index[1:], shards)
+                        out[position] = _read_field(read_part, prefix, weight, index[1:], shards)
                         continue
-                    for column, expert in enumerate(range(weight.experts)[index[1]]):
-                        out[row, column] = _read_field(read_part, prefix, weight, index[2:], shards, expert)
+                    for expert_index, expert in enumerate(range(weight.experts)[index[1]]):
+                        out[position, expert_index] = _read_field(
+                            read_part, prefix, weight, index[2:], shards, expert
+                        )
                 return out
 
             return place(config, (len(stack.layers), *weight.shape), weight.spec, read)
@@ -246,19 +248,21 @@ def _trained_factors(adapter: Adapter, config: ModelConfig, spec: LoraSpec) -> I
     for stack, modules in zip(adapted_stacks(config), adapter.layers, strict=True):
         for field, weight in stack.weights.items():
             if is_trained(spec, weight):
-                for row, layer in enumerate(stack.layers):
+                for position, layer in enumerate(stack.layers):
                     rank = rank_of(weight, config, spec.rank)
-                    yield from _module_factors(f"model.layers.{layer}.", weight, modules[field], (row,), rank)
+                    yield from _module_factors(
+                        f"model.layers.{layer}.", weight, modules[field], (position,), rank
+                    )
     if is_trained(spec, head_weight(config)):
         yield from _module_factors("", head_weight(config), adapter.head, (), spec.rank)
 
 
 def _module_factors(
-    prefix: str, weight: Weight, module: LoraWeights, row: tuple[int, ...], rank: int
+    prefix: str, weight: Weight, module: LoraWeights, leading: tuple[int, ...], rank: int
 ) -> Iterator[_Factors]:
     for part, name in enumerate(weight.names):
         for expert in range(weight.experts or 1):
-            index = (*row, expert) if weight.experts else row
+            index = (*leading, expert) if weight.experts else leading
             a, b = _in_host_memory(module.a)[index], _in_host_memory(module.b[part])[index]
             first = part * len(b)
             name_of_module = name.format(expert=expert).removesuffix(".weight")

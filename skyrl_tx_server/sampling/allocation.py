@@ -28,9 +28,9 @@ class PageAllocator:
         self.caches = [PrefixCache(first=rank * count, count=count) for rank in range(self._dp_ranks)]
 
     @property
-    def max_unfinished_tokens(self) -> int:
-        """How many tokens of unfinished prompts may stay cached between their chunks: a quarter of one rank's
-        pages."""
+    def max_partial_prefill_tokens(self) -> int:
+        """The tokens that fit into a quarter of one rank's pages. Prompts of which only some chunks are
+        computed may have at most this many tokens in total."""
         return (self.size.pages - 1) * PAGE_SIZE // 4
 
     def stats(self) -> dict[str, object]:

@@ -101,9 +101,9 @@ class BatchRunner:
         return self.pool.num_running
 
     @property
-    def max_unfinished_tokens(self) -> int:
+    def max_partial_prefill_tokens(self) -> int:
         """How many tokens of partly computed prompts may stay cached between their chunks."""
-        return self.pages.max_unfinished_tokens
+        return self.pages.max_partial_prefill_tokens
 
     def stats(self) -> dict[str, object]:
         return {**self.pages.stats(), **self.pool.stats(), **self.pipeline.stats()}

@@ -19,10 +19,10 @@ from skyrl_tx_server.model.kv_cache import (
     KVCache,
     Segment,
     keep_cache,
-    read_rows,
+    read_positions,
     segment_of,
     stacked,
-    write_rows,
+    write_positions,
 )
 from skyrl_tx_server.model.layers import rms_norm
 from skyrl_tx_server.model.lora.adapter import Adapter, slot_layers
@@ -126,7 +126,7 @@ def decode_steps(
     adapters = slot_layers(lora_slots, batch.adapters)
     unstacked = None if reads_in_place(config) else by_layer(config, params)
     tables = jnp.asarray(batch.tables)
-    past = None if ends is None else read_rows(config, cache, tables, ends)
+    past = None if ends is None else read_positions(config, cache, tables, ends)
     past_positions = [jnp.arange(first, end)[None] for first, end in pairwise((0, *(ends or ())))]
     past_masks = [(keys < batch.positions[:, None])[:, None, None] for keys in past_positions]
     empty = jnp.zeros((slots, steps, config.num_kv_heads, config.head_dim), cache.keys.dtype)
@@ -191,7 +191,7 @@ def decode_steps(
     )
     end = jax.lax.fori_loop(0, steps, step, start)
     counts = jnp.where(start.remaining > 0, steps, 0)
-    cache = write_rows(
+    cache = write_positions(
         config, cache, stacked(end.recent), batch.tables, batch.positions, counts, scatter=past is None
     )
     carry = keep_replicated(config, Carry(tokens=end.last, active=end.remaining > 0))

@@ -228,7 +228,9 @@ class ModelRunner:
         batches, layout = self.prefill_layout.dummy_batches(), self.decode_layout
         all_ends = layout.segment_ends
         ends = [None] if all_ends is None else [all_ends[:count] for count in range(1, len(all_ends) + 1)]
-        decode_counts = adapter_count_buckets(layout.num_lora_slots, rows=self.prefill_layout.num_slots)
+        decode_counts = adapter_count_buckets(
+            layout.num_lora_slots, num_sequences=self.prefill_layout.num_slots
+        )
         counts = {batch.adapters.max_loras for batch, _ in batches} | {*decode_counts}
         for most in sorted(counts, key=lambda count: count or 0):
             for batch, settings in batches:

@@ -117,7 +117,7 @@ class PrefillLayout:
         batches = []
         for size in (self.shapes.short, self.shapes.long):
             batch, settings = self._batch([(chunk, 0, 1)], size)
-            for most in adapter_count_buckets(self.num_lora_slots, rows=size):
+            for most in adapter_count_buckets(self.num_lora_slots, num_sequences=size):
                 adapters = replace(batch.adapters, max_loras=most)
                 sequence_adapters = replace(batch.sequence_adapters, max_loras=most)
                 batches.append(

@@ -41,8 +41,8 @@ def sample_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Return tokens [B] int32 and their logprobs [B] for float32 logits [B, V].
 
-    `positions` [B] are the positions of the new tokens. `tempered`: logprobs are of the distribution after
-    temperature.
+    `positions` [B] are the positions of the new tokens. With `tempered`, the logprobs are those of the
+    distribution after temperature.
     """
     random = settings.temperatures > 0
     filtered = random & ((settings.top_p < 1) | (settings.top_k < logits.shape[-1]))
@@ -84,8 +84,8 @@ def _gumbel_noise(settings: BatchSettings, positions: ArrayLike, vocab_size: int
 
 
 def _filter(scaled: jax.Array, settings: BatchSettings) -> jax.Array:
-    """Mask all but the `top_k` likeliest tokens, then all but the fewest of these with a probability of
-    `top_p`. Ties are kept."""
+    """Keep the `top_k` most likely tokens, and of these the smallest set whose probability is at least
+    `top_p`. Mask the others. Tokens that are as likely as the last one that is kept are kept too."""
     ordered = jnp.sort(scaled, axis=-1, descending=True)
     ranks = jnp.arange(scaled.shape[-1])[None]
     top = jnp.where(ranks < settings.top_k[:, None], ordered, MASKED)

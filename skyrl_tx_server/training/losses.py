@@ -32,8 +32,8 @@ from skyrl_tx_server.engine.loss_spec import LossFn, LossSettings
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 
 MAX_LOG_RATIO = 80.0
-"""Log-ratios are limited to this: exp of more overflows float32, and an infinite ratio times a zero advantage
-is NaN."""
+"""The upper limit of log-ratios. The exponential of a larger value could overflow float32, and an infinite
+ratio times a zero advantage is NaN."""
 
 jax.tree_util.register_dataclass(
     LossSettings, data_fields=[field.name for field in fields(LossSettings)], meta_fields=[]
@@ -46,30 +46,31 @@ class LossSelection:
     """The loss of a request and the options of all losses, as arguments of the training programs."""
 
     index: ArrayLike  # [] int32, the position of the loss in LOSS_FUNCTIONS
-    settings: LossSettings  # every field [] float32
+    settings: LossSettings  # every field is [] float32
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """What the formulas read besides the model's logprobs; float32, broadcast against these."""
+    """The inputs of the losses besides the model's logprobs: float32 arrays that broadcast to the shape of
+    the logprobs."""
 
     weights: ArrayLike
-    sampler_logprobs: ArrayLike  # for gspo the sequence term s, at each token of the sequence
+    sampler_logprobs: ArrayLike  # for gspo: the sequence term s, at each token of the sequence
     advantages: ArrayLike
-    counts: ArrayLike  # how many tokens share this loss, with equal inputs and logprob; 0 for padding
+    counts: ArrayLike  # the number of sequences that share this loss position; 0 for padding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossTerms:
-    """What a loss function reads; float32 arrays of one shape, or that broadcast to it."""
+    """The arguments of a loss function: float32 arrays that broadcast to one shape."""
 
     logprobs: jax.Array  # log p(target)
     log_ratio: jax.Array  # logprobs - sampler_logprobs
     ratio: jax.Array  # exp(log_ratio), kept finite
     clipped_ratio: jax.Array  # ratio between the clip thresholds
     inputs: LossInputs
-    settings: LossSettings  # the request's, every field [] float32
+    settings: LossSettings  # of the request; every field is [] float32
 
 
 def cross_entropy(terms: LossTerms) -> jax.Array:

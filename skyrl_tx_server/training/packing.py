@@ -96,7 +96,7 @@ def _cut_targets(values: np.ndarray, num_targets: int | None) -> np.ndarray:
 
 
 def _pack_streams(streams: Sequence[PrefixTree], shape: BucketShape, num_targets: int | None) -> PackedBatch:
-    empty = PrefixTree.of(())
+    empty = PrefixTree.from_sequences(())
     padded = [*streams, *[empty] * (shape.streams - len(streams))]
     packed = [_pack_stream(stream, shape, num_targets) for stream in padded]
     return PackedBatch(

@@ -50,7 +50,7 @@ class PrefixTree:
     loss_positions: int
 
     @classmethod
-    def of(cls, sequences: Sequence[TreeSequence]) -> PrefixTree:
+    def from_sequences(cls, sequences: Sequence[TreeSequence]) -> PrefixTree:
         return cls(
             sequences=tuple(sequences),
             tokens=sum(sequence.new_tokens for sequence in sequences),
@@ -133,11 +133,11 @@ def _trees(sequences: Sequence[TreeSequence], limit: BucketShape) -> Iterator[Pr
         tokens, loss_positions = tokens + sequence.new_tokens, loss_positions + sequence.new_loss_positions
         if not sequence.num_shared or tokens > limit.length or loss_positions > limit.loss_positions:
             if run:
-                yield PrefixTree.of(run)
+                yield PrefixTree.from_sequences(run)
             run, sequence = [], sequence.without_shared()
             tokens, loss_positions = sequence.new_tokens, sequence.new_loss_positions
         run.append(sequence)
-    yield PrefixTree.of(run)
+    yield PrefixTree.from_sequences(run)
 
 
 def _fill_streams(
@@ -157,7 +157,7 @@ def _fill_streams(
             fills = not filled or sum(tree.tokens for tree in stream) >= MIN_FILL * shape.length
             (good if fills else poor).append(stream)
         yield from (
-            (shape, PrefixTree.of([sequence for tree in stream for sequence in tree.sequences]))
+            (shape, PrefixTree.from_sequences([sequence for tree in stream for sequence in tree.sequences]))
             for stream in good or poor
         )
         trees = [tree for stream in poor for tree in stream] if good else []

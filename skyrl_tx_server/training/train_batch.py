@@ -16,8 +16,9 @@ from skyrl_tx_server.training.losses import LossInputs
 class TrainBatch:
     """R streams of T tokens with E loss positions each. Padding is zero, except in `layout.subtree_end`.
 
-    With K targets per position, which is a program of its own, targets and weights are [R, E, K] and the
-    sampler's logprobs and advantages [R, E, 1]. Loss positions with a gradient come before the others.
+    With K targets per position, the targets and their weights are [R, E, K], and the sampler's logprobs and
+    the advantages are [R, E, 1]. Each K needs a compiled program of its own. Loss positions with a gradient
+    come before the others.
     """
 
     tokens: ArrayLike  # [R, T] int32

@@ -1,7 +1,7 @@
-"""The training programs: forward, forward and backward into an accumulator, and one Adam step.
+"""The training programs: forward, forward_backward, which adds to a summed gradient, and one Adam step.
 
-Each compiles once per training shape, whatever the loss, its settings, the adapter's rank or the optimizer's
-settings. Pass host numpy arrays for everything that changes from call to call.
+Each program is compiled once per training shape. Losses, their settings, adapter ranks and optimizer settings
+need no further compilation. Pass host numpy arrays for everything that changes from call to call.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from skyrl_tx_server.training.train_batch import TrainBatch
 CHUNKS = 16
 MIN_CHUNK_POSITIONS = 64
 MAX_CHUNK_LOGITS = 1 << 26
-"""The head computes the loss positions of a batch in chunks, so the logits [E, V] are never in memory as a
-whole: a sixteenth of the positions at a time, with at most this many logits (256 MiB in float32)."""
+"""The head computes the loss positions of a batch in CHUNKS chunks, or in more if a chunk would have more
+than MAX_CHUNK_LOGITS logits (256 MiB in float32). The logits [E, V] of all positions are never in memory."""
 
 
 @jax.tree_util.register_dataclass
@@ -65,8 +65,8 @@ class AdamState:
 
 
 def adam_scalars(settings: AdamSettings) -> np.ndarray:
-    """Return the settings as one float32 array [6], in the order of their fields. Each argument array of a
-    program takes time."""
+    """Return the settings as one float32 array [6], in the order of their fields. One array is passed to a
+    program faster than six."""
     return np.array(astuple(settings), np.float32)
 
 
@@ -96,11 +96,11 @@ def forward_backward(
     config: ModelConfig,
     remat: Remat = Remat.LAYERS,
 ) -> tuple[Adapter, TokenOutputs]:
-    """Return `grad_sum` plus the gradient of this batch. Losses are summed over tokens, as Tinker defines
-    them.
+    """Return `grad_sum` plus the gradient of this batch, and the outputs. Losses are summed over tokens, as
+    Tinker defines them.
 
-    Nothing is donated: the model keeps `grad_sum` if the operation fails, and all models share the same
-    initial zeros.
+    No argument is donated. If the operation fails, the model keeps its `grad_sum`, and the zeros that an
+    optimizer step leaves are shared by all models.
     """
 
     def run_layers(layers: tuple[LayerAdapter, ...]) -> jax.Array:
@@ -126,7 +126,9 @@ def forward(
 
     def run(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
         return jax.lax.cond(
-            chunk.used, lambda: _chunk_loss(config, params, adapter, loss, chunk), lambda: _nothing_of(chunk)
+            chunk.used,
+            lambda: _chunk_loss(config, params, adapter, loss, chunk),
+            lambda: _zero_outputs(chunk),
         )
 
     losses, logprobs = jax.lax.map(run, chunks)
@@ -137,7 +139,7 @@ def forward(
 def adam_step(
     adapter: Adapter, gradient: Adapter, state: AdamState, mask: Adapter, settings: ArrayLike
 ) -> tuple[Adapter, AdamState, jax.Array]:
-    """Take one Adam step with decoupled weight decay. Nothing is donated, so the caller still has the old
+    """Take one Adam step with decoupled weight decay. No argument is donated, so the caller still has the old
     adapter if the new one is not finite.
 
     `mask` is the `trainable_mask` of the adapter; masked values count neither in the norm nor in the update.
@@ -220,13 +222,13 @@ def _loss_states(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chunk:
-    """Loss positions of a batch, n of each stream. In stacked chunks every leaf has a leading axis."""
+    """Loss positions of a batch, n of each stream. In stacked chunks every leaf has a leading chunk axis."""
 
     hidden: jax.Array  # [R, n, D]
     targets: ArrayLike  # [R, n] or [R, n, K] int32
     inputs: LossInputs  # [R, n], or [R, n, K] and [R, n, 1]
-    used: jax.Array  # [] bool, it has more than padding
-    trained: jax.Array  # [] bool, some loss positions have a gradient
+    used: jax.Array  # [] bool, whether some positions are not padding
+    trained: jax.Array  # [] bool, whether some positions have a gradient
 
 
 def _head_gradient(
@@ -239,9 +241,9 @@ def _head_gradient(
 ) -> tuple[TokenOutputs, jax.Array, LoraWeights]:
     """Return the outputs, the gradient of `hidden`, and the gradient of the head's adapter.
 
-    Each loss depends on the logprobs of one position, so a chunk's gradient is computed together with its
-    logits. This takes two passes over the head weight instead of three with recomputed logits, and one for
-    chunks without a gradient.
+    The loss of a position depends on the logprobs of that position only, so the gradient of a chunk is
+    computed together with its logits. This reads the head weight twice, or once for a chunk without a
+    gradient. If the backward pass recomputed the logits, it would be read three times.
     """
 
     def differentiate(chunk: _Chunk) -> tuple[LoraWeights, jax.Array, jax.Array, jax.Array]:
@@ -256,10 +258,10 @@ def _head_gradient(
         return grads, summed, logprobs, grad_states
 
     def evaluate(chunk: _Chunk) -> tuple[LoraWeights, jax.Array, jax.Array, jax.Array]:
-        return nothing, *_chunk_loss(config, params, adapter, loss, chunk), jnp.zeros_like(chunk.hidden)
+        return zero_grads, *_chunk_loss(config, params, adapter, loss, chunk), jnp.zeros_like(chunk.hidden)
 
     def skip(chunk: _Chunk) -> tuple[LoraWeights, jax.Array, jax.Array, jax.Array]:
-        return nothing, *_nothing_of(chunk), jnp.zeros_like(chunk.hidden)
+        return zero_grads, *_zero_outputs(chunk), jnp.zeros_like(chunk.hidden)
 
     def step(
         grad_head: LoraWeights, chunk: _Chunk
@@ -268,8 +270,8 @@ def _head_gradient(
         grads, *outputs = jax.lax.switch(kind, (skip, evaluate, differentiate), chunk)
         return jax.tree.map(jnp.add, grad_head, grads), tuple(outputs)
 
-    nothing = jax.tree.map(jnp.zeros_like, adapter.head)
-    grad_head, (sums, logprobs, grad_hidden) = jax.lax.scan(step, nothing, _chunks(config, hidden, batch))
+    zero_grads = jax.tree.map(jnp.zeros_like, adapter.head)
+    grad_head, (sums, logprobs, grad_hidden) = jax.lax.scan(step, zero_grads, _chunks(config, hidden, batch))
     return (
         TokenOutputs(logprobs=_whole(logprobs, batch), loss=sums.sum()),
         _whole(grad_hidden, batch),
@@ -290,7 +292,8 @@ def _chunk_loss(
     return token_losses(loss, logprobs, chunk.inputs).sum(), logprobs
 
 
-def _nothing_of(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
+def _zero_outputs(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
+    """Return what `_chunk_loss` returns, for a chunk that has only padding."""
     return jnp.zeros(()), jnp.zeros(chunk.targets.shape)
 
 
@@ -323,6 +326,6 @@ def _chunks(config: ModelConfig, hidden: jax.Array, batch: TrainBatch) -> _Chunk
 
 
 def _whole(stacked: jax.Array, batch: TrainBatch) -> jax.Array:
-    """[chunks, R, n, ...] -> [R, E, ...]."""
+    """Convert [chunks, R, n, ...] to [R, E, ...]."""
     streams, positions = batch.token_index.shape
     return stacked.swapaxes(0, 1).reshape(streams, -1, *stacked.shape[3:])[:, :positions]

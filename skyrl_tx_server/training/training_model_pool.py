@@ -1,5 +1,5 @@
-"""A pool of training models. The most recently used models are on the device, the others in host memory. A
-move between the two does not change a value."""
+"""A pool of training models. The most recently used models are on the device, the others in host memory.
+Moving a model changes no value."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class TrainingModelPool:
 
 
 def _shardings(model: TrainingModel) -> object:
-    """Return the shardings to restore. None on one device: a committed array would recompile every program it
-    enters."""
+    """Return the shardings with which the arrays return to the devices, or None if they are uncommitted, as
+    on one device. A program that was compiled for uncommitted arrays is compiled again for committed ones."""
     arrays = model.arrays()
     return (
         jax.tree.map(lambda leaf: leaf.sharding, arrays)

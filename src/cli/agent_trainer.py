@@ -21,7 +21,7 @@ MODULES = {
     "serve": ("skyrl_tx_server", "Serve a model over the Tinker API"),
     "export": ("skyrl_tx_server.export", "Export an adapter, merge it into its model, or import one"),
     "keys": ("skyrl_tx_server.keys", "Make the API keys of tenants"),
-    "probe": ("src.probe", "Check what an endpoint honours"),
+    "probe": ("src.evaluate.probe", "Check what an endpoint honours"),
     "validate": ("src.envs.validate", "Check the tasks of a folder"),
 }
 """Command -> module that is run with the remaining arguments, and its help."""

@@ -98,30 +98,30 @@ def whiten_examples(examples_P_G: Sequence[Sequence[Example]]) -> list[list[Exam
     return [[next(changed) for _ in group] for group in examples_P_G]
 
 
-def substeps(examples_P_G: Sequence[Sequence[Example]], num_substeps: int) -> list[list[Example]]:
-    """Divide a batch into shares of almost equal size, one per optimizer step.
+def split_substeps(examples_P_G: Sequence[Sequence[Example]], num_substeps: int) -> list[list[Example]]:
+    """Divide a batch into parts of almost equal size, one per optimizer step.
 
-    A share has whole groups, or trajectories if there are fewer groups than steps.
+    A part consists of whole groups, or of whole trajectories if there are fewer groups than steps.
 
-    >>> [len(share) for share in substeps([["a", "b"], ["c", "d"], ["e", "f"]], 2)]
+    >>> [len(examples) for examples in split_substeps([["a", "b"], ["c", "d"], ["e", "f"]], 2)]
     [4, 2]
     """
     whole: list[Sequence[Example]] = list(examples_P_G)
     units = whole if len(whole) >= num_substeps else [[example] for group in whole for example in group]
-    num_shares = min(num_substeps, len(units))
-    bounds = [-(-len(units) * i // num_shares) for i in range(num_shares + 1)] if num_shares else [0]
+    num_parts = min(num_substeps, len(units))
+    bounds = [-(-len(units) * i // num_parts) for i in range(num_parts + 1)] if num_parts else [0]
     return [[example for unit in units[start:end] for example in unit] for start, end in pairwise(bounds)]
 
 
-def apply_loss_reduction(share: Sequence[Example], options: AdvantageOptions) -> list[Example]:
+def apply_loss_reduction(examples: Sequence[Example], options: AdvantageOptions) -> list[Example]:
     """Multiply the advantages by the weights of the loss reduction, since the server sums over tokens."""
     weights = token_weights(
-        [example.num_tokens for example in share],
-        prompts_S=[example.trajectory.task_id for example in share],
+        [example.num_tokens for example in examples],
+        prompts_S=[example.trajectory.task_id for example in examples],
         reduction=options.loss_reduction,
         max_sequence_length=options.length_limits.max_sequence_length,
     )
     return [
         replace(example, sequences=[scale_advantages(sequence, weight) for sequence in example.sequences])
-        for example, weight in zip(share, weights, strict=True)
+        for example, weight in zip(examples, weights, strict=True)
     ]

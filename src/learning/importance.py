@@ -79,7 +79,9 @@ def out_of_bounds(log_ratios: np.ndarray, options: ImportanceOptions) -> bool:
 
 
 def apply_tis(
-    shares: Sequence[Sequence[Example]], old_logprobs_D: Sequence[np.ndarray], options: ImportanceOptions
+    examples_per_substep: Sequence[Sequence[Example]],
+    old_logprobs_D: Sequence[np.ndarray],
+    options: ImportanceOptions,
 ) -> tuple[list[list[Example]], dict[str, float]]:
     """Return the corrected examples and the metrics of the correction.
 
@@ -106,7 +108,7 @@ def apply_tis(
             example, sequences=[_corrected(*values) for values in zip(sequences, parts, old, strict=True)]
         )
 
-    changed = [[correct(example) for example in share] for share in shares]
+    changed = [[correct(example) for example in examples] for examples in examples_per_substep]
     num_units = (
         len(corrections) if options.tis == "sequence" else sum(len(item.factors) for item in corrections)
     )

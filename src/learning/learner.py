@@ -71,7 +71,7 @@ class Learner:
     async def update(
         self, datums_per_substep: Sequence[Sequence[tinker.Datum]] = (), *, step: int = 1
     ) -> dict[str, float]:
-        """Take one optimizer step per non-empty share and return the metrics of the update.
+        """Take one optimizer step per non-empty list of datums and return the metrics of the update.
 
         `step`, from 1, is the number of the batch in the learning-rate schedule. Raises TrainerError if the
         logprobs are not finite.
@@ -91,15 +91,15 @@ class Learner:
         with sdk_boundary("training"):
             if added:
                 steps.append(self._client.optim_step(adam))
-            for share in filter(None, map(list, datums_per_substep)):
-                queued.append((share, self._gradient(share)))
+            for datums in filter(None, map(list, datums_per_substep)):
+                queued.append((datums, self._gradient(datums)))
                 steps.append(self._client.optim_step(adam))
-            outputs = [(share, await gradient) for share, gradient in queued]
+            outputs = [(datums, await gradient) for datums, gradient in queued]
             answers = [await step for step in steps]
         metrics = {"optim/lr": rate, "optim/num_substeps": float(len(steps))}
         if not steps:
             return metrics
-        tokens = [trained_tokens(share, output) for share, output in outputs]
+        tokens = [trained_tokens(datums, output) for datums, output in outputs]
         if not all(np.isfinite(substep.trained_logprobs).all() for substep in tokens):
             raise TrainerError(
                 f"step {step}: the weights have diverged, their logprobs are not finite; resume from the "

@@ -94,9 +94,11 @@ def token_metrics(num_tokens: Sequence[int], rewards: Sequence[float]) -> dict[s
     return measure(RESPONSE_METRICS, ResponseLengths(num_tokens=num_tokens, rewards=rewards))
 
 
-def batch_metrics(shares: Sequence[Sequence[Example]], dropped: Counter[DropReason]) -> dict[str, float]:
-    """Return what an update trains on. `shares` are the examples of each optimizer step."""
-    examples = [example for share in shares for example in share]
+def batch_metrics(
+    examples_per_substep: Sequence[Sequence[Example]], dropped: Counter[DropReason]
+) -> dict[str, float]:
+    """Return the metrics of the examples that an update trains on."""
+    examples = [example for substep in examples_per_substep for example in substep]
     return measure(BATCH_METRICS, TrainingBatch(examples=examples, dropped=dropped))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import tinker
 
 from src.learning.datums import TokenSequence, scale_advantages, to_datums
-from src.learning.examples import Example, apply_loss_reduction, substeps
+from src.learning.examples import Example, apply_loss_reduction, split_substeps
 from src.learning.filters import DropReason
 from src.learning.importance import apply_tis
 from src.learning.kl_penalty import apply_kl_penalty
@@ -43,38 +43,45 @@ async def prepare(
     `reference` gives the logprobs for the KL penalty, and `learner` those for importance correction.
     `version` is that of the weights to be trained; tokens older than `max_staleness` are masked last.
     """
-    shares = substeps(examples_P_G, options.num_substeps)
-    metrics = batch_metrics(shares, dropped)
+    examples_per_substep = split_substeps(examples_P_G, options.num_substeps)
+    metrics = batch_metrics(examples_per_substep, dropped)
     if reference is not None:
-        penalties = [await apply_kl_penalty(share, reference, options) for share in shares]
-        shares = [penalty.examples for penalty in penalties]
+        penalties = [
+            await apply_kl_penalty(examples, reference, options) for examples in examples_per_substep
+        ]
+        examples_per_substep = [penalty.examples for penalty in penalties]
         metrics["optim/kl_policy_base"] = (
             statistics.fmean(penalty.mean_kl for penalty in penalties) if penalties else 0.0
         )
-    shares = [apply_loss_reduction(share, options) for share in shares]
+    examples_per_substep = [apply_loss_reduction(examples, options) for examples in examples_per_substep]
     if options.is_on:
         before_the_update = await learner.logprobs(
-            to_datums(sequence for share in shares for sequence in _sequences(share))
+            to_datums(sequence for examples in examples_per_substep for sequence in _sequences(examples))
         )
-        shares, corrections = apply_tis(shares, before_the_update, options)
+        examples_per_substep, corrections = apply_tis(examples_per_substep, before_the_update, options)
         metrics |= corrections
     if options.max_staleness:
-        shares, ages = mask_stale(shares, version=version, max_staleness=options.max_staleness)
+        examples_per_substep, ages = mask_stale(
+            examples_per_substep, version=version, max_staleness=options.max_staleness
+        )
         metrics |= ages
-    return Prepared(datums_per_substep=[to_datums(_sequences(share)) for share in shares], metrics=metrics)
+    return Prepared(
+        datums_per_substep=[to_datums(_sequences(examples)) for examples in examples_per_substep],
+        metrics=metrics,
+    )
 
 
 def stream_datums(
     examples: Sequence[Example], options: PreparationOptions, *, version: int, num_groups: int
 ) -> list[tinker.Datum]:
     """Return the datums of one of the `num_groups` groups of a batch. All groups have the same weight."""
-    share = [
+    weighted = [
         replace(
             example, sequences=[scale_advantages(sequence, 1 / num_groups) for sequence in example.sequences]
         )
         for example in apply_loss_reduction(examples, options)
     ]
-    (bounded,), _ = mask_stale([share], version=version, max_staleness=options.max_staleness)
+    (bounded,), _ = mask_stale([weighted], version=version, max_staleness=options.max_staleness)
     return to_datums(_sequences(bounded))
 
 
@@ -90,5 +97,5 @@ def stream_metrics(
     return batch_metrics(examples_P_G, dropped) | ages
 
 
-def _sequences(share: Sequence[Example]) -> list[TokenSequence]:
-    return [sequence for example in share for sequence in example.sequences]
+def _sequences(examples: Sequence[Example]) -> list[TokenSequence]:
+    return [sequence for example in examples for sequence in example.sequences]

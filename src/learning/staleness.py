@@ -15,24 +15,28 @@ from src.learning.examples import Example
 
 
 def mask_stale(
-    shares: Sequence[Sequence[Example]], *, version: int, max_staleness: int
+    examples_per_substep: Sequence[Sequence[Example]], *, version: int, max_staleness: int
 ) -> tuple[list[list[Example]], dict[str, float]]:
     """Mask the tokens that are more than `max_staleness` updates older than `version`.
 
-    `shares` has the examples of each substep. `version` is the version of the weights that the step trains.
-    The advantage of a masked token is 0: it adds nothing to the loss, but the loss reduction still counts it,
-    as in importance correction. Also returns metrics of the staleness of all sampled tokens, including the
-    masked tokens.
+    `version` is the version of the weights that the step trains. The advantage of a masked token is 0: it
+    adds nothing to the loss, but the loss reduction still counts it, as in importance correction. Also
+    returns metrics of the staleness of all sampled tokens, including the masked tokens.
     """
     oldest = version - max_staleness
     bounded = [
         [
             replace(example, sequences=[_masked(sequence, oldest) for sequence in example.sequences])
-            for example in share
+            for example in examples
         ]
-        for share in shares
+        for examples in examples_per_substep
     ]
-    sequences = [sequence for share in shares for example in share for sequence in example.sequences]
+    sequences = [
+        sequence
+        for examples in examples_per_substep
+        for example in examples
+        for sequence in example.sequences
+    ]
     ages = np.concatenate(
         [version - sequence.versions[sequence.sampled] for sequence in sequences]
         or [np.zeros(0, dtype=np.int64)]
@@ -45,8 +49,8 @@ def mask_stale(
             sum(
                 bool(example.sequences)
                 and all(_all_too_old(sequence, oldest) for sequence in example.sequences)
-                for share in shares
-                for example in share
+                for examples in examples_per_substep
+                for example in examples
             )
         ),
     }

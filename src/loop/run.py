@@ -19,9 +19,10 @@ from src.core.log_setup import logging_to_file
 from src.core.process import in_thread
 from src.envs.base import TaskSource, close_quietly
 from src.evaluate.contamination import content_hashes, require_held_out, write_hashes
+from src.evaluate.probe import capabilities
 from src.evaluate.training_events import TrainingEvents
 from src.learning.learner import Learner
-from src.loop import capabilities, outcome
+from src.loop import outcome
 from src.loop.connection import Connect, Connector, Dependencies, open_dependencies
 from src.policy.openai_client import open_endpoint
 from src.records.journal import Journal, RunState

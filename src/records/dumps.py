@@ -1,22 +1,25 @@
 """Dumps of conversations from evaluations and from some training steps, one JSON line per trajectory.
 
     dumped_evals/global_step_<N>_evals/<data source>.jsonl  all trajectories, and aggregated_results.jsonl
-    training_examples/step_<N>_examples.jsonl               steps 1, 11, 21, ...: one trajectory of ten tasks
+    training_examples/step_<N>_examples.jsonl               in steps 1, 11, 21, ...: one trajectory of each of
+                                                            ten tasks
 
 The fields have the names and contents of SkyRL's dumps:
 
     input_prompt          the first prompt
-    output_response       the text after it: with special tokens in evaluations, where tools count them, and
-                          without them in training examples
-    score, reward         the rewards of the turns (any above 0: a pass); their sum
+    output_response       the text after the first prompt, in evaluations with special tokens (programs that
+                          read the dumps count them), in training examples without them
+    score                 the rewards of the turns; the trial is passed if one of them is above 0
+    reward                the sum of the rewards
     env_class             the environment (`env=`)
     data_source, domain   the domain, or the family of the task
     env_extras            task_key, data_source, trial (its name), member, seed, and the metrics of the trial.
                           Lines with the same task_key are trials of the same task
-    conversation          the messages without special tokens; tool calls are structure: `tool_calls` of an
-    conversation_history  assistant message, `name` of a tool message. Both names have the same value
+    conversation          the messages without special tokens, with `tool_calls` in assistant messages and
+                          `name` in tool messages
+    conversation_history  the same value as `conversation`
 
-A failed dump is a warning and does not fail the step.
+If a dump fails, a warning is logged and the step continues.
 """
 
 from __future__ import annotations
@@ -37,12 +40,13 @@ from src.records.tracking import finite
 
 logger = logging.getLogger(__name__)
 
-Decode = Callable[[Sequence[int], bool], str]  # of token ids; True leaves special tokens out
+Decode = Callable[[Sequence[int], bool], str]  # (token ids, whether to leave out special tokens) -> text
 AGGREGATED = "aggregated_results.jsonl"
 EXAMPLES_EVERY = 10
 NUM_EXAMPLES = 10
 SHOWN_CHARACTERS = 200
-# DeepSeek writes its tokens with ｜ and ▁. Those of tool calls stay: they separate names and arguments.
+# DeepSeek's special tokens contain ｜ and ▁. Those of tool calls are kept, because they separate names and
+# arguments.
 SPECIAL_TOKEN = re.compile(r"<\|\w+\|>|<｜(?!tool▁)[\w▁]+｜>")
 
 
@@ -140,7 +144,8 @@ def env_extras(task: Task, trajectory: Trajectory) -> dict[str, object]:
 
 
 def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, object]]:
-    """Return the environment's messages if it kept them; otherwise the first prompt and the rest as text."""
+    """Return the messages that the environment recorded. If it recorded none, return two messages: the text
+    of the first prompt and the text after it."""
     if trajectory.conversation and all(
         isinstance(message, Mapping) and "role" in message for message in trajectory.conversation
     ):
@@ -164,15 +169,13 @@ def without_special_tokens(message: Mapping[str, object]) -> dict[str, object]:
 
 
 def prompt_ids(trajectory: Trajectory) -> list[int]:
-    """Return the tokens of the first prompt; none if nothing was sampled."""
+    """Return the tokens of the first prompt, or an empty list if nothing was sampled."""
     return list(trajectory.turns[0].prompt_ids) if trajectory.turns else []
 
 
 def response_ids(trajectory: Trajectory) -> list[int]:
-    """Return the tokens after the first prompt.
-
-    After a rewritten history, only the last completion is returned.
-    """
+    """Return the tokens after the first prompt. If the agent has rewritten its history, return only the last
+    completion."""
     if not trajectory.turns:
         return []
     first, last = trajectory.turns[0], trajectory.turns[-1]

@@ -49,7 +49,7 @@ SAMPLING_METRICS: tuple[Metric[Any], ...] = (
         "Groups of the step that were skipped because their task is quarantined."),
     Metric("tasks/quarantined", COUNT, LAST, "Tasks in quarantine."),
     Metric("async/groups_in_flight", COUNT, LAST,
-        "Groups being played ahead (`max_staleness` or `stream_groups`)."),
+        "Groups that the pipeline is rolling out (`max_staleness` or `stream_groups`)."),
     Metric("async/groups_waiting", COUNT, LAST, "Finished groups that no step has trained on."),
     Metric("curriculum/tasks_unplayed", COUNT, LAST,
         "Training tasks without a trial (`task_sampling=thompson`)."),

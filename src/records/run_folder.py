@@ -158,12 +158,12 @@ def _check_same_run(path: Path, config: RunFolderOptions) -> None:
                 f"the run in {path} has {name}={before[name]}, not {now[name]}; resume it with that value, "
                 "or give another log_path"
             )
-    if _is_ahead(before) and not _is_ahead(now):  # its steps have used groups of later steps
+    if _uses_pipeline(before) and not _uses_pipeline(now):  # its steps may have used groups of later steps
         raise ConfigError(
             f"the run in {path} takes groups in the order in which they end; resume it with max_staleness=1 "
             "or stream_groups=true, or give another log_path"
         )
 
 
-def _is_ahead(config: Mapping[str, Any]) -> bool:
+def _uses_pipeline(config: Mapping[str, Any]) -> bool:
     return bool(config.get("max_staleness") or config.get("stream_groups"))

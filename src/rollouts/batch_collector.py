@@ -1,8 +1,8 @@
 """Collect the batch of each step.
 
-On-policy, the groups of the step's own tasks are rolled out when the step begins. With `max_staleness` or
-`stream_groups` they are rolled out ahead, and a step takes those that end first. Failures are counted in the
-order of the batch (`task_quarantine`).
+By default, a step rolls out the groups of its own tasks and waits for all of them. With `max_staleness` or
+`stream_groups`, a step takes groups from the pipeline in the order in which they end; with `max_staleness`
+they may have begun during earlier steps. Failures are counted in the order of the batch (`task_quarantine`).
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class BatchCollector:
     async def collect(self, batch: Batch, on_group: OnGroup) -> StepBatch:
         """Return the groups of one step.
 
-        If they are rolled out ahead, `on_group` is called with each group when it is taken.
+        If they come from the pipeline, `on_group` is called with each group when it is taken.
         """
         self._num_groups_before = self._curriculum.num_groups
-        if self._options.is_ahead:
+        if self._options.uses_pipeline:
             collected = await self._take(batch, on_group)
         else:
             collected = await self._sample(batch)
@@ -112,10 +112,13 @@ class BatchCollector:
         return collected
 
     def _pipeline_of(self, batches: Sequence[Batch]) -> Pipeline:
-        """Return a pipeline of every group that no step has taken yet. Without rollouts ahead it is empty."""
+        """Return a pipeline of every group that no step has taken yet; it is empty if the options do not use
+        it."""
         options = self._options
         scheduled = (Scheduled(step=batch.step, task=task) for batch in batches for task in batch.tasks)
-        ahead = [group for group in scheduled if options.is_ahead and not self._journal.is_taken(group.key)]
+        ahead = [
+            group for group in scheduled if options.uses_pipeline and not self._journal.is_taken(group.key)
+        ]
         return Pipeline(ahead, self._roll_out_ahead, options, is_left_out=self._is_quarantined)
 
     async def _sample(self, batch: Batch) -> StepBatch:

@@ -77,8 +77,8 @@ class PipelineOptions(BatchOptions, StalenessOptions):
     )
 
     @property
-    def is_ahead(self) -> bool:
-        """Whether a step trains the groups that end first, instead of rolling out its own batch."""
+    def uses_pipeline(self) -> bool:
+        """Whether a step takes its groups from the pipeline, in the order in which they end."""
         return self.max_staleness > 0 or self.stream_groups
 
     @chz.validate

@@ -1,8 +1,8 @@
-"""The schedule of tasks, and the pipeline that rolls out groups ahead of training.
+"""The schedule of tasks, and the pipeline that rolls out groups in this order.
 
-On-policy, each batch is rolled out with the weights of the previous step. Otherwise groups are rolled out
-while others are trained on, and each turn is sampled with the newest weights.
-docs/staleness.md explains the rules and the alternatives.
+With `max_staleness=0`, each batch is rolled out with the weights of the previous step. Otherwise groups are
+rolled out while others are trained on, and each turn is sampled with the newest weights. docs/staleness.md
+explains the rules and the alternatives.
 """
 
 from __future__ import annotations
@@ -126,12 +126,12 @@ class Scheduled:
 
 
 class Pipeline:
-    """Rolls out groups ahead of the steps that take them. A step takes those that end first, so it does not
-    wait for slow ones.
+    """Rolls out groups in the order of the schedule. Steps take them in the order in which they end.
 
-    On-policy (`max_staleness=0`) only the groups of the step itself are rolled out. Otherwise up to
-    `max_groups_in_flight` groups are rolled out at once, or fewer if training is slower than the rollouts,
-    because a group must be trained before its tokens are too stale.
+    With `max_staleness=0`, only the groups of the current step are rolled out. Otherwise up to
+    `max_groups_in_flight` groups are rolled out at once, and a step does not wait for slow ones. They are
+    fewer if training is slower than the rollouts, because a group must be trained before its tokens are too
+    stale.
     """
 
     def __init__(

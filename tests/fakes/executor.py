@@ -69,7 +69,7 @@ class FakeExecutor:
     active: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
 
     _paused: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
-    max_unfinished_tokens: int = 0
+    max_partial_prefill_tokens: int = 0
 
     @property
     def sampler(self) -> FakeExecutor:

@@ -41,7 +41,7 @@ START = (
 )
 
 
-class Manner(StrEnum):
+class Fault(StrEnum):
     """How a bad request is answered."""
 
     HANGS = "hangs"
@@ -52,10 +52,10 @@ class Manner(StrEnum):
 class Unresponsive:
     """An ASGI application that wraps another one. `reached` is set after the first bad request."""
 
-    def __init__(self, app: Callable, manner: Manner, is_bad: Callable[[str], bool]) -> None:
+    def __init__(self, app: Callable, fault: Fault, is_bad: Callable[[str], bool]) -> None:
         self.reached = threading.Event()
         self._app = app
-        self._manner = manner
+        self._fault = fault
         self._is_bad = is_bad
 
     async def __call__(self, scope, receive, send) -> None:
@@ -63,20 +63,20 @@ class Unresponsive:
             await self._app(scope, receive, send)
             return
         self.reached.set()
-        if self._manner is Manner.HANGS:
+        if self._fault is Fault.HANGS:
             await asyncio.Event().wait()
         headers = [
             (b"content-type", b"application/json"),
-            (b"content-length", b"100000" if self._manner is Manner.TRICKLES else b"2"),
+            (b"content-length", b"100000" if self._fault is Fault.TRICKLES else b"2"),
         ]
         await send(
             {
                 "type": "http.response.start",
-                "status": 500 if self._manner is Manner.FAILS else 200,
+                "status": 500 if self._fault is Fault.FAILS else 200,
                 "headers": headers,
             }
         )
-        while self._manner is Manner.TRICKLES:
+        while self._fault is Fault.TRICKLES:
             await send({"type": "http.response.body", "body": b" ", "more_body": True})
             await asyncio.sleep(1)
         await send({"type": "http.response.body", "body": b"{}"})
@@ -84,7 +84,7 @@ class Unresponsive:
 
 @contextlib.contextmanager
 def unresponsive(
-    root: Path, manner: Manner, is_bad: Callable[[str], bool]
+    root: Path, fault: Fault, is_bad: Callable[[str], bool]
 ) -> Iterator[tuple[str, threading.Event]]:
     """Yield the URL of a server and the event that is set after the first bad request."""
     from skyrl_tx_server.http.app import build_app
@@ -94,7 +94,7 @@ def unresponsive(
     context = fake_context(root)
     engine = fake_engine(context)
     engine.info = replace(engine.info, max_context_length=4096)
-    app = Unresponsive(build_app(StartupState(state=context)), manner, is_bad)
+    app = Unresponsive(build_app(StartupState(state=context)), fault, is_bad)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         server = LoopbackServer(
             uvicorn.Config(
@@ -127,16 +127,16 @@ def open_never(config: TrainerConfig, chat: Chat) -> FakeTasks:
 
 def main() -> None:
     import src.evaluate.__main__
+    import src.evaluate.probe.__main__
     import src.evaluate.run
     import src.loop.run
-    import src.probe.__main__
     import src.train
     from src.core.process import exit_process
 
     programs = {
         "train": src.train.main,
         "evaluate": src.evaluate.__main__.main,
-        "probe": src.probe.__main__.main,
+        "probe": src.evaluate.probe.__main__.main,
     }
     assert threading.active_count() == 1, "a process with threads cannot be forked"
     numbers: dict[int, int] = {}

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from scripts.cookbook.__main__ import kill_once_saved, lines, main, options_of
-from scripts.cookbook.material import Lessons, build_tokenizer, write_data_sets
+from scripts.cookbook.material import TrainingConversations, build_tokenizer, write_data_sets
 from scripts.cookbook.recipes import KL, NLL, RECIPES, REWARD, at_most, every_step, falls, rises
-from scripts.quickstart.build_model import ROW, encode
+from scripts.quickstart.build_model import ROW_LENGTH, encode
 
 
 def test_rises_and_falls_judge_the_trend_of_a_metric() -> None:
@@ -79,10 +79,10 @@ def test_data_sets_are_found_under_their_hub_names(tmp_path: Path) -> None:
 
 
 def test_lessons_fit_the_length_and_separate_digits(tmp_path: Path) -> None:
-    """A lesson that is longer than ROW tokens would never be trained."""
+    """A lesson that is longer than ROW_LENGTH tokens would never be trained."""
     tokenizer = build_tokenizer(tmp_path)
-    lessons = itertools.islice(Lessons(random.Random(0), slips=1.0), 300)
-    assert max(len(encode(tokenizer, messages)[0]) for messages in lessons) <= ROW
+    lessons = itertools.islice(TrainingConversations(random.Random(0), evasive_share=1.0), 300)
+    assert max(len(encode(tokenizer, messages)[0]) for messages in lessons) <= ROW_LENGTH
     text = "<|im_start|>user\nWhat is 100 + 7?<|im_end|>"
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text

@@ -34,10 +34,10 @@ from skyrl_tx_server.http.app_state import AppState, HttpSettings
 from skyrl_tx_server.http.http_handler import StartupState
 from src.cli.command_line import parse
 from src.core.errors import ConfigError
-from src.loop import capabilities
-from src.probe.__main__ import arguments, main, probe
-from src.probe.checks import OPTIONAL, REQUIRED
-from src.probe.endpoint_probe import Probe
+from src.evaluate.probe import capabilities
+from src.evaluate.probe.__main__ import arguments, main, probe
+from src.evaluate.probe.checks import OPTIONAL, REQUIRED
+from src.evaluate.probe.endpoint_probe import Probe
 from tests.fakes.server import serving
 from tests.fakes.tiny_model import make_model, make_settings
 
@@ -273,7 +273,7 @@ def test_an_unenforced_context_limit_is_found(
     url, server = endpoint
     server.heal()
     monkeypatch.setattr(
-        "src.probe.__main__.Probe", lambda **fields: Probe(**(fields | {"max_context_length": 300}))
+        "src.evaluate.probe.__main__.Probe", lambda **fields: Probe(**(fields | {"max_context_length": 300}))
     )
     found = asyncio.run(probe(url, {"only": "context limit"})).findings[0]
     assert not found.holds and "296 + 16 tokens were accepted with a limit of 300" in found.seen

@@ -214,10 +214,12 @@ def test_the_runs_of_one_tenant_evict_no_others(tmp_path: Path, monkeypatch: pyt
     ]
     file.write_text("\n".join(lines))
     run_index = RunIndex(file)
-    assert list(run_index.of("alice").runs) == ["tenant-alice.s:train:0"]
-    assert list(run_index.of("bob").runs) == [f"tenant-bob.s:train:{number}" for number in range(46, 50)]
+    assert list(run_index.for_tenant("alice").runs) == ["tenant-alice.s:train:0"]
+    assert list(run_index.for_tenant("bob").runs) == [
+        f"tenant-bob.s:train:{number}" for number in range(46, 50)
+    ]
     assert (
-        run_index.of("alice").run("tenant-bob.s:train:49") is None
+        run_index.for_tenant("alice").run("tenant-bob.s:train:49") is None
         and run_index.run("tenant-bob.s:train:49") is not None
     )
 

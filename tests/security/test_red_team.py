@@ -22,7 +22,7 @@ from tests.security.red_team.attack_process import command
 from tests.security.red_team.image import BASE
 from tests.security.red_team.table import sampled
 
-PLACE_TIMEOUT_S = 900
+PLACE_TIMEOUT_S = 1800
 PLACES = [(where, whom) for where in EnvironmentKind for whom in RunAs]
 NUM_ATTACKS = 40
 

@@ -29,9 +29,9 @@ from skyrl_tx_server.model.kv_cache import (
     Segment,
     copy_pages,
     empty_cache,
-    read_rows,
+    read_positions,
     write_layer,
-    write_rows,
+    write_positions,
 )
 from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, place_adapter, zero_adapter
 from skyrl_tx_server.model.lora.lora_math import lora_indices
@@ -175,9 +175,9 @@ def cached(config: ModelConfig) -> dict[str, bool]:
                 config, cache, np.int32(layer), own, tables[[0, 3]], np.array([0, 10]), np.array([140, 50])
             )
         cache = copy_pages(config, cache, np.stack([tables[0], tables[2]], axis=1))  # to the other devices
-        scattered = write_rows(config, cache, block, tables, starts, counts, scatter=True)
-        cache = write_rows(config, cache, block, tables, starts, counts)
-        rows = read_rows(config, cache, tables, (PAGE_SIZE, 3 * PAGE_SIZE))
+        scattered = write_positions(config, cache, block, tables, starts, counts, scatter=True)
+        cache = write_positions(config, cache, block, tables, starts, counts)
+        rows = read_positions(config, cache, tables, (PAGE_SIZE, 3 * PAGE_SIZE))
         return (
             cache,
             scattered,

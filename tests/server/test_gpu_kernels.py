@@ -33,7 +33,7 @@ from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.kernels import grouped_kernel, paged_kernel, prefix_tree_kernel
 from skyrl_tx_server.model.kernels.paged_kernel import Attended, paged_attention
-from skyrl_tx_server.model.kv_cache import KVCache, Segment, empty_cache, read_rows
+from skyrl_tx_server.model.kv_cache import KVCache, Segment, empty_cache, read_positions
 from skyrl_tx_server.model.lora.adapter import zero_adapter
 from skyrl_tx_server.model.lora.lora_math import LoraWeights, lora_indices
 from skyrl_tx_server.model.model_config import Experts
@@ -291,7 +291,7 @@ def test_decode_attention_over_pages_equals_that_over_segments() -> None:
     tables, lengths = np.array([[1, 2], [3, 4], [5, 0]]), np.array([100, 64, 0])
     splits = kv_splits_of(tables, lengths, group=2)
     visible = (jnp.arange(8) <= 3)[None, None, None]
-    past = read_rows(config, cache, tables, (2 * PAGE_SIZE,))[1]
+    past = read_positions(config, cache, tables, (2 * PAGE_SIZE,))[1]
     masks = [(jnp.arange(2 * PAGE_SIZE) < lengths[:, None])[:, None, None], visible]
     expected = attend_over_segments(attention_spec(16), q, [*past, recent], masks)
     found = attend_over_pages(

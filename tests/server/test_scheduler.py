@@ -20,7 +20,7 @@ from skyrl_tx_server.engine.operations import (
     SaveSampler,
 )
 from skyrl_tx_server.engine.sample_queue import PROMPTS_PER_PREFILL
-from skyrl_tx_server.engine.sample_requests import QUANTUM
+from skyrl_tx_server.engine.sample_requests import SLOT_UNITS
 from skyrl_tx_server.engine.scheduled_work import Decode, Pause, Prefill, PrefillRequest, Step
 from skyrl_tx_server.engine.scheduler import PREFILLS_PER_DISPATCH, Scheduler
 
@@ -295,7 +295,7 @@ class Simulation:
     of blocks."""
 
     slots: int
-    unfinished_tokens: int = 0
+    max_partial_prefill_tokens: int = 0
     piece: int = 512  # prompt tokens that one turn computes
     scheduler: Scheduler = field(init=False)
     rows: dict[tuple[int, int], int] = field(default_factory=dict)  # remaining blocks by request id and index
@@ -308,7 +308,7 @@ class Simulation:
     turns: list[Step | Prefill | Decode | Pause] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(unfinished_tokens=self.unfinished_tokens)
+        self.scheduler = Scheduler(max_partial_prefill_tokens=self.max_partial_prefill_tokens)
 
     def submit(self, op: Op, tenant: str = "default", *, blocks: int = 10**9) -> int:
         request_id = len(self.tenants) + 1
@@ -439,7 +439,7 @@ def test_a_sequence_runs_for_a_quantum_before_it_is_paused():
     for name in ("a", "b"):
         simulation.submit(long_sample(10), name)
     simulation.run(400)
-    assert 10 <= simulation.pauses <= 400 / QUANTUM
+    assert 10 <= simulation.pauses <= 400 / SLOT_UNITS
 
 
 def test_idle_tenants_accumulate_no_share():
@@ -531,7 +531,7 @@ def test_nothing_is_paused_during_a_decode_dispatch():
 
 
 def test_long_prompts_delay_another_tenants_short_one_briefly():
-    simulation = Simulation(slots=32, unfinished_tokens=100_000)
+    simulation = Simulation(slots=32, max_partial_prefill_tokens=100_000)
     for _ in range(50):
         simulation.submit(long_sample(1, prompt_tokens=30_000), "hostile")
     for _ in range(20):
@@ -544,7 +544,7 @@ def test_long_prompts_delay_another_tenants_short_one_briefly():
 
 
 def test_prompts_computed_in_part_stay_within_their_limit():
-    simulation = Simulation(slots=8, unfinished_tokens=10_000)
+    simulation = Simulation(slots=8, max_partial_prefill_tokens=10_000)
     request_ids = [
         simulation.submit(long_sample(1, prompt_tokens=4000), f"tenant {number}", blocks=1)
         for number in range(6)
@@ -600,7 +600,7 @@ def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
 def test_every_request_is_served_whatever_comes_before_it(seed: int) -> None:
     """Tenants start and stop, and some of their samples wait for a snapshot that is being saved."""
     draw = random.Random(seed)
-    simulation = Simulation(slots=4, unfinished_tokens=2048)
+    simulation = Simulation(slots=4, max_partial_prefill_tokens=2048)
     request_ids: list[int] = []
     for number in range(150):
         tenant, weights = f"tenant {draw.randrange(40)}", None

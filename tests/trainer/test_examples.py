@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from src.core.trajectory import StopReason, TrajectoryGroup
-from src.learning.examples import apply_loss_reduction, examples_of, examples_of_batch, substeps
+from src.learning.examples import apply_loss_reduction, examples_of, examples_of_batch, split_substeps
 from src.learning.kl_penalty import apply_kl_penalty, kl_estimates
 from src.learning.options import AdvantageOptions, FilterOptions, KlOptions
 from tests.fakes.trials import task, trajectory, turn
@@ -129,14 +129,14 @@ def test_reinforce_plus_plus_compares_over_the_batch():
 
 
 def test_substeps_are_shares_of_whole_groups():
-    assert substeps([["a", "b"], ["c"], ["d"], ["e"]], 2) == [["a", "b", "c"], ["d", "e"]]
-    assert substeps([["a"], ["b"], ["c"]], 2) == [["a", "b"], ["c"]]
+    assert split_substeps([["a", "b"], ["c"], ["d"], ["e"]], 2) == [["a", "b", "c"], ["d", "e"]]
+    assert split_substeps([["a"], ["b"], ["c"]], 2) == [["a", "b"], ["c"]]
 
 
 def test_fewer_groups_than_substeps_are_split_by_trajectory():
-    assert substeps([["a", "b", "c", "d"]], 2) == [["a", "b"], ["c", "d"]]
-    assert substeps([["a"]], 4) == [["a"]]
-    assert substeps([], 4) == []
+    assert split_substeps([["a", "b", "c", "d"]], 2) == [["a", "b"], ["c", "d"]]
+    assert split_substeps([["a"]], 4) == [["a"]]
+    assert split_substeps([], 4) == []
 
 
 class Reference:

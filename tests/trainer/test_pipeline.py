@@ -141,13 +141,14 @@ async def test_groups_in_flight_are_limited():
 
 
 @pytest.mark.parametrize(
-    ("max_staleness", "stream_groups", "is_ahead"), [(0, False, False), (0, True, True), (1, False, True)]
+    ("max_staleness", "stream_groups", "uses_pipeline"),
+    [(0, False, False), (0, True, True), (1, False, True)],
 )
-def test_staleness_or_streaming_rolls_out_ahead(max_staleness, stream_groups, is_ahead):
+def test_staleness_or_streaming_uses_the_pipeline(max_staleness, stream_groups, uses_pipeline):
     settings = PipelineOptions(
         max_staleness=max_staleness, max_groups_in_flight=None, stream_groups=stream_groups, batch_size=2
     )
-    assert settings.is_ahead == is_ahead
+    assert settings.uses_pipeline == uses_pipeline
 
 
 async def test_on_policy_nothing_is_played_ahead():

@@ -16,7 +16,7 @@ from src.cli.environment_variables import (
 )
 from src.core.errors import INTERRUPTED
 from src.core.process import run_until_signal
-from src.probe import __main__ as probe
+from src.evaluate.probe import __main__ as probe
 from src.train import main
 
 ROOT = Path(__file__).resolve().parents[2]

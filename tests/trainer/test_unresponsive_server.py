@@ -1,8 +1,7 @@
-"""Waits for a server with a working health route and other routes that hang, fail or send slowly have
-deadlines.
+"""Some routes of a server hang, fail or send slowly. Every wait for them ends at its deadline or at a signal.
 
-They also obey signals. The tests use real HTTP on loopback, the real SDK and real processes. Several
-scenarios run at the same time, because each spends its time waiting.
+The tests use real HTTP on loopback, the real SDK and real processes. Several scenarios run at the same time,
+because each of them only waits.
 """
 
 from __future__ import annotations
@@ -24,12 +23,14 @@ from pathlib import Path
 import pytest
 
 from src.core.errors import INTERRUPTED
-from tests.fakes.unresponsive import START, Manner, unresponsive
+from tests.fakes.unresponsive import START, Fault, unresponsive
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "datasets" / "quickstart" / "model"
-AT_ONCE = 8
-PATIENCE_S = 60.0  # the deadlines below are of 2 to 4 s; without them a wait lasts 340 s
+NUM_THREADS = 8
+PATIENCE_S = (
+    60.0  # the options below set deadlines of 2 to 4 s; the default deadlines would make a wait last 340 s
+)
 OPTIONS = (
     *(
         "model_name=local/fake",
@@ -54,12 +55,12 @@ TRAIN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """The requests that get a bad answer, the kind of answer, and the expected messages."""
+class Scenario:
+    """A scenario: the requests that get a bad answer, the kind of bad answer, and the expected last line."""
 
     is_bad: Callable[[str], bool]
-    says: str
-    manner: Manner = Manner.HANGS
+    last_line: str
+    fault: Fault = Fault.HANGS
     module: str = "train"
     options: tuple[str, ...] = ()
 
@@ -74,55 +75,59 @@ def all_but(*names: str) -> Callable[[str], bool]:
 
 NO_SAMPLES = r"failed by backend, e\.g\. sampling: no answer within request_timeout_s=3"
 NO_MODELS = r"asking the server at \S+ for its models: no usable answer within heartbeat_timeout_s=4"
-PLACES = {
-    "everything hangs": Place(is_bad=all_but("/healthz"), says=NO_MODELS),
-    "everything fails": Place(is_bad=all_but("/healthz"), says=NO_MODELS, manner=Manner.FAILS),
-    "everything trickles": Place(is_bad=all_but("/healthz"), says=NO_MODELS, manner=Manner.TRICKLES),
-    "health trickles": Place(
-        is_bad=path_of("/healthz"), says=r"no server answers at \S+ \(TimeoutError\)", manner=Manner.TRICKLES
+SCENARIOS_BY_NAME = {
+    "everything hangs": Scenario(is_bad=all_but("/healthz"), last_line=NO_MODELS),
+    "everything fails": Scenario(is_bad=all_but("/healthz"), last_line=NO_MODELS, fault=Fault.FAILS),
+    "everything trickles": Scenario(is_bad=all_but("/healthz"), last_line=NO_MODELS, fault=Fault.TRICKLES),
+    "health trickles": Scenario(
+        is_bad=path_of("/healthz"),
+        last_line=r"no server answers at \S+ \(TimeoutError\)",
+        fault=Fault.TRICKLES,
     ),
-    "opening the environment": Place(
-        is_bad=path_of("/opening"), says="", options=("env=tests.fakes.unresponsive:open_never",)
+    "opening the environment": Scenario(
+        is_bad=path_of("/opening"), last_line="", options=("env=tests.fakes.unresponsive:open_never",)
     ),
-    "creating the session": Place(
+    "creating the session": Scenario(
         is_bad=path_of("/create_session"),
-        says="opening the training client: no answer within request_timeout_s=3",
+        last_line="opening the training client: no answer within request_timeout_s=3",
     ),
-    "creating the adapter": Place(
-        is_bad=all_but(*START), says="opening the training client: no answer within request_timeout_s=3"
+    "creating the adapter": Scenario(
+        is_bad=all_but(*START), last_line="opening the training client: no answer within request_timeout_s=3"
     ),
-    "opening fails": Place(
+    "opening fails": Scenario(
         is_bad=all_but(*START),
-        says="opening the training client: no answer within request_timeout_s=3",
-        manner=Manner.FAILS,
+        last_line="opening the training client: no answer within request_timeout_s=3",
+        fault=Fault.FAILS,
     ),
-    "sampling": Place(
+    "sampling": Scenario(
         is_bad=path_of("/asample"),
-        says=NO_SAMPLES,
+        last_line=NO_SAMPLES,
     ),
-    "forward_backward": Place(
+    "forward_backward": Scenario(
         is_bad=path_of("/forward_backward"),
-        says="training step 1: no answer within request_timeout_s=3; start it again and resume",
+        last_line="training step 1: no answer within request_timeout_s=3; start it again and resume",
     ),
-    "saving": Place(
+    "saving": Scenario(
         is_bad=lambda path: path == "/save_weights",
-        says="saving checkpoint 000001: no answer within request_timeout_s=3",
+        last_line="saving checkpoint 000001: no answer within request_timeout_s=3",
     ),
-    "evaluate: everything hangs": Place(is_bad=all_but("/healthz"), says=NO_MODELS, module="evaluate"),
-    "evaluate: opening": Place(
+    "evaluate: everything hangs": Scenario(
+        is_bad=all_but("/healthz"), last_line=NO_MODELS, module="evaluate"
+    ),
+    "evaluate: opening": Scenario(
         is_bad=all_but(*START),
-        says="opening the policy: no answer within request_timeout_s=3",
+        last_line="opening the policy: no answer within request_timeout_s=3",
         module="evaluate",
     ),
-    "evaluate: sampling": Place(is_bad=path_of("/asample"), says=NO_SAMPLES, module="evaluate"),
-    "probe: everything hangs": Place(
+    "evaluate: sampling": Scenario(is_bad=path_of("/asample"), last_line=NO_SAMPLES, module="evaluate"),
+    "probe: everything hangs": Scenario(
         is_bad=all_but("/healthz"),
-        says=r"asking the server at \S+ for its models: no answer within request_timeout_s=3",
+        last_line=r"asking the server at \S+ for its models: no answer within request_timeout_s=3",
         module="probe",
     ),
-    "probe: forward": Place(
+    "probe: forward": Scenario(
         is_bad=path_of("/forward"),
-        says="check 'logprobs agree': no answer within request_timeout_s=3",
+        last_line="check 'logprobs agree': no answer within request_timeout_s=3",
         module="probe",
     ),
 }
@@ -132,7 +137,7 @@ WITH_SIGINT = (
     "forward_backward",
     "probe: everything hangs",
 )  # the same code handles both
-SAME_WAIT = (
+NOT_SIGNALLED = (
     "everything fails",
     "health trickles",
     "opening fails",
@@ -141,10 +146,10 @@ SAME_WAIT = (
 NEVER_ENDS = ("opening the environment",)  # does not wait for the back end
 SCENARIOS = [
     (place, end)
-    for place in PLACES
+    for place in SCENARIOS_BY_NAME
     for end in ENDS
     if not (end == "SIGINT" and place not in WITH_SIGINT)
-    if not (end == "SIGTERM" and place in SAME_WAIT)
+    if not (end == "SIGTERM" and place in NOT_SIGNALLED)
     if not (end == "by itself" and place in NEVER_ENDS)
 ]
 
@@ -152,8 +157,8 @@ SCENARIOS = [
 @dataclass(frozen=True, kw_only=True)
 class Ended:
     status: int
-    said: str
-    took_s: float  # since the signal or the first bad answer
+    output: str
+    duration_s: float  # since the signal or the first bad answer
 
 
 class Programs:
@@ -167,7 +172,7 @@ class Programs:
         self._process = subprocess.Popen(
             command, cwd=home, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self._heard = threading.Condition()
+        self._changed = threading.Condition()
         self._pids: dict[int, int] = {}
         self._statuses: dict[int, int] = {}
         self._count = 0
@@ -177,17 +182,17 @@ class Programs:
     def start(self, module: str, argv: list[str], log: Path) -> tuple[int, int]:
         """Return the number and the process id of the program."""
         assert self._process.stdin is not None
-        with self._heard:
+        with self._changed:
             number, self._count = self._count, self._count + 1
             self._process.stdin.write(json.dumps({"module": module, "argv": argv, "log": str(log)}) + "\n")
             self._process.stdin.flush()
-            assert self._heard.wait_for(lambda: number in self._pids, PATIENCE_S)
+            assert self._changed.wait_for(lambda: number in self._pids, PATIENCE_S)
             return number, self._pids[number]
 
     def wait(self, number: int) -> int | None:
         """Return the exit status, or None if the program does not end."""
-        with self._heard:
-            self._heard.wait_for(lambda: number in self._statuses, PATIENCE_S)
+        with self._changed:
+            self._changed.wait_for(lambda: number in self._statuses, PATIENCE_S)
             return self._statuses.get(number)
 
     def close(self) -> None:
@@ -205,23 +210,23 @@ class Programs:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            told = json.loads(line)
-            with self._heard:
-                (self._pids if "pid" in told else self._statuses)[told["number"]] = told.get(
-                    "pid", told.get("status")
+            event = json.loads(line)
+            with self._changed:
+                (self._pids if "pid" in event else self._statuses)[event["number"]] = event.get(
+                    "pid", event.get("status")
                 )
-                self._heard.notify_all()
+                self._changed.notify_all()
 
 
-def play(programs: Programs, root: Path, place: Place, sent: signal.Signals | None) -> Ended | str:
+def play(programs: Programs, root: Path, scenario: Scenario, sent: signal.Signals | None) -> Ended | str:
     """Run one scenario and return its result, or the error."""
-    with unresponsive(root / "checkpoints", place.manner, place.is_bad) as (url, reached):
+    with unresponsive(root / "checkpoints", scenario.fault, scenario.is_bad) as (url, reached):
         argv = {
-            "train": [*OPTIONS, *TRAIN, f"skyrl_tx_url={url}", f"log_path={root / 'run'}", *place.options],
-            "evaluate": [*OPTIONS, f"skyrl_tx_url={url}", f"log_path={root / 'run'}", *place.options],
-            "probe": [url, "request_timeout_s=3", "only=logprobs agree", "output=", *place.options],
-        }[place.module]
-        number, pid = programs.start(place.module, argv, root / "log")
+            "train": [*OPTIONS, *TRAIN, f"skyrl_tx_url={url}", f"log_path={root / 'run'}", *scenario.options],
+            "evaluate": [*OPTIONS, f"skyrl_tx_url={url}", f"log_path={root / 'run'}", *scenario.options],
+            "probe": [url, "request_timeout_s=3", "only=logprobs agree", "output=", *scenario.options],
+        }[scenario.module]
+        number, pid = programs.start(scenario.module, argv, root / "log")
         if not reached.wait(PATIENCE_S):
             return f"the server was not asked: {(root / 'log').read_text()}"
         started = time.monotonic()
@@ -230,7 +235,7 @@ def play(programs: Programs, root: Path, place: Place, sent: signal.Signals | No
         status = programs.wait(number)
         if status is None:
             return f"still running after {PATIENCE_S:g} s: {(root / 'log').read_text()}"
-        return Ended(status=status, said=(root / "log").read_text(), took_s=time.monotonic() - started)
+        return Ended(status=status, output=(root / "log").read_text(), duration_s=time.monotonic() - started)
 
 
 @pytest.fixture(scope="module")
@@ -238,30 +243,30 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], End
     """Return the results of all scenarios."""
     home = tmp_path_factory.mktemp("home")
     programs = Programs(home)
-    found: dict[tuple[str, str], Ended | str] = {}
+    results: dict[tuple[str, str], Ended | str] = {}
 
     def run(scenario: tuple[str, str], root: Path) -> None:
         place, end = scenario
-        found[scenario] = play(programs, root, PLACES[place], ENDS[end])
+        results[scenario] = play(programs, root, SCENARIOS_BY_NAME[place], ENDS[end])
 
-    with ThreadPoolExecutor(AT_ONCE) as threads:
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
         list(threads.map(run, SCENARIOS, [tmp_path_factory.mktemp("scenario") for _ in SCENARIOS]))
     programs.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("place", "end"), SCENARIOS, ids=[" - ".join(scenario) for scenario in SCENARIOS])
 def test_a_wait_ends_at_its_deadline_or_at_a_signal(
     ended: dict[tuple[str, str], Ended | str], place: str, end: str
 ) -> None:
-    found = ended[place, end]
-    assert isinstance(found, Ended), found
-    print(place, end, found)
-    assert "Traceback" not in found.said
-    last = found.said.strip().splitlines()[-1]
+    result = ended[place, end]
+    assert isinstance(result, Ended), result
+    print(place, end, result)
+    assert "Traceback" not in result.output
+    last = result.output.strip().splitlines()[-1]
     if ENDS[end] is None:
-        assert found.status == (2 if PLACES[place].module == "probe" else 1), found.said
-        assert re.search(PLACES[place].says, last), found.said
+        assert result.status == (2 if SCENARIOS_BY_NAME[place].module == "probe" else 1), result.output
+        assert re.search(SCENARIOS_BY_NAME[place].last_line, last), result.output
     else:
-        assert found.status == INTERRUPTED, found.said
-        assert sum("stopping" in line for line in found.said.splitlines()) == 1, found.said
+        assert result.status == INTERRUPTED, result.output
+        assert sum("stopping" in line for line in result.output.splitlines()) == 1, result.output

@@ -33,19 +33,18 @@ class HuggingFace:
         self._model.enable_input_require_grads()
         self._optimizer = torch.optim.Adam((p for p in self._model.parameters() if p.requires_grad), lr=1e-4)
 
-    def train(self, sequences: list[list[int]], recompute: bool = False, rows: int = 8) -> None:
-        """Compute the summed loss and its gradient, `rows` sequences at a time, padded to the longest of
-        them.
-        """
+    def train(self, sequences: list[list[int]], recompute: bool = False, micro_batch_size: int = 8) -> None:
+        """Compute the summed loss and its gradient in micro-batches, each padded to its longest sequence."""
         self._model.train()
         if recompute:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         else:
             self._model.gradient_checkpointing_disable()
         self._model.zero_grad(set_to_none=True)
-        for first in range(0, len(sequences), rows):
+        for first in range(0, len(sequences), micro_batch_size):
             part = [
-                torch.tensor(sequence, device=self._device) for sequence in sequences[first : first + rows]
+                torch.tensor(sequence, device=self._device)
+                for sequence in sequences[first : first + micro_batch_size]
             ]
             tokens = torch.nn.utils.rnn.pad_sequence(part, batch_first=True)
             counts = torch.nn.utils.rnn.pad_sequence(

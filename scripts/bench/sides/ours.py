@@ -78,13 +78,13 @@ class Ours:
         futures = [
             self.engine.submit(
                 Sample(
-                    weights=self.weights if weights is None else weights[row],
+                    weights=self.weights if weights is None else weights[index],
                     prompt=np.array(prompt, np.int32),
-                    settings=SamplingSettings(max_tokens=limit, seed=row, stop_at_eos=False),
+                    settings=SamplingSettings(max_tokens=limit, seed=index, stop_at_eos=False),
                     num_samples=num_samples,
                 )
             )
-            for row, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
+            for index, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
         ]
         results = [future.result() for future in futures]
         return [result.sequences for result in results if isinstance(result, SampleResult)]

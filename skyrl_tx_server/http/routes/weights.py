@@ -170,7 +170,7 @@ def save_named(
         if outcome.error is not None:
             return
         with contextlib.suppress(NotFoundError):  # deleted already
-            generation = None if ttl_seconds is None else state.checkpoints.own(path).generation
+            generation = None if ttl_seconds is None else state.checkpoints.owned_info(path).generation
             state.run_index.set_expiry(path, _expiry(ttl_seconds), generation)
 
     return submit(state, model, start, kind=kind, seq_id=seq_id, when_done=when_done)
@@ -377,7 +377,7 @@ async def unpublish(state: AppState, request: Request) -> Reply:
 
 
 def _mark(state: AppState, path: str, *, public: bool) -> None:
-    state.checkpoints.own(path)  # raises for a path that does not exist
+    state.checkpoints.owned_info(path)  # raises for a path that does not exist
     state.run_index.set_public(path, public)
 
 
@@ -386,7 +386,7 @@ async def set_ttl(state: AppState, request: Request) -> Reply:
     fields = JsonReader(await read_json(state, request), "ttl")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
     fields.finish()
-    info = state.checkpoints.own(path)  # raises for a path that does not exist
+    info = state.checkpoints.owned_info(path)  # raises for a path that does not exist
     state.run_index.set_expiry(path, _expiry(ttl_seconds), info.generation)
     return None
 

@@ -30,8 +30,8 @@ IGNORED_FIELDS = (
     "prompt_cache_retention",
 )
 IGNORED_MESSAGE_FIELDS = ("annotations", "provider_specific_fields")
-"""Fields of assistant messages that clients send back and no chat template reads."""
-_SAMPLING_HINT = "this server samples from the model's distribution as temperature, top_k and top_p shape it"
+"""Fields of assistant messages that clients send back although no chat template reads them."""
+_SAMPLING_HINT = "leave it out; only temperature, top_k and top_p change the sampling distribution"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +69,8 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
     logprobs = fields.flag("logprobs", False)
     if fields.optional_integer("top_logprobs"):
         raise UserError(
-            "chat/completions: top_logprobs is not supported; logprobs=true returns those of the sampled "
-            "tokens"
+            "chat/completions: top_logprobs is not supported; use logprobs=true for the logprobs of the "
+            "sampled tokens"
         )
     for name, alternative in (
         ("functions", "use tools"),
@@ -121,8 +121,8 @@ def parse_completion(body: object, limits: Limits) -> CompletionRequest:
     count = fields.optional_integer("logprobs")
     if count:
         raise UserError(
-            "completions: logprobs above 0 (the most likely tokens) is not supported; logprobs=0 returns the "
-            "sampled tokens'"
+            f"completions: logprobs={count}: the most likely tokens are not supported; use logprobs=0 for "
+            "the logprobs of the sampled tokens"
         )
     fields.refuse("echo", "prepend the prompt to the reply")
     fields.refuse("suffix", "only completions at the end of the prompt are supported")
@@ -130,7 +130,9 @@ def parse_completion(body: object, limits: Limits) -> CompletionRequest:
         fields, limits, logprobs=count is not None, max_tokens=fields.optional_integer("max_tokens")
     )
     if (fields.optional_integer("best_of") or sampling.num_samples) != sampling.num_samples:
-        raise UserError("completions: best_of other than n is not supported; ask for n samples and choose")
+        raise UserError(
+            "completions: best_of other than n is not supported; request n samples and choose one"
+        )
     prompts = _prompts(fields.value("prompt"), limits)
     if sampling.stream and len(prompts) > 1:
         raise UserError("completions: stream=true takes one prompt; send one request for each")
@@ -153,7 +155,7 @@ def _sampling(
         raise UserError(f"logit_bias is not supported by this server; {_SAMPLING_HINT}")
     if fields.mapping("response_format").get("type", "text") != "text":
         raise UserError(
-            "response_format: only {'type': 'text'}; this server does not constrain what a model writes"
+            "response_format: only {'type': 'text'} is supported; this server has no guided decoding"
         )
     params = {"max_tokens": max_tokens} | {
         name: fields.value(name) for name in ("temperature", "top_p", "top_k", "seed")

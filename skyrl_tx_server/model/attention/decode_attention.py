@@ -14,7 +14,7 @@ from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.kv_splits import KVSplits
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels.paged_kernel import Attended, merge, paged_attention
-from skyrl_tx_server.model.kv_cache import PAGES, ROWS, KVCache, Segment, own_pages
+from skyrl_tx_server.model.kv_cache import BATCH_HEADS, PAGES, KVCache, Segment, own_pages
 from skyrl_tx_server.model.mesh import BATCH, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.reductions import sum_last
@@ -66,8 +66,10 @@ def attend_over_pages(
     assert spec.sliding_window is None, "the kernel does not support sliding windows"
     attend = partial(_attend_over_own_pages, config, spec, layer, interpret)
     if config.mesh is not None:
-        rows = PartitionSpec(BATCH)
-        attend = shard_map_over(config, attend, (PAGES, HEADS, rows, rows, ROWS, PartitionSpec()), HEADS)
+        batch = PartitionSpec(BATCH)
+        attend = shard_map_over(
+            config, attend, (PAGES, HEADS, batch, batch, BATCH_HEADS, PartitionSpec()), HEADS
+        )
     return attend(cache, q, tables_BW, splits, recent, visible)
 
 

@@ -50,11 +50,11 @@ def tree_attention(
         layout = replace(layout, positions=None)  # omit an input that the program does not read
     if config.mesh is None:
         return _attend(spec, layout, q, k, v)
-    rows = batch_axes(config, q.shape[0])
-    heads = PartitionSpec(rows, None, "tensor")
-    return shard_map_over(config, partial(_attend, spec), (PartitionSpec(rows), heads, heads, heads), heads)(
-        layout, q, k, v
-    )
+    batch_axis = batch_axes(config, q.shape[0])
+    heads = PartitionSpec(batch_axis, None, "tensor")
+    return shard_map_over(
+        config, partial(_attend, spec), (PartitionSpec(batch_axis), heads, heads, heads), heads
+    )(layout, q, k, v)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -138,9 +138,10 @@ class Family:
     weights: Callable[[ModelConfig], dict[str, Weight]]
     layer: Layer = decoder_layer
     expected: Mapping[str, Any]  # entries of config.json that must have this value if they are present
-    attention: Callable[[ModelConfig, int], AttentionSpec] = plain_attention  # of the layer with this number
+    attention: Callable[[ModelConfig, int], AttentionSpec] = plain_attention  # (config, layer number) -> spec
     default_head_dim: int | None = None  # None: hidden size / heads
-    first_weights: Callable[[ModelConfig], dict[str, Weight]] | None = None  # of `Experts.dense_layers`
+    first_weights: Callable[[ModelConfig], dict[str, Weight]] | None = None
+    """The weights of the first `Experts.dense_layers` layers. None: the family has no such layers."""
     read: Callable[[Mapping[str, Any], ModelConfig], ModelConfig] = lambda raw, config: config
     """(config.json, the configuration with the entries that all families share) -> the configuration."""
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}  # the inverse of `read`

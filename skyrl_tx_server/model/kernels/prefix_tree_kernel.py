@@ -32,18 +32,18 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the attention of q [R, T, H, hd] over k, v [R, T, K, hd]: (outputs like q, log2 of the softmax
     denominators [R, H, T] float32)."""
-    rows, length, heads, head_dim = q.shape
+    batch, length, heads, head_dim = q.shape
     q, k, v = (padded_heads(array) for array in (q, k, v))
     tile = min(QUERY_TILE, length // layout.num_key_blocks.shape[1])
     layout_specs, query_spec, key_spec, row_spec = _query_specs(layout, q, k, tile)
     out, log_total = pl.pallas_call(
         partial(_forward_kernel, tile=tile, scale=scale),
-        grid=(length // tile, heads, rows),
+        grid=(length // tile, heads, batch),
         in_specs=(*layout_specs, query_spec, key_spec, key_spec),
         out_specs=(query_spec, row_spec),
         out_shape=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((rows, heads, length), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
         ),
         compiler_params=compiler_params(q),
         interpret=interpret,
@@ -66,7 +66,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of q, k and v, from the inputs and outputs of `forward` and the gradient of its
     outputs."""
-    rows, length, heads, head_dim = q.shape
+    batch, length, heads, head_dim = q.shape
     # [R, H, T], the part of the softmax gradient that is subtracted from every key's
     along = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)
     q, k, v, grad_out = (padded_heads(array) for array in (q, k, v, grad_out))
@@ -75,7 +75,7 @@ def backward(
     layout_specs, tile_spec, key_spec, row_spec = _query_specs(layout, q, k, tile)
     grad_q = pl.pallas_call(
         partial(_query_gradient_kernel, tile=tile, scale=scale),
-        grid=(length // tile, heads, rows),
+        grid=(length // tile, heads, batch),
         in_specs=(*layout_specs, tile_spec, key_spec, key_spec, tile_spec, row_spec, row_spec),
         out_specs=tile_spec,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -88,7 +88,7 @@ def backward(
     ends_spec = pl.BlockSpec((None, tile), lambda i, h, r: (r, i))
     grad_k, grad_v = pl.pallas_call(
         partial(_key_gradient_kernel, tile=tile, scale=scale),
-        grid=(length // tile, kv_heads, rows),
+        grid=(length // tile, kv_heads, batch),
         in_specs=(ends_spec, query_spec, tile_spec, tile_spec, query_spec, row_spec, row_spec),
         out_specs=(tile_spec, tile_spec),
         out_shape=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),

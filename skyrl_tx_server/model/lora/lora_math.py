@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.model.mesh import on_gpu, product_by_rows, shard_batch
+from skyrl_tx_server.model.mesh import on_gpu, shard_batch, shard_product
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type ArrayLike = jax.Array | np.ndarray
@@ -67,7 +67,7 @@ def lora_indices(slots_B: np.ndarray, *, num_lora_slots: int | None = None) -> L
     True
     """
     distinct = np.unique(slots_B).astype(np.int32)
-    buckets = adapter_count_buckets(num_lora_slots, rows=len(slots_B))
+    buckets = adapter_count_buckets(num_lora_slots, num_sequences=len(slots_B))
     return LoraIndices(
         slots=slots_B.astype(np.int32),
         distinct=np.pad(distinct, (0, len(slots_B) - len(distinct)), mode="edge"),
@@ -76,15 +76,17 @@ def lora_indices(slots_B: np.ndarray, *, num_lora_slots: int | None = None) -> L
     )
 
 
-def adapter_count_buckets(num_lora_slots: int | None, *, rows: int) -> Sequence[int | None]:
-    """Return the numbers of slots in use for which a program over `rows` sequences is compiled.
+def adapter_count_buckets(num_lora_slots: int | None, *, num_sequences: int) -> Sequence[int | None]:
+    """Return the numbers of slots in use for which a program with a batch of `num_sequences` is compiled.
 
-    >>> [adapter_count_buckets(slots, rows=rows) for slots, rows in ((9, 64), (9, 4), (None, 64))]
-    [[1, 4, 9], [1, 4], [None]]
+    >>> adapter_count_buckets(9, num_sequences=64), adapter_count_buckets(9, num_sequences=4)
+    ([1, 4, 9], [1, 4])
+    >>> adapter_count_buckets(None, num_sequences=64)
+    [None]
     """
     if num_lora_slots is None:
         return [None]
-    return sorted({1, min(SEVERAL, num_lora_slots, rows), min(num_lora_slots, rows)})
+    return sorted({1, min(SEVERAL, num_lora_slots, num_sequences), min(num_lora_slots, num_sequences)})
 
 
 def apply_lora(
@@ -142,7 +144,7 @@ def project(
     (see `layer_spec.Weight`).
     """
     x = shard_batch(config, x, features="tensor" if by is None else None)  # shards the delta like the product
-    fused = product_by_rows(config, jnp.einsum("bti,oi->bto", x, weight), by)
+    fused = shard_product(config, jnp.einsum("bti,oi->bto", x, weight), by)
     fused = fused if bias is None else fused + bias
     outputs = split_parts(fused, widths, 1 if by is None else config.tensor_shards)
     if module is None:
@@ -222,9 +224,9 @@ def _product_forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[
 
 def _product_backward(kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, weight = kept
-    rows = tuple(range(x.ndim - 1))
+    summed_axes = tuple(range(x.ndim - 1))
     narrow, wide = (x, grad) if x.shape[-1] <= grad.shape[-1] else (grad, x)
-    grad_weight = jax.lax.dot_general(narrow, wide, ((rows, rows), ((), ())))
+    grad_weight = jax.lax.dot_general(narrow, wide, ((summed_axes, summed_axes), ((), ())))
     return grad @ weight.T, grad_weight if narrow is x else grad_weight.T
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -33,7 +34,7 @@ ATTACKS_AT_ONCE = {
     EnvironmentKind.DOCKER: 6,
 }  # a container takes ten seconds to stop, without using a CPU
 SHARED_AT_MOST = 8
-DEADLINE_S = 100
+DEADLINE_S = 240
 MAX_LOOP_GAP_S = 3.0
 BEAT_S = 0.02
 SECRET = "RED_TEAM_SECRET"
@@ -239,14 +240,21 @@ def shared(attacks: Iterable[Attack], where: EnvironmentKind) -> list[SharedTria
 
 @asynccontextmanager
 async def longest_gap() -> AsyncIterator[list[float]]:
-    """Yield a list whose only element is the longest time in seconds for which the event loop was blocked."""
+    """Yield a list whose only element is the longest time in seconds for which the event loop was blocked. The
+    time for which its thread waited for a CPU does not count, because it depends on the load of the machine.
+    """
     gaps = [0.0]
+    schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+
+    def now() -> float:
+        _, waited_ns, _ = schedule.read_text().split()
+        return time.monotonic() - int(waited_ns) / 1e9
 
     async def beat() -> None:
-        last = time.monotonic()
+        last = now()
         while True:
             await asyncio.sleep(BEAT_S)
-            last, gap = time.monotonic(), time.monotonic() - last - BEAT_S
+            last, gap = now(), now() - last - BEAT_S
             gaps[0] = max(gaps[0], gap)
 
     task = asyncio.create_task(beat())

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import tinker
 
-from src.probe.endpoint_probe import TEXT, Defect, Probe, expect
+from src.evaluate.probe.endpoint_probe import TEXT, Defect, Probe, expect
 
 
 def check_agreement(probe: Probe) -> str:

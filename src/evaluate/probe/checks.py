@@ -1,17 +1,20 @@
-"""The checks of `python -m src.probe` by name. A check returns what it observed, or raises `Defect`."""
+"""The checks of `python -m src.evaluate.probe` by name.
+
+A check returns what it observed, or raises `Defect`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from src.probe.endpoint_probe import Probe
-from src.probe.loss_checks import (
+from src.evaluate.probe.endpoint_probe import Probe
+from src.evaluate.probe.loss_checks import (
     check_cross_entropy,
     check_loss,
     check_loss_settings,
     check_unknown_is_refused,
 )
-from src.probe.optimizer_checks import (
+from src.evaluate.probe.optimizer_checks import (
     check_beta1,
     check_beta2,
     check_clipping,
@@ -24,7 +27,7 @@ from src.probe.optimizer_checks import (
     check_tenants,
     check_weight_decay,
 )
-from src.probe.sampling_checks import (
+from src.evaluate.probe.sampling_checks import (
     check_agreement,
     check_context,
     check_freshness,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from src.probe.endpoint_probe import TEXT, Defect, Probe, cross_entropy, datum, expect, near
+from src.evaluate.probe.endpoint_probe import TEXT, Defect, Probe, cross_entropy, datum, expect, near
 
 
 def policy_loss(

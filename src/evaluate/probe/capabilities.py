@@ -1,5 +1,7 @@
-"""capabilities.json: the results of the checks of an endpoint. `python -m src.probe` writes the file, and a
-training run with `capabilities=FILE` reads it before it starts.
+"""capabilities.json: the results of the checks of an endpoint.
+
+`python -m src.evaluate.probe` writes the file, and a training run with `capabilities=FILE` reads it before it
+starts.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def read(path: str | Path) -> Capabilities:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"capabilities={path}: {reason}; write it with python -m src.probe URL output={path}"
+            f"capabilities={path}: {reason}; write it with python -m src.evaluate.probe URL output={path}"
         ) from error
 
 
@@ -60,7 +62,7 @@ def require(capabilities: Capabilities, config: TrainerConfig) -> None:
     if capabilities.model_name != config.model_name:
         raise ConfigError(
             f"capabilities={config.capabilities} is about {capabilities.model_name}, not "
-            f"model_name={config.model_name}; run python -m src.probe with this model"
+            f"model_name={config.model_name}; run python -m src.evaluate.probe with this model"
         )
     needed_by = {
         f"loss {config.loss_fn}": f"loss_fn={config.loss_fn}",

@@ -1,7 +1,7 @@
-"""python -m src.probe URL: check which options a Tinker-compatible endpoint applies, and write
+"""python -m src.evaluate.probe URL: check which options a Tinker-compatible endpoint applies, and write
 capabilities.json.
 
-    python -m src.probe URL [model_name=NAME] [output=capabilities.json, or empty] [tolerance=0.02]
+    python -m src.evaluate.probe URL [model_name=NAME] [output=capabilities.json, or empty] [tolerance=0.02]
                             [only=CHECK,CHECK]
                             [request_timeout_s=600]
 
@@ -33,11 +33,11 @@ from src.cli.environment_variables import load_environment
 from src.core.errors import INTERRUPTED, BackendError, ConfigError, TrainerError
 from src.core.option_aliases import present_argument
 from src.core.process import deadline, exit_on_signal, exit_process, in_thread, run_until_signal
-from src.loop.capabilities import CAPABILITIES, Capabilities, Finding
+from src.evaluate.probe.capabilities import CAPABILITIES, Capabilities, Finding
+from src.evaluate.probe.checks import OPTIONAL, REQUIRED
+from src.evaluate.probe.endpoint_probe import Defect, Probe
 from src.policy.backend import DUMMY_KEY, check_alive
 from src.policy.sampling_policy import sdk_boundary
-from src.probe.checks import OPTIONAL, REQUIRED
-from src.probe.endpoint_probe import Defect, Probe
 
 OPTIONS = ("model_name", "output", "tolerance", "only", "request_timeout_s")
 TOLERANCE = 0.02  # of the mean difference of log-probabilities; bfloat16 needs this much
@@ -81,11 +81,13 @@ def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
     for name, equals, _ in pairs:
         if not equals or name not in OPTIONS:
             raise ConfigError(
-                f"unknown argument {name!r}; use python -m src.probe URL, then any of "
+                f"unknown argument {name!r}; use python -m src.evaluate.probe URL, then any of "
                 f"{', '.join(f'{o}=' for o in OPTIONS)}"
             )
     if len(urls) != 1:
-        raise ConfigError("give the address of one endpoint: python -m src.probe http://localhost:8000")
+        raise ConfigError(
+            "give the address of one endpoint: python -m src.evaluate.probe http://localhost:8000"
+        )
     options = {"output": CAPABILITIES} | {name: value for name, _, value in pairs}
     for name in ("tolerance", "request_timeout_s"):
         try:

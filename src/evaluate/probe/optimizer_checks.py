@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import tinker
 
-from src.probe.endpoint_probe import HUGE, OTHER, TEXT, Probe, cross_entropy, expect, near
+from src.evaluate.probe.endpoint_probe import HUGE, OTHER, TEXT, Probe, cross_entropy, expect, near
 
 
 def check_sums(probe: Probe) -> str:
