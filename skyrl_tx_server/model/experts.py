@@ -38,6 +38,7 @@ from skyrl_tx_server.model.layers import rms_norm
 from skyrl_tx_server.model.lora.lora_math import LoraWeights, low_rank_deltas
 from skyrl_tx_server.model.mesh import Axes, batch_axes, on_gpu, shard_batch, shard_map_over
 from skyrl_tx_server.model.model_config import ExpertGroups, Experts, ModelConfig
+from skyrl_tx_server.model.reductions import softmax, sum_last
 
 MIN_EXPERT_TILE, MAX_EXPERT_TILE = 8, 128
 TINY = 1e-20
@@ -117,7 +118,7 @@ def route(experts: Experts, router: Router, x: jax.Array) -> tuple[jax.Array, ja
     are computed in float32."""
     tokens = x.reshape(-1, x.shape[-1])
     if experts.groups is None:
-        scores = jax.nn.softmax((tokens @ router.weight.T).astype(jnp.float32), axis=-1)
+        scores = softmax((tokens @ router.weight.T).astype(jnp.float32))
         weights, chosen = jax.lax.top_k(scores, experts.per_token)
     else:
         assert router.bias is not None
@@ -125,7 +126,7 @@ def route(experts: Experts, router: Router, x: jax.Array) -> tuple[jax.Array, ja
         _, chosen = jax.lax.top_k(_within_groups(experts.groups, scores + router.bias), experts.per_token)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.normalized:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + TINY)
+        weights = weights / (sum_last(weights) + TINY)
     if experts.groups is not None:
         weights = weights * experts.groups.scale
     return weights.astype(x.dtype).reshape(*x.shape[:2], -1), chosen.reshape(*x.shape[:2], -1)

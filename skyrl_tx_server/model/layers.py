@@ -12,6 +12,7 @@ import numpy as np
 
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.model_config import Llama3Scaling, RopeSpec, YarnScaling
+from skyrl_tx_server.model.reductions import sum_last
 
 QUERY_BLOCKS = 4
 """Each block compiles its own attention. Four blocks save 3/8 of the work of a full mask, eight 7/16."""
@@ -28,7 +29,7 @@ class Rope(NamedTuple):
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Normalize in float32 and scale in the dtype of x, as Hugging Face does."""
     wide = x.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    normed = wide * jax.lax.rsqrt(sum_last(wide * wide) / x.shape[-1] + eps)
     return normed.astype(x.dtype) * weight
 
 

@@ -11,6 +11,8 @@ import numpy as np
 PAGE_SIZE = 64
 """Positions of a KV page."""
 MIN_SEGMENT = 512
+MIN_DECODE_WIDTH = 4
+"""A matrix product of one sequence differs in the last bits from that of several sequences."""
 ATTENTION_TILE = 128
 """Tokens of a tile in training and scoring. The lengths of training streams and scored texts are multiples of
 it."""
@@ -120,6 +122,15 @@ def segment_ends(max_context_length: int) -> tuple[int, ...]:
     ((512, 1024, 2048), (512, 1024, 2048), (128,))
     """
     return _doubling(MIN_SEGMENT, -(-max_context_length // PAGE_SIZE) * PAGE_SIZE)
+
+
+def decode_widths(num_slots: int) -> tuple[int, ...]:
+    """Return every width, in sequences, for which the decode program may be compiled.
+
+    >>> decode_widths(48), decode_widths(32), decode_widths(3)
+    ((4, 8, 16, 32, 48), (4, 8, 16, 32), (3,))
+    """
+    return _doubling(MIN_DECODE_WIDTH, num_slots)
 
 
 def _doubling(first: int, last: int) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ class InFlightBatch:
         """Whether sequences ended in it. The host has to look for stop strings."""
         assert self.host_outputs is not None
         active = self.host_outputs.carry.active
-        return not all(active[slot] for slot, _ in self.dispatch.sequences)
+        return not all(active[index] for index, _, _ in self.dispatch.sequences)
 
 
 class DecodePipeline:
@@ -56,10 +56,11 @@ class DecodePipeline:
             raise self.in_flight
         if self.in_flight is None:
             self._pool.preempt_and_allocate(self._runner.steps)
+            self._pool.compact()
             if not (sequences := self._pool.decoding):
                 return False
-            layout = self._runner.decode_layout
-            self.in_flight = self._start(layout.dispatch(sequences), layout.empty_carry)
+            dispatch = self._runner.first_dispatch(sequences)
+            self.in_flight = self._start(dispatch, dispatch.batch.before)
             self._mark_pending(self.in_flight.dispatch)
         self.in_flight.next = self._plan_after(self.in_flight.dispatch)
         self.in_flight.host_outputs = to_host(self.in_flight.outputs)
@@ -79,7 +80,9 @@ class DecodePipeline:
         if (
             dispatch_next
             and following is not None
-            and any(active[slot] or not sequence.pending_tokens for slot, sequence in following.sequences)
+            and any(
+                active[index] or not sequence.pending_tokens for index, _, sequence in following.sequences
+            )
         ):
             try:
                 self.in_flight = self._start(following, completed.outputs.carry)
@@ -87,11 +90,11 @@ class DecodePipeline:
             except Exception as error:  # raised by the next `decode`; the results of this dispatch are valid
                 self.in_flight = error
         results = []
-        for slot, sequence in completed.dispatch.sequences:
+        for index, slot, sequence in completed.dispatch.sequences:
             sequence.pending_tokens = 0
             if self._pool.slots[slot] is sequence:  # it was not released meanwhile
-                valid = outputs.tokens[slot] >= 0
-                tokens, logprobs = outputs.tokens[slot][valid], outputs.logprobs[slot][valid]
+                valid = outputs.tokens[index] >= 0
+                tokens, logprobs = outputs.tokens[index][valid], outputs.logprobs[index][valid]
                 results.append(self._completion.append(slot, tokens.tolist(), logprobs.tolist()))
         if isinstance(self.in_flight, InFlightBatch):
             self._mark_pending(self.in_flight.dispatch)
@@ -101,14 +104,22 @@ class DecodePipeline:
         return InFlightBatch(dispatch=dispatch, outputs=self._runner.decode(dispatch, carry))
 
     def _mark_pending(self, dispatch: DecodeDispatch) -> None:
-        for _, sequence in dispatch.sequences:
+        for _, _, sequence in dispatch.sequences:
             sequence.pending_tokens = self._runner.steps
 
     def _plan_after(self, dispatch: DecodeDispatch) -> DecodeDispatch | None:
-        """Return the dispatch that can follow `dispatch`. None: no sequence remains, there are too few free
-        pages, or it needs another compiled program, whose compilation would delay the results."""
+        """Return the dispatch that can follow `dispatch` before its outputs are known.
+
+        None: no sequence remains, there are too few free pages, or the next dispatch needs another compiled
+        program, or can use a narrower one after the sequences have moved to the first slots.
+        """
         sequences = [(slot, sequence) for slot, sequence in self._pool.decoding if sequence.remaining > 0]
         if not sequences or not self._pool.allocate_next(sequences, self._runner.steps):
             return None
-        following = self._runner.decode_layout.dispatch(sequences)
-        return following if following.same_program(dispatch) else None
+        layout, width = self._runner.decode_layout, dispatch.program.width
+        if layout.width_of([slot for slot, _ in sequences]) > width:
+            return None
+        following = layout.dispatch(sequences, width=width)
+        if following.program != dispatch.program or self._runner.can_narrow(following):
+            return None
+        return following

@@ -1,8 +1,13 @@
-"""The decode batch: the sequences in decode slots as host arrays for one dispatch."""
+"""The decode batch: the sequences in decode slots as host arrays for one dispatch.
+
+The batch holds the first `width` slots of each data-parallel rank. The cost of a dispatch grows with its
+width, so the program is compiled for several widths.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,60 +21,86 @@ from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS, BatchSettin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeProgram:
+    """What selects a compiled program of `decode_steps`."""
+
+    width: int  # sequences of each data-parallel rank
+    ends: tuple[int, ...] | None  # of the segments; None: a kernel reads the pages in place
+    max_loras: int | None  # of the batch; None: any number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeDispatch:
     """The arguments of one call of `decode_steps`."""
 
-    sequences: Sequence[tuple[int, SequenceState]]  # with their slots
+    sequences: Sequence[tuple[int, int, SequenceState]]  # (index in the batch, slot, sequence)
     batch: DecodeBatch
     settings: BatchSettings
-    ends: tuple[int, ...] | None  # static argument of the program
-
-    def same_program(self, other: DecodeDispatch) -> bool:
-        return self.ends == other.ends and self.batch.adapters.max_loras == other.batch.adapters.max_loras
+    program: DecodeProgram
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeLayout:
     """The sizes of a dispatch's arrays."""
 
-    empty_tables: np.ndarray  # [slots, W] int32, in each row the null page of the slot's data-parallel rank
-    empty_carry: Carry  # on the device, for a dispatch without a predecessor
+    null_pages: Sequence[int]  # of each data-parallel rank
+    slots_per_rank: int
+    widths: tuple[int, ...]  # of each rank, ascending; the last holds all slots
+    table_width: int
+    empty_carries: Mapping[int, Carry]  # by width; on the device, for a dispatch without a predecessor
     segment_ends: tuple[int, ...] | None  # all possible ends; None: a kernel reads the pages in place
     queries_per_kv_head: int
-    dp_ranks: int
     vocab_size: int
     num_lora_slots: int | None  # None: programs do not depend on the number of adapters (see `lora_math`)
 
-    def dispatch(self, sequences: Sequence[tuple[int, SequenceState]]) -> DecodeDispatch:
-        """Return the next dispatch of these sequences, given with their slots."""
-        num_slots = len(self.empty_tables)
-        tables = self.empty_tables.copy()
-        tokens, positions, remaining = np.zeros((3, num_slots), np.int32)
-        adapters = np.full(num_slots, sequences[0][1].adapter_slot if sequences else 0, np.int32)
-        stop_tokens = np.full((num_slots, MAX_STOP_TOKENS), -1, np.int32)
-        by_slot: list[SequenceState | None] = [None] * num_slots
+    def width_of(self, slots: Sequence[int], *, compacted: bool = False) -> int:
+        """Return the smallest width that holds these slots. With `compacted`, return the smallest width that
+        holds as many slots of each rank."""
+        ranks = Counter(slot // self.slots_per_rank for slot in slots)
+        needed = max(ranks.values()) if compacted else max(slot % self.slots_per_rank for slot in slots) + 1
+        return bucket(needed, self.widths)
+
+    def dispatch(self, sequences: Sequence[tuple[int, SequenceState]], *, width: int) -> DecodeDispatch:
+        """Return the next dispatch of these sequences, given with their slots, which `width` must hold."""
+        rows = width * len(self.null_pages)
+        tables = np.repeat(np.array(self.null_pages, np.int32), width)[:, None].repeat(
+            self.table_width, axis=1
+        )
+        tokens, positions, remaining = np.zeros((3, rows), np.int32)
+        adapters = np.full(rows, sequences[0][1].adapter_slot if sequences else 0, np.int32)
+        stop_tokens = np.full((rows, MAX_STOP_TOKENS), -1, np.int32)
+        by_index: list[SequenceState | None] = [None] * rows
+        indexed = []
         for slot, sequence in sequences:
-            by_slot[slot] = sequence
-            tables[slot, : len(sequence.block_table)] = sequence.block_table
-            tokens[slot] = -1 if sequence.pending_tokens else sequence.tokens[-1]
-            positions[slot], remaining[slot] = sequence.position, sequence.remaining
-            adapters[slot] = sequence.adapter_slot
-            stop_tokens[slot, : len(sequence.stop_tokens)] = sequence.stop_tokens
+            rank, place = divmod(slot, self.slots_per_rank)
+            assert place < width
+            index = rank * width + place
+            indexed.append((index, slot, sequence))
+            by_index[index] = sequence
+            tables[index, : len(sequence.block_table)] = sequence.block_table
+            tokens[index] = -1 if sequence.pending_tokens else sequence.tokens[-1]
+            positions[index], remaining[index] = sequence.position, sequence.remaining
+            adapters[index] = sequence.adapter_slot
+            stop_tokens[index, : len(sequence.stop_tokens)] = sequence.stop_tokens
         ends, splits = self.segment_ends, None
         if ends is None:
-            splits = kv_splits_of(tables, positions, group=self.queries_per_kv_head, devices=self.dp_ranks)
+            ranks = len(self.null_pages)
+            splits = kv_splits_of(tables, positions, group=self.queries_per_kv_head, devices=ranks)
+        else:
+            ends = ends[: 1 + ends.index(bucket(int(positions.max()), ends))]
+        loras = lora_indices(adapters, num_lora_slots=self.num_lora_slots)
         return DecodeDispatch(
-            sequences=sequences,
+            sequences=indexed,
             batch=DecodeBatch(
                 tokens=tokens,
-                before=self.empty_carry,
+                before=self.empty_carries[width],
                 positions=positions,
                 remaining=remaining,
                 tables=tables,
                 splits=splits,
-                adapters=lora_indices(adapters, num_lora_slots=self.num_lora_slots),
+                adapters=loras,
                 stop_tokens=stop_tokens,
             ),
-            settings=batch_settings(by_slot, self.vocab_size),
-            ends=ends and ends[: 1 + ends.index(bucket(int(positions.max()), ends))],
+            settings=batch_settings(by_index, self.vocab_size),
+            program=DecodeProgram(width=width, ends=ends, max_loras=loras.max_loras),
         )

@@ -19,15 +19,24 @@ from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
 from skyrl_tx_server.model.lora.lora_math import adapter_count_buckets
 from skyrl_tx_server.model.mesh import on_gpu, replicate, to_host
 from skyrl_tx_server.model.model_config import ModelConfig
-from skyrl_tx_server.model.shapes import CPU_PREFILL, GPU_PREFILL, PAGE_SIZE, score_lengths, segment_ends
+from skyrl_tx_server.model.shapes import (
+    CPU_PREFILL,
+    GPU_PREFILL,
+    PAGE_SIZE,
+    decode_widths,
+    score_lengths,
+    segment_ends,
+)
 from skyrl_tx_server.model.transformer import Params, unstack_layers
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
-from skyrl_tx_server.sampling.decode_batch import DecodeDispatch, DecodeLayout
-from skyrl_tx_server.sampling.decode_step import Carry, DecodeOutputs, decode_steps
+from skyrl_tx_server.sampling.decode_batch import DecodeDispatch, DecodeLayout, DecodeProgram
+from skyrl_tx_server.sampling.decode_programs import DecodePrograms
+from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, DecodeOutputs, decode_steps
 from skyrl_tx_server.sampling.prefill_batch import ChunkOutputs, PrefillChunk, PrefillLayout
 from skyrl_tx_server.sampling.prefill_step import PrefillOutputs, prefill
 from skyrl_tx_server.sampling.score_step import Scorer, at_prompt_positions
 from skyrl_tx_server.sampling.sequences import SequenceState
+from skyrl_tx_server.sampling.token_sampling import BatchSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +93,10 @@ class ModelRunner:
         self._scorer = Scorer(config=config, params=params, lengths=score_lengths(max_context_length))
         self.steps = min(steps, PAGE_SIZE)
         num_slots = size.slots * dp_ranks
+        # Every rank of several processes must run the same program, whatever it has compiled. The results of
+        # latent attention depend on the width on a CPU.
+        fixed = jax.process_count() > 1 or (config.latent is not None and not on_gpu())
+        widths = (size.slots,) if fixed else decode_widths(size.slots)
         shapes, ends = GPU_PREFILL if on_gpu() else CPU_PREFILL, segment_ends(max_context_length)
         table_width = ends[-1] // PAGE_SIZE + 1  # a dispatch may write beyond the context
         num_lora_slots = adapters.num_slots if on_gpu() else None
@@ -97,16 +110,21 @@ class ModelRunner:
             vocab_size=config.vocab_size,
             num_lora_slots=num_lora_slots,
         )
-        null_pages = np.repeat(np.arange(dp_ranks, dtype=np.int32) * size.pages, size.slots)
         self.decode_layout = DecodeLayout(
-            empty_tables=null_pages[:, None].repeat(table_width, axis=1),
-            empty_carry=jax.tree.map(partial(replicate, config), Carry.empty(num_slots)),
+            null_pages=[rank * size.pages for rank in range(dp_ranks)],
+            slots_per_rank=size.slots,
+            widths=widths,
+            table_width=table_width,
+            empty_carries={
+                width: jax.tree.map(partial(replicate, config), Carry.empty(width * dp_ranks))
+                for width in widths
+            },
             segment_ends=None if decodes_in_place(config) else ends,
             queries_per_kv_head=config.num_heads // config.num_kv_heads,
-            dp_ranks=dp_ranks,
             vocab_size=config.vocab_size,
             num_lora_slots=num_lora_slots,
         )
+        self._narrow_programs = DecodePrograms(self._lower_decode)
         self._cache = self._empty_cache()
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
@@ -131,20 +149,37 @@ class ModelRunner:
             raise
         return self.prefill_layout.outputs(chunks, outputs)
 
+    def first_dispatch(self, sequences: Sequence[tuple[int, SequenceState]]) -> DecodeDispatch:
+        """Return a dispatch of these sequences, given with their slots, for the narrowest compiled program
+        that holds them."""
+        layout, programs = self.decode_layout, self._narrow_programs
+        width = layout.width_of([slot for slot, _ in sequences])
+        while True:
+            dispatch = layout.dispatch(sequences, width=width)
+            if width == layout.widths[-1] or programs.get(dispatch.program):
+                return dispatch
+            width = layout.widths[layout.widths.index(width) + 1]
+
+    def can_narrow(self, dispatch: DecodeDispatch) -> bool:
+        """Whether a compiled program is narrower and holds the sequences of `dispatch` in the first slots."""
+        width = self.decode_layout.width_of([slot for _, slot, _ in dispatch.sequences], compacted=True)
+        narrow = replace(dispatch.program, width=width)
+        return width < dispatch.program.width and self._narrow_programs.request(narrow) is not None
+
     def decode(self, dispatch: DecodeDispatch, carry: Carry) -> DecodeOutputs:
         """Start a dispatch on the device without waiting for it. `carry` is that of the dispatch before."""
-        self._cache, outputs = decode_steps(
-            self._cache,
-            self._unstacked_params,
-            self._adapters.arrays,
-            replace(dispatch.batch, before=carry),
-            dispatch.settings,
-            config=self._config,
-            steps=self.steps,
-            ends=dispatch.ends,
-            tempered=self._processed_logprobs,
-        )
+        arguments = self._decode_arguments(replace(dispatch.batch, before=carry), dispatch.settings)
+        if dispatch.program.width == self.decode_layout.widths[-1]:
+            self._cache, outputs = decode_steps(*arguments, **self._decode_options(dispatch.program.ends))
+        else:
+            program = self._narrow_programs.get(dispatch.program)
+            assert program is not None
+            self._cache, outputs = program(*arguments)
         return outputs
+
+    def wait_for_compilation(self) -> None:
+        """Wait until no narrow program is being compiled."""
+        self._narrow_programs.wait()
 
     def score_prompt(self, op: Sample, adapter_slot: int) -> tuple[TopkLogprobs | None, CsrMatrix | None]:
         """Return (likeliest tokens, logprobs of the target tokens) at every prompt position; None for what
@@ -190,31 +225,44 @@ class ModelRunner:
 
     def programs(self) -> Iterator[tuple[str, Lowered]]:
         """Yield the name and the lowered form of each sampling program, the most frequent first."""
-        config, tempered = self._config, self._processed_logprobs
-        idle, batches = self.decode_layout.dispatch([]), self.prefill_layout.dummy_batches()
-        all_ends = self.decode_layout.segment_ends
+        batches, layout = self.prefill_layout.dummy_batches(), self.decode_layout
+        all_ends = layout.segment_ends
         ends = [None] if all_ends is None else [all_ends[:count] for count in range(1, len(all_ends) + 1)]
         decode_counts = adapter_count_buckets(
-            self.decode_layout.num_lora_slots, num_sequences=self.prefill_layout.num_slots
+            layout.num_lora_slots, num_sequences=self.prefill_layout.num_slots
         )
         counts = {batch.adapters.max_loras for batch, _ in batches} | {*decode_counts}
         for most in sorted(counts, key=lambda count: count or 0):
             for batch, settings in batches:
                 if batch.adapters.max_loras == most:
-                    arguments = (self._cache, self._params, self._adapters.arrays, batch, settings)
-                    yield (
-                        f"prefill, {len(batch.tokens)} tiles",
-                        prefill.lower(*arguments, config=config, tempered=tempered),
+                    lowered = prefill.lower(
+                        self._cache,
+                        self._params,
+                        self._adapters.arrays,
+                        batch,
+                        settings,
+                        config=self._config,
+                        tempered=self._processed_logprobs,
                     )
-            batch = replace(idle.batch, adapters=replace(idle.batch.adapters, max_loras=most))
-            arguments = (self._cache, self._unstacked_params, self._adapters.arrays, batch, idle.settings)
+                    yield f"prefill, {len(batch.tokens)} tiles", lowered
             for dispatch_ends in ends if most in decode_counts else ():
-                yield (
-                    "decode_steps",
-                    decode_steps.lower(
-                        *arguments, config=config, steps=self.steps, ends=dispatch_ends, tempered=tempered
-                    ),
-                )
+                for width in reversed(layout.widths):
+                    program = DecodeProgram(width=width, ends=dispatch_ends, max_loras=most)
+                    yield f"decode_steps, {width} sequences", self._lower_decode(program)
+
+    def _lower_decode(self, program: DecodeProgram) -> Lowered:
+        idle = self.decode_layout.dispatch([], width=program.width)
+        batch = replace(idle.batch, adapters=replace(idle.batch.adapters, max_loras=program.max_loras))
+        options = self._decode_options(program.ends)
+        return decode_steps.lower(*self._decode_arguments(batch, idle.settings), **options)
+
+    def _decode_arguments(self, batch: DecodeBatch, settings: BatchSettings) -> tuple[object, ...]:
+        return self._cache, self._unstacked_params, self._adapters.arrays, batch, settings
+
+    def _decode_options(self, ends: tuple[int, ...] | None) -> dict[str, object]:
+        """The static arguments of `decode_steps`."""
+        tempered = self._processed_logprobs
+        return {"config": self._config, "steps": self.steps, "ends": ends, "tempered": tempered}
 
     def _empty_cache(self) -> KVCache:
         return empty_cache(config=self._config, pages=self._num_pages, dtype=self._dtype)

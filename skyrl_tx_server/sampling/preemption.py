@@ -78,6 +78,14 @@ class SequencePool:
             sequence.block_table = list(table)
             self.slots[slot] = sequence
 
+    def compact(self) -> None:
+        """Move sequences to the first slots of their data-parallel ranks, so that a narrow batch holds them.
+        No dispatch may be in flight."""
+        per_rank = self._pages.size.slots
+        for first in range(0, len(self.slots), per_rank):
+            running = [sequence for sequence in self.slots[first : first + per_rank] if sequence is not None]
+            self.slots[first : first + per_rank] = [*running, *[None] * (per_rank - len(running))]
+
     def finish(self, slot: int) -> None:
         """Remove a complete sequence. Its pages stay cached."""
         sequence = self._leave(slot)

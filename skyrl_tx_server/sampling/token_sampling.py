@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from skyrl_tx_server.model.attention.softmax import MASKED
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
+from skyrl_tx_server.model.reductions import logsumexp, softmax
 
 MAX_STOP_TOKENS = 16
 
@@ -57,7 +58,7 @@ def sample_tokens(
     if tempered:
         logits = logits / jnp.where(random, settings.temperatures, 1.0)[:, None]
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return tokens, chosen - jax.nn.logsumexp(logits, axis=-1)
+    return tokens, chosen - logsumexp(logits)[:, 0]
 
 
 def _argmax(scores: jax.Array) -> jax.Array:
@@ -88,7 +89,7 @@ def _filter(scaled: jax.Array, settings: BatchSettings) -> jax.Array:
     ordered = jnp.sort(scaled, axis=-1, descending=True)
     ranks = jnp.arange(scaled.shape[-1])[None]
     top = jnp.where(ranks < settings.top_k[:, None], ordered, MASKED)
-    probabilities = jax.nn.softmax(top, axis=-1)
+    probabilities = softmax(top)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     kept = (ranks < settings.top_k[:, None]) & ((before < settings.top_p[:, None]) | (ranks == 0))
     threshold = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)

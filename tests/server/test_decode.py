@@ -288,7 +288,9 @@ def test_a_sequence_that_ended_samples_nothing_in_flight(driver: Driver, alone: 
     driver.dispatch(dispatch_next=True)
     in_flight = sampler.pipeline.in_flight
     assert isinstance(in_flight, InFlightBatch)
-    assert driver.finished[99, 0].tokens[-1] == stop and slot in dict(in_flight.dispatch.sequences)
+    assert driver.finished[99, 0].tokens[-1] == stop and slot in [
+        slot for _, slot, _ in in_flight.dispatch.sequences
+    ]
     sampler.decode()
     assert in_flight.host_outputs is not None and (in_flight.host_outputs.tokens[slot] == -1).all()
     sampler.release(LONG)

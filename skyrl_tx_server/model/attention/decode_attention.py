@@ -17,6 +17,7 @@ from skyrl_tx_server.model.kernels.paged_kernel import Attended, merge, paged_at
 from skyrl_tx_server.model.kv_cache import BATCH_HEADS, PAGES, KVCache, Segment, own_pages
 from skyrl_tx_server.model.mesh import BATCH, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
+from skyrl_tx_server.model.reductions import sum_last
 
 HEADS = PartitionSpec(BATCH, None, "tensor")
 """The sharding of the queries [B, 1, H, hd]: on the devices that hold the keys and values of their
@@ -34,7 +35,7 @@ def attend_over_segments(
     scores = [_scores(spec, grouped, segment, mask) for segment, mask in zip(segments, masks, strict=True)]
     highest = jnp.stack([ceil_max(score) for score in scores]).max(axis=0)[..., None]
     weights = [jnp.exp2(score - highest) for score in scores]
-    total = sum((weight.sum(axis=-1, keepdims=True) for weight in weights), start=jnp.zeros((), jnp.float32))
+    total = sum((sum_last(weight) for weight in weights), start=jnp.zeros((), jnp.float32))
     attended = sum(
         (
             jnp.einsum(

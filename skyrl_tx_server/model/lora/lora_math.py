@@ -17,13 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx_server.model.mesh import shard_batch, shard_product
+from skyrl_tx_server.model.mesh import on_gpu, shard_batch, shard_product
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type ArrayLike = jax.Array | np.ndarray
 """An array on the device or in host memory."""
 
 SEVERAL = 4
+ROWS_PER_PRODUCT = 8
+"""The rows of a product with an adapter's factor when sequences are decoded on a CPU."""
 
 
 @jax.tree_util.register_dataclass
@@ -165,7 +167,9 @@ def low_rank_deltas(x: jax.Array, module: LoraWeights) -> tuple[jax.Array, ...]:
     of x."""
     if module.indices is not None and module.indices.max_loras not in (None, 1):
         return _deltas_of_several(x, module, module.indices)
-    return apply_lora(module, lambda weights: _deltas(x, weights))
+    decodes = module.indices is not None and x.shape[1] == 1
+    product = _product_in_blocks if decodes and not on_gpu() else _product
+    return apply_lora(module, lambda weights: _deltas(x, weights, product))
 
 
 def _deltas_of_several(x: jax.Array, module: LoraWeights, indices: LoraIndices) -> tuple[jax.Array, ...]:
@@ -180,13 +184,27 @@ def _deltas_of_several(x: jax.Array, module: LoraWeights, indices: LoraIndices) 
     return tuple(jnp.einsum("btnr,nro->bto", part, jnp.asarray(b)[at].astype(x.dtype)) for part, b in parts)
 
 
-def _deltas(x: jax.Array, module: LoraWeights) -> tuple[jax.Array, ...]:
-    product = _product if module.a.ndim == 2 else jax.vmap(_product)
+def _deltas(
+    x: jax.Array, module: LoraWeights, product: Callable[[jax.Array, jax.Array], jax.Array]
+) -> tuple[jax.Array, ...]:
+    product = product if module.a.ndim == 2 else jax.vmap(product)
     inner = product(x, module.a.astype(x.dtype)) * jax.lax.stop_gradient(module.scale).astype(x.dtype)
     return tuple(
         product(part, b.astype(x.dtype))
         for part, b in zip(jnp.split(inner, len(module.b), axis=-1), module.b, strict=True)
     )
+
+
+def _product_in_blocks(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return x [B, 1, in] @ weight [in, out], in products of ROWS_PER_PRODUCT rows.
+
+    On a CPU, the order of summation in such a product depends on the number of its rows. With equal blocks
+    the result of a sequence does not depend on the width of the decode batch.
+    """
+    rows = len(x)
+    padded = jnp.pad(x[:, 0], ((0, -rows % ROWS_PER_PRODUCT), (0, 0)))
+    blocks = [padded[first : first + ROWS_PER_PRODUCT] for first in range(0, rows, ROWS_PER_PRODUCT)]
+    return jnp.concatenate([block @ weight for block in blocks])[:rows, None]
 
 
 @jax.custom_vjp

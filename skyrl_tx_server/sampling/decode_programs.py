@@ -1,0 +1,61 @@
+"""The compiled programs of narrow decode batches.
+
+A background thread compiles a program after several dispatches could have used it. Until then a wider program
+computes the same sequences, with the same tokens and logprobs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from jax.stages import Compiled, Lowered
+
+from skyrl_tx_server.sampling.decode_batch import DecodeProgram
+
+USES_BEFORE_COMPILATION = 16
+"""The number of dispatches that could have used a program before it is compiled. A compilation takes as long
+as many dispatches."""
+
+logger = logging.getLogger(__name__)
+
+
+class DecodePrograms:
+    def __init__(self, lower: Callable[[DecodeProgram], Lowered]) -> None:
+        self._lower = lower
+        self._compiled: dict[DecodeProgram, Compiled] = {}
+        self._uses = Counter[DecodeProgram]()
+        self._thread: threading.Thread | None = None
+
+    def get(self, program: DecodeProgram) -> Compiled | None:
+        return self._compiled.get(program)
+
+    def request(self, program: DecodeProgram) -> Compiled | None:
+        """Return the compiled program, or None and count a use that was not possible."""
+        if program in self._compiled:
+            return self._compiled[program]
+        self._uses[program] += 1
+        busy = self._thread is not None and self._thread.is_alive()
+        if self._uses[program] >= USES_BEFORE_COMPILATION and not busy:
+            self._uses[program] = -(2**31)  # a program that fails to compile is not compiled again
+            # A process that exits waits for the compilation, because XLA cannot interrupt it.
+            self._thread = threading.Thread(target=self._compile, args=(program,), name="compile-narrow")
+            self._thread.start()
+        return None
+
+    def wait(self) -> None:
+        """Wait for the compilation under way, if there is one."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _compile(self, program: DecodeProgram) -> None:
+        try:
+            self._compiled[program] = self._lower(program).compile()
+        except Exception as error:
+            logger.warning(
+                "cannot compile the decode program for %d sequences; a wider one is used: %s",
+                program.width,
+                error,
+            )

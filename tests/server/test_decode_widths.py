@@ -1,0 +1,140 @@
+"""A narrow decode program takes over when few sequences remain, with the same results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_tx_server.engine.operations import SampledSequence
+from skyrl_tx_server.executor.executor import DeviceExecutor
+from skyrl_tx_server.model.config_json import load_model_config
+from skyrl_tx_server.sampling import decode_programs, model_runner
+from skyrl_tx_server.sampling.decode_batch import DecodeDispatch
+from skyrl_tx_server.sampling.decode_step import Carry, DecodeOutputs
+from tests.fakes.tiny_model import CONFIG, make_model, make_settings
+from tests.server.test_decode import MODEL, REQUESTS, STEPS, Driver
+from tests.server.test_executor import TIMEOUT_S, ask, create, running, snapshot, train
+from tests.server.test_families import FAMILIES
+
+SLOTS = 16
+
+
+@pytest.fixture
+def widths(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The width of each dispatch, in order."""
+    seen: list[int] = []
+    runner = driver.executor.sampler.runner
+    decode = runner.decode
+
+    def record(dispatch: DecodeDispatch, carry: object) -> object:
+        seen.append(dispatch.program.width)
+        return decode(dispatch, carry)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner, "decode", record)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    folder = tmp_path_factory.mktemp("widths")
+    sizes = {"max_num_seqs": SLOTS, "decode_steps_per_dispatch": STEPS, "max_context_length": 192}
+    return Driver(DeviceExecutor(make_settings(make_model(folder / "model", MODEL), folder, **sizes)))
+
+
+def play(driver: Driver) -> dict[tuple[int, int], tuple[list[int], list[float]]]:
+    """Start all requests as slots become free. Returns the tokens and logprobs of each sequence."""
+    driver.finished.clear()
+    waiting = list(range(len(REQUESTS)))
+    while waiting or driver.executor.sampler.num_running:
+        while waiting and REQUESTS[waiting[0]].num_samples <= SLOTS - driver.executor.sampler.num_running:
+            driver.admit(waiting.pop(0))
+        driver.dispatch(dispatch_next=True)
+        driver.executor.sampler.runner.wait_for_compilation()
+    assert not driver.failed
+    return {
+        key: (sequence.tokens.tolist(), sequence.logprobs.tolist())
+        for key, sequence in driver.finished.items()
+    }
+
+
+def test_narrow_programs_change_no_bit(
+    driver: Driver, widths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = play(driver)
+    assert set(widths) == {SLOTS}, "a program is not compiled for a single use"
+    monkeypatch.setattr(decode_programs, "USES_BEFORE_COMPILATION", 1)
+    widths.clear()
+    narrow = play(driver)
+    assert set(widths) == {4, 8, SLOTS}
+    assert narrow == wide
+
+
+def test_sequences_move_to_the_first_slots(driver: Driver) -> None:
+    pool = driver.executor.sampler.pool
+    driver.finished.clear()
+    for request_id in range(4):
+        driver.admit(request_id)
+    before = [sequence for _, sequence in pool.decoding]
+    driver.executor.sampler.release(before[0].request_id)
+    remaining = [sequence for sequence in before if sequence.request_id != before[0].request_id]
+    pool.compact()
+    assert pool.decoding == list(enumerate(remaining))
+    while driver.executor.sampler.num_running:
+        driver.dispatch(dispatch_next=False)
+
+
+def test_width_counts_sequences_of_each_rank(driver: Driver) -> None:
+    layout = driver.executor.sampler.runner.decode_layout
+    assert layout.widths == (4, 8, 16)
+    assert layout.width_of([0, 9]) == 16
+    assert layout.width_of([0, 9], compacted=True) == 4
+    assert np.shape(layout.dispatch([], width=8).batch.tables)[0] == 8
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "qwen3_sliding_window"])
+def test_adapters_sample_the_same_in_narrow_batches(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen samples with two trained adapters end at different times, so the batch becomes narrow."""
+    monkeypatch.setattr(decode_programs, "USES_BEFORE_COMPILATION", 10_000)
+    config = replace(load_model_config(FAMILIES / family), vocab_size=CONFIG.vocab_size)
+    model = make_model(tmp_path / "model", config)
+    with running(model, tmp_path, max_num_seqs=SLOTS, max_context_length=192) as engine:
+        for seed, model_id in enumerate("ab"):
+            create(engine, model_id)
+            train(engine, model_id, seed=seed)
+            snapshot(engine, model_id, model_id)
+        ops = [
+            replace(ask("ab"[number % 2], max_tokens=8 * number + 5, seed=number), num_samples=1)
+            for number in range(SLOTS)
+        ]
+
+        def sample() -> list[SampledSequence]:
+            futures = [engine.submit(op) for op in ops]
+            return [future.result(TIMEOUT_S).sequences[0] for future in futures]
+
+        wide = sample()
+        monkeypatch.setattr(decode_programs, "USES_BEFORE_COMPILATION", 1)
+        seen = set()
+        lowered = model_runner.ModelRunner.decode
+
+        def record(runner: model_runner.ModelRunner, dispatch: DecodeDispatch, carry: Carry) -> DecodeOutputs:
+            runner.wait_for_compilation()
+            seen.add(dispatch.program.width)
+            return lowered(runner, dispatch, carry)
+
+        monkeypatch.setattr(model_runner.ModelRunner, "decode", record)
+        sample()
+        narrow = sample()
+    assert {4, 8} < seen
+    for first, second in zip(wide, narrow, strict=True):
+        np.testing.assert_array_equal(first.tokens, second.tokens)
+        np.testing.assert_array_equal(first.logprobs, second.logprobs)
+
+
+def test_latent_attention_decodes_with_one_width(tmp_path: Path) -> None:
+    settings = make_settings(FAMILIES / "deepseek_v3", tmp_path, max_num_seqs=SLOTS, max_context_length=192)
+    assert DeviceExecutor(settings).sampler.runner.decode_layout.widths == (SLOTS,)
