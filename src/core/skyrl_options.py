@@ -33,6 +33,8 @@ TAKEN: dict[str, str] = {
     "trainer.policy.model.path": "model_name={}",
     "trainer.policy.model.lora_rank": "lora_rank={}",
     "trainer.policy.model.lora.rank": "lora_rank={}",
+    "trainer.policy.model.lora_alpha": "lora_alpha={}",
+    "trainer.policy.model.lora.alpha": "lora_alpha={}",
     "trainer.policy.optimizer_config.lr": "learning_rate={}",
     "trainer.policy.optimizer_config.weight_decay": "weight_decay={}",
     "trainer.policy.optimizer_config.max_grad_norm": "grad_clip_norm={}",
@@ -52,6 +54,7 @@ TAKEN: dict[str, str] = {
     "generator.sampling_params.max_generate_length": "max_generate_length={}",
     "generator.sampling_params.temperature": "temperature={}",
     "generator.eval_sampling_params.temperature": "eval_temperature={}|temperature={}",
+    "generator.eval_sampling_params.top_p": "eval_top_p={}|top_p={}",
     "generator.use_native_tool_calling": "use_native_tool_calling={}",
     "generator.step_wise_trajectories": "step_wise_trajectories={}",
     "generator.zero_reward_on_non_stop": "zero_reward_on_non_stop={}",
@@ -67,6 +70,8 @@ _SHARES = "write num_substeps=<train_batch_size / policy_mini_batch_size>, the o
 _PLACEMENT = "it has no counterpart, because the server places and runs the models; remove it"
 _ON_POLICY = "training assumes that samples are those of the policy, so nothing may be cut from it; remove it"
 _NO_CRITIC = "the Tinker API has no critic; remove it"
+_NO_DROPOUT = "the server chooses it, not the client; remove it"
+_TEMPLATE = "the chat template is that of the model's tokenizer; remove it, or write tokenizer=DIR_OR_HUB_ID"
 _CHECKPOINTS = "the server keeps the checkpoints; remove it"
 # The longest name that is the option's or a group of it decides.
 REFUSED_BY_REASON: dict[str, str] = {
@@ -86,8 +91,9 @@ REFUSED_BY_REASON: dict[str, str] = {
     "trainer.critic": _NO_CRITIC,
     "trainer.critic_mini_batch_size": _NO_CRITIC,
     "trainer.ref": "the base model is the reference; write kl_penalty_coef=... for a KL penalty",
-    "trainer.policy.model.lora_alpha": "the server chooses it, not the client; remove it",
-    "trainer.policy.model.lora_dropout": "the server chooses it, not the client; remove it",
+    "trainer.policy.model.lora": _NO_DROPOUT,
+    "trainer.policy.model.lora_dropout": _NO_DROPOUT,
+    "trainer.target_modules": "the adapter covers all linear layers; remove it",
     "trainer.policy.optimizer_config": "write adam_beta1, adam_beta2 or adam_eps",
     "trainer.policy.optimizer_config.scheduler": "write lr_schedule=constant, linear or cosine",
     "trainer.algorithm": "it has no counterpart; docs/options.md lists the losses and estimators",
@@ -101,7 +107,9 @@ REFUSED_BY_REASON: dict[str, str] = {
     "generator.sampling_params.top_p": _ON_POLICY,
     "generator.sampling_params.top_k": _ON_POLICY,
     "generator.sampling_params.logprobs": "logprobs are always recorded; remove it",
-    "generator.eval_sampling_params": "only eval_temperature differs from training; remove it",
+    "generator.eval_sampling_params": "only eval_temperature and eval_top_p differ from training; remove it",
+    "generator.chat_template": _TEMPLATE,
+    "generator.custom_chat_template": _TEMPLATE,
     "environment": "settings of an environment are environment_kwargs=key=value,...",
 }
 NAMES = (*TAKEN, *REFUSED_BY_REASON)

@@ -87,6 +87,24 @@ def test_one_answer_over_the_threshold_costs_the_reward(caplog):
     assert apply_reward_rules([after], settings())[0] is after
 
 
+def test_the_length_rule_is_off_by_default_at_2048_tokens():
+    long = TrajectoryGroup(
+        task=task("a"), trajectories=[trajectory(reward=1, turns=[turn([1], [2] * 9_999)])]
+    )
+    assert apply_reward_rules([long], settings())[0].rewards == [1]
+    assert settings().max_assistant_response_tokens == 2048
+
+
+def test_long_messages_of_tools_and_customers_cost_nothing():
+    turns = [turn([1] * 9, [2]), turn([1] * 9 + [2] + [3] * 9, [4])]  # 9 tokens each of a user and a tool
+    said = [{"role": "user", "content": "u" * 9}, {"role": "assistant", "content": "a"}]
+    said += [{"role": "tool", "content": "t" * 9}, {"role": "assistant", "content": "b"}]
+    talk = replace(trajectory(reward=1, turns=turns), conversation=said)
+    rules = settings(zero_reward_on_length_threshold=True, max_assistant_response_tokens=4)
+    [after] = apply_reward_rules([TrajectoryGroup(task=task("a"), trajectories=[talk])], rules)
+    assert after.rewards == [1]
+
+
 def test_a_group_without_a_grade_is_dropped_and_counted():
     assert keep_groups([group(failures=3)], settings()) == ([], {DropReason.UNGRADED: 1})
 

@@ -136,6 +136,14 @@ def test_a_torn_line_is_no_finished_rollout(tmp_path):
     assert again.load("step", 1) == {STEP: rollout} and any_graded(tmp_path)
 
 
+def test_the_reward_of_a_trial_is_on_disk_as_soon_as_it_ends(tmp_path):
+    rollout = graded()
+    FinishedRollouts(tmp_path, Journal(tmp_path)).add(STEP, rollout)
+    [file] = (tmp_path / "finished").glob("*.jsonl")
+    assert json.loads(file.read_text())["result"]["reward"] == rollout.result.reward
+    assert not (tmp_path / "rollouts").exists()
+
+
 def test_a_rollout_is_written_before_its_journal_line(tmp_path, monkeypatch):
     journal, found = Journal(tmp_path), []
     finished = FinishedRollouts(tmp_path, journal)

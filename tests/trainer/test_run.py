@@ -204,6 +204,13 @@ async def test_the_learning_rate_schedule_spans_the_run(tmp_path):
     )
 
 
+async def test_num_substeps_are_the_optimizer_steps_of_a_batch(tmp_path):
+    bench = Bench(tmp_path)
+    await bench.go("batch_size=4", "num_substeps=2", "max_steps=1", "eval_every=0")
+    assert bench.backend.training_client.events.count("optim_step") == 2
+    assert [line["optim/num_substeps"] for line in bench.lines("metrics.jsonl")[1:]] == [2]
+
+
 async def test_each_batch_uses_the_weights_of_the_previous_step(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("num_substeps=2")

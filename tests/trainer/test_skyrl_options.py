@@ -21,6 +21,7 @@ VALUES = {  # of options that do not take the number 2
     "kl_estimator": "k3",
     "max_input_length": "20000",
     "dynamic_sampling_min_replace_ratio": "0.5",
+    "eval_top_p": "0.5",
 }
 
 
@@ -62,6 +63,73 @@ def test_a_script_of_skyrl_is_read_with_one_note(capsys: pytest.CaptureFixture[s
     )
 
 
+# Every option of the documents, as in their scripts and configurations; "" where the name is refused.
+DOCUMENTS = {
+    "data.train_data=['a.parquet']": "train_data",
+    "data.val_data=['v.parquet']": "test_data",
+    "data.retail_val_data=['r.parquet']": "test_data",
+    "data.test_data.retail=r.parquet": "test_data",
+    "data.test_data.airline=a.parquet": "test_data",
+    "trainer.epochs=1": "n_epochs",
+    "trainer.eval_interval=1": "eval_every",
+    "trainer.eval_before_train=true": "eval_before_train",
+    "trainer.train_batch_size=4": "batch_size",
+    "trainer.policy_mini_batch_size=2": "",
+    "trainer.critic_mini_batch_size=2": "",
+    "trainer.eval_batch_size=2": "",
+    "trainer.max_prompt_length=2048": "",
+    "trainer.dump_eval_results=true": "dump_eval_results",
+    "trainer.export_path=exports": "export_path",
+    "trainer.strategy=fsdp2": "",
+    "trainer.flash_attn=true": "",
+    "trainer.target_modules=all-linear": "",
+    "trainer.placement.colocate_all=true": "",
+    "trainer.critic.fsdp_config.cpu_offload=true": "",
+    "trainer.policy.model.path=m": "model_name",
+    "trainer.policy.model.lora_rank=32": "lora_rank",
+    "trainer.policy.model.lora_alpha=64": "lora_alpha",
+    "trainer.policy.model.lora_dropout=0.05": "",
+    "generator.use_native_tool_calling=true": "use_native_tool_calling",
+    "generator.use_conversation_multi_turn=true": "",
+    "generator.custom_chat_template=t": "",
+    "generator.gpu_memory_utilization=0.6": "",
+    "generator.zero_reward_on_non_stop=false": "zero_reward_on_non_stop",
+    "generator.zero_reward_on_length_threshold=true": "zero_reward_on_length_threshold",
+    "generator.max_assistant_response_tokens=2048": "max_assistant_response_tokens",
+    "generator.sampling_params.top_p=0.95": "",
+    "generator.sampling_params.temperature=0.8": "temperature",
+    "generator.eval_sampling_params.top_p=0.95": "eval_top_p",
+    "generator.n_samples_per_prompt=5": "group_size",
+    "generator.step_wise_trajectories=true": "step_wise_trajectories",
+    "generator.retokenize_chat_history=true": "",
+    "environment.skyrl_gym.max_env_workers=6": "n_parallel_envs",
+    "environment.skyrl_gym.tau_bench.use_native_tool_calling=true": "use_native_tool_calling",
+    "environment.skyrl_gym.tau_bench.TAXONOMY_FEEDBACK=true": "taxonomy_feedback",
+    "max_input_length=16384": "max_input_length",
+    "max_generate_length=1024": "max_generate_length",
+    "max_sequence_length=17408": "max_sequence_length",
+    "enable_thinking=false": "",
+    "kl_loss_coef=0.01": "",
+    "value_clip=0.1": "",
+    "repetition_penalty=1.1": "",
+}
+
+
+@pytest.mark.parametrize("argument", DOCUMENTS)
+def test_every_option_of_the_documents_is_taken_or_refused(argument: str) -> None:
+    ours = DOCUMENTS[argument]
+    base = [*(TAU if ours in TAU_OPTIONS else BASE), "judge_model=j", "judge_base_url=http://h:1/v1"]
+    base = [word for word in base if ours != "model_name" or not word.startswith("model_name=")]
+    if ours:
+        value = getattr(parse([*base, argument]), ours)
+        given = argument.partition("=")[2].strip("[']")
+        assert given in str(value).lower() or value == pytest.approx(float(given))
+        return
+    with pytest.raises(ConfigError, match=" cannot be honoured: ") as error:
+        parse([*base, argument])
+    assert "did you mean" not in str(error.value)
+
+
 def test_an_evaluation_takes_its_own_options() -> None:
     config = parse_as(EvaluateConfig, [*BASE, "n_samples_per_prompt=3", "eval_sampling_params.temperature=0"])
     assert (config.n_samples, config.temperature) == (3, 0)
@@ -73,7 +141,9 @@ def test_an_evaluation_takes_its_own_options() -> None:
     ("argument", "reason"),
     [
         ("generator.sampling_params.top_p=0.95", "training assumes that samples are those of the policy"),
-        ("trainer.policy.model.lora_alpha=64", "the server chooses it, not the client; remove it"),
+        ("trainer.policy.model.lora_dropout=0.05", "the server chooses it, not the client; remove it"),
+        ("trainer.target_modules=all-linear", "the adapter covers all linear layers; remove it"),
+        ("generator.chat_template.source=name", "the chat template is that of the model's tokenizer"),
         ("trainer.algorithm.kl_loss_coef=0.01", "use kl_penalty_coef and kl_estimator"),
         ("trainer.policy_mini_batch_size=16", "write num_substeps=<train_batch_size"),
         ("trainer.critic.optimizer_config.lr=1e-6", "the Tinker API has no critic"),
