@@ -62,6 +62,7 @@ SECTIONS = (
     "Advantages and loss reduction",
     "Reward rules and group filters",
     "KL penalty",
+    "Distillation",
     "Importance sampling between sampler and trainer",
     "Choice of tasks",
     "Dynamic sampling",
@@ -204,6 +205,7 @@ class TrainerConfig(
         whole_batch = {
             "advantage_estimator=reinforce++": self.advantage_estimator == "reinforce++",
             f"kl_penalty_coef={self.kl_penalty_coef}": self.kl_penalty_coef > 0,
+            f"teacher={self.teacher}": self.teacher is not None,
             f"tis={self.tis}": self.tis != "off",
             f"tis_sequence_mask={self.tis_sequence_mask}": self.tis_sequence_mask != "off",
             f"tis_token_mask_low={self.tis_token_mask_low}": self.tis_token_mask_low is not None,

@@ -67,6 +67,14 @@ class Collected:
         return [(group.step, group.task.id) for group, examples in pairs if examples]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scorers:
+    """Models with fixed weights that score the sampled tokens."""
+
+    reference: ReferenceModel | None  # for the KL penalty; None without one
+    teacher: ReferenceModel | None  # for distillation; None without a teacher
+
+
 class Terminus2RLTrainer:
     """Trains on batches, evaluates and saves.
 
@@ -133,12 +141,12 @@ class Terminus2RLTrainer:
         """
         try:
             policy = await self._policy()
-            reference = await self._reference() if self._config.kl_penalty_coef > 0 else None
+            scorers = await self._open_scorers()
             await self._evaluate_start(policy, num_steps=len(batches))
             async with self._gaps, self._collector.running(batches, policy):
                 for batch in batches[self.steps_done :]:
                     self._epoch = batch.epoch
-                    await self._step(batch, reference, num_steps=len(batches))
+                    await self._step(batch, scorers, num_steps=len(batches))
         except (BackendError, StorageError):
             raise
         except BaseException:
@@ -169,10 +177,10 @@ class Terminus2RLTrainer:
             else:  # it was due with other options, so the metrics were not sent to the trackers
                 self._run_log.amend(step, {})
 
-    async def _step(self, batch: Batch, reference: ReferenceModel | None, *, num_steps: int) -> None:
+    async def _step(self, batch: Batch, scorers: Scorers, *, num_steps: int) -> None:
         started = time.monotonic()
         collected = await self._collect(batch)
-        update = await to_its_end(self._update(collected, reference))
+        update = await to_its_end(self._update(collected, scorers))
         metrics = collected.metrics | update.value
         evaluation: dict[str, float] | None = None
         try:  # the metrics of the step are logged even if its evaluation fails
@@ -234,7 +242,7 @@ class Terminus2RLTrainer:
         kept, dropped = keep_groups(groups, self._config)
         return kept, examples_of_batch(kept, self._config, self._config), dropped
 
-    async def _update(self, collected: Collected, reference: ReferenceModel | None) -> dict[str, float]:
+    async def _update(self, collected: Collected, scorers: Scorers) -> dict[str, float]:
         """Prepare the datums of a step and update the weights. Return the metrics of both.
 
         The caller lets it run to its end, so that `steps_done` and the weights on the server agree.
@@ -245,7 +253,7 @@ class Terminus2RLTrainer:
         notice = asyncio.get_running_loop().call_later(SLOW_UPDATE_S, self._say_slow, step)
         try:
             metrics = await self._watchdog.answer(
-                self._prepare_and_update(collected, reference), f"training step {step}"
+                self._prepare_and_update(collected, scorers), f"training step {step}"
             )
         finally:
             notice.cancel()
@@ -261,9 +269,7 @@ class Terminus2RLTrainer:
                 f"step {step}: waiting for the first update; the server may compile its programs"
             )
 
-    async def _prepare_and_update(
-        self, collected: Collected, reference: ReferenceModel | None
-    ) -> dict[str, float]:
+    async def _prepare_and_update(self, collected: Collected, scorers: Scorers) -> dict[str, float]:
         config, version = self._config, self.steps_done
         examples_P_G, dropped = collected.examples_P_G, collected.dropped
         if config.stream_groups:  # the server has the datums
@@ -272,7 +278,8 @@ class Terminus2RLTrainer:
         prepared = await prepare(
             examples_P_G,
             dropped,
-            reference=reference,
+            reference=scorers.reference,
+            teacher=scorers.teacher,
             learner=self._learner,
             options=config,
             version=version,
@@ -305,11 +312,18 @@ class Terminus2RLTrainer:
         )
         return WatchedPolicy(policy, self._watchdog)
 
-    async def _reference(self) -> ReferenceModel:
-        return WatchedReference(
-            await self._watchdog.answer(self._backend.reference_model(), "opening the base model"),
-            self._watchdog,
+    async def _open_scorers(self) -> Scorers:
+        config = self._config
+        return Scorers(
+            reference=await self._scorer(None) if config.kl_penalty_coef > 0 else None,
+            teacher=await self._scorer(config.teacher) if config.teacher is not None else None,
         )
+
+    async def _scorer(self, name: str | None) -> ReferenceModel:
+        opening = self._watchdog.answer(
+            self._backend.reference_model(name), f"opening {name or 'the base model'}"
+        )
+        return WatchedReference(await opening, self._watchdog)
 
     def _is_evaluation_due(self, *, num_steps: int) -> bool:
         return self.steps_done == num_steps or _is_due(self.steps_done, self._config.eval_every)

@@ -13,7 +13,7 @@ import numpy as np
 
 from src.learning.datums import TokenSequence
 from src.learning.examples import Example
-from src.learning.options import KlOptions
+from src.learning.penalty_options import KlOptions
 from src.policy.sampling_policy import ReferenceModel
 
 

@@ -9,6 +9,7 @@ import chz
 from src.core.length_limits import LengthOptions
 from src.core.options import Options, SeedOptions, above, at_least, pairs, require
 from src.learning.advantages import Estimator, describe_estimators
+from src.learning.penalty_options import DistillationOptions, KlOptions
 
 # The thresholds of the losses that clip, as absolute bounds of the ratio.
 CLIP_THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
@@ -198,20 +199,6 @@ class AdvantageOptions(StepWiseOptions, LengthOptions):
 
 
 @chz.chz
-class KlOptions(Options):
-    """KL penalty"""
-
-    kl_penalty_coef: float = chz.field(
-        default=0.0,
-        doc="Weight of the KL penalty towards the base model, inside the advantages",
-        validator=at_least(0),
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = chz.field(
-        default="k1", doc="Schulman's estimator of the KL penalty, per token"
-    )
-
-
-@chz.chz
 class ImportanceOptions(Options):
     """Importance sampling between sampler and trainer"""
 
@@ -327,5 +314,7 @@ class DynamicSamplingOptions(SeedOptions):
 
 
 @chz.chz
-class PreparationOptions(KlOptions, ImportanceOptions, StalenessOptions, AdvantageOptions):
+class PreparationOptions(
+    KlOptions, DistillationOptions, ImportanceOptions, StalenessOptions, AdvantageOptions
+):
     """Preparation of datums"""

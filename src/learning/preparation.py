@@ -1,4 +1,4 @@
-"""Preparation of a batch: substeps, KL penalty, loss reduction, importance correction and staleness mask."""
+"""Preparation of a batch: from examples with advantages to the datums of each optimizer step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import tinker
 
 from src.learning.datums import TokenSequence, scale_advantages, to_datums
+from src.learning.distillation import apply_teacher
 from src.learning.examples import Example, apply_loss_reduction, split_substeps
 from src.learning.filters import DropReason
 from src.learning.importance import apply_tis
@@ -34,13 +35,15 @@ async def prepare(
     dropped: Counter[DropReason],
     *,
     reference: ReferenceModel | None,
+    teacher: ReferenceModel | None = None,
     learner: Learner,
     options: PreparationOptions,
     version: int = 0,
 ) -> Prepared:
     """Convert the examples of a batch to the datums of each optimizer step.
 
-    `reference` gives the logprobs for the KL penalty, and `learner` those for importance correction.
+    `reference` gives the logprobs for the KL penalty, `teacher` those for distillation, and `learner` those
+    for importance correction.
     `version` is that of the weights to be trained; tokens older than `max_staleness` are masked last.
     """
     examples_per_substep = split_substeps(examples_P_G, options.num_substeps)
@@ -52,6 +55,12 @@ async def prepare(
         examples_per_substep = [penalty.examples for penalty in penalties]
         metrics["optim/kl_policy_base"] = (
             statistics.fmean(penalty.mean_kl for penalty in penalties) if penalties else 0.0
+        )
+    if teacher is not None:
+        distilled = [await apply_teacher(examples, teacher, options) for examples in examples_per_substep]
+        examples_per_substep = [result.examples for result in distilled]
+        metrics["optim/kl_policy_teacher"] = (
+            statistics.fmean(result.mean_kl for result in distilled) if distilled else 0.0
         )
     examples_per_substep = [apply_loss_reduction(examples, options) for examples in examples_per_substep]
     if options.is_on:

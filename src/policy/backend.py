@@ -41,8 +41,10 @@ class Backend(Protocol):
         """Return a policy with a snapshot of the current weights."""
         ...
 
-    async def reference_model(self) -> ReferenceModel:
-        """Return the base model without the adapter."""
+    async def reference_model(self, name: str | None = None) -> ReferenceModel:
+        """Return the sampler checkpoint (tinker://...) or the model `name`; None: the base model without the
+        adapter.
+        """
         ...
 
     async def save(self, name: str) -> SavedPaths:
@@ -86,9 +88,11 @@ class TinkerBackend:
         with sdk_boundary("preparing the weights for sampling"):
             return TinkerPolicy(await self.training_client.save_weights_and_get_sampling_client(), version)
 
-    async def reference_model(self) -> ReferenceModel:
-        with sdk_boundary("opening the base model"):
-            return await _open_policy(self._service, base_model=self._options.model_name)
+    async def reference_model(self, name: str | None = None) -> ReferenceModel:
+        with sdk_boundary(f"opening {name or 'the base model'}"):
+            if name is not None and name.startswith("tinker://"):
+                return await _open_policy(self._service, model_path=name)
+            return await _open_policy(self._service, base_model=name or self._options.model_name)
 
     async def save(self, name: str) -> SavedPaths:
         with sdk_boundary(f"saving checkpoint {name}"):

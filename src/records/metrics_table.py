@@ -78,6 +78,7 @@ UPDATE_METRICS: tuple[Metric[Any], ...] = (
         "Trained tokens with a ratio outside the clip bounds (ppo, cispo)."),
     Metric("optim/kl_policy_base", NATS, MEAN,
         "KL divergence to the base model per token (`kl_penalty_coef`)."),
+    Metric("optim/kl_policy_teacher", NATS, MEAN, "KL divergence to the teacher per token (`teacher`)."),
     Metric("optim/<name>", Unit.VARIES, MEAN,
         "What the server reports per optimizer step, such as `optim/grad_norm`."),
     Metric("policy/rollout_train_logprobs_abs_diff_mean", NATS, MEAN,

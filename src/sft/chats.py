@@ -34,8 +34,9 @@ def _object(arguments: object) -> object:
 def _text(content: object) -> object:
     """Return the content as one text. None, for calls without text, is empty; a list has parts of text."""
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        return "".join(parts) if all(isinstance(part, str) for part in parts) else content
+        parts = [part.get("text") for part in content if isinstance(part, Mapping)]
+        texts = [part for part in parts if isinstance(part, str)]
+        return "".join(texts) if len(texts) == len(content) else content
     return "" if content is None else content
 
 

@@ -114,12 +114,14 @@ class BanditBackend:
         self.training_client = BanditTrainingClient()
         self.saved: dict[str, np.ndarray] = {}
         self.versions: list[int] = []
+        self.opened: list[str | None] = []  # names of reference models
 
     async def policy(self, version: int) -> TinkerPolicy:
         self.versions.append(version)
         return TinkerPolicy(BanditSampler(self.training_client.logits.copy()), version)
 
-    async def reference_model(self) -> TinkerPolicy:
+    async def reference_model(self, name: str | None = None) -> TinkerPolicy:
+        self.opened.append(name)
         return TinkerPolicy(BanditSampler(np.zeros(VOCAB)), 0)
 
     async def check(self) -> None:

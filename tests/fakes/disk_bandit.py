@@ -69,7 +69,7 @@ class DiskBandit:
         self._tick()
         return TinkerPolicy(TickingSampler(self.training_client.logits.copy(), self._tick), version)
 
-    async def reference_model(self) -> TinkerPolicy:
+    async def reference_model(self, name: str | None = None) -> TinkerPolicy:
         return TinkerPolicy(BanditSampler(np.zeros(VOCAB)), 0)
 
     async def check(self) -> None:

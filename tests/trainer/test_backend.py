@@ -46,7 +46,6 @@ def settings(url: str, **changes) -> BackendOptions:
         "model_name": "local/fake",
         "seed": 1,
         "context_limit": 64,
-        "max_tokens": 16,
         "heartbeat_timeout_s": 60.0,
     }
     return BackendOptions(**(options | changes))

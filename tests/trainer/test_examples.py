@@ -2,9 +2,11 @@ import numpy as np
 import pytest
 
 from src.core.trajectory import StopReason, TrajectoryGroup
+from src.learning.distillation import apply_teacher
 from src.learning.examples import apply_loss_reduction, examples_of, examples_of_batch, split_substeps
 from src.learning.kl_penalty import apply_kl_penalty, kl_estimates
-from src.learning.options import AdvantageOptions, FilterOptions, KlOptions
+from src.learning.options import AdvantageOptions, FilterOptions
+from src.learning.penalty_options import DistillationOptions, KlOptions
 from tests.fakes.trials import task, trajectory, turn
 
 FILTERS = FilterOptions(
@@ -158,6 +160,22 @@ async def test_the_kl_penalty_keeps_the_sum_of_advantages():
     # The token is more likely than in the reference, so its advantage is lowered.
     assert token_advantages(result.examples[0]) == pytest.approx([-0.05])
     assert token_advantages(result.examples[1]) == pytest.approx([0.05])
+
+
+async def test_a_teacher_adds_its_difference_to_each_token():
+    members = [
+        trajectory(reward=1, turns=[turn([1], [10, 11], logprob=-0.5)]),
+        trajectory(reward=0, turns=[turn([1], [12], logprob=-2.0)]),
+    ]
+    examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=members), settings(), FILTERS)
+    before = [example.advantage for example in examples]
+    result = await apply_teacher(
+        examples, Reference(), DistillationOptions(teacher="t", teacher_coef=0.2, reward_coef=0.5)
+    )
+    assert token_advantages(result.examples[0]) == pytest.approx([before[0] / 2 - 0.1] * 2)
+    assert token_advantages(result.examples[1]) == pytest.approx([before[1] / 2 + 0.2])
+    assert result.examples[0].sequences[0].advantages[0] == 0
+    assert result.mean_kl == pytest.approx((0.5 + 0.5 - 1) / 3)
 
 
 @pytest.mark.parametrize(("estimator", "value"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.1065307)])

@@ -5,6 +5,7 @@ import logging
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from src import terminus2_trainer
@@ -471,6 +472,16 @@ async def test_the_kl_penalty_is_measured_against_the_base_model(tmp_path):
     records = bench.lines("metrics.jsonl")
     assert records[1]["optim/kl_policy_base"] == pytest.approx(0, abs=1e-6)
     assert records[2]["optim/kl_policy_base"] != 0
+
+
+async def test_distillation_alone_moves_the_policy_to_the_teacher(tmp_path):
+    bench = Bench(tmp_path)
+    client = bench.backend.training_client
+    client.logits = np.array([2.0, 0.0, 0.0, 0.0])
+    await bench.go("teacher=tinker://t/sampler_weights/1", "reward_coef=0", "n_epochs=4")  # it is uniform
+    assert bench.lines("metrics.jsonl")[1]["optim/kl_policy_teacher"] > 0.2
+    assert np.ptp(client.logits) < 1
+    assert bench.backend.opened == ["tinker://t/sampler_weights/1"]
 
 
 async def test_a_held_out_copy_of_a_training_task_is_refused(tmp_path):

@@ -1,0 +1,49 @@
+"""On-policy distillation: a teacher scores the tokens that the policy sampled.
+
+The advantage of each token grows by `teacher_coef` times the teacher's minus the sampler's logprob, which
+estimates the negative reverse KL divergence. As in tinker-cookbook, it is not centred: if every token of a
+batch is unlikely for the teacher, every token becomes less likely.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from src.learning.examples import Example
+from src.learning.kl_penalty import KlResult, difference
+from src.learning.penalty_options import DistillationOptions
+from src.policy.sampling_policy import ReferenceModel
+
+
+async def apply_teacher(
+    examples: Sequence[Example], teacher: ReferenceModel, options: DistillationOptions
+) -> KlResult:
+    """Return the examples with `reward_coef * advantage - teacher_coef * (sampler - teacher)` per token.
+
+    `mean_kl` is the mean difference of sampler and teacher per sampled token, in nats.
+    """
+    sequences = [sequence for example in examples for sequence in example.sequences]
+    scores = await asyncio.gather(*(teacher.logprobs(sequence.tokens.tolist()) for sequence in sequences))
+    differences = [
+        difference(sequence, logprobs) for sequence, logprobs in zip(sequences, scores, strict=True)
+    ]
+    changed = iter(
+        replace(
+            sequence,
+            advantages=(options.reward_coef * sequence.advantages - options.teacher_coef * values).astype(
+                np.float32
+            ),
+        )
+        for sequence, values in zip(sequences, differences, strict=True)
+    )
+    num_tokens = max(1, sum(sequence.num_sampled for sequence in sequences))
+    return KlResult(
+        examples=[
+            replace(example, sequences=[next(changed) for _ in example.sequences]) for example in examples
+        ],
+        mean_kl=sum(float(values.sum()) for values in differences) / num_tokens,
+    )

@@ -1,0 +1,51 @@
+"""Options of the terms of an advantage that do not come from rewards."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import chz
+
+from src.core.options import Options, above, at_least, require
+
+
+@chz.chz
+class KlOptions(Options):
+    """KL penalty"""
+
+    kl_penalty_coef: float = chz.field(
+        default=0.0,
+        doc="Weight of the KL penalty towards the base model, inside the advantages",
+        validator=at_least(0),
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = chz.field(
+        default="k1", doc="Schulman's estimator of the KL penalty, per token"
+    )
+
+
+@chz.chz
+class DistillationOptions(Options):
+    """Distillation"""
+
+    teacher: str | None = chz.field(
+        default=None,
+        doc="On-policy distillation: a sampler checkpoint (tinker://...) or a model of the server, which "
+        "scores the sampled tokens; None: no distillation",
+    )
+    teacher_coef: float = chz.field(
+        default=1.0,
+        doc="Each sampled token's advantage grows by teacher_coef * (teacher's minus sampler's logprob)",
+        validator=above(0),
+    )
+    reward_coef: float = chz.field(
+        default=1.0,
+        doc="Factor of the advantages that come from rewards; 0: distillation alone (teacher=)",
+        validator=at_least(0),
+    )
+
+    @chz.validate
+    def _coefficients_need_a_teacher(self) -> None:
+        require(
+            self.teacher is not None or (self.teacher_coef == 1 and self.reward_coef == 1),
+            "teacher_coef and reward_coef need teacher=tinker://... or a model; add it, or remove them",
+        )
