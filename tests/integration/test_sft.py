@@ -1,4 +1,4 @@
-"""`python -m src.sft` against a real server: the NLL falls, and RL starts from its weights."""
+"""`python -m src.sft` against a real server: RL starts from its weights, and they teach another policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def options(url: str, folder: Path) -> list[str]:
     ]
 
 
-def test_rl_starts_from_the_weights_of_a_warm_start(server_url: str, tmp_path: Path) -> None:
+def test_rl_starts_from_and_is_taught_by_a_warm_start(server_url: str, tmp_path: Path) -> None:
     chats = ["data=examples/chats.jsonl", "batch_size=4", "seed=1"]
     output = test_examples.python(
         "-m", "src.sft", *options(server_url, tmp_path / "first"), *chats, "n_epochs=3", "learning_rate=3e-3"
@@ -37,6 +37,12 @@ def test_rl_starts_from_the_weights_of_a_warm_start(server_url: str, tmp_path: P
     assert again[0]["test/nll"] == pytest.approx(lines[-1]["test/nll"], abs=1e-5)
 
     rl = ["env=examples.count_up:open_count_up", "max_turns=3", "max_tokens=8", "max_steps=1"]
-    rl += ["batch_size=2", "group_size=2", "eval_before_train=false"]
-    test_examples.python("-m", "src.train", *options(server_url, tmp_path / "rl"), *rl, *loaded)
-    assert records(tmp_path / "rl" / "metrics.jsonl")[-1]["step"] == 1
+    rl += ["batch_size=2", "group_size=2", "eval_before_train=false", "temperature=1", "reward_coef=0"]
+    rl.append(f"teacher={checkpoint.sampler_path}")
+    for folder, start in (("student", []), ("teacher", loaded)):
+        test_examples.python("-m", "src.train", *options(server_url, tmp_path / folder), *rl, *start)
+    student, teacher = (
+        records(tmp_path / folder / "metrics.jsonl")[-1]["optim/kl_policy_teacher"]
+        for folder in ("student", "teacher")
+    )
+    assert student > 0.01 and teacher == pytest.approx(0, abs=1e-4)  # the teacher is its own weights

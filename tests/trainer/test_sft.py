@@ -12,7 +12,7 @@ import pytest
 
 from src.cli.agent_trainer import command_line
 from src.cli.command_line import parse_as
-from src.core.errors import ConfigError
+from src.core.errors import ConfigError, ServerLost
 from src.policy.chat import Chat as Template
 from src.records import checkpoints
 from src.records.journal import Journal, RolloutKey
@@ -22,6 +22,7 @@ from src.sft.__main__ import main
 from src.sft.chats import LINE, Chat, chat_of, read_chats
 from src.sft.config import SftConfig, TrainOn
 from src.sft.dataset import Batch, Dataset, load, schedule, split
+from src.sft.learning_rate import recommended_rate, size_of
 from src.sft.rendering import render
 from tests.fakes.chat_templates import FAMILIES, TOOLS, Family, family_tokenizer
 from tests.fakes.killable_sft import OPTIONS, SftRun, write_chats
@@ -29,6 +30,7 @@ from tests.fakes.run import OWN_SERVER, groups_trained
 from tests.fakes.run_files import records
 from tests.fakes.tokenizer import toy_chat
 from tests.fakes.trials import trajectory, turn
+from tests.fakes.wandb_module import FakeWandb
 
 ROOT = Path(__file__).resolve().parents[2]
 APPEND_ONLY = [family for family in FAMILIES if family.name in ("qwen2_5", "qwen3_2507", "llama3_1")]
@@ -242,6 +244,42 @@ async def test_agent_trainer_resumes_a_run_with_its_options(tmp_path: Path) -> N
     config = parse_as(SftConfig, arguments)
     assert (config.data, config.max_steps, config.learning_rate) == ([str(data)], 2, 5)
     assert config.behavior_if_log_dir_exists == "resume"
+
+
+async def test_a_lost_server_does_not_change_the_weights(tmp_path: Path) -> None:
+    data, count = write_chats(tmp_path / "chats.jsonl"), 0
+
+    def lose_the_server_once() -> None:
+        nonlocal count
+        count += 1
+        if count == 15:
+            raise ServerLost("the server was restarted")
+
+    await SftRun(tmp_path / "whole").go(f"data={data}", *OPTIONS)
+    made = SftRun(tmp_path / "lost", tick=lose_the_server_once)
+    await made.go(f"data={data}", *OPTIONS)
+    assert len(made.opened) == 2 and made.opened[1].load_checkpoint_path is not None
+    states = [(tmp_path / name / "server" / "000012").read_text() for name in ("whole", "lost")]
+    assert states[0] == states[1]
+    assert set(groups_trained(tmp_path / "lost" / "run").values()) == {1}
+
+
+async def test_wandb_gets_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    fake.released.set()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    data = write_chats(tmp_path / "chats.jsonl")
+    await SftRun(tmp_path).go(f"data={data}", *OPTIONS, "wandb_project=p", "max_steps=3")
+    assert [step for step, _ in fake.logged] == [0, 1, 2, 3]
+    assert "sft/nll" in fake.logged[1][1] and "test/nll" in fake.logged[3][1]
+
+
+def test_the_learning_rate_follows_the_hidden_size(tmp_path: Path) -> None:
+    assert recommended_rate(*size_of(str(tmp_path))) == 5e-4
+    (tmp_path / "config.json").write_text('{"hidden_size": 1000, "model_type": "llama"}')
+    assert recommended_rate(*size_of(str(tmp_path))) == pytest.approx(5e-4 * 2**0.781)
+    (tmp_path / "config.json").write_text('{"hidden_size": 1000, "model_type": "qwen3"}')
+    assert recommended_rate(*size_of(str(tmp_path))) == pytest.approx(5e-4 * 2**0.0775)
 
 
 def test_sigkill_at_many_points_changes_nothing(tmp_path: Path) -> None:
