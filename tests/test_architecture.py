@@ -97,6 +97,7 @@ def test_trainer_and_server_never_import_each_other() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.seed_behaviour(91)
 def test_packages_import_only_lower_layers(package: str) -> None:
     layer_of = LAYERS[package]
     wrong = []
@@ -164,6 +165,7 @@ def test_long_files_state_the_reason(package: str) -> None:
 @pytest.mark.parametrize(
     ("folder", "names"), [("trainer", SLOW_TRAINER_FILES), ("server", FAST_SERVER_FILES)]
 )
+@pytest.mark.seed_behaviour(145)
 def test_the_lists_of_the_fast_tier_name_existing_files(folder: str, names: set[str]) -> None:
     assert names <= {path.stem for path in (ROOT / "tests" / folder).glob("test_*.py")}
 

@@ -115,6 +115,7 @@ def expected_reward(trajectory: Trajectory) -> float:
     return num_calls / 2 if trajectory.task_id.startswith("keys") else is_odd
 
 
+@pytest.mark.seed_behaviour(140)
 def test_two_steps_are_trained_although_the_server_ends_once(url: str, model_dir: Path, tmp_path: Path):
     marker = tmp_path / "ended"
     with mcp_server(options=(str(marker), str(DIE_AT))) as mcp_url:

@@ -24,6 +24,7 @@ def modules(adapter):
     return {**adapter.layers[0], "head": adapter.head}
 
 
+@pytest.mark.seed_behaviour(90)
 def test_a_new_adapter_has_random_a_zero_b_and_its_scale() -> None:
     for field, module in modules(init_adapter(CONFIG, SPEC, MAX_RANK)).items():
         used = module.a.reshape(*module.a.shape[:-1], -1, MAX_RANK)

@@ -105,6 +105,7 @@ def training_bytes(model_id: str, seq_id: int = 1) -> bytes:
     return request_conv.forward_backward_request_to_proto(request).SerializeToString()
 
 
+@pytest.mark.seed_behaviour(133)
 async def test_nothing_is_served_before_the_engine_is_ready(context: AppState) -> None:
     startup = StartupState()
     transport = httpx.ASGITransport(build_app(startup))
@@ -436,6 +437,7 @@ async def test_a_model_takes_only_checkpoints_of_its_own_shape(http: httpx.Async
     assert (response.status_code, "create_training_client_from_state" in response.text) == (400, True)
 
 
+@pytest.mark.seed_behaviour(129)
 async def test_the_tokenizer_is_offered_to_local_clients_only(
     http: httpx.AsyncClient, context: AppState
 ) -> None:

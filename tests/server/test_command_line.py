@@ -184,6 +184,7 @@ def test_help_into_a_closed_pipe_is_no_traceback(
         (["--help"], "--help"),
     ],
 )
+@pytest.mark.seed_behaviour(112)
 def test_the_start_script_takes_arguments_in_order(words: list[str], says: str, tmp_path: Path) -> None:
     for name, text in (("setup.sh", ""), ("gpu_flags.sh", ""), ("python", 'echo "${@:3}"')):
         path = tmp_path / (".venv/bin" if name == "python" else "scripts") / name
@@ -232,6 +233,7 @@ def test_virtual_devices_have_enough_threads(monkeypatch: pytest.MonkeyPatch) ->
     assert int(os.environ["NPROC"]) >= 4 * 32
 
 
+@pytest.mark.seed_behaviour(82)
 def test_a_plan_that_does_not_fit_names_the_options_to_lower(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -277,6 +279,7 @@ def test_a_former_option_name_is_accepted_with_one_notice(
     assert printed.count("\n") == 1 and former in printed and present in printed
 
 
+@pytest.mark.seed_behaviour(82, 127)
 def test_flags_of_skyrls_server_are_options(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--base-model Qwen/Qwen3-30B-A3B --tensor-parallel-size 4 --max-lora-rank 32 "
     flags += (

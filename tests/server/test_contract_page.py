@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import tinker
 from starlette.routing import Route
 
@@ -22,6 +23,7 @@ def test_the_page_lists_the_applications_routes():
     )
 
 
+@pytest.mark.seed_behaviour(120)
 def test_every_route_of_the_installed_sdk_is_answered_by_name():
     """Routes of the SDK that this server does not implement are refused in `routes/unsupported.py`, with an
     alternative."""

@@ -87,6 +87,7 @@ def test_a_merged_model_computes_what_base_and_adapter_compute(
     assert load_model_config(tmp_path / "merged").tie_word_embeddings is False
 
 
+@pytest.mark.seed_behaviour(88)
 def test_an_adapter_goes_to_peft_and_comes_back_the_same(tmp_path: Path) -> None:
     spec = LoraSpec(rank=3, alpha=7.5)
     arrays = save(tmp_path, FIXTURES / "tied", spec)
@@ -194,6 +195,7 @@ def test_deepseek_adapters_survive_a_round_trip_through_peft(tmp_path: Path) -> 
     assert exact == {"model.layers.1.mlp.gate.e_score_correction_bias"}
 
 
+@pytest.mark.seed_behaviour(89)
 def test_every_tensor_has_the_dtype_asked_for(tmp_path: Path) -> None:
     save(tmp_path, FIXTURES / "untied", LoraSpec(rank=2))
     here = [f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", "dtype=bfloat16"]
@@ -204,6 +206,7 @@ def test_every_tensor_has_the_dtype_asked_for(tmp_path: Path) -> None:
     assert {str(array.dtype) for file in files for array in load_file(file).values()} == {"bfloat16"}
 
 
+@pytest.mark.seed_behaviour(88)
 def test_pefts_in_memory_names_and_rslora_are_imported(tmp_path: Path) -> None:
     arrays = save(tmp_path, FIXTURES / "tied", LoraSpec(rank=4, train_mlp=False, train_unembed=False))
     main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'peft'}"])
@@ -259,6 +262,7 @@ def without_v(adapter: Path) -> None:
         (lambda adapter: (adapter / "adapter_config.json").unlink(), "not a PEFT adapter"),
     ],
 )
+@pytest.mark.seed_behaviour(86)
 def test_an_adapter_this_server_cannot_train_is_refused(
     tmp_path: Path, damage, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

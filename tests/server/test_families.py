@@ -77,6 +77,7 @@ def difference(config: ModelConfig, name: str, params: Params | None = None) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.seed_behaviour(122)
 def test_logits_equal_hugging_faces(name: str) -> None:
     assert difference(load_model_config(FAMILIES / name), name) <= 1e-4
 
@@ -140,6 +141,7 @@ def mixture(tmp_path: Path) -> Iterator[Engine]:
     engine.stop()
 
 
+@pytest.mark.seed_behaviour(109)
 def test_a_mixture_samples_what_it_trains_under_each_adapter(mixture: Engine) -> None:
     random = np.random.default_rng(0)
 
@@ -285,6 +287,7 @@ def write_config(directory: Path, name: str, **changes) -> Path:
         ("deepseek_v3", {"kv_lora_rank": None}, "'kv_lora_rank' is missing"),
     ],
 )
+@pytest.mark.seed_behaviour(122)
 def test_an_unsupported_config_is_one_clear_line(
     tmp_path: Path, name: str, changes: dict, message: str
 ) -> None:
@@ -293,6 +296,7 @@ def test_an_unsupported_config_is_one_clear_line(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.seed_behaviour(136)
 def test_deepseek_is_read_as_its_own_checkpoints_write_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

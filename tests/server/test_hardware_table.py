@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from skyrl_tx_server.config.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "devices.md").read_text()
 
 
+@pytest.mark.seed_behaviour(82, 128)
 def test_the_table_of_hardware_is_the_memory_plans() -> None:
     """In a process of its own: the script lets the server believe that there is a GPU."""
     command = [sys.executable, "-m", "scripts.hardware"]

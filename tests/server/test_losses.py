@@ -80,6 +80,7 @@ def loss_and_slope(selection, logprobs, inputs):
 
 
 @pytest.mark.parametrize(("loss_fn", "config"), CASES)
+@pytest.mark.seed_behaviour(121)
 def test_loss_and_gradient_match_the_float64_reference(loss_fn: LossFn, config: dict[str, float]) -> None:
     logprobs, inputs = tokens()
     loss, slope = loss_and_slope(select_loss(loss_fn, LossSettings(**config)), logprobs, inputs)

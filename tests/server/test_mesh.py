@@ -94,6 +94,7 @@ def test_the_decode_kernel_on_several_devices_equals_one(found: dict) -> None:
         (LATENT, MeshShape(fsdp=8), "4 heads of latent attention do not divide over 8 devices"),
     ],
 )
+@pytest.mark.seed_behaviour(128)
 def test_sizes_that_do_not_divide_are_one_clear_line(config, shape: MeshShape, message: str | None) -> None:
     if message is None:
         return check_divisible(config, shape, max_num_seqs=12)

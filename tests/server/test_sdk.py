@@ -91,6 +91,7 @@ def prompt(*tokens: int) -> types.ModelInput:
     return types.ModelInput.from_ints(list(tokens))
 
 
+@pytest.mark.seed_behaviour(120)
 def test_the_sdk_takes_a_training_step(client: tinker.ServiceClient, engine: FakeEngine) -> None:
     training = client.create_lora_training_client(MODEL, rank=4, seed=7, train_unembed=False).result()
     done = training.forward_backward([datum([1, 2, 3]), datum([4, 5], [0.0, 1.0])], "cross_entropy")
@@ -155,6 +156,7 @@ def test_many_datums_arrive_in_order(client: tinker.ServiceClient, engine: FakeE
     assert seen == [1 + i % 10 for i in range(2500)]
 
 
+@pytest.mark.seed_behaviour(129)
 def test_an_ephemeral_sampler_keeps_its_weights(client: tinker.ServiceClient) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     before = training.save_weights_and_get_sampling_client().result()

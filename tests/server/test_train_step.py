@@ -452,6 +452,7 @@ def test_parts_switched_off_and_rank_padding_never_move(off: str) -> None:
         assert np.all(leaf[where] != start[where])
 
 
+@pytest.mark.seed_behaviour(89)
 def test_a_float32_adapter_over_bfloat16_keeps_tiny_updates() -> None:
     data = tiny_qwen3.data((100,), weights=True)
     (batch,) = packed(data)

@@ -545,6 +545,7 @@ def test_a_lora_without_seed_gets_its_own_seed() -> None:
     assert parse_lora({"rank": 4, "seed": 0}, LIMITS).seed == 0
 
 
+@pytest.mark.seed_behaviour(84)
 def test_the_metadata_of_a_model_may_choose_its_alpha() -> None:
     assert parse_lora({"rank": 4}, LIMITS, {"lora_alpha": "64", "other": "x"}).alpha == 64
     assert parse_lora({"rank": 4}, LIMITS, {"other": "x"}).alpha == 32
@@ -563,6 +564,7 @@ def test_the_metadata_of_a_model_may_choose_its_alpha() -> None:
         ({"rank": 4, "alpha": 16}, "unknown field alpha"),
     ],
 )
+@pytest.mark.seed_behaviour(86)
 def test_an_unsupported_lora_is_refused(body: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_lora(body, LIMITS)

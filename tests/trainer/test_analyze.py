@@ -80,6 +80,7 @@ def analysis(*arguments: str, write_to: Path) -> str:
     return write_to.read_text()
 
 
+@pytest.mark.seed_behaviour(148)
 async def test_a_run_is_compared_from_its_first_to_its_last_step(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     await bench.trained("n_epochs=6", "eval_every=3", "temperature=1")
@@ -101,6 +102,7 @@ async def test_a_run_is_compared_from_its_first_to_its_last_step(tmp_path: Path)
     assert signal["steps with signal"] == f"{sum(v > 0 for v in variances) / 6:.1%}"
 
 
+@pytest.mark.seed_behaviour(150)
 async def test_failing_tasks_have_their_patterns_and_calls(tmp_path: Path) -> None:
     await evaluated(tmp_path / "evaluation", "tasks=*-test-*")
     text = analysis(f"runs={tmp_path / 'evaluation'}", write_to=tmp_path / "e.md")
@@ -143,6 +145,7 @@ async def test_the_conversations_of_a_task_are_printed(
     assert "task=refund is not in step 0 of evaluation; its tasks: price-test-1, return-test-1" in error
 
 
+@pytest.mark.seed_behaviour(135, 152)
 async def test_two_runs_are_compared_in_pairs(tmp_path: Path) -> None:
     folders = []
     for name, options in {"tinker": ("seed=1",), "skyrl-tx": ("seed=2", "learning_rate=1")}.items():
@@ -165,6 +168,7 @@ async def test_two_runs_are_compared_in_pairs(tmp_path: Path) -> None:
     assert [row["tinker"], row["skyrl-tx"]] == [f"{mean:.4g}" for mean in means]
 
 
+@pytest.mark.seed_behaviour(152)
 async def test_a_repeated_analysis_replaces_its_section(tmp_path: Path) -> None:
     path = tmp_path / "experiments.md"
     path.write_text("# Experiments\n\nOur notes.\n")
@@ -180,6 +184,7 @@ def skyrl_dump(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+@pytest.mark.seed_behaviour(146)
 def test_dumps_of_skyrl_can_be_analyzed(tmp_path: Path) -> None:
     """They have token scores, task keys, and no conversation."""
     response = '<tool_call>{"name": "search"}</tool_call><|im_end|><|im_start|>assistant\ndone'

@@ -77,6 +77,7 @@ async def test_the_backend_samples_trains_saves_and_loads(url):
         assert (await resumed.policy(1)).version == 1
 
 
+@pytest.mark.seed_behaviour(125, 131)
 async def test_a_model_that_is_not_served_is_rejected(url):
     with pytest.raises(
         ConfigError, match=r"model_name=org/other is not served at http.*; it serves: local/fake"
@@ -85,12 +86,14 @@ async def test_a_model_that_is_not_served_is_rejected(url):
             pass
 
 
+@pytest.mark.seed_behaviour(123)
 async def test_a_context_beyond_the_servers_is_rejected(url):
     with pytest.raises(ConfigError, match=r"context_limit=999999 exceeds the server's \d+ for .*yarn=true"):
         async with connect(settings(url, context_limit=999_999)):
             pass
 
 
+@pytest.mark.seed_behaviour(123)
 async def test_the_clouds_context_is_what_its_capabilities_say(tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_API_KEY", "tml-mine")
     context = fake_context(tmp_path)
@@ -107,6 +110,7 @@ async def test_the_clouds_context_is_what_its_capabilities_say(tmp_path, monkeyp
                 pass
 
 
+@pytest.mark.seed_behaviour(124)
 async def test_a_rejected_rank_gives_the_servers_message(url):
     with pytest.raises(
         BackendError, match="creating an adapter of rank 4096 on local/fake: LoRA rank 4096 is above"
@@ -116,6 +120,7 @@ async def test_a_rejected_rank_gives_the_servers_message(url):
     assert "\n" not in str(error.value) and "{" not in str(error.value)
 
 
+@pytest.mark.seed_behaviour(84)
 async def test_the_alpha_of_an_adapter_is_the_option(url):
     async with connect(settings(url)) as endpoint:
         backend = await endpoint.open_training(AdapterOptions(lora_rank=8, lora_alpha=64.0))
@@ -135,6 +140,7 @@ async def test_a_server_that_reports_no_alpha_has_tinkers(url, monkeypatch):
         assert (await endpoint.open_training(adapter)).lora_alpha == 32
 
 
+@pytest.mark.seed_behaviour(84)
 def test_a_scaled_learning_rate_is_reported_in_one_line():
     lines, events = [], SimpleNamespace()
     events.say = lines.append
@@ -168,6 +174,7 @@ async def test_a_lost_server_is_reported(tmp_path, monkeypatch, caplog):
         await connection.__aexit__(BackendError, error, None)
 
 
+@pytest.mark.seed_behaviour(133)
 async def test_an_unreachable_server_is_reported_within_seconds():
     with pytest.raises(BackendError, match=r"no server answers at http://127.0.0.1:9 "):
         async with connect(settings("http://127.0.0.1:9")):
@@ -180,6 +187,7 @@ async def test_a_server_that_is_still_loading_is_reported_as_not_ready():
             pass
 
 
+@pytest.mark.seed_behaviour(96, 126)
 def test_our_server_needs_no_key(monkeypatch):
     own = settings("http://h:1/")
     assert require_key(own) == "tml-dummy"
@@ -190,6 +198,7 @@ def test_our_server_needs_no_key(monkeypatch):
     assert base_url(own) == "http://h:1"
 
 
+@pytest.mark.seed_behaviour(96, 126)
 def test_the_cloud_needs_a_key(monkeypatch):
     cloud = settings("http://h:1", backend="tinker", skyrl_tx_url=None)
     with pytest.raises(ConfigError, match="set TINKER_API_KEY"):

@@ -32,6 +32,7 @@ def test_render_ends_with_the_generation_prompt_and_thinking_off():
     assert text(byte_chat().render(USER)) == "<|im_start|>user\ngo<|im_end|>\n" + GENERATION
 
 
+@pytest.mark.seed_behaviour(64)
 def test_thinking_is_on_in_every_generation_prompt_of_an_evaluation(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path)
     chat = load_chat(str(tmp_path), enable_thinking=True)
@@ -41,6 +42,7 @@ def test_thinking_is_on_in_every_generation_prompt_of_an_evaluation(tmp_path):
     assert text(extended[len(prompt) :]).endswith("go<|im_end|>\n<|im_start|>assistant\n")
 
 
+@pytest.mark.seed_behaviour(64)
 def test_thinking_without_a_template_for_it_is_refused():
     tokenizer = without_thinking()
     assert Chat(tokenizer)
@@ -92,6 +94,7 @@ def test_a_directory_without_a_tokenizer_is_reported(tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.seed_behaviour(65)
 def test_a_base_model_causes_a_warning(tmp_path, caplog):
     byte_tokenizer().save_pretrained(tmp_path / "Qwen3-8B-Base")
     load_chat(str(tmp_path / "Qwen3-8B-Base"))
@@ -102,10 +105,12 @@ def test_a_base_model_causes_a_warning(tmp_path, caplog):
     assert caplog.text == ""
 
 
+@pytest.mark.seed_behaviour(66)
 def test_a_template_without_thinking_or_tools_works():
     assert text(Chat(without_thinking()).render(USER)) == "[user]go<|im_end|>[assistant]"
 
 
+@pytest.mark.seed_behaviour(65)
 def test_a_tokenizer_without_a_template_is_rejected(tmp_path):
     tokenizer = deepcopy(byte_tokenizer())
     tokenizer.chat_template = None
@@ -116,6 +121,7 @@ def test_a_tokenizer_without_a_template_is_rejected(tmp_path):
         load_chat(str(tmp_path))
 
 
+@pytest.mark.seed_behaviour(63)
 def test_only_chat_calls_the_template():
     """Thinking must be off and tools must be shown in every prompt."""
     root = Path(__file__).resolve().parents[2]

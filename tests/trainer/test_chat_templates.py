@@ -17,25 +17,30 @@ families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family
 
 
 @families
+@pytest.mark.seed_behaviour(4)
 def test_tools_are_visible(family: Family):
     chat_templates.check_tools_are_visible(family, family_tokenizer(family))
 
 
 @families
+@pytest.mark.seed_behaviour(62, 66)
 def test_thinking_is_off(family: Family):
     chat_templates.check_thinking_is_off(family, family_tokenizer(family))
 
 
 @families
+@pytest.mark.seed_behaviour(66)
 def test_extend_equals_render(family: Family):
     chat_templates.check_extend_equals_render(family, family_tokenizer(family))
 
 
 @families
+@pytest.mark.seed_behaviour(12)
 def test_calls_are_read_back(family: Family):
     chat_templates.check_calls_are_read_back(family, family_tokenizer(family))
 
 
+@pytest.mark.seed_behaviour(4)
 def test_a_template_without_tools_gets_them_in_words(caplog):
     tokenizer = family_tokenizer(DEEPSEEK)
     chat = Chat(tokenizer)
@@ -90,6 +95,7 @@ def test_llama_also_ends_a_turn_with_eom():
     assert parse(chat.decode([*python_tag, end_of_message]), {"get_order"}).calls
 
 
+@pytest.mark.seed_behaviour(62)
 def test_a_template_that_always_thinks_causes_a_warning(tmp_path, caplog):
     tokenizer = deepcopy(family_tokenizer(FAMILIES[2]))
     tokenizer.save_pretrained(tmp_path / "quiet")

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import chz
 import pytest
 
@@ -11,6 +13,7 @@ BASE = ["model_name=Qwen/Qwen3-4B", "tasks_dir=./tasks"]
 OWN = [*BASE, "backend=skyrl-tx", "skyrl_tx_url=http://h:1"]
 
 
+@pytest.mark.seed_behaviour(115)
 def test_the_seeds_options_keep_their_names_and_defaults():
     config = parse(BASE)
     expected = {
@@ -49,6 +52,24 @@ def test_the_seeds_options_keep_their_names_and_defaults():
     assert {name: getattr(config, name) for name in expected} == expected
 
 
+@pytest.mark.seed_behaviour(118)
+def test_the_command_of_run_sh_is_accepted():
+    script = (Path(__file__).resolve().parents[2] / "run.sh").read_text().partition("exec ")[2]
+    config = parse([word for word in script.split() if "=" in word])
+    assert (config.backend, config.tinker_base_url) == ("tinker", None)
+    assert (config.model_name, config.context_limit) == ("deepseek-ai/DeepSeek-V3.1", 32000)
+
+
+@pytest.mark.seed_behaviour(130)
+def test_the_single_task_of_the_documents_is_accepted():
+    argv = "backend=skyrl-tx skyrl_tx_url=http://localhost:8000 model_name=Qwen/Qwen3-4B "
+    argv += "tasks_dir=./datasets/terminal-bench-2 batch_size=1 group_size=2 n_parallel_envs=2 n_epochs=1 "
+    config = parse(f"{argv} environment_type=docker".split())
+    assert (config.batch_size, config.group_size, config.n_epochs) == (1, 2, 1)
+    assert (config.n_parallel_envs, config.environment_type) == (2, "docker")
+
+
+@pytest.mark.seed_behaviour(117)
 def test_the_seeds_own_recipe_is_accepted():
     recipe = "learning_rate=2e-4 batch_size=2 group_size=16 n_parallel_envs=16 max_tokens=2048 "
     recipe += "temperature=0.7 context_limit=128000"
@@ -146,6 +167,7 @@ def test_the_seeds_own_recipe_is_accepted():
         (["a...=3"], "unknown option"),
     ],
 )
+@pytest.mark.seed_behaviour(84)
 def test_unsupported_options_are_refused_with_a_fix(options, message):
     with pytest.raises(ConfigError, match=message) as error:
         parse([*BASE, *options])
@@ -191,12 +213,14 @@ def test_every_option_is_documented_and_sections_are_options():
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.seed_behaviour(75, 80, 84)
 def test_options_without_tinker_support_are_refused_by_name(name):
     with pytest.raises(ConfigError, match=f"^{name} cannot be honoured: .+") as error:
         parse([*BASE, f"{name}=0.1"])
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.seed_behaviour(141)
 def test_skyrls_length_names_and_ours_mean_the_same():
     limits = parse(
         [*BASE, "max_input_length=28672", "max_generate_length=2048", "max_sequence_length=30720"]

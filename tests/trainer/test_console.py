@@ -7,6 +7,7 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from src.cli.console import Display
@@ -134,6 +135,7 @@ def test_a_step_without_an_update_leaves_its_columns_out():
     assert head.split() == ["reward"]
 
 
+@pytest.mark.seed_behaviour(34)
 def test_an_evaluation_is_shown_beside_the_first_one():
     first = evaluation(0, group("copy-01", 0, 0), group("move-01", 1, 0))
     later = evaluation(4, group("copy-01", 1, 1), group("move-01", 1, 0))

@@ -112,6 +112,7 @@ def names(table: dict[str, str]) -> set[str]:
     return {name for names in table.values() for name in names.split()}
 
 
+@pytest.mark.seed_behaviour(24, 143)
 def test_wandb_has_every_name_of_the_documents_once(wandb_steps: list[dict[str, Any]]) -> None:
     assert [step["_step"] for step in wandb_steps] == [0, 1, 2]
     for step in wandb_steps[1:]:
@@ -121,6 +122,7 @@ def test_wandb_has_every_name_of_the_documents_once(wandb_steps: list[dict[str, 
     assert not names(EVERY_EVALUATION) & wandb_steps[1].keys()
 
 
+@pytest.mark.seed_behaviour(24)
 def test_the_files_of_a_run_equal_wandb(run_folder: Path, wandb_steps: list[dict[str, Any]]) -> None:
     recorded = lines(run_folder / "metrics.jsonl")
     for step, line in zip(wandb_steps, recorded, strict=True):
@@ -137,6 +139,7 @@ def test_the_files_of_a_run_equal_wandb(run_folder: Path, wandb_steps: list[dict
         }
 
 
+@pytest.mark.seed_behaviour(151)
 def test_the_signal_of_a_run_is_read_as_in_the_documents(wandb_steps: list[dict[str, Any]]) -> None:
     """The selection of columns is that of 004, section 6."""
     columns = {name for step in wandb_steps for name in step}

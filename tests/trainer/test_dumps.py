@@ -2,6 +2,8 @@ import json
 import logging
 from dataclasses import replace
 
+import pytest
+
 from src.core.trajectory import TrajectoryGroup
 from src.records.dumps import conversation, dump_evaluation, dump_examples
 from tests.fakes.trials import failure, task, trajectory, turn
@@ -23,6 +25,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.seed_behaviour(29, 32, 60)
 def test_an_evaluation_dump_has_a_file_per_family(tmp_path):
     said = [{"role": "user", "content": "größer?"}, {"role": "assistant", "content": "ja"}]
     groups = [group("copy-01", messages=said), group("move-01")]
@@ -62,6 +65,7 @@ def test_an_evaluation_dump_has_a_file_per_family(tmp_path):
     assert lines(folder / "aggregated_results.jsonl") == [{"test/pass_at_1": 1.0}]
 
 
+@pytest.mark.seed_behaviour(30, 31, 60)
 def test_examples_are_of_steps_1_11_and_21_and_clean(tmp_path):
     groups = [group(f"copy-{number:02d}") for number in range(12)]
     for step in range(1, 22):
@@ -86,6 +90,7 @@ def test_examples_are_of_steps_1_11_and_21_and_clean(tmp_path):
     assert (records[0]["input_prompt"], records[0]["output_response"]) == ("1", "2 3 4")
 
 
+@pytest.mark.seed_behaviour(147)
 def test_lines_of_one_task_are_grouped_by_task_key(tmp_path):
     members = [
         replace(trajectory("copy-01", 1.0, TURNS), trial_name=f"t{n}", member=n, seed=7 + n) for n in (0, 1)
@@ -103,6 +108,7 @@ def test_lines_of_one_task_are_grouped_by_task_key(tmp_path):
     assert [record["env_extras"] for record in examples] == [dumped[0]["env_extras"]]
 
 
+@pytest.mark.seed_behaviour(29)
 def test_tool_calls_of_a_dump_are_structure():
     said = [
         {"role": "user", "content": "Where is it?"},
@@ -119,12 +125,14 @@ def test_tool_calls_of_a_dump_are_structure():
     ]
 
 
+@pytest.mark.seed_behaviour(32)
 def test_tasks_without_a_graded_trial_give_no_example(tmp_path):
     lost = TrajectoryGroup(task=task("lost"), trajectories=[], failures=[failure()])
     dump_examples(tmp_path, 1, [lost], decode)
     assert not (tmp_path / "training_examples").exists()
 
 
+@pytest.mark.seed_behaviour(58)
 def test_a_conversation_falls_back_on_the_tokens():
     assert conversation(trajectory(turns=TURNS), decode) == [
         {"role": "user", "content": "1"},
@@ -136,6 +144,7 @@ def test_a_conversation_falls_back_on_the_tokens():
     assert conversation(trajectory(turns=[]), decode) == []
 
 
+@pytest.mark.seed_behaviour(59)
 def test_conversations_have_no_sampled_special_tokens():
     said = [
         {"role": "assistant", "content": "Hi<|im_end|><|im_start|> there"},
@@ -151,6 +160,7 @@ def test_conversations_have_no_sampled_special_tokens():
     ]
 
 
+@pytest.mark.seed_behaviour(33)
 def test_a_dump_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):

@@ -100,6 +100,7 @@ class EpisodesRun(FakeRun):
 
 
 @pytest.mark.parametrize("options", [[], ["step_wise_trajectories=true"]])
+@pytest.mark.seed_behaviour(94)
 async def test_the_loop_trains_on_episodes_as_it_is(tmp_path, options):
     run = EpisodesRun(tmp_path)
     metrics = await run.trained("n_epochs=20", "eval_every=0", "eval_group_size=8", "temperature=1", *options)
@@ -117,6 +118,7 @@ async def test_episodes_are_played_while_training(tmp_path):
     assert all(line["staleness/max"] <= 1 or line["staleness/masked_tokens"] > 0 for line in metrics[1:])
 
 
+@pytest.mark.seed_behaviour(19)
 async def test_metrics_are_split_by_domain(tmp_path):
     metrics = await EpisodesRun(tmp_path).trained("max_steps=1", "eval_every=0", "temperature=1")
     assert {"reward/retail/pass_at_4", "reward/airline/pass_at_4", "env/all/seed"} <= set(metrics[1])
@@ -124,6 +126,7 @@ async def test_metrics_are_split_by_domain(tmp_path):
         assert {f"test/env/{domain}/reward/total", f"test/env/{domain}/pass_hat_4"} <= set(metrics[0])
 
 
+@pytest.mark.seed_behaviour(17)
 async def test_evaluation_metrics_also_have_the_names_of_the_seeds(tmp_path):
     [line, *_] = await EpisodesRun(tmp_path).trained("max_steps=1", "eval_every=0", "temperature=1")
     for domain in ("retail", "airline"):
@@ -134,6 +137,7 @@ async def test_evaluation_metrics_also_have_the_names_of_the_seeds(tmp_path):
         assert {f"eval/{domain}/{name}" for name in names} <= set(line)
 
 
+@pytest.mark.seed_behaviour(80)
 async def test_top_p_is_for_the_samples_of_evaluations(tmp_path, monkeypatch):
     top_ps, sample = [], BanditSampler.sample
 
@@ -146,6 +150,7 @@ async def test_top_p_is_for_the_samples_of_evaluations(tmp_path, monkeypatch):
     assert [top_p for top_p, _ in groupby(top_ps)] == [0.9, 1.0, 0.9]  # before, in and after the training
 
 
+@pytest.mark.seed_behaviour(24, 149)
 async def test_pass_at_every_k_is_in_every_file_and_in_wandb(tmp_path, monkeypatch):
     """SkyRL's pass@3 has its name for a group size of 4, too."""
     wandb = FakeWandb()
@@ -181,6 +186,7 @@ async def test_rollouts_have_names_and_environment_metrics(tmp_path):
     assert all("seed" in record["metrics"] for record in records)
 
 
+@pytest.mark.seed_behaviour(151)
 async def test_a_run_reports_the_signal_of_each_domain(tmp_path):
     run = EpisodesRun(tmp_path)
     metrics = await run.trained("n_epochs=3", "eval_every=0", "temperature=1")
@@ -335,6 +341,7 @@ def test_options_that_an_environment_lacks_are_refused(options, message):
 
 
 @pytest.mark.parametrize(("options", "is_native"), [([], False), (["use_native_tool_calling=true"], True)])
+@pytest.mark.seed_behaviour(2)
 def test_native_tool_calling_is_off_by_default(options, is_native):
     assert config(*options).use_native_tool_calling is is_native
 

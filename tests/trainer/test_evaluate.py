@@ -108,6 +108,7 @@ async def test_results_have_rates_with_intervals_and_every_task(tmp_path):
     assert (bench.path / "rollouts" / "eval_000000.jsonl").exists()
 
 
+@pytest.mark.seed_behaviour(80)
 async def test_top_p_is_sampled_with_and_in_the_results(tmp_path):
     bench = Bench(tmp_path, first_half)
     await bench.go("n_samples=2", "top_p=0.9")
@@ -115,6 +116,7 @@ async def test_top_p_is_sampled_with_and_in_the_results(tmp_path):
     assert bench.results()["settings"]["top_p"] == 0.9
 
 
+@pytest.mark.seed_behaviour(24)
 async def test_results_have_the_metric_names_of_skyrl(tmp_path):
     bench = Bench(tmp_path, first_half)
     bench.tasks = [Task(id=f"air/{n}", path=Path("t"), domain="air") for n in (0, 1)]
@@ -126,6 +128,7 @@ async def test_results_have_the_metric_names_of_skyrl(tmp_path):
     assert metrics["test-air/success_rate"] == 0.5
 
 
+@pytest.mark.seed_behaviour(19)
 async def test_every_domain_has_a_section_of_results(tmp_path):
     bench = Bench(tmp_path, lambda checkpoint, task, member: task.startswith("air") or member == 0)
     bench.tasks = [

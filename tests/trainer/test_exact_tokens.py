@@ -304,6 +304,7 @@ def shop(lines: int) -> ServiceEnv:
     native=st.booleans(),
     step_wise=st.booleans(),
 )
+@pytest.mark.seed_behaviour(5)
 def test_service_episodes_train_the_sampled_tokens(
     seed: int, name: str, lines: int, generate: int, native: bool, step_wise: bool
 ) -> None:

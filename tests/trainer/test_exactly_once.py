@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.seed_behaviour(23)
 def test_sigkill_at_random_points_changes_nothing(tmp_path, mode):
     command = [sys.executable, "-m", "tests.fakes.killable", str(tmp_path), "8", "7", mode]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

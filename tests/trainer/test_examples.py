@@ -76,6 +76,7 @@ def test_a_masked_trajectory_counts_in_group_and_batch(reduction, first, total):
 
 
 @pytest.mark.parametrize(("num_tokens", "num_trained"), [(10, 10), (11, 0)])
+@pytest.mark.seed_behaviour(142)
 def test_l13_to_l15_an_overlong_sequence_trains_nothing(num_tokens, num_trained):
     # SkyRL-fleet cuts such a sequence and trains the rest. Here, no token of it is trained.
     long = trajectory(reward=1, turns=[turn([1] * (num_tokens - 3), [2, 3, 4])])
@@ -131,6 +132,7 @@ def test_reinforce_plus_plus_compares_over_the_batch():
     assert (first.advantage, second.advantage) == pytest.approx((0.9128709, -0.9128709))
 
 
+@pytest.mark.seed_behaviour(78)
 def test_substeps_are_shares_of_whole_groups():
     assert split_substeps([["a", "b"], ["c"], ["d"], ["e"]], 2) == [["a", "b", "c"], ["d", "e"]]
     assert split_substeps([["a"], ["b"], ["c"]], 2) == [["a", "b"], ["c"]]
@@ -179,6 +181,7 @@ async def test_a_teacher_adds_its_difference_to_each_token():
 
 
 @pytest.mark.parametrize(("estimator", "value"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.1065307)])
+@pytest.mark.seed_behaviour(72)
 async def test_kl_estimators_of_half_a_nat(estimator, value):
     assert float(kl_estimates(np.array(-1 - -1.5), estimator=estimator)) == pytest.approx(value, abs=5e-8)
     members = [

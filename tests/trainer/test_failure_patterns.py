@@ -42,6 +42,7 @@ def failed(*messages: tuple[str, str], stop: StopReason = StopReason.STOP, **met
         ("Error: 7", Pattern.OTHER_ERROR),
     ],
 )
+@pytest.mark.seed_behaviour(150)
 def test_tool_refusals_are_recognised_by_their_text(error: str, pattern: Pattern):
     assert pattern_of(error) is pattern
     assert pattern in patterns(failed(("tool", error), stop=StopReason.MAX_TURNS))

@@ -67,6 +67,7 @@ def test_l10_zero_reward_on_non_stop_keeps_the_mask(stop, reward):
     assert before.rewards == [1]  # metrics use the raw reward
 
 
+@pytest.mark.seed_behaviour(49, 53, 55, 56)
 def test_one_answer_over_the_threshold_costs_the_reward(caplog):
     def saying(*lengths):
         # Each includes its end of turn.
@@ -87,6 +88,7 @@ def test_one_answer_over_the_threshold_costs_the_reward(caplog):
     assert apply_reward_rules([after], settings())[0] is after
 
 
+@pytest.mark.seed_behaviour(48)
 def test_the_length_rule_is_off_by_default_at_2048_tokens():
     long = TrajectoryGroup(
         task=task("a"), trajectories=[trajectory(reward=1, turns=[turn([1], [2] * 9_999)])]
@@ -95,6 +97,7 @@ def test_the_length_rule_is_off_by_default_at_2048_tokens():
     assert settings().max_assistant_response_tokens == 2048
 
 
+@pytest.mark.seed_behaviour(52)
 def test_long_messages_of_tools_and_customers_cost_nothing():
     turns = [turn([1] * 9, [2]), turn([1] * 9 + [2] + [3] * 9, [4])]  # 9 tokens each of a user and a tool
     said = [{"role": "user", "content": "u" * 9}, {"role": "assistant", "content": "a"}]
@@ -148,6 +151,7 @@ def test_the_eos_rule_asks_only_how_the_last_answer_ended():
     assert not is_trainable(trajectory(turns=[]), eos)
 
 
+@pytest.mark.seed_behaviour(47, 50)
 def test_zeroed_rewards_are_counted_by_the_rule_that_took_them():
     long = trajectory(reward=1, turns=[turn([1], [2] * 9)])
     cut = trajectory(reward=1, turns=[turn([1], [2])], stop=StopReason.MAX_TURNS)
@@ -161,6 +165,7 @@ def test_zeroed_rewards_are_counted_by_the_rule_that_took_them():
     assert set(zeroed_metrics(groups, settings()).values()) == {0}
 
 
+@pytest.mark.seed_behaviour(54)
 def test_debug_length_filtering_logs_every_decision(monkeypatch, caplog):
     filtering = logging.getLogger("src.learning.filters")
     monkeypatch.setattr(filtering, "level", filtering.level)

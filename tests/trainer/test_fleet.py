@@ -70,6 +70,7 @@ def results(result: Trajectory | TrialFailure) -> list[str]:
 
 
 @pytest.mark.parametrize("env_key", ["shop", "streamed"])
+@pytest.mark.seed_behaviour(140)
 async def test_calls_change_the_state_that_the_verifier_reads(server: str, tmp_path: Path, env_key: str):
     row = task_row(env_key=env_key)
     result = await play(server, ADD, "Done.", folder=tmp_path, row=row)

@@ -27,6 +27,7 @@ def written(tmp_path: Path, *rows: object) -> Path:
     return path
 
 
+@pytest.mark.seed_behaviour(140)
 def test_a_row_becomes_a_task(tmp_path: Path):
     [task] = read_tasks(written(tmp_path, ROW | {"stock": 3}))
     assert (task.id, task.domain, task.instruction) == ("a-1", "shop", "Do it.")

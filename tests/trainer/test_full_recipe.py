@@ -92,6 +92,7 @@ def trained(
 STARTED = {"local/model": 4096, "org/name": 32768}
 
 
+@pytest.mark.seed_behaviour(114)
 def test_a_healthy_server_is_used_and_its_context_is_the_limit(trained, monkeypatch, capfd) -> None:
     with server({"local/model": 4096}) as url:
         monkeypatch.setenv("SKYRL_TX_URL", url)
@@ -109,6 +110,7 @@ def test_a_healthy_server_is_used_and_its_context_is_the_limit(trained, monkeypa
     assert options["log_path"].startswith("./runs/tasks-model-20")
 
 
+@pytest.mark.seed_behaviour(114)
 def test_a_server_with_another_model_is_left_alone(trained, monkeypatch, capfd) -> None:
     with server({"org/other": 4096}) as url:
         monkeypatch.setenv("SKYRL_TX_URL", url)
@@ -150,6 +152,7 @@ def test_a_server_that_was_started_is_stopped_on_a_mistake(trained, monkeypatch,
     assert trained == []
 
 
+@pytest.mark.seed_behaviour(114)
 def test_without_a_model_the_served_one_is_trained(trained, monkeypatch, capfd) -> None:
     with server({"org/name": 32768}) as url:
         monkeypatch.setenv("SKYRL_TX_URL", url)
@@ -158,6 +161,7 @@ def test_without_a_model_the_served_one_is_trained(trained, monkeypatch, capfd) 
     assert options["model_name"] == "org/name" and options["context_limit"] == "32768"
 
 
+@pytest.mark.seed_behaviour(134)
 def test_the_default_tasks_are_terminal_bench_2(trained, monkeypatch, capfd, tmp_path: Path) -> None:
     with server({"org/name": 32768}) as url:
         monkeypatch.setenv("SKYRL_TX_URL", url)
@@ -172,6 +176,7 @@ def test_the_default_tasks_are_terminal_bench_2(trained, monkeypatch, capfd, tmp
     assert downloaded["tasks_dir"] == "./datasets/terminal-bench-2"
 
 
+@pytest.mark.seed_behaviour(134)
 def test_a_missing_folder_of_tasks_is_one_line(trained, capfd) -> None:
     assert main(["model_name=org/name", "tasks_dir=./datasets/terminal-bench-2"]) == 2
     assert capfd.readouterr().err.endswith(
@@ -195,6 +200,7 @@ def test_what_answers_at_an_address_is_one_line() -> None:
 
 @pytest.mark.parametrize("context", [16, 64, 512, 2048, 8192, 32768, 131072])
 @pytest.mark.parametrize("kind", ["harbor", "tau_bench"])
+@pytest.mark.seed_behaviour(117)
 def test_the_defaults_fit_every_context(kind: str, context: int) -> None:
     given = {"tasks_dir": "tasks"} if kind == "harbor" else {}
     defaults = recipe_defaults(kind, named_model("org/name"), {"env": kind} | given)
@@ -216,6 +222,7 @@ def test_a_default_follows_the_options_that_were_given() -> None:
         fitted(options | {"context_limit": "9000"}, {"context_limit": "9000"}, context=4096)
 
 
+@pytest.mark.seed_behaviour(117)
 def test_wandb_is_on_with_a_key_a_mode_or_a_login(tmp_path: Path) -> None:
     netrc = tmp_path / "netrc"
     assert not wandb_is_set_up({"NETRC": str(netrc)})

@@ -43,6 +43,7 @@ async def win(trial, policy):
     return trajectory(trial.task.id, 1.0)
 
 
+@pytest.mark.seed_behaviour(79)
 async def test_groups_come_in_the_order_of_the_tasks_with_every_member(tmp_path):
     async def slow_a(trial, policy):
         await asyncio.sleep(0.02 if trial.task is A else 0)
@@ -71,6 +72,7 @@ async def test_rollouts_on_disk_are_reused_for_the_same_seed(tmp_path):
     assert len(made) == 4
 
 
+@pytest.mark.seed_behaviour(147)
 async def test_trajectories_know_their_member_and_seed(tmp_path):
     [group, _], made, _ = await play(tmp_path, win)
     seeds = {(trial.task.id, trial.member): trial.seed for trial in made}
@@ -89,6 +91,7 @@ async def test_the_duration_of_a_group_is_from_first_start_to_last_end(tmp_path)
     assert finished.duration_s >= 0.03
 
 
+@pytest.mark.seed_behaviour(83)
 async def test_concurrent_trials_stay_within_the_limit(tmp_path):
     running = most = 0
 

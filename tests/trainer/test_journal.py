@@ -10,6 +10,7 @@ from tests.fakes.run_files import records
 HERE = RolloutKey(purpose="step", step=1, task="a", member=0)
 
 
+@pytest.mark.seed_behaviour(35)
 def test_a_successor_knows_what_its_predecessor_did(tmp_path):
     first = Journal(tmp_path)
     first.started(resumed_from=0)

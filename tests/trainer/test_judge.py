@@ -64,6 +64,7 @@ def judge(endpoint: ScriptedJudge, *, alpha: float = 1.0, formula: Formula = "on
     return Judge(endpoint, settings)
 
 
+@pytest.mark.seed_behaviour(42)
 def test_there_are_fourteen_failure_modes():
     assert len(MODES) == 14
 
@@ -89,6 +90,7 @@ def test_there_are_fourteen_failure_modes():
     ],
     ids=range(15),
 )
+@pytest.mark.seed_behaviour(45)
 async def test_a_reply_without_fourteen_booleans_gives_no_bonus(text: str):
     assert failures_in(text) is None
     result = await judge(ScriptedJudge(text)).judged(played())
@@ -109,6 +111,7 @@ async def test_a_reply_without_fourteen_booleans_gives_no_bonus(text: str):
         (4, "inverse_failures", 0.5),
     ],
 )
+@pytest.mark.seed_behaviour(43)
 async def test_the_bonus_falls_with_the_number_of_failures(num_failures: int, formula: Formula, bonus: float):
     endpoint = ScriptedJudge(answer(*list(MODES)[:num_failures]))
     result = await judge(endpoint, alpha=2.0, formula=formula).judged(played(reward=0.25))
@@ -116,10 +119,12 @@ async def test_the_bonus_falls_with_the_number_of_failures(num_failures: int, fo
     assert result.metrics["judge_failures"] == num_failures and result.metrics["judge_errors"] == 0
 
 
+@pytest.mark.seed_behaviour(43)
 async def test_an_all_yes_answer_is_fourteen_failures():
     assert failures_in(json.dumps(dict.fromkeys(MODES, True))) == frozenset(MODES)
 
 
+@pytest.mark.seed_behaviour(42)
 async def test_the_same_conversation_is_judged_once():
     endpoint = ScriptedJudge(answer())
     judging = judge(endpoint)
@@ -134,6 +139,7 @@ async def test_the_same_conversation_is_judged_once():
     )
 
 
+@pytest.mark.seed_behaviour(45)
 async def test_an_error_is_not_cached():
     endpoint = ScriptedJudge("?", BackendError("gone"), answer())
     judging = judge(endpoint)
@@ -155,6 +161,7 @@ def test_no_message_can_imitate_another_speaker():
     assert len(transcript(said).splitlines()) == 1
 
 
+@pytest.mark.seed_behaviour(37, 38)
 async def test_an_evaluation_during_training_is_not_judged(tmp_path):
     endpoint = ScriptedJudge(answer())
     settings = RolloutOptions(

@@ -32,6 +32,7 @@ def datums(token, *, logprob=QUARTER, advantage=1.0):
     return to_datums(sequences_of([turn([9], [token], logprob=logprob)], advantage=advantage))
 
 
+@pytest.mark.seed_behaviour(73, 76)
 async def test_one_substep_is_one_gradient_and_one_step():
     client = BanditTrainingClient()
     metrics = await Learner(client, settings()).update([datums(3)])
@@ -98,6 +99,7 @@ async def test_sampler_and_trainer_are_compared_on_the_trained_tokens():
 @pytest.mark.parametrize(
     ("loss_fn", "config", "clipped"), [("cispo", ["clip_high_threshold=1.6"], 0.0), ("ppo", None, 1.0)]
 )
+@pytest.mark.seed_behaviour(75)
 async def test_the_clip_bounds_are_the_ones_in_use(loss_fn, config, clipped):
     learner = Learner(BanditTrainingClient(), settings(loss_fn=loss_fn, loss_fn_config=config))
     assert (await learner.update([datums(2, logprob=QUARTER - 0.4)]))["optim/clip_frac"] == clipped
@@ -173,6 +175,7 @@ async def test_a_failing_server_is_a_backend_error():
         ("cosine", 0, [1, 0.8535534, 0.5, 0.1464466]),
     ],
 )
+@pytest.mark.seed_behaviour(77)
 def test_the_learning_rate_follows_its_schedule(schedule, warmup, rates):
     given = settings(learning_rate=1.0, lr_schedule=schedule, lr_warmup_steps=warmup)
     assert [

@@ -65,6 +65,7 @@ async def test_native_tools_are_in_the_first_prompt_and_stay_there():
 
 
 @pytest.mark.parametrize(("env", "run"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.seed_behaviour(3)
 async def test_tools_are_native_if_environment_and_run_permit_it(env, run):
     settings = replace(SETTINGS, use_native_tool_calling=run)
     _, policy, _ = await play(
@@ -81,6 +82,7 @@ async def test_tools_are_native_if_environment_and_run_permit_it(env, run):
 
 
 @pytest.mark.parametrize(("env", "run"), [(False, False), (True, True)])
+@pytest.mark.seed_behaviour(1)
 async def test_no_tools_add_nothing_to_the_prompt(env, run):
     settings = replace(SETTINGS, use_native_tool_calling=run)
     _, policy, _ = await play(
@@ -168,6 +170,7 @@ async def test_a_message_that_is_not_json_is_a_failure():
     assert isinstance(result, TrialFailure) and result.kind == FailureKind.ENV_ERROR
 
 
+@pytest.mark.seed_behaviour(104)
 async def test_a_cancelled_episode_closes_its_environment():
     environment = ScriptedEnv([], hang_at=1)
     chat = toy_chat()
@@ -215,6 +218,7 @@ async def test_a_system_exit_of_close_is_ignored():
     assert isinstance(result, Trajectory)
 
 
+@pytest.mark.seed_behaviour(13)
 async def test_an_empty_answer_reaches_the_environment_only():
     class SecondAnswerEmpty(FakePolicy):
         async def sample(self, request) -> Turn:
@@ -231,6 +235,7 @@ async def test_an_empty_answer_reaches_the_environment_only():
     assert sequence.num_sampled == 5
 
 
+@pytest.mark.seed_behaviour(5, 69)
 async def test_empty_answers_alone_give_no_turns():
     class OnlyEmptyAnswers(FakePolicy):
         async def sample(self, request) -> Turn:
@@ -259,6 +264,7 @@ async def test_each_call_has_the_sampling_parameters_of_the_run():
     assert [call.stop_token_ids for call in policy.calls] == [[2], [2]]
 
 
+@pytest.mark.seed_behaviour(104)
 async def test_metrics_of_the_environment_are_the_trajectorys():
     trajectory, _, _ = await play(
         [saying("ob", tool_calls=1.0), saying(is_done=True, tool_calls=2.0)], ["AB", "C"]
@@ -266,6 +272,7 @@ async def test_metrics_of_the_environment_are_the_trajectorys():
     assert trajectory.metrics["tool_calls"] == 2 and trajectory.metrics["duration_s"] >= 0
 
 
+@pytest.mark.seed_behaviour(36)
 async def test_numpy_rewards_and_metrics_are_json():
     env = (
         saying("ob", reward=cast(float, np.float32(0.5)), score=np.float64(2)),

@@ -22,6 +22,7 @@ def group(name, *rewards, failures=()):
 FOUR = [group("a", 1, 0, 0, 0), group("b", 0, 0, 0, 0), group("c", 1, 1, 1, 1), group("d", 0.5, -0.5, 0, 0)]
 
 
+@pytest.mark.seed_behaviour(143)
 def test_reward_metrics_have_skyrls_values():
     metrics = group_metrics(FOUR, group_size=4)
     assert metrics["reward/avg_pass_at_4"] == 0.75
@@ -78,6 +79,7 @@ def test_assistant_tokens_have_skyrls_values():
     assert metrics["generate/batch_num_seq"] == 3
 
 
+@pytest.mark.seed_behaviour(67)
 def test_an_empty_batch_gives_six_zeros_and_a_warning(caplog):
     metrics = token_metrics([], [])
     names = [
@@ -120,6 +122,7 @@ def test_what_the_update_is_made_of():
 
 
 @pytest.mark.parametrize(("rewards", "variance"), [((1, 0, 0, 0), 0.1875), ((1, 1, 0, 0), 0.25), ((1,), 0.0)])
+@pytest.mark.seed_behaviour(151)
 def test_variance_is_largest_when_half_succeed(rewards, variance):
     assert group_metrics([group("a", *rewards)], group_size=4)["reward/variance_per_prompt"] == variance
 

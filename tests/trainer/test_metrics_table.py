@@ -97,6 +97,7 @@ def test_aliases_change_no_metric():
     ) | metrics == with_aliases(metrics)
 
 
+@pytest.mark.seed_behaviour(24)
 def test_aliases_have_the_values_of_their_metrics():
     metrics = {"progress/batch": 3.0, "env/all/reward/total": 0.5, "test/reward/avg_pass_at_4": 0.75}
     aliases = {"trainer/global_step": 3.0, "generation/avg_reward": 0.5, "eval/all/pass_at_4": 0.75}
@@ -110,6 +111,7 @@ def test_aliases_of_a_read_line_are_computed_again():
     )
 
 
+@pytest.mark.seed_behaviour(16)
 def test_a_held_out_set_called_val_is_the_seeds_validation_set():
     names = with_aliases({"test/env/retail_val/positive_rate": 0.5, "test/env/retail_val/reward/total": 0.4})
     assert (names["eval-retail/success_rate"], names["eval-retail/average_reward"]) == (0.5, 0.4)

@@ -109,6 +109,7 @@ async def test_an_unreachable_endpoint_is_reported_in_one_line():
             pass
 
 
+@pytest.mark.seed_behaviour(7, 102)
 async def test_an_endpoint_gets_tools_and_reports_token_counts():
     tool = {
         "type": "function",

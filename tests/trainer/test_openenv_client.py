@@ -155,6 +155,7 @@ def test_an_invalid_option_is_one_line(option, message):
         open_openenv(parse([*BASE, option]), byte_chat())
 
 
+@pytest.mark.seed_behaviour(140)
 def test_a_real_server_is_played(tmp_path):
     pytest.importorskip("openenv")
     import uvicorn

@@ -86,11 +86,13 @@ def recipe(*words: str) -> TrainerConfig:
     return parse([*SERVER, *arguments(*words)])
 
 
+@pytest.mark.seed_behaviour(100)
 def test_every_recipe_is_a_preset_or_builds_on_one():
     assert sorted([*PRESETS, *OVERLAYS]) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.seed_behaviour(8, 40, 74, 93)
 def test_every_recipe_loads_and_validates(name: str):
     config = recipe(*([OVERLAYS[name]] if name in OVERLAYS else []), name, *JUDGE)
     assert config.env == "tau_bench" and config.use_native_tool_calling
@@ -99,6 +101,7 @@ def test_every_recipe_loads_and_validates(name: str):
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.seed_behaviour(18, 72, 81, 85, 93, 105, 111)
 def test_the_numbers_are_the_presets(name: str):
     model, project, numbers = PRESETS[name]
     config = recipe(f"training/run_{name}.sh", *JUDGE)
@@ -119,6 +122,7 @@ class Judge:
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.seed_behaviour(93)
 async def test_a_preset_trains_two_steps_on_a_small_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
@@ -145,6 +149,7 @@ async def test_a_preset_trains_two_steps_on_a_small_model(
     assert ("reward/judge_bonus_mean" in lines[-1]) == name.endswith("taxonomy")
 
 
+@pytest.mark.seed_behaviour(82, 83)
 def test_later_recipes_and_given_options_take_precedence():
     config = recipe("retail_4b_grpo_lora", "taxonomy", "small_memory", "seed=7", "batch_size=2", *JUDGE)
     assert (
@@ -155,6 +160,15 @@ def test_later_recipes_and_given_options_take_precedence():
         config.seed,
     ) == (6, 2, 2, 8192, 7)
     assert config.taxonomy_feedback and config.model_name == FOUR
+
+
+@pytest.mark.seed_behaviour(101, 110)
+def test_options_of_skyrl_replace_those_of_a_recipe():
+    short = recipe("run_tau_bench.sh", "trainer.epochs=1", "trainer.eval_interval=1")
+    assert (short.n_epochs, short.eval_every) == (1, 1)
+    adapter = ["trainer.policy.model.lora_rank=64", "trainer.policy.model.lora_alpha=128"]
+    custom = recipe("tau_bench", *adapter)
+    assert (custom.lora_rank, custom.lora_alpha) == (64, 128)
 
 
 def test_a_recipe_that_cannot_be_used_is_one_line():

@@ -32,6 +32,7 @@ def open_env(env: str):
         ("tests.trainer.test_registry:nothing", "tests.trainer.test_registry has no function nothing"),
     ],
 )
+@pytest.mark.seed_behaviour(14)
 def test_an_unknown_environment_is_one_line(name, message):
     with pytest.raises(ConfigError, match=message) as refused:
         open_env(name)
@@ -93,6 +94,7 @@ def installed_package(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("installed_package")
+@pytest.mark.seed_behaviour(14, 92)
 def test_a_package_registers_its_environments_by_name():
     assert known_environments()["shop"] == "tests.trainer.test_episodes:open_say"
     assert len(open_env("shop").train) == 4

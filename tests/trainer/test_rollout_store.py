@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from src.core.trajectory import FailureKind, StopReason, Trajectory, ZeroReason
 from src.records.journal import Journal, RolloutKey
@@ -136,6 +137,7 @@ def test_a_torn_line_is_no_finished_rollout(tmp_path):
     assert again.load("step", 1) == {STEP: rollout} and any_graded(tmp_path)
 
 
+@pytest.mark.seed_behaviour(23)
 def test_the_reward_of_a_trial_is_on_disk_as_soon_as_it_ends(tmp_path):
     rollout = graded()
     FinishedRollouts(tmp_path, Journal(tmp_path)).add(STEP, rollout)

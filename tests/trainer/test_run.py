@@ -65,6 +65,7 @@ async def test_a_slow_first_update_is_explained_once(tmp_path, monkeypatch):
     assert lines == ["step 1: waiting for the first update; the server may compile its programs"]
 
 
+@pytest.mark.seed_behaviour(22, 35)
 async def test_two_steps_write_every_file_and_their_log_lines(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("eval_group_size=2", "save_every=1")
@@ -205,6 +206,7 @@ async def test_the_learning_rate_schedule_spans_the_run(tmp_path):
     )
 
 
+@pytest.mark.seed_behaviour(78)
 async def test_num_substeps_are_the_optimizer_steps_of_a_batch(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("batch_size=4", "num_substeps=2", "max_steps=1", "eval_every=0")
@@ -511,6 +513,7 @@ async def test_without_eval_before_train_the_first_line_is_step_1(tmp_path):
     assert set(json.loads((bench.path / "train_tasks.json").read_text())) == {task.id for task in TASKS}
 
 
+@pytest.mark.seed_behaviour(74)
 async def test_a_full_fine_tuning_learning_rate_is_reported(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("max_steps=1", "learning_rate=5e-7", "eval_every=0", "eval_before_train=false")
@@ -538,6 +541,7 @@ EVERY_STEP = {  # the seeds' names
 }
 
 
+@pytest.mark.seed_behaviour(24, 25)
 async def test_steps_and_evaluations_have_the_seeds_metric_names(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("n_epochs=2", "eval_every=2")
@@ -547,6 +551,7 @@ async def test_steps_and_evaluations_have_the_seeds_metric_names(tmp_path):
     assert [line["step"] for line in lines if "eval/all/avg_score" in line] == [0, 2, 4]
 
 
+@pytest.mark.seed_behaviour(71)
 async def test_a_run_without_held_out_tasks_evaluates_nothing(tmp_path):
     bench = Bench(tmp_path)
     bench.source.eval = []
@@ -573,6 +578,7 @@ class Praises:
         pass
 
 
+@pytest.mark.seed_behaviour(41)
 async def test_a_judge_changes_training_rewards_but_no_success_rate(tmp_path, monkeypatch):
     bench, asked = Bench(tmp_path), Praises()
     monkeypatch.setattr("src.loop.run.open_endpoint", lambda base_url, model: asked)

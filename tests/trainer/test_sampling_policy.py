@@ -34,6 +34,7 @@ async def sample(client):
     return await TinkerPolicy(client, version=4).sample(request)
 
 
+@pytest.mark.seed_behaviour(5)
 async def test_a_turn_holds_the_ids_and_logprobs_of_the_sampler():
     client = OneAnswer([7, 9], [-0.25, -1.0])
     turn = await sample(client)

@@ -3,9 +3,12 @@
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.seed_behaviour(137)
 def test_every_test_that_the_page_names_is_there():
     page = (ROOT / "docs" / "skyrl-semantics.md").read_text()
     named = re.findall(r"(test_\w+\.py)::(test_\w+)", page)

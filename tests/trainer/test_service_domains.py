@@ -44,6 +44,7 @@ async def reward(source: TaskSource, task_id: str, *answers: str) -> float:
     return result.reward
 
 
+@pytest.mark.seed_behaviour(106)
 async def test_the_recipe_opens_and_grades_the_domain():
     source = open_task_source(parse([*OWN_SERVER, *RECIPE]), byte_chat())
     assert (len(source.train), len(source.eval)) == (12, 6)
@@ -56,6 +57,7 @@ async def test_the_recipe_opens_and_grades_the_domain():
     await source.close()
 
 
+@pytest.mark.seed_behaviour(106)
 async def test_rows_define_and_name_tasks_of_the_domain(tmp_path: Path):
     info = {
         "domain": "healthcare",
@@ -82,6 +84,7 @@ def installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed_package")
+@pytest.mark.seed_behaviour(106)
 def test_a_registered_domain_is_known_by_its_name(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"extra_info": {"domain": "healthcare", "task_id": "ask-0"}}) + "\n")

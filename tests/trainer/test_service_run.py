@@ -36,6 +36,7 @@ class Judge:
 
 
 @pytest.mark.parametrize("eval_before_train", [True, False])
+@pytest.mark.seed_behaviour(59, 69, 95)
 async def test_a_run_with_native_tools_and_a_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eval_before_train: bool
 ):

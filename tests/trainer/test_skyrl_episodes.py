@@ -58,6 +58,7 @@ def at(index: int, length: int, value: float = 1.0) -> list[float]:
 @pytest.mark.parametrize(
     ("max_input", "num_calls"), [pytest.param(22, 1, id="L1"), pytest.param(23, 2, id="L2")]
 )
+@pytest.mark.seed_behaviour(141)
 async def test_l1_l2_a_context_of_exactly_the_limit_is_still_answered(max_input, num_calls):
     trajectory, policy, _ = await play([OB, ending()], ["AB", "C"], limits(max_input))
     assert [len(call.prompt_ids) for call in policy.calls] == [9, 23][:num_calls]
@@ -258,6 +259,7 @@ async def test_step_wise_prompts_are_rendered_by_the_template():
 
 
 @pytest.mark.parametrize("observation", [saying("ok"), StepResult()])
+@pytest.mark.seed_behaviour(64)
 async def test_s8_thinking_is_off_in_every_generation_prompt(observation):
     chat = byte_chat()
     _, policy, _ = await play([observation, ending()], ["a", "b"], chat=chat)

@@ -26,6 +26,7 @@ VALUES = {  # of options that do not take the number 2
 
 
 @pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.seed_behaviour(144)
 def test_a_name_of_skyrl_sets_our_option(name: str) -> None:
     ours, _, pattern = TAKEN[name].partition("|")[0].partition("=")
     field = KNOWN[ours]
@@ -38,6 +39,7 @@ def test_a_name_of_skyrl_sets_our_option(name: str) -> None:
     assert parse([*base, f"+{spelled}={value}"]) == parse([*base, argument])
 
 
+@pytest.mark.seed_behaviour(16)
 def test_the_lists_of_a_script_become_one_option() -> None:
     script = ["data.train_data=['a.parquet','b.parquet']", "retail_val_data='v.parquet'"]
     script += ["data.test_data.retail=r.parquet", "data.test_data.airline=a.parquet"]
@@ -116,6 +118,7 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize("argument", DOCUMENTS)
+@pytest.mark.seed_behaviour(107, 108, 137)
 def test_every_option_of_the_documents_is_taken_or_refused(argument: str) -> None:
     ours = DOCUMENTS[argument]
     base = [*(TAU if ours in TAU_OPTIONS else BASE), "judge_model=j", "judge_base_url=http://h:1/v1"]
@@ -155,6 +158,7 @@ def test_an_evaluation_takes_its_own_options() -> None:
         ("kl_loss_coef=0.01", "use kl_penalty_coef and kl_estimator"),
     ],
 )
+@pytest.mark.seed_behaviour(144)
 def test_an_option_without_a_counterpart_is_refused(argument: str, reason: str) -> None:
     with pytest.raises(ConfigError, match="cannot be honoured: ") as error:
         parse([*BASE, argument])
@@ -170,6 +174,7 @@ def test_every_reason_belongs_to_a_name_that_is_not_taken() -> None:
 @pytest.mark.parametrize(
     "name", ["val_dat", "validation_data", "test_dir", "dev_data", "held_out_data", "valdata"]
 )
+@pytest.mark.seed_behaviour(16)
 def test_held_out_data_is_never_taken_for_training_data(name: str) -> None:
     assert nearest(name, list(KNOWN)) not in ("train_data", "tasks_dir")
     with pytest.raises(ConfigError, match="unknown option") as error:

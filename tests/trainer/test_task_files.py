@@ -83,6 +83,7 @@ async def reward(source: TaskSource, task: Task, *answers: str) -> float:
     return found.reward
 
 
+@pytest.mark.seed_behaviour(20)
 def test_a_row_defines_a_task_or_names_one(tmp_path: Path):
     path = written(
         tmp_path / "rows.jsonl",
@@ -113,6 +114,7 @@ def test_a_row_defines_a_task_or_names_one(tmp_path: Path):
     assert found[4].definition is not None and found[4].definition.actions == [gold]
 
 
+@pytest.mark.seed_behaviour(15)
 async def test_rows_of_two_domains_run_in_their_own_domains(tmp_path: Path, home: Path):
     train = written(
         tmp_path / "train.jsonl",
@@ -173,6 +175,7 @@ def test_a_partial_grading_applies_only_to_tau2_tasks(home: Path):
     assert {task.has_writes for task in source.train if task.domain == "toy_retail"} == {True, False}
 
 
+@pytest.mark.seed_behaviour(21)
 def test_a_task_in_both_training_and_test_data_is_rejected(tmp_path: Path, home: Path):
     again = written(tmp_path / "again.jsonl", row("retail", "save-train"))
     with pytest.raises(
@@ -193,6 +196,7 @@ def test_null_columns_of_a_table_are_not_arguments():
     assert without_nulls(table) == {"extra_info": {"actions": [CANCEL, None]}}
 
 
+@pytest.mark.seed_behaviour(20)
 def test_a_parquet_table_has_the_same_rows(tmp_path: Path):
     exchange = {
         "name": "exchange",
@@ -253,6 +257,7 @@ def test_invalid_rows_are_rejected_with_one_line(tmp_path: Path, rows: list[dict
         ),
     ],
 )
+@pytest.mark.seed_behaviour(15)
 def test_unsupported_options_are_rejected(options: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
         opened(*options)
@@ -266,6 +271,7 @@ def tasks(**numbers: int) -> list[Task]:
     ]
 
 
+@pytest.mark.seed_behaviour(19)
 def test_a_mixture_gives_each_domain_its_share_of_every_batch():
     pool = tasks(airline=4, retail=16)
     settings = ScheduleOptions(

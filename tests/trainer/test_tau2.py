@@ -74,6 +74,7 @@ async def played(
     return found
 
 
+@pytest.mark.seed_behaviour(57)
 async def test_an_episode_reaches_the_official_evaluator(home: Path):
     trajectory = await played(home, [SAVE, "It is saved."])
     assert (trajectory.reward, trajectory.stop_reason, len(trajectory.turns)) == (1.0, StopReason.STOP, 8)

@@ -40,6 +40,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize(("script", "shown"), SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.seed_behaviour(150)
 async def test_a_failed_terminal_trial(tmp_path: Path, script: Sequence[str], shown: set[Pattern]) -> None:
     trial, _ = await play(tmp_path, script)
     assert isinstance(trial, Trajectory) and trial.reward == 0

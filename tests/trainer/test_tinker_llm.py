@@ -154,6 +154,7 @@ SHORT_CONTEXT = replace(LIMITS, lengths=lengths(context_limit=150))
 LONG_PROMPT = "a" * 200
 
 
+@pytest.mark.seed_behaviour(132)
 async def test_a_full_context_ends_an_episode_without_summaries() -> None:
     llm, _ = llm_saying("x", limits=replace(SHORT_CONTEXT, summarize=False))
     with pytest.raises(EpisodeEnd) as end:
@@ -161,6 +162,7 @@ async def test_a_full_context_ends_an_episode_without_summaries() -> None:
     assert end.value.cause == StopReason.CONTEXT_LENGTH and llm.turns == []
 
 
+@pytest.mark.seed_behaviour(132)
 async def test_a_full_context_asks_for_one_summary() -> None:
     llm, _ = llm_saying("x", limits=SHORT_CONTEXT)
     with pytest.raises(ContextLengthExceededError):

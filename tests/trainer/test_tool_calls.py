@@ -51,6 +51,7 @@ JSON = '{"name": "get_order", "arguments": {"id": "#1"}}'
         (FUNCTION, Strategy.FUNCTION),
     ],
 )
+@pytest.mark.seed_behaviour(12)
 def test_every_form_of_a_call_is_parsed(answer, strategy):
     parsed = parse(answer, TOOLS)
     assert (list(parsed.calls), parsed.strategy, parsed.problem, parsed.num_repaired) == (
@@ -98,6 +99,7 @@ def test_a_bare_name_is_a_call_without_arguments():
         ),
     ],
 )
+@pytest.mark.seed_behaviour(12)
 def test_the_first_strategy_that_finds_an_attempt_decides(answer, strategy):
     parsed = parse(answer, TOOLS)
     assert parsed.strategy == strategy
@@ -165,6 +167,7 @@ def test_a_cut_deepseek_call_is_a_failure(body):
 @pytest.mark.parametrize(
     "form", ["{}", "<tool_call>{}", "<tool_call>{}</tool_call>", "```json\n{}\n```", "Well: {}"]
 )
+@pytest.mark.seed_behaviour(10)
 def test_missing_last_braces_are_added_and_counted(form, missing):
     parsed = parse(form.replace("{}", JSON[:-missing]), TOOLS)
     assert list(parsed.calls) == [ORDER]
@@ -207,6 +210,7 @@ def test_an_object_with_only_a_name_is_a_call_of_a_known_tool():
 
 @pytest.mark.parametrize("cut", range(1, len(JSON) - 2))
 @pytest.mark.parametrize("form", ["{}", "<tool_call>{}", "```json\n{}", "Well: {}"])
+@pytest.mark.seed_behaviour(10)
 def test_no_other_cut_call_is_executed(form, cut):
     """No prefix of a call is executed, and none raises an exception."""
     parsed = parse(form.replace("{}", JSON[:cut]), TOOLS)
@@ -217,6 +221,7 @@ def test_no_other_cut_call_is_executed(form, cut):
 @pytest.mark.parametrize(
     "text", ['{"name": "cancel", "arguments": {"id": "#1', '{"name": "cancel", "arguments": {"id": 12']
 )
+@pytest.mark.seed_behaviour(10)
 def test_a_value_that_was_cut_is_a_failure(text):
     parsed = parse(f"<tool_call>{text}", TOOLS)
     assert not parsed.calls and "it ends inside a" in parsed.problem
@@ -290,6 +295,7 @@ def test_code_is_parsed_and_never_executed(text):
     assert parsed.strategy == Strategy.CODE and not parsed.calls and parsed.problem
 
 
+@pytest.mark.seed_behaviour(11)
 def test_debug_parser_logs_every_parse(monkeypatch, caplog):
     parsing = logging.getLogger("src.envs.service.tool_calls")
     monkeypatch.setattr(parsing, "level", parsing.level)
@@ -299,6 +305,7 @@ def test_debug_parser_logs_every_parse(monkeypatch, caplog):
     assert "strategy whole" in caplog.text and "get_order" in caplog.text
 
 
+@pytest.mark.seed_behaviour(46)
 def test_the_failure_rate_is_of_attempted_calls():
     def played(attempts: float, failures: float) -> Trajectory:
         metrics = {"parse_attempts": attempts, "parse_failures": failures, "parse_recovered": 1.0}

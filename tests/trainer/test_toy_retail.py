@@ -102,6 +102,7 @@ def test_the_generator_reproduces_the_committed_domain(
         assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes()
 
 
+@pytest.mark.seed_behaviour(21)
 def test_training_and_held_out_tasks_share_no_names():
     assert (len(DOMAIN.tasks), len(DOMAIN.held_out)) == (40, 20)
 
@@ -178,6 +179,7 @@ def test_a_bad_call_is_an_error_that_changes_nothing(name, arguments, message):
     assert content_hash(DATABASE) == before
 
 
+@pytest.mark.seed_behaviour(9)
 def test_every_tool_has_a_schema_and_only_writers_write():
     arguments = {"order": "kala", "product": "sadu", "customer": "rone", "address": "9 nimu", "summary": "s"}
     for tool in TOOLS.values():
@@ -244,6 +246,7 @@ async def test_parallel_tool_calls_runs_all_calls_of_an_answer(is_parallel, num_
     assert first.metrics["tool_calls"] == num_calls
 
 
+@pytest.mark.seed_behaviour(10)
 async def test_a_call_cut_inside_a_string_calls_nothing():
     first, last = await play(service([CANCEL]), [saying("cancel_order", order="kala")[:-20], "Done."])
     assert (
@@ -268,6 +271,7 @@ async def test_added_braces_are_counted_as_recovered():
     "answer",
     ["", "  ", "<think>hm", saying("fly"), '<tool_call>{"name": "get_order", "arguments": {"order": "ka'],
 )
+@pytest.mark.seed_behaviour(13)
 async def test_ten_errors_end_the_episode_without_a_reward(answer):
     observations = await play(service(), [answer])
     assert len(observations) == MAX_ERRORS and observations[-1].reward == 0
@@ -291,6 +295,7 @@ def test_the_user_ends_the_conversation_with_tau2s_markers(text, is_end):
 # Through the registry, as a run plays it
 
 
+@pytest.mark.seed_behaviour(4, 29)
 async def test_a_native_gold_episode_trains_the_agents_answers(chat):
     config = parse([*BASE, "use_native_tool_calling=true", "context_limit=2000", "max_tokens=100"])
     source = open_task_source(config, chat)
@@ -315,6 +320,7 @@ async def test_a_native_gold_episode_trains_the_agents_answers(chat):
     assert messages[2]["content"] == "" and first["name"] in str(result.conversation[2]["content"])
 
 
+@pytest.mark.seed_behaviour(8)
 def test_the_tau_quick_start_uses_native_tools():
     options = QUICKSTARTS["tau_bench"].options | RECIPE_OF_KIND["tau_bench"] | {"env": "tau_bench"}
     assert parse(
@@ -328,6 +334,7 @@ def test_every_quick_start_is_a_valid_run(kind):
     parse([*BASE[1:3], *(f"{name}={value}" for name, value in options.items())])
 
 
+@pytest.mark.seed_behaviour(4)
 async def test_the_task_is_solved_in_text_mode_without_schemas(chat):
     policy = FakePolicy(chat, gold(DOMAIN.tasks[0].row))
     settings = EpisodeSettings(temperature=1.0, seed=0)

@@ -24,6 +24,7 @@ def log(path, steps, *, repeat_from=0):
             run_log.log(step, {"reward": step / 10})
 
 
+@pytest.mark.seed_behaviour(22)
 def test_each_step_is_one_object(tmp_path):
     log(tmp_path, [0, 1])
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
@@ -40,6 +41,7 @@ def test_what_is_not_a_number_stays_valid_json(tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 0, "a": None, "b": None, "c": 1.0}
 
 
+@pytest.mark.seed_behaviour(23, 26)
 def test_steps_that_are_repeated_are_logged_once(tmp_path):
     log(tmp_path, [0, 1, 2, 3])
     log(tmp_path, [2, 3], repeat_from=2)
@@ -76,6 +78,7 @@ for start in (0, 2):
 """
 
 
+@pytest.mark.seed_behaviour(26, 95)
 def test_offline_wandb_continues_a_run_under_its_id(tmp_path):
     environment = {"WANDB_MODE": "offline", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(
@@ -176,6 +179,7 @@ def test_trackio_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
         (False, "tau", "tau"),
     ],
 )
+@pytest.mark.seed_behaviour(28)
 def test_judged_runs_have_a_project_of_their_own(is_judged, project, expected):
     assert project_name(project, is_judged=is_judged) == expected
 
@@ -189,6 +193,7 @@ def test_renamed_metrics_are_announced_once(tmp_path, caplog):
     assert "tokens/sequences -> batch/sequences" in notice and "\n" not in notice
 
 
+@pytest.mark.seed_behaviour(27)
 def test_only_a_closed_log_finishes_its_runs(tmp_path, monkeypatch):
     fake = FakeTrackio()
     dropped = RunLog(tmp_path / "metrics.jsonl", trackio_run=fake)

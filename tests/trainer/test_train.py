@@ -64,6 +64,7 @@ def clean_environment(monkeypatch, tmp_path):
         ),
     ],
 )
+@pytest.mark.seed_behaviour(116)
 def test_a_mistake_is_one_line_and_no_traceback(argv, status, line, capsys):
     assert main(argv) == status
     assert capsys.readouterr().err == line + "\n"
@@ -92,6 +93,7 @@ def test_help_into_a_closed_pipe_is_no_traceback(monkeypatch):
         assert main(["--help"]) == 0
 
 
+@pytest.mark.seed_behaviour(119)
 def test_env_files_fill_in_and_never_override(tmp_path):
     (tmp_path / ".env").write_text("TINKER_API_KEY=tml-from-env\n")
     (tmp_path / ".env.skyrl-tx").write_text("TINKER_API_KEY=tml-from-skyrl\nSKYRL_TX_URL=http://own:1\n")
@@ -107,6 +109,7 @@ def test_env_files_fill_in_and_never_override(tmp_path):
     assert with_server_from_environment(["backend=tinker"]) == ["backend=tinker"]
 
 
+@pytest.mark.seed_behaviour(113)
 def test_the_probe_and_the_short_check_read_the_env_files_too(tmp_path):
     (tmp_path / ".env").write_text("TINKER_API_KEY=tml-from-env\n")
     (tmp_path / ".env.skyrl-tx").write_text("SKYRL_TX_URL=http://127.0.0.1:9\n")
@@ -190,6 +193,7 @@ def test_tau2_home_stands_in_for_the_option_of_that_name(monkeypatch):
         ({"TAXONOMY_FEEDBACK": "true", "SKYRL_MODE": "eval"}, []),
     ],
 )
+@pytest.mark.seed_behaviour(28, 37, 39)
 def test_the_seeds_switches_of_the_judge(environment, added, monkeypatch):
     for name in ("TAXONOMY_FEEDBACK", "TAXONOMY_ALPHA", "SKYRL_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -199,6 +203,7 @@ def test_the_seeds_switches_of_the_judge(environment, added, monkeypatch):
     assert os.environ["SKYRL_MODE"] == environment.get("SKYRL_MODE", "train")
 
 
+@pytest.mark.seed_behaviour(44)
 def test_alpha_is_the_environments_then_the_options_then_1(monkeypatch):
     monkeypatch.delenv("TAXONOMY_ALPHA", raising=False)
     assert parse(with_judge_from_environment(GOOD)).taxonomy_alpha == 1.0

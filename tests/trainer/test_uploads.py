@@ -19,6 +19,7 @@ def memory():
     storage.store.clear()
 
 
+@pytest.mark.seed_behaviour(29, 146)
 async def test_evaluations_and_examples_of_a_run_are_uploaded(tmp_path, memory):
     bench = Bench(tmp_path)
     await bench.trained("max_steps=1", "eval_every=0", "temperature=1", "upload_url=memory://evals/")
