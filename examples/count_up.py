@@ -15,7 +15,11 @@ NUM_TURNS = 3
 
 
 class CountUp:
-    """One episode. Each correct number gives a reward of 1/3; a wrong one ends the episode."""
+    """One episode. Each correct number gives a reward of 1/3. A wrong answer ends the episode.
+
+    A wrong answer earns up to 0.1, more if it is shorter: a model that cannot count yet then has rewards that
+    differ within a group, from which it learns.
+    """
 
     def __init__(self, task: Task, seed: int) -> None:
         self.number = int(task.id.removeprefix("from-"))
@@ -27,7 +31,7 @@ class CountUp:
     async def step(self, answer: str) -> StepResult:
         self.number += 1
         if answer.strip() != str(self.number):
-            return StepResult(reward=0.0, is_done=True)
+            return StepResult(reward=0.1 / (1 + len(answer)), is_done=True)
         message = {"role": "user", "content": "Next."}
         return StepResult(reward=1 / NUM_TURNS, is_done=self.number == self.last, messages=[message])
 

@@ -47,7 +47,7 @@ from src.rollouts.watchdog import Watchdog, WatchedPolicy, WatchedReference
 
 logger = logging.getLogger(__name__)
 
-SLOW_UPDATE_S = 5.0  # after which a line explains the wait
+SLOW_S = 5.0  # after which a line explains the wait for the first answers or the first update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +139,7 @@ class Terminus2RLTrainer:
         If the run is stopped or fails, the weights are saved, unless the state of the weights or of the files
         is unknown.
         """
+        notice = asyncio.get_running_loop().call_later(SLOW_S, self._explain_wait, self._journal.progress)
         try:
             policy = await self._policy()
             scorers = await self._open_scorers()
@@ -160,6 +161,13 @@ class Terminus2RLTrainer:
                 )
             )
             raise
+        finally:
+            notice.cancel()
+
+    def _explain_wait(self, progress: int) -> None:
+        """Explain why no trial has ended yet, unless the journal has advanced from `progress`."""
+        if self._journal.progress == progress:
+            self._events.say("waiting for the first trials; the server may compile its programs")
 
     async def _evaluate_start(self, policy: Policy, *, num_steps: int) -> None:
         """Evaluate the weights that the process starts from, if that is due and no earlier process has
@@ -250,7 +258,7 @@ class Terminus2RLTrainer:
         step, started = collected.batch.step, time.monotonic()
         self._collector.update_begins()
         self._is_update_pending = True
-        notice = asyncio.get_running_loop().call_later(SLOW_UPDATE_S, self._say_slow, step)
+        notice = asyncio.get_running_loop().call_later(SLOW_S, self._say_slow, step)
         try:
             metrics = await self._watchdog.answer(
                 self._prepare_and_update(collected, scorers), f"training step {step}"

@@ -18,9 +18,6 @@ from src.records.metrics_table import ALL_TASKS
 from src.records.tracking import recorded, recorded_variances
 
 MIN_SIGNAL = 0.25  # smallest share of steps with differing rewards at which tasks suit the model
-NO_SIGNAL = (
-    "nothing was learned: use easier or harder tasks, partial rewards, a larger group_size or another model"
-)
 # Reasons of a reward 0 for which the environment or the verifier may be at fault.
 UNGRADED_REASONS = (
     ZeroReason.ENV_ERROR,
@@ -154,8 +151,6 @@ def signal(name: str, variances: Sequence[float]) -> str:
     share, mean = sum(variance > 0 for variance in variances) / num_steps, sum(variances) / num_steps
     steps = f"{share:.0%} of {counted(num_steps, 'step')}"
     verdict = "" if share >= MIN_SIGNAL else "; too hard or too easy for this model"
-    if share == 0:
-        verdict = f"; {NO_SIGNAL}"
     return (
         f"training signal of {name}: rewards differ within groups in {steps}, mean variance "
         f"{mean:.4f}{verdict}"

@@ -13,7 +13,7 @@ from rich.console import Console
 from src.cli.console import Display
 from src.core.trajectory import FailureKind, TrajectoryGroup, ZeroReason
 from src.evaluate.evaluation import Evaluation, section_of
-from src.loop.outcome import NO_SIGNAL, Success, outcome, signals
+from src.loop.outcome import Success, outcome, signals
 from src.records.rollout_log import record_groups
 from tests.fakes.trials import failure, task, trajectory, turn
 
@@ -226,11 +226,6 @@ def test_signal_has_a_line_per_domain_if_there_are_few():
     for others in (["retail"], [f"family-{number}" for number in range(6)]):
         lines = signals({"all tasks": [0.1], **{name: [0.1] for name in others}})
         assert [line.split(":")[0] for line in lines] == ["training signal of all tasks"]
-
-
-def test_a_run_without_any_signal_says_what_to_change():
-    (line,) = signals({"all tasks": [0.0, 0.0]})
-    assert "0% of 2 steps" in line and line.endswith(f"; {NO_SIGNAL}")
 
 
 def test_a_run_continues_when_its_output_pipe_is_closed():

@@ -48,8 +48,8 @@ class Bench(FakeRun):
         return Dependencies(source=self.source, backend=self.backend)
 
 
-async def test_a_slow_first_update_is_explained_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(terminus2_trainer, "SLOW_UPDATE_S", 0.0)
+async def test_the_first_waits_are_explained_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(terminus2_trainer, "SLOW_S", 0.0)
     bench = Bench(tmp_path)
     client = bench.backend.training_client
     fast = client.forward_backward
@@ -61,8 +61,11 @@ async def test_a_slow_first_update_is_explained_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(client, "forward_backward", slow)
     await bench.go("eval_before_train=false")
-    lines = [line for line in bench.text.getvalue().splitlines() if "waiting for the first update" in line]
-    assert lines == ["step 1: waiting for the first update; the server may compile its programs"]
+    lines = [line for line in bench.text.getvalue().splitlines() if "waiting for" in line]
+    assert lines == [
+        "waiting for the first trials; the server may compile its programs",
+        "step 1: waiting for the first update; the server may compile its programs",
+    ]
 
 
 @pytest.mark.seed_behaviour(22, 35)
