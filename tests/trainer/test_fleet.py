@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from src.cli.command_line import parse
+from src.cli.command_line import parse, parse_as
 from src.core.errors import ConfigError
 from src.core.trajectory import FailureKind, Trajectory, TrialFailure, ZeroReason
 from src.envs.fleet import mcp_session, verifier
 from src.envs.registry import open_task_source
 from src.envs.sandbox.bubblewrap import why_no_sandbox
+from src.evaluate.config import EvaluateConfig
 from tests.fakes.mcp_server import API_KEY, FailingServer, mcp_server
 from tests.fakes.policy import FakePolicy
 from tests.fakes.run import OWN_SERVER
@@ -195,22 +196,25 @@ async def test_a_verifier_reaches_nothing_of_the_host(server: str, tmp_path: Pat
     assert isinstance(result, Trajectory) and result.reward == 1.0
 
 
-async def test_the_example_can_be_solved(server: str, tmp_path: Path):
-    argv = [*OWN_SERVER, "env=fleet", f"train_data={EXAMPLE}", "eval_split=0"]
-    argv += [f"environment_kwargs=url={server}/{{env_key}}/mcp,{HIDDEN}"]
-    source = await asyncio.to_thread(open_task_source, parse(argv), byte_chat())
+async def test_the_example_can_be_solved(tmp_path: Path):
     solutions = {
         "shop-restock": [ADD, "Done."],
         "shop-count": [call("get_stock", item="W2"), "There are 7 units."],
         "depot-new-item": [call("add_stock", item="P9", units=20), "Done."],
         "depot-total": ["13"],
     }
-    for task in source.train:
-        policy = FakePolicy(byte_chat(), solutions[task.id])
-        trial = source.trial(task, directory=tmp_path, seed=1, temperature=1.0)
-        result = await trial.run(policy)
-        assert isinstance(result, Trajectory) and result.reward == 1.0, task.id
-        assert await source.noop_baseline(task) == 0.0
+    with mcp_server(program="examples.fleet.inventory_server") as server:
+        argv = [*OWN_SERVER, "env=fleet", f"test_data={EXAMPLE}"]
+        argv += [f"environment_kwargs=url={server}/{{env_key}}/mcp,{HIDDEN}"]
+        config = parse_as(EvaluateConfig, argv)
+        source = await asyncio.to_thread(open_task_source, config.environment, byte_chat())
+        for task in source.eval:
+            policy = FakePolicy(byte_chat(), solutions.pop(task.id))
+            trial = source.trial(task, directory=tmp_path, seed=1, temperature=1.0)
+            result = await trial.run(policy)
+            assert isinstance(result, Trajectory) and result.reward == 1.0, task.id
+            assert await source.noop_baseline(task) == 0.0
+    assert solutions == {}
 
 
 def test_a_server_that_is_down_is_one_line(tmp_path: Path):
