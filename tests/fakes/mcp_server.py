@@ -13,18 +13,21 @@ import string
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from examples.fleet.inventory_server import TOOLS, Inventory, McpServer, Tool, serve
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = string.ascii_letters + string.digits + "!#$%&*+-=?@^_~.:;/|"
 FLOOD_BYTES = 20 * 2**20
+PAGE = 40  # tools
+API_KEY = "k-1"  # of /locked/mcp
 
 
 def press(key: str) -> Tool:
@@ -45,10 +48,15 @@ def die(inventory: Inventory) -> object:
     os._exit(3)
 
 
+def freeze(inventory: Inventory) -> object:
+    time.sleep(3600)
+
+
 HOSTILE = {
     "fail": Tool(fail, "Raises an error."),
     "die": Tool(die, "Ends the server."),
     "hang": Tool(lambda inventory: None, "Does not return."),
+    "freeze": Tool(freeze, "Does not return, and blocks the server."),
     "crash": Tool(lambda inventory: None, "Answers with the HTTP status 500."),
     "forget": Tool(lambda inventory: None, "Ends the session."),
     "long": Tool(lambda inventory: "x" * 50_000, "Returns 50,000 characters."),
@@ -59,7 +67,9 @@ HOSTILE = {
 
 
 class FailingServer(McpServer):
-    """Answers on /streamed/mcp with server-sent events, and on /closed/mcp with the status 503."""
+    """Answers on /streamed/mcp with server-sent events, on /stateless/mcp without sessions, on /closed/mcp
+    with the status 503, and on /locked/mcp only with a key.
+    """
 
     def __init__(self, marker: Path | None = None, die_at: int = 0) -> None:
         super().__init__({**TOOLS, **HOSTILE, **{key: press(key) for key in KEYS}})
@@ -67,10 +77,24 @@ class FailingServer(McpServer):
         self._die_at = die_at
         self._num_calls = 0
 
+    def answer(self, inventory: Inventory, method: str, params: dict) -> dict[str, object]:
+        """Return the list of tools in pages."""
+        if method != "tools/list":
+            return super().answer(inventory, method, params)
+        start = int(params.get("cursor", "0"))
+        page = [self.schema(name) for name in [*self.tools][start : start + PAGE]]
+        cursor = {"nextCursor": str(start + PAGE)} if start + PAGE < len(self.tools) else {}
+        return {"result": {"tools": page, **cursor}}
+
     async def post(self, request: Request) -> Response:
         env_key, message = request.path_params["env_key"], await request.json()
         if env_key == "closed":
             return Response(status_code=503)
+        if env_key == "locked" and request.headers.get("authorization") != f"Bearer {API_KEY}":
+            return Response(status_code=401)
+        if env_key == "stateless":
+            answer = self.answer(Inventory(), message["method"], message.get("params", {}))
+            return JSONResponse({"jsonrpc": "2.0", "id": message.get("id"), **answer})
         name = message.get("params", {}).get("name") if message["method"] == "tools/call" else None
         self._num_calls += name is not None
         if self._marker is not None and self._num_calls == self._die_at and not self._marker.exists():

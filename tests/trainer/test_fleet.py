@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from src.cli.command_line import parse
+from src.cli.command_line import parse, parse_as
 from src.core.errors import ConfigError
 from src.core.trajectory import FailureKind, Trajectory, TrialFailure, ZeroReason
-from src.envs.fleet import mcp_session
-from src.envs.fleet.environment import read_settings
+from src.envs.fleet import mcp_session, verifier
 from src.envs.registry import open_task_source
 from src.envs.sandbox.bubblewrap import why_no_sandbox
-from tests.fakes.mcp_server import mcp_server
+from src.evaluate.config import EvaluateConfig
+from tests.fakes.mcp_server import API_KEY, FailingServer, mcp_server
 from tests.fakes.policy import FakePolicy
 from tests.fakes.run import OWN_SERVER
 from tests.fakes.tokenizer import byte_chat
@@ -85,6 +85,7 @@ async def test_the_agent_sees_the_tools_of_the_server_but_hidden_ones(server: st
     system = str(result.conversation[0]["content"])
     assert "\n- add_stock(item: string, units: integer): Add units of an item." in system
     assert "export_stock" not in system and "reset" not in system
+    assert system.count("\n- ") == len(FailingServer().tools) - 2
 
 
 async def test_each_trial_has_its_own_state(server: str, tmp_path: Path):
@@ -111,7 +112,7 @@ async def test_the_verifier_reads_the_final_answer(server: str, tmp_path: Path):
         (call("get_stock", item="nothing"), "Error: KeyError: 'nothing'"),
         (call("nothing"), "Error: there is no tool nothing; the tools are get_stock, add_stock, fail"),
         (call("export_stock"), "Error: there is no tool export_stock;"),
-        (call("hang"), "Error: the call did not finish within 0.5 s"),
+        (call("hang"), "Error: the call did not finish within 3 s"),
         (call("crash"), "Error: HTTP status 500"),
         (call("flood"), f"Error: the result is larger than {mcp_session.MAX_RESPONSE_BYTES} bytes"),
         (call("garbage"), "Error: the server sent no JSON"),
@@ -121,20 +122,29 @@ async def test_the_verifier_reads_the_final_answer(server: str, tmp_path: Path):
     ],
 )
 async def test_a_failed_call_is_text_for_the_agent(server: str, tmp_path: Path, answer: str, text: str):
-    timeout_s = 0.5 if "hang" in answer else 30
-    options = f"{HIDDEN},call_timeout_s={timeout_s}"
+    options = f"{HIDDEN},call_timeout_s={3 if 'hang' in answer else 60}"
     result = await play(server, answer, ADD, "Done.", folder=tmp_path, options=options, row=task_row())
     assert isinstance(result, Trajectory) and results(result)[0].startswith(text)
     assert result.reward == 0.8  # the session still works
     assert result.metrics["tool_errors"] == text.startswith("Error")
 
 
-@pytest.mark.parametrize("tool", ["die", "forget"])
-async def test_a_lost_server_is_an_infrastructure_failure(tmp_path: Path, tool: str):
+@pytest.mark.parametrize(
+    ("tool", "problem"),
+    [
+        ("die", "cannot be reached (RemoteProtocolError"),
+        ("forget", "is unavailable (HTTP status 404"),
+        ("freeze", "has stopped answering: the call did not finish within 0.5 s"),
+    ],
+)
+async def test_a_lost_server_is_an_infrastructure_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, problem: str
+):
+    monkeypatch.setattr(mcp_session, "PING_TIMEOUT_S", 0.5)
     with mcp_server() as server:
-        result = await play(server, call(tool), folder=tmp_path)
+        result = await play(server, call(tool), folder=tmp_path, options=f"{HIDDEN},call_timeout_s=3")
     assert isinstance(result, TrialFailure) and result.kind is FailureKind.ENV_SERVER
-    assert "the MCP server at" in result.message and "\n" not in result.message
+    assert f"{server}/shop/mcp {problem}" in result.message and "\n" not in result.message
 
 
 @pytest.mark.parametrize(
@@ -154,14 +164,14 @@ async def test_a_lost_server_is_an_infrastructure_failure(tmp_path: Path, tool: 
 async def test_a_verifier_without_a_reward_gives_zero(
     server: str, tmp_path: Path, code: str, reason: ZeroReason
 ):
-    options = f"{HIDDEN},verifier_timeout_s=0.5"
+    options = f"{HIDDEN},verifier_timeout_s={0.5 if 'while' in code else 60}"
     result = await play(server, ADD, "Done.", folder=tmp_path, row=task_row(code), options=options)
     assert isinstance(result, Trajectory) and (result.reward, result.zero_reason) == (0.0, reason)
 
 
 @pytest.mark.parametrize("tool", ["die", "hang"])
 async def test_a_server_that_fails_a_verifier_gives_no_reward(tmp_path: Path, tool: str):
-    options = f"{HIDDEN},call_timeout_s=0.5"
+    options = f"{HIDDEN},call_timeout_s=3"
     row = task_row(f"def verify(env): return env.call_tool('{tool}')")
     with mcp_server() as server:
         result = await play(server, "Done.", folder=tmp_path, row=row, options=options)
@@ -174,36 +184,38 @@ async def test_a_server_that_fails_a_verifier_gives_no_reward(tmp_path: Path, to
         "open('/etc/passwd')",
         "open('/usr/file', 'w')",
         f"open({str(EXAMPLE)!r})",
-        "__import__('socket').create_connection(('127.0.0.1', 1))",
+        "__import__('socket').create_connection(('127.0.0.1', PORT))",
         "__import__('numpy')",
         "__import__('os').environ['PATH']",
         "bytearray(4 * 2**30)",
     ],
 )
 async def test_a_verifier_reaches_nothing_of_the_host(server: str, tmp_path: Path, attempt: str):
-    code = (
-        f"def verify(env):\n    try:\n        {attempt}\n    except Exception as error:\n        return 1\n"
-    )
+    line = attempt.replace("PORT", server.rpartition(":")[2])
+    code = f"def verify(env):\n    try:\n        {line}\n    except Exception as error:\n        return 1\n"
     result = await play(server, "Done.", folder=tmp_path, row=task_row(code))
     assert isinstance(result, Trajectory) and result.reward == 1.0
 
 
-async def test_the_example_can_be_solved(server: str, tmp_path: Path):
-    argv = [*OWN_SERVER, "env=fleet", f"train_data={EXAMPLE}", "eval_split=0"]
-    argv += [f"environment_kwargs=url={server}/{{env_key}}/mcp,{HIDDEN}"]
-    source = await asyncio.to_thread(open_task_source, parse(argv), byte_chat())
+async def test_the_example_can_be_solved(tmp_path: Path):
     solutions = {
         "shop-restock": [ADD, "Done."],
         "shop-count": [call("get_stock", item="W2"), "There are 7 units."],
         "depot-new-item": [call("add_stock", item="P9", units=20), "Done."],
         "depot-total": ["13"],
     }
-    for task in source.train:
-        policy = FakePolicy(byte_chat(), solutions[task.id])
-        trial = source.trial(task, directory=tmp_path, seed=1, temperature=1.0)
-        result = await trial.run(policy)
-        assert isinstance(result, Trajectory) and result.reward == 1.0, task.id
-        assert await source.noop_baseline(task) == 0.0
+    with mcp_server(program="examples.fleet.inventory_server") as server:
+        argv = [*OWN_SERVER, "env=fleet", f"test_data={EXAMPLE}"]
+        argv += [f"environment_kwargs=url={server}/{{env_key}}/mcp,{HIDDEN}"]
+        config = parse_as(EvaluateConfig, argv)
+        source = await asyncio.to_thread(open_task_source, config.environment, byte_chat())
+        for task in source.eval:
+            policy = FakePolicy(byte_chat(), solutions.pop(task.id))
+            trial = source.trial(task, directory=tmp_path, seed=1, temperature=1.0)
+            result = await trial.run(policy)
+            assert isinstance(result, Trajectory) and result.reward == 1.0, task.id
+            assert await source.noop_baseline(task) == 0.0
+    assert solutions == {}
 
 
 def test_a_server_that_is_down_is_one_line(tmp_path: Path):
@@ -257,7 +269,44 @@ def test_a_missing_option_is_one_line(argv: list[str], message: str):
         open_task_source(parse([*OWN_SERVER, "env=fleet", *argv]), byte_chat())
 
 
-def test_the_key_is_sent_as_a_bearer_token(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("FLEET_API_KEY", "k-1")
-    config = parse([*OWN_SERVER, "env=fleet", "environment_kwargs=url=http://h"])
-    assert read_settings(config)[0].headers == {"Authorization": "Bearer k-1"}
+def test_the_key_is_sent_to_the_server(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match=r"rejects the API key \(HTTP status 401.*\); set FLEET_API_KEY"):
+        opened(server, task_row(env_key="locked"), folder=tmp_path)
+    monkeypatch.setenv("FLEET_API_KEY", API_KEY)
+    assert opened(server, task_row(env_key="locked"), folder=tmp_path).train
+
+
+@pytest.mark.parametrize(("options", "num_warnings"), [("verifier_tools=export_stock", 1), (HIDDEN, 0)])
+def test_shared_state_is_a_warning(
+    server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, options: str, num_warnings: int
+):
+    opened(server, task_row(env_key="stateless"), folder=tmp_path, options=options)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{server}/stateless/mcp gives sessions no id: trials share its state, if it has any; set reset_tool"
+    ] * num_warnings
+
+
+def test_a_machine_without_a_sandbox_is_one_line(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(verifier, "sandbox_command", lambda seccomp: ["/bin/sh", "-c", "echo denied >&2"])
+    with pytest.raises(
+        ConfigError, match=r"cannot run verifiers here: .* did not start \(denied\); this needs"
+    ):
+        opened(server, task_row(), folder=tmp_path)
+
+
+async def test_a_killed_verifier_is_an_infrastructure_failure(server: str, tmp_path: Path):
+    row = task_row("import os\ndef verify(env): os.kill(os.getpid(), 9)")
+    result = await play(server, "Done.", folder=tmp_path, row=row)
+    assert isinstance(result, TrialFailure) and result.kind is FailureKind.ENV_ERROR
+    assert "the verifier was killed; the machine may lack memory" in result.message
+
+
+async def test_a_verifier_cannot_call_tools_forever(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(verifier, "MAX_CALLS", 3)
+    row = task_row("def verify(env):\n    while True: env.call_tool('export_stock')")
+    result = await play(server, "Done.", folder=tmp_path, row=row)
+    assert isinstance(result, Trajectory) and result.zero_reason is ZeroReason.VERIFIER_ERROR

@@ -80,7 +80,7 @@ def sandbox_command(seccomp: int) -> list[str]:
     interpreter, prefix = os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix)
     command = ["/usr/bin/bwrap", "--unshare-all", "--unshare-user", "--disable-userns"]
     command += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"]
-    command += ["--clearenv", "--setenv", "LANG", "C.UTF-8", "--seccomp", str(seccomp)]
+    command += ["--setenv", "LANG", "C.UTF-8", "--seccomp", str(seccomp)]
     for directory in ("/usr", *(f"/{name}" for name in USERLAND if Path("/", name).exists()), prefix):
         command += ["--ro-bind", os.path.realpath(directory), directory]
     for directory in ("/dev/shm", "/tmp"):
