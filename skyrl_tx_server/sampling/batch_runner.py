@@ -118,7 +118,7 @@ class BatchRunner:
         shapes = self.runner.prefill_layout.shapes
         if shapes == GPU_PREFILL:
             return GPU_PREFILLS_PER_STEP * self.runner.steps
-        tokens_per_prefill = shapes.turn * PREFILL_TILE
+        tokens_per_prefill = shapes.max_tiles_between_decodes * PREFILL_TILE
         return CPU_DECODE_COST * self.num_slots * self.runner.steps / tokens_per_prefill
 
     def stats(self) -> dict[str, object]:
