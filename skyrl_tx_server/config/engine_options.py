@@ -77,7 +77,8 @@ class EngineOptions(TenantOptions):
     max_context_length: int | None = chz.field(
         default=None,
         metadata=positive(MAX_TOKENS),
-        doc="Largest sum of prompt and completion in tokens; default: the model's own limit",
+        doc="Largest sum of prompt and completion in tokens; default: the model's own limit, but at most "
+        "32768",
     )
     yarn: bool = chz.field(
         default=False,
