@@ -6,7 +6,8 @@ is the quick start of a kind of environment, with a small model of ours and an e
 terminal tasks (datasets/quickstart) or, with `env=tau_bench`, a shop's customers (datasets/toy_retail).
 Options given on the command line win over the recipe's. A server started here is stopped when training ends,
 and dies with this process even if that is killed. It takes a random key of its own, which is in the file
-`api_key` beside its log. `resume=RUN` continues a run with the options that it was started with.
+`api_key` beside its log. `resume=RUN` continues a run with the options that it was started with, and
+`evaluate=RUN` evaluates its last checkpoint on its held-out tasks.
 
 This file is long because it contains a run and its server from the start to the end in order.
 """
@@ -22,6 +23,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -42,11 +44,12 @@ from scripts.recipe_options import (
 from scripts.running_server import NO_SERVER, ServedModels, find_server
 from skyrl_tx_server.errors import ConfigError as ServerConfigError
 from src.cli.agent_trainer import SERVER_FILE
-from src.cli.command_line import parse
-from src.cli.saved_options import resumed_arguments
+from src.cli.command_line import parse, parse_as
+from src.cli.saved_options import evaluated_arguments, resumed_arguments
 from src.core.errors import ConfigError
 from src.core.option_aliases import present_argument
 from src.envs.registry import check_environment
+from src.evaluate.config import EvaluateConfig
 from src.records.private_folder import make_private, write_private
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,6 +135,8 @@ def main(argv: list[str]) -> int:
     try:
         if "resume" in given:
             return resume(given.pop("resume"), given)
+        if "evaluate" in given:
+            return evaluate(given.pop("evaluate"), given)
         if "model_name" not in given and (served := model_of_a_running_server(given)) is not None:
             given = {**given, "model_name": served}
         return full_recipe(given) if "model_name" in given else quick_start(given)
@@ -245,23 +250,39 @@ def full_recipe(given: dict[str, str]) -> int:
 
 
 def resume(run: str, changes: dict[str, str]) -> int:
-    """Continue a run, whose server is started again if this program had started it and it is gone."""
-    arguments = resumed_arguments(run, [f"{name}={value}" for name, value in changes.items()])
+    """Continue a run with the options that it was started with."""
+    return with_server_of(run, changes, resumed_arguments, "src.train")
+
+
+def evaluate(run: str, changes: dict[str, str]) -> int:
+    """Evaluate the last checkpoint of a run on its held-out tasks."""
+    return with_server_of(run, changes, evaluated_arguments, "src.evaluate")
+
+
+def with_server_of(
+    run: str, changes: dict[str, str], options_of: Callable[[str, list[str]], list[str]], module: str
+) -> int:
+    """Run a program for a run. Its server is started again if this program had started it and it is gone."""
+    arguments = options_of(run, [f"{name}={value}" for name, value in changes.items()])
     options = dict(argument.split("=", 1) for argument in arguments)
     if options.pop("backend", "tinker") != "skyrl-tx":
         return fail(f"the run in {run} has backend=tinker; continue it with ./run.sh and its own options")
-    side_files, url = Path(options["log_path"] + ".server"), options.get("skyrl_tx_url", "")
+    folder, url = Path(run).expanduser().resolve(), options.get("skyrl_tx_url", "")
+    side_files = folder.with_name(f"{folder.name}.server")
     if not (side_files / SERVER_FILE).is_file() or "skyrl_tx_url" in changes:
-        return train(options, None, key=None)
-    check_options(options)
+        return train(options, None, key=None, module=module)
+    if module == "src.train":
+        check_options(options)
+    else:
+        parse_as(EvaluateConfig, trainer_arguments(options))
     key_file = side_files / KEY_FILE
     if isinstance(find_server(url, key=key_file.read_text().strip()), ServedModels):
         say(f"using the server at {url}")
-        return train(options, None, key=key_file.read_text().strip())
+        return train(options, None, key=key_file.read_text().strip(), module=module)
     recorded = json.loads((side_files / SERVER_FILE).read_text(encoding="utf-8"))
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
     key = new_key()
-    return train(options, start_server(url, tuple(recorded), side_files, key=key), key=key)
+    return train(options, start_server(url, tuple(recorded), side_files, key=key), key=key, module=module)
 
 
 def model_of_a_running_server(given: dict[str, str]) -> str | None:
@@ -314,10 +335,16 @@ def trainer_arguments(options: dict[str, str]) -> list[str]:
     return ["backend=skyrl-tx", *(f"{key}={value}" for key, value in options.items())]
 
 
-def train(options: dict[str, str], server: subprocess.Popen[bytes] | None, *, key: str | None) -> int:
+def train(
+    options: dict[str, str],
+    server: subprocess.Popen[bytes] | None,
+    *,
+    key: str | None,
+    module: str = "src.train",
+) -> int:
     """Run the trainer to its end, passing on signals; then stop the server this process started, whose key is
     `key`."""
-    command = [sys.executable, "-m", "src.train", *trainer_arguments(options)]
+    command = [sys.executable, "-m", module, *trainer_arguments(options)]
     # Without this process there is soon no server either, so a trainer left alone could save nothing.
     environment = os.environ | ({} if key is None else {"TINKER_API_KEY": key})
     trainer = subprocess.Popen(command, env=environment, preexec_fn=partial(die_with_parent, signal.SIGKILL))
