@@ -44,7 +44,7 @@ from scripts.recipe_options import (
 from scripts.running_server import NO_SERVER, ServedModels, find_server
 from skyrl_tx_server.errors import ConfigError as ServerConfigError
 from src.cli.agent_trainer import SERVER_FILE
-from src.cli.command_line import parse, parse_as
+from src.cli.command_line import help_words, parse, parse_as
 from src.cli.saved_options import evaluated_arguments, resumed_arguments
 from src.core.errors import ConfigError
 from src.core.option_aliases import present_argument
@@ -126,8 +126,8 @@ QUICKSTARTS = {
 def main(argv: list[str]) -> int:
     load_dotenv(ROOT / ".env")
     load_dotenv(ROOT / ".env.skyrl-tx")
-    if any(argument in ("--help", "-h") for argument in argv):
-        return subprocess.call([sys.executable, "-m", "src.train", "--help"])
+    if (words := help_words(argv)) is not None:
+        return subprocess.call([sys.executable, "-m", "src.train", "--help", *words])
     given = dict(present_argument(argument).split("=", 1) for argument in argv if "=" in argument)
     malformed = [argument for argument in argv if "=" not in argument]
     if malformed:

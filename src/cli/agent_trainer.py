@@ -70,7 +70,7 @@ def help_text() -> str:
     lines = ["agent-trainer COMMAND [key=value ...]", ""]
     commands = {name: text for name, (_, text) in MODULES.items()} | {"resume": RESUME}
     lines += [f"  {name:10} {text}" for name, text in commands.items()]
-    return "\n".join([*lines, "", "agent-trainer COMMAND --help lists the options of a command."])
+    return "\n".join([*lines, "", "agent-trainer COMMAND --help [WORD] lists the options of a command."])
 
 
 def _for_run(
