@@ -7,7 +7,8 @@ Otherwise a quick start runs, with a small model and an embedded server on a fre
 command line take precedence over those of the recipe.
 
 A server that this program starts ends with the training, and also if this process is killed. It gets a random
-key, which is in the file `api_key` next to its log. `resume=RUN` continues a run with its original options.
+key, which is in the file `api_key` next to its log. `resume=RUN` continues a run with its original options,
+and `evaluate=RUN` evaluates its last checkpoint on its held-out tasks.
 
 This file is long because it contains a run and its server from the start to the end in order.
 """
@@ -23,6 +24,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -43,12 +45,13 @@ from scripts.recipe_options import (
 from scripts.running_server import NO_SERVER, ServedModels, find_server
 from skyrl_tx_server.errors import ConfigError as ServerConfigError
 from src.cli.agent_trainer import SERVER_FILE
-from src.cli.command_line import parse
-from src.cli.saved_options import resumed_arguments
+from src.cli.command_line import help_words, parse, parse_as
+from src.cli.saved_options import evaluated_arguments, resumed_arguments
 from src.core.errors import ConfigError
 from src.core.option_aliases import present_argument
 from src.envs.options import DOWNLOADS, require_task_folder
 from src.envs.registry import check_environment
+from src.evaluate.config import EvaluateConfig
 from src.records.private_folder import make_private, write_private
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,8 +128,8 @@ QUICKSTARTS = {
 def main(argv: list[str]) -> int:
     load_dotenv(ROOT / ".env")
     load_dotenv(ROOT / ".env.skyrl-tx")
-    if any(argument in ("--help", "-h") for argument in argv):
-        return subprocess.call([sys.executable, "-m", "src.train", "--help"])
+    if (words := help_words(argv)) is not None:
+        return subprocess.call([sys.executable, "-m", "src.train", "--help", *words])
     given = dict(present_argument(argument).split("=", 1) for argument in argv if "=" in argument)
     malformed = [argument for argument in argv if "=" not in argument]
     if malformed:
@@ -134,6 +137,8 @@ def main(argv: list[str]) -> int:
     try:
         if "resume" in given:
             return resume(given.pop("resume"), given)
+        if "evaluate" in given:
+            return evaluate(given.pop("evaluate"), given)
         if "model_name" not in given and (served := model_of_a_running_server(given)) is not None:
             given = {**given, "model_name": served}
         return full_recipe(given) if "model_name" in given else quick_start(given)
@@ -243,22 +248,39 @@ def full_recipe(given: dict[str, str]) -> int:
 
 def resume(run: str, changes: dict[str, str]) -> int:
     """Continue a run. If this program had started its server and the server has ended, start it again."""
-    arguments = resumed_arguments(run, [f"{name}={value}" for name, value in changes.items()])
+    return with_server_of(run, changes, resumed_arguments, "src.train")
+
+
+def evaluate(run: str, changes: dict[str, str]) -> int:
+    """Evaluate the last checkpoint of a run on its held-out tasks."""
+    return with_server_of(run, changes, evaluated_arguments, "src.evaluate")
+
+
+def with_server_of(
+    run: str, changes: dict[str, str], options_of: Callable[[str, list[str]], list[str]], module: str
+) -> int:
+    """Run a program for a run. If this program had started the server of the run and the server has ended,
+    start it again."""
+    arguments = options_of(run, [f"{name}={value}" for name, value in changes.items()])
     options = dict(argument.split("=", 1) for argument in arguments)
     if options.pop("backend", "tinker") != "skyrl-tx":
         return fail(f"the run in {run} has backend=tinker; continue it with ./run.sh and its own options")
-    side_files, url = Path(options["log_path"] + ".server"), options.get("skyrl_tx_url", "")
+    folder, url = Path(run).expanduser().resolve(), options.get("skyrl_tx_url", "")
+    side_files = folder.with_name(f"{folder.name}.server")
     if not (side_files / SERVER_FILE).is_file() or "skyrl_tx_url" in changes:
-        return train(options, None, key=None)
-    check_options(options)
+        return train(options, None, key=None, module=module)
+    if module == "src.train":
+        check_options(options)
+    else:
+        parse_as(EvaluateConfig, trainer_arguments(options))
     key_file = side_files / KEY_FILE
     if isinstance(find_server(url, key=key_file.read_text().strip()), ServedModels):
         say(f"using the server at {url}")
-        return train(options, None, key=key_file.read_text().strip())
+        return train(options, None, key=key_file.read_text().strip(), module=module)
     recorded = json.loads((side_files / SERVER_FILE).read_text(encoding="utf-8"))
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
     key = new_key()
-    return train(options, start_server(url, tuple(recorded), side_files, key=key), key=key)
+    return train(options, start_server(url, tuple(recorded), side_files, key=key), key=key, module=module)
 
 
 def model_of_a_running_server(given: dict[str, str]) -> str | None:
@@ -317,10 +339,16 @@ def trainer_arguments(options: dict[str, str]) -> list[str]:
     return ["backend=skyrl-tx", *(f"{key}={value}" for key, value in options.items())]
 
 
-def train(options: dict[str, str], server: subprocess.Popen[bytes] | None, *, key: str | None) -> int:
-    """Run the trainer to its end and pass signals on to it. Then stop `server`, which this process has
-    started, and whose key is `key`."""
-    command = [sys.executable, "-m", "src.train", *trainer_arguments(options)]
+def train(
+    options: dict[str, str],
+    server: subprocess.Popen[bytes] | None,
+    *,
+    key: str | None,
+    module: str = "src.train",
+) -> int:
+    """Run the trainer to its end, passing on signals; then stop the server this process started, whose key is
+    `key`."""
+    command = [sys.executable, "-m", module, *trainer_arguments(options)]
     # The server ends with this process, and a trainer without a server could not save its weights.
     environment = os.environ | ({} if key is None else {"TINKER_API_KEY": key})
     trainer = subprocess.Popen(command, env=environment, preexec_fn=partial(die_with_parent, signal.SIGKILL))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.cli.command_line import help_text, parse, print_help
+from src.cli.command_line import help_text, help_words, parse, print_help
 from src.cli.environment_variables import (
     load_environment,
     with_judge_from_environment,
@@ -59,8 +59,8 @@ def read_result(folder: str | Path) -> RunResult:
 
 def main(argv: Sequence[str]) -> int:
     """Run the trainer and return its exit status. Errors are one line; TRAINER_DEBUG=1 shows tracebacks."""
-    if any(argument in ("--help", "-h", "help") for argument in argv):
-        print_help(help_text())
+    if (words := help_words(argv)) is not None:
+        print_help(help_text(words))
         return 0
     load_environment(argv)
     try:

@@ -9,17 +9,20 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from src.cli.saved_options import program_of, resumed_arguments
+from src.cli.saved_options import evaluated_arguments, program_of, resumed_arguments
 from src.core.errors import ConfigError
 
 MODULES = {
     "train": ("src.train", "Train an agent"),
     "try": ("src.envs.try_env", "Play a few trials of an environment and print them"),
     "sft": ("src.sft", "Fine-tune on chats, before RL"),
-    "evaluate": ("src.evaluate", "Evaluate a model, a checkpoint or an endpoint"),
+    "evaluate": (
+        "src.evaluate",
+        "Evaluate a model, a checkpoint or an endpoint, or with evaluate RUN a run",
+    ),
     "show": ("src.analyze.show", "Print the rollouts of a run: show RUN [STEP | TASK | TRIAL]"),
     "serve": ("skyrl_tx_server", "Serve a model over the Tinker API"),
     "export": ("skyrl_tx_server.export", "Export an adapter, merge it into its model, or import one"),
@@ -49,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command_line(name: str, arguments: list[str]) -> list[str]:
     """Return the module of a command and its arguments. Raises ConfigError for an unknown command."""
+    if name == "evaluate" and arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
+        return _for_run(arguments, evaluated_arguments, "evaluate", "src.evaluate")
     if name in MODULES:
         return [MODULES[name][0], *arguments]
     if name != "resume":
@@ -57,11 +62,7 @@ def command_line(name: str, arguments: list[str]) -> list[str]:
         raise ConfigError("resume needs the folder of a run: agent-trainer resume RUN [key=value ...]")
     if arguments[0] in ("--help", "-h"):
         return ["src.train", "--help"]
-    run, changes = arguments[0], arguments[1:]
-    options = resumed_arguments(run, changes)
-    if _has_own_server(Path(run).expanduser()) and importlib.util.find_spec("scripts") is not None:
-        return [LAUNCHER, f"resume={run}", *changes]
-    return [program_of(run), *options]
+    return _for_run(arguments, resumed_arguments, "resume", program_of(arguments[0]))
 
 
 def help_text() -> str:
@@ -69,7 +70,18 @@ def help_text() -> str:
     lines = ["agent-trainer COMMAND [key=value ...]", ""]
     commands = {name: text for name, (_, text) in MODULES.items()} | {"resume": RESUME}
     lines += [f"  {name:10} {text}" for name, text in commands.items()]
-    return "\n".join([*lines, "", "agent-trainer COMMAND --help lists the options of a command."])
+    return "\n".join([*lines, "", "agent-trainer COMMAND --help [WORD] lists the options of a command."])
+
+
+def _for_run(
+    arguments: list[str], options_of: Callable[[str, list[str]], list[str]], command: str, module: str
+) -> list[str]:
+    """Return the command for a run. The launcher starts the run's own server again if it is gone."""
+    run, changes = arguments[0], arguments[1:]
+    options = options_of(run, changes)
+    if _has_own_server(Path(run).expanduser()) and importlib.util.find_spec("scripts") is not None:
+        return [LAUNCHER, f"{command}={run}", *changes]
+    return [module, *options]
 
 
 def _has_own_server(run: Path) -> bool:

@@ -27,6 +27,7 @@ from src.core.options import sections
 from src.core.skyrl_options import taken_arguments
 
 MAX_HELP_WIDTH = 110
+HELP = ("--help", "-h", "help")
 HELD_OUT = re.compile(r"val|test|dev|held")
 
 
@@ -66,27 +67,52 @@ def parse_as[Config](kind: type[Config], argv: Sequence[str]) -> Config:
         raise ConfigError(str(error)) from error
 
 
-def help_text() -> str:
-    """Return the trainer's help: every option with its type, default and meaning."""
+def help_words(argv: Sequence[str]) -> list[str] | None:
+    """Return the words for which the help is searched; None if `argv` does not ask for help.
+
+    >>> help_words(["--help", "learning"]), help_words(["--help"]), help_words(["env=harbor"])
+    (['learning'], [], None)
+    """
+    if not any(argument in HELP for argument in argv):
+        return None
+    return [argument for argument in argv if argument not in HELP and "=" not in argument]
+
+
+def help_text(words: Sequence[str] = ()) -> str:
+    """Return the trainer's help: its options, or those that contain `words`, with types and defaults."""
     title = [
         "python -m src.train key=value ...",
         "",
         "Train an agent with GRPO through the Tinker API, on Harbor tasks or in another environment "
         "(env=...).",
     ]
-    return help_for(TrainerConfig, title=title)
+    return help_for(TrainerConfig, title=title, words=words)
 
 
-def help_for(kind: type[object], *, title: Sequence[str]) -> str:
-    """Return the help of a program."""
+def help_for(kind: type[object], *, title: Sequence[str], words: Sequence[str] = ()) -> str:
+    """Return the help of a program, or of its options whose name, section or meaning contains all `words`."""
     width = min(shutil.get_terminal_size().columns, MAX_HELP_WIDTH)
-    fields, lines = chz.chz_fields(kind), list(title)
+    fields, lines = chz.chz_fields(kind), [] if words else list(title)
     for heading, names in sections_of(kind).items():
-        lines += ["", heading]
-        for name in names:
+        matching = [
+            name
+            for name in names
+            if all(_has_word(f"{heading} {name} {fields[name]._doc}", word) for word in words)
+        ]
+        lines += ["", heading] if matching else []
+        for name in matching:
             lines.append(f"  {name} {shown_default(kind, name)}   {values_of(fields[name].final_type)}")
             lines += [f"      {line}" for line in textwrap.wrap(fields[name]._doc, width - 6)]
-    return "\n".join(lines)
+    return "\n".join(lines or [f"no option contains {' '.join(words)}; --help lists all options"])
+
+
+def _has_word(text: str, beginning: str) -> bool:
+    """Return whether a word of the text begins with `beginning`; case is ignored.
+
+    >>> _has_word("lora_rank: the rank", "Rank"), _has_word("exploration", "lora")
+    (True, False)
+    """
+    return re.search(rf"(?<![a-z]){re.escape(beginning)}", text, re.IGNORECASE) is not None
 
 
 def sections_of(kind: type[object]) -> dict[str, list[str]]:

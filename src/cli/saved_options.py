@@ -12,10 +12,12 @@ import chz
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.core.option_aliases import present_options
+from src.evaluate.config import EvaluateConfig
 from src.records.run_folder import SUPERVISED
 from src.sft.config import SftConfig
 
 CONFIG_FILE = "config.json"
+NOT_SHARED = {"train_data", "log_path"}  # options of the same name that mean something else in an evaluation
 
 
 def program_of(run: str) -> str:
@@ -35,12 +37,41 @@ def resumed_arguments(run: str, changes: list[str]) -> list[str]:
     arguments = {name: _text(value) for name, value in known.items() if value != parameters[name].default}
     folder = Path(run).expanduser().resolve()
     arguments |= {"log_path": str(folder), "behavior_if_log_dir_exists": "resume"}
-    for change in changes:
-        name, equals, value = change.partition("=")
-        if not equals:
-            raise ConfigError(f"{change!r} is not key=value; write resume RUN [key=value ...]")
-        arguments[name] = value
+    arguments |= _pairs(changes, "resume")
     return [f"{name}={value}" for name, value in arguments.items()]
+
+
+def evaluated_arguments(run: str, changes: list[str]) -> list[str]:
+    """Return the `key=value` arguments that evaluate the last checkpoint of a run on its held-out tasks.
+
+    Server, tokenizer, limits and sampling are those of the run's evaluations, unless `changes` replace them.
+    Raises ConfigError if the folder has no run of the trainer.
+    """
+    options = _saved(run)
+    if SUPERVISED in options:
+        raise ConfigError(f"{run} is a run of sft without tasks; write evaluate checkpoint={run} env=...")
+    parameters = inspect.signature(EvaluateConfig).parameters
+    shared = chz.chz_fields(EvaluateConfig).keys() & chz.chz_fields(TrainerConfig).keys() - NOT_SHARED
+    values = {name: value for name, value in options.items() if name in shared}
+    values["n_samples"] = options.get("eval_group_size") or options.get("group_size")
+    values["top_p"] = options.get("eval_top_p")
+    if options.get("eval_temperature") is not None:
+        values["temperature"] = options["eval_temperature"]
+    folder = str(Path(run).expanduser().resolve())
+    arguments = {
+        name: _text(value)
+        for name, value in values.items()
+        if value is not None and value != parameters[name].default
+    }
+    arguments |= {"checkpoint": folder, "held_out_of": folder} | _pairs(changes, "evaluate")
+    return [f"{name}={value}" for name, value in arguments.items()]
+
+
+def _pairs(changes: list[str], command: str) -> dict[str, str]:
+    for change in changes:
+        if "=" not in change:
+            raise ConfigError(f"{change!r} is not key=value; write {command} RUN [key=value ...]")
+    return dict(change.split("=", 1) for change in changes)
 
 
 def _saved(run: str) -> dict[str, Any]:

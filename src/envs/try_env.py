@@ -28,7 +28,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from src.cli.command_line import help_for, parse_as, print_help
+from src.cli.command_line import help_for, help_words, parse_as, print_help
 from src.cli.console import message_text, terminal
 from src.cli.environment_variables import load_environment, with_local_model, with_server_from_environment
 from src.core.errors import INTERRUPTED, BackendError, ConfigError, TrainerError
@@ -319,8 +319,8 @@ def summary(groups: Sequence[TrajectoryGroup], config: TryConfig) -> list[Table 
 
 def main(argv: Sequence[str]) -> int:
     """Play the trials and return the exit status."""
-    if any(argument in ("--help", "-h", "help") for argument in argv):
-        print_help(help_for(TryConfig, title=TITLE))
+    if (words := help_words(argv)) is not None:
+        print_help(help_for(TryConfig, title=TITLE, words=words))
         return 0
     load_environment(argv)
     statuses: list[int] = []

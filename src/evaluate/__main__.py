@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from src.cli.command_line import help_for, parse_as, print_help
+from src.cli.command_line import help_for, help_words, parse_as, print_help
 from src.cli.environment_variables import (
     load_environment,
     with_local_model,
@@ -25,10 +25,16 @@ TITLE = [
 ]
 
 
+def evaluation_help(words: Sequence[str]) -> str:
+    """Return the help of an evaluation and, without `words`, of a comparison."""
+    text = help_for(EvaluateConfig, title=TITLE, words=words)
+    return text if words else text + "\n" + help_for(CompareConfig, title=[])
+
+
 def main(argv: Sequence[str]) -> int:
     """Run an evaluation and return the exit status. Errors are one line; TRAINER_DEBUG=1 shows tracebacks."""
-    if any(argument in ("--help", "-h", "help") for argument in argv):
-        print_help(help_for(EvaluateConfig, title=TITLE) + "\n" + help_for(CompareConfig, title=[]))
+    if (words := help_words(argv)) is not None:
+        print_help(evaluation_help(words))
         return 0
     load_environment(argv)
     try:

@@ -26,6 +26,10 @@ class EvaluateConfig(LogsOptions, RolloutOptions, HarborOptions, TauBenchOptions
         default=None,
         doc="tinker:// path of a sampler checkpoint, or a run folder (its last checkpoint); None: base model",
     )
+    held_out_of: str | None = chz.field(
+        default=None,
+        doc="Run folder whose held-out tasks are evaluated; agent-trainer evaluate RUN sets it",
+    )
     base_url: str | None = chz.field(
         default=None,
         doc="OpenAI-compatible endpoint to evaluate, e.g. http://127.0.0.1:8000/v1; key: OPENAI_API_KEY",

@@ -23,7 +23,9 @@ from src.core.errors import BackendError, ConfigError
 from src.core.log_setup import logging_to_file
 from src.core.option_aliases import present_options
 from src.core.process import deadline
+from src.core.trajectory import Task
 from src.envs.base import TaskSource, close_quietly
+from src.envs.options import EnvironmentOptions
 from src.envs.registry import check_environment, open_task_source
 from src.envs.splits import chosen_tasks
 from src.evaluate.config import CompareConfig, EvaluateConfig
@@ -49,7 +51,7 @@ from src.records.private_folder import make_private, resolved
 from src.records.reading import read_document, unchanged
 from src.records.rollout_log import record_groups
 from src.records.rollout_store import FinishedRollouts
-from src.records.run_folder import lock_run_dir
+from src.records.run_folder import CONFIG_FILE, lock_run_dir
 from src.rollouts.group_rollout import RolloutPlan, Rollouts
 from src.rollouts.run_events import RunEvents
 from src.rollouts.watchdog import Watchdog, WatchedPolicy, watching
@@ -64,13 +66,15 @@ class Evaluated:
     watchdog: Watchdog | None = None  # stops the evaluation if the endpoint is lost; None: no watchdog
 
 
+SPLIT_OPTIONS = ("train_data", "eval_split", "eval_tasks", "seed")
 Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evaluated]]
 
 
 @asynccontextmanager
 async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> AsyncIterator[Evaluated]:
     """Connect to the Tinker or OpenAI-compatible endpoint and load the tasks of the environment."""
-    await asyncio.to_thread(check_environment, config.environment)
+    environment = environment_of(config)
+    await asyncio.to_thread(check_environment, environment)
     if config.base_url is not None:
         limit_s = config.heartbeat_timeout_s
         async with AsyncExitStack() as stack:
@@ -83,7 +87,7 @@ async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> Asyn
                     connect_endpoint(config.base_url, config.model_name)
                 )
             watchdog = await stack.enter_async_context(watching(_unprobed, config))
-            source = await asyncio.to_thread(open_task_source, config.environment, endpoint_chat())
+            source = await asyncio.to_thread(open_task_source, environment, endpoint_chat())
             yield Evaluated(policy=WatchedPolicy(EndpointPolicy(endpoint), watchdog), source=source)
         return
     async with (
@@ -95,7 +99,7 @@ async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> Asyn
         )
         name = config.tokenizer or config.model_name
         chat = await asyncio.to_thread(load_chat, name, enable_thinking=config.enable_thinking)
-        source = await asyncio.to_thread(open_task_source, config.environment, chat)
+        source = await asyncio.to_thread(open_task_source, environment, chat)
         yield Evaluated(policy=policy, source=source, watchdog=watchdog)
 
 
@@ -133,7 +137,7 @@ async def play(
     )
     async with open_evaluated(config, checkpoint) as evaluated, AsyncExitStack() as source_open:
         source_open.push_async_callback(close_quietly, evaluated.source)
-        tasks = chosen_tasks([*evaluated.source.train, *evaluated.source.eval], config.tasks)
+        tasks = chosen_tasks(evaluated_tasks(evaluated.source, config), config.tasks)
         if (trained := training_hashes(config)) is not None:
             await asyncio.to_thread(require_held_out, tasks, trained, chosen_by="tasks")
         source_open.enter_context(lock_run_dir(directory))
@@ -174,6 +178,25 @@ async def play(
     return results
 
 
+def environment_of(config: EvaluateConfig) -> EnvironmentOptions:
+    """Return the options of the environment. With `held_out_of` its tasks are split as in that run."""
+    if config.held_out_of is None:
+        return config.environment
+    path = Path(config.held_out_of).expanduser() / CONFIG_FILE
+    saved = present_options(read_document(path, TypeAdapter(dict[str, Any]), unchanged))
+    split = {name: saved[name] for name in SPLIT_OPTIONS if name in saved}
+    return chz.replace(config.environment, **split)
+
+
+def evaluated_tasks(source: TaskSource, config: EvaluateConfig) -> list[Task]:
+    """Return all tasks, or the held-out ones with `held_out_of`. Raises ConfigError if there are none."""
+    if config.held_out_of is None:
+        return [*source.train, *source.eval]
+    if not source.eval:
+        raise ConfigError(f"{config.held_out_of} holds out no tasks; use src.evaluate with tasks=")
+    return list(source.eval)
+
+
 async def _unprobed() -> None:
     """Do nothing: OpenAI's API has no cheap route to probe, so only the timeout of each request applies."""
 
@@ -209,7 +232,7 @@ def evaluation_folder(config: EvaluateConfig) -> Path:
 def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
     """Create the folder, or accept that of the same evaluation. Raises ConfigError for any other folder."""
     identity = {"evaluated": name, **chz.asdict(config)}
-    path = directory / "config.json"
+    path = directory / CONFIG_FILE
     before = read_document(path, TypeAdapter(dict[str, Any]), unchanged) if path.is_file() else None
     for option in (  # may differ when an evaluation is resumed; earlier releases wrote `results`
         "results",

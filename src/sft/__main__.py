@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from src.cli.command_line import help_for, parse_as, print_help
+from src.cli.command_line import help_for, help_words, parse_as, print_help
 from src.cli.environment_variables import (
     load_environment,
     with_local_model,
@@ -27,8 +27,8 @@ TITLE = [
 
 def main(argv: Sequence[str]) -> int:
     """Run the training and return its exit status. Errors are one line; TRAINER_DEBUG=1 shows tracebacks."""
-    if any(argument in ("--help", "-h", "help") for argument in argv):
-        print_help(help_for(SftConfig, title=TITLE))
+    if (words := help_words(argv)) is not None:
+        print_help(help_for(SftConfig, title=TITLE, words=words))
         return 0
     load_environment(argv)
     try:

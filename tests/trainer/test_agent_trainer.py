@@ -13,11 +13,13 @@ import pytest
 from scripts import run_skyrl_tx
 from scripts.running_server import ServedModels
 from src.cli.agent_trainer import MODULES, SERVER_FILE, command_line, help_text, main
-from src.cli.command_line import parse
+from src.cli.command_line import parse, parse_as
 from src.cli.environment_variables import with_local_model
 from src.cli.saved_options import resumed_arguments
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
+from src.evaluate.config import EvaluateConfig
+from src.evaluate.run import environment_of
 from src.records.run_folder import RunFolder, find_run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,6 +101,36 @@ def test_a_model_directory_is_asked_for_as_the_server_names_it(tmp_path: Path) -
         assert with_local_model(other) == other
 
 
+def test_evaluate_takes_every_option_of_a_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run_of(folder, eval_group_size="3", eval_temperature="0.2", eval_top_p="0.9", tokenizer="t")
+    command, *arguments = command_line("evaluate", [str(folder), "max_tokens=50"])
+    config = parse_as(EvaluateConfig, arguments)
+    assert command == "src.evaluate" and config.checkpoint == config.held_out_of == str(folder)
+    assert (config.model_name, config.tokenizer, config.skyrl_tx_url) == (
+        "org/name",
+        "t",
+        "http://127.0.0.1:1",
+    )
+    assert (config.n_samples, config.temperature, config.top_p, config.max_tokens) == (3, 0.2, 0.9, 50)
+    split = environment_of(config)
+    assert split.eval_tasks == ["a", "b*"] and split.tasks_dir == "tasks"
+    assert command_line("evaluate", ["model_name=m"]) == ["src.evaluate", "model_name=m"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["RUN", "fast"], "'fast' is not key=value; write evaluate RUN"),
+        (["RUN/none"], "give the folder of a"),
+    ],
+)
+def test_a_mistake_of_evaluate_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    run_of(tmp_path / "run")
+    with pytest.raises(ConfigError, match=message):
+        command_line("evaluate", [argument.replace("RUN", str(tmp_path / "run")) for argument in arguments])
+
+
 def test_resume_starts_the_server_of_the_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     (tmp_path / "tasks").mkdir()
@@ -115,7 +147,9 @@ def test_resume_starts_the_server_of_the_run_again(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(
         run_skyrl_tx, "start_server", lambda url, arguments, *_, **__: started.append(arguments)
     )
-    monkeypatch.setattr(run_skyrl_tx, "train", lambda options, _, *, key: trained.append((options, key)) or 0)
+    monkeypatch.setattr(
+        run_skyrl_tx, "train", lambda options, _, *, key, module: trained.append((options, key)) or 0
+    )
     assert run_skyrl_tx.main(launched[1:]) == 0
     assert started == [("base_model=m",)]
     ((options, key),) = trained

@@ -14,7 +14,7 @@ from src.core.trajectory import FailureKind, Task
 from src.evaluate.__main__ import main
 from src.evaluate.config import EvaluateConfig
 from src.evaluate.contamination import content_hashes, write_hashes
-from src.evaluate.run import Evaluated, run
+from src.evaluate.run import Evaluated, evaluated_tasks, run
 from src.policy.sampling_policy import TopPPolicy
 from src.records.checkpoints import Checkpoint, append
 from tests.fakes.policy import UnusedPolicy
@@ -331,3 +331,11 @@ def test_a_mistake_is_one_line(argv, line, capsys, monkeypatch, tmp_path):
 def test_help_takes_the_trainers_defaults(capsys):
     assert main(["--help"]) == 0
     assert "max_tokens = 1024" in capsys.readouterr().out
+
+
+def test_the_held_out_tasks_of_a_run_are_evaluated(tmp_path):
+    source = FakeTasks(train=TASKS[:5], eval=TASKS[5:])
+    config = parse_as(EvaluateConfig, [*SERVER, f"held_out_of={tmp_path}"])
+    assert evaluated_tasks(source, config) == TASKS[5:]
+    with pytest.raises(ConfigError, match="holds out no tasks; use"):
+        evaluated_tasks(FakeTasks(train=TASKS), config)

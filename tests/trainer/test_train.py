@@ -1,5 +1,6 @@
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,6 +84,15 @@ def test_help_names_every_option_with_its_default(capsys):
     assert "model_name (required)" in text
     assert "proactive_summarization_threshold = 8000" in text
     assert "Held-out tasks" in text
+
+
+def test_help_with_a_word_lists_the_options_that_contain_it(capsys):
+    assert main(["--help", "Learning_rate"]) == 0
+    text = capsys.readouterr().out
+    options = [line.split()[0] for line in text.splitlines() if re.match(r"  \w", line)]
+    assert "learning_rate" in options and "env" not in options and len(options) < 10
+    assert main(["--help", "no-such-word"]) == 0
+    assert capsys.readouterr().out == "no option contains no-such-word; --help lists all options\n"
 
 
 def test_help_into_a_closed_pipe_is_no_traceback(monkeypatch):

@@ -184,9 +184,7 @@ def _deltas_of_several(x: jax.Array, module: LoraWeights, indices: LoraIndices) 
     return tuple(jnp.einsum("btnr,nro->bto", part, jnp.asarray(b)[at].astype(x.dtype)) for part, b in parts)
 
 
-def _deltas(
-    x: jax.Array, module: LoraWeights, product: Callable[[jax.Array, jax.Array], jax.Array]
-) -> tuple[jax.Array, ...]:
+def _deltas(x: jax.Array, module: LoraWeights, product: Callable[..., jax.Array]) -> tuple[jax.Array, ...]:
     product = product if module.a.ndim == 2 else jax.vmap(product)
     inner = product(x, module.a.astype(x.dtype)) * jax.lax.stop_gradient(module.scale).astype(x.dtype)
     return tuple(
@@ -195,16 +193,16 @@ def _deltas(
     )
 
 
-def _product_in_blocks(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _product_in_blocks(x: jax.Array, weight: ArrayLike) -> jax.Array:
     """Return x [B, 1, in] @ weight [in, out], in products of ROWS_PER_PRODUCT rows.
 
     On a CPU, the order of summation in such a product depends on the number of its rows. With equal blocks
     the result of a sequence does not depend on the width of the decode batch.
     """
-    rows = len(x)
-    padded = jnp.pad(x[:, 0], ((0, -rows % ROWS_PER_PRODUCT), (0, 0)))
-    blocks = [padded[first : first + ROWS_PER_PRODUCT] for first in range(0, rows, ROWS_PER_PRODUCT)]
-    return jnp.concatenate([block @ weight for block in blocks])[:rows, None]
+    count = len(x)
+    padded = jnp.pad(x[:, 0], ((0, -count % ROWS_PER_PRODUCT), (0, 0)))
+    blocks = [padded[first : first + ROWS_PER_PRODUCT] for first in range(0, count, ROWS_PER_PRODUCT)]
+    return jnp.concatenate([block @ weight for block in blocks])[:count, None]
 
 
 @jax.custom_vjp
