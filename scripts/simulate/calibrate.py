@@ -84,7 +84,8 @@ def calibrate(
             took.append(seconds(partial(admit, prefix + end, new=1)))
         return median(took[1:])
 
-    (prefix,) = driver.fresh([max(PREFILL_TILE, workload.prompt_tokens // PREFILL_TILE * PREFILL_TILE)])
+    most_tiles = workload.prompt_tokens // PREFILL_TILE
+    (prefix,) = driver.fresh([max(1, most_tiles - CPU_PREFILL.long) * PREFILL_TILE])
     prefill: dict[int, tuple[float, float]] = {}
     for tiles in (CPU_PREFILL.short, CPU_PREFILL.long):
         first_s = prefill_s([], tiles)
@@ -111,11 +112,13 @@ def calibrate(
     return Measured(prefill=prefill, decode=decode, slots=slots, training=training)
 
 
-def run_on_device(executor: DeviceExecutor, config: SimulateConfig, clock: Callable[[], float]) -> Simulated:
-    """Run the load on the device, after `calibrate`."""
+def run_on_device(
+    executor: DeviceExecutor, config: SimulateConfig, clock: Callable[[], float], *, seed: int = 0
+) -> Simulated:
+    """Run the load on the device, after `calibrate`. Each `seed` draws other prompts."""
     engine = Engine(executor, train_share=config.train_share, clock=clock)
     try:
-        outcome = run_workload(config.workload, engine, clock)
+        outcome = run_workload(config.workload, engine, clock, seed=seed)
     finally:
         engine.stop()
     stats = engine.stats()

@@ -50,6 +50,11 @@ class ModelSize:
     itemsize: int = 2
 
 
+def step_flops(model: ModelSize, *, cached: float, slots: int) -> float:
+    """Return the operations of a decode step for sequences with `cached` positions in total."""
+    return 2 * model.weights * slots + 4 * model.attention * cached
+
+
 QWEN3_4B = ModelSize(weights=4.02e9, kv_bytes=147_456, attention=36 * 32 * 128, layers=36)
 
 
@@ -71,9 +76,8 @@ class Roofline:
 
     def decode_s(self, positions: Sequence[int], *, steps: int, slots: int) -> float:
         cached = sum(positions) + len(positions) * steps / 2
-        flops = 2 * self.model.weights * slots + 4 * self.model.attention * cached
         num_bytes = self.model.weights * self.model.itemsize + cached * self.model.kv_bytes
-        return steps * self._time_s(num_bytes, flops)
+        return steps * self._time_s(num_bytes, step_flops(self.model, cached=cached, slots=slots))
 
     def training_s(self, tokens: int) -> float:
         flops = tokens * (4 * self.model.weights + 6 * self.model.attention * tokens)

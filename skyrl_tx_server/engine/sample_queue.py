@@ -206,12 +206,11 @@ class SampleQueue:
                 plan.give_slot(request)
                 free_slots -= 1
         self.discard(plan)
-        first, *others = chosen.values() if chosen else [None]
-        whole_first = sorted(others, key=lambda request: request.may_need_chunks)
+        requests = list(chosen.values())
+        requests[1:] = sorted(requests[1:], key=lambda request: request.may_need_chunks)
         prefills = [
             prefill
-            for request in (first, *whole_first)
-            if request is not None
+            for request in requests
             for prefill in request.next_prefills(plan.gained[request.request_id])
         ]
         return tuple(prefills[:PROMPTS_PER_PREFILL])

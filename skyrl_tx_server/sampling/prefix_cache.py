@@ -9,13 +9,18 @@ the least recently used page that no sequence holds.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import bisect
+import heapq
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from skyrl_tx_server.model.shapes import PAGE_SIZE, common_length
+
+TOKEN_BYTES = 4
+PAGE_BYTES = PAGE_SIZE * TOKEN_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +35,31 @@ class Prefix:
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Node:
     page: int
-    tokens: np.ndarray  # at most PAGE_SIZE; fewer only in a leaf
+    key: bytes  # its tokens as `_bytes_of` returns them; at most PAGE_SIZE, fewer only in a leaf
     parent: _Node | None
+    last_use: int = 0
     children: dict[bytes, _Node] = field(default_factory=dict)
+    sorted_keys: list[bytes] = field(default_factory=list)  # of the children
+
+    def add(self, child: _Node) -> None:
+        self.children[child.key] = child
+        bisect.insort(self.sorted_keys, child.key)
+
+    def remove(self, child: _Node) -> None:
+        del self.children[child.key]
+        del self.sorted_keys[bisect.bisect_left(self.sorted_keys, child.key)]
+
+    def nearest(self, key: bytes) -> tuple[_Node | None, int]:
+        """Return the child with the longest common beginning with `key`, and the number of common tokens.
+
+        In sorted order it is next to the place of `key`.
+        """
+        place = bisect.bisect_left(self.sorted_keys, key)
+        best, longest = None, 0
+        for neighbour in self.sorted_keys[max(0, place - 1) : place + 1]:
+            if (common := _common_tokens(neighbour, key)) > longest:
+                best, longest = self.children[neighbour], common
+        return best, longest
 
 
 class PrefixCache:
@@ -43,7 +70,11 @@ class PrefixCache:
         self._free = list(range(first + count - 1, first, -1))
         self._references: Counter[int] = Counter()  # by page: sequences that hold it, and the tree
         self._roots: dict[Hashable, _Node] = {}
-        self._by_use: OrderedDict[_Node, None] = OrderedDict()  # least recently used first, children first
+        self._nodes: dict[int, _Node] = {}  # by page
+        self._num_uses = 0
+        self._evictable: list[tuple[int, int]] = []
+        """A heap of (last use, page) of leaves that no sequence holds. Entries of nodes that have changed
+        since are outdated; they are skipped."""
 
     @property
     def num_free(self) -> int:
@@ -51,7 +82,7 @@ class PrefixCache:
 
     @property
     def num_cached(self) -> int:
-        return len(self._by_use)
+        return len(self._nodes)
 
     @property
     def references(self) -> dict[int, int]:
@@ -80,87 +111,112 @@ class PrefixCache:
             if not self._references[page]:
                 del self._references[page]
                 self._free.append(page)
+            elif page in self._nodes:
+                self._offer(self._nodes[page])
 
     def find(self, weights: Hashable, tokens: np.ndarray) -> Prefix:
         """Return the longest cached prefix of `tokens` [N] int32 that was computed with `weights`."""
-        path = self._path(weights, tokens)
-        pages = [node.page for node in path]
-        rest = tokens[len(path) * PAGE_SIZE :]
+        text = _bytes_of(tokens)
+        path = self._path(weights, text)
+        pages, length = [node.page for node in path], len(path) * PAGE_SIZE
         parent = path[-1] if path else self._roots.get(weights)
-        candidates = [
-            (common_length(node.tokens, rest), node) for node in (parent.children.values() if parent else ())
-        ]
-        common, best = max(candidates, key=lambda candidate: candidate[0], default=(0, None))
-        if best is not None and common:
-            pages.append(best.page)
-            path.append(best)
+        if parent is not None:
+            best, common = parent.nearest(text[len(path) * PAGE_BYTES : (len(path) + 1) * PAGE_BYTES])
+            if best is not None:
+                pages.append(best.page)
+                path.append(best)
+                length += common
         self._touch(path)
-        return Prefix(pages=pages, length=len(tokens) - len(rest) + common)
+        return Prefix(pages=pages, length=length)
 
     def insert(self, weights: Hashable, tokens: np.ndarray, pages: Sequence[int]) -> None:
         """Record that the keys and values of `tokens` [N] int32 are in `pages`. They stay cached until they
         are evicted."""
-        node = self._roots.setdefault(weights, _Node(page=-1, tokens=tokens[:0], parent=None))
-        path = self._path(weights, tokens)
+        node = self._roots.setdefault(weights, _Node(page=-1, key=b"", parent=None))
+        text = _bytes_of(tokens)
+        path = self._path(weights, text)
         if path:
             node = path[-1]
         for index in range(len(path), -(-len(tokens) // PAGE_SIZE)):
-            page_tokens = tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE]
-            if any(
-                common_length(child.tokens, page_tokens) == len(page_tokens)
-                for child in node.children.values()
-            ):
+            key = text[index * PAGE_BYTES : (index + 1) * PAGE_BYTES]
+            if node.nearest(key)[1] * TOKEN_BYTES == len(key):
                 break  # another page already holds these tokens
-            node = self._extend_leaf(node, pages[index], page_tokens) or self._add_node(
-                node, pages[index], page_tokens
-            )
+            node = self._extend_leaf(node, pages[index], key) or self._add_node(node, pages[index], key)
             path.append(node)
         self._touch(path)
 
-    def _path(self, weights: Hashable, tokens: np.ndarray) -> list[_Node]:
-        """Return the nodes of the full pages of `tokens`, up to the first page that is not cached."""
+    def _path(self, weights: Hashable, text: bytes) -> list[_Node]:
+        """Return the nodes of the full pages of `text`, up to the first page that is not cached."""
         path: list[_Node] = []
         node = self._roots.get(weights)
-        for index in range(len(tokens) // PAGE_SIZE):
-            node = node and node.children.get(tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE].tobytes())
+        for end in range(PAGE_BYTES, len(text) + 1, PAGE_BYTES):
+            node = node and node.children.get(text[end - PAGE_BYTES : end])
             if node is None:
                 break
             path.append(node)
         return path
 
-    def _extend_leaf(self, parent: _Node, page: int, page_tokens: np.ndarray) -> _Node | None:
-        """Return the child that caches fewer tokens of the same page, after giving it all of
-        `page_tokens`."""
-        for key, child in parent.children.items():
-            if child.page == page:
-                del parent.children[key]
-                child.tokens = page_tokens
-                parent.children[page_tokens.tobytes()] = child
-                return child
-        return None
+    def _extend_leaf(self, parent: _Node, page: int, key: bytes) -> _Node | None:
+        """Return the child that caches fewer tokens of the same page, after giving it all of `key`."""
+        child = self._nodes.get(page)
+        if child is None or child.parent is not parent:
+            return None
+        parent.remove(child)
+        child.key = key
+        parent.add(child)
+        return child
 
-    def _add_node(self, parent: _Node, page: int, page_tokens: np.ndarray) -> _Node:
+    def _add_node(self, parent: _Node, page: int, key: bytes) -> _Node:
         self.incref([page])
-        node = _Node(page=page, tokens=page_tokens, parent=parent)
-        parent.children[page_tokens.tobytes()] = node
-        self._by_use[node] = None
+        node = self._nodes[page] = _Node(page=page, key=key, parent=parent)
+        parent.add(node)
         return node
 
     def _touch(self, path: Sequence[_Node]) -> None:
         for node in reversed(path):
-            self._by_use.move_to_end(node)
+            self._num_uses += 1
+            node.last_use = self._num_uses
+            self._offer(node)
+
+    def _is_evictable(self, node: _Node) -> bool:
+        return not node.children and self._references[node.page] == 1
+
+    def _offer(self, node: _Node) -> None:
+        """Add the node to the heap if it can be evicted."""
+        if not self._is_evictable(node):
+            return
+        heapq.heappush(self._evictable, (node.last_use, node.page))
+        if len(self._evictable) > 4 * len(self._nodes):
+            self._evictable = [
+                (node.last_use, page) for page, node in self._nodes.items() if self._is_evictable(node)
+            ]
+            heapq.heapify(self._evictable)
 
     def _evict(self) -> bool:
         """Evict the least recently used leaf whose page no sequence holds. False: there is none."""
-        for node in self._by_use:
-            if not node.children and self._references[node.page] == 1:
+        while self._evictable:
+            last_use, page = heapq.heappop(self._evictable)
+            node = self._nodes.get(page)
+            if node is not None and node.last_use == last_use and self._is_evictable(node):
                 break
         else:
             return False
-        assert node.parent is not None
-        del self._by_use[node]
-        del node.parent.children[node.tokens.tobytes()]
-        if node.parent.parent is None and not node.parent.children:
-            self._roots = {weights: root for weights, root in self._roots.items() if root is not node.parent}
-        self.free([node.page])
+        parent = node.parent
+        assert parent is not None
+        del self._nodes[page]
+        parent.remove(node)
+        if parent.parent is not None:
+            self._offer(parent)
+        elif not parent.children:
+            self._roots = {weights: root for weights, root in self._roots.items() if root is not parent}
+        self.free([page])
         return True
+
+
+def _bytes_of(tokens: np.ndarray) -> bytes:
+    """Return the tokens as bytes whose order is that of the tokens: big-endian."""
+    return tokens.astype(f">i{TOKEN_BYTES}").tobytes()
+
+
+def _common_tokens(left: bytes, right: bytes) -> int:
+    return common_length(*(np.frombuffer(each, np.int32) for each in (left, right)))

@@ -1,5 +1,8 @@
 """Pages of a prefix cache: allocation, reference counts, lookup and eviction."""
 
+import sys
+from collections.abc import Callable
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,6 +104,60 @@ def test_the_parent_of_a_held_page_is_not_evicted() -> None:
     assert pages.allocate(1) is None and pages.find("w", whole).length == 2 * PAGE_SIZE
     pages.free(held)
     assert pages.allocate(3) is not None and pages.num_cached == 0
+
+
+def test_the_branch_with_most_common_tokens_is_found() -> None:
+    pages = PrefixCache(first=0, count=50)
+    prefix, ends = text(PAGE_SIZE + 10, seed=1), np.eye(40, dtype=np.int32)
+    branches = [np.concatenate([prefix, end]) for end in ends]
+    for tokens in branches:
+        computed(pages, tokens)
+    for number, tokens in enumerate(branches):
+        other = np.concatenate([prefix, ends[number][: number + 1], [7, 7]]).astype(np.int32)
+        assert pages.find("w", tokens).length == len(tokens)
+        assert pages.find("w", other).length == len(prefix) + number + 1
+
+
+def calls(run: Callable[[], object]) -> int:
+    """Return the number of function calls of `run`."""
+    count = 0
+
+    def note(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_lookup_costs_the_same_for_any_number_of_branches() -> None:
+    def lookup(num_branches: int) -> int:
+        pages, prefix = PrefixCache(first=0, count=num_branches + 9), text(PAGE_SIZE + 10)
+        for branch in range(num_branches):
+            computed(pages, np.append(prefix, branch).astype(np.int32))
+        tokens = np.append(prefix, 5).astype(np.int32)
+        return calls(lambda: pages.find("w", tokens))
+
+    assert lookup(10_000) == lookup(10)
+
+
+def test_eviction_costs_the_same_for_any_number_of_held_pages() -> None:
+    def evict(num_held: int) -> int:
+        pages = PrefixCache(first=0, count=num_held + 2)
+        for number in range(num_held):
+            tokens = np.full(PAGE_SIZE, number, np.int32)
+            held = pages.allocate(1)
+            assert held is not None
+            pages.insert("w", tokens, held)
+        computed(pages, np.full(PAGE_SIZE, -1, np.int32))
+        assert pages.num_free == 0
+        return calls(lambda: pages.allocate(1))
+
+    assert evict(5000) == evict(10)
 
 
 @settings(max_examples=60, deadline=None)

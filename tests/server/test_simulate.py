@@ -1,13 +1,18 @@
 """The simulator runs the real engine, and the scheduler keeps its bars on the simulated devices."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import chz
 import numpy as np
 import pytest
 
-from scripts.simulate.costs import DEVICES, Measured
+from scripts.bench.gpu import heads_size, matrix_size
+from scripts.simulate.costs import DEVICES, Measured, ModelSize, step_flops
 from scripts.simulate.simulation import SimulateConfig, simulate
+from skyrl_tx_server.executor.executor import DeviceExecutor
+from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 
 H200 = DEVICES["h200-fixed"]
 
@@ -63,6 +68,26 @@ def test_measured_times_depend_on_sequences_and_segment() -> None:
     assert measured.decode_s([40], steps=16, slots=5) == 1.0
     assert measured.decode_s([40, 600, 7], steps=16, slots=5) == 4.0
     assert measured.training_s(600) == 3.0
+
+
+def test_the_operations_of_a_step_are_those_of_its_program(tmp_path: Path) -> None:
+    """XLA counts the body of the loop over decode steps once. The program computes every slot up to the end
+    of its segment, and low-rank products in addition."""
+    config = replace(CONFIG, hidden_size=128, intermediate_size=256, head_dim=32)
+    settings = make_settings(
+        make_model(tmp_path / "model", config),
+        tmp_path,
+        max_lora_rank=1,
+        max_num_seqs=8,
+        max_context_length=512,
+    )
+    programs = dict(DeviceExecutor(settings).sampler.programs())
+    counts = programs["decode_steps"].cost_analysis()
+    model = ModelSize(
+        weights=matrix_size(config), kv_bytes=0, attention=heads_size(config), layers=config.num_layers
+    )
+    flops = step_flops(model, cached=8 * (512 + 16), slots=8)
+    assert flops == pytest.approx(counts["flops"], rel=0.15)
 
 
 def test_a_4b_model_has_the_predicted_times_on_an_h200() -> None:
