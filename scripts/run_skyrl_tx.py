@@ -46,6 +46,7 @@ from scripts.running_server import NO_SERVER, ServedModels, find_server
 from skyrl_tx_server.errors import ConfigError as ServerConfigError
 from src.cli.agent_trainer import SERVER_FILE
 from src.cli.command_line import help_words, parse, parse_as
+from src.cli.config_file import with_config_files
 from src.cli.saved_options import evaluated_arguments, resumed_arguments
 from src.core.errors import ConfigError
 from src.core.option_aliases import present_argument
@@ -130,6 +131,10 @@ def main(argv: list[str]) -> int:
     load_dotenv(ROOT / ".env.skyrl-tx")
     if (words := help_words(argv)) is not None:
         return subprocess.call([sys.executable, "-m", "src.train", "--help", *words])
+    try:
+        argv = with_config_files(argv)
+    except ConfigError as error:
+        return fail(str(error))
     given = dict(present_argument(argument).split("=", 1) for argument in argv if "=" in argument)
     malformed = [argument for argument in argv if "=" not in argument]
     if malformed:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from src.cli.command_line import help_text, help_words, parse, print_help
+from src.cli.config_file import with_config_files
 from src.cli.environment_variables import (
     load_environment,
     with_judge_from_environment,
@@ -62,9 +63,10 @@ def main(argv: Sequence[str]) -> int:
     if (words := help_words(argv)) is not None:
         print_help(help_text(words))
         return 0
-    load_environment(argv)
     try:
         with exit_on_signal():
+            argv = with_config_files(argv)
+            load_environment(argv)
             argv = with_local_model(with_server_from_environment(argv))
             config = parse(with_judge_from_environment(argv))
             from src.cli.console import Display, terminal

@@ -34,7 +34,9 @@ def resumed_arguments(run: str, changes: list[str]) -> list[str]:
     kind = SftConfig if SUPERVISED in options else TrainerConfig
     parameters = inspect.signature(kind).parameters
     known = {name: value for name, value in options.items() if name in chz.chz_fields(kind)}
-    arguments = {name: _text(value) for name, value in known.items() if value != parameters[name].default}
+    arguments = {
+        name: option_text(value) for name, value in known.items() if value != parameters[name].default
+    }
     folder = Path(run).expanduser().resolve()
     arguments |= {"log_path": str(folder), "behavior_if_log_dir_exists": "resume"}
     arguments |= _pairs(changes, "resume")
@@ -59,7 +61,7 @@ def evaluated_arguments(run: str, changes: list[str]) -> list[str]:
         values["temperature"] = options["eval_temperature"]
     folder = str(Path(run).expanduser().resolve())
     arguments = {
-        name: _text(value)
+        name: option_text(value)
         for name, value in values.items()
         if value is not None and value != parameters[name].default
     }
@@ -83,13 +85,14 @@ def _saved(run: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: {reason}; give the folder of a run") from error
 
 
-def _text(value: object) -> str:
-    """
-    >>> _text(None), _text(True), _text(["a", "b"]), _text(2e-4)
+def option_text(value: object) -> str:
+    """Return the value of an option as it is written on the command line.
+
+    >>> option_text(None), option_text(True), option_text(["a", "b"]), option_text(2e-4)
     ('none', 'true', 'a,b', '0.0002')
     """
     if isinstance(value, list):
-        return ",".join(_text(item) for item in value)
+        return ",".join(option_text(item) for item in value)
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return str(value)

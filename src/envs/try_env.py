@@ -29,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from src.cli.command_line import help_for, help_words, parse_as, print_help
+from src.cli.config_file import with_config_files
 from src.cli.console import message_text, terminal
 from src.cli.environment_variables import load_environment, with_local_model, with_server_from_environment
 from src.core.errors import INTERRUPTED, BackendError, ConfigError, TrainerError
@@ -322,11 +323,12 @@ def main(argv: Sequence[str]) -> int:
     if (words := help_words(argv)) is not None:
         print_help(help_for(TryConfig, title=TITLE, words=words))
         return 0
-    load_environment(argv)
     statuses: list[int] = []
     console = terminal()
     try:
         with exit_on_signal():
+            argv = with_config_files(argv)
+            load_environment(argv)
             config = parse_as(TryConfig, with_local_model(with_server_from_environment(argv)))
             status = asyncio.run(run_until_signal(run(config, console, statuses), console.print))
             return status or statuses[0]

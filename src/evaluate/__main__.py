@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from src.cli.command_line import help_for, help_words, parse_as, print_help
+from src.cli.config_file import with_config_files
 from src.cli.environment_variables import (
     load_environment,
     with_local_model,
@@ -36,9 +37,10 @@ def main(argv: Sequence[str]) -> int:
     if (words := help_words(argv)) is not None:
         print_help(evaluation_help(words))
         return 0
-    load_environment(argv)
     try:
         with exit_on_signal():
+            argv = with_config_files(argv)
+            load_environment(argv)
             if any(argument.startswith("results=") for argument in argv):
                 config = parse_as(CompareConfig, argv)
             else:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from src.cli.command_line import help_for, help_words, parse_as, print_help
+from src.cli.config_file import with_config_files
 from src.cli.environment_variables import (
     load_environment,
     with_local_model,
@@ -30,9 +31,10 @@ def main(argv: Sequence[str]) -> int:
     if (words := help_words(argv)) is not None:
         print_help(help_for(SftConfig, title=TITLE, words=words))
         return 0
-    load_environment(argv)
     try:
         with exit_on_signal():
+            argv = with_config_files(argv)
+            load_environment(argv)
             argv = with_server_from_environment(argv, names=("skyrl_tx_url",))
             config = parse_as(SftConfig, with_local_model(argv))
             # These imports take seconds, for which --help and a mistyped option should not wait.

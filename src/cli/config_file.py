@@ -1,0 +1,63 @@
+"""`config=FILE.yaml`: options from a YAML or JSON file.
+
+model_name: Qwen/Qwen3-4B
+learning_rate: 2.0e-4
+eval_tasks: [a, b]
+environment_kwargs: {domain: retail, user_model: m}    # also loss_fn_config and the like
+trainer: {policy: {optimizer_config: {lr: 2.0e-4}}}    # names of SkyRL
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import chz
+import yaml
+
+from src.cli.saved_options import option_text
+from src.config import TrainerConfig
+from src.core.errors import ConfigError
+
+CONFIG = "config="
+
+
+def with_config_files(argv: Sequence[str]) -> list[str]:
+    """Replace `config=FILE` by the options of the file. Other arguments win over those of files.
+
+    Raises ConfigError, with the line where it is known, for a file that is not a mapping of options.
+    """
+    from_files = [
+        argument
+        for given in argv
+        if given.startswith(CONFIG)
+        for argument in read_options(Path(given.removeprefix(CONFIG)).expanduser())
+    ]
+    return [*from_files, *(argument for argument in argv if not argument.startswith(CONFIG))]
+
+
+def read_options(path: Path) -> list[str]:
+    """Return the options of a file as `key=value` arguments."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config={path} cannot be read ({error}); name a YAML file") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = path if mark is None else f"{path}:{mark.line + 1}"
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise ConfigError(f"{where}: the file is not YAML ({problem}); correct it") from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"config={path} is not a mapping; write one `option: value` per line")
+    return list(_arguments(content, prefix=""))
+
+
+def _arguments(options: Mapping[object, object], *, prefix: str) -> Iterator[str]:
+    for key, value in options.items():
+        name = f"{prefix}{key}"
+        if not isinstance(value, Mapping):
+            yield f"{name}={option_text(value)}"
+        elif name in chz.chz_fields(TrainerConfig):
+            yield f"{name}={','.join(f'{part}={option_text(item)}' for part, item in value.items())}"
+        else:  # a group of SkyRL's options
+            yield from _arguments(value, prefix=f"{name}.")
