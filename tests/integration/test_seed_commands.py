@@ -1,0 +1,408 @@
+"""The commands of the seed documents 003 and 004, in their order, as a reader types them in a fresh clone.
+
+The cache of the model hub has the small model of the quick start under the names of the documents. Its
+context is that of Qwen3-4B. Commands differ from the documents in three points: the port of
+http://localhost:8000 is a free one, the folder datasets/terminal-bench-2 has two tasks, and no Docker engine
+responds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import httpx
+import pytest
+
+from src.envs.sandbox.bubblewrap import missing_programs
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "Qwen/Qwen3-4B"
+MODEL_CONTEXT = 40960
+CONTEXT = 32768  # the server's default for a longer model
+PREAMBLE = ("server: ", "model: ", "setup: ", "run_skyrl_tx: ")
+TASKS = ("append-01", "copy-01")
+TIMEOUT_S = 500
+
+pytestmark = pytest.mark.skipif(
+    bool(missing_programs()), reason=f"the sandbox needs {' '.join(missing_programs())}"
+)
+
+TRAIN = """
+python -m src.train \\
+  backend=skyrl-tx \\
+  skyrl_tx_url=http://localhost:8000 \\
+  model_name=Qwen/Qwen3-4B \\
+  tasks_dir=./datasets/terminal-bench-2 \\
+"""
+RECIPE = """  learning_rate=2e-4 \\
+  batch_size=2 \\
+  group_size=16 \\
+  n_parallel_envs=16 \\
+  max_tokens=2048 \\
+  temperature=0.7 \\
+  context_limit=128000 \\
+  proactive_summarization_threshold=8000 \\
+  enable_summarize=true \\
+  n_epochs=2 \\
+  num_substeps=4 \\
+  remove_constant_reward_groups=true \\
+  normalize_advantages_by_std=true \\
+  loss_fn=ppo \\
+  environment_type=docker \\
+  wandb_project=harbor-training \\
+  wandb_name=qwen3-skyrl-tx
+"""
+SINGLE_TASK = """  batch_size=1 \\
+  group_size=2 \\
+  n_parallel_envs=2 \\
+  n_epochs=1 \\
+  environment_type=docker
+"""
+TEST_SKYRL_TX_API = """
+import asyncio
+import tinker
+
+async def test_connection():
+    client = tinker.ServiceClient(base_url="http://localhost:8000")
+    training_client = await client.create_lora_training_client_async(base_model="Qwen/Qwen3-4B", rank=32)
+    print("Created training client")
+    tokenizer = training_client.get_tokenizer()
+    tokens = tokenizer.encode("Hello, world!")
+    print(f"Tokenizer works: {tokens}")
+    await training_client.save_weights_and_get_sampling_client_async(name="test")
+    print("Sampling client created")
+
+if __name__ == "__main__":
+    asyncio.run(test_connection())
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reader:
+    """Someone with a fresh clone, who types commands."""
+
+    clone: Path
+    port: int
+    environment: dict[str, str]
+
+    def types(self, command: str, *, status: int = 0, activated: bool = True) -> str:
+        """Run a command in the clone and return what it printed.
+
+        `activated` says whether `source .venv/bin/activate` was typed before.
+        """
+        words = ["source .venv/bin/activate\n"] if activated else []
+        done = subprocess.run(
+            ["bash", "-c", "".join([*words, self.ported(command)])],
+            cwd=self.clone,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        assert done.returncode == status, done.stdout[-4000:]
+        return done.stdout
+
+    def is_answered(self, command: str, line: str, *, status: int = 2, activated: bool = True) -> None:
+        """Type a command that is answered with one line, after the lines that say what was selected."""
+        answer = self.types(command, status=status, activated=activated)
+        *before, last = answer.splitlines()
+        assert line in last, answer
+        assert all(text.startswith(PREAMBLE) for text in before), answer
+
+    def ported(self, text: str) -> str:
+        return text.replace("localhost:8000", f"localhost:{self.port}")
+
+
+def fresh_clone(folder: Path) -> Path:
+    """Copy the files that a commit of this working tree would have."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    link_environment(folder)
+    return folder
+
+
+def link_environment(clone: Path) -> None:
+    """Make a .venv of links, which scripts/setup.sh finds ready and has no reason to change."""
+    environment = clone / ".venv"
+    environment.mkdir()
+    for entry in (ROOT / ".venv").iterdir():
+        if entry.name != ".ready":
+            (environment / entry.name).symlink_to(entry.resolve())
+    digest = sha256(b"".join((clone / name).read_bytes() for name in ("requirements.txt", ".python-version")))
+    probe = ["bash", "-c", "nvidia-smi -L >/dev/null 2>&1"]
+    gpu = "no" if subprocess.run(probe).returncode else "yes"
+    (environment / ".ready").write_text(f"{digest.hexdigest()[:16]}-gpu={gpu}")
+
+
+def cache_model(hub: Path, name: str) -> None:
+    """Put the model of the quick start into a cache of the model hub, with the context of Qwen3-4B."""
+    repository = hub / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / "1"
+    shutil.copytree(ROOT / "datasets" / "quickstart" / "model", snapshot)
+    config = json.loads((snapshot / "config.json").read_text())
+    (snapshot / "config.json").write_text(json.dumps(config | {"max_position_embeddings": MODEL_CONTEXT}))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("1")
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").symlink_to(Path(sys.base_prefix, "bin", "python3"))
+    for name in (MODEL, "Qwen/Qwen3-30B-A3B"):
+        cache_model(folder / "hub", name)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    private = ("TINKER_", "SKYRL_", "WANDB_", "HF_", "VIRTUAL_ENV")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(private)}
+    environment |= {
+        "HOME": str(folder),
+        "HF_HUB_CACHE": str(folder / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "DOCKER_HOST": f"unix://{folder}/no-engine.sock",
+    }
+    clone = folder / "harbortrainer"
+    clone.mkdir()
+    return Reader(clone=fresh_clone(clone), port=port, environment=environment)
+
+
+@pytest.fixture(scope="module")
+def server(reader: Reader) -> Iterator[str]:
+    """Terminal 1: the server. Returns what it printed until it was ready."""
+    command = f"exec ./scripts/start_skyrl_tx.sh {MODEL} 1 port={reader.port} cache_tokens=65536"
+    log = reader.clone.parent / "server.log"
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            ["bash", "-c", command], cwd=reader.clone, env=reader.environment, stdout=subprocess.PIPE,
+            stderr=stream, text=True,
+        )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        printed = next((line for line in process.stdout if "server ready" in line), "")
+        assert printed, log.read_text()
+        yield printed
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def tasks(reader: Reader) -> Path:
+    folder = reader.clone / "datasets" / "terminal-bench-2"
+    for name in TASKS:
+        shutil.copytree(ROOT / "datasets" / "quickstart" / "train" / name, folder / name)
+        options = (folder / name / "task.toml").read_text()
+        (folder / name / "task.toml").write_text(options.replace("timeout_sec = 60.0", "timeout_sec = 600.0"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(reader: Reader, server: str, tasks: Path) -> Path:
+    """The run of Test 2, without Docker, with short trials and a third trial of each held-out task."""
+    command = (TRAIN + SINGLE_TASK).replace("environment_type=docker", "environment_type=sandbox").rstrip()
+    printed = reader.types(f"{command} eval_group_size=3 max_turns=4 logs_dir=runs/test2")
+    assert "tasks: 1 to train on, 1 held out; 1 steps" in printed and "done: 1 step in" in printed, printed
+    [folder] = (path for path in (reader.clone / "runs" / "test2").iterdir() if path.is_dir())
+    return folder
+
+
+# 003, quick start
+
+
+def test_the_server_serves_the_model_by_its_name(reader: Reader, server: str) -> None:
+    assert f"model {MODEL}  context {CONTEXT}  max_lora_rank 32" in server
+    reply = httpx.get(reader.ported("http://localhost:8000/api/v1/healthz"))
+    assert (reply.status_code, reply.text) == (200, '{"status":"ok"}')
+
+
+def test_the_check_needs_no_activated_environment(reader: Reader, server: str) -> None:
+    command = "SKYRL_TX_URL=http://localhost:8000 python scripts/test_skyrl_tx.py"
+    assert "6 of 6 checks hold" in reader.types(command, activated=False)
+
+
+def test_the_trainer_names_its_environment(reader: Reader) -> None:
+    answer = reader.types("python -m src.train backend=skyrl-tx", status=1, activated=False)
+    assert answer.count("\n") == 1 and "source .venv/bin/activate" in answer
+
+
+def test_run_skyrl_tx_trains_on_the_running_server(reader: Reader, server: str, tasks: Path) -> None:
+    """The run is stopped with Ctrl-C when its first trials have begun."""
+    template = (reader.clone / ".env.skyrl-tx.example").read_text()
+    (reader.clone / ".env.skyrl-tx").write_text(reader.ported(template))
+    run = subprocess.Popen(
+        ["./run_skyrl_tx.sh"],
+        cwd=reader.clone,
+        env=reader.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    printed = []
+    assert run.stdout is not None
+    for line in run.stdout:
+        printed.append(line)
+        if line.startswith("tasks: "):
+            os.killpg(run.pid, signal.SIGINT)
+            break
+    printed += run.communicate(timeout=TIMEOUT_S)[0].splitlines(keepends=True)
+    text = "".join(printed)
+    assert run.returncode == 130, text
+    assert f"using the server at http://localhost:{reader.port}: {MODEL}, {CONTEXT} tokens" in text
+    assert f"fitted to the server's context of {CONTEXT} tokens: context_limit={CONTEXT} (128000)" in text
+    assert "wandb is off" in text and "tasks: 1 to train on, 1 held out; 2 steps" in text
+    [config] = (json.loads(path.read_text()) for path in (reader.clone / "runs").glob("*/config.json"))
+    recipe = dict(word.split("=") for word in RECIPE.replace("\\", "").split())
+    for changed in ("context_limit", "environment_type", "wandb_project", "wandb_name"):
+        del recipe[changed]
+    assert {name: str(config[name]).lower() for name in recipe} == {
+        name: str(literal(value)).lower() for name, value in recipe.items()
+    }
+
+
+# 003, phase 2 and the scenarios
+
+
+def test_the_recipe_as_written_names_the_servers_options(reader: Reader, server: str, tasks: Path) -> None:
+    reader.is_answered(
+        TRAIN + RECIPE,
+        f"context_limit=128000 exceeds the server's {CONTEXT} for {MODEL}; reduce it, or start the server "
+        "with max_context_length=128000 yarn=true",
+    )
+
+
+def test_the_cloud_needs_a_key(reader: Reader, tasks: Path) -> None:
+    reader.is_answered("./run.sh", "backend=tinker needs an API key: set TINKER_API_KEY", activated=False)
+
+
+def test_the_flags_of_scenario_2_are_taken(reader: Reader, server: str) -> None:
+    """The port is in use, which the server notices after it has read its options."""
+    flags = "--base-model Qwen/Qwen3-4B --tensor-parallel-size 1 --max-lora-rank 32 --gradient-checkpointing"
+    answer = reader.types(f"scripts/start_skyrl_tx.sh {flags} --port {reader.port}", status=2)
+    [notice, error] = answer.splitlines()
+    assert "--gradient-checkpointing has no effect: " in notice and "Address already in use" in error
+
+
+def test_the_flags_of_scenario_3_are_answered(reader: Reader) -> None:
+    """The model has too few heads for eight devices, as Qwen3-30B-A3B has."""
+    flags = "--base-model Qwen/Qwen3-30B-A3B --tensor-parallel-size 8 --max-lora-rank 32 "
+    flags += "--train-micro-batch-size 2 --gradient-checkpointing"
+    answer = reader.types(f"scripts/start_skyrl_tx.sh {flags} dry_run=true", status=2)
+    assert "tensor_parallel=8" in answer.splitlines()[-1], answer
+
+
+# 003, tests and troubleshooting
+
+
+def test_the_api_is_that_of_test_1(reader: Reader, server: str) -> None:
+    (reader.clone / "test_skyrl_tx_api.py").write_text(reader.ported(TEST_SKYRL_TX_API))
+    printed = reader.types("TINKER_API_KEY=tml-dummy python test_skyrl_tx_api.py")
+    assert "Created training client" in printed and "Tokenizer works: [" in printed
+    assert printed.endswith("Sampling client created\n")
+
+
+def test_the_single_task_of_test_2_is_trained(reader: Reader, run_folder: Path) -> None:
+    reader.is_answered(TRAIN + SINGLE_TASK, "start Docker, or use environment_type=sandbox")
+    steps = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [0, 1]
+    assert steps[1]["trials/graded"] == 2 and steps[1]["tokens/trained"] > 0
+
+
+def test_another_model_is_named_with_the_served_one(reader: Reader, server: str, tasks: Path) -> None:
+    command = TRAIN.replace(MODEL, "deepseek-ai/DeepSeek-V3.1") + "  environment_type=sandbox"
+    reader.is_answered(
+        command,
+        f"DeepSeek-V3.1 is not served at http://localhost:{reader.port}; it serves: {MODEL}",
+    )
+    reader.is_answered(
+        "scripts/start_skyrl_tx.sh --base-model deepseek-ai/DeepSeek-V3.1",
+        "base_model=deepseek-ai/DeepSeek-V3.1: not a local directory, and the hub download failed",
+    )
+
+
+def test_a_longer_context_names_the_option_of_the_server(reader: Reader, server: str, tasks: Path) -> None:
+    reader.is_answered(
+        "SKYRL_TX_URL=http://localhost:8000 ./run_skyrl_tx.sh context_limit=128000",
+        f"context_limit=128000 exceeds the server's {CONTEXT}; lower it, or start the server with "
+        "max_context_length=128000 yarn=true",
+    )
+
+
+def test_without_a_server_one_line_says_so(reader: Reader, tasks: Path) -> None:
+    command = TRAIN.replace("localhost:8000", "localhost:1") + "  environment_type=sandbox"
+    reader.is_answered(command, "no server answers at http://localhost:1 (ConnectError); start it", status=1)
+
+
+def test_terminal_bench_2_is_downloaded_or_one_line_says_why_not(
+    reader: Reader, server: str, tasks: Path
+) -> None:
+    kept = tasks.rename(tasks.with_name("kept"))
+    try:
+        reader.is_answered(
+            "HTTPS_PROXY=http://127.0.0.1:1 scripts/setup.sh terminal-bench-2",
+            "cannot reach https://hub.harborframework.com; copy the folder",
+            status=1,
+        )
+        reader.is_answered(
+            TRAIN,
+            "datasets/terminal-bench-2 is not a folder; download it with scripts/setup.sh terminal-bench-2",
+        )
+    finally:
+        kept.rename(tasks)
+
+
+# 004, analysis of a run
+
+
+def test_which_task_fails_and_how_is_one_command(reader: Reader, run_folder: Path) -> None:
+    folder = run_folder.relative_to(reader.clone)
+    assert reader.types(f"python -m src.analyze runs={folder}") == "wrote experiments.md\n"
+    text = (reader.clone / "experiments.md").read_text()
+    assert "### Held-out tasks, step 0 → 1" in text and "| pass@3 |" in text and "avg tool calls" in text
+    assert "### Tasks that fail, step 1" in text and "### Failed trials by pattern" in text
+    assert "### Training signal" in text and "avg variance" in text
+
+
+def test_what_the_agent_did_is_one_command(reader: Reader, run_folder: Path) -> None:
+    printed = reader.types(f"python -m src.analyze runs={run_folder.relative_to(reader.clone)} task='*'")
+    assert printed.count("### ") == 3 and "-> bash_command({" in printed and "[assistant]" in printed
+
+
+def test_the_dumps_have_the_fields_and_keys_of_the_document(run_folder: Path) -> None:
+    folder = run_folder / "dumped_evals" / "global_step_0_evals"
+    aggregated = json.loads((folder / "aggregated_results.jsonl").read_text())
+    environments = [path.stem for path in folder.glob("*.jsonl") if path.stem != "aggregated_results"]
+    assert len(environments) == 1 and 0 <= aggregated["eval/all/pass_at_3"] <= 1
+    for name in environments:
+        for line in (folder / f"{name}.jsonl").read_text().splitlines():
+            trial = json.loads(line)
+            fields = {"input_prompt", "output_response", "score", "stop_reason", "env_extras"}
+            assert fields <= trial.keys() and {"task_key", "data_source"} <= trial["env_extras"].keys()
+
+
+def literal(value: str) -> object:
+    """Return the value of an option as config.json has it."""
+    return {"true": True, "false": False}.get(value, float(value) if "e-" in value else value)
