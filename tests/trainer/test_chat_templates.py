@@ -17,7 +17,7 @@ families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family
 
 
 @families
-@pytest.mark.seed_behaviour(4)
+@pytest.mark.seed_behaviour(4, 66)
 def test_tools_are_visible(family: Family):
     chat_templates.check_tools_are_visible(family, family_tokenizer(family))
 
