@@ -8,5 +8,5 @@ scripts/setup.sh
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
 export NO_MKDOCS_2_WARNING=1
-.venv/bin/mkdocs build --quiet --strict
+.venv/bin/mkdocs build --strict
 exec .venv/bin/pyright

@@ -27,13 +27,13 @@ from skyrl_tx_server.engine.operations import (
     OptimStep,
     OptimStepResult,
 )
-from skyrl_tx_server.model.shapes import PAGE_SIZE, PREFILL_TILE
+from skyrl_tx_server.model.shapes import PAGE_SIZE, PREFILL_TILE, bucket, decode_widths
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.allocation import PageAllocator
 from skyrl_tx_server.sampling.batch_runner import BatchRunner
 from skyrl_tx_server.sampling.completion import CompletionChecker
 from skyrl_tx_server.sampling.decode import DecodePipeline
-from skyrl_tx_server.sampling.decode_batch import DecodeDispatch, DecodeLayout
+from skyrl_tx_server.sampling.decode_batch import DecodeDispatch, DecodeLayout, DecodeProgram
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeOutputs
 from skyrl_tx_server.sampling.model_runner import CacheSize, ModelRunner
 from skyrl_tx_server.sampling.preemption import SequencePool
@@ -169,23 +169,34 @@ class SimulatedSampler(BatchRunner):
 class _Dispatch:
     """Takes the place of `DecodeDispatch`."""
 
-    sequences: Sequence[tuple[int, SequenceState]]
+    sequences: Sequence[tuple[int, int, SequenceState]]  # (index in the batch, slot, sequence)
     positions: Sequence[int]
     remaining: Sequence[int]
+    program: DecodeProgram
+    batch: _Batch
 
-    def same_program(self, other: _Dispatch) -> bool:
-        return True
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Batch:
+    before: Carry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DecodeLayout:
-    empty_carry: Carry
+    """Takes the place of `DecodeLayout`."""
 
-    def dispatch(self, sequences: Sequence[tuple[int, SequenceState]]) -> _Dispatch:
+    widths: tuple[int, ...]
+
+    def width_of(self, slots: Sequence[int]) -> int:
+        return bucket(max(slots) + 1, self.widths)
+
+    def dispatch(self, sequences: Sequence[tuple[int, SequenceState]], *, width: int) -> _Dispatch:
         return _Dispatch(
-            sequences=sequences,
+            sequences=[(slot, slot, sequence) for slot, sequence in sequences],
             positions=[sequence.position for _, sequence in sequences],
             remaining=[sequence.remaining for _, sequence in sequences],
+            program=DecodeProgram(width=width, ends=None, max_loras=None),
+            batch=_Batch(before=Carry.empty(width)),
         )
 
 
@@ -195,7 +206,7 @@ class _PrefillLayout:
 
 
 class SimulatedRunner(ModelRunner):
-    """Advances the clock by the cost of each program."""
+    """Advances the clock by the cost of each program. Programs for all widths are compiled."""
 
     def __init__(self, costs: Costs, clock: Clock, *, slots: int, steps: int) -> None:
         self.clock = clock
@@ -203,14 +214,13 @@ class SimulatedRunner(ModelRunner):
         self.finished_at = deque[float]()  # by dispatch that the host has not waited for
         self.num_decoding = Counter[int]()  # dispatches by number of sequences
         self._costs = costs
-        self._slots = slots
         self.prefill_layout = cast(PrefillLayout, _PrefillLayout(shapes=costs.shapes))
-        self.decode_layout = cast(DecodeLayout, _DecodeLayout(empty_carry=Carry.empty(slots)))
+        self.decode_layout = cast(DecodeLayout, _DecodeLayout(widths=decode_widths(slots)))
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
         contexts = [first for chunk in chunks for first, _ in chunk.tiles]
         done = 0
-        for tiles in self._costs.shapes.passes(len(contexts)):
+        for tiles in self._costs.shapes.batch_sizes(len(contexts)):
             part = contexts[done : done + tiles]
             context = (sum(part) + len(part) * PREFILL_TILE / 2) / tiles  # padding attends to nothing
             self.clock.run(self._costs.prefill_s(tiles, context=context))
@@ -224,21 +234,29 @@ class SimulatedRunner(ModelRunner):
             for chunk in chunks
         ]
 
+    def first_dispatch(self, sequences: Sequence[tuple[int, SequenceState]]) -> DecodeDispatch:
+        layout = self.decode_layout
+        return layout.dispatch(sequences, width=layout.width_of([slot for slot, _ in sequences]))
+
+    def can_narrow(self, dispatch: DecodeDispatch) -> bool:
+        layout = cast(_DecodeLayout, self.decode_layout)
+        return bucket(len(dispatch.sequences), layout.widths) < dispatch.program.width
+
     def decode(self, dispatch: DecodeDispatch, carry: Carry) -> DecodeOutputs:
-        simulated = cast(_Dispatch, dispatch)
-        slots = [slot for slot, _ in simulated.sequences]
-        tokens = np.full((self._slots, self.steps), -1, np.int32)
-        active = np.zeros(self._slots, np.bool_)
+        simulated, width = cast(_Dispatch, dispatch), dispatch.program.width
+        slots = [slot for _, slot, _ in simulated.sequences]
+        tokens = np.full((width, self.steps), -1, np.int32)
+        active = np.zeros(width, np.bool_)
         for slot, remaining in zip(slots, simulated.remaining, strict=True):
             tokens[slot, : max(0, remaining)] = 1
             active[slot] = remaining > self.steps
-        seconds = self._costs.decode_s(simulated.positions, steps=self.steps, slots=self._slots)
+        seconds = self._costs.decode_s(simulated.positions, steps=self.steps, slots=width)
         self.finished_at.append(self.clock.start(seconds))
         self.num_decoding[len(slots)] += 1
         outputs = DecodeOutputs(
             tokens=tokens,  # type: ignore[arg-type]
             logprobs=np.zeros(tokens.shape, np.float32),  # type: ignore[arg-type]
-            carry=Carry(tokens=np.ones(self._slots, np.int32), active=active),
+            carry=Carry(tokens=np.ones(width, np.int32), active=active),
         )
         return outputs
 

@@ -82,7 +82,7 @@ def test_the_operations_of_a_step_are_those_of_its_program(tmp_path: Path) -> No
         max_context_length=512,
     )
     programs = dict(DeviceExecutor(settings).sampler.programs())
-    counts = programs["decode_steps"].cost_analysis()
+    counts = programs["decode_steps, 8 sequences"].cost_analysis()
     model = ModelSize(
         weights=matrix_size(config), kv_bytes=0, attention=heads_size(config), layers=config.num_layers
     )

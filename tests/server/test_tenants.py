@@ -142,10 +142,8 @@ def test_a_model_trained_among_seven_others_is_bit_identical(model_dir: Path, tm
         stats = engine.stats()
     assert (stats["models_on_device"], stats["models_in_host_memory"]) == (ON_DEVICE, TENANTS - ON_DEVICE)
     compiled = Counter(compile_stats.programs()) - before
-    assert all(
-        compiled[f"jit({name})"] <= 1
-        for name in ("forward_backward", "adam_step", "_write_slot", "decode_steps")
-    ), compiled
+    at_most = {"forward_backward": 1, "adam_step": 1, "_write_slot": 1, "decode_steps": 2}  # two widths
+    assert all(compiled[f"jit({name})"] <= count for name, count in at_most.items()), compiled
     for number in ALONE:
         folder = tmp_path / f"alone{number}"
         with running(model_dir, folder) as engine:

@@ -23,7 +23,7 @@ from src.evaluate.run import Evaluated, run
 from src.policy.chat import Chat, load_chat
 from src.policy.sampling_policy import SampleRequest
 from tests.fakes.policy import FakePolicy
-from tests.trainer.test_episodes import Bench
+from tests.trainer.test_episodes import EpisodesRun
 
 MODEL = Path(__file__).resolve().parents[2] / "datasets" / "toy_retail" / "model"
 CALL = '<tool_call>{"name": "get_order", "arguments": {"order": "no such id"}}</tool_call>'
@@ -82,7 +82,7 @@ def analysis(*arguments: str, write_to: Path) -> str:
 
 @pytest.mark.seed_behaviour(148)
 async def test_a_run_is_compared_from_its_first_to_its_last_step(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+    bench = EpisodesRun(tmp_path)
     await bench.trained("n_epochs=6", "eval_every=3", "temperature=1")
     text = analysis(f"runs={bench.path}", write_to=tmp_path / "experiments.md")
     before, after = (
@@ -149,7 +149,7 @@ async def test_the_conversations_of_a_task_are_printed(
 async def test_two_runs_are_compared_in_pairs(tmp_path: Path) -> None:
     folders = []
     for name, options in {"tinker": ("seed=1",), "skyrl-tx": ("seed=2", "learning_rate=1")}.items():
-        bench = Bench(tmp_path / name)
+        bench = EpisodesRun(tmp_path / name)
         await bench.trained("n_epochs=4", "eval_every=0", "temperature=1", *options)
         folders.append(bench.path.rename(bench.path.with_name(name)))
     text = analysis(f"runs={folders[0]},{folders[1]}", write_to=tmp_path / "experiments.md")

@@ -17,7 +17,7 @@ from src.core.trajectory import Task
 from src.envs.episodes import EnvSpec, episodes
 from src.envs.message_env import StepResult
 from tests.fakes.wandb_file import history
-from tests.trainer.test_episodes import Bench, Say, rows
+from tests.trainer.test_episodes import EpisodesRun, Say, tasks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 THIS = "tests.trainer.test_document_metrics"
@@ -59,7 +59,7 @@ class Parsing(Say):
 
 def open_shop(config, chat):
     def tasks(split: str, *domains: str) -> list[Task]:
-        return [task for domain in domains for task in rows(domain, split, 2)]
+        return [task for domain in domains for task in tasks_of(domain, split, 2)]
 
     spec = EnvSpec(
         tasks=tasks("train", "retail", "airline"),
@@ -71,7 +71,7 @@ def open_shop(config, chat):
 
 async def train(folder: Path) -> None:
     options = ("n_epochs=2", "eval_every=2", "temperature=1", "wandb_project=harbor-training")
-    await Bench(folder).trained(f"env={THIS}:open_shop", *options)
+    await EpisodesRun(folder).trained(f"env={THIS}:open_shop", *options)
 
 
 def only_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

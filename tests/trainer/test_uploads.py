@@ -9,7 +9,7 @@ import pytest
 from src.cli.command_line import parse
 from src.core.errors import ConfigError
 from src.records.uploads import check_upload_url, upload
-from tests.trainer.test_episodes import Bench
+from tests.trainer.test_episodes import EpisodesRun
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def memory():
 
 @pytest.mark.seed_behaviour(29, 146)
 async def test_evaluations_and_examples_of_a_run_are_uploaded(tmp_path, memory):
-    bench = Bench(tmp_path)
+    bench = EpisodesRun(tmp_path)
     await bench.trained("max_steps=1", "eval_every=0", "temperature=1", "upload_url=memory://evals/")
     root = f"/evals/{bench.path.name}"
     for step in (0, 1):
