@@ -7,7 +7,8 @@ The command prints each conversation with its reward, and then the pass rate. Wh
     policy=typed     the user, at the terminal; the default at a terminal
     policy=scripted  the lines of answers=FILE or, with data=, the reference answers; needs no server
 
-Exit status: 0, 1 (no trial could be graded), 2 (wrong options), 130 (interrupted).
+Exit status: 0, 1 (no trial could be graded, or the environment raised an error in each), 2 (wrong options),
+130 (interrupted).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from src.core.errors import INTERRUPTED, BackendError, ConfigError, TrainerError
 from src.core.options import at_least, require
 from src.core.process import deadline, exit_on_signal, exit_process, run_until_signal
 from src.core.token_ids import TokenIds
-from src.core.trajectory import StopReason, Task, Trajectory, TrajectoryGroup, TrialFailure, Turn
+from src.core.trajectory import StopReason, Task, Trajectory, TrajectoryGroup, TrialFailure, Turn, ZeroReason
 from src.envs.base import TaskSource, close_quietly
 from src.envs.data.rows import Question, require_reference
 from src.envs.options import EnvironmentOptions, HarborOptions, TauBenchOptions, environment_options
@@ -271,7 +272,12 @@ async def run(config: TryConfig, console: Console, statuses: list[int]) -> None:
                 )
     for content in summary(groups, config):
         console.print(content)
-    statuses.append(0 if any(group.trajectories for group in groups) else 1)
+    works = any(
+        trajectory.zero_reason is not ZeroReason.ENV_ERROR
+        for group in groups
+        for trajectory in group.trajectories
+    )
+    statuses.append(0 if works else 1)
 
 
 def trial_panel(task: Task, member: int, result: Trajectory | TrialFailure, *, with_messages: bool) -> Panel:

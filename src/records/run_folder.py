@@ -41,6 +41,8 @@ IDENTITY = (
     "lora_rank",
     "env",
     "tasks_dir",
+    "data",
+    "reward",
     "seed",
     "batch_size",
     "group_size",

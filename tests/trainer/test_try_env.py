@@ -72,7 +72,7 @@ async def test_the_failure_of_a_reward_function_is_shown(data: str, tmp_path: Pa
     monkeypatch.syspath_prepend(str(tmp_path))
     text, status = await tried(data, "reward=bad_reward:grade", "policy=scripted", "n_tasks=1")
     assert "env_error: KeyError: 'nothing'" in text and "bad_reward.py:2 in grade)" in text.replace("\n", "")
-    assert status == 0
+    assert status == 1
 
 
 async def test_trials_without_a_grade_give_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
