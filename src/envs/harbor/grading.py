@@ -43,7 +43,7 @@ from src.envs.sandbox.environment import SandboxEnvironment
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 180.0
 PROBE_TIMEOUT_S = 30
 VERIFIER_REASONS = (
     ZeroReason.VERIFIER_TIMEOUT,
