@@ -272,7 +272,8 @@ def test_run_skyrl_tx_trains_on_the_running_server(reader: Reader, server: str, 
     text = "".join(printed)
     assert run.returncode == 130, text
     assert f"using the server at http://localhost:{reader.port}: {MODEL}, {CONTEXT} tokens" in text
-    assert f"fitted to the server's context of {CONTEXT} tokens: context_limit={CONTEXT} (128000)" in text
+    fitted = f"context_limit={CONTEXT} instead of 128000"
+    assert f"fitted to the server's context of {CONTEXT} tokens: {fitted}" in text
     assert "wandb is off" in text and "tasks: 1 to train on, 1 held out; 2 steps" in text
     [config] = (json.loads(path.read_text()) for path in (reader.clone / "runs").glob("*/config.json"))
     recipe = dict(word.split("=") for word in RECIPE.replace("\\", "").split())
