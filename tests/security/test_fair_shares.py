@@ -176,7 +176,8 @@ def test_a_single_request_is_never_paused(engine: Engine) -> None:
     after = engine.stats()
     blocks = after["decode_dispatches"] - before["decode_dispatches"]  # type: ignore[operator]
     assert after["num_pauses"] == before["num_pauses"]
-    assert after["decode_dispatches_ahead"] - before["decode_dispatches_ahead"] >= blocks - 3  # type: ignore[operator]
+    # The first dispatch, and those after sequences have moved to a narrower batch, are not ahead.
+    assert after["decode_dispatches_ahead"] - before["decode_dispatches_ahead"] >= blocks - 6  # type: ignore[operator]
 
 
 def test_paused_sequences_free_their_pages_when_others_need_them(tmp_path: Path, engine: Engine) -> None:

@@ -46,4 +46,4 @@ def test_importing_the_package_is_fast() -> None:
         "import sys, skyrl_tx_server as s; s.serve; print(sorted({'jax', 'starlette'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    assert done.stdout.strip() == "[]"

@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -23,6 +22,7 @@ from pathlib import Path
 from src.config import TrainerConfig
 from src.core.trajectory import Trajectory, TrialFailure
 from src.envs.harbor.environment import HarborTasks, open_harbor
+from tests.fakes.event_loop import unloaded_clock
 from tests.fakes.tokenizer import byte_chat
 from tests.security.red_team import host, image
 from tests.security.red_team.agent import Agent
@@ -213,7 +213,7 @@ class AttackRunner:
                     " ".join(filter(None, (outcome.stop_reason, outcome.zero_reason))),
                 )
                 if outcome.reward != (1.0 if solves else 0.0):
-                    unit.own.append(f"the reward is {outcome.reward:g}")
+                    unit.own.append(f"the reward is {outcome.reward:g} ({unit.reason})")
                 if missing := [attack.reason for attack in unit.attacks if attack.reason not in unit.reason]:
                     unit.own.append(f"the reason is {unit.reason}, without {missing[0]}")
                 if outcome.metrics["prefix_breaks"]:
@@ -245,11 +245,7 @@ async def longest_gap() -> AsyncIterator[list[float]]:
     time for which its thread waited for a CPU does not count, because it depends on the load of the machine.
     """
     gaps = [0.0]
-    schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-
-    def now() -> float:
-        _, waited_ns, _ = schedule.read_text().split()
-        return time.monotonic() - int(waited_ns) / 1e9
+    now = unloaded_clock()
 
     async def beat() -> None:
         last = now()
