@@ -9,8 +9,8 @@ from tests.security.red_team.attack import ANSWER, SANDBOX_ROOT, EnvironmentKind
 INSTRUCTION = f"Write the number {ANSWER} and a newline into /app/answer.txt.\n"
 MEMORY_MB = 512
 STORAGE_MB = 256
-AGENT_S = {EnvironmentKind.SANDBOX: 45, EnvironmentKind.DOCKER: 60}
-VERIFIER_S = {EnvironmentKind.SANDBOX: 12, EnvironmentKind.DOCKER: 25}
+AGENT_S = {EnvironmentKind.SANDBOX: 45, EnvironmentKind.DOCKER: 100}
+VERIFIER_S = {EnvironmentKind.SANDBOX: 12, EnvironmentKind.DOCKER: 45}
 USER = "agent"  # a user of the image
 
 BASH_TEST = """#!/bin/bash
