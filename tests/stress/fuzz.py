@@ -104,7 +104,7 @@ def route_target(folder: Path) -> Callable[[bytes], object]:
     endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.method != "GET"]
     app = build_app(
         StartupState(
-            context=fake_context(folder, retention=Retention(hold_s=0.001, grace_s=0.01, max_finished=100))
+            state=fake_context(folder, retention=Retention(hold_s=0.001, grace_s=0.01, max_finished=100))
         )
     )
     loop = asyncio.new_event_loop()
