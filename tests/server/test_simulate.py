@@ -72,7 +72,7 @@ def test_measured_times_depend_on_sequences_and_segment() -> None:
 
 def test_the_operations_of_a_step_are_those_of_its_program(tmp_path: Path) -> None:
     """XLA counts the body of the loop over decode steps once. The program computes every slot up to the end
-    of its segment, and low-rank products in addition."""
+    of its segment, and low-rank products and sums as products in addition."""
     config = replace(CONFIG, hidden_size=128, intermediate_size=256, head_dim=32)
     settings = make_settings(
         make_model(tmp_path / "model", config),
@@ -87,7 +87,7 @@ def test_the_operations_of_a_step_are_those_of_its_program(tmp_path: Path) -> No
         weights=matrix_size(config), kv_bytes=0, attention=heads_size(config), layers=config.num_layers
     )
     flops = step_flops(model, cached=8 * (512 + 16), slots=8)
-    assert flops == pytest.approx(counts["flops"], rel=0.15)
+    assert flops == pytest.approx(counts["flops"], rel=0.2)
 
 
 def test_a_4b_model_has_the_predicted_times_on_an_h200() -> None:
