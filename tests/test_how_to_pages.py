@@ -16,7 +16,7 @@ from src.core import options
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "how-to"
 ROOT = PAGES.parents[1]
 ALL_PAGES = [*ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("docs/**/*.md")]
-# seed-behaviours.md also names files and classes of the seed documents; test_seed_behaviours_page.py checks it.
+# seed-behaviours.md also names files and classes of the documents; test_seed_behaviours_page.py checks it.
 PAGES_WITH_OWN_NAMES = [page for page in ALL_PAGES if page.name != "seed-behaviours.md"]
 PACKAGES = ("src", "skyrl_tx_server", "scripts", "tests", "examples", "docs")
 
