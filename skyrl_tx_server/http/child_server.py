@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import os
 import re
@@ -25,6 +24,15 @@ READY = re.compile(r"skyrl-tx server ready: (\S+)")
 STOP_TIMEOUT_S = 20.0
 MAX_LINE_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1
+START = """
+import ctypes, os, runpy, sys
+ctypes.CDLL(None).prctl({option}, {signal})
+if os.getppid() != {parent}:
+    sys.exit("the parent process has ended")
+runpy.run_module("skyrl_tx_server", run_name="__main__", alter_sys=True)
+"""
+"""The first program of the child. It asks Linux for SIGTERM when the parent ends. `preexec_fn` would do so in
+a fork of this process, which may deadlock if the process has threads, and JAX has threads."""
 
 
 @asynccontextmanager
@@ -39,8 +47,8 @@ async def serve(config: ServerConfig) -> AsyncIterator[str]:
     import_path = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        "-m",
-        "skyrl_tx_server",
+        "-c",
+        START.format(option=PR_SET_PDEATHSIG, signal=int(signal.SIGTERM), parent=os.getpid()),
         *arguments_of(config),
         stdin=DEVNULL,
         stdout=PIPE,
@@ -48,7 +56,6 @@ async def serve(config: ServerConfig) -> AsyncIterator[str]:
         limit=MAX_LINE_BYTES,
         env=os.environ | import_path | keys,
         start_new_session=True,  # Ctrl-C reaches the client alone, which may save a checkpoint first
-        preexec_fn=_stop_with_parent,
     )
     try:
         url = await _address(process)
@@ -103,8 +110,3 @@ async def _stop(process: Process) -> None:
     except TimeoutError:
         process.kill()
         await process.communicate()
-
-
-def _stop_with_parent() -> None:
-    """In the child, before exec: ask Linux for SIGTERM when the parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,8 +1,9 @@
 """Sums over the last axis whose bits do not depend on the number of rows.
 
 On a CPU, XLA computes small sums in an order that depends on the number of rows. The logprobs of a sequence
-would then depend on the width of the decode batch. A matrix product computes each row in the same order if
-the number of rows is a multiple of four, so these functions multiply with columns of ones.
+would then depend on the width of the decode batch and on the prompts that are computed with its own. A matrix
+product computes each row in the same order if the number of rows is a multiple of four and the product has at
+least 16 columns, so these functions multiply with columns of ones.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import jax.numpy as jnp
 
 from skyrl_tx_server.model.mesh import on_gpu
 
-COLUMNS = 8
-"""The columns of ones. The order of a product with one column, which is a matrix-vector product, also depends
-on the number of rows."""
+COLUMNS = 16
+"""The columns of ones. With one column, the order of a product depends on the number of rows; with eight, it
+changes at 96 rows."""
 
 
 def sum_last(x: jax.Array) -> jax.Array:
@@ -27,11 +28,20 @@ def sum_last(x: jax.Array) -> jax.Array:
 
 def logsumexp(x: jax.Array) -> jax.Array:
     """Return the log of the sum of exponentials [..., 1] of x [..., n] float32."""
-    highest = jax.lax.stop_gradient(x.max(axis=-1, keepdims=True))
-    return highest + jnp.log(sum_last(jnp.exp(x - highest)))
+    highest, weights = _exponentials(x)
+    return highest + jnp.log(sum_last(weights))
 
 
 def softmax(x: jax.Array) -> jax.Array:
     """Return the softmax of x [..., n] float32."""
-    weights = jnp.exp(x - jax.lax.stop_gradient(x.max(axis=-1, keepdims=True)))
+    _, weights = _exponentials(x)
     return weights / sum_last(weights)
+
+
+def _exponentials(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (the maximum [..., 1], the exponential [..., n] of each distance from it)."""
+    highest = jax.lax.stop_gradient(x.max(axis=-1, keepdims=True))
+    distances = x - highest
+    if not on_gpu():  # a small exponential that is computed together with a maximum has other bits
+        distances = jax.lax.optimization_barrier(distances)
+    return highest, jnp.exp(distances)

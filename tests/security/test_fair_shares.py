@@ -176,8 +176,9 @@ def test_a_single_request_is_never_paused(engine: Engine) -> None:
     after = engine.stats()
     blocks = after["decode_dispatches"] - before["decode_dispatches"]  # type: ignore[operator]
     assert after["num_pauses"] == before["num_pauses"]
-    # The first dispatch, and those after sequences have moved to a narrower batch, are not ahead.
-    assert after["decode_dispatches_ahead"] - before["decode_dispatches_ahead"] >= blocks - 6  # type: ignore[operator]
+    ahead = after["decode_dispatches_ahead"] - before["decode_dispatches_ahead"]  # type: ignore[operator]
+    # The first dispatch, and those after sequences have ended, are not ahead.
+    assert ahead >= 0.8 * blocks
 
 
 def test_paused_sequences_free_their_pages_when_others_need_them(tmp_path: Path, engine: Engine) -> None:

@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import httpx
+import jax.numpy as jnp
 import pytest
 
 from skyrl_tx_server import ServerConfig, serve
@@ -11,6 +14,7 @@ from skyrl_tx_server.config.command_line import parse
 from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.http.child_server import arguments_of
 
+TIMEOUT_S = 60
 OPTIONS = {
     "base_model": "datasets/quickstart/model",
     "compilation_cache_dir": None,
@@ -33,11 +37,33 @@ def test_keys_are_not_on_the_command_line() -> None:
 async def test_a_refused_model_is_an_error_of_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """JAX has threads in this process, so a fork of it would warn."""
+    jnp.zeros(1).block_until_ready()
     config = ServerConfig(base_model=str(tmp_path), port=0, checkpoints_dir=str(tmp_path / "checkpoints"))
     with pytest.raises(ConfigError, match=r"^the server stopped with status 2: .*config\.json") as raised:
         async with serve(config):
             pass
     assert "\n" not in str(raised.value)
+
+
+def test_the_server_stops_when_its_parent_is_killed(tmp_path: Path) -> None:
+    options = f"base_model='datasets/quickstart/model', port=0, checkpoints_dir={str(tmp_path)!r}"
+    program = (
+        "import asyncio\nfrom skyrl_tx_server import ServerConfig, serve\n"
+        f"async def main():\n    async with serve(ServerConfig({options})) as url:\n"
+        "        print(url, flush=True)\n        await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        url = parent.stdout.readline().strip()
+        assert httpx.get(f"{url}/api/v1/healthz", timeout=TIMEOUT_S).json() == {"status": "ok"}
+        parent.kill()
+    deadline = time.monotonic() + TIMEOUT_S
+    with pytest.raises(httpx.ConnectError):
+        while time.monotonic() < deadline:
+            httpx.get(f"{url}/api/v1/healthz", timeout=TIMEOUT_S)
+            time.sleep(0.1)
 
 
 def test_importing_the_package_is_fast() -> None:

@@ -71,7 +71,8 @@ async def test_the_failure_of_a_reward_function_is_shown(data: str, tmp_path: Pa
     (tmp_path / "bad_reward.py").write_text("def grade(answer, row):\n    return row['nothing']\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     text, status = await tried(data, "reward=bad_reward:grade", "policy=scripted", "n_tasks=1")
-    assert "env_error: KeyError: 'nothing'" in text and "bad_reward.py:2 in grade)" in text.replace("\n", "")
+    assert "env_error: KeyError: 'nothing'" in text
+    assert "bad_reward.py:2ingrade)" in "".join(text.split())  # the console wraps long paths
     assert status == 1
 
 
@@ -85,7 +86,7 @@ async def test_trials_without_a_grade_give_status_1(monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "answers.txt").write_text("hello\n")
     text, status = await tried("env=torn_env:open_env", f"answers={tmp_path / 'answers.txt'}")
-    assert "env_init_failed: RuntimeError: no board" in text and "torn_env.py:4" in text
+    assert "env_init_failed: RuntimeError: no board" in text and "torn_env.py:4" in "".join(text.split())
     assert "no trial could be graded" in text and status == 1
 
 
