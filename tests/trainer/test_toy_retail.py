@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.quick_starts import QUICKSTARTS
 from scripts.quickstart.words import Pool, pool_of
 from scripts.recipe_options import RECIPE_OF_KIND
-from scripts.run_skyrl_tx import QUICKSTART_OPTIONS, QUICKSTARTS
 from scripts.toy_retail import make_tasks
 from scripts.toy_retail.tokenizer import build_tokenizer, fixed_texts
 from src.cli.command_line import parse
@@ -326,12 +326,6 @@ def test_the_tau_quick_start_uses_native_tools():
     assert parse(
         [*BASE[1:3], *(f"{name}={value}" for name, value in options.items())]
     ).use_native_tool_calling
-
-
-@pytest.mark.parametrize("kind", QUICKSTARTS)
-def test_every_quick_start_is_a_valid_run(kind):
-    options = QUICKSTART_OPTIONS | QUICKSTARTS[kind].options | {"env": kind}
-    parse([*BASE[1:3], *(f"{name}={value}" for name, value in options.items())])
 
 
 @pytest.mark.seed_behaviour(4)
