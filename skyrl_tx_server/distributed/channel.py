@@ -6,12 +6,12 @@ First the two sides prove to each other that they know the key, with HMAC-SHA256
     process n                                    process 0
     MAGIC, n, nonce               -->
                                   <--            nonce, proof that process 0 knows the key
-    proof that process n does     -->
+    proof that process n knows it -->
 
-A proof covers its sender, the number of the other process and both nonces, so it cannot be used elsewhere.
-Both sides derive a key for each direction from the nonces, for this connection only. A message consists of
-its length, an authentication code, the payload and a second code. The codes cover the message's number in its
-direction, its length and its payload, so a message that was changed, repeated, dropped or reordered ends the
+A proof covers its sender, the number n and both nonces, so it cannot be replayed on another connection. From
+the nonces both sides derive a key for each direction of this connection. A message consists of its length, an
+authentication code, the payload and a second code. The codes cover the message's number in its direction, its
+length and its payload. A message that was changed, repeated, dropped or reordered therefore ends the
 connection, and a sender without the key cannot cause an allocation.
 """
 
@@ -33,7 +33,7 @@ MAGIC = b"skyrltx1"
 NONCE_BYTES = CODE_BYTES = 32
 NUMBER, LENGTH, COUNTER = struct.Struct(">I"), struct.Struct(">Q"), struct.Struct(">QQ")
 MAX_MESSAGE_BYTES = 1 << 38
-"""More than the weights and checkpoints of any host; a larger length is a bug."""
+"""More than the size of the weights and checkpoints of any host. A larger length is a bug."""
 
 
 class WrongKeyError(ServerError):
@@ -149,8 +149,8 @@ def connect(connection: socket.socket, key: bytes, *, process: int, timeout_s: f
 
 
 def _session_keys(key: bytes, hello: bytes | bytearray, nonce: bytes | bytearray) -> tuple[bytes, bytes]:
-    """Return the keys of messages (from process 0, to process 0). `hello` is the number and nonce of the
-    other process, `nonce` that of process 0."""
+    """Return (key of messages from process 0, key of messages to process 0). `hello` contains the number and
+    the nonce of the other process; `nonce` is the nonce of process 0."""
     purposes = b"key of messages from process 0", b"key of messages to process 0"
     return _code(key, purposes[0], hello, nonce), _code(key, purposes[1], hello, nonce)
 
@@ -166,14 +166,15 @@ def _code(key: bytes, purpose: bytes, *parts: bytes | bytearray) -> bytes:
 
 
 def _read(connection: socket.socket, count: int, deadline: float | None) -> bytearray:
-    """Read exactly `count` bytes. Raises EOFError if the connection ends before."""
+    """Read exactly `count` bytes. Raises EOFError if the connection ends first, and TimeoutError at
+    `deadline`, a time of `time.monotonic`."""
     data = bytearray(count)
     view, num_read = memoryview(data), 0
     while num_read < count:
         if deadline is not None:
-            if (left := deadline - time.monotonic()) <= 0:
+            if (remaining_s := deadline - time.monotonic()) <= 0:
                 raise TimeoutError("the other side did not answer in time")
-            connection.settimeout(left)
+            connection.settimeout(remaining_s)
         received = connection.recv_into(view[num_read:])
         if not received:
             raise EOFError("the connection has ended")

@@ -74,7 +74,7 @@ def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
                 ) from None
             accept_process(candidate, hosts, mine, joined)
             if len(joined) == hosts.num_processes - 1:
-                remove_disconnected(joined)  # with a lost process jax waits for minutes and aborts
+                remove_disconnected(joined)  # jax would wait minutes for a lost process and then abort
         jax_address = f"{_bracketed(host)}:{_free_port(host)}"
     for process, connection in joined.items():
         try:
@@ -83,7 +83,7 @@ def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
             raise ConfigError(
                 f"process {process} disconnected before all processes had connected: start them again"
             ) from None
-    rank0 = RankZero(joined, on_lost)  # detects lost processes while jax starts, which waits for minutes
+    rank0 = RankZero(joined, on_lost)  # detects a lost process while jax starts; jax would wait for minutes
     _start_jax(hosts, jax_address)
     return rank0
 
@@ -159,7 +159,7 @@ def remove_disconnected(joined: dict[int, Channel]) -> None:
 
 
 def refusal_of(mine: Handshake, theirs: Handshake, joined: dict[int, Channel]) -> str | None:
-    """Return why a process is refused. None: it is accepted."""
+    """Return the reason for refusing a process, or None if it is accepted."""
     process = f"process {theirs.process_id}"
     if theirs.num_processes != mine.num_processes:
         return (
@@ -169,8 +169,8 @@ def refusal_of(mine: Handshake, theirs: Handshake, joined: dict[int, Channel]) -
     if theirs.process_id in joined:
         return f"process_id={theirs.process_id} is taken: start each process with its own process_id"
     for name, value in mine.settings.items():
-        if (other := theirs.settings.get(name)) != value:
-            return f"{process} has {name}={other}, process 0 {name}={value}: use equal options"
+        if (their_value := theirs.settings.get(name)) != value:
+            return f"{process} has {name}={their_value}, process 0 {name}={value}: use equal options"
     return None
 
 
@@ -201,7 +201,7 @@ def _connect(hosts: ProcessOptions) -> socket.socket:
 
 
 def _enable_keepalive(peer: socket.socket) -> None:
-    """Let the kernel probe the other host, so that the connection to a lost host ends after 30 s."""
+    """Enable probes of the other host by the kernel. The connection to a lost host then ends after 30 s."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, seconds in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):

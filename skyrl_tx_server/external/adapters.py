@@ -1,5 +1,6 @@
-"""The adapters of an external server. `SaveSampler` writes a snapshot in PEFT format, which is then loaded at
-once and unloaded when it is dropped. The next sample reloads an adapter that was evicted or lost."""
+"""The adapters of an external server. `SaveSampler` writes a snapshot in PEFT format. The external server
+loads it at once and unloads it when the snapshot is dropped. The next sample reloads an adapter that was
+evicted or lost."""
 
 from __future__ import annotations
 
@@ -67,13 +68,14 @@ class ExternalAdapters:
         return self._root / f"{PREFIX}{uuid.uuid4().hex}"
 
     def add(self, weights: str, directory: Path, saved: Future[OpResult]) -> None:
-        """Add a snapshot that `saved` writes to `directory`. It replaces any other of this name."""
+        """Add a snapshot, which the operation of `saved` writes to `directory`. It replaces an earlier
+        snapshot with the same name."""
         self.drop(weights)
         self._adapters[weights] = ExternalAdapter(weights=weights, directory=directory, saved=saved)
         self.load(self._adapters[weights])
 
     def use(self, weights: str) -> ExternalAdapter:
-        """Return a snapshot. Raise NotFoundError if there is none."""
+        """Return a snapshot and mark it as the most recently used. Raise NotFoundError if there is none."""
         adapter = self._adapters.pop(weights, None)
         if adapter is None:
             if not is_on_disk(weights):
@@ -112,8 +114,8 @@ class ExternalAdapters:
         write_adapter(adapter.directory, arrays, info.lora, info.base_model, "float32")
 
     def _make_room(self) -> None:
-        """Unload the least recently used adapters. Delete the files of checkpoints, which can be written
-        again, but not those of snapshots in memory."""
+        """Unload the least recently used adapters above the limit. Delete the files of checkpoints, which can
+        be written again, but not those of snapshots in memory."""
         unused = [
             adapter
             for adapter in self._adapters.values()

@@ -106,7 +106,7 @@ class Vllm:
             (_mapping(choice) for choice in response["choices"]), key=lambda choice: choice["index"]
         )
         if choices[0]["prompt_token_ids"] != request.prompt:
-            raise ValueError("prompt_token_ids is another prompt")
+            raise ValueError("prompt_token_ids differ from the prompt of the request")
         usage = response.get("usage") or {}
         return SampleReply(
             samples=[
@@ -200,8 +200,8 @@ def read_reply(dialect: Dialect, content: bytes, request: SamplingRequest) -> Sa
 def cut_at_stop(
     sample: SampledText, request: SamplingRequest, tokenizer: Tokenizer | None
 ) -> SampledSequence:
-    """Return the sample up to where the engine would have stopped. `tokenizer` is needed for stop strings.
-    Raise SamplerError if the external server stopped earlier."""
+    """Return the sample up to the token at which the engine would have stopped. `tokenizer` is needed for
+    stop strings. Raise SamplerError if the external server stopped earlier."""
     tokens = sample.tokens.tolist()
     ends = [index + 1 for index, token in enumerate(tokens) if token in request.stop_tokens][:1]
     if (
