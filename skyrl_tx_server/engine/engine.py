@@ -82,7 +82,7 @@ class Watcher(Protocol):
 
 
 class EngineClient(Protocol):
-    """The engine as the HTTP side sees it."""
+    """The methods of the engine that the HTTP side calls."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -115,7 +115,7 @@ class Engine:
         train_share: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`train_share`: see `Scheduler`. `clock`: the time in seconds."""
+        """`train_share`: see `Scheduler`. `clock` returns the time in seconds."""
         self._clock = clock
         self._executor, self._sampler = executor, executor.sampler
         self._scheduler = Scheduler(
@@ -220,7 +220,7 @@ class Engine:
                 with self._work:
                     self._scheduler.count_time(work, seconds)
         except BaseException:  # a bug; fail the futures so that clients do not wait forever
-            logger.exception("the engine thread died")
+            logger.exception("the engine thread failed")
             self.abandon(STOPPING)
             raise
 
@@ -290,7 +290,7 @@ class Engine:
                 self._prefilled(request, result)
 
     def _is_pending(self, request_id: int) -> bool:
-        """Whether the request has started, or its future is not cancelled."""
+        """Whether the request has started or can still start, because its future is not cancelled."""
         with self._work:
             future = self._futures.get(request_id)
             withdrawn = future is None or future.cancelled()
@@ -395,8 +395,8 @@ class Engine:
         self._fail(request_id, error, what="Sample")
 
     def _fail_all_samples(self, error: Exception, *starting: int) -> None:
-        """Fail every request that has started or was about to, because the KV cache is lost. Waiting requests
-        continue."""
+        """Fail every request that has started, and the requests `starting`, because the KV cache is lost.
+        Waiting requests continue."""
         for request_id in {**dict.fromkeys(self._sampling), **dict.fromkeys(starting)}:
             self._fail_sample(request_id, error)
 

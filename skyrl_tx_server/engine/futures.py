@@ -23,12 +23,13 @@ logger = logging.getLogger(__name__)
 
 MAX_KEYS_PER_SCOPE = 200_000
 FAILURE_SIZE = 500
+"""Estimated bytes of a stored error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestKey:
-    """Identifies a repeated request: the model, sampler or session, and the client's number of the request in
-    it."""
+    """Identifies a request, so that a repetition is recognised: the model, sampler or session, and the
+    client's number of the request within it."""
 
     scope: str  # begins with the session id
     seq_id: int
@@ -60,7 +61,7 @@ class _Entry:
     extra: dict[str, str]
     session_id: str | None
     running: concurrent.futures.Future[OpResult]
-    withdraw: Callable[[], None]  # withdraws an operation that has started
+    withdraw: Callable[[], None]  # called to withdraw an operation that has started
     key: RequestKey | None = None
     abandoned: bool = False  # no client waits for the result
     woken: asyncio.Event = field(default_factory=asyncio.Event)

@@ -20,7 +20,8 @@ from skyrl_tx_server.engine.operations import DEFAULT_TENANT, DropSnapshot, Lora
 from skyrl_tx_server.engine.tenants import id_prefix, owner_of
 from skyrl_tx_server.errors import FutureLostError, NotFoundError, UserError
 
-MAX_ENDED_REMEMBERED = 10_000
+MAX_ENDED_SESSIONS = 10_000
+"""The number of ended sessions whose reason for ending is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,8 +127,8 @@ class Registry:
 
     def sessions(self) -> list[Session]:
         """Return the sessions, the newest first."""
-        seen = (session for session in self._sessions.values() if self._owns(session.session_id))
-        return sorted(seen, key=lambda session: session.created_at, reverse=True)
+        owned = (session for session in self._sessions.values() if self._owns(session.session_id))
+        return sorted(owned, key=lambda session: session.created_at, reverse=True)
 
     def has_session(self, session_id: str) -> bool:
         return self._find(session_id) is not None
@@ -142,7 +143,7 @@ class Registry:
             raise FutureLostError(str(error)) from None
 
     def touch(self, session_id: str | None) -> None:
-        """Record that the client is alive; a poll counts as a heartbeat."""
+        """Record that the client is alive, because it polls a future. Ignore an unknown session."""
         session = None if session_id is None else self._find(session_id)
         if session is not None:
             session.last_seen = self.clock()
@@ -158,7 +159,7 @@ class Registry:
             return []
         del self._sessions[session_id]
         self._ended[session_id] = why
-        if len(self._ended) > MAX_ENDED_REMEMBERED:
+        if len(self._ended) > MAX_ENDED_SESSIONS:
             self._ended.popitem(last=False)
         for model_id in session.models:
             self.last_request_at.pop(model_id, None)

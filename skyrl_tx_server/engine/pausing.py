@@ -22,7 +22,8 @@ class PlannedPause:
 
 
 def plan_pauses(queue: SampleQueue, num_slots: int, *, for_memory: bool) -> list[PlannedPause]:
-    """Return the sequences to pause. With `for_memory`, which means that no KV page is free, at most one."""
+    """Return the sequences to pause. `for_memory` means that no KV page is free; at most one sequence is then
+    returned."""
     plan, pauses = SlotPlan(), list[PlannedPause]()
     while len(pauses) < num_slots:
         pause = _next_pause(queue, plan, num_slots, for_memory=for_memory)
@@ -109,8 +110,8 @@ def _sequence_of_same_tenant(
 def _sequence_to_pause(
     queue: SampleQueue, requests: Iterable[Request], plan: SlotPlan
 ) -> tuple[Request, int] | None:
-    """Return the last sequence that may be paused of the request with the most sequences, the latest one of
-    several such requests."""
+    """Return the last sequence that may be paused of the request with the most sequences. If several requests
+    have the most sequences, use the latest request."""
     candidates = [
         (plan.num_running(request), request.request_id, index)
         for request in requests
