@@ -82,7 +82,7 @@ def check_run_id(run_id: str) -> None:
 
 @contextlib.contextmanager
 def record_errors(path: str) -> Iterator[None]:
-    """Raise NotFoundError or UserError in place of an error while reading the record of `path`."""
+    """Raise NotFoundError or UserError in place of an error while the record of `path` is read."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):

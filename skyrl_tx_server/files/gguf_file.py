@@ -1,7 +1,7 @@
 """The header of a GGUF file: its metadata and its tensor table, with the bounds of every field checked.
 
-`gguf.GGUFReader` is not used for the header, because it does not compare counts with the size of the file: a
-damaged count makes it fill the memory. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+`gguf.GGUFReader` is not used for the header, because it does not compare counts with the size of the file. A
+damaged count would exhaust the memory. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """Read the header of `path`.
 
-    Raises ConfigError if it is not a GGUF file, is damaged, or is shorter than its tensor table says.
+    Raises ConfigError if it is not a GGUF file, is damaged, or ends before the last tensor of its table.
     """
     try:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -168,7 +168,7 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
         start, size = data_start + offset, _num_bytes(path, name, shape, number)
         if start + size > cursor.size:
             raise _DamagedError(
-                f"it is cut short: tensor {name[:80]} ends at byte {start + size}, the file has {cursor.size}"
+                f"it is truncated: tensor {name[:80]} ends at byte {start + size}, the file has {cursor.size}"
             )
         tensors[name] = GgufTensor(
             name=name, shape=shape, kind=GGMLQuantizationType(number), start=start, size=size

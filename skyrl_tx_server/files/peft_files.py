@@ -1,7 +1,7 @@
 """Adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors, as `peft` loads them.
 
-Names are `base_model.model.<module>.lora_A.weight`, without `.base_layer.` or an adapter's name; all tensors
-have one dtype.
+Tensor names are `base_model.model.<module>.lora_A.weight`, without `.base_layer.` or an adapter's name. All
+tensors have one dtype.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _UNSUPPORTED = (
 
 
 def adapter_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the adapter's own tensors of a checkpoint, which may also hold those of an optimizer."""
+    """Return the adapter's tensors of a checkpoint, which may also contain an optimizer state."""
     return {name: array for name, array in arrays.items() if _FACTOR.fullmatch(name)}
 
 
 def deltas(arrays: Mapping[str, np.ndarray], lora: LoraSpec) -> dict[str, np.ndarray]:
-    """Return alpha / rank * B @ A, [out, in] float32, by Hugging Face's tensor name. `rank` is that of the
-    factors."""
+    """Return Hugging Face's tensor name -> alpha / rank * B @ A, [out, in] float32. `rank` is the rank of A
+    and B."""
     by_name = {}
     for name, a in adapter_tensors(arrays).items():
         if name.endswith(".lora_A.weight"):

@@ -32,7 +32,7 @@ class StreamWatcher:
         return not self.cancelled
 
     def cancel(self) -> None:
-        """Withdraw the request. One that has started ends after the current decode dispatch."""
+        """Withdraw the request. If it has started, it ends after the current decode dispatch."""
         self.cancelled = True
 
     def finish(self, future: concurrent.futures.Future[OpResult]) -> None:

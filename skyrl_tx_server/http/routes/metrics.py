@@ -147,7 +147,7 @@ class _Families(Collector):
         for metric in METRICS:
             yield from _families(metric, statistics)
         for name, value in self.state.registry.stats().items():
-            yield GaugeMetricFamily(f"{PREFIX}registry_{name}", f"{name} that the HTTP side knows", value)
+            yield GaugeMetricFamily(f"{PREFIX}registry_{name}", f"Number of {name} in the registry", value)
         yield GaugeMetricFamily(
             f"{PREFIX}resident_memory_bytes", "Resident memory of the server process", _resident_bytes()
         )

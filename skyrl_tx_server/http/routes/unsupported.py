@@ -1,4 +1,5 @@
-"""Routes of the Tinker API that this server does not implement. Each replies with an alternative."""
+"""Routes of the Tinker API that this server does not implement. Each replies with an error that names an
+alternative if there is one."""
 
 from __future__ import annotations
 

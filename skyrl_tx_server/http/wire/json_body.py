@@ -1,4 +1,5 @@
-"""Parse JSON request bodies. The numbers of values, strings and containers and the depth are checked before.
+"""Parse JSON request bodies. Before parsing, the numbers of values, strings and containers and the depth are
+checked.
 
 The first check counts characters without regard to strings, so its counts are upper bounds. A body that
 exceeds a limit is checked again without its strings before it is rejected.

@@ -44,7 +44,7 @@ class SamplingRequest:
     stream: bool
     include_usage: bool  # the last chunk of a stream contains the usage
     logprobs: bool
-    token_ids: bool  # vLLM's return_token_ids: the exact tokens, for clients that train on them
+    token_ids: bool  # vLLM's return_token_ids: return the sampled token ids, for clients that train on them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +192,7 @@ def _max_tokens(fields: JsonReader) -> int | None:
     old, new = fields.optional_integer("max_tokens"), fields.optional_integer("max_completion_tokens")
     if old is not None and new is not None and old != new:
         raise UserError(
-            f"chat/completions: max_tokens={old} and max_completion_tokens={new} disagree; send one"
+            f"chat/completions: max_tokens={old} and max_completion_tokens={new} differ; send one of them"
         )
     return old if new is None else new
 
@@ -261,10 +261,11 @@ def _content(content: object, where: str) -> str:
 
 
 def _past_call(call: object, where: str) -> dict[str, object]:
+    """Return a tool call of an earlier assistant message, with its arguments parsed as JSON."""
     function = JsonReader(JsonReader(call, where).mapping("function"), f"{where}.function")
     name, arguments = function.text("name"), function.value("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # invalid JSON that a model wrote is kept as text
+        with contextlib.suppress(ValueError):  # invalid JSON, which a model may write, is kept as text
             arguments = parse_json(arguments.encode())
     message_json: dict[str, object] = {
         "type": "function",

@@ -11,7 +11,7 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 
 MAX_CELLS = 1 << 24
-"""Maximum number of cells of a matrix: a small sparse request must not allocate gigabytes."""
+"""Maximum number of cells of a matrix, because a small sparse request must not allocate gigabytes."""
 _CHUNK_SIZE = 1 << 16
 
 
