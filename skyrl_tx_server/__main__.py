@@ -95,6 +95,7 @@ def _run(config: ServerConfig) -> int:
 
 
 def _follow(config: ServerConfig) -> int:
+    """Run a rank other than 0 until rank 0 stops. Return the exit status."""
     from skyrl_tx_server.distributed.rendezvous import join
     from skyrl_tx_server.executor.executor import DeviceExecutor
 

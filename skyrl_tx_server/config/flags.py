@@ -58,9 +58,9 @@ def as_options(
     """
     options: list[str] = []
     notices: list[str] = []
-    rest = list(argv)
-    while rest:
-        argument = rest.pop(0)
+    remaining = list(argv)
+    while remaining:
+        argument = remaining.pop(0)
         flag, equals, value = argument.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("--"):
@@ -68,8 +68,8 @@ def as_options(
         elif name in REFUSED:
             raise ConfigError(f"{flag}: {REFUSED[name]}")
         option = OPTION_OF_FLAG.get(name, name)
-        if not equals and flag.startswith("--") and rest and _is_value(rest[0]):
-            value = rest.pop(0) if name in WITHOUT_EFFECT or option in known else ""
+        if not equals and flag.startswith("--") and remaining and _is_value(remaining[0]):
+            value = remaining.pop(0) if name in WITHOUT_EFFECT or option in known else ""
         if name in WITHOUT_EFFECT:
             notices.append(f"{flag} has no effect: {WITHOUT_EFFECT[name]}")
         elif not name or option not in known:

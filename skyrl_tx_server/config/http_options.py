@@ -29,8 +29,8 @@ class HttpOptions(TenantOptions):
     )
     api_key_file: str | None = chz.field(
         default=None,
-        doc="File that holds the api_key. A key on the command line is visible to every user of this machine "
-        "while it starts",
+        doc="File that contains the api_key. A key on the command line is visible to every user of this "
+        "machine while it starts",
     )
     allowed_hosts: str | None = chz.field(
         default=None,

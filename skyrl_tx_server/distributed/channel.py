@@ -50,7 +50,7 @@ class Channel:
     def __init__(self, connection: socket.socket, *, sending: bytes, receiving: bytes) -> None:
         self._socket = connection
         weakref.finalize(self, connection.close)
-        self._sending, self._receiving = sending, receiving  # keys
+        self._sending_key, self._receiving_key = sending, receiving
         self._sent = self._received = 0
         self._lock = threading.Lock()
 
@@ -60,9 +60,9 @@ class Channel:
             header = LENGTH.pack(len(payload))
             number = COUNTER.pack(self._sent, len(payload))
             self._sent += 1
-            self._socket.sendall(header + _code(self._sending, b"header", number))
+            self._socket.sendall(header + _code(self._sending_key, b"header", number))
             self._socket.sendall(payload)
-            self._socket.sendall(_code(self._sending, b"payload", number, payload))
+            self._socket.sendall(_code(self._sending_key, b"payload", number, payload))
 
     def recv_bytes(self, *, at_most: int = MAX_MESSAGE_BYTES, timeout_s: float | None = None) -> bytearray:
         """Return the next message.
@@ -76,12 +76,12 @@ class Channel:
         (length,) = LENGTH.unpack(header)
         number = COUNTER.pack(self._received, length)
         code = _read(self._socket, CODE_BYTES, deadline)
-        if length > at_most or not hmac.compare_digest(code, _code(self._receiving, b"header", number)):
-            self._end()
+        if length > at_most or not hmac.compare_digest(code, _code(self._receiving_key, b"header", number)):
+            self._fail()
         payload = _read(self._socket, length, deadline)
         code = _read(self._socket, CODE_BYTES, deadline)
-        if not hmac.compare_digest(code, _code(self._receiving, b"payload", number, payload)):
-            self._end()
+        if not hmac.compare_digest(code, _code(self._receiving_key, b"payload", number, payload)):
+            self._fail()
         self._received += 1
         if deadline is not None:
             self._socket.settimeout(None)
@@ -101,7 +101,8 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
-    def _end(self) -> None:
+    def _fail(self) -> None:
+        """End the connection and raise TamperedError."""
         self.shut_down()
         raise TamperedError(
             "a message between the processes was changed, repeated or lost; the connection is closed"

@@ -40,7 +40,7 @@ class FinishedSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailedSequence:
-    """A sample of a request has failed, and with it the request. Other requests are not affected."""
+    """A sample of a request has failed, so the whole request fails. Other requests are not affected."""
 
     request_id: int
     error: Exception
@@ -58,7 +58,7 @@ class RunningSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillResult:
-    """The prompt of a request is computed and its sequences have their slots."""
+    """The result of a prefill that has computed the whole prompt of a request. Its sequences have slots."""
 
     prompt_logprobs: np.ndarray | None  # [P] float32
     prompt_cache_hit_tokens: int

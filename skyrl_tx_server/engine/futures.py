@@ -1,8 +1,8 @@
 """Futures of submitted operations, which clients poll by request id.
 
-The store recognises a repeated request by its key and returns the id of the first one, so no operation runs
-twice. A finished future is kept until a grace period after its delivery, because the reply may get lost, and
-within limits of number and bytes. After that its id is unknown.
+The store recognises a repeated request by its key and returns the id of the first request, so no operation
+runs twice. A finished future is kept until a grace period after its delivery, because the reply may get lost,
+and within limits of number and bytes. After that its id is unknown.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class FutureStore:
         self._closed = False
 
     def share(self, parts: int) -> FutureStore:
-        """Return an empty store for a tenant, with a fraction 1 / `parts` of the limits of this one."""
+        """Return an empty store for a tenant, with a fraction 1 / `parts` of this store's limits."""
         max_finished, max_bytes = self._retention.max_finished // parts, self._retention.max_bytes // parts
         return FutureStore(
             replace(self._retention, max_finished=max_finished, max_bytes=max_bytes), clock=self._clock
@@ -109,8 +109,8 @@ class FutureStore:
         waits for the result. If `start` raises, nothing is recorded. Raises UserError if `key` belongs to a
         request of another kind.
         """
-        if key is not None and (known := self.find(key, kind=kind)) is not None:
-            return known
+        if key is not None and (earlier_id := self.find(key, kind=kind)) is not None:
+            return earlier_id
         future = start()
         request_id = f"{kind}-{uuid.uuid4().hex}"
         self._entries[request_id] = _Entry(
@@ -136,15 +136,16 @@ class FutureStore:
         """Return the id of an earlier request with this key. Raise UserError if that was a request of another
         kind.
         """
-        known = self._keys.get(key.scope, {}).get(key.seq_id)
-        if known is None:
+        earlier = self._keys.get(key.scope, {}).get(key.seq_id)
+        if earlier is None:
             return None
-        if known[0] != kind:
+        earlier_kind, request_id = earlier
+        if earlier_kind != kind:
             raise UserError(
-                f"seq_id {key.seq_id} of {key.scope} was a {known[0]} request already; give each request its "
-                f"own seq_id"
+                f"seq_id {key.seq_id} of {key.scope} was a {earlier_kind} request already; give each request "
+                f"its own seq_id"
             )
-        return known[1]
+        return request_id
 
     def session_of(self, request_id: str) -> str | None:
         entry = self._entries.get(request_id)

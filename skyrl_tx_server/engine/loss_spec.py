@@ -1,7 +1,7 @@
 """The table of losses: the inputs that each reads from a datum, and its options.
 
-The table does not import jax, so the request parser can use it. `training.losses.LOSS_FUNCTIONS` holds the
-formula of each loss.
+The table does not import jax, so the request parser can use it. `training.losses.LOSS_FUNCTIONS` contains
+the formula of each loss.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ class Registry:
         return self._tenant is None or owner_of(identifier) == self._tenant
 
     def _find(self, session_id: str) -> Session | None:
-        """Return a session by its id. All other methods use this one."""
+        """Return a session by its id. All other methods look up sessions with this method, so that a view
+        contains only the sessions of its tenant."""
         return self._sessions.get(session_id) if self._owns(session_id) else None
 
     # --- sessions
@@ -239,8 +240,8 @@ class Registry:
         sampler = Sampler(
             sampler_id=sampler_id, session_id=session_id, model_path=model_path, weights=weights
         )
-        known = session.samplers.setdefault(sampler_id, sampler)
-        if known != sampler:
+        existing = session.samplers.setdefault(sampler_id, sampler)
+        if existing != sampler:
             raise UserError(
                 f"sampler {sampler_id} exists already with other weights; give each sampling session its own "
                 f"number"

@@ -99,11 +99,11 @@ def _sequence_of_largest_account(
 def _sequence_of_same_tenant(
     queue: SampleQueue, waiter: Request, plan: SlotPlan, num_slots: int
 ) -> tuple[Request, int] | None:
-    others = [request for request in waiter.tenant.running.values() if request is not waiter]
+    requests = [request for request in waiter.tenant.running.values() if request is not waiter]
     if waiter.is_small and queue.has_room_for_small(waiter.tenant, plan, num_slots):
-        return _sequence_to_pause(queue, [request for request in others if not request.is_small], plan)
+        return _sequence_to_pause(queue, [request for request in requests if not request.is_small], plan)
     at_least = max(SEQUENCES_PER_ROUND + 1, plan.num_running(waiter) + 2)
-    larger = [request for request in others if plan.num_running(request) >= at_least]
+    larger = [request for request in requests if plan.num_running(request) >= at_least]
     return _sequence_to_pause(queue, larger, plan)
 
 

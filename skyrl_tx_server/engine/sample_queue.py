@@ -159,8 +159,8 @@ class SampleQueue:
             self.requests[request_id].tenant.charged += tokens / PROMPT_TOKENS_PER_UNIT
 
     def _tenant(self, name: str) -> Tenant:
-        """Return the tenant of a new request. A tenant that was idle gets the account of a new one unless its
-        own is larger."""
+        """Return the tenant of a new request. The account of a tenant without waiting requests is raised to
+        that of a new tenant."""
         tenant = self.tenants.get(name)
         if tenant is None:
             self._remove_idle_tenants()
@@ -176,7 +176,7 @@ class SampleQueue:
         return tenant
 
     def _remove_idle_tenants(self) -> None:
-        """Remove the idle tenants that would start again with the account of a new one."""
+        """Remove the idle tenants whose account is not above that of a new tenant."""
         for tenant in list(self.tenants.values()):
             if not tenant.num_requests and tenant.charged <= self._min_charged - SLOT_UNITS:
                 del self.tenants[tenant.name]

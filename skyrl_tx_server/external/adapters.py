@@ -36,11 +36,13 @@ class ExternalAdapter:
     directory: Path
     saved: Future[OpResult] | None  # the operation that writes the directory; None: written from a checkpoint
     loaded: asyncio.Task[str] | None = None  # its name on the server; None: not loaded
-    users: set[Future[OpResult]] = field(default_factory=set)
+    users: set[Future[OpResult]] = field(default_factory=set)  # samples that use it
     agreed: AgreedTokens = field(default_factory=Counter)
 
 
 class ExternalAdapters:
+    """The snapshots that the external server has loaded or can load. All methods run on the event loop."""
+
     def __init__(
         self,
         server: ExternalServer,
@@ -50,7 +52,8 @@ class ExternalAdapters:
         root: Path,
         max_loaded: int,
     ) -> None:
-        """Delete files of an earlier process in `root`. No other server may use this directory."""
+        """Write adapters below `root` and delete the adapters of an earlier process there. No other server
+        may use this directory."""
         self._server = server
         self._checkpoints = checkpoints
         self._tasks = tasks

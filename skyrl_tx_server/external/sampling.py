@@ -147,9 +147,9 @@ class ExternalSampling:
         return future
 
     async def _sample(self, op: Sample, adapter: ExternalAdapter | None, tenant: str) -> SampleResult:
-        sampled = self._tasks.run(self._sampled(op, adapter, tenant))
+        task = self._tasks.run(self._sample_and_check(op, adapter, tenant))
         try:
-            result = await sampled
+            result = await task
         except asyncio.CancelledError:
             if self._stopping:
                 raise ServerError(STOPPING) from None
@@ -161,7 +161,9 @@ class ExternalSampling:
         self._counts["tokens_sampled_elsewhere"] += sum(len(sequence.tokens) for sequence in result.sequences)
         return result
 
-    async def _sampled(self, op: Sample, adapter: ExternalAdapter | None, tenant: str) -> SampleResult:
+    async def _sample_and_check(
+        self, op: Sample, adapter: ExternalAdapter | None, tenant: str
+    ) -> SampleResult:
         settings, info = op.settings, self.info
         request = SamplingRequest(
             prompt=op.prompt.tolist(),

@@ -185,9 +185,9 @@ def read_reply(dialect: Dialect, content: bytes, request: SamplingRequest) -> Sa
     try:
         reply = dialect.read(json.loads(content), request)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise SamplerError(
-            f"invalid reply of the external sampler: {what}; it needs token ids and their log-probabilities"
+            f"invalid reply of the external sampler: {reason}; it needs token ids and their log-probabilities"
         ) from None
     if len(reply.samples) != request.num_samples:
         raise SamplerError(

@@ -163,6 +163,6 @@ def _lora(fields: Mapping[str, object]) -> LoraSpec:
     return lora
 
 
-def _check(pattern: re.Pattern[str], text: str, what: str) -> None:
+def _check(pattern: re.Pattern[str], text: str, kind: str) -> None:
     if not pattern.fullmatch(text) or text in (".", ".."):
-        raise UserError(f"{what} {text!r} is not allowed; use letters, digits, '.', '_' and '-', at most 200")
+        raise UserError(f"{kind} {text!r} is not allowed; use letters, digits, '.', '_' and '-', at most 200")

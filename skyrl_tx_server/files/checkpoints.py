@@ -310,11 +310,11 @@ class CheckpointStore:
         quota, owner = self._tenant_quota, owner_of(path)
         if quota is None or owner == DEFAULT_TENANT:
             return
-        others = [info for info in self._list(f"{id_prefix(owner)}*") if info.path != path]
-        check_count(len(others), quota.tenant_max_checkpoints)
+        kept = [info for info in self._list(f"{id_prefix(owner)}*") if info.path != path]
+        check_count(len(kept), quota.tenant_max_checkpoints)
         if quota.tenant_checkpoint_quota_bytes is not None:
             check_quota(
-                _used(others, path),
+                _used(kept, path),
                 num_bytes,
                 quota.tenant_checkpoint_quota_bytes,
                 option="tenant_checkpoint_quota_gb",

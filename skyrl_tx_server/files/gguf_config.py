@@ -43,7 +43,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
             )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise ConfigError(f"{file.path}: the file has no tensor token_embd.weight, or one of another shape")
+        raise ConfigError(f"{file.path}: tensor token_embd.weight is missing or is not a matrix")
     context = fields.count("context_length")
     rope = {"rope_theta": fields.number("rope.freq_base", DEFAULT_ROPE_THETA), **_rope(fields, head_dim)}
     layers = fields.count("block_count")

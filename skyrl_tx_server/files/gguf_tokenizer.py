@@ -80,10 +80,10 @@ def _tokenizer(file: GgufFile, tokens: list[str]) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split not in _REGEXES)
     if split in _REGEXES:
-        first = [pre_tokenizers.Split(Regex(_REGEXES[split]), "isolated")]
+        splitters = [pre_tokenizers.Split(Regex(_REGEXES[split]), "isolated")]
     else:
-        first = [pre_tokenizers.Digits(individual_digits=True)] if split == _SMOLLM else []
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, byte_level])
+        splitters = [pre_tokenizers.Digits(individual_digits=True)] if split == _SMOLLM else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splitters, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     types = _list(file, "token_type", int) if "tokenizer.ggml.token_type" in file.metadata else []
     add_methods = {CONTROL: tokenizer.add_special_tokens, USER_DEFINED: tokenizer.add_tokens}
@@ -112,5 +112,5 @@ def _tokens(file: GgufFile) -> list[str]:
 def _list[Item](file: GgufFile, name: str, kind: type[Item]) -> list[Item]:
     value = file.metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-        raise ConfigError(f"{file.path}: the metadata have no tokenizer.ggml.{name}, or of a wrong type")
+        raise ConfigError(f"{file.path}: tokenizer.ggml.{name} is missing or has the wrong type")
     return [item for item in value if isinstance(item, kind)]

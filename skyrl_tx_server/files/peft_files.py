@@ -159,8 +159,8 @@ def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, rank_per
     rank_axis = 0 if ".lora_A." in name else 1
     if array.shape[rank_axis] != rank:
         return array
-    kept, rest = np.split(array, [rank_per_expert], axis=rank_axis)
-    if np.any(rest):
+    kept, padding = np.split(array, [rank_per_expert], axis=rank_axis)
+    if np.any(padding):
         raise UserError(
             f"{directory}: {name} has rank {rank}, experts of this server have rank {rank_per_expert} (rank "
             "// num_experts_per_tok); merge the adapter with peft instead"
@@ -185,12 +185,12 @@ def _spec(
         "train_unembed": {"lm_head"},
     }
     trained = {name: part <= modules for name, part in parts.items()}
-    rest = sorted(modules - {module for name, part in parts.items() if trained[name] for module in part})
-    if rest or not modules:
+    unused = sorted(modules - {module for name, part in parts.items() if trained[name] for module in part})
+    if unused or not modules:
         raise UserError(
             f"{directory}: this server trains all projections of attention, all of the MLP or the head, in "
             f"all {num_layers} layers; the adapter has "
-            + (f"{rest[0]} without the others" if rest else "no modules")
+            + (f"{unused[0]} without the others" if unused else "no modules")
         )
     return LoraSpec(
         rank=rank,

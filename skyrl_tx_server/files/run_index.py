@@ -52,7 +52,7 @@ class _Sizes:
     """Bytes of the file, and of its lines that are not out of date."""
 
     file: int = 0
-    live: int = 0
+    current: int = 0
 
 
 class RunIndex:
@@ -198,7 +198,7 @@ class RunIndex:
 
     def _count(self, kind: str, name: str, num_bytes: int) -> None:
         """Record the bytes of the newest line about an object; 0: the line is not needed."""
-        self._sizes.live += num_bytes - self._line_bytes.pop((kind, name), 0)
+        self._sizes.current += num_bytes - self._line_bytes.pop((kind, name), 0)
         if num_bytes:
             self._line_bytes[kind, name] = num_bytes
 
@@ -224,7 +224,7 @@ class RunIndex:
         return len(line)
 
     def _compact_if_due(self) -> None:
-        if self._sizes.file <= 2 * self._sizes.live + COMPACTION_SLACK:
+        if self._sizes.file <= 2 * self._sizes.current + COMPACTION_SLACK:
             return
         new_file = self._file.with_name(f".{self._file.name}.new")
         try:
@@ -237,7 +237,7 @@ class RunIndex:
         except OSError as error:
             logger.warning("%s cannot be compacted: %s", self._file, error)
             new_file.unlink(missing_ok=True)
-            self._sizes.file = self._sizes.live  # try again when the file has grown
+            self._sizes.file = self._sizes.current  # try again when the file has grown
         else:
             self._sizes.file = self._file.stat().st_size
 

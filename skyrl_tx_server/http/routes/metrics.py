@@ -58,7 +58,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge("decode_slots_used", "Sequences being decoded", "slots_used"),
     _gauge(
         "cache_pages",
-        "KV pages: all of them, those that are free, and those that only the prefix cache holds",
+        "KV pages: all, free, and used only by the prefix cache",
         {"all": "cache_pages", "free": "cache_pages_free", "cached": "cache_pages_cached"},
         label="kind",
     ),

@@ -209,14 +209,14 @@ async def _stream(state: AppState, reply_format: ReplyFormat, op: Sample) -> Res
     """Return a stream. Wait for the first tokens, so that a rejected request gets an error status."""
     results: list[SampleResult] = []
     deltas = stream_tokens(state, op, results)
-    first = await anext(deltas)
+    first_delta = await anext(deltas)
 
     async def events() -> AsyncIterator[str]:
         try:
             async with contextlib.aclosing(deltas):
                 for chunk in _opening_chunks(header, reply_format, op):
                     yield _event(chunk)
-                for chunk in choices.chunks(first):
+                for chunk in choices.chunks(first_delta):
                     yield _event(chunk)
                 async for delta in deltas:
                     for chunk in choices.chunks(delta):

@@ -224,7 +224,7 @@ def _training_checkpoint(state: AppState, path: str) -> LoraSpec:
     info = state.checkpoints.info(path)
     if info.kind is not CheckpointKind.TRAINING:
         raise UserError(
-            f"{path} holds weights without optimizer state; load the path that save_state returned"
+            f"{path} contains weights without optimizer state; load the path that save_state returned"
         )
     state.check_base_model(info.base_model)
     if info.lora.rank > state.limits.max_lora_rank:

@@ -42,7 +42,7 @@ def parse_json(body: bytes, bounds: JsonBounds = CONTROL_BOUNDS) -> object:
     `bounds`."""
     if not body:
         return {}
-    if len(body) > bounds.depth:  # a shorter one cannot exceed any bound
+    if len(body) > bounds.depth:  # a shorter body cannot exceed any bound
         _check(body, bounds)
     try:
         return orjson.loads(body)
@@ -67,7 +67,7 @@ def _check(body: bytes, bounds: JsonBounds) -> None:
         raise _exceeds("levels", bounds.depth)
 
 
-def _exceeds(what: str, bound: int) -> UserError:
+def _exceeds(unit: str, bound: int) -> UserError:
     return UserError(
-        f"the JSON body has more than {bound} {what}, which is this route's limit; send less in one request"
+        f"the JSON body has more than {bound} {unit}, which is this route's limit; send less in one request"
     )

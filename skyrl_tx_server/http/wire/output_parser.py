@@ -189,9 +189,9 @@ class Answer:
         pieces: list[ParsedDelta] = []
         if reason is StopReason.STOP:
             pieces += self.add(ids[:-1])
-            last = self._text.add(ids[-1:])
-            if self._cutter.completed_by(last):
-                pieces += self._parse(self._cutter.add(last))
+            last_text = self._text.add(ids[-1:])
+            if self._cutter.completed_by(last_text):
+                pieces += self._parse(self._cutter.add(last_text))
         else:
             pieces += self.add(ids)
             pieces += self._parse(self._cutter.add(self._text.flush()))

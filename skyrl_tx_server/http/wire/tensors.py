@@ -87,7 +87,7 @@ def dense_array(cells: CsrMatrix, where: str) -> np.ndarray:
     if cells.shape[0] * cells.shape[1] > MAX_CELLS:
         raise UserError(
             f"{where}: {list(cells.shape)} is more than this server's {MAX_CELLS} cells per tensor; send a "
-            f"smaller one"
+            f"smaller matrix"
         )
     return cells.dense()
 

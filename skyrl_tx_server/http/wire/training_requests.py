@@ -172,22 +172,25 @@ def parse_loss_fn(name: str) -> LossFn:
     try:
         return LossFn(name)
     except ValueError:
-        known = ", ".join(loss.value for loss in LossFn)
+        loss_names = ", ".join(loss.value for loss in LossFn)
         if name == "custom":
             raise UserError(
-                f"loss 'custom' does not run on this server; use forward_backward_custom, or one of: {known}"
+                "loss 'custom' does not run on this server; use forward_backward_custom, or one of: "
+                f"{loss_names}"
             ) from None
-        raise UserError(f"loss {quoted(name)} is not supported by this server; use one of: {known}") from None
+        raise UserError(
+            f"loss {quoted(name)} is not supported by this server; use one of: {loss_names}"
+        ) from None
 
 
 def parse_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> LossSettings:
-    known = LOSSES[loss_fn].options
+    options = LOSSES[loss_fn].options
     for name, value in config.items():
-        if name not in known:
-            allowed = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
+        if name not in options:
+            allowed = f"it takes {', '.join(sorted(options))}" if options else "it takes none"
             raise UserError(f"loss_fn_config: unknown setting {quoted(name)} for {loss_fn.value}; {allowed}")
-        if not is_finite_number(value) or not isinstance(value, int | float) or value not in known[name]:
-            raise UserError(f"loss_fn_config: {name} must be {known[name]}, got {quoted(value)}")
+        if not is_finite_number(value) or not isinstance(value, int | float) or value not in options[name]:
+            raise UserError(f"loss_fn_config: {name} must be {options[name]}, got {quoted(value)}")
     settings = LossSettings(
         **{name: float(value) for name, value in config.items() if isinstance(value, int | float)}
     )
