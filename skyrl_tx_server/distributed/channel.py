@@ -94,7 +94,7 @@ class Channel:
         return bool(poller.poll(timeout_s * 1000))
 
     def shut_down(self) -> None:
-        """End the connection, also while another thread receives."""
+        """End the connection, even while another thread receives."""
         with contextlib.suppress(OSError):  # the connection may have ended already
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -110,7 +110,7 @@ class Channel:
 
 
 def accept(connection: socket.socket, key: bytes, *, timeout_s: float) -> tuple[int, Channel]:
-    """Return (number of the other process, channel to it), on process 0.
+    """Authenticate a connection on process 0. Return (number of the other process, channel to it).
 
     Raises WrongKeyError, EOFError or OSError if the other side does not know the key or does not answer in
     time.
@@ -131,7 +131,7 @@ def accept(connection: socket.socket, key: bytes, *, timeout_s: float) -> tuple[
 
 
 def connect(connection: socket.socket, key: bytes, *, process: int, timeout_s: float) -> Channel:
-    """Return the channel to process 0, on another process.
+    """Authenticate a connection to process 0 on another process. Return the channel to process 0.
 
     Raises WrongKeyError if the listener does not know the key, and EOFError, TimeoutError or OSError as
     sockets do.

@@ -46,7 +46,7 @@ class Handshake:
 
 
 def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> RankZero:
-    """Wait for the other processes and start jax, on process 0. Raises ConfigError if a process does not
+    """On process 0, wait for the other processes and start jax. Raises ConfigError if a process does not
     connect in time or disconnects."""
     host, port = hosts.address
     own_handshake, joined = _handshake(hosts, settings), dict[int, Channel]()
@@ -89,7 +89,7 @@ def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
 
 
 def join(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> WorkerRank:
-    """Connect to process 0 and start jax, on another process. Raises ConfigError if process 0 does not answer
+    """On another process, connect to process 0 and start jax. Raises ConfigError if process 0 does not answer
     in time or refuses this process."""
     where, timeout_s = f"coordinator_address={hosts.coordinator_address}", hosts.initialization_timeout_s
     with contextlib.ExitStack() as on_error:

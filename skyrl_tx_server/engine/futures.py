@@ -47,7 +47,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """How long results are kept, and how many."""
+    """Limits on the time for which results are kept, on their number and on their size."""
 
     hold_s: float = 35.0  # a poll waits this long; the SDK gives up on the connection after 45 s
     grace_s: float = 120.0
@@ -133,9 +133,8 @@ class FutureStore:
         return request_id
 
     def find(self, key: RequestKey, *, kind: str) -> str | None:
-        """Return the id of an earlier request with this key. Raise UserError if that was a request of another
-        kind.
-        """
+        """Return the id of an earlier request with this key. Raise UserError if the earlier request is
+        of another kind."""
         earlier = self._keys.get(key.scope, {}).get(key.seq_id)
         if earlier is None:
             return None

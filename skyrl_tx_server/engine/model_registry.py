@@ -70,7 +70,7 @@ class Registry:
         self.clock = clock
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # session id -> why it ended
-        self.last_request_at: dict[str, datetime] = {}  # by id of each live model
+        self.last_request_at: dict[str, datetime] = {}  # by model id
         self._snapshots: OrderedDict[str, None] = OrderedDict()  # sampler ids, least recently used first
         self._tenant: str | None = None  # None: all owners
         self._quota: TenantOptions | None = None

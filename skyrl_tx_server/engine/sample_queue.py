@@ -137,7 +137,7 @@ class SampleQueue:
     # --- charges ---
 
     def prefill_continues(self, request_id: int) -> None:
-        """Charge one prefill chunk of a prompt that needs more."""
+        """Charge one prefill chunk of a prompt that needs more chunks."""
         if request_id in self.requests:
             self._partial_prefills[request_id] = len(self.requests[request_id].op.prompt)
             self._charge_prompt(request_id, CHUNK_TOKENS)

@@ -64,8 +64,8 @@ MAX_COUNTED_S = 30.0
 """The maximum time of one `ScheduledWork` that counts for `train_share`, because the first step also compiles
 its program."""
 MAX_IDLE_SHARE = 0.125
-"""The time of free slots in decode dispatches, as a share of the time of the prefill batches that would fill
-them."""
+"""The maximum time of free slots in decode dispatches, as a share of the time of the prefill batches that
+would fill them."""
 
 
 class Scheduler:
@@ -92,11 +92,11 @@ class Scheduler:
         self._is_shared = False  # training and sampling have work
         self._training_next = True
         self._prefills = 0  # since the last decode dispatch
-        self._prefills_without_growth = 0  # also since the number of running sequences last grew
+        self._prefills_without_growth = 0  # since the last decode dispatch or new running sequence
         self._num_running = 0  # before the current work
         self._deferred: int | None = None  # the request for which the executor has no KV pages
-        self._has_chunk = False  # the last prefill batch has a chunk of a prompt that needs more
-        self._chunk_batches = 0  # such batches since the last decode dispatch
+        self._has_chunk = False  # the last prefill batch has a chunk of a prompt that needs more chunks
+        self._chunk_batches = 0  # batches with such a chunk since the last decode dispatch
         self._may_pause = False  # no decode steps are in flight
         self._num_slots = 1
         self._reserved: Counter[int] = Counter()  # by request_id, slots that were freed for it
@@ -214,7 +214,7 @@ class Scheduler:
 
     @property
     def num_waiting_steps(self) -> int:
-        """The number of operations that have not finished, samples excepted."""
+        """The number of operations other than samples that have not finished."""
         return len(self._operations)
 
     def _may_run(self, step: Step) -> bool:

@@ -24,8 +24,8 @@ from skyrl_tx_server.files.peft_files import write_adapter
 PREFIX = "adapter-"
 
 type AgreedTokens = Counter[bool]
-"""Number of compared tokens whose logprobs agree, by whether the sampling temperature changes the
-distribution."""
+"""Whether the sampling temperature changes the distribution -> number of compared tokens whose logprobs
+agree."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

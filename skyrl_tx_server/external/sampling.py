@@ -214,8 +214,8 @@ class ExternalSampling:
         """Compare the first sample of a snapshot before it is returned, and a fraction of the others in the
         background.
 
-        Logprobs may be wrong only at temperatures that change the distribution. The first samples with and
-        without such a temperature are therefore compared separately.
+        A sampler with wrong settings may return wrong logprobs only at temperatures that change the
+        distribution. The first samples with and without such a temperature are therefore compared separately.
         """
         tempered = op.settings.temperature not in (0, 1)
         if agreed[tempered] < MIN_AGREED_TOKENS:

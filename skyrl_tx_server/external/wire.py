@@ -19,7 +19,7 @@ from skyrl_tx_server.engine.stop_strings import find_stop
 from skyrl_tx_server.errors import SamplerError
 
 NO_LOGPROB_BELOW = -9998.0
-"""vLLM writes -9999 for minus infinity, which no sampled token has."""
+"""vLLM returns -9999 in place of minus infinity, which is not a valid logprob of a sampled token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class SamplingRequest:
     prompt: list[int]
     num_samples: int
     max_tokens: int
-    stop_tokens: tuple[int, ...]  # includes the model's end-of-sequence tokens if they stop
+    stop_tokens: tuple[int, ...]  # includes the model's end-of-sequence tokens if `stop_at_eos`
     settings: SamplingSettings
 
 
@@ -92,7 +92,7 @@ class Vllm:
             # vLLM uses seed + i for sample i, which must be below 2**63.
             "seed": None if seed is None else seed % 2**62,
             "stop_token_ids": list(request.stop_tokens),
-            "ignore_eos": True,  # only the tokens above stop
+            "ignore_eos": True,  # sampling stops only at stop_token_ids
             "include_stop_str_in_output": True,
             "add_special_tokens": False,
             "logprobs": 0,

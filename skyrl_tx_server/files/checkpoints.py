@@ -79,7 +79,7 @@ class CheckpointStore:
         """`base_model_hash` is the `fingerprint` of the base weights; None, here or in a checkpoint, matches
         any. `quota_bytes=None` means no quota.
 
-        `tenant_quota` limits what each tenant saves. It does not apply to the operator.
+        `tenant_quota` limits the checkpoints of each tenant. It does not apply to the operator.
         """
         self.root = root
         self._base_model = base_model

@@ -133,7 +133,7 @@ class _Cursor:
             raise _DamagedError(f"{field_name} is an array of arrays")
         if kind is not GGUFValueType.STRING:
             return self._scalars(kind, count, field_name)
-        self.require(8 * count, field_name)  # every string has a length of 8 bytes
+        self.require(8 * count, field_name)  # every string begins with its length in 8 bytes
         return [self.text(field_name) for _ in range(count)]
 
     def _value_type(self, field_name: str) -> GGUFValueType:

@@ -31,7 +31,7 @@ from skyrl_tx_server.http.routes import (
 logger = logging.getLogger(__name__)
 
 # Searched in this order for every request, so the most frequent routes come first.
-# `downloads` precedes `weights`, whose `{checkpoint_id:path}` would also match the end of its longer paths.
+# `downloads` precedes `weights`, whose `{checkpoint_id:path}` also matches the paths of `downloads`.
 ENDPOINTS: tuple[Endpoint, ...] = (
     *futures.ENDPOINTS,
     *training.ENDPOINTS,

@@ -70,7 +70,7 @@ async def serve(config: ServerConfig) -> AsyncIterator[str]:
 
 
 def arguments_of(config: ServerConfig) -> list[str]:
-    """Return the command line of a configuration: `name=value` of each option without its default.
+    """Return the command line of a configuration: `name=value` of each option that differs from its default.
 
     The keys are left out, because other users can read the command line.
     """

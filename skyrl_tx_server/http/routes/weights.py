@@ -163,13 +163,13 @@ def save_named(
                 f"checkpoint {path} exists already; choose another name, or save_state(..., overwrite=True)"
             )
         if not state.checkpoints.exists(path):
-            state.run_index.forget(path)  # facts of a deleted checkpoint, if the server was killed meanwhile
+            state.run_index.forget(path)  # a killed server may have left facts about a deleted checkpoint
         return state.engine.submit(op)
 
     def when_done(outcome: Outcome) -> None:
         if outcome.error is not None:
             return
-        with contextlib.suppress(NotFoundError):  # deleted already
+        with contextlib.suppress(NotFoundError):  # the checkpoint was deleted already
             generation = None if ttl_seconds is None else state.checkpoints.owned_info(path).generation
             state.run_index.set_expiry(path, _expiry(ttl_seconds), generation)
 
@@ -196,7 +196,7 @@ async def load_weights(state: AppState, request: Request) -> Reply:
     path = fields.text("path")
     optimizer = fields.flag("optimizer", True)
     check_optimizer_config(fields)
-    fields.ignore("type", "weights_access_token")  # this server has no accounts of other users
+    fields.ignore("type", "weights_access_token")  # this server has no access tokens
     fields.finish()
     if base_model is not None:
         state.check_base_model(base_model)

@@ -13,7 +13,7 @@ from typing import Protocol
 from skyrl_tx_server.errors import UserError
 
 REPLACEMENT = "\ufffd"  # the character to which an incomplete UTF-8 sequence decodes
-MAX_TOKENS_PER_CHARACTER = 4  # bytes of a UTF-8 character
+MAX_TOKENS_PER_CHARACTER = 4  # a UTF-8 character has at most 4 bytes, and a token at least one
 THINK_OPEN = "<think>"
 
 _loading = threading.Lock()  # two threads must not import transformers at the same time

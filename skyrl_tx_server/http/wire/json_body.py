@@ -1,7 +1,7 @@
 """Parse JSON request bodies. Before parsing, the numbers of values, strings and containers and the depth are
 checked.
 
-The first check counts characters without regard to strings, so its counts are upper bounds. A body that
+The first check also counts the characters inside of strings, so its counts are upper bounds. A body that
 exceeds a limit is checked again without its strings before it is rejected.
 """
 

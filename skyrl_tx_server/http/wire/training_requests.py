@@ -96,7 +96,8 @@ def _alpha(text: str | None) -> float:
 
 
 def check_optimizer_config(fields: JsonReader) -> None:
-    """Raise UserError for any optimizer other than AdamW when the model is created, not at its first step."""
+    """Raise UserError for any optimizer other than AdamW. The check is made when a model is created, before
+    its first step."""
     config = JsonReader(fields.mapping("optimizer_config"), "optimizer_config")
     kind = config.optional_text("type")
     if kind not in (None, "adamw"):
