@@ -4,8 +4,8 @@
     python -m skyrl_tx_server.export merge checkpoint=tinker://... base_model=DIR output=DIR
     python -m skyrl_tx_server.export import adapter=DIR base_model=DIR checkpoint=tinker://NEW_RUN/weights/NAME
 
-The commands need no running server and can be used while one runs. `adapter --help` lists all options of the
-command `adapter`.
+The commands do not need a running server, and can be used while one runs. `adapter --help` lists all options
+of the command `adapter`.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def _run(command: str, argv: Sequence[str]) -> str:
 def _read(
     checkpoints_dir: str, path: str, *, base_hash: str | None
 ) -> tuple[CheckpointInfo, dict[str, np.ndarray]]:
-    """Return a checkpoint of any base model. Raise an error if `base_hash` is given and is not the hash of
-    its base model."""
+    """Return a checkpoint of any base model. Raise UserError if `base_hash` is given and is not the
+    fingerprint of the checkpoint's base model."""
     root = Path(checkpoints_dir).expanduser()
     try:
         info = CheckpointStore(root, "").info(path)

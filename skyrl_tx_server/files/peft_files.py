@@ -1,7 +1,7 @@
 """Adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors, as `peft` loads them.
 
-Names are `base_model.model.<module>.lora_A.weight`, without `.base_layer.` or an adapter's name; all tensors
-have one dtype.
+Tensor names are `base_model.model.<module>.lora_A.weight`, without `.base_layer.` or an adapter's name. All
+tensors have one dtype.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _UNSUPPORTED = (
 
 
 def adapter_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the adapter's own tensors of a checkpoint, which may also hold those of an optimizer."""
+    """Return the adapter's tensors of a checkpoint, which may also contain an optimizer state."""
     return {name: array for name, array in arrays.items() if _FACTOR.fullmatch(name)}
 
 
 def deltas(arrays: Mapping[str, np.ndarray], lora: LoraSpec) -> dict[str, np.ndarray]:
-    """Return alpha / rank * B @ A, [out, in] float32, by Hugging Face's tensor name. `rank` is that of the
-    factors."""
+    """Return Hugging Face's tensor name -> alpha / rank * B @ A, [out, in] float32. `rank` is the rank of A
+    and B."""
     by_name = {}
     for name, a in adapter_tensors(arrays).items():
         if name.endswith(".lora_A.weight"):
@@ -159,8 +159,8 @@ def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, rank_per
     rank_axis = 0 if ".lora_A." in name else 1
     if array.shape[rank_axis] != rank:
         return array
-    kept, rest = np.split(array, [rank_per_expert], axis=rank_axis)
-    if np.any(rest):
+    kept, padding = np.split(array, [rank_per_expert], axis=rank_axis)
+    if np.any(padding):
         raise UserError(
             f"{directory}: {name} has rank {rank}, experts of this server have rank {rank_per_expert} (rank "
             "// num_experts_per_tok); merge the adapter with peft instead"
@@ -185,12 +185,12 @@ def _spec(
         "train_unembed": {"lm_head"},
     }
     trained = {name: part <= modules for name, part in parts.items()}
-    rest = sorted(modules - {module for name, part in parts.items() if trained[name] for module in part})
-    if rest or not modules:
+    unused = sorted(modules - {module for name, part in parts.items() if trained[name] for module in part})
+    if unused or not modules:
         raise UserError(
             f"{directory}: this server trains all projections of attention, all of the MLP or the head, in "
             f"all {num_layers} layers; the adapter has "
-            + (f"{rest[0]} without the others" if rest else "no modules")
+            + (f"{unused[0]} without the others" if unused else "no modules")
         )
     return LoraSpec(
         rank=rank,

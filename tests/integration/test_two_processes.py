@@ -226,7 +226,7 @@ def test_a_lost_process_stops_the_server_with_one_line(pair: list[Process]) -> N
         http.post("create_model", json=body).raise_for_status()
         follower.child.kill()
         assert leader.end(30) == 1
-    reason = "process 1 has gone: start all processes again; what was saved is in checkpoints_dir"
+    reason = "process 1 has disconnected: start all processes again; saved checkpoints are in checkpoints_dir"
     assert any(line.endswith(f"create_model failed (server): {reason}") for line in leader.lines), (
         leader.lines
     )
