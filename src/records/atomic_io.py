@@ -21,8 +21,7 @@ CHUNK_BYTES = 2**16  # large files are searched from their end in chunks of this
 def append_record(path: Path, record: Mapping[str, object], *, sync: bool = True) -> None:
     """Append one JSON line. A line that does not fit on the disk is removed again.
 
-    `sync` waits until the disk has the line, for the case of a power failure. Lines survive the process in
-    any case.
+    With `sync`, the line also survives a power failure. Without it, the line survives the end of the process.
     """
     line = (json.dumps(record) + "\n").encode()
     with storage_boundary(path):

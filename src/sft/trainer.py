@@ -165,8 +165,8 @@ def require_same_batches(journal: Journal, batches: Sequence[Batch]) -> None:
         planned = journal.groups_of(batch.step)
         if planned is not None and planned != batch.keys:
             raise ConfigError(
-                f"step {batch.step} of this run was to train on other chats: data=, tokenizer= or an option "
-                "of the schedule has changed; restore it, or give another log_path"
+                f"step {batch.step} of this run has other chats in the journal: data=, tokenizer= or an "
+                "option of the schedule has changed; restore it, or give another log_path"
             )
 
 

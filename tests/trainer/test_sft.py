@@ -106,7 +106,9 @@ def test_train_on_selects_the_trained_messages() -> None:
 def test_reasoning_that_a_rollout_never_samples_is_refused() -> None:
     template = Template(family_tokenizer(FAMILIES[1]))
     answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
-    with pytest.raises(ConfigError, match=r"line 1: messages.1: the chat template does not show it after"):
+    with pytest.raises(
+        ConfigError, match=r"line 1: messages.1: the chat template does not show this message"
+    ):
         render(chat([MESSAGES[1], answer]), template, train_on="all_assistant_messages", context_limit=10_000)
 
 
@@ -224,7 +226,7 @@ async def test_changed_chats_and_other_programs_cannot_resume(tmp_path: Path) ->
     data, made = write_chats(tmp_path / "chats.jsonl"), SftRun(tmp_path)
     await made.go(f"data={data}", *OPTIONS, "max_steps=3")
     data.write_text(data.read_text().replace("say 3", "tell 3"))
-    with pytest.raises(ConfigError, match=r"step \d of this run was to train on other chats: data=,"):
+    with pytest.raises(ConfigError, match=r"step \d of this run has other chats in the journal: data=,"):
         await made.go(f"data={data}", *OPTIONS)
     with pytest.raises(ConfigError, match=r"has train_on=all_assistant_messages, not all_tokens"):
         await made.go(f"data={data}", *OPTIONS, "train_on=all_tokens")
@@ -232,7 +234,7 @@ async def test_changed_chats_and_other_programs_cannot_resume(tmp_path: Path) ->
     options = json.loads(config.read_text())
     del options["train_on"]
     config.write_text(json.dumps(options))
-    with pytest.raises(ConfigError, match=r"is one of python -m src.train; resume it with that"):
+    with pytest.raises(ConfigError, match=r"was started by python -m src.train; resume it with that"):
         await made.go(f"data={data}", *OPTIONS)
 
 

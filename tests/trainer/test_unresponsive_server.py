@@ -74,7 +74,7 @@ def all_but(*names: str) -> Callable[[str], bool]:
 
 
 NO_SAMPLES = r"failed by backend, e\.g\. sampling: no answer within request_timeout_s=3"
-NO_MODELS = r"asking the server at \S+ for its models: no usable answer within heartbeat_timeout_s=4"
+NO_MODELS = r"listing the models of the server at \S+: no usable answer within heartbeat_timeout_s=4"
 SCENARIOS_BY_NAME = {
     "everything hangs": Scenario(is_bad=all_but("/healthz"), last_line=NO_MODELS),
     "everything fails": Scenario(is_bad=all_but("/healthz"), last_line=NO_MODELS, fault=Fault.FAILS),

@@ -133,7 +133,7 @@ async def probe(
             return await in_thread(function)
 
     key = os.environ.get("TINKER_API_KEY") or DUMMY_KEY
-    action = f"asking the server at {url} for its models"
+    action = f"listing the models of the server at {url}"
     with sdk_boundary(action):
         rest = lambda: tinker.RestClient(base_url=url, api_key=key).get_server_capabilities().result()  # noqa: E731
         served = (await bounded(action, rest)).supported_models
