@@ -21,7 +21,7 @@ NOT_SHARED = {"train_data", "log_path"}  # options of the same name that mean so
 
 
 def program_of(run: str) -> str:
-    """Return the module that made the run in the folder `run`. Raises ConfigError if the folder has none."""
+    """Return the module that started the run in the folder `run`. Raises ConfigError if there is no run."""
     return "src.sft" if SUPERVISED in _saved(run) else "src.train"
 
 
@@ -51,7 +51,7 @@ def evaluated_arguments(run: str, changes: list[str]) -> list[str]:
     """
     options = _saved(run)
     if SUPERVISED in options:
-        raise ConfigError(f"{run} is a run of sft without tasks; write evaluate checkpoint={run} env=...")
+        raise ConfigError(f"{run} is a run of sft, without tasks; write evaluate checkpoint={run} env=...")
     parameters = inspect.signature(EvaluateConfig).parameters
     shared = chz.chz_fields(EvaluateConfig).keys() & chz.chz_fields(TrainerConfig).keys() - NOT_SHARED
     values = {name: value for name, value in options.items() if name in shared}

@@ -187,7 +187,7 @@ def test_equal_chats_are_never_both_trained_and_held_out(tmp_path: Path) -> None
     trained, held_out = ({e.content_hash for e in part} for part in (twice.train, twice.held_out))
     assert len(held_out) == 3 and not trained & held_out
     given = parse_as(SftConfig, [*OWN_SERVER, *(f"{key}={config.data[0]}" for key in ("data", "eval_data"))])
-    with pytest.raises(ConfigError, match=r"line 1: the held-out chat is trained, too \(.*, line 1\)"):
+    with pytest.raises(ConfigError, match=r"line 1: the held-out chat is also trained \(.*, line 1\)"):
         load(given, toy_chat())
 
 
@@ -333,7 +333,7 @@ def test_successes_of_a_run_keep_their_sampled_tokens(tmp_path: Path) -> None:
         ("RUN,reward", (), r'data=reward is not a condition; write "data=RUN,reward>=1", with the quotes'),
         ("reward>=1", (), r"data=reward>=1 has no run folder before it"),
         ("RUN,reward>=2", (), r"rl has no training trial with reward>=2; lower the bound"),
-        ("RUN,reward>=1", ("tokenizer=n",), r"has tokens of m, and this run uses the tokenizer n"),
+        ("RUN,reward>=1", ("tokenizer=n",), r"has tokens of tokenizer m, but this run uses n"),
         ("RUN,reward>=1", ("train_on=customized",), r"selects messages, which .*rl does not have"),
         ("RUN,reward>=1", ("context_limit=3",), r"rl, trial a-2: the chat has 6 tokens, more than"),
         ("none,reward>=1", (), r"none/config.json cannot be read; give the folder of a run in data="),
