@@ -154,7 +154,7 @@ def terminal() -> Console:
 
 
 def message_text(role: str, content: str) -> Text:
-    """Return a message of a conversation as it is shown."""
+    """Return a message of a conversation with its role, cut to MAX_CHARACTERS characters."""
     if len(content) > MAX_CHARACTERS:
         content = f"{content[:MAX_CHARACTERS]} ... ({len(content) - MAX_CHARACTERS} more characters)"
     return Text.assemble((f"{role}: ", f"bold {ROLE_STYLES.get(role, 'white')}"), content)

@@ -86,7 +86,7 @@ def _saved(run: str) -> dict[str, Any]:
 
 
 def option_text(value: object) -> str:
-    """Return the value of an option as it is written on the command line.
+    """Return the command-line text of the value of an option.
 
     >>> option_text(None), option_text(True), option_text(["a", "b"]), option_text(2e-4)
     ('none', 'true', 'a,b', '0.0002')

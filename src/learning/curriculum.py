@@ -39,7 +39,7 @@ class TaskPosterior:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curriculum:
-    """The posteriors of all tasks. They are part of every checkpoint."""
+    """The posteriors of all tasks. The journal records their changes with every trained step."""
 
     evidence: Mapping[str, TaskPosterior] = field(default_factory=dict)  # by task
     num_groups: int = 0

@@ -42,7 +42,7 @@ class SupervisedLearner:
         self._client = client
         self._options = options
         self._highest_rate = highest_rate
-        self._num_steps = num_steps  # of the whole run
+        self._num_steps = num_steps  # the steps of the whole run
         self._update_scale = update_scale
 
     async def update(self, batch: Sequence[SupervisedSequence], *, step: int) -> dict[str, float]:
@@ -69,7 +69,7 @@ class SupervisedLearner:
         }
 
     async def nll(self, sequences: Sequence[SupervisedSequence], *, batch_size: int) -> float:
-        """Return the mean NLL per trained token, in nats. The weights stay as they are."""
+        """Return the mean NLL per trained token, in nats. The weights do not change."""
         batches = [sequences[start : start + batch_size] for start in range(0, len(sequences), batch_size)]
         with sdk_boundary("evaluating"):
             requests = [

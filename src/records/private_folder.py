@@ -22,7 +22,7 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def make_private(path: Path) -> None:
-    """Create the folder, readable by this user only, whatever the umask is.
+    """Create the folder, readable by this user only. The umask has no effect.
 
     An existing folder keeps its mode; a warning is logged if other users can read it.
     """

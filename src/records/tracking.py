@@ -145,7 +145,7 @@ def finish(run: wandb.Run | TrackioRun, program: str, advice: str) -> None:
 
 
 def project_name(project: str, *, is_judged: bool) -> str:
-    """Return the wandb project. Runs with a judge's bonus in the reward have a project of their own.
+    """Return the wandb project. Runs with a judge's bonus in the reward have a separate project.
 
     >>> project_name("tau" + JUDGE_SUFFIX, is_judged=True)  # the suffix is added only once
     'tau_with_taxonomy_feedback'

@@ -72,5 +72,5 @@ def _put(files: Sequence[Path], url: str) -> None:
         storage.makedirs(folder, exist_ok=True)
         for file in files:
             storage.put_file(str(file), f"{folder}/{file.name}")
-    except Exception as error:  # each kind of storage has errors of its own
+    except Exception as error:  # the exceptions depend on the kind of storage
         logger.warning("the upload to %s failed: %s: %s", url, type(error).__name__, error)

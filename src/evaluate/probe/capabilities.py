@@ -36,7 +36,7 @@ class Capabilities(BaseModel):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether every check that all runs need holds."""
+        """Whether no check that every run needs has failed."""
         return all(finding.holds for finding in self.findings if finding.is_needed)
 
     def failed_check(self, name: str) -> Finding | None:
