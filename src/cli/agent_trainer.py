@@ -1,6 +1,6 @@
 """`agent-trainer COMMAND ...`: one program for the commands of this project.
 
-Each command runs the module of the same purpose in this process's place, with the same arguments.
+Each command replaces this process by a module of the table `MODULES`, with the same arguments.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MODULES = {
     "show": ("src.analyze.show", "Print the rollouts of a run: show RUN [STEP | TASK | TRIAL]"),
     "serve": ("skyrl_tx_server", "Serve a model over the Tinker API"),
     "export": ("skyrl_tx_server.export", "Export an adapter, merge it into its model, or import one"),
-    "keys": ("skyrl_tx_server.keys", "Make the API keys of tenants"),
-    "probe": ("src.evaluate.probe", "Check what an endpoint honours"),
+    "keys": ("skyrl_tx_server.keys", "Create the API keys of tenants"),
+    "probe": ("src.evaluate.probe", "Check which options an endpoint applies"),
     "validate": ("src.envs.validate", "Check the tasks of a folder"),
 }
 """Command -> module that is run with the remaining arguments, and its help."""
@@ -37,7 +37,7 @@ SERVER_FILE = "server.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replace this process by the command. Return 2 for a mistake and 0 for help."""
+    """Replace this process by the command. Return the exit status 2 for an invalid command, or 0 for help."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(help_text())
@@ -76,7 +76,7 @@ def help_text() -> str:
 def _for_run(
     arguments: list[str], options_of: Callable[[str, list[str]], list[str]], command: str, module: str
 ) -> list[str]:
-    """Return the command for a run. The launcher starts the run's own server again if it is gone."""
+    """Return the command for a run. If the launcher started the server of the run, it starts it again."""
     run, changes = arguments[0], arguments[1:]
     options = options_of(run, changes)
     if _has_own_server(Path(run).expanduser()) and importlib.util.find_spec("scripts") is not None:

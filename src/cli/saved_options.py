@@ -21,7 +21,7 @@ NOT_SHARED = {"train_data", "log_path"}  # options of the same name that mean so
 
 
 def program_of(run: str) -> str:
-    """Return the module that made the run in the folder `run`. Raises ConfigError if the folder has none."""
+    """Return the module that started the run in the folder `run`. Raises ConfigError if there is no run."""
     return "src.sft" if SUPERVISED in _saved(run) else "src.train"
 
 
@@ -51,7 +51,7 @@ def evaluated_arguments(run: str, changes: list[str]) -> list[str]:
     """
     options = _saved(run)
     if SUPERVISED in options:
-        raise ConfigError(f"{run} is a run of sft without tasks; write evaluate checkpoint={run} env=...")
+        raise ConfigError(f"{run} is a run of sft, without tasks; write evaluate checkpoint={run} env=...")
     parameters = inspect.signature(EvaluateConfig).parameters
     shared = chz.chz_fields(EvaluateConfig).keys() & chz.chz_fields(TrainerConfig).keys() - NOT_SHARED
     values = {name: value for name, value in options.items() if name in shared}
@@ -86,7 +86,7 @@ def _saved(run: str) -> dict[str, Any]:
 
 
 def option_text(value: object) -> str:
-    """Return the value of an option as it is written on the command line.
+    """Return the command-line text of the value of an option.
 
     >>> option_text(None), option_text(True), option_text(["a", "b"]), option_text(2e-4)
     ('none', 'true', 'a,b', '0.0002')

@@ -156,12 +156,11 @@ def test_the_seeds_own_recipe_is_accepted():
         ),
         (
             ["stream_groups=true"],
-            "cannot go with loss_reduction=token_mean, which needs the whole batch; "
-            "use loss_reduction=prompt_mean",
+            "excludes loss_reduction=token_mean, which needs the whole batch; use loss_reduction=prompt_mean",
         ),
         (
             ["stream_groups=true", "loss_reduction=prompt_mean", "tis=token"],
-            "cannot go with tis=token, which needs the whole batch",
+            "excludes tis=token, which needs the whole batch",
         ),
         (["failed_trial_reward=1"], r"failed_trial_reward=1: expected 0 \| None$"),
         (["a...=3"], "unknown option"),

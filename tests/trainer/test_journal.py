@@ -61,10 +61,10 @@ def test_a_run_whose_tasks_have_changed_does_not_go_on(tmp_path):
     again = Journal(tmp_path)
     again.batch_fixed(3, [(3, "a"), (3, "b")])
     with pytest.raises(
-        ConfigError, match="step 3 of this run was to train on a, b, and now on a, c: tasks_dir has changed"
+        ConfigError, match="step 3 of this run has the tasks a, b in the journal, and a, c in the present"
     ):
         again.batch_fixed(3, [(3, "a"), (3, "c")])
-    with pytest.raises(ConfigError, match="was to train on a, b, and now on b, a"):
+    with pytest.raises(ConfigError, match="has the tasks a, b in the journal, and b, a in the present"):
         again.batch_fixed(3, [(3, "b"), (3, "a")])
     assert sum(record["event"] == "batch_fixed" for record in records(tmp_path / JOURNAL)) == 1
 

@@ -94,7 +94,7 @@ async def test_a_reply_without_content_is_an_empty_completion():
 
 async def test_a_failing_endpoint_is_a_failure_of_the_backend():
     failing = policy(lambda _: httpx.Response(500, json={"error": {"message": "out of order"}}))
-    with pytest.raises(BackendError, match="asking big: InternalServerError"):
+    with pytest.raises(BackendError, match="sampling from big: InternalServerError"):
         await failing.sample(
             SampleRequest(prompt_ids=endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1)
         )

@@ -106,7 +106,9 @@ def test_train_on_selects_the_trained_messages() -> None:
 def test_reasoning_that_a_rollout_never_samples_is_refused() -> None:
     template = Template(family_tokenizer(FAMILIES[1]))
     answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
-    with pytest.raises(ConfigError, match=r"line 1: messages.1: the chat template does not show it after"):
+    with pytest.raises(
+        ConfigError, match=r"line 1: messages.1: the chat template does not show this message"
+    ):
         render(chat([MESSAGES[1], answer]), template, train_on="all_assistant_messages", context_limit=10_000)
 
 
@@ -185,7 +187,7 @@ def test_equal_chats_are_never_both_trained_and_held_out(tmp_path: Path) -> None
     trained, held_out = ({e.content_hash for e in part} for part in (twice.train, twice.held_out))
     assert len(held_out) == 3 and not trained & held_out
     given = parse_as(SftConfig, [*OWN_SERVER, *(f"{key}={config.data[0]}" for key in ("data", "eval_data"))])
-    with pytest.raises(ConfigError, match=r"line 1: the held-out chat is trained, too \(.*, line 1\)"):
+    with pytest.raises(ConfigError, match=r"line 1: the held-out chat is also trained \(.*, line 1\)"):
         load(given, toy_chat())
 
 
@@ -224,7 +226,7 @@ async def test_changed_chats_and_other_programs_cannot_resume(tmp_path: Path) ->
     data, made = write_chats(tmp_path / "chats.jsonl"), SftRun(tmp_path)
     await made.go(f"data={data}", *OPTIONS, "max_steps=3")
     data.write_text(data.read_text().replace("say 3", "tell 3"))
-    with pytest.raises(ConfigError, match=r"step \d of this run was to train on other chats: data=,"):
+    with pytest.raises(ConfigError, match=r"step \d of this run has other chats in the journal: data=,"):
         await made.go(f"data={data}", *OPTIONS)
     with pytest.raises(ConfigError, match=r"has train_on=all_assistant_messages, not all_tokens"):
         await made.go(f"data={data}", *OPTIONS, "train_on=all_tokens")
@@ -232,7 +234,7 @@ async def test_changed_chats_and_other_programs_cannot_resume(tmp_path: Path) ->
     options = json.loads(config.read_text())
     del options["train_on"]
     config.write_text(json.dumps(options))
-    with pytest.raises(ConfigError, match=r"is one of python -m src.train; resume it with that"):
+    with pytest.raises(ConfigError, match=r"was started by python -m src.train; resume it with that"):
         await made.go(f"data={data}", *OPTIONS)
 
 
@@ -331,7 +333,7 @@ def test_successes_of_a_run_keep_their_sampled_tokens(tmp_path: Path) -> None:
         ("RUN,reward", (), r'data=reward is not a condition; write "data=RUN,reward>=1", with the quotes'),
         ("reward>=1", (), r"data=reward>=1 has no run folder before it"),
         ("RUN,reward>=2", (), r"rl has no training trial with reward>=2; lower the bound"),
-        ("RUN,reward>=1", ("tokenizer=n",), r"has tokens of m, and this run uses the tokenizer n"),
+        ("RUN,reward>=1", ("tokenizer=n",), r"has tokens of tokenizer m, but this run uses n"),
         ("RUN,reward>=1", ("train_on=customized",), r"selects messages, which .*rl does not have"),
         ("RUN,reward>=1", ("context_limit=3",), r"rl, trial a-2: the chat has 6 tokens, more than"),
         ("none,reward>=1", (), r"none/config.json cannot be read; give the folder of a run in data="),

@@ -178,7 +178,7 @@ async def test_l12_unequal_numbers_of_tokens_and_logprobs_fail():
     policy: Any = TinkerPolicy(cast(tinker.SamplingClient, OneLogprobTooFew()), 0)
     failure, _, environment = await fail([ending()], [], policy=policy)
     assert failure.kind == FailureKind.BACKEND and environment.answers == []
-    assert "3 tokens came back with 2 logprobs" in failure.message
+    assert "3 tokens with 2 logprobs" in failure.message
 
 
 # Assembly

@@ -143,7 +143,7 @@ def test_an_evaluation_takes_its_own_options() -> None:
 @pytest.mark.parametrize(
     ("argument", "reason"),
     [
-        ("generator.sampling_params.top_p=0.95", "training assumes that samples are those of the policy"),
+        ("generator.sampling_params.top_p=0.95", "training assumes samples from the whole distribution"),
         ("trainer.policy.model.lora_dropout=0.05", "the server chooses it, not the client; remove it"),
         ("trainer.target_modules=all-linear", "the adapter covers all linear layers; remove it"),
         ("generator.chat_template.source=name", "the chat template is that of the model's tokenizer"),

@@ -253,7 +253,7 @@ def test_invalid_rows_are_rejected_with_one_line(tmp_path: Path, rows: list[dict
         (["domain_mixture=retail=0"], "domain_mixture retail needs a number above 0, not '0'"),
         (
             ["domain_mixture=retail=1", "task_sampling=thompson"],
-            "domain_mixture decides what each batch holds; remove task_sampling=thompson",
+            "domain_mixture chooses the tasks of each batch; remove task_sampling=thompson",
         ),
     ],
 )

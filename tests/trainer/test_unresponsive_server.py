@@ -74,7 +74,7 @@ def all_but(*names: str) -> Callable[[str], bool]:
 
 
 NO_SAMPLES = r"failed by backend, e\.g\. sampling: no answer within request_timeout_s=3"
-NO_MODELS = r"asking the server at \S+ for its models: no usable answer within heartbeat_timeout_s=4"
+NO_MODELS = r"listing the models of the server at \S+: no usable answer within heartbeat_timeout_s=4"
 SCENARIOS_BY_NAME = {
     "everything hangs": Scenario(is_bad=all_but("/healthz"), last_line=NO_MODELS),
     "everything fails": Scenario(is_bad=all_but("/healthz"), last_line=NO_MODELS, fault=Fault.FAILS),
@@ -122,7 +122,7 @@ SCENARIOS_BY_NAME = {
     "evaluate: sampling": Scenario(is_bad=path_of("/asample"), last_line=NO_SAMPLES, module="evaluate"),
     "probe: everything hangs": Scenario(
         is_bad=all_but("/healthz"),
-        last_line=r"asking the server at \S+ for its models: no answer within request_timeout_s=3",
+        last_line=r"listing the models of the server at \S+: no answer within request_timeout_s=3",
         module="probe",
     ),
     "probe: forward": Scenario(
