@@ -1,4 +1,4 @@
-"""Whole trials on a real Docker engine. The tests are skipped if no engine responds."""
+"""Runs whole trials on a real Docker engine. The tests are skipped if no engine responds."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_trial_on_docker_is_graded_and_leaves_nothing(tmp_path: Path) ->
     class RecordingPolicy(ScriptedPolicy):
         async def sample(self, request: SampleRequest) -> Turn:
             containers.append(containers_of(label))
-            remove_ended(keep=live_run_labels())  # Another trainer does this when it starts.
+            remove_ended(keep=live_run_labels())  # Another trainer makes this call when it starts.
             return await super().sample(request)
 
     script = [
