@@ -39,7 +39,7 @@ def containers_of(label: str) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
-async def test_a_trial_on_docker_is_graded_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_trial_on_docker_is_graded_and_leaves_no_container(tmp_path: Path) -> None:
     folder = tmp_path / "hello-docker"
     shutil.copytree(HELLO, folder)
     # With no-network, Harbor would need an image from a registry.

@@ -33,7 +33,7 @@ VERIFIERS = {
     "keys": "def verify(env): return sum(env.call_tool('export_stock').values()) / 2",
     "words": "def verify(env, final_answer): return ord(final_answer[0]) % 2",
 }
-NUM_TASKS = 3  # of each environment; the last one is held out
+NUM_TASKS = 3  # per environment; the last task is held out
 
 
 @pytest.fixture(scope="module")

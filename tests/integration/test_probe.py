@@ -51,9 +51,9 @@ class Defective:
 
     def __init__(self, executor: DeviceExecutor) -> None:
         self.real = executor
-        self.reset()
+        self.remove_defect()
 
-    def reset(self) -> None:
+    def remove_defect(self) -> None:
         self.before: Callable = lambda executor, op: op
         self.after: Callable = lambda executor, op, result: result
         self.sampled: Callable = lambda sequence: sequence
@@ -235,7 +235,7 @@ DEFECTS: dict[str, tuple[dict[str, Callable], str]] = {
 def test_each_defect_is_found(endpoint: tuple[str, Defective], defect: str) -> None:
     url, server = endpoint
     functions, check = DEFECTS[defect]
-    server.reset()
+    server.remove_defect()
     for name, function in functions.items():
         setattr(server, name, function)
     if defect == "keeps gradients over a step":
@@ -256,7 +256,7 @@ def test_ignored_unknown_settings_are_found(
     endpoint: tuple[str, Defective], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, server = endpoint
-    server.reset()
+    server.remove_defect()
     for module in ("training_requests", "protobuf"):
         monkeypatch.setattr(
             f"skyrl_tx_server.http.wire.{module}.parse_loss_config", lambda loss_fn, config: LossSettings()
@@ -269,7 +269,7 @@ def test_an_unenforced_context_limit_is_found(
 ) -> None:
     """The endpoint accepts 600 tokens and states a limit of 300."""
     url, server = endpoint
-    server.reset()
+    server.remove_defect()
     monkeypatch.setattr(
         "src.evaluate.probe.__main__.Probe", lambda **fields: Probe(**(fields | {"max_context_length": 300}))
     )
@@ -281,7 +281,7 @@ def test_the_unchanged_server_passes_all_checks(
     endpoint: tuple[str, Defective], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, server = endpoint
-    server.reset()
+    server.remove_defect()
     output = tmp_path / "capabilities.json"
     assert main([url, f"output={output}"]) == 0
     printed = capsys.readouterr().out

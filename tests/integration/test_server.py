@@ -121,7 +121,7 @@ def test_the_openai_client_reads_streamed_and_whole_replies(
 def test_the_tinker_command_line_lists_and_downloads(
     server: tuple[subprocess.Popen[str], str], model_dir: Path, tmp_path: Path
 ) -> None:
-    """The command line runs in its own process. The download must fit the base model and equal the save."""
+    """The downloaded adapter must fit the base model and equal the saved one."""
     _, url = server
     environment = os.environ | {
         "TINKER_BASE_URL": url,
