@@ -114,12 +114,12 @@ def of_project(project: str) -> set[str]:
     """Return the names of the existing objects of a compose project."""
     filters: dict[str, str | list[str] | bool] = {"label": f"{PROJECT_LABEL}={project}"}
     with engine(timeout_s=20) as client:
-        found = [
+        objects = [
             *client.containers.list(all=True, filters=filters),
             *client.networks.list(filters=filters),
             *client.volumes.list(filters=filters),
         ]
-        return {str(one.name) for one in found}
+        return {str(project_object.name) for project_object in objects}
 
 
 async def test_downloads_from_a_container_are_limited_and_contained(
@@ -226,9 +226,9 @@ def test_a_cleanup_removes_what_a_killed_trainer_left(
             trainer.wait()
             capsys.readouterr()
             assert cleanup() == 0
-            told = capsys.readouterr().out
+            output = capsys.readouterr().out
             assert of_project(name) == set()
-            assert all(f" {thing}\n" in told for thing in before), told
+            assert all(f" {thing}\n" in output for thing in before), output
             cleanup()
             assert not any(thing in capsys.readouterr().out for thing in before)
             assert gone() == set()

@@ -98,13 +98,13 @@ class Neighbours:
 
 
 def engine_of(folder: Path, **settings: object) -> Engine:
-    given = {
+    options = {
         "max_num_seqs": SLOTS,
         "decode_steps_per_dispatch": BLOCK,
         "max_context_length": CONTEXT,
         **settings,
     }
-    engine = Engine(DeviceExecutor(make_settings(make_model(folder / "model", MODEL), folder, **given)))
+    engine = Engine(DeviceExecutor(make_settings(make_model(folder / "model", MODEL), folder, **options)))
     engine.start()
     return engine
 
@@ -127,13 +127,13 @@ def small_alone(engine: Engine) -> SampleResult:
 
 
 def result(future: Future[OpResult]) -> SampleResult:
-    found = future.result(TIMEOUT_S)
-    assert isinstance(found, SampleResult)
-    return found
+    sample = future.result(TIMEOUT_S)
+    assert isinstance(sample, SampleResult)
+    return sample
 
 
-def assert_same(found: SampleResult, expected: SampleResult, *, atol: float = 0.0) -> None:
-    for sequence, other in zip(found.sequences, expected.sequences, strict=True):
+def assert_same(actual: SampleResult, expected: SampleResult, *, atol: float = 0.0) -> None:
+    for sequence, other in zip(actual.sequences, expected.sequences, strict=True):
         np.testing.assert_array_equal(sequence.tokens, other.tokens)
         np.testing.assert_allclose(sequence.logprobs, other.logprobs, atol=atol, rtol=0)
 

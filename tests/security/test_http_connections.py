@@ -188,8 +188,8 @@ def test_a_key_on_the_command_line_leaves_the_process_list(tmp_path: Path) -> No
             with fifo.open("wb") as writer:  # opens when the restarted program reads it
                 shown = Path(f"/proc/{server.pid}/cmdline").read_bytes()
                 writer.write(b"wrong\n")
-            _, said = server.communicate(timeout=60)
+            _, stderr = server.communicate(timeout=60)
         finally:
             server.kill()
     assert b"base_model=x" in shown and b"secret-of-the-sampler" not in shown
-    assert b"sampler_api_key= was visible" in said and b"secret-of" not in said and server.returncode == 2
+    assert b"sampler_api_key= was visible" in stderr and b"secret-of" not in stderr and server.returncode == 2

@@ -80,14 +80,14 @@ class AttackRuns:
             problem = f"status {ended.returncode}: {ended.stderr[-2000:]}"
         except subprocess.TimeoutExpired:
             problem = f"{PLACE_TIMEOUT_S} s passed"
-        found = {name: [f"not played: {problem}"] for name in names}
+        violations = {name: [f"not played: {problem}"] for name in names}
         for line in results.read_text().splitlines():
             result = json.loads(line)
-            found[result["attack"]] = [
-                line for line in found[result["attack"]] if not line.startswith("not played")
+            violations[result["attack"]] = [
+                line for line in violations[result["attack"]] if not line.startswith("not played")
             ]
-            found[result["attack"]] += result["violations"]
-        return found
+            violations[result["attack"]] += result["violations"]
+        return violations
 
 
 @pytest.fixture(scope="module")

@@ -84,13 +84,13 @@ class Snapshot:
 
     def changes(self, later: Snapshot) -> list[str]:
         """Return one line for each difference."""
-        found = []
+        differences = []
         for kind in self.__slots__:
             before, after = getattr(self, kind), getattr(later, kind)
             for name in sorted(before.keys() | after.keys()):
                 if before.get(name) != after.get(name):
-                    found.append(f"host {kind.replace('_', ' ')}: {name} changed")
-        return found
+                    differences.append(f"host {kind.replace('_', ' ')}: {name} changed")
+        return differences
 
 
 def adopt_orphans() -> None:
@@ -126,30 +126,30 @@ def marked_processes(word: str) -> list[str]:
     """Return processes of the host whose command line or environment contains `word`, except descendants of
     this one.
     """
-    ours, found = {os.getpid(), os.getppid(), *descendants()}, []
+    ours, remaining = {os.getpid(), os.getppid(), *descendants()}, []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) not in ours:
             for name in ("cmdline", "environ"):
                 try:
                     if word.encode() in Path("/proc", entry, name).read_bytes():
-                        found.append(f"process {entry} was left on the host")
+                        remaining.append(f"process {entry} was left on the host")
                         break
                 except OSError:
                     continue
-    return found
+    return remaining
 
 
 def marked_files(word: str) -> list[str]:
     """Return entries of the watched directories of the host whose name contains `word`."""
-    found = []
+    remaining = []
     for directory in WATCHED:
         try:
-            found += [
+            remaining += [
                 f"{directory}/{name} was left on the host" for name in os.listdir(directory) if word in name
             ]
         except OSError:
             continue
-    return found
+    return remaining
 
 
 def marked_cgroups(word: str) -> list[str]:
@@ -163,7 +163,7 @@ def marked_cgroups(word: str) -> list[str]:
 
 def marked_docker_objects(word: str) -> list[str]:
     """Return Docker containers, networks and volumes whose name or labels contain `word`."""
-    found = []
+    remaining = []
     for kind, listing in (
         ("container", ["ps", "--all"]),
         ("network", ["network", "ls"]),
@@ -176,8 +176,8 @@ def marked_docker_objects(word: str) -> list[str]:
             timeout=60,
             check=True,
         )
-        found += [f"a Docker {kind} was left" for line in answer.stdout.splitlines() if word in line]
-    return found
+        remaining += [f"a Docker {kind} was left" for line in answer.stdout.splitlines() if word in line]
+    return remaining
 
 
 def faults_of_folder(folder: Path) -> list[str]:
@@ -209,17 +209,17 @@ def remove(folder: Path) -> None:
 
 
 def _settings() -> list[tuple[str, str]]:
-    found = []
+    settings = []
     for directory, _, names in os.walk("/proc/sys"):
         for name in names:
             path = f"{directory}/{name}"
             if not VOLATILE.match(path):
                 try:
                     with open(path, "rb") as file:
-                        found.append((path, file.read(4096).decode(errors="replace")))
+                        settings.append((path, file.read(4096).decode(errors="replace")))
                 except OSError:
                     continue
-    return found
+    return settings
 
 
 def _identity(path: Path) -> str:
