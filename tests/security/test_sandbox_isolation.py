@@ -1,4 +1,4 @@
-"""Scripted attacks from a sandbox on the host, on the exec server and on other commands."""
+"""Tests of scripted attacks in a sandbox that target the host, the exec server and other commands."""
 
 from __future__ import annotations
 

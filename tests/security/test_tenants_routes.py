@@ -329,7 +329,7 @@ async def test_a_tenant_reads_only_its_own_statistics(tmp_path: Path) -> None:
 async def test_a_checkpoint_of_another_tenant_cannot_be_used(
     tmp_path: Path,
 ) -> None:
-    """Routes that take a path and an object of the caller."""
+    """Some routes take a path and an object of the caller."""
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
         session = await open_session(site.bob)

@@ -126,9 +126,9 @@ def marked_processes(word: str) -> list[str]:
     """Return processes of the host whose command line or environment contains `word`, except descendants of
     this one.
     """
-    ours, remaining = {os.getpid(), os.getppid(), *descendants()}, []
+    own_processes, remaining = {os.getpid(), os.getppid(), *descendants()}, []
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) not in ours:
+        if entry.isdigit() and int(entry) not in own_processes:
             for name in ("cmdline", "environ"):
                 try:
                     if word.encode() in Path("/proc", entry, name).read_bytes():
@@ -169,14 +169,16 @@ def marked_docker_objects(word: str) -> list[str]:
         ("network", ["network", "ls"]),
         ("volume", ["volume", "ls"]),
     ):
-        answer = subprocess.run(
+        listing_process = subprocess.run(
             ["docker", *listing, "--format", "{{json .}}"],
             capture_output=True,
             text=True,
             timeout=60,
             check=True,
         )
-        remaining += [f"a Docker {kind} was left" for line in answer.stdout.splitlines() if word in line]
+        remaining += [
+            f"a Docker {kind} was left" for line in listing_process.stdout.splitlines() if word in line
+        ]
     return remaining
 
 
@@ -185,20 +187,20 @@ def faults_of_folder(folder: Path) -> list[str]:
     and directories.
     """
     command = ["find", "-P", str(folder), "-mindepth", "1", "-printf", "%y %m %s %k %P\\0"]
-    answer = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    process = subprocess.run(command, capture_output=True, timeout=120, check=False)
     members = total = 0
     faults = []
-    for record in answer.stdout.split(b"\0")[:-1]:
+    for record in process.stdout.split(b"\0")[:-1]:
         kind, mode, size, blocks, name = record.decode(errors="replace").split(" ", 4)
         members, total = members + 1, total + max(int(size), int(blocks) * 1024)
         if kind not in "fd":
-            faults.append(f"the trial's folder holds {name[:60]!r}, which is no plain file")
+            faults.append(f"the trial's folder contains {name[:60]!r}, which is not a regular file")
         elif kind == "f" and int(mode, 8) & 0o6000:
-            faults.append(f"the trial's folder holds {name[:60]!r} with mode {mode}")
+            faults.append(f"the trial's folder contains {name[:60]!r} with mode {mode}")
     if members > MAX_MEMBERS:
-        faults.append(f"the trial's folder holds {members} entries")
+        faults.append(f"the trial's folder contains {members} entries")
     if total > MAX_BYTES:
-        faults.append(f"the trial's folder holds {total / 2**20:.0f} MiB")
+        faults.append(f"the trial's folder contains {total / 2**20:.0f} MiB")
     return faults[:5]
 
 
