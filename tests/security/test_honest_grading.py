@@ -29,7 +29,7 @@ def why_no_image() -> str | None:
     if reason := why_no_engine():
         return reason
     present = subprocess.run(["docker", "image", "inspect", BASE_IMAGE], capture_output=True, check=False)
-    return None if present.returncode == 0 else f"the image {BASE_IMAGE} is not there"
+    return None if present.returncode == 0 else f"the image {BASE_IMAGE} is missing"
 
 
 BASE_IMAGE = "debian:bookworm-slim"
