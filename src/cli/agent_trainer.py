@@ -29,6 +29,7 @@ MODULES = {
     "export": ("skyrl_tx_server.export", "Export an adapter, merge it into its model, or import one"),
     "keys": ("skyrl_tx_server.keys", "Make the API keys of tenants"),
     "probe": ("src.evaluate.probe", "Check what an endpoint honours"),
+    "doctor": ("src.analyze.doctor", "Check this machine, or with doctor RUN a run, and say what to type"),
     "validate": ("src.envs.validate", "Check the tasks of a folder"),
 }
 """Command -> module that is run with the remaining arguments, and its help."""

@@ -37,7 +37,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.mark.official_sdk
 @pytest.mark.parametrize("off", PARTS)
 async def test_the_server_gets_the_trained_parts(url: str, tmp_path: Path, off: str) -> None:
-    adapter = AdapterOptions(lora_rank=4, **{off: False})
+    adapter = chz.replace(AdapterOptions(lora_rank=4), **{off: False})
     async with connect(settings(url)) as endpoint:
         paths = await (await endpoint.open_training(adapter)).save("one")
         (record,) = (tmp_path / "checkpoints").glob("**/weights/**/checkpoint.json")
