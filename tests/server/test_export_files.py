@@ -7,17 +7,23 @@ import os
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from skyrl_tx_server.engine.operations import LoraSpec
+from skyrl_tx_server.engine.operations import AdamSettings, LoraSpec
 from skyrl_tx_server.export import main
 from skyrl_tx_server.files.base_model import fingerprint, open_base_model
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.peft_files import read_adapter
+from skyrl_tx_server.model.lora.adapter import init_adapter, trainable_mask
+from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays
+from skyrl_tx_server.training.train_step import adam_scalars, adam_step, init_adam
+from tests.server import tiny_qwen3
 from tests.server.test_export import SAVED, logits, save
-from tests.server.tiny_qwen3 import FIXTURES
+from tests.server.test_train_step import gradient
+from tests.server.tiny_qwen3 import CONFIG, FIXTURES, MAX_RANK
 
 BASE = FIXTURES / "tied"
 RANK, ALPHA = 4, 6.0
@@ -90,9 +96,27 @@ def test_an_adapter_of_q_and_v_computes_its_formula(tmp_path: Path) -> None:
     assert np.abs(adapted - expected).max() < 1e-4 < np.abs(expected - logits(BASE, None, info.lora)).max()
 
 
-def test_the_missing_projections_of_an_adapter_stay_zero(tmp_path: Path) -> None:
-    """Both factors are zero, and the gradient of each is a multiple of the other."""
+def test_an_adapter_of_q_and_v_has_zeros_for_k_and_o(tmp_path: Path) -> None:
     query_and_value_adapter(tmp_path / "peft")
     _, arrays = read_adapter(tmp_path / "peft", open_base_model(BASE))
     missing = {name for name in arrays if ".k_proj." in name or ".o_proj." in name}
     assert len(missing) == len(arrays) / 2 and not any(np.any(arrays[name]) for name in missing)
+
+
+def test_training_leaves_missing_projections_at_zero() -> None:
+    """Both factors are zero, and the gradient of each is a multiple of the other."""
+    spec = LoraSpec(rank=RANK, train_mlp=False, train_unembed=False)
+    arrays = adapter_to_arrays(init_adapter(CONFIG, spec, MAX_RANK), CONFIG, spec)
+    missing = {name for name in arrays if ".k_proj." in name or ".o_proj." in name}
+    arrays |= {name: np.zeros_like(arrays[name]) for name in missing}
+    adapter = jax.device_put(adapter_from_arrays(arrays, CONFIG, spec, MAX_RANK))
+    state = jax.device_put(init_adam(CONFIG, MAX_RANK))
+    settings = adam_scalars(AdamSettings(learning_rate=0.1, weight_decay=0.1))
+    for _ in range(2):
+        grad_sum, _, _ = gradient(tiny_qwen3.data((60,), weights=True), adapter=adapter)
+        mask = trainable_mask(CONFIG, spec, MAX_RANK)
+        adapter, state, _ = adam_step(adapter, grad_sum, state, mask, settings)
+    trained = adapter_to_arrays(jax.device_get(adapter), CONFIG, spec)
+    assert trained.keys() == arrays.keys()
+    assert {name for name in trained if not np.any(trained[name])} == missing
+    assert all(np.any(trained[name] != arrays[name]) for name in trained.keys() - missing)
