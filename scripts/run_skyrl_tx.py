@@ -8,7 +8,7 @@ SmolLM2 (`arithmetic`). Options on the command line take precedence over those o
 
 A server that this program starts ends with the training, and also if this process is killed. It gets a random
 key, which is in the file `api_key` next to its log. `resume=RUN` continues a run with its original options,
-and `evaluate=RUN` evaluates its last checkpoint on its held-out tasks.
+`evaluate=RUN` evaluates its last checkpoint on its held-out tasks, and `chat=RUN` starts a chat with it.
 
 This file is long because it contains a run and its server from the start to the end in order.
 """
@@ -47,11 +47,12 @@ from skyrl_tx_server.errors import ConfigError as ServerConfigError
 from src.cli.agent_trainer import SERVER_FILE
 from src.cli.command_line import help_words, parse, parse_as
 from src.cli.config_file import with_config_files
-from src.cli.saved_options import evaluated_arguments, resumed_arguments
+from src.cli.saved_options import chat_arguments, evaluated_arguments, resumed_arguments
 from src.core.errors import ConfigError
 from src.core.option_aliases import present_argument
 from src.envs.options import DOWNLOADS, require_task_folder
 from src.envs.registry import check_environment
+from src.evaluate.chat.config import ChatConfig
 from src.evaluate.config import EvaluateConfig
 from src.records.private_folder import make_private, write_private
 
@@ -82,6 +83,8 @@ def main(argv: list[str]) -> int:
             return evaluate(given.pop("evaluate"), given)
         if "quickstart" in given:
             return quick_start(given)
+        if "chat" in given:
+            return with_server_of(given.pop("chat"), given, chat_arguments, "src.evaluate.chat")
         if "model_name" not in given and (served := model_of_a_running_server(given)) is not None:
             given = {**given, "model_name": served}
         return full_recipe(given) if "model_name" in given else quick_start(given)
@@ -228,7 +231,8 @@ def with_server_of(
     if module == "src.train":
         check_options(options)
     else:
-        parse_as(EvaluateConfig, trainer_arguments(options))
+        kind = ChatConfig if module == "src.evaluate.chat" else EvaluateConfig
+        parse_as(kind, trainer_arguments(options))
     key_file = side_files / KEY_FILE
     if isinstance(find_server(url, key=key_file.read_text().strip()), ServedModels):
         say(f"using the server at {url}")

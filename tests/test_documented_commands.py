@@ -22,6 +22,7 @@ from src.analyze.config import AnalyzeConfig
 from src.config import TrainerConfig
 from src.envs.try_env import TryConfig
 from src.envs.validate import ValidateConfig
+from src.evaluate.chat.config import ChatConfig
 from src.evaluate.config import EvaluateConfig
 from src.sft.config import SftConfig
 from tests.integration import test_examples
@@ -34,6 +35,7 @@ OPTIONS: dict[str, type[object]] = {
     "src.train": TrainerConfig,
     "src.sft": SftConfig,
     "src.evaluate": EvaluateConfig,
+    "src.evaluate.chat": ChatConfig,
     "src.analyze": AnalyzeConfig,
     "src.envs.validate": ValidateConfig,
     "src.envs.try_env": TryConfig,

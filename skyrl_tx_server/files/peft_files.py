@@ -23,7 +23,7 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.base_model import BaseTensors
 from skyrl_tx_server.files.json_file import read_json_object
 
-PREFIX = "base_model.model."
+PREFIX, HEAD = "base_model.model.", "lm_head"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _ATTENTION = re.compile(r"(?P<module>model\.layers\.(?P<layer>\d+)\.self_attn\.\w+_proj(_with_mqa)?)\.weight")
@@ -91,7 +91,10 @@ def write_adapter(
 
 def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str, np.ndarray]]:
     """Read an adapter of `base` in float32, with the names of a checkpoint. Raise UserError if this server
-    cannot represent it."""
+    cannot represent it.
+
+    An adapter of some projections of a part, such as q and v, gets zero factors for the others.
+    """
     try:
         config: dict[str, Any] = read_json_object(directory / CONFIG)
         tensors = load_file(directory / WEIGHTS)
@@ -128,9 +131,10 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
             array = _narrowed(directory, name, array, rank, rank_per_expert)
         arrays[f"{PREFIX}{factor['module']}.lora_{factor['side']}.weight"] = array
     modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in arrays}
-    spec = _spec(directory, modules, base, int(base_config["num_hidden_layers"]), rank, alpha)
+    parts = _parts(base, int(base_config["num_hidden_layers"]))
+    spec = _spec(directory, modules, parts, rank, alpha)
     _check_shapes(directory, arrays, base, rank, rank_per_expert)
-    return spec, arrays
+    return spec, arrays | _missing_factors(modules, parts, base, rank, rank_per_expert)
 
 
 def initial_optimizer_state(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -169,29 +173,16 @@ def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, rank_per
 
 
 def _spec(
-    directory: Path, modules: set[str], base: BaseTensors, num_layers: int, rank: int, alpha: float
+    directory: Path, modules: set[str], parts: Mapping[str, set[str]], rank: int, alpha: float
 ) -> LoraSpec:
-    """Return the LoraSpec of an adapter with these modules. Raise UserError if it trains only some modules of
-    a part."""
-
-    def modules_like(pattern: re.Pattern[str]) -> set[str]:
-        matches = (pattern.fullmatch(name) for name in base.files)
-        # DeepSeek's checkpoints have further layers for multi-token prediction
-        return {match["module"] for match in matches if match and int(match["layer"]) < num_layers}
-
-    parts = {
-        "train_attn": modules_like(_ATTENTION),
-        "train_mlp": modules_like(_MLP),
-        "train_unembed": {"lm_head"},
-    }
-    trained = {name: part <= modules for name, part in parts.items()}
-    unused = sorted(modules - {module for name, part in parts.items() if trained[name] for module in part})
-    if unused or not modules:
+    """Return the LoraSpec of an adapter with these modules. Raise UserError if one belongs to no part."""
+    unknown = sorted(modules - set().union(*parts.values()))
+    if unknown or not modules:
         raise UserError(
-            f"{directory}: this server trains all projections of attention, all of the MLP or the head, in "
-            f"all {num_layers} layers; the adapter has "
-            + (f"{unused[0]} without the others" if unused else "no modules")
+            f"{directory}: this server adapts the projections of attention and of the MLP and the head; the "
+            "adapter has " + (unknown[0] if unknown else "no modules")
         )
+    trained = {name: not part.isdisjoint(modules) for name, part in parts.items()}
     return LoraSpec(
         rank=rank,
         alpha=alpha,
@@ -199,6 +190,40 @@ def _spec(
         train_mlp=trained["train_mlp"],
         train_unembed=trained["train_unembed"],
     )
+
+
+def _parts(base: BaseTensors, num_layers: int) -> dict[str, set[str]]:
+    """Return the modules that each switch of a LoraSpec adapts."""
+
+    def modules_like(pattern: re.Pattern[str]) -> set[str]:
+        matches = (pattern.fullmatch(name) for name in base.files)
+        # DeepSeek's checkpoints have further layers for multi-token prediction
+        return {match["module"] for match in matches if match and int(match["layer"]) < num_layers}
+
+    return {
+        "train_attn": modules_like(_ATTENTION),
+        "train_mlp": modules_like(_MLP),
+        "train_unembed": {HEAD},
+    }
+
+
+def _missing_factors(
+    modules: set[str], parts: Mapping[str, set[str]], base: BaseTensors, rank: int, rank_per_expert: int
+) -> dict[str, np.ndarray]:
+    """Return zero factors for the modules that an adapter of some modules of a part lacks.
+
+    The gradient of each factor is a multiple of the other one, so training leaves both at zero.
+    """
+    zeros = {}
+    for part in parts.values():
+        if part.isdisjoint(modules):
+            continue
+        for module in part - modules:
+            outputs, inputs = base.shape(f"{module}.weight")
+            module_rank = rank_per_expert if _EXPERT.fullmatch(module) else rank
+            zeros[f"{PREFIX}{module}.lora_A.weight"] = np.zeros((module_rank, inputs), np.float32)
+            zeros[f"{PREFIX}{module}.lora_B.weight"] = np.zeros((outputs, module_rank), np.float32)
+    return zeros
 
 
 def _check_shapes(

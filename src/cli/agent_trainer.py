@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from src.cli.saved_options import evaluated_arguments, program_of, resumed_arguments
+from src.cli.saved_options import chat_arguments, evaluated_arguments, program_of, resumed_arguments
 from src.core.errors import ConfigError
 
 MODULES = {
@@ -23,14 +23,18 @@ MODULES = {
         "src.evaluate",
         "Evaluate a model, a checkpoint or an endpoint, or with evaluate RUN a run",
     ),
+    "chat": ("src.evaluate.chat", "Chat with a checkpoint, or with chat RUN the policy of a run"),
     "show": ("src.analyze.show", "Print the rollouts of a run: show RUN [STEP | TASK | TRIAL]"),
     "serve": ("skyrl_tx_server", "Serve a model over the Tinker API"),
     "export": ("skyrl_tx_server.export", "Export an adapter, merge it into its model, or import one"),
     "keys": ("skyrl_tx_server.keys", "Create the API keys of tenants"),
     "probe": ("src.evaluate.probe", "Check which options an endpoint applies"),
+    "doctor": ("src.analyze.doctor", "Check this machine, or with doctor RUN a run, and say what to type"),
     "validate": ("src.envs.validate", "Check the tasks of a folder"),
 }
 """Command -> module that is run with the remaining arguments, and its help."""
+OF_A_RUN = {"evaluate": evaluated_arguments, "chat": chat_arguments}
+"""Commands that take the folder of a run -> what returns their arguments for it."""
 RESUME = "Continue a run with the options that it was started with: resume RUN [key=value ...]"
 LAUNCHER = "scripts.run_skyrl_tx"  # only in a checkout; it starts the server of a run again
 SERVER_FILE = "server.json"
@@ -52,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command_line(name: str, arguments: list[str]) -> list[str]:
     """Return the module of a command and its arguments. Raises ConfigError for an unknown command."""
-    if name == "evaluate" and arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
-        return _for_run(arguments, evaluated_arguments, "evaluate", "src.evaluate")
+    if name in OF_A_RUN and arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
+        return _for_run(arguments, OF_A_RUN[name], name, MODULES[name][0])
     if name in MODULES:
         return [MODULES[name][0], *arguments]
     if name != "resume":

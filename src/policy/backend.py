@@ -21,6 +21,7 @@ from src.core.errors import BackendError, ConfigError, ServerLost
 from src.core.process import deadline, in_thread
 from src.policy.options import AdapterOptions, BackendOptions
 from src.policy.sampling_policy import Policy, ReferenceModel, TinkerPolicy, sdk_boundary
+from src.policy.trained_parts import check_trained_parts
 
 logger = logging.getLogger(__name__)
 
@@ -265,6 +266,10 @@ class TinkerEndpoint:
                 else service.create_training_client_from_state
             )
             with sdk_boundary(f"loading {path}"):
+                rest_client = await in_thread(
+                    lambda: tinker.RestClient(base_url=base_url(options), api_key=require_key(options))
+                )
+                await check_trained_parts(rest_client, path, adapter)
                 client = await (await in_thread(lambda: load(path)))
         else:
             with sdk_boundary(f"creating an adapter of rank {rank} on {options.model_name}"):
@@ -274,7 +279,13 @@ class TinkerEndpoint:
                 client = await (
                     await in_thread(
                         lambda: service.create_lora_training_client(
-                            options.model_name, rank=rank, seed=options.seed, user_metadata=metadata
+                            options.model_name,
+                            rank=rank,
+                            seed=options.seed,
+                            train_attn=adapter.train_attn,
+                            train_mlp=adapter.train_mlp,
+                            train_unembed=adapter.train_unembed,
+                            user_metadata=metadata,
                         )
                     )
                 )

@@ -36,6 +36,9 @@ METRICS_FILE = "metrics.jsonl"
 IDENTITY = (
     "model_name",
     "lora_rank",
+    "train_attn",
+    "train_mlp",
+    "train_unembed",
     "env",
     "tasks_dir",
     "data",
