@@ -18,8 +18,8 @@ from pathlib import Path
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jonas", "Kate", "Leo")
 THINGS = ("apples", "books", "coins", "pens", "stones", "cards", "shells", "eggs", "stamps", "keys")
-INSTRUCTION = "Answer with the number only."
-TRAIN_PER_FAMILY, HELD_OUT_PER_FAMILY = 16, 8
+INSTRUCTION = "Write only the number."
+TRAIN_PER_FAMILY, HELD_OUT_PER_FAMILY = 24, 8
 LOWEST = 2
 SEED = 0
 
@@ -31,7 +31,7 @@ class Family:
     name: str
     answer: Callable[[int, int, int], int]  # of the numbers a, b and c
     text: str  # with {name}, {other}, {things}, {a}, {b} and {c}
-    highest: int = 20  # each number is at least LOWEST
+    highest: int = 10  # each number is at least LOWEST
 
 
 def plus(a: int, b: int, c: int) -> int:
@@ -92,19 +92,19 @@ TRAIN = (
         "bags",
         times,
         "There are {a} bags with {b} {things} each. How many {things} are there?",
-        highest=9,
+        highest=5,
     ),
     Family(
         "rows",
         times,
         "{name} lays {a} rows of {b} {things}. How many {things} is that?",
-        highest=9,
+        highest=5,
     ),
     Family(
         "three-friends",
         plus_plus,
         "Three friends have {a}, {b} and {c} {things}. How many {things} do they have together?",
-        highest=10,
+        highest=6,
     ),
 )
 HELD_OUT = (
@@ -133,14 +133,14 @@ HELD_OUT = (
         "tickets",
         times,
         "{name} buys {a} tickets. Each ticket costs {b} dollars. How many dollars does {name} pay?",
-        highest=9,
+        highest=5,
     ),
     Family(
         "weeks",
         plus_plus,
         "{name} saves {a} dollars in the first week, {b} in the second and {c} in the third. "
         "How many dollars is that in all?",
-        highest=10,
+        highest=6,
     ),
 )
 
