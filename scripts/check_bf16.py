@@ -1,12 +1,12 @@
-"""Check that the sampler and the trainer agree in bfloat16: the KL divergence per token between what the
-engine samples and what it recomputes.
+"""Check that sampling and training agree in bfloat16. The script measures the KL divergence per token between
+the distributions of the sampling and the training programs.
 
     taskset -c 0,1 python -m scripts.check_bf16
     python -m scripts.check_bf16 layers=36 hidden=2560 heads=32 kv_heads=8      # on an accelerator
     NPROC=32 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m scripts.check_bf16 fsdp_parallel=8
 
-The model is a random Qwen3 with an adapter that training has moved far from zero. Its final norm is scaled so
-that its predictions are as certain as those of a trained model. The engine samples single completions, groups
+The model is a random Qwen3 with a trained adapter. The final norm is scaled so that the entropy of the
+predictions is similar to that of a trained model. The engine samples single completions, groups
 and second turns, and `forward` scores them. With d = the trainer's minus the sampler's log-probability, the
 estimate is the mean of exp(d) - 1 - d over sampled tokens (Schulman, "Approximating KL Divergence", k3). The
 exit status is 1 if it is above 1e-4.

@@ -1,5 +1,5 @@
-"""Check that vLLM and SGLang parse what this server sends to an external sampler: request bodies and an
-exported adapter. No GPU is needed.
+"""Check that vLLM and SGLang can parse the request bodies and the exported adapter that this server sends to
+an external sampler. No GPU is needed.
 
     .venv/bin/python -m scripts.check_external_wire write DIR
     VLLM_PYTHON scripts/check_external_wire.py read DIR WHEELS

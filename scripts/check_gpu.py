@@ -7,10 +7,10 @@ shapes of Qwen3-4B, prefill batches, a dispatch of decode steps, and the paged a
     ... -m scripts.check_gpu model=32b layers=2 fsdp_parallel=8     # each of eight devices
 
 The script prints the compilation time, the memory that XLA allocates in addition to the inputs, the number of
-places where the device waits for a decision of the host, the longest message between devices, and the names
-of our kernels in the program. With XLA_FLAGS="--xla_dump_to=DIR --xla_gpu_dump_llvmir
---xla_dump_emitter_re=.*", DIR contains their PTX; `ptxas -v -arch=sm_90a` counts registers and spills.
-Nothing is run. `tests/server/test_gpu_kernels.py` checks the results of the kernels in Pallas' interpreter.
+places where the device waits for the host, the largest message between devices, and the names of the Pallas
+kernels in the program. With XLA_FLAGS="--xla_dump_to=DIR --xla_gpu_dump_llvmir --xla_dump_emitter_re=.*", DIR
+contains their PTX; `ptxas -v -arch=sm_90a` counts registers and spills. The programs are not run.
+`tests/server/test_gpu_kernels.py` checks the results of the kernels in Pallas' interpreter.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class CheckConfig:
 
 
 def main(config: CheckConfig) -> None:
-    jax.default_backend = lambda: "gpu"  # the server selects its method of decoding by the backend
+    jax.default_backend = lambda: "gpu"  # the server selects its decode program by the backend
     axes = MeshShape(fsdp=config.fsdp_parallel, tensor=config.tensor_parallel, expert=config.expert_parallel)
     devices = topologies.get_topology_desc(
         "", "cuda", target_config=H200, topology=f"1x1x{axes.devices}"

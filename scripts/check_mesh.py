@@ -6,7 +6,7 @@ tokens and log-probabilities.
 The default families are llama, qwen3_moe and deepseek_v3; qwen2 and qwen3 can also be given. The script
 prints the largest difference between each mesh and one device, and the number of compiled programs. The exit
 status is 1 if a difference is above its bar. All meshes sample with the adapters that were trained on one
-device, because Adam's first steps can turn a difference in the last bit of a gradient into the difference of
+device, because the first steps of Adam can amplify a difference in the last bit of a gradient to the size of
 a whole step. The script takes minutes, because every mesh compiles its own programs, and about 2 GiB of
 memory.
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
-# The number of XLA's threads. With one thread per device, all threads can wait for messages of each other.
+# The number of XLA's threads. With only one thread per device, collectives can deadlock.
 os.environ["NPROC"] = "32"
 
 import jax
@@ -108,9 +108,8 @@ def make_model(family: str, directory: Path) -> Path:
 def outputs_of(
     model_dir: Path, shape: MeshShape, checkpoints_dir: Path, *, saves: bool
 ) -> dict[str, np.ndarray]:
-    """Train two models for two steps each, then sample groups with the saved adapters and with the base
-    model, one of them from a cached prompt.
-    """
+    """Train two models for two steps each. Then sample two groups with each saved adapter and with the base
+    model, the second group from the cached prompt."""
     settings = EngineOptions(
         base_model=str(model_dir),
         model_alias="check/mesh",

@@ -4,8 +4,8 @@ Adam.
     python -m scripts.check_programs
 
 A hash covers the lowered StableHLO without source locations, result names and function names, so it changes
-only if a program computes something else. Compare the output of two commits to show that a refactoring leaves
-the programs as they are.
+only if the operations of a program change. Compare the output of two commits to show that a refactoring does
+not change the programs.
 """
 
 from __future__ import annotations

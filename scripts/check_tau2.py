@@ -1,5 +1,5 @@
-"""Check the adapter to tau2-bench with the benchmark itself: gold actions, agents that do nothing,
-adversarial answers, and load.
+"""Check `env=tau_bench` with the installed tau2-bench: gold actions, agents that do nothing, adversarial
+answers, and load.
 
     TAU2_HOME=... .venv/bin/python -m scripts.check_tau2 [CHECK ...] [domains=retail,...]
 
@@ -144,10 +144,10 @@ async def rewards(tasks: Sequence[Task], pool: WorkerPool, grading: Grading, *, 
     return list(await asyncio.gather(*(reward(task) for task in tasks)))
 
 
-def report(what: str, actual: object, *, expected: object) -> bool:
+def report(label: str, actual: object, *, expected: object) -> bool:
     is_right = actual == expected
     print(
-        f"{what:<56} {actual!s:<28} {'' if is_right else f'WRONG: expected {expected}'}".rstrip(), flush=True
+        f"{label:<56} {actual!s:<28} {'' if is_right else f'WRONG: expected {expected}'}".rstrip(), flush=True
     )
     return is_right
 
@@ -163,9 +163,9 @@ async def check_gold(pool: WorkerPool, domains: Mapping[str, Sequence[Task]]) ->
             started = time.monotonic()
             actual = await rewards(graded, pool, grading, gold=True)
             failed = [task.id for task, reward in zip(graded, actual, strict=True) if reward != 1.0]
-            what = f"gold {domain} reward_{grading} ({time.monotonic() - started:.0f} s)"
+            label = f"gold {domain} reward_{grading} ({time.monotonic() - started:.0f} s)"
             all_right &= report(
-                what, f"{actual.count(1.0)}/{len(actual)}", expected=f"{len(actual)}/{len(actual)}"
+                label, f"{actual.count(1.0)}/{len(actual)}", expected=f"{len(actual)}/{len(actual)}"
             )
             if failed:
                 print(f"  not 1.0: {', '.join(failed[:5])}")
@@ -178,8 +178,8 @@ async def check_contradiction(pool: WorkerPool, task: Task) -> bool:
     for more, expected in (((), (1.0, 0.0)), ((DISMISS_NOTIFICATION,), (0.0, 1.0))):
         script = Script(task, *more)
         metrics = (await play(task, pool, "all", script, script.answer)).metrics
-        what = f"{task.id} {'with' if more else 'without'} dismissal: db, assertion"
-        all_right &= report(what, (metrics["reward_db"], metrics["reward_env_assertion"]), expected=expected)
+        label = f"{task.id} {'with' if more else 'without'} dismissal: db, assertion"
+        all_right &= report(label, (metrics["reward_db"], metrics["reward_env_assertion"]), expected=expected)
     return all_right
 
 
@@ -242,20 +242,20 @@ async def check_adversarial(settings: WorkerSettings, tasks: Sequence[Task]) -> 
     all_right = True
     short = replace(settings, step_timeout_s=2.0)
     async with worker_pool(replace(settings, num_workers=1)) as pool, worker_pool(short) as short_pool:
-        for what, (answers, patience, metrics, stop_reason) in cases.items():
-            left = iter(answers)
-            where = short_pool if stop_reason is StopReason.TIMEOUT else pool
+        for label, (answers, patience, metrics, stop_reason) in cases.items():
+            remaining = iter(answers)
+            case_pool = short_pool if stop_reason is StopReason.TIMEOUT else pool
             started = time.monotonic()
             last = await play(
                 task,
-                where,
+                case_pool,
                 "env",
                 ImpatientUser(patience),
-                lambda left=left, answers=answers: next(left, answers[-1]),
+                lambda remaining=remaining, answers=answers: next(remaining, answers[-1]),
             )
             actual = {name: last.metrics.get(name) for name in metrics}
             all_right &= report(
-                f"{what} ({time.monotonic() - started:.1f} s)",
+                f"{label} ({time.monotonic() - started:.1f} s)",
                 (last.reward, last.stop_reason, actual),
                 expected=(0.0, stop_reason, metrics),
             )
@@ -279,12 +279,12 @@ async def check_load(settings: WorkerSettings, tasks: Sequence[Task]) -> bool:
             for number in range(num_kills):
                 await asyncio.sleep(0.5)
                 os.kill(pool.pids[number % len(pool.pids)], signal.SIGKILL)
-            done = await asyncio.gather(*playing, return_exceptions=True)
+            results = await asyncio.gather(*playing, return_exceptions=True)
             duration_s = time.monotonic() - started
-            num_right = sum(isinstance(one, StepResult) and one.reward == 1.0 for one in done)
+            num_right = sum(isinstance(result, StepResult) and result.reward == 1.0 for result in results)
             memory = sum(peak_mib(pid) for pid in pool.pids)
-        what = f"{NUM_EPISODES} at once, {NUM_WORKERS} workers, {num_kills} killed"
-        all_right &= report(what, num_right, expected=NUM_EPISODES)
+        label = f"{NUM_EPISODES} at once, {NUM_WORKERS} workers, {num_kills} killed"
+        all_right &= report(label, num_right, expected=NUM_EPISODES)
         print(
             f"  {duration_s:.1f} s, {NUM_EPISODES / duration_s:.1f} episodes/s, workers' peak resident "
             f"memory {memory:.0f} MiB"
@@ -300,7 +300,7 @@ def peak_mib(pid: int) -> float:
 async def main(argv: Sequence[str]) -> int:
     home = os.environ.get("TAU2_HOME")
     if home is None:
-        print("set TAU2_HOME to the folder that scripts/setup_tau.sh made", file=sys.stderr)
+        print("set TAU2_HOME to the folder that scripts/setup_tau.sh has created", file=sys.stderr)
         return 2
     names = next(
         (word.partition("=")[2].split(",") for word in argv if word.startswith("domains=")), list(SPLITS)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Removes what ended runs of this user left behind: sandbox directories and, with Docker, the compose projects of their trials.
-# Only objects with the label of a run, or of a project with this label, are removed. Objects of running trainers stay.
-# Prints what was removed. The exit status is 1 if something could not be removed.
+# Removes the sandbox directories of ended runs of this user and, with Docker, the compose projects of their trials.
+# Only objects with the label of a run, or of a project with this label, are removed. Objects of running trainers are kept.
+# Prints the removed objects. The exit status is 1 if an object could not be removed.
 #
 #   scripts/cleanup.sh
 set -euo pipefail

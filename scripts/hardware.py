@@ -1,9 +1,9 @@
-"""The table of models, GPUs and commands in docs/devices.md, by the arithmetic of the server's memory plan.
+"""Print the table of models, GPUs and commands in docs/devices.md, computed with the server's memory plan.
 
     python -m scripts.hardware
 
-No device and no weights are needed. Of the memory of a training batch the table has the inputs of the layers,
-which are kept at least; `dry_run=true` compiles the program and prints the whole plan.
+The script needs no device and no weights. For a training batch the table shows only the memory of the layer
+inputs, which is the minimum. `dry_run=true` compiles the program and prints the whole plan.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from skyrl_tx_server.model.shapes import PAGE_SIZE, train_shapes
 from skyrl_tx_server.model.weights import check_divisible, param_shapes
 
 SHARE_OF_MEMORY = 0.75
-"""What JAX reserves of a GPU's memory; XLA_PYTHON_CLIENT_MEM_FRACTION changes it."""
+"""The share of a GPU's memory that JAX reserves. XLA_PYTHON_CLIENT_MEM_FRACTION changes it."""
 GPUS = {"RTX 4090": 24.0, "H100": 79.6, "H200": 140.4}
-"""Name -> GiB, as nvidia-smi reports them. An A100 with 80 GB is as an H100."""
+"""Memory in GiB by GPU, as nvidia-smi reports it. An A100 with 80 GB has the memory of an H100."""
 BF16 = np.dtype("bfloat16")
 
 _QWEN25 = replace(MODELS["4b"], model_type="qwen2", num_kv_heads=2, num_heads=16)
@@ -104,16 +104,16 @@ SETUPS = (
 
 
 def main() -> None:
-    jax.default_backend = lambda: "gpu"  # what the server asks before it chooses how to decode
+    jax.default_backend = lambda: "gpu"  # the server selects its decode program by the backend
     print("\n".join(table()))
 
 
 def table() -> list[str]:
     """Return the lines of the table. Sizes are GiB on each GPU."""
-    heads = ("command", "GPUs", "base weights", "adapters (one training model)", "KV cache (tokens)")
-    heads += ("left for a batch", "its layer inputs")
+    header = ("command", "GPUs", "base weights", "adapters (one training model)", "KV cache (tokens)")
+    header += ("left for a batch", "its layer inputs")
     rows = [[f"`{command(setup)}`", *sizes(setup)] for setup in SETUPS]
-    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 
 def command(setup: Setup) -> str:
@@ -145,7 +145,7 @@ def sizes(setup: Setup) -> list[str]:
     left = available - weights - adapters - cache.pages_bytes
     inputs = shapes.shapes[-1].length * config.num_layers * config.hidden_size * BF16.itemsize
     if left < inputs:
-        raise ConfigError(f"{command(setup)}: {gib(left)} GiB do not hold a training batch")
+        raise ConfigError(f"{command(setup)}: {gib(left)} GiB are too little for a training batch")
     return [
         f"{mesh.devices} {setup.gpu}",
         gib(weights),

@@ -1,6 +1,7 @@
-"""Makes tests/fixtures/gguf/smollm2.json: what Hugging Face transformers makes of the GGUF file of SmolLM2.
+"""Write tests/fixtures/gguf/smollm2.json with the values that Hugging Face transformers reads from the GGUF
+file of SmolLM2.
 
-The server is tested against this file, so that its tests need no torch. Rebuild it with Python 3.11 and
+The tests of the server use this file, so they need no torch. Write it with Python 3.11 and
 torch==2.13.0 transformers==5.23.0 gguf==0.19.0:
 
     python scripts/make_gguf_fixture.py FILE.gguf [OUTPUT]

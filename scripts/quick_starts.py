@@ -39,7 +39,7 @@ QUICKSTART_SERVER = (
 class QuickStart:
     """A model and the tasks that it learns in minutes on two CPU cores."""
 
-    name: str  # of the run folder
+    name: str  # prefix of the name of the run folder
     base_model: str
     message: str
     options: dict[str, str]
@@ -101,4 +101,4 @@ QUICKSTARTS = {
         ),
     ),
 }
-"""By the value of `quickstart=`."""
+"""The quick starts by the value of `quickstart=`."""

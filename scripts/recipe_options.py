@@ -1,4 +1,4 @@
-"""The options of the full recipe of `./run_skyrl_tx.sh`, and how they are fitted to a server."""
+"""The options of the full recipe of `./run_skyrl_tx.sh`, and functions that fit them to a server."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ RECIPE_OF_KIND = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedModel:
-    """A model as the user names it, as the server loads it and as clients ask for it."""
+    """The names of a model in the server's option `base_model`, in requests of clients and for the
+    tokenizer."""
 
     base_model: str
     served_name: str
-    tokenizer: str | None  # None: by the served name, which is a hub id
+    tokenizer: str | None  # None: the served name, which is a hub id
 
 
 def named_model(model_name: str) -> NamedModel:
@@ -65,12 +66,12 @@ def named_model(model_name: str) -> NamedModel:
 
 
 def environment_kind(given: Mapping[str, str]) -> str:
-    """Return the environment of the given options; `data` selects its own."""
+    """Return the value of `env` for these options. Without `env`, the default depends on `data`."""
     return given.get("env", "data" if "data" in given else "harbor")
 
 
 def recipe_defaults(kind: str, model: NamedModel, given: Mapping[str, str]) -> dict[str, str]:
-    """Return every default of the recipe, with a run folder of its own."""
+    """Return all defaults of the recipe, with the name of a new run folder."""
     if "tasks_dir" in given:
         tasks = Path(given["tasks_dir"]).expanduser().resolve().name
     elif "data" in given:
@@ -93,7 +94,7 @@ def fitted(
 ) -> tuple[dict[str, str], str | None]:
     """Fit the lengths that the user did not give to a server with a context of `context` tokens.
 
-    Return the options and one line about what was changed, None if nothing was. Raises ConfigError if
+    Return the options and one line that lists the changes, or None without changes. Raises ConfigError if
     `context_limit` was given and exceeds the context. `TrainerConfig` checks the other given options.
     """
     given = {name: value for name, value in given.items() if value.lower() not in ("", "none", "null")}
@@ -128,15 +129,15 @@ def fitted(
 
 
 def fitted_to_any(options: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Fit the lengths to the given ones alone, before the server is known."""
+    """Fit the lengths to the given lengths only, before the context of the server is known."""
     try:
         return fitted(options, given, context=sys.maxsize)[0]
-    except ValueError:  # a given length is no number: the trainer's own check names the option
+    except ValueError:  # a given length is not a number; the trainer reports the option
         return dict(options)
 
 
 def wandb_is_set_up(environ: Mapping[str, str]) -> bool:
-    """Return whether wandb can start without asking for a key at the terminal."""
+    """Return whether wandb can start without a prompt for a key at the terminal."""
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_MODE"):
         return True
     try:

@@ -1,4 +1,4 @@
-"""`./run_skyrl_tx.sh`: train with this project's server, which is started if no server answers.
+"""`./run_skyrl_tx.sh`: train with this project's server. The program starts the server if no server answers.
 
 With `model_name`, the full recipe runs (`recipe_options`), with lengths that fit the server. Without
 `model_name`, the recipe trains the model of a server at the default address, if that server can be used.
@@ -6,11 +6,11 @@ Otherwise, or with `quickstart=NAME`, a quick start runs (`quick_starts`), with 
 server on a free port: terminal tasks (`terminal`), the customers of a shop (`tau_bench`) or word problems for
 SmolLM2 (`arithmetic`). Options on the command line take precedence over those of the recipe.
 
-A server that this program starts ends with the training, and also if this process is killed. It gets a random
-key, which is in the file `api_key` next to its log. `resume=RUN` continues a run with its original options,
+A server that this program starts ends with the training, also if this process is killed. Its random key is in
+the file `api_key` next to its log. `resume=RUN` continues a run with its original options,
 `evaluate=RUN` evaluates its last checkpoint on its held-out tasks, and `chat=RUN` starts a chat with it.
 
-This file is long because it contains a run and its server from the start to the end in order.
+This file is long because it contains all steps of a run and its server in order.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
         return full_recipe(given) if "model_name" in given else quick_start(given)
     except (ConfigError, ServerConfigError) as error:
         return fail(str(error))
-    except KeyboardInterrupt:  # before the trainer runs; the trainer handles signals itself
+    except KeyboardInterrupt:  # before the trainer starts; the trainer handles its signals
         fail("stopped")
         return 130
 
@@ -134,7 +134,8 @@ def quick_start(given: dict[str, str]) -> int:
 
 
 def chosen_quick_start(given: Mapping[str, str]) -> QuickStart:
-    """Return the quick start of `quickstart=NAME`, or of the environment. Raises ConfigError without one."""
+    """Return the quick start of `quickstart=NAME`, or of the environment. Raises ConfigError if there is
+    none."""
     kind = environment_kind(given)
     name = given.get("quickstart", "terminal" if kind == "harbor" else kind)
     if name in QUICKSTARTS:
@@ -245,7 +246,7 @@ def with_server_of(
 
 def model_of_a_running_server(given: dict[str, str]) -> str | None:
     """Return the model that the server at the default address serves, if a run without `model_name` can use
-    it. Otherwise say why not, if there is a server."""
+    it. Otherwise return None, and print the reason if there is a server."""
     url = given.get("skyrl_tx_url") or default_url()
     found = find_server(url, key=os.environ.get("TINKER_API_KEY", ""))
     if found == NO_SERVER and "skyrl_tx_url" not in given:
@@ -306,7 +307,7 @@ def train(
     key: str | None,
     module: str = "src.train",
 ) -> int:
-    """Run the trainer to its end, passing on signals; then stop the server this process started, whose key is
+    """Run the trainer and pass signals on to it. Then stop `server`, which this process has started with
     `key`."""
     command = [sys.executable, "-m", module, *trainer_arguments(options)]
     # The server ends with this process, and a trainer without a server could not save its weights.
@@ -324,7 +325,7 @@ def train(
 
 
 def say_programs(url: str, *, key: str) -> None:
-    """Print how many XLA programs the run needed, and how many of them came from the compilation cache."""
+    """Print the number of XLA programs of the run, and how many of them were in the compilation cache."""
     try:
         engine = httpx.get(f"{url}/api/v1/stats", headers={"X-API-Key": key}, timeout=5.0).json()["engine"]
     except (httpx.HTTPError, ValueError, KeyError):
@@ -337,8 +338,8 @@ def say_programs(url: str, *, key: str) -> None:
 
 
 def new_key() -> str:
-    """Return a random key for a server that this process starts. Without a key, every process of this machine
-    could train on the server, also a process of a trial."""
+    """Return a random key for a server that this process starts. Without a key, every process of this
+    machine, including those of trials, could train on the server."""
     return f"tml-{secrets.token_urlsafe(32)}"
 
 
@@ -347,8 +348,8 @@ def start_server(
 ) -> subprocess.Popen[bytes]:
     """Start the server and wait until it is ready. Exits with the error of the server if it fails.
 
-    `side_files` gets its log, its key and its arguments, and only this user can read them. The server takes
-    the key from its environment, because every user can read arguments.
+    The folder `side_files`, which only this user can read, receives the log, the key and the arguments of the
+    server. The server reads the key from its environment, because every user can read arguments.
     """
     try:
         make_private(side_files)
@@ -379,7 +380,7 @@ def start_server(
     started = time.monotonic()
     while not healthy(url):
         if server.poll() is not None:
-            lines = [line for line in said(log_file, starts_at) if line.strip()]
+            lines = [line for line in log_lines(log_file, starts_at) if line.strip()]
             sys.exit(
                 fail(
                     f"the server stopped with status {server.returncode}: "
@@ -390,17 +391,17 @@ def start_server(
             server.kill()
             sys.exit(fail(f"the server did not come up within {START_TIMEOUT_S:.0f} s; see {log_file}"))
         time.sleep(0.2)  # another process: there is no event to wait for
-    ready = [line for line in said(log_file, starts_at) if "server ready" in line]
+    ready = [line for line in log_lines(log_file, starts_at) if "server ready" in line]
     say(f"{ready[-1] if ready else 'server ready'} (after {time.monotonic() - started:.1f} s)")
     return server
 
 
 def in_trainer_names(line: str) -> str:
-    """Return a line of the server with the names of options that the user of this program knows."""
+    """Return a line of the server with the names of the trainer's options."""
     return line.replace("max_context_length=", "context_limit=").replace("max_lora_rank=", "lora_rank=")
 
 
-def said(log_file: Path, starts_at: int) -> list[str]:
+def log_lines(log_file: Path, starts_at: int) -> list[str]:
     """Return the lines of a log from the byte `starts_at` on."""
     return log_file.read_bytes()[starts_at:].decode(errors="replace").splitlines()
 
@@ -426,7 +427,7 @@ def die_with_parent(with_signal: signal.Signals) -> None:
 def say(text: str) -> None:
     try:
         print(f"run_skyrl_tx: {text}", flush=True)
-    except OSError:  # nobody reads the output; its buffered rest must not fail again when Python exits
+    except OSError:  # the output is closed; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""What runs at an address: a server with its models, or the reason why it cannot be used."""
+"""Finds the server at an address with its models, or the reason why the server cannot be used."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ TIMEOUT_S = 5.0
 class ServedModels:
     """The models of a server."""
 
-    contexts: Mapping[str, int]  # longest context in tokens, by the name of the model; not empty
+    contexts: Mapping[str, int]  # maximum context in tokens, by model name; not empty
 
     def reason_against(self, model_name: str) -> str | None:
-        """Return why a run with `model_name` cannot use the server, None if it can."""
+        """Return the reason why a run with `model_name` cannot use the server. None: it can."""
         if model_name in self.contexts:
             return None
         return f"it serves {', '.join(sorted(self.contexts))}, not {model_name}"
 
 
 def find_server(url: str, *, key: str) -> ServedModels | str:
-    """Return the models served at `url`, or one line that says why there are none."""
+    """Return the models of the server at `url`, or one line with the reason why it cannot be used."""
     base = url.rstrip("/")
     try:
         health = httpx.get(f"{base}/api/v1/healthz", timeout=TIMEOUT_S)
         if health.status_code == 503:
             return "it is not ready yet"
         if health.status_code != 200:
-            return f"it is no Tinker endpoint: /api/v1/healthz answered {health.status_code}"
+            return f"it is not a Tinker endpoint: /api/v1/healthz answered {health.status_code}"
         headers = {"X-API-Key": key} if key else {}
         reply = httpx.get(f"{base}/api/v1/get_server_capabilities", headers=headers, timeout=TIMEOUT_S)
         if reply.status_code in (401, 403):
@@ -44,5 +44,5 @@ def find_server(url: str, *, key: str) -> ServedModels | str:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return f"it did not answer ({type(error).__name__})"
     except (ValueError, KeyError, TypeError):
-        return "it is no Tinker endpoint: it does not list its models"
+        return "it is not a Tinker endpoint: it does not list its models"
     return ServedModels(contexts=contexts) if contexts else "it serves no model"

@@ -1,9 +1,9 @@
-"""Make every high-level call of the tinker SDK 0.38 against a running server and print how each one ended.
+"""Make every high-level call of the tinker SDK 0.38 to a running server and print the outcomes.
 
     python scripts/sdk_calls.py [URL]          default http://127.0.0.1:8000
 
-A call is either required by the contract, in which case it must succeed, or refused by this server, in which
-case the refusal must be a clear user error. The exit status is 1 if a call ends otherwise.
+Calls that the server contract requires must succeed. Calls that this server does not support must be refused
+with a clear user error. The exit status is 1 if a call has another outcome.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tinker import types
 
 API_KEY = "tml-dummy"
 TIMEOUT_S = 600  # the first call of its kind compiles
-RETRIES_OF_A_REFUSAL_S = 5.0  # longer if the SDK retries the refused call
+RETRIES_OF_A_REFUSAL_S = 5.0  # a refusal takes longer if the SDK retries the call
 
 
 class Waitable[T](Protocol):
@@ -49,7 +49,7 @@ class Outcome:
 
 @dataclass(kw_only=True, slots=True)
 class Calls:
-    """Runs calls one after another and keeps their outcomes. A failed call does not stop the next one."""
+    """Makes calls in sequence and records their outcomes. A failed call does not stop the next call."""
 
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -149,7 +149,7 @@ def two_dimensional() -> types.Datum:
 
 
 def sparse() -> types.Datum:
-    """Three targets per position, two of them named in all."""
+    """Return a datum of four positions with sparse targets [4, 3] that have two entries."""
     crow_indices, col_indices = [0, 1, 1, 2, 2], [2, 0]
     layout = {"shape": [4, 3], "sparse_crow_indices": crow_indices, "sparse_col_indices": col_indices}
     return types.Datum(
@@ -162,7 +162,7 @@ def sparse() -> types.Datum:
 
 
 def data_of(tensor: types.TensorData | None) -> list[float]:
-    assert tensor is not None, "the reply lacks the tensor asked for"
+    assert tensor is not None, "the reply lacks the requested tensor"
     return [float(value) for value in tensor.data]
 
 
@@ -320,7 +320,7 @@ def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker
         ),
     )
     # These targets are tokens of the prompt, so the reply must contain the prompt's own logprobs.
-    own = types.TensorData(
+    prompt_targets = types.TensorData(
         data=[6, 8],
         dtype="int64",
         shape=[3, 50],
@@ -329,7 +329,9 @@ def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker
     )
     calls.required(
         "sample(target_prompt_logprobs, sparse)",
-        lambda: named.sample(prompt, 1, one, include_prompt_logprobs=True, target_prompt_logprobs=own),
+        lambda: named.sample(
+            prompt, 1, one, include_prompt_logprobs=True, target_prompt_logprobs=prompt_targets
+        ),
         lambda response: np.allclose(
             data_of(response.target_prompt_logprobs),
             np.take(np.array(response.prompt_logprobs, float), (1, 3)),
@@ -543,4 +545,4 @@ if __name__ == "__main__":
     sys.stdout.flush()
     status = main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000")
     sys.stdout.flush()
-    os._exit(status)  # the SDK's background threads would keep the interpreter for seconds
+    os._exit(status)  # the SDK's background threads would delay the exit by seconds

@@ -27,7 +27,7 @@ from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 
 ROOT = Path(__file__).resolve().parents[1]
-# The releases in which the behaviour that a server can observe changed.
+# The releases that changed the requests which a server receives.
 VERSIONS = (
     "0.6.0",
     "0.9.0",
@@ -108,9 +108,8 @@ def make_venv(version: str, venv: Path) -> str:
 
 
 def package_index_problem() -> str | None:
-    """Return why no package can be downloaded, or None. Resolves a small package without the cache and
-    without installing it.
-    """
+    """Return the reason why packages cannot be downloaded, or None. The check resolves a small package
+    without the cache and does not install it."""
     command = [find_uv(), "pip", "compile", "--quiet", "--no-deps", "--refresh-package", "iniconfig", "-"]
     result = subprocess.run(command, input="iniconfig", capture_output=True, text=True, check=False)
     return None if result.returncode == 0 else result.stderr.strip()[-300:]

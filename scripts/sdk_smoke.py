@@ -157,4 +157,4 @@ if __name__ == "__main__":
     print(f"tinker {tinker.__version__}")
     smoke(sys.argv[1])
     sys.stdout.flush()
-    os._exit(0)  # background threads of the SDK would keep the interpreter for seconds
+    os._exit(0)  # background threads of the SDK would delay the exit by seconds

@@ -6,7 +6,7 @@
 # MODEL is a Hugging Face name or a folder (default Qwen/Qwen3-4B). TENSOR_PARALLEL is the number of devices that share each
 # layer (default 1). docs/devices.md explains the options for more devices and for several hosts.
 # `.venv/bin/python -m skyrl_tx_server --help` lists all options.
-# The flags of SkyRL's server (--base-model, --tensor-parallel-size, ...) are taken too.
+# The flags of SkyRL's server (--base-model, --tensor-parallel-size, ...) are also accepted.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh

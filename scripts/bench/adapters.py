@@ -1,5 +1,5 @@
-"""Measure the cost of many adapters: 32 models that are trained in turn compared with one, an optimizer step,
-and a decode batch with 4 active adapters compared with one.
+"""Measure the cost of many adapters: training of 32 models in turn and of one model, an optimizer step, and
+decode batches with 4 active adapters and with one.
 
     taskset -c 0,1 python -m scripts.bench.adapters
 """
@@ -39,7 +39,7 @@ def main(config: Peers) -> None:
 
 
 def training(config: Peers, model_dir: Path) -> None:
-    """Train another of the 32 models in each turn, and the same model where there is only one."""
+    """Train the next of the 32 models in each turn, and compare with turns that train one model."""
     data = tuple(map(datum, random_sequences([513] * 4)))
     started = partial(running, model_dir, max_context_length=512, train_tokens_per_batch=2048)
     with started(max_models=1) as one, started(max_models=MODELS) as many:

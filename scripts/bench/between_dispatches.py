@@ -1,5 +1,5 @@
 """Measure the host time between two dispatches of decode steps, in milliseconds: from the end of one dispatch
-until the next is given to the device, with another dispatch in flight, and without.
+until the start of the next one, with and without another dispatch in flight.
 
     taskset -c 0,1 python -m scripts.bench.between_dispatches rows=64 context=512
 """

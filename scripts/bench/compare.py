@@ -1,5 +1,5 @@
-"""Compare programs in one run: each one has a first turn, then they take turns, and their medians are
-compared.
+"""Compare programs in one run. Each program has a first turn, which includes compilation. Then the programs
+run alternately, and their medians are compared.
 
 A program in another interpreter is a process that answers JSON lines (`sides/line.py`). CPU seconds are
 reported in addition to wall time, because other processes may use the machine.
@@ -26,12 +26,13 @@ ROOT = Path(__file__).resolve().parents[2]
 MALLOC = (
     "glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1"
 )
-"""Settings of every program: freed memory is kept. Otherwise page faults take a tenth of a training step."""
+"""Environment of every program. The allocator keeps freed memory, because page faults would take a tenth of a
+training step."""
 
 
 @chz.chz
 class Peers:
-    """The options of a benchmark that other programs take part in."""
+    """The options of a benchmark that compares several programs."""
 
     hf: str | None = chz.field(
         default=None, doc="Python with torch, transformers and peft; None: this program does not take part"
@@ -133,7 +134,7 @@ def side(name: str, module: str, *arguments: object, python: str = sys.executabl
 def peers(
     config: Peers, model_dir: Path, *, recompute: bool = False, tx_micro_batch_size: int = 0
 ) -> Iterator[dict[str, Side]]:
-    """Start the programs for which the options name an interpreter. Yields them by name."""
+    """Start the programs whose interpreters are set in the options. Yields the programs by name."""
     from scripts.bench.small_model import RANK
 
     threads = len(os.sched_getaffinity(0))
@@ -165,8 +166,8 @@ def timed(run: Callable[[], object]) -> Callable[[], Measurement]:
 def interleave(
     turns: Mapping[str, Callable[[], Measurement]], *, repeats: int, between_s: float = 0.3
 ) -> dict[str, Timing]:
-    """Run a first turn of each program, then `repeats` rounds. Between two turns, a pause lets the threads of
-    the previous program go to sleep."""
+    """Run a first turn of each program, then `repeats` rounds. A pause between two turns lets the
+    threads of the previous program become idle."""
     first = {name: turn() for name, turn in turns.items()}
     rounds: dict[str, list[Measurement]] = {name: [] for name in turns}
     for _ in range(repeats):
@@ -188,7 +189,7 @@ def report(
 ) -> None:
     """Print one line per program: its times, their ratios to those of `baseline`, and whether its bar is met.
 
-    `bars` are the least ratios, by program.
+    `bars` are the minimum ratios by program.
     """
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"{title}  ({len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, load {load})")

@@ -5,12 +5,12 @@ prefixes, adapters and host time.
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.6 python -m scripts.bench.gpu model=8b hf=PYTHON
     taskset -c 0,1 python -m scripts.bench.gpu model=tiny rows=4 context=256 train_length=256
 
-`hf` is a Python with torch for CUDA, which needs a part of the memory. The last command needs no GPU and
+`hf` is a Python with torch for CUDA, which uses a part of the GPU memory. The last command needs no GPU and
 tests the script.
 
 The models have the shapes of Qwen3 and random weights in the dtype in which they run. Only calls of the
-executor are timed. The limits are values that were measured on an H200: 4.3 TB/s, and 790 TFLOP/s in
-bfloat16. The smallest number of bytes or operations (N parameters, T tokens, L layers, H heads, K key-value
+executor are timed. The limits were measured on an H200: 4.3 TB/s, and 790 TFLOP/s in bfloat16. The minimum
+numbers of bytes or operations are (N parameters, T tokens, L layers, H heads, K key-value
 heads, hd head dimensions):
 
     decode step    weights once, keys and values of each sequence    bytes = 2 N + sum of contexts * 4 L K hd
@@ -247,12 +247,15 @@ def decoding(config: GpuConfig, model: ModelConfig, driver: Driver) -> float:
     floor_s = itemsize * (matrix_size(model) + of_cache) / BYTES_PER_S
     figure(f"decoding {config.rows} sequences, tokens/s", config.rows * 16 / alone_s)
     figure(f"  share of {BYTES_PER_S / 1e12:.1f} TB/s", floor_s / (alone_s / 16), at_least=0.6)
-    shared, own = config.context * 3 // 4, config.context - config.context * 3 // 4
+    num_shared, num_unshared = config.context * 3 // 4, config.context - config.context * 3 // 4
     groups = [
-        beginning for beginning in driver.fresh([shared] * -(-config.rows // GROUP)) for _ in range(GROUP)
+        beginning for beginning in driver.fresh([num_shared] * -(-config.rows // GROUP)) for _ in range(GROUP)
     ][: config.rows]
     together_s = measure(
-        [beginning + end for beginning, end in zip(groups, driver.fresh([own] * config.rows), strict=True)]
+        [
+            beginning + end
+            for beginning, end in zip(groups, driver.fresh([num_unshared] * config.rows), strict=True)
+        ]
     )
     figure(
         "time without a shared prefix, relative to 3/4 of the context shared by 16",

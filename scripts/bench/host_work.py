@@ -54,7 +54,7 @@ def computed(cache: PrefixCache, tokens: np.ndarray) -> None:
 
 
 def fastest_ms(run: Callable[[], object]) -> float:
-    """Return the shortest of several times, which other load on the machine disturbs least."""
+    """Return the minimum of several times, which depends least on other load on the machine."""
     took = []
     for _ in range(REPEATS):
         started = time.perf_counter()

@@ -1,4 +1,5 @@
-"""Coverage of the 95 % intervals on simulated tasks, compared with the percentile bootstrap over tasks.
+"""Measure the coverage of the 95 % intervals on simulated tasks, and compare it with the percentile bootstrap
+over tasks.
 
     .venv/bin/python -m scripts.bench.interval_coverage [REPEATS]
 
@@ -61,7 +62,7 @@ def coverage(
 def bootstrap_coverage(
     pool: tuple[float, float], size: tuple[int, int], kind: str, *, repeats: int, seed: int
 ) -> float:
-    """Return the same for the percentile bootstrap over tasks, with 500 samples."""
+    """Return the coverage of the percentile bootstrap over tasks, with 500 samples."""
     rng = np.random.default_rng(seed)
     true, hits = truth(pool, size[1], kind), 0
     for _ in range(repeats):

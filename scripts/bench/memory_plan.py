@@ -58,9 +58,9 @@ def main(config: MemoryConfig) -> None:
         figure(f"{name}: measured / planned", measured / planned, at_most=1.1)
 
 
-def in_a_process(what: str, model_dir: Path, tokens: int) -> str:
+def in_a_process(command_name: str, model_dir: Path, tokens: int) -> str:
     """Run `compile` or `measure` in another process. Returns its last line of output."""
-    command = [sys.executable, "-m", "scripts.bench.memory_plan", what, str(model_dir), str(tokens)]
+    command = [sys.executable, "-m", "scripts.bench.memory_plan", command_name, str(model_dir), str(tokens)]
     lines = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
     ).stdout.splitlines()
@@ -99,10 +99,10 @@ def measure(model_dir: Path, tokens: int) -> None:
     print(planned, resident("VmHWM") - before)
 
 
-def resident(what: str) -> int:
+def resident(field: str) -> int:
     """Return the resident memory of this process in bytes, now (VmRSS) or at its peak (VmHWM)."""
     status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in status if line.startswith(what))
+    return next(int(line.split()[1]) << 10 for line in status if line.startswith(field))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     taskset -c 0,1 python -m scripts.bench.shapes
 
 A process with an empty compilation cache (cold) runs 200 random requests (samples of all lengths and
-settings, training data of all lengths and losses), and then 200 other requests, which must compile nothing. A
-second process does the same with the filled cache (warm).
+settings, training data of all lengths and losses), and then 200 other requests, which must not compile any
+program. A second process does the same with the filled cache (warm).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ RANK = 32
 def make_model(
     directory: Path, config: ModelConfig = CONFIG, *, layers: int | None = None, dtype: str = "float32"
 ) -> Path:
-    """Write the model as a Hugging Face directory, which the other programs can read, too."""
+    """Write the model as a Hugging Face directory, which the compared programs can also read."""
     config = replace(config, num_layers=layers or config.num_layers)
     save_model(
         jax.jit(partial(init_params, config, dtype=jnp.dtype(dtype)))(jax.random.key(0)), config, directory

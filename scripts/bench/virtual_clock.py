@@ -3,8 +3,8 @@
     python -m scripts.bench.virtual_clock [SCHEDULES]
 
 The trainer, its journal and its files are real. A group takes a lognormal time (median 10 minutes, sigma
-0.8), an update takes 2 minutes, a batch has 8 groups, and a run has 60 steps. After these runs
-the script simulates SCHEDULES random runs (default 1,000). Its exit status is 1 if one of the random runs
+0.8), an update takes 2 minutes, a batch has 8 groups, and a run has 60 steps. After these runs the script
+simulates SCHEDULES random runs (default 1,000). Its exit status is 1 if one of the random runs
 trains a token that is older than `max_staleness`, or trains a group twice or never.
 """
 

@@ -3,8 +3,8 @@
     python -m scripts.cookbook [key=value ...] [RECIPE ...]
 
 The program writes data sets and a small Qwen3 to the folder `work` (and uses them again in later runs),
-starts a server that serves the model under a name that the cookbook knows, and runs the recipes, all or those
-that are named, by their own command lines in an environment with torch. It prints one line per recipe. The
+starts a server that serves the model under a name of the cookbook's list, and runs all recipes or the named
+recipes by their command lines in an environment with torch. It prints one line per recipe. The
 exit status is 0 if each recipe ended with 0 and its figures have the expected values. docs/cookbook.md lists
 the results.
 

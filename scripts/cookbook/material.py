@@ -1,7 +1,7 @@
 """Generate data sets and a small Qwen3 for the recipes, in folders that are named like the hub ids.
 
-The recipes run unchanged and without the Hugging Face hub: `AutoTokenizer` and `load_dataset` use a folder in
-the working directory whose path is the hub id, if there is one.
+The recipes run unchanged and without the Hugging Face hub, because `AutoTokenizer` and `load_dataset` prefer
+a folder of the working directory whose path is the hub id.
 """
 
 from __future__ import annotations

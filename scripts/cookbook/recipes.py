@@ -1,4 +1,4 @@
-"""The recipes with their options, and the figures that each of them must show."""
+"""The recipes with their options and the expected values of their figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Metrics = list[dict[str, float]]
 Expectation = Callable[[Metrics], tuple[str, bool]]
 """A function of the lines of metrics.jsonl: a text with the figure, and whether it has the expected value."""
 
-MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # a name that the cookbook knows, with a renderer without thinking
+MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # in the cookbook's list of models, with a renderer without thinking
 RENDERER = "qwen3_instruct"
 REWARD, NLL, KL = "env/all/reward/total", "train_mean_nll", "optim/kl_sample_train_v1"
 KL_LIMIT = 2e-4

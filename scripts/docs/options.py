@@ -1,5 +1,5 @@
-"""The page of options, generated from the configuration classes of the trainer, the evaluation, the
-trial of an environment and the server."""
+"""Generates docs/options.md from the configuration classes of the trainer, the evaluation, the trial of an
+environment and the server."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     script -qc "stty cols 110; ./run_skyrl_tx.sh" run.log
     python -m scripts.docs.screenshot run.log [head=16] [tail=28] [output=docs/assets/quick-start.svg]
 
-`script` records the output with its colours. Of a longer output, the picture shows the first `head` and the
-last `tail` lines.
+`script` records the output with its colours. If the output is longer, the picture shows only its first `head`
+and last `tail` lines.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def screen_lines(log: str) -> list[str]:
 
 
 def shorten(lines: Sequence[str], *, head: int, tail: int) -> list[str]:
-    """Return the first `head` and the last `tail` lines, with a line between them that counts the others.
+    """Return the first `head` and the last `tail` lines, with a line between them that contains the number of
+    omitted lines.
 
     >>> shorten(["a", "b", "c", "d"], head=1, tail=1)
     ['a', '[2 more lines]', 'd']

@@ -3,8 +3,8 @@
     python -m scripts.quickstart.build_model [DIRECTORY] [steps=N]
 
 A small Qwen3 with random weights is trained to imitate demonstrations that are generated during training,
-with training families and training words only. The loss counts the answers only. The result is deterministic.
-The program takes about 20 minutes on two cores.
+with training families and training words only. The loss counts only the tokens of answers. The result is
+deterministic. The program takes about 20 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from skyrl_tx_server.model.transformer import Params, Remat, head_logits, hidden
 from skyrl_tx_server.model.weights import save_model
 
 ROW_LENGTH, NUM_ROWS = 256, 8
-POOL = 24  # demonstrations among which the packing chooses
+POOL = 24  # number of demonstrations from which `batches` chooses
 STEPS, DRILL_STEPS, MIXTURE_STEPS = 2000, 150, 250
 PEAK_LEARNING_RATE = 1.2e-3
 WEIGHTS_OF_FAMILIES = {"pair": 12, "pipe": 5, "collect": 2, "write": 2, "append": 2}
@@ -52,11 +52,11 @@ class Batch:
 
 
 type Conversation = tuple[list[int], list[bool]]
-"""Token ids, and which of them the loss counts."""
+"""(token ids, mask of the tokens that the loss counts)."""
 
 
 def encode(tokenizer: Tokenizer, messages: Sequence[Message]) -> Conversation:
-    """Return the token ids of a conversation, and which of them the assistant writes."""
+    """Return the token ids of a conversation and the mask of the tokens that the assistant writes."""
     end = tokenizer.token_to_id("<|im_end|>")
     ids: list[int] = []
     learnt: list[bool] = []
@@ -103,7 +103,8 @@ def demonstrations(
 
 
 def batches(source: Iterator[Conversation]) -> Iterator[Batch]:
-    """Pack conversations into rows. Each time, the longest fitting one of a few is chosen."""
+    """Pack conversations into rows. Each step chooses the longest of POOL conversations that fits into the
+    row."""
     pool: list[Conversation] = []
     while True:
         tokens, targets, positions, segments = (np.zeros((NUM_ROWS, ROW_LENGTH), np.int32) for _ in range(4))

@@ -2,7 +2,7 @@
 
 There are two demonstrators. The careful one almost always solves the task. The hasty one makes an error in
 most tasks, independently of the kind of task. A model that imitates both solves a task about as often as the
-mixture, and reinforcement learning can find out which of the two ways is rewarded.
+mixture, and reinforcement learning can increase the probability of the careful demonstrator.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Style:
 
     analyses: tuple[str, ...]
     plans: tuple[str, ...]
-    slips: dict[Slip, float]  # probabilities; the rest is correct
+    slips: dict[Slip, float]  # probabilities; the remaining demonstrations are correct
 
 
 CAREFUL = Style(

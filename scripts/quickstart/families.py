@@ -1,6 +1,5 @@
-"""The families of quick-start tasks. A family makes instances: an instruction, input files, one correct
-command, and checks of the result.
-"""
+"""The families of quick-start tasks. An instance of a family has an instruction, input files, one correct
+command, and checks of the result."""
 
 from __future__ import annotations
 
@@ -347,7 +346,7 @@ def join(family: str, words: Words) -> Instance:
     )
 
 
-# --- filters: lines of one file go through one or two operations into another ---
+# --- filters: one or two operations on the lines of a file, whose result is written to another file ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,16 +389,18 @@ def a_filter(name: str, words: Words, lines: list[str]) -> Filter:
                 effect=lambda rows: [str(len(rows))],
             )
         case "search":
-            wanted = words.word()
+            pattern = words.word()
             for row in words.random.sample(range(len(lines)), 4):
                 lines[row] = (
-                    f"{words.word()} {wanted}" if words.random.random() < 0.5 else f"{wanted} {words.word()}"
+                    f"{words.word()} {pattern}"
+                    if words.random.random() < 0.5
+                    else f"{pattern} {words.word()}"
                 )
             return Filter(
-                asked=f"Find the lines of {{source}} that contain {wanted}",
-                then=f"keep those that contain {wanted}",
-                command=f"grep {wanted}",
-                effect=lambda rows: [row for row in rows if wanted in row],
+                asked=f"Find the lines of {{source}} that contain {pattern}",
+                then=f"keep those that contain {pattern}",
+                command=f"grep {pattern}",
+                effect=lambda rows: [row for row in rows if pattern in row],
             )
     raise AssertionError(name)
 

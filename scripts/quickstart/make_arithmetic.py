@@ -1,4 +1,4 @@
-"""Makes datasets/arithmetic: word problems with two or three small numbers, for SmolLM2-135M.
+"""Write datasets/arithmetic: word problems with two or three small numbers, for SmolLM2-135M.
 
     python -m scripts.quickstart.make_arithmetic [datasets/arithmetic]
 

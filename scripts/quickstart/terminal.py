@@ -1,6 +1,5 @@
-"""The messages of Terminus-2 to the model: its prompts and the terminal screen, which is simulated without
-running commands.
-"""
+"""The messages of Terminus-2 to the model: its prompts and a simulated terminal screen. No commands are
+run."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ class Screen:
             self.rows += [*output, PROMPT]
 
     def observe(self) -> str:
-        """Return what `TmuxSession.get_incremental_output` of Harbor returns."""
+        """Return the new output in the format of Harbor's `TmuxSession.get_incremental_output`."""
         rows = [row.rstrip() for row in self.rows]
         buffer = "\n".join(rows + [""] * (HEIGHT - len(rows))) + "\n"
         first, before, self.seen = self.seen is None, (self.seen or "").strip(), buffer

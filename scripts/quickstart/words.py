@@ -1,7 +1,7 @@
-"""Generated words for the tasks of the quick start, in a pool for training and one for evaluation that share
-no word.
+"""Generated words for the tasks of the quick start. The pools for training and for evaluation have no word in
+common.
 
-Words consist of open syllables ("kolaru", "mive"), so the pieces of an unknown word are known.
+Words consist of open syllables ("kolaru", "mive"), so the tokens of an unknown word are known.
 """
 
 from __future__ import annotations

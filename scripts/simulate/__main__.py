@@ -1,12 +1,12 @@
-"""Simulate the engine on a device that need not be present, or compare the simulation with this CPU.
+"""Simulate the engine on a device that is not present, or compare the simulation with this CPU.
 
     python -m scripts.simulate agents=64 prompt_tokens=8192 new_tokens=512
     python -m scripts.simulate agents=64 training_ops=40 train_share=0.5
     python -m scripts.simulate device=cpu slots=8 agents=8 prompt_tokens=900 new_tokens=64
 
-The engine, the scheduler and the allocation of KV pages are those of the server; only the programs are
-replaced, by their times (`scripts/simulate/costs.py`). `device=cpu` measures the times of the programs of the
-benchmarks' model, and runs the load for comparison.
+The script uses the engine, the scheduler and the allocation of KV pages of the server. Only the programs are
+replaced by their estimated times (`scripts/simulate/costs.py`). `device=cpu` measures the times of the
+programs of the benchmarks' model, and also runs the load on this CPU for comparison.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def show(rows: dict[str, Simulated]) -> None:
 
 
 def show_shares(config: SimulateConfig, costs: Costs, beside: Outcome) -> None:
-    """Print the speeds of training and sampling beside each other, relative to each alone."""
+    """Print the speeds of concurrent training and sampling, relative to the speed of each of them alone."""
     if beside.training_s < beside.sampling_s:
         print("training ends before sampling: set a larger training_ops to see the shares")
         return

@@ -33,7 +33,7 @@ REPEATS = 5
 def opened(
     workload: Workload, *, slots: int, train_tokens_per_batch: int, layers: int
 ) -> Iterator[DeviceExecutor]:
-    """Open an executor with room for the whole load."""
+    """Open an executor whose KV cache holds the whole load."""
     with tempfile.TemporaryDirectory() as folder:
         model = replace(CONFIG, num_layers=layers, max_position_embeddings=40_960)
         model_dir = make_model(Path(folder) / "model", model)
@@ -78,11 +78,11 @@ def calibrate(
         return request_id
 
     def prefill_s(prefix: list[int], tiles: int) -> float:
-        took = []
+        times_s = []
         for _ in range(REPEATS + 1):
             (end,) = driver.fresh([tiles * PREFILL_TILE])
-            took.append(seconds(partial(admit, prefix + end, new=1)))
-        return median(took[1:])
+            times_s.append(seconds(partial(admit, prefix + end, new=1)))
+        return median(times_s[1:])
 
     most_tiles = workload.prompt_tokens // PREFILL_TILE
     (prefix,) = driver.fresh([max(1, most_tiles - CPU_PREFILL.long) * PREFILL_TILE])
@@ -99,16 +99,16 @@ def calibrate(
         for count in (1, slots):
             length = min(end, longest) - 4 * steps
             request_id = admit(driver.fresh([max(1, length)])[0], new=4 * steps, count=count)
-            took = [seconds(partial(driver.decode, dispatch_next=False)) for _ in range(3)]
+            times_s = [seconds(partial(driver.decode, dispatch_next=False)) for _ in range(3)]
             executor.sampler.release(request_id)
-            times.append(median(took[1:]))
+            times.append(median(times_s[1:]))
         decode[end] = times[0], times[1]
     training: dict[int, float] = {}
     if workload.training_ops:
         shapes = train_shapes(max_context_length=longest + 1, tokens_per_batch=train_tokens_per_batch).shapes
         for shape in (shape for shape in shapes if shape.length <= train_tokens_per_batch):
-            took = [seconds(partial(driver.train, shape.length, 1)) for _ in range(3)]
-            training[shape.length] = median(took[1:])
+            times_s = [seconds(partial(driver.train, shape.length, 1)) for _ in range(3)]
+            training[shape.length] = median(times_s[1:])
     return Measured(prefill=prefill, decode=decode, slots=slots, training=training)
 
 

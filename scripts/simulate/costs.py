@@ -1,4 +1,4 @@
-"""The time of the engine's programs on a device, without running them.
+"""Estimates of the times of the engine's programs on a device.
 
 The time of a program is its number of launches times the time of a launch, plus the larger of the time to
 read its bytes and the time to compute its operations:
@@ -41,7 +41,7 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
-    """What the time of a program depends on."""
+    """The sizes of a model on which the time of a program depends."""
 
     weights: float  # by which each token is multiplied, including the head
     kv_bytes: float  # of one position
@@ -60,7 +60,7 @@ QWEN3_4B = ModelSize(weights=4.02e9, kv_bytes=147_456, attention=36 * 32 * 128, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """A device given by its achieved rates."""
+    """A device described by its achieved rates."""
 
     model: ModelSize
     bytes_per_s: float
@@ -90,7 +90,7 @@ class Roofline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedTimes:
-    """A device given by three constants that do not depend on the context."""
+    """A device described by constants that do not depend on the context."""
 
     prefill_batch_s: float
     step_s: float
@@ -110,7 +110,7 @@ class FixedTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """A device given by times of its programs, which `calibrate` measures."""
+    """A device described by the times of its programs, which `calibrate` measures."""
 
     prefill: dict[int, tuple[float, float]]  # by tiles, seconds at context 0 and for each token of context
     decode: dict[int, tuple[float, float]]  # by segment end, seconds of a dispatch with one and all sequences
@@ -138,4 +138,5 @@ DEVICES: dict[str, Costs] = {
     "h200-fixed": FixedTimes(prefill_batch_s=22e-3, step_s=8e-3, sequence_step_s=65e-6, token_s=1 / 12_000),
 }
 """Qwen3-4B on one H200, calculated and not measured. `h200` has 67 % of the bandwidth (4.3 TB/s) and 51 % of
-the arithmetic (790 TFLOP/s) that were measured on an H200. `h200-fixed` ignores the context."""
+the arithmetic (790 TFLOP/s) that were measured on an H200. `h200-fixed`
+does not depend on the context."""

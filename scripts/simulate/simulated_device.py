@@ -1,7 +1,7 @@
 """An executor that advances a virtual clock instead of running programs.
 
-Allocation of KV pages, prefix cache, preemption, pauses and the decode pipeline are those of the server; only
-`ModelRunner`, the adapters and the training programs are replaced. Each sampled token is 1.
+The executor uses the server's allocation of KV pages, prefix cache, preemption, pauses and decode pipeline.
+Only `ModelRunner`, the adapters and the training programs are replaced. Each sampled token is 1.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from skyrl_tx_server.sampling.sequences import SequenceState
 
 @dataclass(kw_only=True, slots=True)
 class Clock:
-    """The virtual time in seconds, and when the device has finished what it was given."""
+    """The virtual time, and the time at which the device has finished its work, in seconds."""
 
     now: float = 0.0
     busy_until: float = 0.0
@@ -54,12 +54,12 @@ class Clock:
         return self.now
 
     def start(self, seconds: float) -> float:
-        """Give the device work, and return when it is finished."""
+        """Start work that takes `seconds` on the device, and return the time at which it ends."""
         self.busy_until = max(self.now, self.busy_until) + seconds
         return self.busy_until
 
     def run(self, seconds: float) -> None:
-        """Give the device work and wait for it."""
+        """Start work that takes `seconds` on the device, and wait until it ends."""
         self.now = self.start(seconds)
 
 
@@ -77,7 +77,7 @@ class SimulatedExecutor:
         steps: int = 16,
         prefills_per_dispatch: float | None = None,
     ) -> None:
-        """`prefills_per_dispatch`: None for the estimate of the server."""
+        """`prefills_per_dispatch=None` means the estimate of the server."""
         self.clock = Clock()
         self.info = EngineInfo(
             base_model="local/simulated",
@@ -167,7 +167,7 @@ class SimulatedSampler(BatchRunner):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Dispatch:
-    """Takes the place of `DecodeDispatch`."""
+    """Replaces `DecodeDispatch`."""
 
     sequences: Sequence[tuple[int, int, SequenceState]]  # (index in the batch, slot, sequence)
     positions: Sequence[int]
@@ -183,7 +183,7 @@ class _Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DecodeLayout:
-    """Takes the place of `DecodeLayout`."""
+    """Replaces `DecodeLayout`."""
 
     widths: tuple[int, ...]
 
@@ -211,8 +211,8 @@ class SimulatedRunner(ModelRunner):
     def __init__(self, costs: Costs, clock: Clock, *, slots: int, steps: int) -> None:
         self.clock = clock
         self.steps = steps
-        self.finished_at = deque[float]()  # by dispatch that the host has not waited for
-        self.num_decoding = Counter[int]()  # dispatches by number of sequences
+        self.finished_at = deque[float]()  # end times of the dispatches for which the host has not waited
+        self.num_decoding = Counter[int]()  # number of dispatches by number of sequences
         self._costs = costs
         self.prefill_layout = cast(PrefillLayout, _PrefillLayout(shapes=costs.shapes))
         self.decode_layout = cast(DecodeLayout, _DecodeLayout(widths=decode_widths(slots)))
@@ -222,7 +222,7 @@ class SimulatedRunner(ModelRunner):
         done = 0
         for tiles in self._costs.shapes.batch_sizes(len(contexts)):
             part = contexts[done : done + tiles]
-            context = (sum(part) + len(part) * PREFILL_TILE / 2) / tiles  # padding attends to nothing
+            context = (sum(part) + len(part) * PREFILL_TILE / 2) / tiles  # padding has no context
             self.clock.run(self._costs.prefill_s(tiles, context=context))
             done += tiles
         return [
@@ -270,7 +270,7 @@ class SimulatedRunner(ModelRunner):
 
 @dataclass(slots=True)
 class _NoAdapters:
-    """Takes the place of `AdapterCache`."""
+    """Replaces `AdapterCache`."""
 
     pins: Counter[str | None] = field(default_factory=Counter)
 

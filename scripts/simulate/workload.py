@@ -1,4 +1,4 @@
-"""Runs a load on an engine: agents that sample turn after turn, and training operations beside them."""
+"""Runs a load on an engine: agents that sample several turns, and concurrent training operations."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MODEL_ID = "model"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Each agent samples `turns` completions. A prompt after the first is the text so far with `turn_tokens`
-    more."""
+    """A load. Each agent samples `turns` completions. Each prompt after the first one is the text so far and
+    `turn_tokens` more tokens."""
 
     agents: int
     prompt_tokens: int
@@ -46,7 +46,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The times are those of the engine's clock, in seconds since the load began."""
+    """The times of a load, in seconds of the engine's clock since the load began."""
 
     total_s: float
     sampling_s: float  # until the last agent has ended
@@ -115,7 +115,7 @@ def run_workload(workload: Workload, engine: Engine, clock: Callable[[], float],
     finished.wait()
     if errors:
         raise errors[0]
-    last = [max((at for at, _ in each), default=0.0) for each in (sampled, trained)]
+    last = [max((end_s for end_s, _ in ends), default=0.0) for ends in (sampled, trained)]
     return Outcome(
         total_s=max(last),
         sampling_s=last[0],

@@ -1,4 +1,4 @@
-"""Write the toy_retail domain below datasets/toy_retail: python -m scripts.toy_retail.make_tasks [DIRECTORY]
+"""Write the toy_retail domain to datasets/toy_retail: python -m scripts.toy_retail.make_tasks [DIRECTORY]
 
 The output is deterministic. No word in a name of a test task occurs in a training task or a demonstration.
 """

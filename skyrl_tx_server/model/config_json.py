@@ -16,8 +16,8 @@ DEFAULT_ROPE_THETA = 10_000.0  # Hugging Face's default
 
 
 def load_model_config(model_dir: Path) -> ModelConfig:
-    """Read config.json, and the stop tokens of generation_config.json. Raises ConfigError if no family
-    supports the model."""
+    """Read config.json, and the stop tokens of generation_config.json. Raises ConfigError if a file is
+    missing or invalid, or if no family supports the model."""
     path = model_dir / "config.json"
     raw = _read_json(path)
     model_type = raw.get("model_type")
@@ -136,7 +136,8 @@ def _rope_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def _eos_token_ids(model_dir: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    """Prefer generation_config.json: it lists all tokens that end a turn, config.json often only one."""
+    """Return the tokens that end a turn. generation_config.json takes precedence, because config.json often
+    has only one of them."""
     generation = model_dir / "generation_config.json"
     ids = (_read_json(generation) if generation.exists() else {}).get("eos_token_id", raw.get("eos_token_id"))
     if ids is None:

@@ -1,11 +1,11 @@
-"""A mixture of experts: the router chooses a few experts for each token, and tokens are sorted so that each
-expert multiplies matrices.
+"""A mixture of experts. The router chooses a few experts for each token, and tokens are sorted by expert, so
+that each expert computes matrix products.
 
-Assignments (a token and one of its experts) are sorted by expert into tiles that belong to one expert each. A
-loop over the tiles in use multiplies each by the weight of its expert. Neither the program nor its memory
-grows with the number of experts, and no token is dropped. `jax.lax.ragged_dot` computes the same, but without
-a kernel XLA multiplies every token by every expert: 17 times slower on a CPU (64 experts, 4,096 tokens, 256 x
-256). Example with tiles of 2 and experts a, b, c:
+An assignment is a token with one of its experts. Assignments are sorted into tiles of one expert each. A loop
+over the tiles in use multiplies each tile by the weight of its expert. The size of the program and its memory
+do not depend on the number of experts, and no token is dropped. `jax.lax.ragged_dot` computes the same
+result, but on a CPU XLA then multiplies every token by every expert, which takes 17 times as long (64
+experts, 4,096 tokens, 256 x 256). Example with tiles of 2 and experts a, b, c:
 
     assignments  b a b b c   ->   tiles  a . | b b | b . | c .
 
@@ -110,7 +110,7 @@ def add_experts(
 
 class Router(NamedTuple):
     weight: jax.Array  # [count, D]
-    bias: jax.Array | None = None  # [count] float32, where experts are chosen by groups
+    bias: jax.Array | None = None  # [count] float32; None: experts are not chosen by groups
 
 
 def route(experts: Experts, router: Router, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -155,10 +155,10 @@ def mix_experts(
 ) -> jax.Array:
     """Return the weighted outputs [B, T, D] of E experts for x [B, T, D] and its `route`.
 
-    `gate_up` [E, 2F, D] and `down` [E, D, F] belong to the experts from number `first` on; with `layer` they
-    are stacked over layers. `fsdp` is the mesh axis that divides the outputs of both, if any: those of
-    `gate_up` are gathered, those of `down` stay divided. `modules` is one adapter for the batch (A [E, in,
-    ...]), or all LoRA slots with their indices (A [S, L, E, in, ...]).
+    `gate_up` [E, 2F, D] and `down` [E, D, F] are the weights of the experts from number `first` on. With
+    `layer` they are stacked over layers. If `fsdp` is a mesh axis, it divides the outputs of both weights:
+    the outputs of `gate_up` are gathered, those of `down` stay divided. `modules` are the adapters of both
+    weights for the batch (A [E, in, ...]), or all LoRA slots with their indices (A [S, L, E, in, ...]).
     """
     count, offset = gate_up.shape[-3], 0 if layer is None else layer * gate_up.shape[-3]
     gate_up, down = (jnp.reshape(matrices, (-1, *matrices.shape[-2:])) for matrices in (gate_up, down))
@@ -171,7 +171,7 @@ def mix_experts(
     if modules is None or indices is None:
         layout, slot = lay_out_tiles(local, count, tile=tile), None
         tile_experts = layout.groups
-    else:  # every tile has one LoRA slot; a GPU kernel computes padding at no cost
+    else:  # every tile has one LoRA slot; on a GPU padding costs no time
         num_slots = modules[0].a.shape[0]
         groups = local * num_slots + jnp.asarray(indices.slots)[token_of // length]
         layout = lay_out_tiles(groups, count * num_slots, tile=tile if on_gpu() else 1)
@@ -219,7 +219,7 @@ def _shared_mix(
 def _module_specs(
     modules: tuple[LoraWeights, LoraWeights], batch: Axes, fsdp: str | None
 ) -> tuple[LoraWeights, LoraWeights]:
-    """Return the PartitionSpecs of the leaves. A is divided like the inputs of the weight, B like the
+    """Return the PartitionSpecs of the leaves. A is divided like the inputs of the weight, B like its
     outputs."""
     slot_axes = () if modules[0].indices is None else (None, None)
 
@@ -245,12 +245,12 @@ def _module_specs(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileLayout:
     """The place of each of R assignments in N tiles of one group each. A group is an expert, or an expert
-    with a LoRA slot. Assignments to experts of other devices have no place."""
+    with a LoRA slot. Assignments to experts of other devices are in no tile."""
 
     tile: int  # assignments per tile
     groups: jax.Array  # [N] int32, the group of each tile
-    places: jax.Array  # [R] int32; beyond the last tile: no place
-    used: jax.Array  # [] int32, tiles with assignments
+    places: jax.Array  # [R] int32, index in [N * tile]; N * tile or more: in no tile
+    used: jax.Array  # [] int32, number of tiles with assignments
 
     def fill(self, inputs: jax.Array) -> jax.Array:
         """[R, n] -> [N, tile, n], padded with zeros."""
@@ -259,20 +259,20 @@ class TileLayout:
         return empty.at[self.places].set(inputs, mode="drop").reshape(count, self.tile, -1)
 
     def take(self, tiles: jax.Array) -> jax.Array:
-        """[N, tile, n] -> [R, n], zeros for assignments without a place."""
+        """[N, tile, n] -> [R, n], zeros for assignments in no tile."""
         return tiles.reshape(-1, tiles.shape[-1]).at[self.places].get(mode="fill", fill_value=0)
 
 
 def tile_size(assignments: int, experts: int) -> int:
-    """Return about the number of assignments per expert. Smaller tiles need more products, larger ones more
-    padding."""
+    """Return the tile size, about the number of assignments per expert. Smaller tiles need more products,
+    larger tiles have more padding."""
     per_expert = 1 << (assignments // experts).bit_length() - 1 if assignments > experts else 1
     return min(max(MIN_EXPERT_TILE, per_expert), MAX_EXPERT_TILE)
 
 
 def lay_out_tiles(local_R: jax.Array, count: int, *, tile: int) -> TileLayout:
-    """Lay out assignments to the groups 0 .. count - 1 in tiles of one group each. Other numbers belong to
-    other devices."""
+    """Return the layout of assignments to the groups 0 .. count - 1 in tiles of one group each. All other
+    group numbers belong to other devices."""
     assignments = local_R.shape[0]
     groups = jnp.where((local_R >= 0) & (local_R < count), local_R, count)
     sizes = jnp.bincount(groups, length=count + 1)[:count]
@@ -311,7 +311,7 @@ def tile_products(tiles: jax.Array, weight: jax.Array, experts: jax.Array, used:
 def _products(
     tiles: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array, *, transposed: bool
 ) -> jax.Array:
-    """Run the kernel on NVIDIA's devices and a loop on others."""
+    """Run the kernel on NVIDIA GPUs and a loop on other devices."""
     weight = jnp.asarray(weight)
 
     def loop(tiles: jax.Array, weight: jax.Array, experts: jax.Array, used: jax.Array) -> jax.Array:

@@ -1,11 +1,11 @@
 """The KV cache: keys and values in pages of PAGE_SIZE positions (Kwon et al., arXiv:2309.06180).
 
-The host keeps a block table for each sequence: the numbers of its pages in order. Sequences with a common
-prefix may share pages; a shared page is never written. Heads come before positions in memory, because a
-decode step reads the positions of one head consecutively.
+The host keeps a block table for each sequence, the numbers of its pages in order. Sequences with a common
+prefix may share pages, and a shared page is never written. The axis of heads comes before the axis of
+positions, because a decode step reads the positions of one head consecutively.
 
 On a mesh each data-parallel rank has an equal share of the pages, numbered consecutively. The first page of
-each share is the null page: writes that must have no effect go there.
+each share is the null page, the target of writes that must have no effect.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def segment_of(k: jax.Array, v: jax.Array) -> Segment:
 
 
 def stacked(segments: Sequence[Segment]) -> Segment:
-    """Stack the segments of all layers with one update per layer. XLA would recompute a concatenation
-    wherever it is read, and compile it as long as all layers."""
+    """Stack the segments of all layers with one update per layer. XLA would recompute a concatenation at
+    every use, and its compilation would take as long as that of all layers."""
     whole = jax.tree.map(lambda leaf: jnp.zeros((len(segments), *leaf.shape), leaf.dtype), segments[0])
     for index, segment in enumerate(segments):
         whole = jax.tree.map(
@@ -74,7 +74,7 @@ def stacked(segments: Sequence[Segment]) -> Segment:
 
 
 def page_bytes(config: ModelConfig, dtype: np.dtype) -> int:
-    """Return the bytes of one page of all layers."""
+    """Return the size in bytes of one page, over all layers."""
     return (
         2 * config.num_layers * config.num_kv_heads * PAGE_SIZE * config.head_dim * np.dtype(dtype).itemsize
     )
@@ -93,7 +93,7 @@ def empty_cache(*, config: ModelConfig, pages: int, dtype: np.dtype) -> KVCache:
 
 
 def keep_cache(config: ModelConfig, cache: KVCache) -> KVCache:
-    """Inside a program: keep the sharding of the cache."""
+    """Inside a program: constrain the cache to its sharding."""
     return jax.tree.map(lambda leaf: constrain(config.mesh, leaf, PAGES), cache)
 
 
@@ -140,8 +140,8 @@ def write_positions(
     scatter: bool = False,
 ) -> KVCache:
     """Write the first `counts_B` positions of `new`, stacked over layers, at position `starts_B` of the
-    sequences with the block tables `tables_BW`. The default loops over pages; `scatter` is one operation, for
-    a GPU, where a loop needs the host."""
+    sequences with the block tables `tables_BW`. By default a loop writes page by page. `scatter` writes in
+    one operation, for GPUs, where the host would control the loop."""
     write = partial(_scatter_own_positions if scatter else _write_own_positions, config)
     if config.mesh is not None:
         batch = PartitionSpec(BATCH)
@@ -150,19 +150,18 @@ def write_positions(
 
 
 def copy_pages(config: ModelConfig, cache: KVCache, copies_C2: ArrayLike) -> KVCache:
-    """Copy pages one after the other, from the first of each pair to the second. A pair of -1 ends the
-    list."""
+    """Copy pages in order, from the first page of each pair to the second. A pair of -1 ends the list."""
     copy = partial(_copy_own_pages, config)
     if config.mesh is not None:
         copy = shard_map_over(config, copy, (PAGES, EVERYWHERE), PAGES)
     return copy(cache, jnp.asarray(copies_C2))
 
 
-# --- on one device: its own pages
+# --- the pages of one device
 
 
 def own_pages(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (the local number of each page, or the null page if another device holds it; whether it is
+    """Return (the local number of each page, the null page 0 for pages of other devices; whether it is
     local)."""
     local = page if config.mesh is None else page - jax.lax.axis_index(BATCH) * cache.keys.shape[1]
     here = (local >= 0) & (local < cache.keys.shape[1])
@@ -178,7 +177,7 @@ def _read_own_positions(
     def segment(layer: int, first: int, end: int) -> Segment:
         pages = local[:, first // PAGE_SIZE : end // PAGE_SIZE]
         keys = cache.keys[layer, pages].transpose(0, 2, 3, 1, 4).reshape(batch, heads, head_dim, -1)
-        # takes two thirds of the time of transposing the pages
+        # takes two thirds of the time of a transposition of pages
         values = cache.values[layer, pages[:, None], jnp.arange(heads)[None, :, None]]
         return Segment(keys=keys, values=values.reshape(batch, heads, -1, head_dim))
 
@@ -189,8 +188,9 @@ def _read_own_positions(
 
 
 def read_pages(cache: KVCache, layer: ArrayLike, own_BP: jax.Array) -> Segment:
-    """Return one layer's positions in the given pages of each sequence."""
-    keys, values = cache.keys[layer, own_BP], cache.values[layer, own_BP]  # [B, P, K, hd, PAGE] and swapped
+    """Return the positions of one layer in the local pages `own_BP` of each sequence."""
+    # keys [B, P, K, hd, PAGE], values [B, P, K, PAGE, hd]
+    keys, values = cache.keys[layer, own_BP], cache.values[layer, own_BP]
     batch, _, heads, head_dim, _ = keys.shape
     return Segment(
         keys=keys.transpose(0, 2, 3, 1, 4).reshape(batch, heads, head_dim, -1),
@@ -237,8 +237,8 @@ def _places(
     starts_B: jax.Array,
     counts_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (page, position in the page) [B, n] of each new position; the null page for those beyond
-    `counts_B`."""
+    """Return (page, position in the page), both [B, n], of each new position. Positions from `counts_B` on
+    are in the null page."""
     local, _ = own_pages(config, cache, tables_BW)
     columns = jnp.arange(new.keys.shape[-1])
     positions = starts_B[:, None] + columns

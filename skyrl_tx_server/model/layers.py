@@ -1,4 +1,4 @@
-"""The parts of a layer: RMS norm, rotary embedding, causal attention over packed sequences."""
+"""Parts of a layer: RMS norm, rotary embedding, and causal attention over packed sequences."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from skyrl_tx_server.model.model_config import Llama3Scaling, RopeSpec, YarnScal
 from skyrl_tx_server.model.reductions import sum_last
 
 QUERY_BLOCKS = 4
-"""Each block compiles its own attention. Four blocks save 3/8 of the work of a full mask, eight 7/16."""
+"""The attention of each block is compiled separately. Four blocks save 3/8 of the work of a full mask, eight
+blocks 7/16."""
 MIN_QUERY_BLOCK, MAX_QUERY_BLOCK = 256, 1024
 
 
 class Rope(NamedTuple):
-    """Rotary tables of positions, each [B, T, rope_dim / 2]."""
+    """The cos and sin of rotary angles by position, each [B, T, rope_dim / 2]."""
 
     cos: jax.Array
     sin: jax.Array
@@ -53,7 +54,7 @@ def packed_attention(
     """Return causal attention of q [B, T, H, hd] over k, v [B, T, K, hd] within each segment.
 
     A long sequence is computed in blocks of queries. A block reads only the keys before its end, and the
-    backward pass recomputes its probabilities, so the scores [T, T] are never in memory as a whole.
+    backward pass recomputes its probabilities, so the whole scores [T, T] are never in memory.
     """
     length = q.shape[1]
     block = min(max(MIN_QUERY_BLOCK, -(-length // QUERY_BLOCKS)), MAX_QUERY_BLOCK)
@@ -94,7 +95,7 @@ def _attend_block(
 
 
 def _inverse_frequencies(rope: RopeSpec) -> np.ndarray:
-    """Return [rope_dim / 2] float32, a constant of the program."""
+    """Return the inverse frequencies [rope_dim / 2] float32, a constant of the program."""
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / rope.dim
     frequencies = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
     match rope.scaling:
@@ -106,8 +107,8 @@ def _inverse_frequencies(rope: RopeSpec) -> np.ndarray:
 
 
 def _llama3_frequencies(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
-    """Keep frequencies of at least `high_freq_factor` rotations within the original length, divide those of
-    at most `low_freq_factor` rotations, and interpolate between."""
+    """Keep frequencies of at least `high_freq_factor` rotations within the original length, divide
+    frequencies of at most `low_freq_factor` rotations by `factor`, and interpolate between them."""
     rotations = scaling.original_max_position_embeddings * frequencies / np.float32(2 * math.pi)
     kept = np.clip(
         (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1
@@ -116,7 +117,8 @@ def _llama3_frequencies(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.n
 
 
 def _yarn_frequencies(frequencies: np.ndarray, yarn: YarnScaling, rope: RopeSpec) -> np.ndarray:
-    """Divide low frequencies, keep high ones, and interpolate between (arXiv:2309.00071, section 3.2)."""
+    """Divide low frequencies by `factor`, keep high frequencies, and interpolate between them
+    (arXiv:2309.00071, section 3.2)."""
 
     def dimension(rotations: float) -> float:
         return (

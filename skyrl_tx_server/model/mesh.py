@@ -1,4 +1,4 @@
-"""The mesh of devices that share one model: its axes, the sharding of arrays, and constraints for programs.
+"""The mesh of devices that share one model: its axes, the sharding of arrays, and sharding constraints.
 
     axis     divides                                   each device holds
     data     the sequences of a batch                  everything else
@@ -7,11 +7,11 @@
     expert   experts                                   some experts and their adapters
 
 Training gathers the matrices of a layer that `fsdp` divides before its products, because they are smaller
-than the activations of its tokens. Sampling leaves matrices in place (`weight_stationary`) and sends its few
-tokens.
+than the activations of its tokens. Sampling leaves matrices in place (`weight_stationary`) and sends the
+activations of its few tokens.
 
 Adapters are replicated on every device, except the factors of experts, which are on the devices of their
-experts. If `config.mesh` is None, the functions of this module do not change arrays.
+experts. If `config.mesh` is None, the functions of this module have no effect on arrays.
 
 Several processes may share a mesh, each with the same number of devices. The first axes then divide the
 processes, and the last axes the devices of each process.
@@ -40,7 +40,7 @@ type Axes = str | tuple[str, ...] | None
 VOCABULARY = PartitionSpec("tensor", "fsdp")
 """The sharding of the embedding and the head, [V, D]."""
 MIN_COMPUTE_CAPABILITY = 8
-"""Triton supports NVIDIA's devices from Ampere on."""
+"""The lowest major compute capability that Triton supports (Ampere)."""
 
 
 def on_gpu() -> bool:
@@ -48,7 +48,7 @@ def on_gpu() -> bool:
 
 
 def check_device() -> None:
-    """Raise ConfigError on NVIDIA's devices before Ampere, for which Triton cannot compile the kernels."""
+    """Raise ConfigError on NVIDIA GPUs before Ampere, for which Triton cannot compile the kernels."""
     device = jax.local_devices()[0]
     major = str(getattr(device, "compute_capability", "")).partition(".")[0]
     if on_gpu() and major.isdigit() and int(major) < MIN_COMPUTE_CAPABILITY:
@@ -79,8 +79,8 @@ def place(
     spec: PartitionSpec,
     read: Callable[[tuple[slice, ...]], np.ndarray],
 ) -> jax.Array:
-    """Create an array on its devices. `read(index)` returns a part; host memory holds the part of one device
-    at a time."""
+    """Create a sharded array from the parts that `read(index)` returns. Host memory holds the part of one
+    device at a time."""
     if config.mesh is None:
         return jax.device_put(read(tuple(slice(0, size) for size in shape)))
     sharding = NamedSharding(config.mesh, spec)
@@ -104,33 +104,34 @@ def replicate(config: ModelConfig, array: jax.Array | np.ndarray) -> jax.Array:
 
 
 def put(tree: Any, shardings: Any) -> Any:
-    """Copy a tree of arrays, equal in every process, to the devices. `shardings` is a tree, one sharding for
-    all, or None for the default device."""
+    """Copy a tree of arrays, which must be equal in every process, to the devices. `shardings` is a tree of
+    shardings, one sharding for all arrays, or None for the default device."""
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
 
     def put_local_parts(leaf: Any, sharding: NamedSharding) -> jax.Array:
         if isinstance(leaf, jax.Array):
             return jax.device_put(leaf, sharding)
-        # device_put would first compare the array between all processes
+        # device_put would compare the array between all processes
         return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
     return jax.tree.map(put_local_parts, tree, shardings)
 
 
 def to_host[Tree](tree: Tree) -> Tree:
-    """Return a tree of arrays in host memory. With several processes, all must call it."""
+    """Return a tree of arrays in host memory. With several processes, all of them must
+    call this function."""
 
     def gather(leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
         is_local = isinstance(leaf, np.ndarray) or leaf.is_fully_addressable or leaf.is_fully_replicated
         return leaf if is_local else process_allgather(leaf, tiled=True)
 
-    # wait first, because jax copies an array that is not ready in another thread
+    # wait first: JAX would copy an array that is not ready in another thread
     return jax.device_get(jax.block_until_ready(jax.tree.map(gather, tree)))
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Return the bytes that a tree of arrays or ShapeDtypeStructs takes on each device."""
+    """Return the size in bytes of a tree of arrays or ShapeDtypeStructs on each device."""
 
     def leaf_bytes(leaf: Any) -> int:
         shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
@@ -170,7 +171,7 @@ def _without_fsdp(axes: Axes) -> Axes:
 
 def batch_axes(config: ModelConfig, batch_size: int) -> Axes:
     """Return the mesh axes that divide the sequences of x [B, T, ...] in products with matrices. With
-    `weight_stationary`, all devices of `fsdp` have them."""
+    `weight_stationary`, `fsdp` does not divide them."""
     if config.mesh is None:
         return None
     axes = ("data",) if config.weight_stationary else BATCH

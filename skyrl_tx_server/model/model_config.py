@@ -41,7 +41,7 @@ class Llama3Scaling:
 class RopeSpec:
     """A rotary position embedding."""
 
-    dim: int  # the dimensions of a head that are rotated
+    dim: int  # number of dimensions of a head that are rotated
     theta: float
     scaling: YarnScaling | Llama3Scaling | None = None  # None: no context extension
 
@@ -52,9 +52,9 @@ class Experts:
 
     count: int
     per_token: int
-    normalized: bool  # the weights of the chosen experts sum to one
+    normalized: bool  # whether the weights of the chosen experts are divided by their sum
     groups: ExpertGroups | None = None  # None: the experts with the highest softmax scores are chosen
-    shared: int = 0  # experts that process every token, computed as one MLP
+    shared: int = 0  # number of experts that process every token, computed as one MLP
     dense_layers: int = 0  # the number of first layers that have an MLP of `dense_width` instead of experts
     dense_width: int = 0
 
@@ -65,7 +65,7 @@ class ExpertGroups:
     affects which experts are chosen, but not their weights."""
 
     count: int
-    per_token: int  # groups per token: those with the highest sum of their two best scores
+    per_token: int  # number of groups per token, chosen by the sum of their two highest scores
     scale: float  # multiplies the weights of the chosen experts
 
 
@@ -79,8 +79,8 @@ class LatentAttention:
 
     q_lora_rank: int | None  # None: queries are projected in one step
     kv_lora_rank: int  # the width of the latent vector
-    qk_nope_head_dim: int  # dimensions of a query and key that are not rotated
-    qk_rope_head_dim: int  # dimensions that are rotated; all heads share the rotated key
+    qk_nope_head_dim: int  # number of dimensions of a query and key that are not rotated
+    qk_rope_head_dim: int  # number of rotated dimensions; all heads share the rotated key
     v_head_dim: int
     interleaved: bool  # rotary pairs are adjacent dimensions instead of the two halves
 
@@ -137,7 +137,7 @@ class ModelConfig:
 
     @property
     def rope_dim(self) -> int:
-        """The dimensions of a head that are rotated."""
+        """The number of dimensions of a head that are rotated."""
         return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
 
     @property
@@ -148,15 +148,16 @@ class ModelConfig:
     @property
     def context_length(self) -> int:
         """The maximum sequence length in tokens, including the context extension."""
-        if not isinstance(self.rope_scaling, YarnScaling):  # Llama's max_position_embeddings includes it
+        # Llama's max_position_embeddings includes the extension
+        if not isinstance(self.rope_scaling, YarnScaling):
             return self.max_position_embeddings
         extended = int(self.rope_scaling.factor * self.rope_scaling.original_max_position_embeddings)
         return max(self.max_position_embeddings, extended)
 
 
 def yarn_context(config: ModelConfig, length: int) -> ModelConfig:
-    """Return the model with the smallest whole YaRN factor that allows `length` tokens, or unchanged if it
-    allows them already.
+    """Return the configuration with the smallest integer YaRN factor that allows `length` tokens, or the
+    unchanged configuration if it allows them.
 
     The model cards of Qwen3 use factor 4 over 32,768 in this way, for 131,072 tokens. Raises ConfigError if
     the model has another context extension.
@@ -168,7 +169,7 @@ def yarn_context(config: ModelConfig, length: int) -> ModelConfig:
             f"max_context_length={length} exceeds the {config.context_length} tokens of this model, and its "
             "config.json already has rope_scaling: set a smaller max_context_length"
         )
-    if config.latent is not None:  # its score scale also needs `mscale_all_dim`
+    if config.latent is not None:  # its score scale also depends on `mscale_all_dim`
         raise ConfigError(f"yarn=true does not support {config.model_type}: set rope_scaling in config.json")
     original = min(YARN_ORIGINAL_LENGTH, config.max_position_embeddings)
     factor = float(math.ceil(length / original))
@@ -181,6 +182,7 @@ def yarn_context(config: ModelConfig, length: int) -> ModelConfig:
 
 
 def attention_factor(rope: dict, factor: float) -> float:
+    """Return the factor of cos and sin for the YaRN entries of config.json, as Hugging Face computes it."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
     if rope.get("mscale") and rope.get("mscale_all_dim"):

@@ -1,7 +1,7 @@
 """Sums over the last axis whose bits do not depend on the number of rows.
 
 On a CPU, XLA computes small sums in an order that depends on the number of rows. The logprobs of a sequence
-would then depend on the width of the decode batch and on the prompts that are computed with its own. A matrix
+would then depend on the width of the decode batch and on the other prompts of its prefill batch. A matrix
 product computes each row in the same order if the number of rows is a multiple of four and the product has at
 least 16 columns, so these functions multiply with columns of ones.
 """
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from skyrl_tx_server.model.mesh import on_gpu
 
 COLUMNS = 16
-"""The columns of ones. With one column, the order of a product depends on the number of rows; with eight, it
-changes at 96 rows."""
+"""The number of columns of ones. With one column, the order of summation depends on the number of rows. With
+eight columns, it changes at 96 rows."""
 
 
 def sum_last(x: jax.Array) -> jax.Array:
@@ -39,9 +39,9 @@ def softmax(x: jax.Array) -> jax.Array:
 
 
 def _exponentials(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (the maximum [..., 1], the exponential [..., n] of each distance from it)."""
+    """Return (the maximum [..., 1], the exponentials [..., n] of x minus the maximum)."""
     highest = jax.lax.stop_gradient(x.max(axis=-1, keepdims=True))
     distances = x - highest
-    if not on_gpu():  # a small exponential that is computed together with a maximum has other bits
+    if not on_gpu():  # fused with the maximum, small exponentials would have other bits
         distances = jax.lax.optimization_barrier(distances)
     return highest, jnp.exp(distances)

@@ -1,5 +1,5 @@
-"""The shapes of arrays on the device. Every distinct shape is a compiled program, so all shapes are defined
-here. Numpy only."""
+"""The shapes of arrays on the device. Every shape needs a compiled program, so this module defines all of
+them. It uses numpy only."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 
 PAGE_SIZE = 64
-"""Positions of a KV page."""
+"""The number of positions of a KV page."""
 MIN_SEGMENT = 512
 MIN_DECODE_WIDTH = 4
-"""A matrix product of one sequence differs in the last bits from that of several sequences."""
+"""The minimum is more than 1, because a matrix product of one row differs in the last bits from products of
+several rows."""
 ATTENTION_TILE = 128
-"""Tokens of a tile in training and scoring. The lengths of training streams and scored texts are multiples of
-it."""
+"""The number of tokens of a tile in training and scoring. The lengths of training streams and padded texts
+are multiples of it."""
 SMALLER_SHAPES = 2
 PREFILL_TILE = 64
-"""Tokens of a tile in prefill. The tokens of a prompt after its cached prefix are split into tiles."""
+"""The number of tokens of a tile in prefill. The part of a prompt after its cached prefix is divided into
+tiles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +29,7 @@ class PrefillShapes:
 
     short: int
     long: int
-    long_from: int  # the number of tiles from which a long batch is faster than short ones
+    long_from: int  # a long batch is faster than short batches from this number of tiles on
     max_tiles_between_decodes: int  # the maximum number of tiles between two dispatches of decode steps
 
     def batch_sizes(self, tiles: int) -> list[int]:
@@ -43,10 +45,11 @@ class PrefillShapes:
 
 
 CPU_PREFILL = PrefillShapes(short=1, long=4, long_from=3, max_tiles_between_decodes=8)
-"""On a CPU, the time is nearly proportional to the tokens. A long batch is slightly faster per token."""
+"""On a CPU, the time is nearly proportional to the number of tokens. A long batch is slightly faster per
+token."""
 GPU_PREFILL = PrefillShapes(short=4, long=16, long_from=13, max_tiles_between_decodes=16)
-"""A batch reads all weights, which takes as long on an H200 as the computation of 200 tokens (989 TFLOP/s,
-4.8 TB/s, bfloat16). This is calculated, not measured."""
+"""Every batch reads all weights. On an H200 this takes as long as the computation of 200 tokens (calculated
+for 989 TFLOP/s, 4.8 TB/s and bfloat16, not measured)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +71,7 @@ class BucketShape:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketShapes:
     """All training shapes, shortest streams first. Shapes larger than `budget` are used only for batches with
-    a longer sequence."""
+    a sequence that is longer than the streams of `budget`."""
 
     shapes: tuple[BucketShape, ...]
     budget: BucketShape
@@ -80,7 +83,7 @@ class BucketShapes:
 
 
 def train_shapes(*, max_context_length: int, tokens_per_batch: int, dp_ranks: int = 1) -> BucketShapes:
-    """Return shapes with one stream per data-parallel rank. Their lengths are the budget, a quarter and a
+    """Return shapes with one stream per data-parallel rank. The lengths are the budget, a quarter and a
     sixteenth of it, and its doubles up to the maximum context.
 
     >>> [shape.length for shape in train_shapes(max_context_length=20_000, tokens_per_batch=8192).shapes]
@@ -153,7 +156,7 @@ def bucket(length: int, lengths: Sequence[int]) -> int:
 
 
 def common_length(left: np.ndarray, right: np.ndarray) -> int:
-    """Return how many leading tokens two token arrays share."""
+    """Return the length of the common prefix of two token arrays."""
     shorter = min(len(left), len(right))
     different = np.flatnonzero(left[:shorter] != right[:shorter])
     return int(different[0]) if len(different) else shorter

@@ -30,11 +30,11 @@ COMPILER_OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
-"""Compiler options of all programs that run a model. bfloat16 is rounded as the program says, not at the ends
-of fusions, so training and sampling agree although they are fused differently (scripts/check_bf16.py). On a
-GPU, cuBLAS computes matrix products and reads the weights of a layer in place in their stack. XLA's own
-products would copy each layer first, and copy a matrix and an adapter to merge their products
-(scripts/check_gpu.py)."""
+"""Compiler options of all programs that run a model. Values are rounded to bfloat16 after every operation,
+not only at the ends of fusions, so training and sampling agree although XLA fuses their operations
+differently (scripts/check_bf16.py). On a GPU, cuBLAS computes matrix products and reads the weights of a
+layer in place in their stack. XLA's Triton products would copy each layer first, and XLA would copy a matrix
+and an adapter to merge their products (scripts/check_gpu.py)."""
 
 
 @jax.tree_util.register_dataclass
@@ -49,16 +49,17 @@ class Params:
 
 
 class Remat(StrEnum):
-    """What the backward pass recomputes. Each value takes less memory and more time than the one before."""
+    """The values that the backward pass recomputes. Each option takes less memory and more time than the
+    previous option."""
 
     NOTHING = "nothing"
-    ACTIVATIONS = "activations"  # norms, rotary, silu and attention; results of matrix products are kept
+    ACTIVATIONS = "activations"  # norms, rotary embedding, silu; outputs of products and attention are kept
     LAYERS = "layers"  # everything except the input of each layer
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
-    """Return random weights: norms are one, matrices normal with standard deviation 0.02. Call it inside
-    jax.jit, because it consists of many small operations."""
+    """Return random weights: ones for norms, normal values with standard deviation 0.02 for matrices. Call
+    this function inside jax.jit, because it consists of many small operations."""
     stacks = stacks_of(config)
     *keys, embed_key, head_key = jax.random.split(key, sum(len(stack.weights) for stack in stacks) + 2)
     remaining = iter(keys)
@@ -104,8 +105,8 @@ def layer[Aux](
     ropes: Mapping[RopeSpec, Rope],
     attend: AttendAs[Aux],
 ) -> tuple[jax.Array, Aux]:
-    """Return x [B, T, D] after one layer of `stack`, and the `aux` of `attend`. `adapter` is that of the
-    layer: one for the batch, or all LoRA slots with the indices of the batch."""
+    """Return x [B, T, D] after one layer of `stack`, and the `aux` of `attend`. `adapter` is the
+    adapter of the layer: one for the batch, or all LoRA slots with the indices of the batch."""
 
     def attend_and_return(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Aux]:
         attended, aux = attend(stack.attention, q, k, v)
@@ -119,10 +120,11 @@ def layer[Aux](
 
 
 def split_stack(config: ModelConfig, stack: LayerParams) -> tuple[LayerParams, LayerParams]:
-    """Split the weights of a stack into (those to slice by layer, those to pass whole). `layer` takes both.
+    """Split the weights of a stack into (weights to slice by layer, weights to pass whole). `layer` needs
+    both.
 
-    The matrices of experts are passed whole, unless they must be gathered, because slicing would copy them
-    and they may take a gigabyte per layer.
+    The matrices of experts are passed whole unless they must be gathered, because a slice would be a copy, of
+    up to a gigabyte per layer.
     """
     whole = {field: leaf for field, leaf in stack.items() if leaf.ndim == 4 and not gathers(config)}
     sliced = {field: leaf for field, leaf in stack.items() if field not in whole}
@@ -143,14 +145,14 @@ def by_layer(config: ModelConfig, params: Params) -> list[LayerParams]:
 
 
 def reads_in_place(config: ModelConfig) -> bool:
-    """Return whether a program with `by_layer` reads each layer in place: on a GPU because of
-    `COMPILER_OPTIONS`, on a CPU because of `unstack_layers`."""
+    """Return whether a program that uses `by_layer` reads the weights of each layer in place: on a GPU
+    because of `COMPILER_OPTIONS`, on a CPU because of `unstack_layers`."""
     return on_gpu() or (config.mesh is None and jax.default_backend() == "cpu")
 
 
 def unstack_layers(config: ModelConfig, params: Params) -> Params:
-    """On one CPU device, return the weights with one stack per layer, so that a program with `by_layer` does
-    not copy layers out of their stacks. The new stacks share memory with the old ones."""
+    """On one CPU device, return the weights with one stack per layer, so that a program that uses `by_layer`
+    does not copy layers out of their stacks. The new stacks share memory with the old stacks."""
     if config.mesh is not None or jax.default_backend() != "cpu":
         return params
 
@@ -222,8 +224,8 @@ def head_logits(config: ModelConfig, params: Params, adapter: Adapter | None, hi
 @jax.custom_vjp
 def _wide_logits(hidden: jax.Array, weight: jax.Array) -> jax.Array:
     """Return hidden [B, T, D] @ weight [V, D]ᵀ in float32. The gradient of `hidden` is computed in its dtype,
-    as in every other layer. JAX's own gradient would convert the head to float32, 1.5 GiB for Qwen3-4B, and
-    be at most half as fast."""
+    as in every other layer. JAX's default gradient would convert the head to float32, 1.5 GiB for Qwen3-4B,
+    and take at least twice as long."""
     return jnp.einsum("btd,vd->btv", hidden, weight, preferred_element_type=jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""Loads and saves weights: models from Hugging Face directories, adapters with PEFT's tensor names.
+"""Loads and saves the weights of models in Hugging Face directories and of adapters with PEFT's tensor names.
 
 This file is long because reading and writing use one description of the tensors.
 """
@@ -46,14 +46,15 @@ from skyrl_tx_server.model.transformer import Params
 PEFT_PREFIX = "base_model.model."
 KEY_VALUE_HEADS = "key-value heads"
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
-"""The supported dtypes in safetensors' names. 8-bit weights are not supported, because they need scales."""
+"""The supported dtypes, as safetensors names them. 8-bit weights are not supported, because they need
+scales."""
 
 
 def resolve_model(base_model: str) -> Path:
     """Return the local directory of `base_model`.
 
-    It is the directory itself, a converted GGUF file, or a download from the Hugging Face hub. Raises
-    ConfigError if there is none.
+    `base_model` is a local directory, a GGUF file, which is converted, or a name on the Hugging Face hub,
+    which is downloaded. Raises ConfigError if there is no such model.
     """
     if is_gguf(base_model):
         return converted_directory(base_model)
@@ -135,18 +136,19 @@ def check_divisible(config: ModelConfig, shape: MeshShape, *, max_num_seqs: int)
             axes = [axis for axis in output_axes if axis and sizes[axis] > 1]
             num_devices = prod(sizes[axis] for axis in axes)
             divided.append((" and ".join(axes), num_devices, sum(weight.widths), f"outputs of {field}"))
-    for axis, num_devices, size, what in divided:
+    for axis, num_devices, size, dimension in divided:
         if num_devices > 1 and (size == 0 or size % num_devices):
-            advice = _with_fewer_heads(config, shape) if what == KEY_VALUE_HEADS else ""
+            advice = _with_fewer_heads(config, shape) if dimension == KEY_VALUE_HEADS else ""
             raise ConfigError(
-                f"{shape}: {size} {what} do not divide over {num_devices} devices ({axis}){advice}"
+                f"{shape}: {size} {dimension} do not divide over {num_devices} devices ({axis}){advice}"
             )
 
 
 def _with_fewer_heads(config: ModelConfig, shape: MeshShape) -> str:
-    """Return the mesh of as many devices whose tensor axis divides the key-value heads.
+    """Return the advice to use a mesh of the same number of devices whose tensor axis divides the key-value
+    heads.
 
-    Key-value heads are not replicated: the copies of a head would have adapters of their own.
+    Key-value heads are not replicated, because each copy of a head would have its own adapter.
     """
     tensor = gcd(config.num_kv_heads, shape.tensor)
     rest = shape.tensor // tensor
@@ -156,7 +158,8 @@ def _with_fewer_heads(config: ModelConfig, shape: MeshShape) -> str:
 
 
 def param_shapes(config: ModelConfig, dtype: np.dtype) -> Params:
-    """Return the shapes, dtypes and shardings of `load_params`, to plan memory and to compile programs."""
+    """Return the shapes, dtypes and shardings of the result of `load_params`, to plan memory and compile
+    programs."""
 
     def struct(shape: tuple[int, ...], spec: PartitionSpec, leaf_dtype: np.dtype = dtype) -> Any:
         sharding = None if config.mesh is None else NamedSharding(config.mesh, spec)
@@ -237,9 +240,9 @@ def adapter_from_arrays(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Factors:
-    """The factors of one Hugging Face module without rank padding: views into an adapter in host memory."""
+    """The factors of one Hugging Face module without rank padding, as views of an adapter in host memory."""
 
-    name: str  # in PEFT, without .lora_A or .lora_B
+    name: str  # the module name in PEFT, without .lora_A or .lora_B
     a: np.ndarray  # [in, rank]
     b: np.ndarray  # [rank, out]
 
@@ -294,7 +297,7 @@ type _ReadPart = Callable[[str, tuple[int, ...], tuple[slice, ...]], np.ndarray]
 
 
 def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
-    """Open the safetensors files of a model, one file or the shards of an index."""
+    """Open the safetensors files of a model and return a function that reads parts of tensors."""
     index = model_dir / "model.safetensors.index.json"
     single = model_dir / "model.safetensors"
     if index.exists():
@@ -335,7 +338,8 @@ def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
 def _read_field(
     read_part: _ReadPart, prefix: str, weight: Weight, index: tuple[slice, ...], shards: int, expert: int = 0
 ) -> np.ndarray:
-    """Return a part of the field of one layer (and expert), [out, in] or [out], in the order of `Weight`."""
+    """Return a part [out, in] or [out] of a field of one layer and expert, with the outputs in the order of
+    `Weight`."""
     outputs, *inputs = index
     parts = []
     for name, width, part in _outputs(weight, outputs, shards):

@@ -1,10 +1,10 @@
 """The sampler's adapters: LoRA slots on the device, backed by host memory and disk.
 
-Slot 0 is the base model. A sampler snapshot is a copy that is made when it is saved, so training never
-changes it. A snapshot that a sequence in a decode slot uses is pinned to its LoRA slot. When a slot is
-needed, the least recently used snapshot without a pin is evicted. It is loaded again from host memory
-(ephemeral snapshots) or from disk (tinker:// paths). A trainer saves an ephemeral snapshot every step and
-cannot drop it before its session ends, so the least recently used ones are dropped when host memory runs out.
+Slot 0 is the base model. A sampler snapshot is an immutable copy of a training adapter. A snapshot that a
+sequence in a decode slot uses is pinned to its LoRA slot. When a slot is needed, the least recently used
+snapshot without a pin is evicted. Evicted snapshots are loaded again from host memory (ephemeral snapshots)
+or from disk (tinker:// paths). A trainer saves an ephemeral snapshot every step and cannot drop it before its
+session ends, so the cache drops the least recently used ephemeral snapshots when host memory runs out.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 BASE_SLOT = 0
 HOST_RESERVE_BYTES = 1 << 30
-"""Host memory that snapshots leave free."""
+"""The host memory that must remain free when a snapshot is stored."""
 
 type SnapshotKey = tuple[str | None, int]
-"""A name and how often it has been saved. Equal keys mean equal weights."""
+"""(name, number of saves under this name). Equal keys mean equal weights."""
 type ReadCheckpoint = Callable[[str], tuple[CheckpointInfo, dict[str, np.ndarray]]]
 
 
@@ -54,14 +54,13 @@ class AdapterCache:
         self._max_lora_rank = max_lora_rank
         self._read = read
         self._in_host_memory: dict[str, Adapter] = {}  # ephemeral snapshots, least recently used first
-        self._slots: dict[
-            str, int
-        ] = {}  # LoRA slot of each snapshot on the device, least recently used first
+        # the LoRA slot of each snapshot on the device, least recently used first
+        self._slots: dict[str, int] = {}
         self._free_slots = list(range(slots, BASE_SLOT, -1))
         self._pins: Counter[str] = Counter()  # number of sequences that need the LoRA slot of a snapshot
-        self._retained: Counter[str] = Counter()  # number of paused sequences, which need only the weights
-        self._saves: Counter[str] = Counter()  # how often a name was saved
-        self._dropped: set[str] = set()  # snapshots to delete when they are no longer used
+        self._retained: Counter[str] = Counter()  # number of paused sequences that use a snapshot
+        self._saves: Counter[str] = Counter()  # number of saves of each name
+        self._dropped: set[str] = set()  # snapshots to delete when no sequence uses them
         empty = zero_adapter(config, max_lora_rank)
         self.arrays: Adapter = place_adapter(
             config,
@@ -85,12 +84,12 @@ class AdapterCache:
 
     @property
     def in_use(self) -> list[str]:
-        """The snapshots that sequences use."""
+        """The snapshots that running or paused sequences use."""
         return [weights for weights in {**self._pins, **self._retained} if self._is_used(weights)]
 
     def put(self, weights: str, adapter: Adapter) -> None:
-        """Copy a training adapter and make it available for sampling as `weights`. Raises ConflictError if
-        sequences use that name."""
+        """Save a copy of a training adapter as the snapshot `weights`. Raises ConflictError if sequences use
+        a snapshot of this name."""
         if self._is_used(weights):
             raise ConflictError(
                 f"sampler weights {weights} are in use and cannot be replaced; save under another name"
@@ -105,10 +104,12 @@ class AdapterCache:
             self._load(weights, adapter, slot)
 
     def key(self, weights: str | None) -> SnapshotKey:
+        """Return the key of the latest weights that were saved as `weights`. None: the base model."""
         return weights, 0 if weights is None else self._saves[weights]
 
     def pin(self, weights: str | None) -> int:
-        """Return the LoRA slot of `weights`, which keeps it until `unpin`. None: the base model.
+        """Load `weights` into a LoRA slot if necessary, reserve the slot until `unpin` and return its index.
+        None: the base model.
 
         Raises CapacityError if all slots are pinned and NotFoundError if the snapshot was never saved.
         """
@@ -136,14 +137,14 @@ class AdapterCache:
         self._drop_if_unused(weights)
 
     def retain(self, weights: str | None) -> None:
-        """Replace a pin by a weaker reference, for a paused sequence: the LoRA slot can be evicted, but the
-        weights must not change."""
+        """Replace a pin by the reference of a paused sequence. The snapshot can be evicted from its LoRA
+        slot, but cannot be replaced or deleted."""
         if weights is not None:
             self._retained[weights] += 1
             self._pins[weights] -= 1
 
     def release(self, weights: str | None) -> None:
-        """Remove a reference of `retain`, after the sequence was pinned again or has ended."""
+        """Remove a reference that `retain` added, after the sequence has been pinned again or has ended."""
         if weights is not None:
             self._retained[weights] -= 1
             self._drop_if_unused(weights)
@@ -158,8 +159,8 @@ class AdapterCache:
                 self.drop(weights)
 
     def drop(self, weights: str) -> None:
-        """Delete an in-memory snapshot as soon as no sequence uses it. Raises NotFoundError if there is
-        none."""
+        """Delete an in-memory snapshot as soon as no sequence uses it. Raises NotFoundError if it is not in
+        memory."""
         if weights not in self._in_host_memory and weights not in self._slots:
             raise NotFoundError(f"no sampler snapshot {weights}")
         if self._is_used(weights):
@@ -179,7 +180,7 @@ class AdapterCache:
     def _store_in_host_memory(self, weights: str, copy: Adapter) -> None:
         needed = HOST_RESERVE_BYTES + sum(leaf.nbytes for leaf in jax.tree.leaves(copy))
         self._in_host_memory.pop(weights, None)
-        for unused in [other for other in self._in_host_memory if not self._is_used(other)]:
+        for unused in [name for name in self._in_host_memory if not self._is_used(name)]:
             if self._free_host_bytes() >= needed:
                 break
             logger.warning("dropped the sampler snapshot %s because host memory is full", unused)
@@ -203,7 +204,7 @@ class AdapterCache:
         return adapter_from_arrays(arrays, self._config, info.lora, self._max_lora_rank)
 
     def _free_slot(self) -> int | None:
-        """Return a free LoRA slot, evicting a snapshot if necessary. None: all slots are pinned."""
+        """Return a free LoRA slot. Evict a snapshot if necessary. None: all slots are pinned."""
         if not self._free_slots:
             unused = next((weights for weights in self._slots if not self._pins[weights]), None)
             if unused is None:

@@ -1,4 +1,4 @@
-"""KV pages of all data-parallel ranks. The decode slots of a rank use its pages only."""
+"""Allocation of KV pages in all data-parallel ranks. A decode slot uses only pages of its rank."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class PageAllocator:
 
     @property
     def max_partial_prefill_tokens(self) -> int:
-        """The tokens that fit into a quarter of one rank's pages. Prompts of which only some chunks are
-        computed may have at most this many tokens in total."""
+        """The number of tokens that fit into a quarter of one rank's pages. All partly computed prompts
+        together may have at most this many tokens."""
         return (self.size.pages - 1) * PAGE_SIZE // 4
 
     def stats(self) -> dict[str, object]:
@@ -52,10 +52,10 @@ class PageAllocator:
         limit: int,
         free_slots: Mapping[PrefixCache, Sequence[int]],
     ) -> tuple[Prefix, PrefixCache]:
-        """Return the cached prefix of `tokens`, of at most `limit` tokens, and the rank that has it.
+        """Return the longest cached prefix of `tokens`, of at most `limit` tokens, and the cache of its rank.
 
-        It is the rank with the fewest tiles left to compute and, among equal ones, with the most free slots.
-        The prefix is empty if it does not save a whole tile.
+        The rank with the fewest tiles left to compute is chosen, among equal ranks the one with the most free
+        slots. The prefix is empty if it does not save a whole tile.
         """
         prefixes = {cache: cache.find(weights, tokens[:limit]) for cache in self.caches}
         tiles_left = {cache: num_tiles(len(tokens) - prefix.length) for cache, prefix in prefixes.items()}
@@ -63,8 +63,8 @@ class PageAllocator:
         return prefixes[best] if tiles_left[best] < num_tiles(len(tokens)) else Prefix(), best
 
     def extend(self, sequence: SequenceState, cache: PrefixCache, num_tokens: int) -> bool:
-        """Allocate the pages that `sequence` needs for its next `num_tokens` tokens. False: there are not
-        enough, and none is allocated."""
+        """Allocate the pages that `sequence` needs for its next `num_tokens` tokens. Return False, without
+        allocating any page, if too few are available."""
         missing = -(-(sequence.position + num_tokens) // PAGE_SIZE) - len(sequence.block_table)
         if missing <= 0:
             return True
@@ -73,22 +73,22 @@ class PageAllocator:
         return pages is not None
 
     def free(self, sequence: SequenceState, cache: PrefixCache, *, weights: Hashable) -> None:
-        """Free the pages of `sequence`, which stay cached for others with the same `weights`."""
+        """Free the pages of `sequence`. Other sequences with the same `weights` can reuse them."""
         cache.insert(weights, sequence.cached_tokens, sequence.block_table)
         self.discard(sequence, cache)
 
     def discard(self, sequence: SequenceState, cache: PrefixCache) -> None:
-        """Free the pages of `sequence`, whose contents may be invalid."""
+        """Free the pages of `sequence` without caching them, because their contents may be invalid."""
         cache.free(sequence.block_table)
         sequence.block_table = []
 
     def insert_chunk(self, chunk: PrefillChunk, *, weights: Hashable) -> None:
-        """Cache the pages of a computed chunk, once in each rank that has a copy."""
+        """Add the pages of a computed chunk to the prefix cache of each rank that has a copy."""
         tables = {self.cache_of(slot): table for slot, table in zip(chunk.slots, chunk.tables, strict=True)}
         for cache, table in tables.items():
             cache.insert(weights, chunk.tokens[: chunk.length], table)
 
     def free_chunk(self, chunk: PrefillChunk) -> None:
-        """Free the pages of a chunk whose sequences do not begin."""
+        """Free the pages of a chunk after which no sequence begins."""
         for slot, table in zip(chunk.slots, chunk.tables, strict=True):
             self.cache_of(slot).free(table)

@@ -1,12 +1,12 @@
 """Generates the samples of many requests in one decode batch.
 
     PageAllocator   allocation of KV pages, with a prefix cache per data-parallel rank
-    SequencePool    sequences in decode slots, preempted or paused
+    SequencePool    the sequences that are in decode slots, preempted or paused
     Prefiller       computes prompts and starts their sequences
     DecodePipeline  decode steps for all sequences, with one dispatch in flight
     ModelRunner     the compiled programs and the KV cache
 
-Only the KV cache is device state. If a program fails, sequences lose the cache and nothing else.
+The KV cache is the only state of sequences on the device.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from skyrl_tx_server.sampling.sequences import SequenceKey
 logger = logging.getLogger(__name__)
 
 GPU_PREFILLS_PER_STEP = 0.55
-"""Both read all weights: a decode step of Qwen3-4B takes 14 ms, a prefill batch of 1,024 tokens 24 ms on an
-H200 (calculated, not measured)."""
+"""The estimated time of a decode step, relative to a prefill batch. For Qwen3-4B on an H200 a decode step
+takes 14 ms and a prefill batch of 1,024 tokens takes 24 ms (calculated, not measured)."""
 CPU_DECODE_COST = 1.5
-"""The time of a token in a decode step, relative to a token in a prefill batch."""
+"""The estimated time of a token in a decode step, relative to a token in a prefill batch."""
 
 
 class BatchRunner:
@@ -68,8 +68,8 @@ class BatchRunner:
         processed_logprobs: bool,
         ranks: RankGroup = SINGLE_RANK,
     ) -> None:
-        """Each of `dp_ranks` data-parallel ranks has a cache of this size. `steps`: decode steps per
-        dispatch."""
+        """Each of the `dp_ranks` data-parallel ranks has a KV cache of this size. `steps` is the number of
+        decode steps per dispatch."""
         self.pages = PageAllocator(size, dp_ranks)
         self.pool = SequencePool(adapters, self.pages)
         self.runner = ModelRunner(
@@ -96,7 +96,8 @@ class BatchRunner:
         )
         self.prefiller = Prefiller(planner, adapters, self.pages, self.pool, self.runner, completion)
         self.pipeline = DecodePipeline(self.pool, self.runner, completion)
-        self._restored: FinishedSequence | FailedSequence | None = None  # completed by `restore`, not polled
+        # the result of a sequence that `restore` has completed; the next `poll` returns it
+        self._restored: FinishedSequence | FailedSequence | None = None
 
     @property
     def num_slots(self) -> int:
@@ -104,12 +105,12 @@ class BatchRunner:
 
     @property
     def num_running(self) -> int:
-        """Sequences with a slot, including preempted ones, whose slots stay reserved."""
+        """The number of sequences with a slot, including preempted sequences, whose slots stay reserved."""
         return self.pool.num_running
 
     @property
     def max_partial_prefill_tokens(self) -> int:
-        """How many tokens of partly computed prompts may stay cached between their chunks."""
+        """The maximum total number of tokens of partly computed prompts."""
         return self.pages.max_partial_prefill_tokens
 
     @property
@@ -135,8 +136,8 @@ class BatchRunner:
             raise
 
     def decode(self) -> bool:
-        """Compute up to `steps` more tokens for every sequence with pages. Return whether sequences have
-        ended; those that a stop string ends are found by `poll`. On any error all sequences are lost."""
+        """Compute up to `steps` more tokens for every sequence in a slot. Return whether a sequence has
+        ended. Stop strings are checked later, by `poll`. Any error discards all sequences."""
         try:
             for sequence in self.pool.preempted:
                 sequence.dispatches_preempted += 1
@@ -148,17 +149,19 @@ class BatchRunner:
             raise
 
     def poll(self, *, dispatch_next: bool) -> Sequence[FinishedSequence | FailedSequence]:
-        """Return the sequences that are complete after `decode`. With `dispatch_next` the next dispatch
-        starts first."""
+        """Return the sequences that are complete after `decode`. With `dispatch_next` the next dispatch is
+        started before the tokens are processed."""
         restored, self._restored = self._restored, None
         return [*([restored] if restored else []), *self.pipeline.poll(dispatch_next=dispatch_next)]
 
     def pause(self, sequences: Collection[SequenceKey]) -> None:
-        """Take the slots of these sequences until they are prefilled again. No dispatch may be in flight."""
+        """Remove these sequences from their slots until they are prefilled again. No dispatch may be in
+        flight."""
         assert self.pipeline.in_flight is None, "a sequence cannot leave its slot during a dispatch"
         self.pool.pause(sequences)
 
     def running(self, request_id: int) -> Sequence[RunningSequence]:
+        """Return the tokens and logprobs so far of all incomplete sequences of a request."""
         return [
             RunningSequence(index=sequence.index, tokens=sequence.tokens, logprobs=sequence.logprobs)
             for sequence in self.pool.of_request(request_id)
@@ -182,14 +185,14 @@ class BatchRunner:
             self.runner.wait()
         except Exception as error:
             logger.warning(
-                "a decode dispatch without sequences has failed; the KV cache is empty again: %s", error
+                "a decode dispatch of released sequences has failed; the KV cache was cleared: %s", error
             )
             self._clear()
-            if jax.process_count() > 1:  # it may have failed on this rank only
+            if jax.process_count() > 1:  # the dispatch may have failed on this rank only
                 raise
 
     def _clear(self) -> None:
-        """Start again with an empty KV cache and without sequences."""
+        """Discard all sequences and empty the KV cache."""
         self.pool.clear()
         self.pages.reset()
         self.pipeline.in_flight = self._restored = None

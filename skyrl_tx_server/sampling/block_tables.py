@@ -1,5 +1,5 @@
-"""Block tables of sequences with a common prompt, in whichever data-parallel ranks they decode. Host
-bookkeeping without devices."""
+"""Block tables of sequences with a common prompt, which may decode in different data-parallel ranks. This
+module uses no devices."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ class BlockTables:
     its pages."""
 
     tables: Sequence[Sequence[int]]
-    copies_before: Sequence[PageCopy]  # made before the first sequence is computed: from the cached prefix
-    copies_after: Sequence[PageCopy]  # made after it: from the first sequence's pages to the others'
+    # before the first sequence is computed: from the pages of the cached prefix to its pages
+    copies_before: Sequence[PageCopy]
+    # after that: from its pages to the pages of the other sequences
+    copies_after: Sequence[PageCopy]
 
 
 def allocate_block_tables(
@@ -35,18 +37,18 @@ def allocate_block_tables(
     spare_pages: Mapping[PrefixCache, int],
     text_length: int,
 ) -> BlockTables:
-    """Allocate pages for `num_tokens` tokens of each sequence. `caches` has the cache of each sequence's
-    data-parallel rank.
+    """Allocate pages for `num_tokens` tokens of each sequence. `caches` are the prefix caches of the
+    sequences' data-parallel ranks, one per sequence.
 
     The pages of `prefix` belong to `prefix_cache` and are shared by the sequences of that rank. Full pages
     are shared within a rank, so only a partly filled last page is allocated per sequence. `spare_pages` must
     remain available in each rank.
 
-    Raises CapacityError, which names the length of the whole text, if there are too few pages. Nothing is
-    allocated then.
+    Raises CapacityError, without allocating any page, if too few are available. Its message contains
+    `text_length`, the number of tokens of the whole text.
     """
     num_full, num_pages = num_tokens // PAGE_SIZE, -(-num_tokens // PAGE_SIZE)
-    # by rank, the pages that its next sequence can share
+    # by rank: the pages that the next sequence of the rank can share
     shared = {prefix_cache: prefix.pages[: prefix.length // PAGE_SIZE]}
     prefix_cache.incref(prefix.pages)  # protects them from eviction by the allocations below
     allocated: dict[PrefixCache, Sequence[int]] = {}
@@ -55,8 +57,8 @@ def allocate_block_tables(
         pages = cache.allocate(needed + spare_pages.get(cache, 0))
         if pages is None:
             prefix_cache.free(prefix.pages)
-            for other, other_pages in allocated.items():
-                other.free(other_pages)
+            for earlier_cache, earlier_pages in allocated.items():
+                earlier_cache.free(earlier_pages)
             raise CapacityError(
                 f"no KV pages for {text_length} tokens, {cache.num_free * PAGE_SIZE} tokens are free; start "
                 "the server with a larger cache_tokens"
@@ -71,7 +73,8 @@ def allocate_block_tables(
         cache.incref(beginning)
         rest = list(islice(unused[cache], num_pages - len(beginning)))
         tables.append([*beginning, *rest])
-        copies.append(list(zip(source[len(beginning) :], rest, strict=False)))  # prefix may have fewer pages
+        # strict=False: the prefix may have fewer pages
+        copies.append(list(zip(source[len(beginning) :], rest, strict=False)))
         shared[cache], source = tables[-1][:num_full], tables[0]
     prefix_cache.free(prefix.pages)
     return BlockTables(

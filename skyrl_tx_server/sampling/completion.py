@@ -26,14 +26,15 @@ class CompletionChecker:
         self._tokenizer: Tokenizer | None = None
 
     def prepare(self, settings: SamplingSettings) -> None:
+        """Load the tokenizer if these settings need it."""
         if settings.stop_strings and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._model_dir)
 
     def append(
         self, slot: int, tokens: Sequence[int], logprobs: Sequence[float]
     ) -> FinishedSequence | FailedSequence | None:
-        """Append sampled tokens to the sequence in `slot`. If it is complete or fails, free the slot and
-        return its result."""
+        """Append sampled tokens to the sequence in `slot`. If the sequence is complete or fails, free the
+        slot and return the result."""
         sequence = self._pool.slots[slot]
         assert sequence is not None and tokens
         try:

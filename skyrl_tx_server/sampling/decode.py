@@ -1,8 +1,8 @@
-"""The decode pipeline: dispatches of decode steps, at most one of them in flight.
+"""The decode pipeline, with at most one dispatch of decode steps in flight.
 
-A dispatch can start before the host has read the outputs of the one before: the last tokens stay on the
-device (`Carry`), and the host knows the position of every sequence that does not end. A sequence that has
-ended takes part in the next dispatch without effect.
+A dispatch can start before the host has read the outputs of the previous one, because the last tokens stay on
+the device (`Carry`) and the position of every sequence that has not ended is known. A sequence that has ended
+is idle in the next dispatch.
 
     device    | dispatch n           | dispatch n+1         | dispatch n+2
     host      | prepare n+1    wait  | read n, prepare n+2  | read n+1, ...
@@ -27,12 +27,12 @@ class InFlightBatch:
 
     dispatch: DecodeDispatch
     outputs: DecodeOutputs
-    next: DecodeDispatch | None = None  # can follow without knowledge of the outputs
+    next: DecodeDispatch | None = None  # planned before the outputs are known; None: cannot be planned yet
     host_outputs: DecodeOutputs | None = None  # None: not complete yet
 
     @property
     def ended(self) -> bool:
-        """Whether sequences ended in it. The host has to look for stop strings."""
+        """Whether the device ended a sequence in this dispatch. The device does not check stop strings."""
         assert self.host_outputs is not None
         active = self.host_outputs.carry.active
         return not all(active[index] for index, _, _ in self.dispatch.sequences)
@@ -50,8 +50,8 @@ class DecodePipeline:
         return {"decode_dispatches_ahead": self._num_ahead}
 
     def decode(self) -> bool:
-        """Wait for the dispatch in flight, after starting one if there is none. Return whether sequences have
-        ended."""
+        """Wait for the dispatch in flight, or start a dispatch if there is none and wait for it. Return
+        whether a sequence has ended."""
         if isinstance(self.in_flight, Exception):
             raise self.in_flight
         if self.in_flight is None:
@@ -67,16 +67,16 @@ class DecodePipeline:
         return self.in_flight.ended
 
     def poll(self, *, dispatch_next: bool) -> list[FinishedSequence | FailedSequence]:
-        """Return the sequences that were completed by `decode`. With `dispatch_next` the next dispatch starts
-        first, if that is possible."""
+        """Return the sequences that `decode` has completed. With `dispatch_next` the next dispatch is started
+        first, if it can be planned."""
         completed, self.in_flight = self.in_flight, None
         if not isinstance(completed, InFlightBatch):
             return []
-        assert completed.host_outputs is not None, "poll follows decode"
+        assert completed.host_outputs is not None, "poll was called before decode"
         outputs, following = completed.host_outputs, completed.next
         active = outputs.carry.active
         if completed.ended and self._pool.preempted:
-            following = None  # preempted sequences are restored first, with the pages of those that ended
+            following = None  # the pages of ended sequences may suffice to restore preempted ones
         if (
             dispatch_next
             and following is not None
@@ -92,7 +92,7 @@ class DecodePipeline:
         results = []
         for index, slot, sequence in completed.dispatch.sequences:
             sequence.pending_tokens = 0
-            if self._pool.slots[slot] is sequence:  # it was not released meanwhile
+            if self._pool.slots[slot] is sequence:  # the sequence has not been released
                 valid = outputs.tokens[index] >= 0
                 tokens, logprobs = outputs.tokens[index][valid], outputs.logprobs[index][valid]
                 results.append(self._completion.append(slot, tokens.tolist(), logprobs.tolist()))
@@ -110,8 +110,8 @@ class DecodePipeline:
     def _plan_after(self, dispatch: DecodeDispatch) -> DecodeDispatch | None:
         """Return the dispatch that can follow `dispatch` before its outputs are known.
 
-        None: no sequence remains, there are too few free pages, or the next dispatch needs another compiled
-        program, or can use a narrower one after the sequences have moved to the first slots.
+        None: no sequence remains, too few pages are free, or the next dispatch needs another compiled program
+        or can use a narrower one after `SequencePool.compact`.
         """
         sequences = [(slot, sequence) for slot, sequence in self._pool.decoding if sequence.remaining > 0]
         if not sequences or not self._pool.allocate_next(sequences, self._runner.steps):

@@ -22,11 +22,11 @@ from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS, BatchSettin
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeProgram:
-    """What selects a compiled program of `decode_steps`."""
+    """The properties of a dispatch that select a compiled program of `decode_steps`."""
 
     width: int  # sequences of each data-parallel rank
-    ends: tuple[int, ...] | None  # of the segments; None: a kernel reads the pages in place
-    max_loras: int | None  # of the batch; None: any number
+    ends: tuple[int, ...] | None  # ends of the segments; None: a kernel reads the pages in place
+    max_loras: int | None  # maximum number of adapters in the batch; None: any number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,25 +43,25 @@ class DecodeDispatch:
 class DecodeLayout:
     """The sizes of a dispatch's arrays."""
 
-    null_pages: Sequence[int]  # of each data-parallel rank
+    null_pages: Sequence[int]  # the null page of each data-parallel rank
     slots_per_rank: int
-    widths: tuple[int, ...]  # of each rank, ascending; the last holds all slots
+    widths: tuple[int, ...]  # widths of compiled programs, ascending; the last one holds all slots of a rank
     table_width: int
-    empty_carries: Mapping[int, Carry]  # by width; on the device, for a dispatch without a predecessor
-    segment_ends: tuple[int, ...] | None  # all possible ends; None: a kernel reads the pages in place
+    empty_carries: Mapping[int, Carry]  # by width, on the device; for a dispatch without a previous one
+    segment_ends: tuple[int, ...] | None  # ends of all segments; None: a kernel reads the pages in place
     queries_per_kv_head: int
     vocab_size: int
     num_lora_slots: int | None  # None: programs do not depend on the number of adapters (see `lora_math`)
 
     def width_of(self, slots: Sequence[int], *, compacted: bool = False) -> int:
-        """Return the smallest width that holds these slots. With `compacted`, return the smallest width that
-        holds as many slots of each rank."""
+        """Return the smallest width that holds these slots. With `compacted`, return the smallest width after
+        their sequences have moved to the first slots of each rank."""
         ranks = Counter(slot // self.slots_per_rank for slot in slots)
         needed = max(ranks.values()) if compacted else max(slot % self.slots_per_rank for slot in slots) + 1
         return bucket(needed, self.widths)
 
     def dispatch(self, sequences: Sequence[tuple[int, SequenceState]], *, width: int) -> DecodeDispatch:
-        """Return the next dispatch of these sequences, given with their slots, which `width` must hold."""
+        """Return the next dispatch of these (slot, sequence) pairs. `width` must hold the slots."""
         rows = width * len(self.null_pages)
         tables = np.repeat(np.array(self.null_pages, np.int32), width)[:, None].repeat(
             self.table_width, axis=1

@@ -16,13 +16,15 @@ from jax.stages import Compiled, Lowered
 from skyrl_tx_server.sampling.decode_batch import DecodeProgram
 
 USES_BEFORE_COMPILATION = 16
-"""The number of dispatches that could have used a program before it is compiled. A compilation takes as long
-as many dispatches."""
+"""A program is compiled after this number of dispatches could have used it, because a compilation takes as
+long as many dispatches."""
 
 logger = logging.getLogger(__name__)
 
 
 class DecodePrograms:
+    """Compiles and holds decode programs. `lower` returns the lowered form of a program."""
+
     def __init__(self, lower: Callable[[DecodeProgram], Lowered]) -> None:
         self._lower = lower
         self._compiled: dict[DecodeProgram, Compiled] = {}
@@ -33,20 +35,20 @@ class DecodePrograms:
         return self._compiled.get(program)
 
     def request(self, program: DecodeProgram) -> Compiled | None:
-        """Return the compiled program, or None and count a use that was not possible."""
+        """Return the compiled program. If it is not compiled yet, count the request and return None."""
         if program in self._compiled:
             return self._compiled[program]
         self._uses[program] += 1
         busy = self._thread is not None and self._thread.is_alive()
         if self._uses[program] >= USES_BEFORE_COMPILATION and not busy:
             self._uses[program] = -(2**31)  # a program that fails to compile is not compiled again
-            # A process that exits waits for the compilation, because XLA cannot interrupt it.
+            # Not a daemon thread: XLA cannot interrupt a compilation, so the process waits for it at exit.
             self._thread = threading.Thread(target=self._compile, args=(program,), name="compile-narrow")
             self._thread.start()
         return None
 
     def wait(self) -> None:
-        """Wait for the compilation under way, if there is one."""
+        """Wait until no program is being compiled."""
         if self._thread is not None:
             self._thread.join()
 

@@ -60,20 +60,20 @@ class Carry:
 class DecodeBatch:
     """The sequences in the B decode slots at the start of a dispatch."""
 
-    tokens: ArrayLike  # [B] int32, the last token, which is not in the KV cache yet; -1: it is in `before`
+    tokens: ArrayLike  # [B] int32, the last token, not in the KV cache yet; -1: read it from `before`
     before: Carry  # the carry of the previous dispatch
-    positions: ArrayLike  # [B] int32, position of that token = number of cached tokens; 0 for a free slot
+    positions: ArrayLike  # [B] int32, position of the last token = number of cached tokens; 0 if free
     remaining: ArrayLike  # [B] int32, tokens still to sample; 0 for a free slot
-    tables: ArrayLike  # [B, W] int32, block tables with pages for this dispatch, padded with the null page
+    tables: ArrayLike  # [B, W] int32, block tables that include this dispatch, padded with the null page
     splits: KVSplits | None  # for the GPU kernel; None if pages are copied into segments
-    adapters: LoraIndices  # by slot
+    adapters: LoraIndices  # one per slot
     stop_tokens: ArrayLike  # [B, MAX_STOP_TOKENS] int32, padded with -1
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeOutputs:
-    """What a dispatch returns to the host. Tokens after the end of a sequence are -1."""
+    """The outputs of a dispatch. Tokens after the end of a sequence are -1."""
 
     tokens: jax.Array  # [B, steps] int32
     logprobs: jax.Array  # [B, steps] float32
@@ -87,7 +87,7 @@ class _LoopState:
 
     last: jax.Array  # [B] int32, the last token of each sequence
     remaining: jax.Array  # [B] int32
-    recent: list[Segment]  # by layer: keys and values of this dispatch
+    recent: list[Segment]  # one per layer: keys and values of this dispatch
     tokens: jax.Array  # [B, steps] int32, outputs
     logprobs: jax.Array  # [B, steps] float32
 
@@ -113,13 +113,13 @@ def decode_steps(
     """Sample up to `steps` tokens for every sequence. A sequence that ends early stays idle until the end of
     the dispatch.
 
-    Attention reads the cached positions in segments that end at `ends`, so the position of every sequence
-    must be below the last of them. The result of a sequence is bit for bit the same for every number of
-    segments. With `ends=None` a GPU kernel reads the pages in place, divided as in `batch.splits`.
+    Attention reads the cached positions in segments that end at `ends`. The position of every sequence must
+    be below the last end. The number of segments does not change a single bit of the results. With
+    `ends=None` a GPU kernel reads the pages in place, in the KV splits of `batch.splits`.
 
-    The keys and values of the dispatch are written to the cache at its end only. Each step can therefore
-    write all sequences at the same index of a small array, and pages are read and written once per dispatch
-    instead of once per step.
+    The keys and values of the dispatch are written to the cache only at the end of the dispatch. Each step
+    therefore writes all sequences at the same index of a small array, and pages are read and written once per
+    dispatch instead of once per step.
     """
     config, slots = weight_stationary(config), batch.tokens.shape[0]
     adapter = replace(lora_slots, head=replace(lora_slots.head, indices=batch.adapters))

@@ -1,5 +1,5 @@
-"""Runs the sampling programs. The KV cache is the only device state of sequences; everything else is an
-argument of each call."""
+"""Runs the sampling programs. The KV cache is the only state of sequences on the device. All other inputs are
+arguments of each call."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CacheSize:
     slots: int
     pages: int  # including the null page
     page_bytes: int
-    context_pages: int  # the pages of a sequence of maximum length
+    context_pages: int  # pages of a sequence of maximum length
     copied_pages: int  # pages per slot that a decode dispatch copies; 0 if a kernel reads pages in place
 
     @property
@@ -82,7 +82,7 @@ class ModelRunner:
         dtype: np.dtype,
         processed_logprobs: bool,
     ) -> None:
-        """`steps`: decode steps per dispatch."""
+        """`steps` is the number of decode steps per dispatch."""
         self._config = config
         self._params = params
         self._unstacked_params = unstack_layers(config, params)
@@ -93,8 +93,8 @@ class ModelRunner:
         self._scorer = Scorer(config=config, params=params, lengths=score_lengths(max_context_length))
         self.steps = min(steps, PAGE_SIZE)
         num_slots = size.slots * dp_ranks
-        # Every rank of several processes must run the same program, whatever it has compiled. The results of
-        # latent attention depend on the width on a CPU.
+        # All processes must run the same program, but their compilations end at different times. On a CPU the
+        # results of latent attention depend on the width.
         fixed = jax.process_count() > 1 or (config.latent is not None and not on_gpu())
         widths = (size.slots,) if fixed else decode_widths(size.slots)
         shapes, ends = GPU_PREFILL if on_gpu() else CPU_PREFILL, segment_ends(max_context_length)
@@ -129,7 +129,7 @@ class ModelRunner:
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
         """Compute the chunks and the first tokens of the sequences that begin. Raises SequencesLostError if
-        the KV cache was lost."""
+        an error has destroyed the KV cache."""
         outputs: list[PrefillOutputs] = []
         try:
             for batch, settings in self.prefill_layout.batches(chunks):
@@ -150,8 +150,8 @@ class ModelRunner:
         return self.prefill_layout.outputs(chunks, outputs)
 
     def first_dispatch(self, sequences: Sequence[tuple[int, SequenceState]]) -> DecodeDispatch:
-        """Return a dispatch of these sequences, given with their slots, for the narrowest compiled program
-        that holds them."""
+        """Return a dispatch of these (slot, sequence) pairs for the narrowest compiled program that holds
+        them."""
         layout, programs = self.decode_layout, self._narrow_programs
         width = layout.width_of([slot for slot, _ in sequences])
         while True:
@@ -161,13 +161,15 @@ class ModelRunner:
             width = layout.widths[layout.widths.index(width) + 1]
 
     def can_narrow(self, dispatch: DecodeDispatch) -> bool:
-        """Whether a compiled program is narrower and holds the sequences of `dispatch` in the first slots."""
+        """Return whether a narrower compiled program can hold the sequences of `dispatch` after they have
+        moved to the first slots."""
         width = self.decode_layout.width_of([slot for _, slot, _ in dispatch.sequences], compacted=True)
         narrow = replace(dispatch.program, width=width)
         return width < dispatch.program.width and self._narrow_programs.request(narrow) is not None
 
     def decode(self, dispatch: DecodeDispatch, carry: Carry) -> DecodeOutputs:
-        """Start a dispatch on the device without waiting for it. `carry` is that of the dispatch before."""
+        """Start a dispatch on the device without waiting for it. `carry` is the carry of the previous
+        dispatch."""
         arguments = self._decode_arguments(replace(dispatch.batch, before=carry), dispatch.settings)
         if dispatch.program.width == self.decode_layout.widths[-1]:
             self._cache, outputs = decode_steps(*arguments, **self._decode_options(dispatch.program.ends))
@@ -182,8 +184,8 @@ class ModelRunner:
         self._narrow_programs.wait()
 
     def score_prompt(self, op: Sample, adapter_slot: int) -> tuple[TopkLogprobs | None, CsrMatrix | None]:
-        """Return (likeliest tokens, logprobs of the target tokens) at every prompt position; None for what
-        `op` does not request."""
+        """Return (likeliest tokens, logprobs of the target tokens) at every prompt position. An element that
+        `op` does not request is None."""
         if not op.topk_prompt_logprobs and op.target_prompt_tokens is None:
             return None, None
         topk, targets = self._scorer.run(
@@ -214,13 +216,14 @@ class ModelRunner:
         return TopkLogprobs(token_ids=topk.token_ids[-length:], logprobs=topk.logprobs[-length:])
 
     def wait(self) -> None:
-        """Wait until the KV cache is computed. Raises the error of the program that failed to compute it."""
+        """Wait until all programs that write the KV cache have ended. Raises the error of a failed
+        program."""
         jax.block_until_ready(self._cache)
 
     def reset(self) -> None:
         """Replace the KV cache by an empty one."""
         for leaf in jax.tree.leaves(self._cache):
-            leaf.delete()  # there may not be enough memory for both
+            leaf.delete()  # frees its memory for the new cache
         self._cache = self._empty_cache()
 
     def programs(self) -> Iterator[tuple[str, Lowered]]:
@@ -268,8 +271,8 @@ class ModelRunner:
         return empty_cache(config=self._config, pages=self._num_pages, dtype=self._dtype)
 
     def _check_cache(self, error: Exception) -> None:
-        """Raise SequencesLostError if a failed prefill has destroyed the donated cache. The call may destroy
-        it, or return a cache whose computation fails later, as on a GPU without memory for temporaries."""
+        """Raise SequencesLostError if a failed prefill has destroyed the donated cache. The call itself can
+        fail, or the computation of the cache that it returns, for example if GPU memory runs out."""
         try:
             self.wait()
         except Exception:

@@ -1,10 +1,11 @@
-"""The sequences that have begun, and what happens to them when slots or KV pages run out.
+"""The sequences that have begun. Sequences are preempted or paused when KV pages or slots run out.
 
-Preempt: a sequence loses its KV pages, keeps the right to its slot, and is computed again when there are
-pages. The youngest sequence of the tenant with the most pages is preempted. Pause: the engine takes the slot
-of a sequence for another request. The sequence keeps its pages, so its results are bit-identical in any slot
-of its data-parallel rank. Paused sequences lose their pages before any other sequence is preempted. A
-sequence that was computed again samples the same tokens.
+Preempt: a sequence loses its KV pages, and its prefix is computed again when pages are free. A slot stays
+reserved for it. The youngest sequence of the tenant with the most pages is preempted. A restored sequence
+samples the same tokens.
+
+Pause: a sequence loses its slot to another request and keeps its pages, so its results are bit-identical in
+any slot of its data-parallel rank. Paused sequences lose their pages before another sequence is preempted.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from skyrl_tx_server.sampling.prefix_cache import PrefixCache
 from skyrl_tx_server.sampling.sequences import SequenceKey, SequenceState
 
 MAX_DISPATCHES_PREEMPTED = 32
-"""After this many decode dispatches a preempted sequence is restored before new sequences of all tenants,
-before that only before those of its own tenant."""
+"""A preempted sequence is restored before new sequences of its tenant start. After this many decode
+dispatches it is restored before new sequences of any tenant start."""
 
 
 class SequencePool:
-    """Sequences in decode slots, preempted or paused.
+    """The sequences that are in decode slots, preempted or paused.
 
-    A sequence in a slot or preempted pins its adapter; a paused one retains it.
+    A sequence that is in a slot or preempted pins its adapter. A paused sequence retains it.
     """
 
     def __init__(self, adapters: AdapterCache, pages: PageAllocator) -> None:
@@ -39,12 +40,12 @@ class SequencePool:
 
     @property
     def num_running(self) -> int:
-        """Sequences with a slot, including preempted ones, whose slots stay reserved."""
+        """The number of sequences with a slot, including preempted sequences, whose slots stay reserved."""
         return sum(sequence is not None for sequence in self.slots) + len(self.preempted)
 
     @property
     def decoding(self) -> list[tuple[int, SequenceState]]:
-        """The occupied slots with their sequences."""
+        """(slot, sequence) of all occupied slots."""
         return [(slot, sequence) for slot, sequence in enumerate(self.slots) if sequence is not None]
 
     def stats(self) -> dict[str, object]:
@@ -56,6 +57,7 @@ class SequencePool:
         }
 
     def of_request(self, request_id: int) -> list[SequenceState]:
+        """Return all sequences of a request."""
         sequences = [
             *(sequence for _, sequence in self.decoding),
             *self.preempted,
@@ -64,7 +66,7 @@ class SequencePool:
         return [sequence for sequence in sequences if sequence.request_id == request_id]
 
     def free_slots(self, planned: Sequence[PrefillChunk]) -> dict[PrefixCache, list[int]]:
-        """Return the free slots of each data-parallel rank that no chunk of `planned` uses."""
+        """Return the free slots of each data-parallel rank, without the slots that `planned` chunks use."""
         reserved = {slot for chunk in planned for slot in chunk.slots if chunk.is_last}
         free: dict[PrefixCache, list[int]] = {cache: [] for cache in self._pages.caches}
         for slot, sequence in enumerate(self.slots):
@@ -79,15 +81,15 @@ class SequencePool:
             self.slots[slot] = sequence
 
     def compact(self) -> None:
-        """Move sequences to the first slots of their data-parallel ranks, so that a narrow batch holds them.
-        No dispatch may be in flight."""
+        """Move the sequences of each data-parallel rank to its first slots, so that a narrow batch can hold
+        them. No dispatch may be in flight."""
         per_rank = self._pages.size.slots
         for first in range(0, len(self.slots), per_rank):
             running = [sequence for sequence in self.slots[first : first + per_rank] if sequence is not None]
             self.slots[first : first + per_rank] = [*running, *[None] * (per_rank - len(running))]
 
     def finish(self, slot: int) -> None:
-        """Remove a complete sequence. Its pages stay cached."""
+        """Remove a complete sequence and keep its pages in the prefix cache."""
         sequence = self._leave(slot)
         self._adapters.unpin(sequence.weights)
 
@@ -111,7 +113,7 @@ class SequencePool:
             self._adapters.release(sequence.weights)
 
     def clear(self) -> None:
-        """Remove all sequences without touching their pages, after the KV cache was lost."""
+        """Remove all sequences after the KV cache was lost. Their pages are not freed."""
         for sequence in (*(sequence for _, sequence in self.decoding), *self.preempted):
             self._adapters.unpin(sequence.weights)
         for sequence, _ in self.paused.values():
@@ -122,20 +124,21 @@ class SequencePool:
     # --- preemption ---
 
     def preempt(self, slot: int) -> None:
+        """Preempt the sequence in `slot`."""
         sequence = self._leave(slot)
         sequence.dispatches_preempted = 0
-        self.preempted = sorted((*self.preempted, sequence), key=lambda other: other.key)
+        self.preempted = sorted((*self.preempted, sequence), key=lambda preempted: preempted.key)
         self._num_preemptions += 1
 
     def allocate_next(self, sequences: Sequence[tuple[int, SequenceState]], steps: int) -> bool:
-        """Allocate pages for the next `steps` tokens of each sequence, the oldest first. False as soon as one
-        gets none."""
+        """Allocate pages for the next `steps` tokens of each sequence, the oldest first. Stop and return
+        False at the first sequence for which there are too few."""
         ordered = sorted(sequences, key=lambda occupied: occupied[1].key)
         return all(self._allocate(slot, sequence, steps) for slot, sequence in ordered)
 
     def preempt_and_allocate(self, steps: int) -> None:
-        """Allocate pages for the next `steps` tokens of every sequence in a slot, the oldest first,
-        preempting others if necessary."""
+        """Allocate pages for the next `steps` tokens of every sequence in a slot, the oldest first. Preempt
+        sequences if there are too few pages."""
         for slot, sequence in sorted(self.decoding, key=lambda occupied: occupied[1].key):
             while self.slots[slot] is sequence and not self._allocate(slot, sequence, steps):
                 self.preempt(self._victim(self._pages.cache_of(slot)))
@@ -160,24 +163,25 @@ class SequencePool:
     # --- pausing ---
 
     def pause(self, keys: Collection[SequenceKey]) -> None:
-        """Take the slots of these sequences, which keep their pages."""
+        """Remove these sequences from their slots. They keep their pages."""
         for sequence in [sequence for sequence in self.preempted if sequence.key in keys]:
             self.preempted.remove(sequence)
             self._adapters.retain(sequence.weights)
-            self.paused[sequence.key] = sequence, self._pages.caches[0]  # any rank: it has no pages
+            self.paused[sequence.key] = sequence, self._pages.caches[0]  # any rank, because it has no pages
         for slot, sequence in self.decoding:
             if sequence.key in keys:
                 self.pause_slot(slot)
         self._num_pauses += len(keys)
 
     def pause_slot(self, slot: int) -> None:
+        """Pause the sequence in `slot`."""
         sequence = self._remove(slot)
         self._adapters.retain(sequence.weights)
         self.paused[sequence.key] = sequence, self._pages.cache_of(slot)
 
     def resume(self, key: SequenceKey, planned: Sequence[PrefillChunk]) -> int | None:
-        """Return the slot in which a paused sequence continues with its pages. None: it has no pages, or its
-        rank has no free slot."""
+        """Put a paused sequence with its pages into a free slot of its rank and return the slot. None: the
+        sequence is not paused, it has no pages, or its rank has no free slot."""
         sequence, cache = self.paused.get(key, (None, None))
         if sequence is None or cache is None or not sequence.block_table:
             return None
@@ -191,11 +195,11 @@ class SequencePool:
         return free[0]
 
     def reclaim(self, cache: PrefixCache | None = None) -> bool:
-        """Free the pages of the sequence that was paused last, in `cache` or in any rank. False: no paused
-        sequence has pages."""
-        for sequence, own_cache in reversed(self.paused.values()):
-            if sequence.block_table and (cache is None or cache is own_cache):
-                self._free(sequence, own_cache)
+        """Free the pages of the most recently paused sequence with pages in `cache` (None: in any rank).
+        Return False if there is none."""
+        for sequence, sequence_cache in reversed(self.paused.values()):
+            if sequence.block_table and (cache is None or cache is sequence_cache):
+                self._free(sequence, sequence_cache)
                 return True
         return False
 
@@ -212,7 +216,7 @@ class SequencePool:
         return sequence
 
     def _leave(self, slot: int) -> SequenceState:
-        """Remove a sequence from its slot. Its pages stay cached."""
+        """Remove a sequence from its slot and keep its pages in the prefix cache."""
         sequence = self._remove(slot)
         self._free(sequence, self._pages.cache_of(slot))
         return sequence

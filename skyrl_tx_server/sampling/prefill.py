@@ -1,5 +1,4 @@
-"""Prefill of new, paused and preempted sequences: compute their next chunks and start those whose texts are
-complete."""
+"""Prefill of new, paused and preempted sequences. A sequence starts after the last chunk of its text."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from skyrl_tx_server.sampling.prefill_plan import PlannedChunk, PrefillPlanner, 
 
 
 class Prefiller:
-    """Computes what `PrefillPlanner` plans."""
+    """Computes the chunks that `PrefillPlanner` plans and starts their sequences."""
 
     def __init__(
         self,
@@ -42,15 +41,15 @@ class Prefiller:
 
     @property
     def unfinished(self) -> dict[int, UnfinishedPrompt]:
-        """By request_id, the prompts of which some chunks have been computed."""
+        """The partly computed prompts, by request id."""
         return self._planner.unfinished
 
     def prefill(self, requests: Sequence[PrefillRequest]) -> list[PrefillResult | None]:
         """Compute the next chunks of the first requests and start the sequences whose prompts are complete.
 
-        The result has an entry for each request that was taken; None: more chunks of its prompt remain.
-        Raises CapacityError if there is no room for the first request. After any other error than
-        SequencesLostError nothing has changed.
+        The result has one entry per planned request, None if more chunks of its prompt remain. Raises
+        CapacityError if there is no slot or too few pages for the first request. After any error except
+        SequencesLostError the state of all sequences is unchanged.
         """
         self._check_preempted(requests[0].tenant)
         planned = self._planner.plan(requests)
@@ -71,10 +70,10 @@ class Prefiller:
                 self._adapters.unpin(chunk.weights)
 
     def restore(self) -> FinishedSequence | FailedSequence | None:
-        """Compute the next chunk of the oldest preempted sequence, if there are pages for it and for the next
-        tokens of the others.
+        """Compute the next chunk of the oldest preempted sequence, if there are enough pages for the chunk
+        and one spare page for each running sequence.
 
-        Return its result if the first token after the last chunk completes it.
+        Return the result of the sequence if the token after its last chunk completes it, otherwise None.
         """
         try:
             chunk = self._planner.plan_preempted(self._pool.preempted[0])
@@ -88,6 +87,7 @@ class Prefiller:
         return next(iter(self._begin(chunk, outputs)), None)
 
     def release(self, request_id: int) -> None:
+        """Discard the partly computed prompt of a request."""
         self.unfinished.pop(request_id, None)
 
     def _check_preempted(self, tenant: str) -> None:
@@ -96,7 +96,7 @@ class Prefiller:
                 raise CapacityError("preempted sequences are restored before new ones start")
 
     def _compute(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
-        """Run the prefill program and cache the pages. The pages are freed on any error."""
+        """Run the prefill program and add the pages to the prefix cache. Any error frees the pages."""
         try:
             outputs = self._runner.prefill(chunks)
         except Exception:
@@ -108,7 +108,7 @@ class Prefiller:
         return outputs
 
     def _settle(self, plan: PlannedChunk, outputs: ChunkOutputs) -> PrefillResult | None:
-        """Start the sequences of a request after its last chunk. None: more chunks remain."""
+        """Start the sequences of a request if this chunk is the last one. None: more chunks remain."""
         request, chunk = plan.request, plan.chunk
         key = (request.request_id, request.first)
         if key in self._pool.paused:
@@ -143,21 +143,21 @@ class Prefiller:
         )
 
     def _begin(self, chunk: PrefillChunk, outputs: ChunkOutputs) -> list[FinishedSequence | FailedSequence]:
-        """Put the sequences of a chunk into their slots. Return the results of those that are complete after
-        their first token."""
+        """Put the sequences of a chunk into their slots. Return the results of the sequences that their first
+        token completes."""
         self._pool.begin(chunk)
-        firsts = zip(chunk.slots, outputs.first_tokens, outputs.first_logprobs, strict=True)
-        results = [self._completion.append(slot, [token], [logprob]) for slot, token, logprob in firsts]
+        sampled = zip(chunk.slots, outputs.first_tokens, outputs.first_logprobs, strict=True)
+        results = [self._completion.append(slot, [token], [logprob]) for slot, token, logprob in sampled]
         return [result for result in results if result is not None]
 
 
 def _resumed(request: PrefillRequest) -> PrefillResult:
-    """Return the result for a paused sequence. Its prompt was computed before."""
+    """Return the result for a paused sequence, whose prompt has already been computed."""
     return PrefillResult(prompt_logprobs=None, prompt_cache_hit_tokens=len(request.op.prompt), finished=())
 
 
 def _prompt_logprobs(op: Sample, logprobs: np.ndarray) -> np.ndarray:
-    """Return [P] float32 by position of the prompt, NaN where no logprob exists or none is requested."""
+    """Return the logprobs [P] float32 of the prompt tokens, NaN for the first one and where not requested."""
     logprobs = logprobs[: len(op.prompt)].copy()
     logprobs[: max(1, len(op.prompt) - (op.prompt_logprobs_last_n or len(op.prompt)))] = np.nan
     return logprobs

@@ -1,5 +1,5 @@
-"""Prefill batches: chunks of prompts, cut into tiles of `PREFILL_TILE` tokens, as host arrays. A batch holds
-tiles of several chunks."""
+"""Prefill batches as host arrays. Prefill chunks are divided into tiles of `PREFILL_TILE` tokens, and a batch
+holds tiles of several chunks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PrefillChunk:
     token of the text."""
 
     tokens: np.ndarray  # [P] int32, the whole text
-    cached: int  # the tokens whose keys and values are in the cache already
-    length: int  # the tokens up to the end of the chunk
+    cached: int  # number of tokens whose keys and values are in the cache already
+    length: int  # number of tokens up to the end of the chunk
     weights: str | None
     adapter_slot: int
     wants_logprobs: bool
@@ -79,7 +79,7 @@ class PrefillLayout:
     def outputs(
         self, chunks: Sequence[PrefillChunk], batch_outputs: Sequence[PrefillOutputs]
     ) -> list[ChunkOutputs]:
-        """Return the results of each chunk, given those of their batches in host memory."""
+        """Return the results of each chunk from the outputs of all batches in host memory."""
         logprobs = np.concatenate([outputs.logprobs for outputs in batch_outputs])
         batch_of_tile = np.repeat(
             np.arange(len(batch_outputs)), [len(outputs.logprobs) for outputs in batch_outputs]
@@ -100,7 +100,7 @@ class PrefillLayout:
         return by_chunk
 
     def dummy_batches(self) -> list[tuple[PrefillBatch, BatchSettings]]:
-        """Return a batch for each compiled shape and number of adapters."""
+        """Return one batch for each compiled shape and maximum number of adapters."""
         chunk = PrefillChunk(
             tokens=np.zeros(1, np.int32),
             cached=0,

@@ -1,8 +1,8 @@
-"""Plans which chunks of which prompts are computed next, and allocates their slots and KV pages.
+"""Plans the next prefill chunks, and allocates their slots and KV pages.
 
 A prompt is computed in chunks, and the chunks of several requests are computed together. A chunk starts after
 the longest cached prefix of its text. Prompts with a common beginning that is not cached yet are not computed
-together: the second waits and reuses the first.
+together: the second prompt waits, and then reuses the pages of the first.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ from skyrl_tx_server.sampling.sequences import SequenceState, stop_tokens_of
 
 @dataclass(kw_only=True, slots=True)
 class UnfinishedPrompt:
-    """A prompt of which some chunks have been computed."""
+    """A partly computed prompt."""
 
-    hit_tokens: int  # tokens that were cached when its prefill began
-    logprobs: np.ndarray  # [P + 1] by position, NaN if unknown or not requested
-    num_scored: int = 0  # positions with logprobs
+    hit_tokens: int  # number of tokens that were cached before its first chunk
+    logprobs: np.ndarray  # [P + 1] float32 by position, NaN if not computed or not requested
+    num_scored: int = 0  # number of tokens whose chunks were computed with logprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedChunk:
-    """A request with the chunk that is computed next."""
+    """A request and its next chunk."""
 
     request: PrefillRequest
     chunk: PrefillChunk
-    topk: TopkLogprobs | None = None  # the top-k tokens of the prompt, if they were computed
-    targets: CsrMatrix | None = None  # the logprobs of the prompt's targets, if they were computed
+    # None: not requested, or this is not the last chunk of the prompt
+    topk: TopkLogprobs | None = None  # the likeliest tokens at each prompt position
+    targets: CsrMatrix | None = None  # the logprobs of the target tokens
 
 
 type PlannedPrefill = PlannedChunk | int
@@ -55,7 +56,7 @@ type PlannedPrefill = PlannedChunk | int
 
 
 class PrefillPlanner:
-    """Plans chunks without computing them. The adapters of planned chunks are pinned."""
+    """Plans chunks without computing them, and pins their adapters."""
 
     def __init__(
         self,
@@ -80,8 +81,8 @@ class PrefillPlanner:
         self.unfinished: dict[int, UnfinishedPrompt] = {}  # by request_id
 
     def plan(self, requests: Sequence[PrefillRequest]) -> list[PlannedPrefill]:
-        """Plan the first requests. Stop at the first one that cannot be computed together with the requests
-        before it."""
+        """Plan the requests in order. Stop at the first request that cannot be computed together with the
+        requests before it. Raises CapacityError if there is no capacity for the first request."""
         planned: list[PlannedPrefill] = []
         try:
             for request in requests:
@@ -106,8 +107,8 @@ class PrefillPlanner:
         return planned
 
     def plan_preempted(self, sequence: SequenceState) -> PrefillChunk:
-        """Plan the next chunk of a preempted sequence, whose adapter is pinned already. Raises CapacityError
-        if there are too few pages."""
+        """Plan the next chunk of a preempted sequence. Its adapter is already pinned. Raises CapacityError if
+        there are too few pages."""
         text = sequence.text
         chunk = self._allocate(text, [sequence], limit=len(text) - 1, wants_logprobs=False, keep_spare=True)
         assert chunk is not None, "a chunk without others is always planned"
@@ -149,8 +150,7 @@ class PrefillPlanner:
             )
             for index in range(request.first, request.first + request.count)
         ]
-        chunk = None
-        topk = targets = None
+        chunk = topk = targets = None
         try:
             chunk = self._allocate(
                 op.prompt, sequences, limit=limit, wants_logprobs=wants_logprobs, planned=planned
@@ -202,9 +202,9 @@ class PrefillPlanner:
     ) -> PrefillChunk | None:
         """Allocate KV pages for the next prefill chunk of `tokens`, reusing at most `limit` cached tokens.
 
-        `keep_spare` keeps one page available for each running sequence of a rank. Return None if the prefill
-        batch is full with the `planned` chunks, or if waiting for them would allow the text to reuse a longer
-        prefix. Raises CapacityError if there are too few pages; then no page is allocated.
+        `keep_spare` keeps one free page for each running sequence of a rank and one more. Return None if the
+        prefill batch is full with the `planned` chunks, or if waiting for them would allow the text to reuse
+        a longer prefix. Raises CapacityError, without allocating any page, if there are too few.
         """
         weights = sequences[0].weights
         free = self._pool.free_slots(planned)

@@ -1,5 +1,5 @@
-"""The prefill program: compute tiles of prompts, write their keys and values into their KV pages, sample
-first tokens."""
+"""The prefill program, which computes tiles of prompts, writes their keys and values into KV pages and
+samples the first tokens."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ from skyrl_tx_server.model.transformer import (
 from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
 
 MAX_PROMPT_LOGITS = 1 << 24
-"""Prompt logits in memory at once: 64 MiB in float32."""
+"""The maximum number of prompt logits in memory at once: 64 MiB in float32."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillBatch:
-    """N tiles of T prompt tokens that are computed together. The keys and values of earlier tokens are in
-    their pages already."""
+    """N tiles of T prompt tokens that are computed together. The keys and values of earlier tokens are
+    already in their KV pages."""
 
     tokens: ArrayLike  # [N, T] int32, right-padded
-    targets: ArrayLike  # [N, T] int32, the token after each; 0 after the last token of a prompt
+    targets: ArrayLike  # [N, T] int32, the token after each token; 0 after the last token of a prompt
     tiles: PrefillTiles
-    adapters: LoraIndices  # by tile
+    adapters: LoraIndices  # one per tile
     before: ArrayLike  # [C, 2] int32, page copies before the computation (see `copy_pages`)
-    after: ArrayLike  # [C, 2] int32, page copies after it
+    after: ArrayLike  # [C, 2] int32, page copies after the computation
     want_logprobs: ArrayLike  # [] bool
-    lasts: ArrayLike  # [B] int32, by slot: index in [N * T] of the token before a new sequence's first token
+    lasts: ArrayLike  # [B] int32, by slot: index in [N * T] of the last prompt token of a new sequence
     begins: ArrayLike  # [B] bool, by slot: a sequence begins
-    sequence_adapters: LoraIndices  # by slot
+    sequence_adapters: LoraIndices  # one per slot
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillOutputs:
-    """What a prefill batch returns to the host."""
+    """The outputs of a prefill batch."""
 
-    logprobs: ArrayLike  # [N, T] float32 of `targets`; zeros if not wanted
+    logprobs: ArrayLike  # [N, T] float32 of `targets`; zeros if not requested
     first_tokens: jax.Array  # [B] int32, the first token of each sequence that begins
     first_logprobs: jax.Array  # [B] float32
 
@@ -146,7 +146,8 @@ def prefill(
 def _prompt_logprobs(
     config: ModelConfig, params: Params, adapter: Adapter, hidden: jax.Array, targets: ArrayLike
 ) -> jax.Array:
-    """Return log p(targets) [N, T] of hidden states [N, T, D], a slice of the positions at a time."""
+    """Return log p(targets) [N, T] of hidden states [N, T, D]. Positions are processed in slices to limit
+    memory."""
     tiles, length = hidden.shape[:2]
     chunk = min(length, max(1, MAX_PROMPT_LOGITS // (tiles * config.vocab_size)))
     count = -(-length // chunk)

@@ -1,10 +1,9 @@
-"""KV pages of one data-parallel rank: which are allocated, and which prompts can reuse them. Host bookkeeping
-without devices.
+"""Allocation and reuse of the KV pages of one data-parallel rank. This module uses no devices.
 
-Pages are reference counted. Sequences hold references, and so does a tree of computed tokens: a node is one
-page with its tokens, and its children continue from there. A prompt with the same beginning and the same
-weights finds the pages of that beginning in one step per page. When `allocate` needs a page, the tree evicts
-the least recently used page that no sequence holds.
+Pages are reference counted. Sequences and a prefix tree hold references. A node of the tree is one page with
+its tokens, and its children are the pages that continue its text. The lookup of a prompt takes one step per
+page and returns the pages that were computed with the same weights. When `allocate` needs a page, the least
+recently used page that no sequence holds is evicted from the tree.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Prefix:
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Node:
     page: int
-    key: bytes  # its tokens as `_bytes_of` returns them; at most PAGE_SIZE, fewer only in a leaf
+    key: bytes  # the page's tokens as returned by `_bytes_of`; only a leaf may have fewer than PAGE_SIZE
     parent: _Node | None
     last_use: int = 0
     children: dict[bytes, _Node] = field(default_factory=dict)
@@ -52,7 +51,7 @@ class _Node:
     def nearest(self, key: bytes) -> tuple[_Node | None, int]:
         """Return the child with the longest common beginning with `key`, and the number of common tokens.
 
-        In sorted order it is next to the place of `key`.
+        In sorted order this child is adjacent to the insertion point of `key`.
         """
         place = bisect.bisect_left(self.sorted_keys, key)
         best, longest = None, 0
@@ -63,18 +62,20 @@ class _Node:
 
 
 class PrefixCache:
-    """The pages `first .. first + count - 1`. The first one is the null page, which is never allocated."""
+    """Manages the pages `first .. first + count - 1`. The first page is the null page and is never
+    allocated."""
 
     def __init__(self, *, first: int, count: int) -> None:
         self.null_page = first
         self._free = list(range(first + count - 1, first, -1))
-        self._references: Counter[int] = Counter()  # by page: sequences that hold it, and the tree
+        # by page: the number of sequences that hold it, plus one if it is in the tree
+        self._references: Counter[int] = Counter()
         self._roots: dict[Hashable, _Node] = {}
         self._nodes: dict[int, _Node] = {}  # by page
         self._num_uses = 0
         self._evictable: list[tuple[int, int]] = []
-        """A heap of (last use, page) of leaves that no sequence holds. Entries of nodes that have changed
-        since are outdated; they are skipped."""
+        """A heap of (last use, page) of leaves that no sequence holds. `_evict` skips entries whose node has
+        changed."""
 
     @property
     def num_free(self) -> int:
@@ -86,12 +87,13 @@ class PrefixCache:
 
     @property
     def references(self) -> dict[int, int]:
-        """By allocated page, the number of sequences that hold it, plus one if it is cached."""
+        """The number of references by allocated page: sequences that hold the page, plus one if it is
+        cached."""
         return dict(self._references)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Return `count` pages with one reference each, evicting cached pages if necessary. None: sequences
-        hold too many."""
+        """Return `count` pages with one reference each. Evict cached pages if necessary. None: sequences hold
+        too many pages."""
         while len(self._free) < count and self._evict():
             pass
         if len(self._free) < count:
@@ -101,7 +103,7 @@ class PrefixCache:
         return pages
 
     def incref(self, pages: Sequence[int]) -> None:
-        """Add a reference to each page, for another sequence that reads it."""
+        """Add a reference to each page."""
         self._references.update(pages)
 
     def free(self, pages: Sequence[int]) -> None:
@@ -130,8 +132,8 @@ class PrefixCache:
         return Prefix(pages=pages, length=length)
 
     def insert(self, weights: Hashable, tokens: np.ndarray, pages: Sequence[int]) -> None:
-        """Record that the keys and values of `tokens` [N] int32 are in `pages`. They stay cached until they
-        are evicted."""
+        """Add `pages`, which hold the keys and values of `tokens` [N] int32, to the tree. They stay cached
+        until they are evicted."""
         node = self._roots.setdefault(weights, _Node(page=-1, key=b"", parent=None))
         text = _bytes_of(tokens)
         path = self._path(weights, text)
@@ -157,7 +159,8 @@ class PrefixCache:
         return path
 
     def _extend_leaf(self, parent: _Node, page: int, key: bytes) -> _Node | None:
-        """Return the child that caches fewer tokens of the same page, after giving it all of `key`."""
+        """Extend the child of `parent` that holds fewer tokens of the same page to the tokens `key` and
+        return it. None: there is no such child."""
         child = self._nodes.get(page)
         if child is None or child.parent is not parent:
             return None
@@ -173,6 +176,7 @@ class PrefixCache:
         return node
 
     def _touch(self, path: Sequence[_Node]) -> None:
+        """Record a use of the nodes."""
         for node in reversed(path):
             self._num_uses += 1
             node.last_use = self._num_uses
@@ -193,7 +197,7 @@ class PrefixCache:
             heapq.heapify(self._evictable)
 
     def _evict(self) -> bool:
-        """Evict the least recently used leaf whose page no sequence holds. False: there is none."""
+        """Evict the least recently used leaf whose page no sequence holds. Return False if there is none."""
         while self._evictable:
             last_use, page = heapq.heappop(self._evictable)
             node = self._nodes.get(page)
@@ -214,9 +218,9 @@ class PrefixCache:
 
 
 def _bytes_of(tokens: np.ndarray) -> bytes:
-    """Return the tokens as bytes whose order is that of the tokens: big-endian."""
+    """Return the tokens as big-endian bytes, which sort in the same order as the tokens."""
     return tokens.astype(f">i{TOKEN_BYTES}").tobytes()
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:
-    return common_length(*(np.frombuffer(each, np.int32) for each in (left, right)))
+    return common_length(*(np.frombuffer(key, np.int32) for key in (left, right)))

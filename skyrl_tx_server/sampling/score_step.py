@@ -1,8 +1,9 @@
-"""The scoring program: the likeliest tokens, and the logprobs of given tokens, at every position of a
+"""The scoring program computes the likeliest tokens and the logprobs of target tokens at every position of a
 complete text.
 
 Few requests need these values, so a separate program computes them from the text, and prefill and decode stay
-simple. It is compiled once per padded length and number of tokens, rounded up to a power of two.
+simple. It is compiled once per padded length, number of likeliest tokens and number of targets per position.
+These numbers are rounded up to powers of two.
 """
 
 from __future__ import annotations
@@ -25,24 +26,26 @@ from skyrl_tx_server.model.shapes import ATTENTION_TILE, pad_tokens
 from skyrl_tx_server.model.transformer import COMPILER_OPTIONS, Params, Remat, head_logits, hidden_states
 
 MAX_SCORE_LOGITS = 1 << 24
-"""Logits in memory at once: 64 MiB in float32."""
+"""The maximum number of logits in memory at once: 64 MiB in float32."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreInputs:
-    """The text to score. Index t of every output is about the token that follows tokens[: t + 1]."""
+    """The text to score. Index t of every output describes the token that follows tokens[: t + 1]."""
 
     tokens: ArrayLike  # [T] int32, right-padded to whole attention tiles
     length: ArrayLike  # [] int32
     adapter_index: ArrayLike  # [] int32, LoRA slot
-    temperature: ArrayLike  # [] float32, above 0; logprobs are those of softmax(logits / temperature)
-    targets: ArrayLike  # [T, K] int32; K may be 0
+    temperature: ArrayLike  # [] float32, above 0; logprobs are log_softmax(logits / temperature)
+    targets: ArrayLike  # [T, K] int32, target tokens; K may be 0
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
+    """The outputs for each position of the padded text."""
+
     top_tokens: jax.Array  # [T, top] int32, likeliest first
     top_logprobs: jax.Array  # [T, top] float32
     target_logprobs: jax.Array  # [T, K] float32
@@ -81,7 +84,7 @@ def score(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scorer:
-    """Runs `score` on host data: pads the inputs and cuts the outputs to size."""
+    """Runs `score` on host arrays: pads the inputs and removes the padding from the outputs."""
 
     config: ModelConfig
     params: Params
@@ -128,8 +131,8 @@ class Scorer:
 
 
 def _single_sequence(inputs: ScoreInputs) -> TreeLayout:
-    """Return the layout of a stream with one sequence: each tile attends to all tiles up to itself, a tile of
-    padding to none."""
+    """Return the layout of a stream with one sequence. Each tile attends to itself and all tiles before it.
+    Tiles of padding attend to none."""
     length = inputs.tokens.shape[0]
     tiles = np.arange(length // ATTENTION_TILE, dtype=np.int32)
     return TreeLayout(
@@ -141,15 +144,16 @@ def _single_sequence(inputs: ScoreInputs) -> TreeLayout:
 
 
 def at_prompt_positions(topk: TopkLogprobs) -> TopkLogprobs:
-    """Shift `topk` by one, from the token before to the token itself. The first token has no context; the
-    successor of the last is dropped."""
+    """Shift `topk` by one position, so that row t describes token t instead of its successor. Row 0 is filled
+    with NO_LOGPROB, because the first token has no context. The last row of `topk` is dropped."""
     token_ids, logprobs = np.zeros_like(topk.token_ids), np.full_like(topk.logprobs, NO_LOGPROB)
     token_ids[1:], logprobs[1:] = topk.token_ids[:-1], topk.logprobs[:-1]
     return TopkLogprobs(token_ids=token_ids, logprobs=logprobs)
 
 
 def _dense_targets(targets: CsrMatrix | None, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (the targets of each row from the left [length, K] int32, the column of each target in it)."""
+    """Return (targets [length, K] int32, left-aligned in each row; the column of each target in this
+    matrix)."""
     if targets is None:
         return np.zeros((length, 0), np.int32), np.zeros(0, np.int64)
     is_target = targets.values >= 0

@@ -1,4 +1,4 @@
-"""One sample of a request while it is generated: its settings, its tokens and its KV pages."""
+"""The state of a sequence, one sample of a request: its settings, tokens and KV pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS, BatchSettings
 
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 1024
-"""Limits, because the engine thread looks for all stop strings after every dispatch."""
+"""Limits on stop strings, because the engine thread searches for all of them after every dispatch."""
 
 type SequenceKey = tuple[int, int]
 """(request_id, index of the sample in its request); smaller keys are older."""
@@ -23,10 +23,10 @@ type SequenceKey = tuple[int, int]
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class SequenceState:
-    """A sequence in a decode slot, preempted or paused."""
+    """A sequence that is in a decode slot, preempted or paused."""
 
     request_id: int
-    index: int  # which sample of its request
+    index: int  # index of the sample in its request
     tenant: str = DEFAULT_TENANT
     weights: str | None
     adapter_slot: int
@@ -35,12 +35,12 @@ class SequenceState:
     stop_tokens: tuple[int, ...]
     prompt: np.ndarray  # [P] int32
     max_tokens: int
-    topk: int  # how many of the likeliest tokens to report at each sampled position
+    topk: int  # number of likeliest tokens to report at each sampled position
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    block_table: list[int] = field(default_factory=list)  # empty while it is preempted
-    dispatches_preempted: int = 0  # decode dispatches since it was preempted
-    pending_tokens: int = 0  # tokens that the dispatch in flight adds, unless the sequence ends in it
+    block_table: list[int] = field(default_factory=list)  # empty while the sequence is preempted
+    dispatches_preempted: int = 0  # number of decode dispatches since the preemption
+    pending_tokens: int = 0  # number of tokens that the dispatch in flight adds unless the sequence ends
 
     @property
     def key(self) -> SequenceKey:
@@ -52,29 +52,31 @@ class SequenceState:
 
     @property
     def position(self) -> int:
-        """The position of its last token after the dispatch in flight."""
+        """The position of the last token after the dispatch in flight."""
         return self.length + self.pending_tokens - 1
 
     @property
     def remaining(self) -> int:
-        """How many tokens may follow the dispatch in flight; less than one if the sequence ends in it."""
+        """The number of tokens that may follow the dispatch in flight; below 1 if the sequence must end in
+        it."""
         return self.max_tokens - len(self.tokens) - self.pending_tokens
 
     @property
     def text(self) -> np.ndarray:
-        """[P + n] int32, prompt and sampled tokens."""
+        """The prompt and the sampled tokens, [P + n] int32."""
         return np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
 
     @property
     def cached_tokens(self) -> np.ndarray:
-        """The tokens whose keys and values are in its pages: all but the last, which the next decode step
-        computes."""
+        """The tokens whose keys and values are in the pages: all except the last one, which the next decode
+        step computes."""
         return self.text[:-1]
 
     def extend(
         self, tokens: Sequence[int], logprobs: Sequence[float], tokenizer: Tokenizer | None
     ) -> tuple[int, StopReason] | None:
-        """Append sampled tokens. Return (number of tokens in the result, reason) if the sequence is complete.
+        """Append sampled tokens. Return (number of tokens in the result, reason) if the sequence is complete,
+        otherwise None.
 
         Raises UserError if a logprob is NaN, which means that the weights have diverged.
         """
@@ -88,9 +90,9 @@ class SequenceState:
         length = len(self.tokens)
         if self.settings.stop_strings:
             assert tokenizer is not None
-            cut = find_stop(tokenizer, self.tokens, self.settings.stop_strings, new=len(tokens))
-            if cut is not None:
-                return cut, StopReason.STOP
+            stop_length = find_stop(tokenizer, self.tokens, self.settings.stop_strings, new=len(tokens))
+            if stop_length is not None:
+                return stop_length, StopReason.STOP
         if self.tokens[-1] in self.stop_tokens:
             return length, StopReason.STOP
         return (length, StopReason.LENGTH) if length >= self.max_tokens else None

@@ -2,9 +2,9 @@
 float32.
 
 Every setting is an array, so requests with different settings share a batch and a compiled program. The
-logprob of a sampled token is that of the model's distribution at temperature 1 or, if the server is set to
-processed logprobs, of the distribution after temperature. The filters top-k and top-p never change a logprob,
-and greedy sequences are always at temperature 1.
+logprob of a sampled token is computed from the model's distribution at temperature 1 or, with processed
+logprobs, from the distribution after temperature. The filters top-k and top-p never change a logprob, and the
+logprobs of greedy sequences always have temperature 1.
 
 The random numbers of a token depend only on the seed of its request, the index of its sample and its
 position, never on the batch: key = fold_in(fold_in(seed, index), position).
@@ -30,7 +30,7 @@ class BatchSettings:
     """The sampling settings of a batch. Every array has a leading axis B of slots."""
 
     seeds: ArrayLike  # [B, 2] uint32, high and low half of the request's 64-bit seed
-    sample_indices: ArrayLike  # [B] int32, which sample of its request
+    sample_indices: ArrayLike  # [B] int32, index of the sample in its request
     temperatures: ArrayLike  # [B] float32; 0: greedy
     top_k: ArrayLike  # [B] int32; the vocabulary size: no filter
     top_p: ArrayLike  # [B] float32; 1: no filter
@@ -41,8 +41,8 @@ def sample_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Return tokens [B] int32 and their logprobs [B] for float32 logits [B, V].
 
-    `positions` [B] are the positions of the new tokens. With `tempered`, the logprobs are those of the
-    distribution after temperature.
+    `positions` [B] are the positions of the new tokens. With `tempered`, the logprobs are computed after
+    temperature.
     """
     random = settings.temperatures > 0
     filtered = random & ((settings.top_p < 1) | (settings.top_k < logits.shape[-1]))
@@ -62,12 +62,12 @@ def sample_tokens(
 
 
 def _argmax(scores: jax.Array) -> jax.Array:
-    """Return the first index [B] of each maximum, by two plain reductions: XLA's argmax is 10x slower on a
-    CPU."""
+    """Return the first index [B] of each maximum. Two plain reductions replace XLA's argmax, which is 10x
+    slower on a CPU."""
     highest = scores.max(axis=-1, keepdims=True)
     indices = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     first = jnp.where(scores == highest, indices, scores.shape[-1]).min(axis=-1)
-    return jnp.minimum(first, scores.shape[-1] - 1)  # NaN equals no score; the index must stay valid
+    return jnp.minimum(first, scores.shape[-1] - 1)  # keeps the index valid if all scores are NaN
 
 
 def _gumbel_noise(settings: BatchSettings, positions: ArrayLike, vocab_size: int) -> jax.Array:
@@ -85,7 +85,7 @@ def _gumbel_noise(settings: BatchSettings, positions: ArrayLike, vocab_size: int
 
 def _filter(scaled: jax.Array, settings: BatchSettings) -> jax.Array:
     """Keep the `top_k` most likely tokens, and of these the smallest set whose probability is at least
-    `top_p`. Mask the others. Tokens that are as likely as the last one that is kept are kept too."""
+    `top_p`. Mask the others. Tokens that are as likely as the last kept token are also kept."""
     ordered = jnp.sort(scaled, axis=-1, descending=True)
     ranks = jnp.arange(scaled.shape[-1])[None]
     top = jnp.where(ranks < settings.top_k[:, None], ordered, MASKED)

@@ -1,5 +1,4 @@
-"""The formulas of the losses, per token. The loss of a request is the sum over its tokens and sequences,
-never a mean.
+"""The formulas of the losses, per token. The loss of a request is the sum over all tokens of its sequences.
 
 With lp = log p(target), q the sampler's logprob, A the advantage, w the weight and r = exp(lp - q):
 
@@ -15,8 +14,7 @@ arXiv:2507.18071, in the token form). It needs every logprob of the sequence bef
 executor runs a forward pass first and passes s in place of q (`LossSpec.add_sequence_term`).
 
 `low` and `high` are absolute bounds on the ratio. The index of the loss and its options are traced values, so
-a request with another loss runs in a program that is already compiled. `engine.loss_spec` describes the
-inputs and options.
+all losses share one compiled program. `engine.loss_spec` describes the inputs and options.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ jax.tree_util.register_dataclass(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSelection:
-    """The loss of a request and the options of all losses, as arguments of the training programs."""
+    """The loss of a request and its options, as arguments of the training programs."""
 
     index: ArrayLike  # [] int32, the position of the loss in LOSS_FUNCTIONS
     settings: LossSettings  # every field is [] float32
@@ -58,7 +56,7 @@ class LossInputs:
     weights: ArrayLike
     sampler_logprobs: ArrayLike  # for gspo: the sequence term s, at each token of the sequence
     advantages: ArrayLike
-    counts: ArrayLike  # the number of sequences that share this loss position; 0 for padding
+    counts: ArrayLike  # number of sequences that share this loss position; 0 for padding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +65,8 @@ class LossTerms:
 
     logprobs: jax.Array  # log p(target)
     log_ratio: jax.Array  # logprobs - sampler_logprobs
-    ratio: jax.Array  # exp(log_ratio), kept finite
-    clipped_ratio: jax.Array  # ratio between the clip thresholds
+    ratio: jax.Array  # exp(min(log_ratio, MAX_LOG_RATIO))
+    clipped_ratio: jax.Array  # ratio, clipped to the thresholds of `settings`
     inputs: LossInputs
     settings: LossSettings  # of the request; every field is [] float32
 

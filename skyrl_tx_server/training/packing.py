@@ -1,17 +1,17 @@
-"""Packs training data into batches of token streams, in which sequences with a common beginning share it.
-Host arrays only.
+"""Packs training data into batches of token streams. Sequences with a common prefix share its tokens. All
+arrays are in host memory.
 
-A stream is a forest of prefix trees in depth-first order: where a sequence branches off, only its own tokens
-follow. A token sees the earlier tokens in whose subtree it lies, which `subtree_end` describes with one
-number per token. Example with the shared beginning `a b`:
+A stream is a forest of prefix trees in depth-first order: the shared prefix of two sequences occurs once, and
+only the other tokens of the second sequence follow. A token attends to itself and to the earlier tokens whose
+subtree contains it. The subtree of token j ends before index `subtree_end[j]`. Example with the prefix `a b`:
 
     data    a b c d        stream       a b c d e f | x y z | . .
             a b e f        positions    0 1 2 3 2 3 | 0 1 2 | . .
             x y z          subtree_end  6 6 4 4 6 6 | 9 9 9 | . .
 
-Loss inputs are stored per (sequence, position): a loss position has a token index, the packed token whose
-hidden state it reads. Sequences share a loss position if token, target and all loss inputs agree, as in the
-prompt of a group; `counts` says how many do.
+Loss inputs are stored per loss position. The token index of a loss position is the packed token whose hidden
+state the loss reads. Sequences share a loss position if token, target and all loss inputs are equal, as in
+the prompt of a group. `counts` is the number of these sequences.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from skyrl_tx_server.training.train_batch import TrainBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatumSpan:
-    """Where one datum is in a packed batch."""
+    """The location of one datum in a packed batch."""
 
     datum: int
     stream: int
     loss_positions: np.ndarray  # [N] int32, one per position of the datum
-    num_targets: int | None  # per position; None: one, and the datum's arrays have no axis for them
+    num_targets: int | None  # per position; None: the arrays of the datum have no target axis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
-    """Streams of one `BucketShape` in host memory, and where each datum is in them."""
+    """Streams of one `BucketShape` in host memory, and the locations of their data."""
 
     arrays: TrainBatch
     spans: tuple[DatumSpan, ...]
 
 
 def dummy_batch(shape: BucketShape) -> TrainBatch:
-    """Return a batch of that shape, for compilation."""
+    """Return a batch of this shape, for compilation."""
     tokens = np.zeros(shape.length, np.int32)
     datum = TrainDatum(tokens=tokens, target_tokens=tokens)
     (packed,) = pack([datum], [np.ones(shape.length, bool)], BucketShapes(shapes=(shape,), budget=shape))
@@ -59,8 +59,8 @@ def dummy_batch(shape: BucketShape) -> TrainBatch:
 def pack(
     data: Sequence[TrainDatum], trained: Sequence[np.ndarray], shapes: BucketShapes
 ) -> list[PackedBatch]:
-    """Pack checked data into batches, so that few tokens are computed. `trained` [N] bool says for each datum
-    which positions have a gradient."""
+    """Pack checked data into batches of few tokens. `trained` has one array [N] bool per datum, True at
+    positions with a gradient."""
     num_targets = _num_targets(data)
     streams = plan_streams(data, trained, shapes, num_targets=num_targets or 1)
     return [
@@ -71,8 +71,8 @@ def pack(
 
 
 def unpack(batches: Sequence[PackedBatch], values: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Return one array per datum, shaped like its targets and in the order given to `pack`, from one array
-    per batch, shaped like its targets."""
+    """Convert one array per batch, shaped like the targets of the batch, to one array per datum, shaped like
+    the targets of the datum, in the order of the data of `pack`."""
     by_datum = {
         span.datum: _cut_targets(array[span.stream, span.loss_positions], span.num_targets)
         for batch, array in zip(batches, values, strict=True)
@@ -82,14 +82,14 @@ def unpack(batches: Sequence[PackedBatch], values: Sequence[np.ndarray]) -> tupl
 
 
 def _num_targets(data: Sequence[TrainDatum]) -> int | None:
-    """Return the targets per position of the batch: a power of two, as each is a program. None: no datum has
-    an axis for them."""
+    """Return the number of targets per position of the batch, rounded up to a power of two, because each
+    number needs a compiled program. None: no datum has a target axis."""
     widths = [datum.target_tokens.shape[1] for datum in data if datum.target_tokens.ndim > 1]
     return 1 << (max(widths) - 1).bit_length() if widths else None
 
 
 def _cut_targets(values: np.ndarray, num_targets: int | None) -> np.ndarray:
-    """Return [N] or [N, K] with the K of the datum, from [N] or [N, K] with the K of the batch."""
+    """Convert [N] or [N, K] with K targets of the batch to [N] or [N, K] with the targets of the datum."""
     if values.ndim == 1:
         return values
     return values[:, 0] if num_targets is None else values[:, :num_targets]
@@ -121,10 +121,10 @@ def _pack_stream(
     trained = np.concatenate(
         [np.zeros(0, bool), *(sequence.trained[own] for sequence, own in zip(sequences, new, strict=True))]
     )
-    order = np.argsort(~trained, kind="stable")  # positions with a gradient come first
+    order = np.argsort(~trained, kind="stable")  # loss positions with a gradient come first
 
     def ordered(parts: Sequence[np.ndarray], empty: np.ndarray) -> np.ndarray:
-        """Concatenate the parts' own loss positions in order, and pad them."""
+        """Concatenate the new loss positions of all sequences, sort them by `order` and pad them."""
         own_parts = [part[own] for part, own in zip(parts, new, strict=True)]
         flat = np.concatenate([empty, *own_parts])[order]
         padding = np.zeros((shape.loss_positions - len(flat), *flat.shape[1:]), flat.dtype)
@@ -159,8 +159,8 @@ def _pack_stream(
 def _pack_tokens(
     sequences: Sequence[TreeSequence], length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Return (tokens, positions, subtree_end) of a stream, and for each sequence the indices of its tokens in
-    it."""
+    """Return (tokens, positions, subtree_end) of a stream [T], and for each sequence the stream indices of
+    its tokens [N] int32."""
     tokens, positions = np.zeros(length, np.int32), np.zeros(length, np.int32)
     subtree_end = np.arange(1, length + 1, dtype=np.int32)
     token_indices: list[np.ndarray] = []
@@ -178,15 +178,15 @@ def _pack_tokens(
 
 
 def _has_own_loss(sequence: TreeSequence) -> np.ndarray:
-    """Return [N] bool, where it cannot use the loss position of the sequence before."""
+    """Return [N] bool, True where the sequence cannot share the loss position of the previous sequence."""
     own = np.ones(len(sequence.tokens), bool)
     own[: sequence.num_shared] = ~sequence.shares_loss
     return own
 
 
 def _loss_positions(sequences: Sequence[TreeSequence], order: np.ndarray) -> list[np.ndarray]:
-    """Return [N] int32 for each sequence; `order` maps loss positions in the order of their creation to their
-    final order."""
+    """Return the loss positions [N] int32 of each sequence. `order` maps the index at which a loss position
+    was created to its final index."""
     by_sequence: list[np.ndarray] = []
     created = 0
     for sequence in sequences:
@@ -202,7 +202,7 @@ def _loss_positions(sequences: Sequence[TreeSequence], order: np.ndarray) -> lis
 
 
 def _tree_layout(subtree_end: np.ndarray, num_tokens: int) -> TreeLayout:
-    """Return the layout of a stream with the key tiles that each query tile attends to; tiles of padding
+    """Return the layout of a stream with the key tiles that each query tile attends to. Tiles of padding
     attend to none."""
     count = len(subtree_end) // ATTENTION_TILE
     tile = np.arange(count)

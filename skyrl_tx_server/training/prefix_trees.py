@@ -1,5 +1,5 @@
-"""Groups sequences with common beginnings into prefix trees, and trees into streams of the bucket shapes.
-Numpy only."""
+"""Groups sequences with common prefixes into prefix trees, and trees into streams of the bucket shapes. This
+module uses numpy only."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import numpy as np
 from skyrl_tx_server.engine.operations import TrainDatum
 from skyrl_tx_server.model.shapes import BucketShape, BucketShapes, common_length
 
-MIN_FILL = 0.75  # of a shape, unless it is the smallest that holds the longest sequence
-MIN_SHARED = 16  # tokens; sequences that share fewer may be in different streams
+MIN_FILL = 0.75  # minimum fraction of a stream that tokens fill, except in the smallest possible shape
+MIN_SHARED = 16  # minimum number of tokens of a shared prefix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeSequence:
-    """A datum with all its loss inputs, and what it shares with the sequence before it."""
+    """A datum with its loss inputs, and the prefix that it shares with the previous sequence."""
 
     datum: int
-    tokens: np.ndarray  # [N]
+    tokens: np.ndarray  # [N] int32
     targets: np.ndarray  # [N, K] int32
     inputs: np.ndarray  # [N, K + 2] float32: weights, sampler's logprob, advantage
-    trained: np.ndarray  # [N] bool
-    num_targets: int | None
-    num_shared: int  # tokens in common with the sequence before
-    shares_loss: np.ndarray  # [num_shared] bool, where the loss inputs are equal too
+    trained: np.ndarray  # [N] bool, True at positions with a gradient
+    num_targets: int | None  # targets per position; None: the datum has no target axis
+    num_shared: int  # number of tokens of the prefix shared with the previous sequence
+    shares_loss: np.ndarray  # [num_shared] bool, True where targets and loss inputs are equal too
 
     @property
     def new_tokens(self) -> int:
@@ -37,16 +37,16 @@ class TreeSequence:
         return len(self.tokens) - int(self.shares_loss.sum())
 
     def without_shared(self) -> TreeSequence:
+        """Return the sequence as the first one of a tree."""
         return replace(self, num_shared=0, shares_loss=np.zeros(0, bool))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixTree:
-    """Sequences that are in the same stream, in the order of the stream: one tree, or several in a full
-    stream."""
+    """Consecutive sequences of a stream: one prefix tree, or all trees of a full stream."""
 
     sequences: tuple[TreeSequence, ...]
-    tokens: int
+    tokens: int  # number of tokens, shared ones counted once
     loss_positions: int
 
     @classmethod
@@ -64,8 +64,8 @@ class PrefixTree:
 def plan_streams(
     data: Sequence[TrainDatum], trained: Sequence[np.ndarray], shapes: BucketShapes, *, num_targets: int
 ) -> dict[BucketShape, list[PrefixTree]]:
-    """Return the streams of each shape, chosen so that few tokens are computed: long streams, in which
-    sequences share most, or shorter ones with less padding."""
+    """Return the streams of each shape. Long streams share more prefixes and short streams have less padding;
+    the plan with the fewest tokens, including padding, is chosen."""
     longest = max(len(datum.tokens) for datum in data)
     sequences = _sorted_sequences(data, trained, num_targets)
     limits = [shape for shape in shapes.shapes if longest <= shape.length <= shapes.largest(longest).length]
@@ -79,7 +79,7 @@ def plan_streams(
 def _sorted_sequences(
     data: Sequence[TrainDatum], trained: Sequence[np.ndarray], num_targets: int
 ) -> list[TreeSequence]:
-    """Sort by tokens, so that sequences with a common beginning are neighbours."""
+    """Sort the data by tokens, so that sequences with a common prefix are adjacent."""
     sequences: list[TreeSequence] = []
     for index in sorted(range(len(data)), key=lambda i: data[i].tokens.astype(">i4").tobytes()):
         sequence = _sequence(index, data[index], trained[index], num_targets)
@@ -94,7 +94,7 @@ def _sorted_sequences(
 
 
 def _shares_loss(left: TreeSequence, right: TreeSequence, positions: slice) -> np.ndarray:
-    """Return [n] bool, where a loss has the same inputs and targets in both sequences."""
+    """Return [n] bool, True where both sequences have the same targets and loss inputs."""
     equal = (left.targets[positions] == right.targets[positions]).all(axis=1)
     equal &= (left.inputs[positions] == right.inputs[positions]).all(axis=1)
     equal &= left.trained[positions] == right.trained[positions]
@@ -126,7 +126,7 @@ def _sequence(index: int, datum: TrainDatum, trained: np.ndarray, num_targets: i
 
 
 def _trees(sequences: Sequence[TreeSequence], limit: BucketShape) -> Iterator[PrefixTree]:
-    """Yield runs of sequences with common beginnings, cut where a stream of shape `limit` is full."""
+    """Yield runs of sequences with common prefixes. A run ends where a stream of shape `limit` is full."""
     run: list[TreeSequence] = []
     tokens = loss_positions = 0
     for sequence in sequences:
@@ -143,8 +143,8 @@ def _trees(sequences: Sequence[TreeSequence], limit: BucketShape) -> Iterator[Pr
 def _fill_streams(
     trees: Sequence[PrefixTree], shapes: Sequence[BucketShape], limit: BucketShape
 ) -> Iterator[tuple[BucketShape, PrefixTree]]:
-    """Put trees side by side into streams of the longest shape that they fill. Trees that do not fill another
-    stream get a shorter shape."""
+    """Distribute trees over streams of the longest shape that they fill to MIN_FILL. Trees of streams that
+    are not filled get a shorter shape."""
     while trees:
         total = sum(tree.tokens for tree in trees)
         fitting = [shape for shape in shapes if all(tree.fits(shape) for tree in trees)]
@@ -152,15 +152,15 @@ def _fill_streams(
             shape for shape in fitting if shape.length <= limit.length and MIN_FILL * shape.tokens <= total
         ]
         shape = filled[-1] if filled else fitting[0]
-        good, poor = [], []
+        filled_streams, partial_streams = [], []
         for stream in _first_fit(trees, shape):
             fills = not filled or sum(tree.tokens for tree in stream) >= MIN_FILL * shape.length
-            (good if fills else poor).append(stream)
+            (filled_streams if fills else partial_streams).append(stream)
         yield from (
             (shape, PrefixTree.from_sequences([sequence for tree in stream for sequence in tree.sequences]))
-            for stream in good or poor
+            for stream in filled_streams or partial_streams
         )
-        trees = [tree for stream in poor for tree in stream] if good else []
+        trees = [tree for stream in partial_streams for tree in stream] if filled_streams else []
 
 
 def _by_shape(streams: Iterable[tuple[BucketShape, PrefixTree]]) -> dict[BucketShape, list[PrefixTree]]:
@@ -176,9 +176,9 @@ def _computed_tokens(streams: Mapping[BucketShape, Sequence[PrefixTree]]) -> int
 
 
 def _first_fit(trees: Sequence[PrefixTree], shape: BucketShape) -> list[list[PrefixTree]]:
-    """First-fit decreasing bin packing."""
+    """Distribute trees over streams of `shape` by first-fit decreasing bin packing."""
     streams: list[list[PrefixTree]] = []
-    free: list[tuple[int, int]] = []  # tokens and loss positions, by stream
+    free: list[tuple[int, int]] = []  # free tokens and loss positions of each stream
     for tree in sorted(trees, key=lambda tree: -tree.tokens):
         index = next(
             (

@@ -17,14 +17,14 @@ class TrainBatch:
     """R streams of T tokens with E loss positions each. Padding is zero, except in `layout.subtree_end`.
 
     With K targets per position, the targets and their weights are [R, E, K], and the sampler's logprobs and
-    the advantages are [R, E, 1]. Each K needs a compiled program of its own. Loss positions with a gradient
-    come before the others.
+    the advantages are [R, E, 1]. Each K needs its own compiled program. Loss positions with a gradient
+    come first.
     """
 
     tokens: ArrayLike  # [R, T] int32
-    positions: ArrayLike  # [R, T] int32, from 0 in every sequence
+    positions: ArrayLike  # [R, T] int32, positions of the tokens in their sequences, from 0
     layout: TreeLayout
     token_index: ArrayLike  # [R, E] int32, the token whose hidden state a loss position reads
     targets: ArrayLike  # [R, E] int32
-    loss_inputs: LossInputs  # [R, E] float32; `counts` are the sequences that share a loss position
-    num_trained: ArrayLike  # [R] int32, loss positions with a gradient
+    loss_inputs: LossInputs  # [R, E] float32
+    num_trained: ArrayLike  # [R] int32, number of loss positions with a gradient

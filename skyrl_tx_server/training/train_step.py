@@ -1,4 +1,4 @@
-"""The training programs: forward, forward_backward, which adds to a summed gradient, and one Adam step.
+"""The training programs: forward, forward_backward, which adds to an accumulated gradient, and adam_step.
 
 Each program is compiled once per training shape. Losses, their settings, adapter ranks and optimizer settings
 need no further compilation. Pass host numpy arrays for everything that changes from call to call.
@@ -48,10 +48,10 @@ than MAX_CHUNK_LOGITS logits (256 MiB in float32). The logits [E, V] of all posi
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenOutputs:
-    """The outputs of a training program for the host."""
+    """The outputs of a training program."""
 
-    logprobs: jax.Array  # float32, shaped like the targets; undefined for padding
-    loss: jax.Array  # [] float32, summed
+    logprobs: jax.Array  # float32 in the shape of the targets; undefined for padding
+    loss: jax.Array  # [] float32, the sum over all tokens
 
 
 @jax.tree_util.register_dataclass
@@ -65,8 +65,8 @@ class AdamState:
 
 
 def adam_scalars(settings: AdamSettings) -> np.ndarray:
-    """Return the settings as one float32 array [6], in the order of their fields. One array is passed to a
-    program faster than six."""
+    """Return the settings as one float32 array [6], in the order of their fields. Passing one array
+    to a program is faster than passing six."""
     return np.array(astuple(settings), np.float32)
 
 
@@ -99,8 +99,8 @@ def forward_backward(
     """Return `grad_sum` plus the gradient of this batch, and the outputs. Losses are summed over tokens, as
     Tinker defines them.
 
-    No argument is donated. If the operation fails, the model keeps its `grad_sum`, and the zeros that an
-    optimizer step leaves are shared by all models.
+    No argument is donated: if the operation fails, the model keeps its `grad_sum`, and all models share the
+    zeros with which accumulation starts.
     """
 
     def run_layers(layers: tuple[LayerAdapter, ...]) -> jax.Array:
@@ -139,12 +139,12 @@ def forward(
 def adam_step(
     adapter: Adapter, gradient: Adapter, state: AdamState, mask: Adapter, settings: ArrayLike
 ) -> tuple[Adapter, AdamState, jax.Array]:
-    """Take one Adam step with decoupled weight decay. No argument is donated, so the caller still has the old
+    """Take one Adam step with decoupled weight decay. No argument is donated, so the caller keeps the old
     adapter if the new one is not finite.
 
-    `mask` is the `trainable_mask` of the adapter; masked values count neither in the norm nor in the update.
-    `settings` are `adam_scalars`. The third result is [2] float32: the norm of the gradient before clipping,
-    and 1 if all values of the new adapter are finite.
+    `mask` is the `trainable_mask` of the adapter. Values whose mask is 0 are excluded from the norm and are
+    not updated. `settings` is the result of `adam_scalars`. The third result is [2] float32: the norm of the
+    gradient before clipping, and 1 if all values of the new adapter are finite.
     """
     learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm = jnp.asarray(settings)
     grads = jax.tree.map(jnp.multiply, gradient, mask)
@@ -152,7 +152,7 @@ def adam_step(
     clips = (grad_clip_norm > 0) & (norm > grad_clip_norm)
     shrink = jnp.where(clips, grad_clip_norm / norm, 1.0)
     step = state.step + 1
-    # 1 - beta^step without the cancellation that float32 suffers when beta is close to one
+    # 1 - beta^step; expm1 avoids cancellation in float32 if beta is close to one
     correct1, correct2 = (-jnp.expm1(step * jnp.log(beta)) for beta in (beta1, beta2))
 
     first = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * shrink * g, state.first, grads)
@@ -173,7 +173,7 @@ def adam_step(
 
 
 def adam_to_arrays(state: AdamState, config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
-    """Return the optimizer state with names for a checkpoint."""
+    """Return the arrays of the optimizer state by their names in a checkpoint."""
     arrays = {"optimizer.step": np.asarray(to_host(state.step), np.int32)}
     for moment, adapter in (("first", state.first), ("second", state.second)):
         arrays |= {
@@ -200,7 +200,7 @@ def adam_from_arrays(
     )
 
 
-# --- the head, a chunk of loss positions at a time
+# --- the output head, one chunk of loss positions at a time
 
 
 def _loss_states(
@@ -222,13 +222,13 @@ def _loss_states(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chunk:
-    """Loss positions of a batch, n of each stream. In stacked chunks every leaf has a leading chunk axis."""
+    """A chunk of n loss positions of each stream. In stacked chunks every leaf has a leading chunk axis."""
 
     hidden: jax.Array  # [R, n, D]
     targets: ArrayLike  # [R, n] or [R, n, K] int32
     inputs: LossInputs  # [R, n], or [R, n, K] and [R, n, 1]
-    used: jax.Array  # [] bool, whether some positions are not padding
-    trained: jax.Array  # [] bool, whether some positions have a gradient
+    used: jax.Array  # [] bool, whether any position is not padding
+    trained: jax.Array  # [] bool, whether any position has a gradient
 
 
 def _head_gradient(
@@ -243,7 +243,7 @@ def _head_gradient(
 
     The loss of a position depends on the logprobs of that position only, so the gradient of a chunk is
     computed together with its logits. This reads the head weight twice, or once for a chunk without a
-    gradient. If the backward pass recomputed the logits, it would be read three times.
+    gradient. A backward pass that recomputed the logits would read the head weight three times in total.
     """
 
     def differentiate(chunk: _Chunk) -> tuple[LoraWeights, jax.Array, jax.Array, jax.Array]:
@@ -293,18 +293,18 @@ def _chunk_loss(
 
 
 def _zero_outputs(chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
-    """Return what `_chunk_loss` returns, for a chunk that has only padding."""
+    """Return the result of `_chunk_loss` for a chunk of padding."""
     return jnp.zeros(()), jnp.zeros(chunk.targets.shape)
 
 
 def chunk_positions(positions: int, *, streams: int, vocab_size: int) -> int:
-    """Return how many loss positions of each stream the head computes together."""
+    """Return the number of loss positions of each stream in a chunk."""
     size = max(MIN_CHUNK_POSITIONS, -(-positions // CHUNKS))
     return max(1, min(size, MAX_CHUNK_LOGITS // (streams * vocab_size), positions))
 
 
 def _chunks(config: ModelConfig, hidden: jax.Array, batch: TrainBatch) -> _Chunk:
-    """Return the loss positions stacked as [chunks, R, n, ...], the last chunk padded."""
+    """Return the loss positions as stacked chunks [chunks, R, n, ...]. The last chunk is padded."""
     streams, positions = batch.token_index.shape
     size = chunk_positions(positions, streams=streams, vocab_size=config.vocab_size)
     count = -(-positions // size)

@@ -1,5 +1,5 @@
-"""A pool of training models. The most recently used models are on the device, the others in host memory.
-Moving a model changes no value."""
+"""A pool of training models. The most recently used models are on the device, the others are in host memory.
+Moving a model between them does not change its values."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class TrainingModel:
     lora: LoraSpec
     adapter: Adapter  # float32
     adam: AdamState
-    mask: Adapter
-    gradient: Adapter | None = None  # None: nothing accumulated since the last optimizer step
+    mask: Adapter  # see `trainable_mask`
+    gradient: Adapter | None = None  # accumulated since the last optimizer step; None: zero
 
     def arrays(self) -> tuple[Adapter, AdamState, Adapter, Adapter | None]:
         return self.adapter, self.adam, self.mask, self.gradient
 
     def moved(self, move: Callable[[object], object]) -> TrainingModel:
+        """Return the model with the arrays that `move` returns for `arrays()`."""
         adapter, adam, mask, gradient = move(self.arrays())  # type: ignore[misc]
         return TrainingModel(lora=self.lora, adapter=adapter, adam=adam, mask=mask, gradient=gradient)
 
@@ -45,13 +46,14 @@ class TrainingModelPool:
         self._limit = on_device
         self._ranks = ranks
         self._device: dict[str, TrainingModel] = {}  # least recently used first
-        self._in_host_memory: dict[str, tuple[TrainingModel, object]] = {}  # with the shardings to restore
+        # models with the shardings that their arrays had on the device
+        self._in_host_memory: dict[str, tuple[TrainingModel, object]] = {}
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._device or model_id in self._in_host_memory
 
     def get(self, model_id: str) -> TrainingModel:
-        """Return the model, moved to the device if necessary. Raises NotFoundError if there is none."""
+        """Return the model, moved to the device if necessary. Raises NotFoundError if the id is unknown."""
         if model_id in self._in_host_memory:
             self._make_room()
             model, shardings = self._in_host_memory.pop(model_id)
@@ -71,6 +73,7 @@ class TrainingModelPool:
         self._device[model_id] = model
 
     def drop(self, model_id: str) -> None:
+        """Remove a model. Raises NotFoundError if the id is unknown."""
         if self._device.pop(model_id, None) is None and self._in_host_memory.pop(model_id, None) is None:
             raise NotFoundError(f"no model {model_id}: it was never created or was unloaded")
 
@@ -96,8 +99,9 @@ class TrainingModelPool:
 
 
 def _shardings(model: TrainingModel) -> object:
-    """Return the shardings with which the arrays return to the devices, or None if they are uncommitted, as
-    on one device. A program that was compiled for uncommitted arrays is compiled again for committed ones."""
+    """Return the shardings of the arrays, to restore them on the devices. None: the arrays are uncommitted,
+    as on one device. Committed arrays would recompile every program that was compiled for uncommitted
+    ones."""
     arrays = model.arrays()
     return (
         jax.tree.map(lambda leaf: leaf.sharding, arrays)

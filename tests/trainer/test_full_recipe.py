@@ -195,7 +195,7 @@ def test_the_reason_against_a_server_is_one_line() -> None:
     with server({}, health=503) as url:
         assert find_server(url, key="") == "it is not ready yet"
     with server({}, health=404) as url:
-        assert "it is no Tinker endpoint" in str(find_server(url, key=""))
+        assert "it is not a Tinker endpoint" in str(find_server(url, key=""))
     assert find_server(url, key="") == NO_SERVER
 
 

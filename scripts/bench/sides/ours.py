@@ -1,4 +1,5 @@
-"""Our program of a comparison: the engine in this process, with operations submitted as HTTP routes do."""
+"""The engine of this repository for comparisons. It runs in this process, with operations submitted as the
+HTTP routes submit them."""
 
 from __future__ import annotations
 
@@ -108,8 +109,8 @@ def datum(sequence: Sequence[int]) -> TrainDatum:
 
 @contextlib.contextmanager
 def running(model_dir: Path, *, recompute: bool = False, **given: object) -> Iterator[Ours]:
-    """Run an engine with default settings, except those that are `given`. With `recompute`, activations are
-    recomputed as for a model whose activations do not fit."""
+    """Run an engine with default settings, except the settings in `given`. With `recompute`, the backward
+    pass recomputes activations, as for a model whose activations do not fit into memory."""
     if recompute:
         device_memory.ACTIVATIONS_SHARE_OF_MEMORY = 0.0
     with tempfile.TemporaryDirectory() as folder:

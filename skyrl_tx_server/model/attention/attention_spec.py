@@ -1,4 +1,4 @@
-"""The attention of a layer: the settings in which the layers of a model may differ."""
+"""The attention settings of a layer. The layers of a model may have different settings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from skyrl_tx_server.model.model_config import RopeSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """The attention of a layer. Every implementation (training, prefill, decoding) reads it."""
+    """The attention settings of a layer, for training, prefill and decoding."""
 
     scale: float  # scores are scale * q . k
     rope: RopeSpec
-    sliding_window: int | None = None  # positions that a query sees, with its own; None: all up to its own
+    sliding_window: int | None = None  # number of visible positions, including the query's; None: no limit

@@ -1,5 +1,5 @@
-"""Attention of decoding: one query per sequence over its KV pages and over the positions that the current
-dispatch has added."""
+"""Attention of decoding. The query of each sequence attends to the KV pages of the sequence and to the
+positions that the current dispatch has added."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.reductions import sum_last
 
 HEADS = PartitionSpec(BATCH, None, "tensor")
-"""The sharding of the queries [B, 1, H, hd]: on the devices that hold the keys and values of their
-sequences."""
+"""The sharding of the queries [B, 1, H, hd], equal to that of the keys and values of their sequences."""
 
 
 def attend_over_segments(
     spec: AttentionSpec, q: jax.Array, segments: Sequence[Segment], masks: Sequence[jax.Array]
 ) -> jax.Array:
     """Return attention of q [B, 1, H, hd] over consecutive segments. The masks broadcast to [B, K, G, n].
-    Softmax in float32."""
+    Softmax is computed in float32."""
     batch, _, heads, head_dim = q.shape
     kv_heads = segments[0].keys.shape[1]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
@@ -61,8 +60,8 @@ def attend_over_pages(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return attention of q [B, 1, H, hd] on a GPU, where a kernel reads the pages of one layer in place:
-    over the KV splits of the cached positions, and over the `visible` [1, 1, 1, n] positions of `recent`."""
+    """Return attention of q [B, 1, H, hd] over the KV splits of the cached positions and over the `visible`
+    [1, 1, 1, n] positions of `recent`. A GPU kernel reads the pages of `layer` in place."""
     assert spec.sliding_window is None, "the kernel does not support sliding windows"
     attend = partial(_attend_over_own_pages, config, spec, layer, interpret)
     if config.mesh is not None:
@@ -86,7 +85,7 @@ def _attend_over_own_pages(
     visible: jax.Array,
 ) -> jax.Array:
     pages, _ = own_pages(config, cache, tables_BW)
-    # the pages of all layers are passed, because a slice would be copied
+    # pass the pages of all layers, because a slice would be a copy
     keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))
     past = paged_attention(
         q[:, 0],

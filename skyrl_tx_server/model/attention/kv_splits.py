@@ -1,10 +1,10 @@
-"""Which sequences of a decode batch read which KV pages together (cascade attention, Juravsky et al.,
-arXiv:2402.05099).
+"""KV splits: the sequences of a decode batch that share KV pages read them together (cascade attention,
+Juravsky et al., arXiv:2402.05099).
 
-The pages of a sequence are divided into parts. A part that several sequences share, as the members of a group
-share their prompt, is read once for several of them. The division depends on the length of the sequence
-alone, so the result of a sequence does not depend on the other sequences. The host computes the splits once
-per dispatch of decode steps.
+The pages of a sequence are divided into parts. Sequences share a part if they share its pages, for example
+the prompt of a group, and one split then reads the part for several sequences. The division depends only on
+the length of the sequence, so the result of a sequence does not depend on the other sequences. The host
+computes the splits once per dispatch of decode steps.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from skyrl_tx_server.model.shapes import PAGE_SIZE
 MIN_PART, MAX_PARTS = 8, 16
 """A part has at least MIN_PART pages. The size doubles until a sequence has at most MAX_PARTS parts."""
 MIN_QUERIES, MIN_SEQUENCES = 16, 4
-"""A matrix product on a GPU has at least MIN_QUERIES queries, and a split has room for at least MIN_SEQUENCES
-sequences."""
+"""A split has space for MIN_QUERIES queries per key-value head, the minimum of a matrix product on a GPU, and
+for at least MIN_SEQUENCES sequences."""
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
@@ -32,15 +32,15 @@ class KVSplits:
     """N splits for each data-parallel rank. A split is one part of up to R sequences that share its pages."""
 
     rows: ArrayLike  # [devices * N, R] int32, indices of sequences on the device, padded with -1
-    part: ArrayLike  # [devices * N] int32, the part's number
-    first: ArrayLike  # [devices * N] int32, its first page, as an index into the block tables
-    end: ArrayLike  # [devices * N] int32, the position before which it ends
-    counts: ArrayLike  # [devices] int32, the number of splits
-    num_parts: ArrayLike  # [B] int32, the parts of each sequence
+    part: ArrayLike  # [devices * N] int32, the index of the part in its sequences
+    first: ArrayLike  # [devices * N] int32, the first page of the part, as a column of the block tables
+    end: ArrayLike  # [devices * N] int32, the position after the last one of the part
+    counts: ArrayLike  # [devices] int32, the number of splits of each device
+    num_parts: ArrayLike  # [B] int32, the number of parts of each sequence
 
 
 def queries_per_sequence(group: int) -> int:
-    """Return the queries of a key-value head with `group` queries, rounded up to a power of two.
+    """Return `group`, the number of queries per key-value head, rounded up to a power of two.
 
     >>> queries_per_sequence(1), queries_per_sequence(5)
     (1, 8)
@@ -69,8 +69,8 @@ def max_parts(pages: int) -> int:
 def kv_splits_of(
     tables_BW: np.ndarray, lengths_B: np.ndarray, *, group: int, devices: int = 1, page: int = PAGE_SIZE
 ) -> KVSplits:
-    """Return the splits of sequences with these block tables and lengths, an equal share of them on each
-    device; `group` queries per KV head.
+    """Return the splits of sequences with these block tables and lengths. Each device has an equal number of
+    consecutive sequences. `group` is the number of queries per key-value head.
 
     >>> splits = kv_splits_of(np.array([[1, 2], [1, 2], [3, 4]]), np.array([128, 128, 70]), group=4)
     >>> splits.counts, splits.rows[:2].tolist(), splits.end[:2]
@@ -84,8 +84,8 @@ def kv_splits_of(
 
 
 def _on_one_device(tables_BW: np.ndarray, lengths_B: np.ndarray, max_sequences: int, page: int) -> KVSplits:
-    """The arrays of N parts are in the order of their sequences. The number of numpy calls does not depend on
-    the number of sequences or parts."""
+    """Return the splits of one device. Arrays with the suffix N have one entry per part, in the order of the
+    sequences. The number of numpy calls does not depend on the number of sequences or parts."""
     batch, width = tables_BW.shape
     pages_B = -(-lengths_B // page)
     sizes_B = _pages_of_part(pages_B)
@@ -125,8 +125,9 @@ def _pages_of_part(pages_B: np.ndarray) -> np.ndarray:
 
 
 def _first_equal(tables_BW: np.ndarray, row_N: np.ndarray, spans_4N: np.ndarray) -> np.ndarray:
-    """Return for each part the first one with the same span (part, first page, last page, end) and the same
-    pages. Parts are found by a hash of 64 bits, and the pages of parts with the same hash are compared."""
+    """Return for each part the index of the first part with the same span (part, first page, last page, end)
+    and the same pages. Parts are matched by a 64-bit hash, and then the pages of matching parts are
+    compared."""
     _, first_N, last_N, _ = spans_4N
     count = len(row_N)
     for salt in itertools.count(1):
@@ -146,7 +147,7 @@ def _first_equal(tables_BW: np.ndarray, row_N: np.ndarray, spans_4N: np.ndarray)
         others = np.flatnonzero(leader_N != np.arange(count))
         lengths = (last_N - first_N)[others]
         pages = np.arange(lengths.sum()) + np.repeat(first_N[others] - np.cumsum(lengths) + lengths, lengths)
-        own, leaders = (np.repeat(row_N[each], lengths) for each in (others, leader_N[others]))
-        if (tables_BW[own, pages] == tables_BW[leaders, pages]).all():
+        rows, leader_rows = (np.repeat(row_N[parts], lengths) for parts in (others, leader_N[others]))
+        if (tables_BW[rows, pages] == tables_BW[leader_rows, pages]).all():
             return leader_N
     raise AssertionError("the loop has no end")

@@ -1,9 +1,9 @@
-"""Attention of prefill: tiles of prompts over the KV pages of their prompts, which already hold the keys and
-values of the tiles.
+"""Attention of prefill. Tiles of prompts attend to the KV pages of their prompts, which already hold the keys
+and values of the tiles.
 
-Keys are always read in the same groups of pages, so neither the other prompts of a batch nor the boundaries
-of prefill chunks change a bit of the result. Keys and values of decode steps differ from those of prefill in
-the last bits.
+Keys are always read in the same groups of pages, so the result is bit-identical for all batches and all
+boundaries of prefill chunks. Keys and values that decode steps compute differ from those of prefill in the
+last bits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class PrefillTiles:
     """N tiles of T tokens of one or several prompts."""
 
     starts: ArrayLike  # [N] int32, the position of a tile's first token
-    lengths: ArrayLike  # [N] int32, the number of its tokens; the rest is padding
-    tables: ArrayLike  # [N, W] int32, the block table of its prompt
+    lengths: ArrayLike  # [N] int32, the number of tokens without padding
+    tables: ArrayLike  # [N, W] int32, the block table of the prompt
 
 
 def attend_to_pages(
@@ -67,8 +67,8 @@ def _attend_on_device(
     tiles: PrefillTiles,
     q: jax.Array,
 ) -> jax.Array:
-    """Compute the tiles whose pages are on this device, and sum over the devices. All pages of a tile are on
-    one data-parallel rank."""
+    """Compute the tiles whose pages are on this device, and sum the results of all devices. All pages of a
+    tile belong to one data-parallel rank."""
     tables, is_local = own_pages(config, cache, jnp.asarray(tiles.tables))
     is_local = is_local[:, 0] & (jnp.asarray(tiles.lengths) > 0)
     starts, lengths = jnp.where(is_local, tiles.starts, 0), jnp.where(is_local, tiles.lengths, 0)
@@ -80,8 +80,8 @@ def _attend_on_device(
 def _attend_here(
     spec: AttentionSpec, cache: KVCache, layer: jax.Array, tiles: PrefillTiles, q: jax.Array
 ) -> jax.Array:
-    """Run the kernel on NVIDIA's devices. On other devices, and for head widths and sliding windows that it
-    does not support, run the loop."""
+    """Run the kernel on NVIDIA GPUs. On other devices, and for head widths and sliding windows that the
+    kernel does not support, run the loop."""
     if spec.sliding_window is not None or not supports_head_dim(q.shape[-1]):
         return attend_by_loop(spec, cache, layer, tiles, q)
     kernel, loop = partial(attend_by_kernel, spec), partial(attend_by_loop, spec)
@@ -97,7 +97,7 @@ def attend_by_kernel(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    # the pages of all layers are passed, because a slice would be copied
+    # pass the pages of all layers, because a slice would be a copy
     keys, values = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (cache.keys, cache.values))
     tables = jnp.asarray(tiles.tables) + layer * cache.keys.shape[1]
     return prefill_attention(
@@ -121,7 +121,8 @@ def attend_by_loop(
     last_seen = jnp.minimum(tiles.starts[:, None] + jnp.arange(length), ends[:, None] - 1)
 
     def attend(prompts: int) -> jax.Array:
-        """Attend with the queries of each tile, or together if all tiles belong to one prompt."""
+        """Compute attention for each tile (prompts = N), or for all tiles of one prompt together (prompts =
+        1)."""
         queries, prompt_tables = q.reshape(prompts, -1, *q.shape[2:]), tables[:prompts]
         seen = last_seen.reshape(prompts, -1)
         return _attend(spec, cache, layer, queries, prompt_tables, seen, ends.max()).reshape(q.shape)
@@ -140,7 +141,7 @@ def _attend(
     last_seen: jax.Array,
     end: jax.Array,
 ) -> jax.Array:
-    """Return attention of q [M, T, H, hd] over the pages of M prompts, for each query up to position
+    """Return attention of q [M, T, H, hd] over the pages of M prompts. Each query attends to positions up to
     `last_seen` [M, T]. All positions are less than `end`."""
     (prompts, length), kv_heads = q.shape[:2], cache.keys.shape[2]
     grouped = q.reshape(prompts, length, kv_heads, -1, q.shape[-1]).transpose(0, 2, 1, 3, 4)
@@ -179,8 +180,8 @@ class _Attended:
     def with_segment(
         self, spec: AttentionSpec, q: jax.Array, segment: Segment, visible: jax.Array
     ) -> _Attended:
-        """Return the state with more positions. q is [M, K, T, G, hd]; `visible` broadcasts to [M, K, T, G,
-        n]."""
+        """Return the state after the n positions of `segment`. q is [M, K, T, G, hd], and `visible`
+        broadcasts to [M, K, T, G, n]."""
         scores = jnp.einsum("mktgh,mkhs->mktgs", q, segment.keys, preferred_element_type=jnp.float32)
         scores = jnp.where(visible, scores * (spec.scale * LOG2E), MASKED)
         highest = jnp.maximum(self.highest, ceil_max(scores))

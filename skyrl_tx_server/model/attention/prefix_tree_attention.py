@@ -1,8 +1,8 @@
-"""Attention over a stream of prefix trees (see `training.packing`), block by block.
+"""Attention over a stream of prefix trees (see `training.packing`), computed in pairs of blocks.
 
-The token at index j of the stream is visible to the tokens from j up to `subtree_end[j]`, the end of its
-subtree. Only pairs of blocks with visible tokens are computed, so the cost does not grow with the square of
-the stream's length. Only the scores of one pair of blocks are in memory, forward and backward (Dao et al.,
+The token at index j of the stream is visible to the tokens from j up to, but not including, `subtree_end[j]`.
+Only pairs of blocks with visible tokens are computed, so the cost does not grow with the square of the
+stream's length. In both passes only the scores of one pair of blocks are in memory (Dao et al.,
 arXiv:2205.14135).
 """
 
@@ -28,8 +28,8 @@ from skyrl_tx_server.model.model_config import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Heads:
-    """One stream in N blocks of n tokens: queries [N, K, G, n, hd], keys and values [N, K, n, hd]; K
-    key-value heads with G queries each."""
+    """One stream in N blocks of n tokens, with K key-value heads of G queries each: queries [N, K, G, n, hd],
+    keys and values [N, K, n, hd]."""
 
     q: jax.Array
     k: jax.Array
@@ -44,10 +44,10 @@ def tree_attention(
     k: jax.Array,
     v: jax.Array,
 ) -> jax.Array:
-    """Return attention [R, T, H, hd] of q [R, T, H, hd] over k, v [R, T, K, hd]. On a mesh every device
-    computes its streams and heads."""
+    """Return attention [R, T, H, hd] of q [R, T, H, hd] over k, v [R, T, K, hd]. On a mesh each device
+    computes a share of the streams and heads."""
     if spec.sliding_window is None:
-        layout = replace(layout, positions=None)  # omit an input that the program does not read
+        layout = replace(layout, positions=None)  # the program does not read positions without a window
     if config.mesh is None:
         return _attend(spec, layout, q, k, v)
     batch_axis = batch_axes(config, q.shape[0])
@@ -98,8 +98,8 @@ def _by_platform[Output](
     layout: TreeLayout,
     *arrays: jax.Array,
 ) -> Output:
-    """Run the kernel on NVIDIA's devices. On other devices, and for head widths and sliding windows that it
-    does not support, run the loop for each stream."""
+    """Run the kernel on NVIDIA GPUs. On other devices, and for head widths and sliding windows that the
+    kernel does not support, run the loop for each stream."""
 
     def each_stream(*stacked: object) -> Output:
         streams = [
@@ -140,7 +140,7 @@ def _stream_forward(
 
         start = (jnp.full(q.shape[:-1], MASKED), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape))
         highest, total, attended = jax.lax.fori_loop(0, layout.num_key_blocks[i], add_keys, start)
-        total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # a block of padding sees nothing
+        total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)  # avoids 0 / 0 in blocks of padding
         return done[0].at[i].set((attended / total[..., None]).astype(q.dtype)), done[1].at[i].set(
             highest + jnp.log2(total)
         )
@@ -164,7 +164,7 @@ def _stream_backward(
     arrays = out, log_total.T[..., None], grad_out
     out, log_total, grad_out = (_split_blocks(layout, k, array) for array in arrays)
     log_total = log_total[..., 0]
-    # per query, the part of the softmax gradient that is subtracted from every key's
+    # the sum over the keys of softmax * gradient, subtracted in the gradient of the scores
     along = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
 
     def of_queries(i: jax.Array, grads: _Heads) -> _Heads:

@@ -1,4 +1,4 @@
-"""Describes which tokens attend to which in a stream of prefix trees (see `training.packing`)."""
+"""The attention layout of a stream of prefix trees (see `training.packing`)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from skyrl_tx_server.model.lora.lora_math import ArrayLike
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeLayout:
-    """The attention of R streams of T tokens in N blocks. Without the leading axis: one stream."""
+    """The layout of R streams of T tokens in N blocks. The arrays of one stream have no leading axis."""
 
-    subtree_end: ArrayLike  # [R, T] int32, the end of the subtree of each token
-    key_blocks: ArrayLike  # [R, N, N] int32, the key blocks that each query block attends to come first
-    num_key_blocks: ArrayLike  # [R, N] int32, the number of these key blocks
-    positions: ArrayLike | None = None  # [R, T] int32, of tokens in their sequences, for sliding windows
+    subtree_end: ArrayLike  # [R, T] int32, the index after the subtree of each token
+    key_blocks: ArrayLike  # [R, N, N] int32, the key blocks of each query block, visible ones first
+    num_key_blocks: ArrayLike  # [R, N] int32, the number of visible key blocks
+    positions: ArrayLike | None = None  # [R, T] int32, positions in the sequences, for sliding windows

@@ -1,5 +1,5 @@
-"""The base-2 softmax of all attention implementations. The maximum is rounded up to a whole number, so that
-rounding to bfloat16 does not depend on the tiles, pages and order in which keys are read.
+"""The base-2 softmax of all attention implementations. The maximum is rounded up to an integer, so that
+rounding to bfloat16 does not depend on the order and the tiles in which keys are read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,6 @@ MASKED = -1e30
 
 
 def ceil_max(scores: jax.Array) -> jax.Array:
-    """Return the maximum of base-2 scores over the last axis, rounded up. Another whole number only scales
-    the weights by a power of two."""
+    """Return the maximum of base-2 scores over the last axis, rounded up. Another integer would only
+    scale the weights by a power of two."""
     return jnp.ceil(scores.max(axis=-1))

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (R1, V3.1, Moonlight): latent attention, and dense layers before layers with grouped experts.
+"""DeepSeek-V3 (R1, V3.1, Moonlight): latent attention, and dense layers before layers with groups of experts.
 
 Heads attend in the latent space. The key of a head is `W_k c`, concatenated with the rotated key that all
 heads share. Since `q . W_k c = (W_k^T q) . c`, queries are multiplied by `W_k^T`, and all heads attend to one
@@ -45,7 +45,7 @@ from skyrl_tx_server.model.model_config import (
 
 logger = logging.getLogger(__name__)
 
-LATENT_NORM_EPS = 1e-6  # of the norms within attention; Hugging Face ignores rms_norm_eps there
+LATENT_NORM_EPS = 1e-6  # for the norms within attention, where Hugging Face ignores rms_norm_eps
 
 
 def attention_weights(config: ModelConfig) -> dict[str, Weight]:
@@ -171,15 +171,15 @@ def _scale(module: LoraWeights, like: jax.Array) -> jax.Array:
 
 
 def _rotate(latent: LatentAttention, x: jax.Array, rope: Rope) -> jax.Array:
-    """Rotate x [B, T, heads, rope_dim]. Interleaved pairs are first moved into the two halves. Queries and
-    keys get the same order, so scores do not change."""
+    """Rotate x [B, T, heads, rope_dim]. Interleaved pairs are first moved into the two halves. This does
+    not change scores, because queries and keys have the same order."""
     if latent.interleaved:
         x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
     return rotate(x, rope)
 
 
 def _score_scale(config: ModelConfig) -> float:
-    """Return the factor from the scale of `plain_attention`, head_dim^-0.5, to that of Hugging Face."""
+    """Return the factor from the scale of `plain_attention`, head_dim^-0.5, to the scale of Hugging Face."""
     latent, scaling = _latent(config), config.rope_scaling
     mscale = yarn_mscale(scaling.factor, scaling.mscale_all_dim) if isinstance(scaling, YarnScaling) else 1.0
     return mscale**2 * math.sqrt(config.head_dim / (latent.qk_nope_head_dim + latent.qk_rope_head_dim))

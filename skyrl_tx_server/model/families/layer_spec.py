@@ -1,4 +1,4 @@
-"""The description of a model family, its weights and its layer, and the blocks that most families share.
+"""The description of a model family with its weights and its layer, and the blocks that most families use.
 
 Initialization, loading, saving, LoRA and sharding all use the description of the weights.
 """
@@ -21,8 +21,9 @@ from skyrl_tx_server.model.mesh import Axes, shard_batch
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerParams = dict[str, jax.Array]
-"""The weights of one layer by field, or of a stack of layers, where every leaf has a leading L axis. Expert
-matrices may be passed for the whole stack, [L, E, out, in]; STACK_INDEX is then the index of the layer."""
+"""The weights of one layer by field, or of a stack of layers, whose leaves have a leading L axis. The weights
+of one layer may contain the expert matrices of the whole stack [L, E, out, in]; STACK_INDEX is then the index
+of the layer."""
 
 STACK_INDEX = "stack_index"
 
@@ -32,7 +33,7 @@ normalized and rotated."""
 
 
 class LoraTarget(StrEnum):
-    """The field of `LoraSpec` that says whether the adapter of a projection is trained."""
+    """The field of `LoraSpec` that determines whether the adapter of a projection is trained."""
 
     ATTENTION = "train_attn"
     MLP = "train_mlp"
@@ -56,12 +57,12 @@ class Weight:
     every tensor: q0 k0 v0 | q1 k1 v1 instead of q0 q1 | k0 k1 | v0 v1.
     """
 
-    names: tuple[str, ...]  # after `model.layers.N.`; {expert} stands for the number of the expert
-    widths: tuple[int, ...]  # outputs, one per name
-    inputs: int = 0  # 0: a vector
+    names: tuple[str, ...]  # after `model.layers.N.`; {expert} is the number of the expert
+    widths: tuple[int, ...]  # number of outputs, one per name
+    inputs: int = 0  # number of inputs; 0: a vector
     experts: int = 0  # size of the leading expert axis; 0: no such axis
-    exact: bool = False  # float32, whatever the dtype of the model
-    switch: LoraTarget | None = None  # None: it has no adapter
+    exact: bool = False  # float32 in models of any dtype
+    switch: LoraTarget | None = None  # None: no adapter
     split: ShardAxis = ShardAxis.NEITHER
 
     @property
@@ -71,8 +72,8 @@ class Weight:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The sharding of the field, stacked over layers. `fsdp` always divides the outputs, so that each
-        output is summed on one device, as without a mesh."""
+        """The sharding of the field, stacked over layers. `fsdp` always divides the outputs, so that the sum
+        of each output is computed on one device, as without a mesh."""
         lead = (None, "expert") if self.experts else (None,)
         divided: dict[ShardAxis, tuple[Axes, Axes]] = {
             ShardAxis.INPUTS: ("fsdp", "tensor"),
@@ -103,13 +104,13 @@ class Layer(Protocol):
         rope: Rope,
         attend: Attend[Aux],
     ) -> tuple[jax.Array, Aux]:
-        """Return x [B, T, D] after one layer, and the `aux` of `attend`. `adapter` is that of the layer: one
-        for the batch, or all LoRA slots with the indices of the batch."""
+        """Return x [B, T, D] after one layer, and the `aux` of `attend`. `adapter` is the adapter of the
+        layer: one for the batch, or all LoRA slots with the indices of the batch."""
         ...
 
 
 def plain_attention(config: ModelConfig, layer: int) -> AttentionSpec:
-    """Return the attention that config.json describes."""
+    """Return the attention of a layer that config.json describes."""
     return AttentionSpec(
         scale=config.head_dim**-0.5,
         rope=config.rope,
@@ -134,7 +135,7 @@ def decoder_layer[Aux](
 class Family:
     """A family of models."""
 
-    architecture: str  # the class of Hugging Face
+    architecture: str  # the name of the class in Hugging Face
     weights: Callable[[ModelConfig], dict[str, Weight]]
     layer: Layer = decoder_layer
     expected: Mapping[str, Any]  # entries of config.json that must have this value if they are present
@@ -151,7 +152,7 @@ class Family:
 
 
 def attention_weights(config: ModelConfig, *, more: Mapping[str, Weight] | None = None) -> dict[str, Weight]:
-    """Return the weights of `add_self_attention`. `more` may have `qkv_bias`, `q_norm` and `k_norm`."""
+    """Return the weights of `add_self_attention`. `more` may contain `qkv_bias`, `q_norm` and `k_norm`."""
     hidden = config.hidden_size
     return {
         "attention_norm": Weight(names=("input_layernorm.weight",), widths=(hidden,)),
@@ -211,7 +212,8 @@ def add_self_attention[Aux](
     rope: Rope,
     attend: Attend[Aux],
 ) -> tuple[jax.Array, Aux]:
-    """Add rotary self-attention to x [B, T, D]. Queries and keys are normalized if `params` has norms."""
+    """Add rotary self-attention to x [B, T, D]. Queries and keys are normalized if `params` has `q_norm`
+    and `k_norm`."""
 
     def rotated(heads: jax.Array, norm: str) -> jax.Array:
         return rotate(rms_norm(heads, params[norm], config.rms_norm_eps) if norm in params else heads, rope)
@@ -270,7 +272,8 @@ def mlp(
     *,
     prefix: str = "",
 ) -> jax.Array:
-    """Return the output of the gated MLP for normalized x [B, T, D]. Its fields begin with `prefix`."""
+    """Return the output of the gated MLP for normalized x [B, T, D]. The fields of its weights begin with
+    `prefix`."""
     gate_up, down = f"{prefix}gate_up", f"{prefix}down"
     widths = (params[down].shape[1],) * 2
     parts = project(config, x, params[gate_up], widths, module_of(adapter, gate_up), by="tensor")

@@ -29,8 +29,8 @@ def weights(config: ModelConfig) -> dict[str, Weight]:
 
 
 def read(raw: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
-    """Add the sliding windows as transformers' Qwen3Config does: from `layer_types`, or for all layers from
-    `max_window_layers` on."""
+    """Add the sliding windows of `layer_types`, or of all layers from `max_window_layers` on, as
+    transformers' Qwen3Config does."""
     if not raw.get("use_sliding_window"):
         return config
     window, full_layers = int(raw["sliding_window"]), int(raw.get("max_window_layers", MAX_WINDOW_LAYERS))

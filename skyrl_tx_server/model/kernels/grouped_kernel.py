@@ -13,11 +13,11 @@ from jax.experimental.pallas import triton
 from skyrl_tx_server.model.kernels.prefix_tree_kernel import MIN_DIM, product
 
 OUTPUTS, INPUTS = 128, 64
-"""The maximum numbers of outputs and inputs of a weight that a program multiplies at once."""
+"""The maximum numbers of outputs and inputs of a weight in one matrix product of a program."""
 
 
 def fits(tiles: jax.Array, weight: jax.Array) -> bool:
-    """Whether the kernel supports these shapes."""
+    """Return whether the kernel supports these shapes."""
     return min(_block(size, OUTPUTS) for size in weight.shape[1:]) >= MIN_DIM and tiles.shape[1] <= OUTPUTS
 
 
@@ -30,8 +30,9 @@ def grouped_products(
     transposed: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiply tiles [N, tile, in] by weight[experts] [N, out, in], or with `transposed` tiles [N, tile, out]
-    by its transpose. Tiles after the first `used` are zero. Sums are float32."""
+    """Multiply tiles [N, tile, in] by weight[experts] [N, out, in]. With `transposed`, multiply tiles [N,
+    tile, out] by the transposed weights. Tiles after the first `used` are zero in the result. Sums are
+    float32."""
     count, rows, _ = tiles.shape
     outputs, inputs = weight.shape[1:] if not transposed else weight.shape[:0:-1]
     height = max(MIN_DIM, pl.next_power_of_2(rows))

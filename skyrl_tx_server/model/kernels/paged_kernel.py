@@ -1,11 +1,11 @@
 """Pallas kernels for attention over KV pages on GPUs, compiled by Triton.
 
-Decoding: a program processes KV splits (`kv_splits`) one after the other, each for the queries of one
-key-value head of all sequences of the split. The parts of a long sequence run in parallel (FlashDecoding).
-The KV pages of a shared prompt are read once for several sequences, whose queries fill one matrix product.
-The result of a sequence depends only on its own length and pages, to the bit.
+Decoding: a program processes several KV splits (`kv_splits`) in order. For each split it computes the queries
+of one key-value head of all sequences of the split. The parts of a long sequence run in parallel
+(FlashDecoding). The KV pages of a shared prompt are read once for several sequences, whose queries fill one
+matrix product. Each bit of a result depends only on the length and the pages of its sequence.
 
-Prefill: a program processes one tile of a prompt and one or two heads, page by page from the first.
+Prefill: a program processes one tile of a prompt for one or two heads, in the order of the pages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from skyrl_tx_server.model.kernels.prefix_tree_kernel import (
 
 
 class Attended(NamedTuple):
-    """Attention over a part of the keys, to be merged with other parts."""
+    """The result of attention over a part of the keys. `merge` combines the results of all parts."""
 
     out: jax.Array  # [..., H, hd] float32, the sum of values with weights 2^(score - highest)
     highest: jax.Array  # [..., H] float32, the highest base-2 score, rounded up; -1e30 without keys
@@ -39,11 +39,11 @@ class Attended(NamedTuple):
 
 
 PROGRAMS = 128
-"""The maximum number of programs per key-value head: several for each multiprocessor of a GPU."""
+"""The maximum number of programs per key-value head, several per multiprocessor of a GPU."""
 
 MANY_TILES = 512
-"""The number of (tile, head) pairs from which a program processes two heads, to read their pages once. Fewer
-programs would not fill a GPU."""
+"""From this number of (tile, head) pairs on, a program processes two heads, so that it reads their pages
+once. With fewer pairs, half as many programs would not use the whole GPU."""
 
 
 def supports_head_dim(head_dim: int) -> bool:
@@ -176,8 +176,8 @@ def prefill_attention(
     interpret: bool = False,
 ) -> jax.Array:
     """Return causal attention of N tiles q [N, T, H, hd] over the block tables [N, W] of keys [P, K, hd,
-    page] and values [P, K, page, hd], which include those of the tiles. `starts` [N] are the positions of the
-    first tokens, `lengths` [N] the numbers of tokens without padding."""
+    page] and values [P, K, page, hd], which include the keys and values of the tiles. `starts` [N] are the
+    positions of the first tokens, `lengths` [N] the numbers of tokens without padding."""
     (num_tiles, length, heads, head_dim), (_, kv_heads, _, page) = q.shape, keys.shape
     heads_per_program = 2 if heads // kv_heads % 2 == 0 and num_tiles * heads >= MANY_TILES else 1
     q, values = padded_heads(q), padded_heads(values)
@@ -249,8 +249,8 @@ def _over_pages(
     values: Any,
     scale: float,
 ) -> _State:
-    """Return (highest, total, sum of values) of queries [M, hd] over positions in pages. `span` is (first
-    page, end position). Each query attends to positions before its `limit` [M]."""
+    """Return the fields (highest, total, out) of `Attended` for queries [M, hd] over the positions of pages.
+    `span` is (first page, end position). Each query attends to positions before its `limit` [M]."""
     first, end = span
     count, page = len(queries), values.shape[1]
 

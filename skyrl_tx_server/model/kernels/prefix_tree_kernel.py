@@ -2,7 +2,7 @@
 (Dao, arXiv:2307.08691).
 
 A program computes the attention of a tile of queries of one head, or the gradient of a tile of keys of one
-head. It processes the other tiles in the order of the stream, so results are reproducible to the bit.
+head. It processes the other tiles in the order of the stream, so results are bit-identical in every run.
 Products are summed in float32.
 """
 
@@ -21,7 +21,8 @@ from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 
 MIN_DIM, MAX_HEAD_DIM = 16, 256
-"""The smallest axis of a matrix product, and the widest head of which a tile fits into shared memory."""
+"""The minimum size of an axis of a matrix product, and the maximum head width whose tiles fit into shared
+memory."""
 WIDE_HEAD = 256  # bytes
 QUERY_TILE, TILE = 128, 64
 """Tokens per tile: QUERY_TILE for queries in the forward pass, TILE for keys and in the backward pass."""
@@ -67,7 +68,7 @@ def backward(
     """Return the gradients of q, k and v, from the inputs and outputs of `forward` and the gradient of its
     outputs."""
     batch, length, heads, head_dim = q.shape
-    # [R, H, T], the part of the softmax gradient that is subtracted from every key's
+    # [R, H, T], the sum over the keys of softmax * gradient, subtracted in the gradient of the scores
     along = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)
     q, k, v, grad_out = (padded_heads(array) for array in (q, k, v, grad_out))
     kv_heads, tile = k.shape[2], min(TILE, length // layout.num_key_blocks.shape[1])

@@ -1,11 +1,12 @@
-"""LoRA adapters as pytrees. Their shapes depend only on the model and the maximum rank of the server, so a
-new adapter compiles no program.
+"""LoRA adapters as pytrees. Their shapes depend only on the model and on `max_lora_rank`, so a new adapter
+needs no further compilation.
 
 A fused projection (q|k|v, gate|up) has one A with the columns of all parts, and one B per part. Each part is
 padded to `max_rank`. Padding and untrained parts are zero in both A and B. They stay zero, because the
-gradient of A is a multiple of B, and that of B a multiple of A.
+gradient of A is proportional to B, and the gradient of B to A.
 
-The experts of a token share the rank of the adapter (`operations.expert_rank`). Routers are not adapted.
+The rank of the adapter is divided among the experts of a token (`operations.expert_rank`). Routers are not
+adapted.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from skyrl_tx_server.model.mesh import put
 from skyrl_tx_server.model.model_config import ModelConfig
 
 type LayerAdapter = dict[str, LoraWeights]
-"""The adapted projections of a layer, by field. If they are stacked over layers, every leaf has a leading
-axis of layers, including `scale`."""
+"""The factors of the adapted projections of a layer, by field. If they are stacked over layers, every leaf,
+including `scale`, has a leading axis of layers."""
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +42,7 @@ class Adapter:
 
 
 def adapted_stacks(config: ModelConfig) -> tuple[Stack, ...]:
-    """Return the stacks of the model with only their adapted projections, by field of `LayerAdapter`."""
+    """Return the stacks of the model, reduced to the projections that have adapters."""
     return tuple(
         replace(
             stack,
@@ -60,7 +61,7 @@ def adapted_modules(config: ModelConfig, adapter: Adapter) -> Iterator[tuple[Wei
 
 
 def head_weight(config: ModelConfig) -> Weight:
-    """Return the output head as an adapted projection."""
+    """Return the description of the output head as an adapted projection."""
     return Weight(
         names=("lm_head.weight",),
         inputs=config.hidden_size,
@@ -89,7 +90,8 @@ def is_trained(spec: LoraSpec, weight: Weight) -> bool:
 
 
 def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
-    """Return a new adapter in host memory: A is uniform in +-1/sqrt(in) from `spec.seed`, B is zero.
+    """Return a new adapter in host memory. A is uniform in +-1/sqrt(in), drawn from `spec.seed`, and B is
+    zero.
 
     Each projection has its own random stream, so its values do not depend on which other parts are trained.
     """
@@ -110,7 +112,7 @@ def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:
 
 
 def zero_adapter(config: ModelConfig, max_rank: int) -> Adapter:
-    """Return zeros in host memory: the base model, an empty gradient or initial moments."""
+    """Return an adapter of zeros in host memory, for the base model, an empty gradient or initial moments."""
     return _make_adapter(config, lambda weight, stack: _zeros(weight, config, stack, max_rank))
 
 
@@ -134,7 +136,7 @@ def trainable_mask(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapte
 
 def place_adapter(config: ModelConfig, adapter: Adapter) -> Adapter:
     """Copy an adapter, or a gradient, moment, mask or stack of LoRA slots, from host memory to the devices.
-    Factors of experts go to the devices of their experts, all others to every device."""
+    Factors of experts are placed on the devices of their experts, all other factors on every device."""
     return put(adapter, adapter_shardings(config, adapter))
 
 
@@ -166,7 +168,7 @@ def slot_layers(lora_slots: Adapter, indices: LoraIndices) -> list[LayerAdapter]
 
 
 def adapter_shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:
-    """Return a sharding for every leaf; None for one device."""
+    """Return a sharding for every leaf. None: there is one device."""
     mesh = config.mesh
     if mesh is None:
         return None

@@ -1,11 +1,11 @@
-"""LoRA arithmetic: the factors of a projection, and what they add to its output.
+"""LoRA arithmetic: the factors of a projection, and the deltas that they add to its output.
 
-In training one adapter serves the whole batch. In sampling each sequence may use its own LoRA slot. Every
-slot in use is then applied to the whole batch, and each sequence keeps the result of its own slot
-(`apply_lora`). A slot is read once, however many sequences use it, and the result of a sequence cannot depend
-on the others, because all products have the shape of the batch. On a CPU the program finds the number of
-slots in use while it runs. On a GPU that would ask the host after every projection, so programs are compiled
-for one slot, for four or for all of them.
+In training one adapter is applied to the whole batch. In sampling each sequence may use another LoRA slot.
+Every slot in use is then applied to the whole batch, and each sequence keeps the result of its slot
+(`apply_lora`). A slot is read once, regardless of the number of its sequences. The result of a sequence does
+not depend on the other sequences, because all products have the shape of the batch. On a CPU the number of
+slots in use is an input of the program. On a GPU such a loop would wait for the host after every projection,
+so programs are compiled for one slot, for four slots and for all slots.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ type ArrayLike = jax.Array | np.ndarray
 
 SEVERAL = 4
 ROWS_PER_PRODUCT = 8
-"""The rows of a product with an adapter's factor when sequences are decoded on a CPU."""
+"""The number of rows of a product with an adapter's factor in decoding on a CPU."""
 
 
 @jax.tree_util.register_dataclass
@@ -33,18 +33,18 @@ ROWS_PER_PRODUCT = 8
 class LoraIndices:
     """The LoRA slot of each of B sequences."""
 
-    slots: ArrayLike  # [B] int32, by sequence
-    distinct: ArrayLike  # [B] int32, each slot in use once; the first `count` are valid
-    count: ArrayLike  # [] int32
+    slots: ArrayLike  # [B] int32, the slot of each sequence
+    distinct: ArrayLike  # [B] int32, the slots in use without repetition; the first `count` are valid
+    count: ArrayLike  # [] int32, the number of slots in use
     max_loras: int | None = field(default=None, metadata={"static": True})
-    """The number of slots for which the program is compiled; None: any number."""
+    """The maximum number of slots in use for which the program is compiled. None: any number."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraWeights:
-    """A, B and scale of one projection: the outputs of each part gain `scale * (x @ a_part) @ b_part`.
-    Experts give A and B a leading axis.
+    """The factors A and B and the scale of one projection. `scale * (x @ a_part) @ b_part` is added to the
+    outputs of each part. The factors of experts have a leading axis of experts.
 
     With `indices` these are the factors of all LoRA slots: every leaf has leading axes of slots and, with
     `layer`, of layers.
@@ -58,8 +58,8 @@ class LoraWeights:
 
 
 def lora_indices(slots_B: np.ndarray, *, num_lora_slots: int | None = None) -> LoraIndices:
-    """Return the indices on the host. With `num_lora_slots` the program is compiled for one slot, for SEVERAL
-    or for all.
+    """Return the indices in host memory. With `num_lora_slots`, programs are compiled for one slot, for
+    SEVERAL slots and for all slots, and `max_loras` is the smallest sufficient number.
 
     >>> [lora_indices(np.arange(8) % used, num_lora_slots=9).max_loras for used in (1, 2, 5)]
     [1, 4, 8]
@@ -77,7 +77,7 @@ def lora_indices(slots_B: np.ndarray, *, num_lora_slots: int | None = None) -> L
 
 
 def adapter_count_buckets(num_lora_slots: int | None, *, num_sequences: int) -> Sequence[int | None]:
-    """Return the numbers of slots in use for which a program with a batch of `num_sequences` is compiled.
+    """Return the values of `LoraIndices.max_loras` for which a program with `num_sequences` is compiled.
 
     >>> adapter_count_buckets(9, num_sequences=64), adapter_count_buckets(9, num_sequences=4)
     ([1, 4, 9], [1, 4])
@@ -92,8 +92,8 @@ def adapter_count_buckets(num_lora_slots: int | None, *, num_sequences: int) -> 
 def apply_lora(
     module: LoraWeights, compute: Callable[[LoraWeights], tuple[jax.Array, ...]]
 ) -> tuple[jax.Array, ...]:
-    """Return `compute(module)`, arrays [B, ...]; for LoRA slots, each sequence's part of the result of its
-    own slot."""
+    """Return `compute(module)`, arrays [B, ...]. If `module` has LoRA slots, row b is computed with the slot
+    of sequence b."""
     indices = module.indices
     if indices is None:
         return compute(module)
@@ -106,8 +106,8 @@ def apply_lora(
             for new, old in zip(compute(_in_slot(module, slot)), chosen, strict=True)
         )
 
-    # The first slot is outside the loop: all decode steps of a dispatch then read one copy of it, and most
-    # batches use no other.
+    # The first slot is outside the loop, so that all decode steps of a dispatch read one copy of it. Most
+    # batches use only one slot.
     result = compute(_in_slot(module, jnp.asarray(indices.distinct)[0]))
     if indices.max_loras is None:
         return jax.lax.fori_loop(1, indices.count, select, result)
@@ -140,8 +140,7 @@ def project(
     fused projection.
 
     `module` is one adapter for the whole batch, all LoRA slots with the indices of the batch, or None for the
-    base model. `by` is the mesh axis that divides each part; the outputs of the weight are arranged for it
-    (see `layer_spec.Weight`).
+    base model. `by` is the mesh axis that divides the outputs of each part (see `layer_spec.Weight`).
     """
     x = shard_batch(config, x, features="tensor" if by is None else None)  # shards the delta like the product
     fused = shard_product(config, jnp.einsum("bti,oi->bto", x, weight), by)
@@ -153,8 +152,8 @@ def project(
 
 
 def split_parts(fused: jax.Array, widths: tuple[int, ...], shards: int) -> tuple[jax.Array, ...]:
-    """Split the output [..., sum(widths)] of a fused projection. It has `shards` blocks, each with a piece of
-    every part."""
+    """Split the output [..., sum(widths)] of a fused projection. The output has `shards` blocks,
+    and each block has a share of every part."""
     if shards == 1:
         return tuple(jnp.split(fused, np.cumsum(widths)[:-1], axis=-1))
     blocks = fused.reshape(*fused.shape[:-1], shards, -1)
@@ -163,8 +162,7 @@ def split_parts(fused: jax.Array, widths: tuple[int, ...], shards: int) -> tuple
 
 
 def low_rank_deltas(x: jax.Array, module: LoraWeights) -> tuple[jax.Array, ...]:
-    """Return the adapter's part of a projection of x [B, T, in]: one [B, T, out_part] per part, in the dtype
-    of x."""
+    """Return the deltas of an adapter for x [B, T, in], one [B, T, out_part] per part, in the dtype of x."""
     if module.indices is not None and module.indices.max_loras not in (None, 1):
         return _deltas_of_several(x, module, module.indices)
     decodes = module.indices is not None and x.shape[1] == 1
@@ -173,8 +171,8 @@ def low_rank_deltas(x: jax.Array, module: LoraWeights) -> tuple[jax.Array, ...]:
 
 
 def _deltas_of_several(x: jax.Array, module: LoraWeights, indices: LoraIndices) -> tuple[jax.Array, ...]:
-    """Return the deltas with the factors of all slots side by side: one product with A and one with each B,
-    masked by the sequence's slot."""
+    """Return the deltas with the factors of several slots concatenated: one product with A and one with each
+    B. Results of slots that a sequence does not use are masked."""
     slots = jnp.asarray(indices.distinct)[: indices.max_loras]
     at = (slots,) if module.layer is None else (slots, module.layer)
     a, scale = jnp.asarray(module.a)[at].astype(x.dtype), jnp.asarray(module.scale)[at].astype(x.dtype)
@@ -209,9 +207,9 @@ def _product_in_blocks(x: jax.Array, weight: ArrayLike) -> jax.Array:
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Return x [..., in] @ weight [in, out], where `in` or `out` is a rank.
 
-    The gradient of the weight multiplies the narrower of x and the output's gradient, transposed, with the
-    wider one. With JAX's own gradient XLA transposes the wider one on a CPU, which takes two to three times
-    as long as the product and its gradients.
+    The gradient of the weight transposes the narrower of x and the output's gradient. With JAX's default
+    gradient, XLA on a CPU transposes the wider of the two, which takes two to three times as long as the
+    product and its gradients.
     """
     return x @ weight
 
