@@ -38,7 +38,7 @@ USE_HARBOR = "run it with `harbor run`"
 
 
 def load_tasks(directory: Path, *, check: Check) -> list[Task]:
-    """Return the tasks of a folder in the order of their names, or the one task that the folder itself is.
+    """Return the tasks of a folder in the order of their names. A folder with a task.toml is one task.
 
     Raises ConfigError with one line for each reason why a task cannot be run.
     """
