@@ -155,8 +155,11 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
         read_build_plan(definition.directory, definition.config)
         verifier_environment = definition.config
     kwargs = options.get("kwargs")
-    given = isinstance(kwargs, Mapping) and kwargs.get("network") is True
-    networks = [network_access(config, given=given) for config in (environment, verifier_environment)]
+    has_network_option = isinstance(kwargs, Mapping) and kwargs.get("network") is True
+    networks = [
+        network_access(config, has_network_option=has_network_option)
+        for config in (environment, verifier_environment)
+    ]
     if NetworkAccess.REFUSED in networks:
         raise ConfigError(
             f"{folder}: it requires a public network, which a sandbox on this machine cannot have: "
