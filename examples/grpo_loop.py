@@ -15,13 +15,14 @@ PROMPTS = ["Write a word.", "Write a name.", "Write a place.", "Write a colour."
 
 
 def reward(text: str) -> float:
-    """The share of the letter "e" among the characters of the completion."""
+    """Return the share of the letter "e" among the characters of the completion."""
     return text.count("e") / max(len(text), 1)
 
 
 def datum(prompt: list[int], sequence: types.SampledSequence, advantage: float) -> types.Datum:
-    """One training sequence. The inputs of the loss are aligned with the targets; the prompt has advantage
-    0."""
+    """Return one training sequence. The inputs of the loss are aligned with the targets. The prompt has
+    advantage 0.
+    """
     tokens = prompt + list(sequence.tokens)
     num_prompt, num_sampled = len(prompt) - 1, len(sequence.tokens)
     inputs = {
@@ -36,7 +37,7 @@ def datum(prompt: list[int], sequence: types.SampledSequence, advantage: float) 
 
 
 async def main(base_url: str, model: str, num_steps: int) -> list[float]:
-    """Train for `num_steps` steps. Returns the mean reward of each step."""
+    """Train for `num_steps` steps. Return the mean reward of each step."""
     service = tinker.ServiceClient(base_url=base_url)
     training = await service.create_lora_training_client_async(base_model=model, rank=LORA_RANK)
     tokenizer = training.get_tokenizer()

@@ -2,13 +2,13 @@
 
 With `model_name`, the full recipe runs (`recipe_options`), with lengths that fit the server. Without
 `model_name`, the recipe trains the model of a server at the default address, if that server can be used.
-Otherwise a quick start runs, with a small model and an embedded server on a free port: terminal tasks
-(datasets/quickstart) or, with `env=tau_bench`, the customers of a shop (datasets/toy_retail). Options on the
-command line take precedence over those of the recipe.
+Otherwise, or with `quickstart=NAME`, a quick start runs (`quick_starts`), with a small model and an embedded
+server on a free port: terminal tasks (`terminal`), the customers of a shop (`tau_bench`) or word problems for
+SmolLM2 (`arithmetic`). Options on the command line take precedence over those of the recipe.
 
 A server that this program starts ends with the training, and also if this process is killed. It gets a random
 key, which is in the file `api_key` next to its log. `resume=RUN` continues a run with its original options,
-and `evaluate=RUN` evaluates its last checkpoint on its held-out tasks.
+`evaluate=RUN` evaluates its last checkpoint on its held-out tasks, and `chat=RUN` starts a chat with it.
 
 This file is long because it contains a run and its server from the start to the end in order.
 """
@@ -24,8 +24,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from pathlib import Path
 import httpx
 from dotenv import load_dotenv
 
+from scripts.quick_starts import QUICKSTART, QUICKSTART_OPTIONS, QUICKSTARTS, QuickStart
 from scripts.recipe_options import (
     DEFAULT_TASKS,
     environment_kind,
@@ -47,83 +47,20 @@ from skyrl_tx_server.errors import ConfigError as ServerConfigError
 from src.cli.agent_trainer import SERVER_FILE
 from src.cli.command_line import help_words, parse, parse_as
 from src.cli.config_file import with_config_files
-from src.cli.saved_options import evaluated_arguments, resumed_arguments
+from src.cli.saved_options import chat_arguments, evaluated_arguments, resumed_arguments
 from src.core.errors import ConfigError
 from src.core.option_aliases import present_argument
 from src.envs.options import DOWNLOADS, require_task_folder
 from src.envs.registry import check_environment
+from src.evaluate.chat.config import ChatConfig
 from src.evaluate.config import EvaluateConfig
 from src.records.private_folder import make_private, write_private
 
 ROOT = Path(__file__).resolve().parent.parent
-QUICKSTART = ROOT / "datasets" / "quickstart"
 SMALL_MODEL = "datasets/quickstart/model"
 START_TIMEOUT_S = 1800.0
 KEY_FILE = "api_key"  # the file with the key of an embedded server, next to its log
 PR_SET_PDEATHSIG = 1
-
-QUICKSTART_OPTIONS = {
-    "logs_dir": "./runs",
-    "lora_rank": "16",
-    "learning_rate": "1e-3",
-    "batch_size": "8",
-    "group_size": "8",
-    "eval_group_size": "8",
-    "n_epochs": "100",
-    "max_steps": "12",
-    "eval_every": "6",
-    "n_parallel_envs": "16",
-    "temperature": "1.0",
-    "max_tokens": "160",
-    "context_limit": "2048",
-    "loss_fn": "importance_sampling",
-    "trial_timeout_s": "120",
-    "save_every": "100",
-}
-QUICKSTART_SERVER = (
-    "max_lora_rank=16",
-    "max_num_seqs=32",
-    "max_context_length=2048",
-    "train_tokens_per_batch=2048",
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QuickStart:
-    """A kind of environment with a small model, which learns the tasks in minutes on this machine."""
-
-    folder: Path  # contains the model in model/
-    says: str
-    options: dict[str, str]
-
-
-QUICKSTARTS = {
-    "harbor": QuickStart(
-        folder=QUICKSTART,
-        says="a small model learns terminal tasks by GRPO on this machine; about six minutes on two CPU "
-        "cores",
-        options={
-            "model_name": "local/quickstart",
-            "tasks_dir": str(QUICKSTART / "train"),
-            "eval_tasks": str(QUICKSTART / "heldout"),
-            "environment_type": "sandbox",
-            "max_turns": "5",
-            "enable_summarize": "false",
-        },
-    ),
-    "tau_bench": QuickStart(
-        folder=ROOT / "datasets" / "toy_retail",
-        says="a small model learns to serve a shop's customers by GRPO on this machine; three to six "
-        "minutes on two CPU cores",
-        options={
-            "model_name": "local/toy-retail",
-            "use_native_tool_calling": "true",
-            "max_turns": "16",
-            "max_steps": "18",
-            "n_parallel_envs": "32",
-        },
-    ),
-}
 
 
 def main(argv: list[str]) -> int:
@@ -144,6 +81,10 @@ def main(argv: list[str]) -> int:
             return resume(given.pop("resume"), given)
         if "evaluate" in given:
             return evaluate(given.pop("evaluate"), given)
+        if "quickstart" in given:
+            return quick_start(given)
+        if "chat" in given:
+            return with_server_of(given.pop("chat"), given, chat_arguments, "src.evaluate.chat")
         if "model_name" not in given and (served := model_of_a_running_server(given)) is not None:
             given = {**given, "model_name": served}
         return full_recipe(given) if "model_name" in given else quick_start(given)
@@ -155,20 +96,19 @@ def main(argv: list[str]) -> int:
 
 
 def quick_start(given: dict[str, str]) -> int:
+    """Train a small model with an embedded server. `given` may name another model."""
     started = time.monotonic()
-    kind = environment_kind(given)
-    if kind not in QUICKSTARTS:
-        return fail(
-            f"env={kind} has no quick start; give model_name=MODEL, for example "
-            f"model_name={SMALL_MODEL}, or one of env={', env='.join(QUICKSTARTS)}"
-        )
-    chosen = QUICKSTARTS[kind]
-    say(f"quick start: {chosen.says}")
-    options = {**QUICKSTART_OPTIONS, "tokenizer": str(chosen.folder / "model"), **chosen.options, **given}
+    chosen = chosen_quick_start(given)
+    given = {name: value for name, value in given.items() if name != "quickstart"}
+    say(f"quick start: {chosen.message}")
+    model = named_model(given.get("model_name", chosen.base_model))
+    alias = chosen.model_alias if "model_name" not in given and chosen.model_alias else model.served_name
+    tokenizer = {} if model.tokenizer is None else {"tokenizer": model.tokenizer}
+    options = {**QUICKSTART_OPTIONS, **tokenizer, **chosen.options, **given, "model_name": alias}
     options.setdefault("seed", "0")
     options.setdefault(
         "log_path",
-        f"{options['logs_dir']}/{chosen.folder.name}-{datetime.now():%Y%m%d-%H%M%S}-seed{options['seed']}",
+        f"{options['logs_dir']}/{chosen.name}-{datetime.now():%Y%m%d-%H%M%S}-seed{options['seed']}",
     )
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
     check_options(options)
@@ -177,9 +117,9 @@ def quick_start(given: dict[str, str]) -> int:
     server = start_server(
         url,
         (
-            f"base_model={chosen.folder / 'model'}",
-            f"model_alias={options['model_name']}",
-            *QUICKSTART_SERVER,
+            f"base_model={model.base_model}",
+            f"model_alias={alias}",
+            *chosen.server,
             f"checkpoints_dir={side_files / 'checkpoints'}",
         ),
         side_files,
@@ -191,6 +131,20 @@ def quick_start(given: dict[str, str]) -> int:
         f"{side_files}"
     )
     return status
+
+
+def chosen_quick_start(given: Mapping[str, str]) -> QuickStart:
+    """Return the quick start of `quickstart=NAME`, or of the environment. Raises ConfigError without one."""
+    kind = environment_kind(given)
+    name = given.get("quickstart", "terminal" if kind == "harbor" else kind)
+    if name in QUICKSTARTS:
+        return QUICKSTARTS[name]
+    if "quickstart" in given:
+        raise ConfigError(f"quickstart={name} is none of {', '.join(QUICKSTARTS)}")
+    raise ConfigError(
+        f"env={kind} has no quick start; give model_name=MODEL, for example model_name={SMALL_MODEL}, or one "
+        f"of quickstart={', quickstart='.join(QUICKSTARTS)}"
+    )
 
 
 def full_recipe(given: dict[str, str]) -> int:
@@ -277,7 +231,8 @@ def with_server_of(
     if module == "src.train":
         check_options(options)
     else:
-        parse_as(EvaluateConfig, trainer_arguments(options))
+        kind = ChatConfig if module == "src.evaluate.chat" else EvaluateConfig
+        parse_as(kind, trainer_arguments(options))
     key_file = side_files / KEY_FILE
     if isinstance(find_server(url, key=key_file.read_text().strip()), ServedModels):
         say(f"using the server at {url}")

@@ -1,8 +1,9 @@
 """python -m skyrl_tx_server base_model=DIR_OR_HUB_ID [key=value ...]: parse the options, open the port, load
 the model, serve, shut down.
 
-The port is opened first: a port in use is reported at once, and a client that comes early is told to wait
-(503) instead of being refused. Only this module imports both the HTTP side and the JAX side.
+The port is opened before the model is loaded, so that a port in use is reported at once and early requests
+get the status 503 instead of a refused connection. Only this module imports both the HTTP side and the JAX
+side.
 
 This file is long because it contains the start and the shutdown of the server in order.
 """
@@ -80,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(config: ServerConfig) -> int:
-    """Print the memory plan, serve, or follow rank 0, as the options say."""
+    """Print the memory plan, serve, or follow rank 0, depending on the options."""
     if config.dry_run:
         print(_dry_run(config))
         return 0
@@ -94,10 +95,11 @@ def _run(config: ServerConfig) -> int:
 
 
 def _follow(config: ServerConfig) -> int:
+    """Run a rank other than 0 until rank 0 stops. Return the exit status."""
     from skyrl_tx_server.distributed.rendezvous import join
     from skyrl_tx_server.executor.executor import DeviceExecutor
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once, as at SIGTERM; rank 0 notices
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit at once, as on SIGTERM; rank 0 detects it
     config = _with_local_model(config)
     follower = join(config, config, lambda reason: _exit_now(_fail(RankLostError(reason), status=1)))
     logger.info(
@@ -117,12 +119,12 @@ def _fail(error: ServerError, *, status: int) -> int:
 
 
 def _dry_run(config: ServerConfig) -> str:
-    """Return the memory plan. Raise ConfigError if it does not fit."""
+    """Return the memory plan. Print it and raise ConfigError if the model does not fit into memory."""
     from skyrl_tx_server.distributed.rendezvous import join, lead
     from skyrl_tx_server.executor.memory_plan import plan_memory
 
     config = _with_local_model(config)
-    if config.num_processes > 1:  # jax knows the devices only after all processes have connected
+    if config.num_processes > 1:  # jax lists all devices only after all processes have connected
         connect_processes = lead if config.process_id == 0 else join
         connect_processes(config, config, lambda _: None)
     plan = plan_memory(config)
@@ -150,7 +152,7 @@ def _with_local_model(config: ServerConfig) -> ServerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class _LoadResult:
-    """The result of loading: an engine, or the error."""
+    """The result of loading the model: an engine or an error."""
 
     engine: Engine | None = None
     rank_zero: RankZero = SINGLE_RANK
@@ -223,8 +225,7 @@ async def _serve_until_stopped(
         await state.engine.close()
     stopper = threading.Thread(target=result.stop, daemon=True)
     stopper.start()
-    # Every waiting poll is answered: with its result if the current engine step produces it in time, with an
-    # error otherwise.
+    # Every waiting poll gets its result if the current engine step ends in time, and an error otherwise.
     await asyncio.to_thread(stopper.join, FUTURES_SETTLE_S)
     if stopper.is_alive():
         result.engine.abandon(STOPPING)
@@ -286,7 +287,7 @@ def _app_state(
 ) -> AppState:
     sample_requests = EXTERNAL_SAMPLE_REQUESTS
     if config.sampler_url is None:
-        # Enough waiting requests to fill every slot as soon as it is free, and no more polls than that needs.
+        # Enough requests wait to fill every slot as soon as it is free. More would only add polls.
         sample_requests = max(64, 8 * config.max_num_seqs)
     return AppState(
         engine=engine,

@@ -4,8 +4,8 @@
     python -m skyrl_tx_server.export merge checkpoint=tinker://... base_model=DIR output=DIR
     python -m skyrl_tx_server.export import adapter=DIR base_model=DIR checkpoint=tinker://NEW_RUN/weights/NAME
 
-The commands need no running server and can be used while one runs. `adapter --help` lists all options of the
-command `adapter`.
+The commands do not need a running server, and can be used while one runs. `adapter --help` lists all options
+of the command `adapter`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from skyrl_tx_server.files.checkpoint_record import CheckpointInfo, CheckpointKi
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.files.disk import check_room
 from skyrl_tx_server.files.merge import merged_bytes, write_merged
-from skyrl_tx_server.files.model_source import converted_directory, is_gguf
+from skyrl_tx_server.files.model_source import HUB_NAMES, converted_directory, is_gguf
 from skyrl_tx_server.files.peft_files import (
     adapter_tensors,
     deltas,
@@ -49,6 +49,11 @@ class AdapterOptions:
     checkpoints_dir: str = chz.field(default="./checkpoints", doc="The server's checkpoints_dir")
     dtype: Literal["float32", "bfloat16", "float16"] = chz.field(
         default="float32", doc="Data type of all tensors"
+    )
+    base_model_name: str | None = chz.field(
+        default=None,
+        doc="Hugging Face name or path of the base model for adapter_config.json; default: the server's name "
+        "of the model, which is the hub id unless the server was started with a directory or a file",
     )
 
 
@@ -112,7 +117,8 @@ def export_adapter(options: AdapterOptions) -> str:
     with _new_directory(
         options.output, sum(array.nbytes for array in adapter_tensors(arrays).values())
     ) as directory:
-        write_adapter(directory, arrays, info.lora, info.base_model, options.dtype)
+        name = options.base_model_name or HUB_NAMES.get(info.base_model, info.base_model)
+        write_adapter(directory, arrays, info.lora, name, options.dtype)
     return f"{options.checkpoint} -> {options.output} (PEFT, rank {info.lora.rank}, {options.dtype})"
 
 
@@ -160,8 +166,8 @@ def _run(command: str, argv: Sequence[str]) -> str:
 def _read(
     checkpoints_dir: str, path: str, *, base_hash: str | None
 ) -> tuple[CheckpointInfo, dict[str, np.ndarray]]:
-    """Return a checkpoint of any base model. Raise an error if `base_hash` is given and is not the hash of
-    its base model."""
+    """Return a checkpoint of any base model. Raise UserError if `base_hash` is given and is not the
+    fingerprint of the checkpoint's base model."""
     root = Path(checkpoints_dir).expanduser()
     try:
         info = CheckpointStore(root, "").info(path)
@@ -186,6 +192,9 @@ def _new_directory(output: str, num_bytes: int) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        mode = temporary.stat().st_mode & 0o666  # what the umask allows; safetensors writes 0600
+        for file in temporary.iterdir():
+            file.chmod(mode)
         os.replace(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The trainer."""
+"""A GRPO trainer for tool-using agents. `python -m src.train` runs it."""
 
 from importlib.util import find_spec
 

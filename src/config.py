@@ -25,7 +25,7 @@ _NO_CRITIC = "the Tinker API has no critic; remove it"
 _WHOLE_DISTRIBUTION = (
     "training needs the logprobs of the whole distribution; remove it, or use eval_top_p for evaluations"
 )
-# Options of SkyRL and of the seeds that no Tinker endpoint can honour, each with what to do instead.
+# Options of SkyRL, and of scripts for it, that no Tinker endpoint can honour -> reason and advice.
 REFUSED = {
     "repetition_penalty": _NO_PENALTY,
     "frequency_penalty": _NO_PENALTY,
@@ -164,11 +164,12 @@ class TrainerConfig(
     def _one_option_chooses_the_tasks(self) -> None:
         require(
             self.domain_mixture is None or self.task_sampling == "uniform",
-            f"domain_mixture decides what each batch holds; remove task_sampling={self.task_sampling}",
+            f"domain_mixture chooses the tasks of each batch; remove task_sampling={self.task_sampling}",
         )
         require(
             self.domain_mixture is None or self.dynamic_sampling == "off",
-            f"domain_mixture decides what each batch holds; remove dynamic_sampling={self.dynamic_sampling}",
+            "domain_mixture chooses the tasks of each batch; remove "
+            f"dynamic_sampling={self.dynamic_sampling}",
         )
         if self.uses_pipeline:
             mode = "max_staleness > 0" if self.max_staleness else "stream_groups=true"
@@ -199,7 +200,7 @@ class TrainerConfig(
             return
         require(
             self.loss_reduction != "token_mean",
-            "stream_groups=true cannot go with loss_reduction=token_mean, which needs the whole batch; "
+            "stream_groups=true excludes loss_reduction=token_mean, which needs the whole batch; "
             "use loss_reduction=prompt_mean or sequence_mean",
         )
         whole_batch = {
@@ -215,13 +216,12 @@ class TrainerConfig(
         for option, needs_whole_batch in whole_batch.items():
             require(
                 not needs_whole_batch,
-                f"stream_groups=true cannot go with {option}, which needs the whole batch; remove one of "
-                "them",
+                f"stream_groups=true excludes {option}, which needs the whole batch; remove one of them",
             )
 
 
 def run_name(config: TrainerConfig, *, date: str) -> str:
-    """Return the name of the run: `wandb_name`, or what differs between runs."""
+    """Return the name of the run: `wandb_name`, or a name made from options and the date."""
     if config.wandb_name:
         return config.wandb_name
     model = config.model_name.replace("/", "-")

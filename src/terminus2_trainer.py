@@ -47,7 +47,7 @@ from src.rollouts.watchdog import Watchdog, WatchedPolicy, WatchedReference
 
 logger = logging.getLogger(__name__)
 
-SLOW_S = 5.0  # after which a line explains the wait for the first answers or the first update
+SLOW_S = 5.0  # the wait after which a line explains why no trial has ended or no update is done
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class Collected:
     batch: Batch
     groups: Sequence[TrajectoryGroup]  # those that passed the filters
     examples_P_G: Sequence[Sequence[Example]]  # the examples of these groups
-    dropped: Counter[DropReason]  # why the other groups were left out
+    dropped: Counter[DropReason]  # the number of other groups by reason
     metrics: dict[str, float]
 
     @property
@@ -78,7 +78,7 @@ class Scorers:
 class Terminus2RLTrainer:
     """Trains on batches, evaluates and saves.
 
-    `steps_done` is the number of updates that the weights on the server have seen.
+    `steps_done` is the number of training steps of the weights on the server.
     """
 
     def __init__(
@@ -170,9 +170,7 @@ class Terminus2RLTrainer:
             self._events.say("waiting for the first trials; the server may compile its programs")
 
     async def _evaluate_start(self, policy: Policy, *, num_steps: int) -> None:
-        """Evaluate the weights that the process starts from, if that is due and no earlier process has
-        done it.
-        """
+        """Evaluate the initial weights of the process if an evaluation is due and not done before."""
         step = self.steps_done
         if step == 0:
             if self._config.eval_before_train:
@@ -182,7 +180,7 @@ class Terminus2RLTrainer:
             if self._is_evaluation_due(num_steps=num_steps):  # an earlier process was interrupted during it
                 self._run_log.amend(step, await self._evaluate(policy))
                 self._journal.evaluated(step)
-            else:  # it was due with other options, so the metrics were not sent to the trackers
+            else:  # it was due with earlier options, so the metrics were not sent to the trackers
                 self._run_log.amend(step, {})
 
     async def _step(self, batch: Batch, scorers: Scorers, *, num_steps: int) -> None:
@@ -246,7 +244,7 @@ class Terminus2RLTrainer:
     def _examples(
         self, groups: Sequence[TrajectoryGroup]
     ) -> tuple[list[TrajectoryGroup], list[list[Example]], Counter[DropReason]]:
-        """Return the groups that pass the filters, their examples, and why the others do not pass."""
+        """Return the groups that pass the filters, their examples, and the number of others by reason."""
         kept, dropped = keep_groups(groups, self._config)
         return kept, examples_of_batch(kept, self._config, self._config), dropped
 
@@ -337,7 +335,7 @@ class Terminus2RLTrainer:
         return self.steps_done == num_steps or _is_due(self.steps_done, self._config.eval_every)
 
     async def _evaluate(self, policy: Policy) -> dict[str, float]:
-        """Evaluate `policy` on the held-out tasks. Return the metrics, none without held-out tasks."""
+        """Evaluate `policy` on the held-out tasks and return the metrics. Without tasks there are none."""
         tasks, config, step = self._source.eval, self._config, self.steps_done
         if not tasks:
             return {}

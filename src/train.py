@@ -35,12 +35,12 @@ __all__ = ["TrainerConfig", "main", "read_result", "train"]
 async def train(config: TrainerConfig, *, events: TrainingEvents | None = None) -> RunResult:
     """Run the training to its end and return its result.
 
-    `events` receives the progress; None: it is displayed as by the command. As the command does, this reads
-    `.env` and sets environment variables of libraries that are not set. Cancel the call to stop the run with
-    a checkpoint. Raises TrainerError for every error that the user can fix.
+    `events` receives the progress; None: it is shown in the terminal. Like the command, the function reads
+    `.env` and sets unset environment variables of libraries. Cancel the call to stop the run with a
+    checkpoint. Raises TrainerError for every error that the user can fix.
     """
     load_environment([f"backend={config.backend}"])
-    # These imports take seconds, for which --help and a mistyped option should not wait.
+    # These imports take seconds. They come late so that --help and errors in options appear at once.
     from src.cli.console import Display, terminal
     from src.loop.run import run
 
@@ -49,7 +49,7 @@ async def train(config: TrainerConfig, *, events: TrainingEvents | None = None) 
 
 
 def read_result(folder: str | Path) -> RunResult:
-    """Return the result of the run in `folder`, which may also be running, interrupted or failed.
+    """Return the result so far of the run in `folder`. The run may be running, interrupted or failed.
 
     Raises ConfigError if the folder has no run or a damaged file.
     """

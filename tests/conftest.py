@@ -47,11 +47,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_up_the_sdk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Close what a test with the mark `official_sdk` leaves open.
+    """Close the sockets and tasks that a test with the mark `official_sdk` leaves open.
 
-    The SDK leaves sockets to the garbage collector, which warns about them. They are collected here, where
-    the mark ignores the warning, and not in a later test. gc.freeze() excludes objects from before the test,
-    so that this takes milliseconds.
+    The SDK leaves sockets to the garbage collector, which warns about them. The collection runs here, where
+    the mark ignores the warning, and not in a later test. gc.freeze() excludes the objects that existed
+    before the test, so that the collection takes milliseconds.
     """
     if request.node.get_closest_marker(SDK_MARK) is None:
         yield

@@ -37,7 +37,7 @@ JAX_LIBRARIES = {"jax", "flax", "optax"}
 
 
 def rows(section: str) -> list[list[str]]:
-    """The cells of each numbered row of the section's table."""
+    """Return the cells of each numbered row of the section's table."""
     return [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in section.splitlines()
@@ -46,6 +46,7 @@ def rows(section: str) -> list[list[str]]:
 
 
 def layers(section: str) -> dict[str, int]:
+    """Return the layer number of each package in the section's table."""
     return {name: int(cells[0]) for cells in rows(section) for name in re.findall(r"`(\w+)`", cells[1])}
 
 
@@ -53,11 +54,11 @@ LAYERS = {"src": layers(TRAINER), "skyrl_tx_server": layers(SERVER)}
 
 
 COMMANDS = {Path("envs/validate.py"), Path("envs/try_env.py")}
-"""Modules that are run with `python -m` beside the `__main__` modules. They may import `cli`."""
+"""Modules, other than `__main__` modules, that are run with `python -m`. They may import `cli`."""
 
 
 def imports(path: Path, *, at_run_time: bool = False) -> set[str]:
-    """Every absolute module name that the file imports. `at_run_time` leaves out TYPE_CHECKING blocks."""
+    """Return the names of all modules that the file imports. `at_run_time` omits TYPE_CHECKING blocks."""
     names: set[str] = set()
     tree = ast.parse(path.read_text())
     if at_run_time:
@@ -75,11 +76,11 @@ def imports(path: Path, *, at_run_time: bool = False) -> set[str]:
 
 
 def modules(package: str) -> Iterator[tuple[Path, str, set[str]]]:
-    """Path below `package`, top-level name and imports of each of its modules."""
+    """Yield the path below `package`, the top-level name and the imports of each of its modules."""
     for path in sorted((ROOT / package).rglob("*.py")):
-        inner = path.relative_to(ROOT / package)
-        if inner != Path("__init__.py"):
-            yield inner, inner.parts[0].removesuffix(".py"), imports(path)
+        relative_path = path.relative_to(ROOT / package)
+        if relative_path != Path("__init__.py"):
+            yield relative_path, relative_path.parts[0].removesuffix(".py"), imports(path)
 
 
 def top_level(names: set[str]) -> set[str]:
@@ -87,7 +88,7 @@ def top_level(names: set[str]) -> set[str]:
 
 
 def inner_imports(package: str, names: set[str]) -> set[str]:
-    """Top-level names of `package` that are imported."""
+    """Return the top-level names of `package` among the imported names."""
     return {name.split(".")[1] for name in names if name.startswith(f"{package}.")}
 
 
@@ -104,14 +105,16 @@ def test_packages_import_only_lower_layers(package: str) -> None:
     for path, name, names in modules(package):
         assert name in layer_of, f"{package}/{path} has no layer in docs/architecture.md"
         is_command = path in COMMANDS or path.name == "__main__.py"
-        for other in inner_imports(package, names) - {name} - ({"cli"} if is_command else set()):
-            if layer_of[other] >= layer_of[name]:
-                wrong.append(f"{package}/{path} (layer {layer_of[name]}) imports {other} ({layer_of[other]})")
+        for imported in inner_imports(package, names) - {name} - ({"cli"} if is_command else set()):
+            if layer_of[imported] >= layer_of[name]:
+                wrong.append(
+                    f"{package}/{path} (layer {layer_of[name]}) imports {imported} ({layer_of[imported]})"
+                )
     assert wrong == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_module_imports_itself_through_others(package: str) -> None:
+def test_no_module_imports_itself_through_other_modules(package: str) -> None:
     files = {
         f"{package}." + ".".join(path.with_suffix("").parts): imports(ROOT / package / path, at_run_time=True)
         for path, _, _ in modules(package)
@@ -134,11 +137,11 @@ def test_libraries_are_imported_only_where_stated(library: str) -> None:
     ("column", "libraries"), [(3, HTTP_LIBRARIES), (4, JAX_LIBRARIES)], ids=["http", "jax"]
 )
 def test_server_packages_import_http_or_jax_as_stated(column: int, libraries: set[str]) -> None:
-    free = {
+    forbidden = {
         name for cells in rows(SERVER) if cells[column] == "no" for name in re.findall(r"`(\w+)`", cells[1])
     }
     users = {name for _, name, names in modules("skyrl_tx_server") if libraries & top_level(names)}
-    assert users & free == set()
+    assert users & forbidden == set()
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,8 +1,8 @@
 """Checks each fenced command of the README and of docs/.
 
 A fence without a mark is run. A fence below `<!-- requires: server -->` is run against a server with the
-model of the quick start, whose address replaces http://localhost:8000. A fence with another mark needs
-minutes, or something that CI lacks; its programs must exist and its options must be known.
+model of the quick start, whose address replaces http://localhost:8000. A fence with another mark takes
+minutes or needs resources that CI lacks, so it is not run; its programs and options must exist.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from src.analyze.config import AnalyzeConfig
 from src.config import TrainerConfig
 from src.envs.try_env import TryConfig
 from src.envs.validate import ValidateConfig
+from src.evaluate.chat.config import ChatConfig
 from src.evaluate.config import EvaluateConfig
 from src.sft.config import SftConfig
 from tests.integration import test_examples
@@ -34,6 +35,7 @@ OPTIONS: dict[str, type[object]] = {
     "src.train": TrainerConfig,
     "src.sft": SftConfig,
     "src.evaluate": EvaluateConfig,
+    "src.evaluate.chat": ChatConfig,
     "src.analyze": AnalyzeConfig,
     "src.envs.validate": ValidateConfig,
     "src.envs.try_env": TryConfig,
@@ -61,14 +63,14 @@ def fences() -> list[Fence]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of each command, without comments and environment variables."""
+    """Return the words of each command, without comments and `export` lines."""
     lines = text.replace("\\\n", " ").splitlines()
     split = [shlex.split(line.replace("[", "").replace("]", ""), comments=True) for line in lines]
     return [list(re.split(r"\0", "\0".join(words))) for words in split if words and words[0] != "export"]
 
 
 def program(words: list[str]) -> tuple[str, list[str]]:
-    """Name and arguments of the program: a module for `python -m`, else a file."""
+    """Return the name and the arguments of the program. The name is a module for `python -m`, else a file."""
     words = [word for index, word in enumerate(words) if index or "=" not in word]
     while words and "=" in words[0]:
         words = words[1:]
@@ -96,8 +98,8 @@ def test_documented_options_exist(page: str) -> None:
                 assert (ROOT / name).exists(), f"{page}: there is no {name}"
             if kind := OPTIONS.get(Path(name).name if "/" in name else name):
                 known = set(chz.chz_fields(kind))
-                given = [word.partition("=")[0] for word in arguments if re.match(r"\w+=", word)]
-                assert set(given) <= known, f"{page}: {sorted(set(given) - known)} of {name}"
+                names = [word.partition("=")[0] for word in arguments if re.match(r"\w+=", word)]
+                assert set(names) <= known, f"{page}: {sorted(set(names) - known)} of {name}"
 
 
 def run(text: str, folder: Path) -> None:

@@ -1,5 +1,6 @@
-"""Runs the worked examples of the pages on options and kernels, and checks the names on all pages. Other
-pages in docs/how-to/ have tests of their own.
+"""Runs the worked examples of the pages on options and kernels, and checks the names on all pages.
+
+Other modules test the other pages of docs/how-to/.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from src.core import options
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "how-to"
 ROOT = PAGES.parents[1]
 ALL_PAGES = [*ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("docs/**/*.md")]
-# seed-behaviours.md also names files and classes of the documents; test_seed_behaviours_page.py checks it.
-PAGES_WITH_OWN_NAMES = [page for page in ALL_PAGES if page.name != "seed-behaviours.md"]
+# seed-behaviours.md also names files and classes of other projects; test_seed_behaviours_page.py checks it.
+CHECKED_PAGES = [page for page in ALL_PAGES if page.name != "seed-behaviours.md"]
 PACKAGES = ("src", "skyrl_tx_server", "scripts", "tests", "examples", "docs")
 
 
@@ -68,11 +69,11 @@ def test_the_glossary_names_existing_modules() -> None:
 
 
 def test_pages_name_existing_files() -> None:
-    """A path can be given from the root of the repository or from any folder below it."""
+    """A path may be relative to the root of the repository or to any folder below it."""
     files = [f"/{path.relative_to(ROOT)}" for name in PACKAGES for path in (ROOT / name).rglob("*")]
     wrong = [
         (page.name, path)
-        for page in PAGES_WITH_OWN_NAMES
+        for page in CHECKED_PAGES
         for path in re.findall(r"`((?:[a-z_0-9-]+/)+[a-z_0-9-]+\.(?:py|sh|md))[`:]", page.read_text())
         if not any(file.endswith(f"/{path}") for file in files)
     ]
@@ -84,7 +85,7 @@ def test_pages_name_existing_classes() -> None:
     known = {word for source in sources for word in re.findall(r"\b[A-Z]\w+", source)}
     wrong = [
         (page.name, name)
-        for page in PAGES_WITH_OWN_NAMES
+        for page in CHECKED_PAGES
         for name in re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)+)\b[^`]*`", page.read_text())
         if name not in known
     ]

@@ -1,4 +1,4 @@
-"""scripts/docs/screenshot.py: a log of a terminal becomes an SVG."""
+"""Tests scripts/docs/screenshot.py, which converts the log of a terminal to an SVG."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Generate documentation pages from the tables in the code.
 
-python -m scripts.docs [metrics] [advantages] [options]
+python -m scripts.docs [metrics] [advantages] [options] [troubleshooting]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 # Each page is made by the module of its name.
 PAGES = {name: f"docs/{name}.md" for name in ("metrics", "advantages", "options")}
+PAGES["troubleshooting"] = "docs/how-to/troubleshooting.md"
 ROOT = Path(__file__).resolve().parents[2]
 
 

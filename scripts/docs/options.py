@@ -13,6 +13,7 @@ from src.core.option_aliases import OPTION_ALIASES
 from src.core.options import sections
 from src.core.skyrl_options import REFUSED_BY_REASON, TAKEN
 from src.envs.try_env import TryConfig
+from src.evaluate.chat.config import ChatConfig
 from src.evaluate.config import CompareConfig, EvaluateConfig
 from src.sft.config import SftConfig
 
@@ -46,6 +47,7 @@ def page() -> str:
             CompareConfig,
             sections_of(CompareConfig),
         ),
+        ("Chat", "python -m src.evaluate.chat", ChatConfig, sections_of(ChatConfig)),
         ("Trial of an environment", "python -m src.envs.try_env", TryConfig, sections_of(TryConfig)),
         ("Analysis", "python -m src.analyze", AnalyzeConfig, sections(AnalyzeConfig)),
         ("Server", "python -m skyrl_tx_server", ServerConfig, sections(ServerConfig)),

@@ -47,7 +47,7 @@ def between(low: float, high: float) -> dict[str, Bounds]:
 
 @chz.chz
 class BoundedOptions:
-    """Base of all classes of options. Its validator runs before theirs."""
+    """The base of all option classes. Its validator runs before the validators of the subclasses."""
 
     @chz.validate
     def _check_bounds(self) -> None:

@@ -1,4 +1,5 @@
-"""Parse the command line into the server's options: secrets, --help, and one line for every mistake.
+"""Parse the command line into the server's options, with secrets and --help. Each mistake is reported in one
+line.
 
 The trainer's `src/cli/command_line.py` follows the same rules; neither program imports the other.
 """
@@ -48,11 +49,11 @@ _NONE = ("", "none", "null")
 
 
 def parse[Options](argv: Sequence[str], options: type[Options] = ServerConfig) -> Options:
-    """Return a program's options, the server's by default. Raise ConfigError with one line for anything that
-    is not understood.
+    """Parse `argv` into an instance of `options`. Raise ConfigError with one line for an unknown option, a
+    missing option or an invalid value.
 
-    An empty value, `none` and `null` mean None. An option's former name (`renamed`) is accepted with a notice
-    on stderr. The server also takes flags (`flags`).
+    An empty value, `none` and `null` mean None. A former name of an option (see `config.renamed`) is accepted
+    with a notice on stderr. The server also accepts flags (see `config.flags`).
     """
     known = list(chz.chz_fields(options))
     if options is ServerConfig:
@@ -91,11 +92,11 @@ def with_secrets(argv: Sequence[str], environ: MutableMapping[str, str]) -> list
     both api_key and api_key_file are given, or if the file cannot be read.
     """
     argv = _without_flags(argv, list(chz.chz_fields(ServerConfig)))
-    given = {name: value for name, equals, value in (argument.partition("=") for argument in argv) if equals}
+    values = {name: value for name, equals, value in (argument.partition("=") for argument in argv) if equals}
     keys = {name: environ.pop(variable, "") for name, variable in SECRETS.items()}
-    from_environment = {name: key for name, key in keys.items() if key and name not in given}
-    if (file := given.get("api_key_file")) is not None and file.lower() not in _NONE:
-        if "api_key" in given:
+    from_environment = {name: key for name, key in keys.items() if key and name not in values}
+    if (file := values.get("api_key_file")) is not None and file.lower() not in _NONE:
+        if "api_key" in values:
             raise ConfigError("api_key and api_key_file: pass one of them")
         from_environment["api_key"] = _key_in(Path(file).expanduser())
     return [*argv, *(f"{name}={value}" for name, value in from_environment.items())]
@@ -133,7 +134,7 @@ def _without_flags(argv: Sequence[str], known: Sequence[str]) -> list[str]:
 
 
 def _with_present_name(argument: str, known: Sequence[str]) -> str:
-    """Return `argument` under its present name. Print a notice if it has a former one."""
+    """Return `argument` with the present name of its option. Print a notice if it has a former name."""
     name, equals, value = argument.partition("=")
     present = RENAMED_OPTIONS.get(name)
     if not equals or present not in known:
@@ -155,12 +156,15 @@ def _key_in(file: Path) -> str:
         why = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
         raise ConfigError(f"api_key_file={file}: cannot be read: {why}") from None
     if not key:
-        raise ConfigError(f"api_key_file={file}: it is empty; write a key into it that begins with tml-")
+        raise ConfigError(
+            f"api_key_file={file}: the file is empty; write a key that begins with tml- into it"
+        )
     return key
 
 
 def help_text(options: type = ServerConfig, usage: str = "python -m skyrl_tx_server key=value ...") -> str:
-    """Return every option with its default and meaning. Those of the server are grouped by component."""
+    """Return the help: a line for each option with its default and meaning. The server's options are grouped
+    by component."""
     fields, defaults = chz.chz_fields(options), inspect.signature(options).parameters
     lines = [usage, "", *(_PURPOSE if options is ServerConfig else [str(options.__doc__)])]
     for heading, names in _sections(options):
@@ -218,10 +222,9 @@ def _none_in_any_case(argument: str) -> str:
 
 
 def _bad_value(message: str, argv: Sequence[str], options: type) -> str:
-    """Return one line for an error of chz, whose message names the option between quotes and has several
-    lines."""
+    """Return a one-line message in place of `message`, the message of a chz error, which has several lines
+    and contains the option's name in quotes."""
     name = message.partition("for param '")[2].partition("'")[0]
-    given = [argument.partition("=")[2] for argument in argv if argument.startswith(f"{name}=")]
-    return (
-        f"{name}={given[-1] if given else ''}: expected {values_of(chz.chz_fields(options)[name].final_type)}"
-    )
+    values = [argument.partition("=")[2] for argument in argv if argument.startswith(f"{name}=")]
+    expected = values_of(chz.chz_fields(options)[name].final_type)
+    return f"{name}={values[-1] if values else ''}: expected {expected}"

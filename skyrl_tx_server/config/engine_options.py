@@ -39,8 +39,8 @@ class MeshShape:
 class EngineOptions(TenantOptions):
     """The options that the executor reads. Sizes are in tokens unless the name has another unit.
 
-    The executor needs `base_model` to be a local directory and `model_alias` to be set (`__main__` resolves
-    both).
+    The executor requires that `base_model` is a local directory and that `model_alias` is set. `__main__`
+    resolves both.
     """
 
     base_model: str = chz.field(
@@ -162,7 +162,7 @@ class EngineOptions(TenantOptions):
 
     @property
     def alias(self) -> str:
-        """The org/name by which clients ask for the model."""
+        """The org/name by which clients refer to the model."""
         return model_alias(self.base_model, self.model_alias)
 
     @property

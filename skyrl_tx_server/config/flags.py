@@ -1,6 +1,6 @@
 """Flags of SkyRL's tx server and of vLLM, `--name value`, as options of this server, `name=value`.
 
-A flag with the name of an option is that option. No value of a flag is ignored in silence.
+A flag that has the name of an option sets this option. A flag without effect prints a notice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPTION_OF_FLAG: Mapping[str, str] = {
 """Flag with underscores -> option."""
 
 WITHOUT_EFFECT: Mapping[str, str] = {
-    "gradient_checkpointing": "the server recomputes layers itself where memory needs it",
+    "gradient_checkpointing": "the server recomputes layers if they do not fit into memory",
     "shard_attention_heads": "tensor_parallel always divides the heads",
     "train_micro_batch_size": "sequences are packed into micro-batches of train_tokens_per_batch tokens; set "
     "that option instead",
@@ -34,10 +34,10 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 
 REFUSED: Mapping[str, str] = {
     "api_key": "set SKYRL_TX_API_KEY, or pass api_key_file=FILE",
-    "backend": "this server has one backend; remove it",
+    "backend": "this server has one backend; remove the flag",
     "backend_config": "pass its entries as options of their own, as in tensor_parallel=8",
-    "database_url": "the server keeps its index in checkpoints_dir; remove it",
-    "enforce_eager": "programs are always compiled; remove it",
+    "database_url": "the server stores its index in checkpoints_dir; remove the flag",
+    "enforce_eager": "programs are always compiled; remove the flag",
     "external_inference_api_key": "set SKYRL_TX_SAMPLER_API_KEY",
     "sampler_api_key": "set SKYRL_TX_SAMPLER_API_KEY",
 }
@@ -49,17 +49,18 @@ def as_options(
 ) -> tuple[list[str], list[str]]:
     """Return `argv` with `name=value` in place of flags, and a notice for each flag without effect.
 
-    `known` are the options, `switches` those of type bool. A flag that is neither known nor in the tables
-    stays as it is. Raises ConfigError for a flag that is refused or lacks its value.
+    `known` contains the names of all options, `switches` the names of those of type bool. A flag that is
+    neither known nor in the tables is returned unchanged. Raises ConfigError for a flag that is refused or
+    lacks its value.
 
     >>> as_options(["--tensor-parallel-size", "8", "port=1"], known=["tensor_parallel", "port"], switches=[])
     (['tensor_parallel=8', 'port=1'], [])
     """
     options: list[str] = []
     notices: list[str] = []
-    rest = list(argv)
-    while rest:
-        argument = rest.pop(0)
+    remaining = list(argv)
+    while remaining:
+        argument = remaining.pop(0)
         flag, equals, value = argument.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("--"):
@@ -67,8 +68,8 @@ def as_options(
         elif name in REFUSED:
             raise ConfigError(f"{flag}: {REFUSED[name]}")
         option = OPTION_OF_FLAG.get(name, name)
-        if not equals and flag.startswith("--") and rest and _is_value(rest[0]):
-            value = rest.pop(0) if name in WITHOUT_EFFECT or option in known else ""
+        if not equals and flag.startswith("--") and remaining and _is_value(remaining[0]):
+            value = remaining.pop(0) if name in WITHOUT_EFFECT or option in known else ""
         if name in WITHOUT_EFFECT:
             notices.append(f"{flag} has no effect: {WITHOUT_EFFECT[name]}")
         elif not name or option not in known:

@@ -29,8 +29,8 @@ class HttpOptions(TenantOptions):
     )
     api_key_file: str | None = chz.field(
         default=None,
-        doc="File that holds the api_key. A key on the command line is visible to every user of this machine "
-        "while it starts",
+        doc="File that contains the api_key. A key on the command line is visible to every user of this "
+        "machine while it starts",
     )
     allowed_hosts: str | None = chz.field(
         default=None,
@@ -68,7 +68,7 @@ class HttpOptions(TenantOptions):
     @chz.validate
     def _check_api_key(self) -> None:
         if self.api_key is not None and not self.api_key.startswith("tml-"):
-            raise ConfigError("api_key: must begin with tml-, because the Tinker SDK sends no other")
+            raise ConfigError("api_key: must begin with tml-, because the Tinker SDK refuses other keys")
         if self.api_key is not None and not (
             self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key
         ):

@@ -19,7 +19,7 @@ MIN_CLUSTER_KEY = 32
 
 @chz.chz
 class ProcessOptions(BoundedOptions):
-    """Which of the server's processes this is, and where the processes connect to each other."""
+    """The rank of this process, and the address at which the processes of the server connect."""
 
     coordinator_address: str | None = chz.field(
         default=None,
@@ -77,7 +77,8 @@ class ProcessOptions(BoundedOptions):
 
     @property
     def cluster_key(self) -> bytes:
-        """The secret that the processes of one server share. Raises ConfigError where there is none."""
+        """The secret that the processes of one server share. Raises ConfigError if it is missing or too
+        short."""
         return _cluster_key(self.cluster_key_file)
 
 

@@ -32,7 +32,7 @@ RENAMED_STATISTICS: Mapping[str, str] = {
     "rows_set_aside": "sequences_preempted",
     "turn_seconds": "work_seconds",
 }
-"""Former field of the engine's statistics -> field. `GET /api/v1/stats` answers with both."""
+"""Former field of the engine's statistics -> field. `GET /api/v1/stats` returns both."""
 
 
 class FormerMetric(NamedTuple):

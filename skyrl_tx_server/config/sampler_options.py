@@ -1,6 +1,4 @@
-"""Options of the external sampler: its address, and how its samples are checked
-(docs/external-sampler.md).
-"""
+"""Options of the external sampler: its address, and the checks of its samples (docs/external-sampler.md)."""
 
 from __future__ import annotations
 
@@ -44,8 +42,7 @@ class SamplerOptions(BoundedOptions):
         default=0.05,
         metadata=positive(1e6),
         doc="Mean difference of log-probabilities per token, in nats, above which the server logs a warning; "
-        "the first samples "
-        "of a snapshot are rejected if they differ by more than ten times this limit",
+        "the first samples of a snapshot are rejected if they differ by more than ten times this limit",
     )
 
     @chz.validate

@@ -1,5 +1,5 @@
-"""All options of the server in one flat chz class. Each component declares its own options in a class of this
-package."""
+"""All options of the server in one flat chz class. The options of each component are declared in a class of
+their own in this package."""
 
 from __future__ import annotations
 

@@ -6,12 +6,12 @@ First the two sides prove to each other that they know the key, with HMAC-SHA256
     process n                                    process 0
     MAGIC, n, nonce               -->
                                   <--            nonce, proof that process 0 knows the key
-    proof that process n does     -->
+    proof that process n knows it -->
 
-A proof covers its sender, the number of the other process and both nonces, so it cannot be used elsewhere.
-Both sides derive a key for each direction from the nonces, for this connection only. A message consists of
-its length, an authentication code, the payload and a second code. The codes cover the message's number in its
-direction, its length and its payload, so a message that was changed, repeated, dropped or reordered ends the
+A proof covers its sender, the number n and both nonces, so it cannot be replayed on another connection. From
+the nonces both sides derive a key for each direction of this connection. A message consists of its length, an
+authentication code, the payload and a second code. The codes cover the message's number in its direction, its
+length and its payload. A message that was changed, repeated, dropped or reordered therefore ends the
 connection, and a sender without the key cannot cause an allocation.
 """
 
@@ -33,7 +33,7 @@ MAGIC = b"skyrltx1"
 NONCE_BYTES = CODE_BYTES = 32
 NUMBER, LENGTH, COUNTER = struct.Struct(">I"), struct.Struct(">Q"), struct.Struct(">QQ")
 MAX_MESSAGE_BYTES = 1 << 38
-"""More than the weights and checkpoints of any host; a larger length is a bug."""
+"""More than the size of the weights and checkpoints of any host. A larger length is a bug."""
 
 
 class WrongKeyError(ServerError):
@@ -50,7 +50,7 @@ class Channel:
     def __init__(self, connection: socket.socket, *, sending: bytes, receiving: bytes) -> None:
         self._socket = connection
         weakref.finalize(self, connection.close)
-        self._sending, self._receiving = sending, receiving  # keys
+        self._sending_key, self._receiving_key = sending, receiving
         self._sent = self._received = 0
         self._lock = threading.Lock()
 
@@ -60,9 +60,9 @@ class Channel:
             header = LENGTH.pack(len(payload))
             number = COUNTER.pack(self._sent, len(payload))
             self._sent += 1
-            self._socket.sendall(header + _code(self._sending, b"header", number))
+            self._socket.sendall(header + _code(self._sending_key, b"header", number))
             self._socket.sendall(payload)
-            self._socket.sendall(_code(self._sending, b"payload", number, payload))
+            self._socket.sendall(_code(self._sending_key, b"payload", number, payload))
 
     def recv_bytes(self, *, at_most: int = MAX_MESSAGE_BYTES, timeout_s: float | None = None) -> bytearray:
         """Return the next message.
@@ -76,12 +76,12 @@ class Channel:
         (length,) = LENGTH.unpack(header)
         number = COUNTER.pack(self._received, length)
         code = _read(self._socket, CODE_BYTES, deadline)
-        if length > at_most or not hmac.compare_digest(code, _code(self._receiving, b"header", number)):
-            self._end()
+        if length > at_most or not hmac.compare_digest(code, _code(self._receiving_key, b"header", number)):
+            self._fail()
         payload = _read(self._socket, length, deadline)
         code = _read(self._socket, CODE_BYTES, deadline)
-        if not hmac.compare_digest(code, _code(self._receiving, b"payload", number, payload)):
-            self._end()
+        if not hmac.compare_digest(code, _code(self._receiving_key, b"payload", number, payload)):
+            self._fail()
         self._received += 1
         if deadline is not None:
             self._socket.settimeout(None)
@@ -94,14 +94,15 @@ class Channel:
         return bool(poller.poll(timeout_s * 1000))
 
     def shut_down(self) -> None:
-        """End the connection, also while another thread receives."""
+        """End the connection, even while another thread receives."""
         with contextlib.suppress(OSError):  # the connection may have ended already
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()
 
-    def _end(self) -> None:
+    def _fail(self) -> None:
+        """End the connection and raise TamperedError."""
         self.shut_down()
         raise TamperedError(
             "a message between the processes was changed, repeated or lost; the connection is closed"
@@ -109,7 +110,7 @@ class Channel:
 
 
 def accept(connection: socket.socket, key: bytes, *, timeout_s: float) -> tuple[int, Channel]:
-    """Return (number of the other process, channel to it), on process 0.
+    """Authenticate a connection on process 0. Return (number of the other process, channel to it).
 
     Raises WrongKeyError, EOFError or OSError if the other side does not know the key or does not answer in
     time.
@@ -130,7 +131,7 @@ def accept(connection: socket.socket, key: bytes, *, timeout_s: float) -> tuple[
 
 
 def connect(connection: socket.socket, key: bytes, *, process: int, timeout_s: float) -> Channel:
-    """Return the channel to process 0, on another process.
+    """Authenticate a connection to process 0 on another process. Return the channel to process 0.
 
     Raises WrongKeyError if the listener does not know the key, and EOFError, TimeoutError or OSError as
     sockets do.
@@ -149,8 +150,8 @@ def connect(connection: socket.socket, key: bytes, *, process: int, timeout_s: f
 
 
 def _session_keys(key: bytes, hello: bytes | bytearray, nonce: bytes | bytearray) -> tuple[bytes, bytes]:
-    """Return the keys of messages (from process 0, to process 0). `hello` is the number and nonce of the
-    other process, `nonce` that of process 0."""
+    """Return (key of messages from process 0, key of messages to process 0). `hello` contains the number and
+    the nonce of the other process; `nonce` is the nonce of process 0."""
     purposes = b"key of messages from process 0", b"key of messages to process 0"
     return _code(key, purposes[0], hello, nonce), _code(key, purposes[1], hello, nonce)
 
@@ -166,14 +167,15 @@ def _code(key: bytes, purpose: bytes, *parts: bytes | bytearray) -> bytes:
 
 
 def _read(connection: socket.socket, count: int, deadline: float | None) -> bytearray:
-    """Read exactly `count` bytes. Raises EOFError if the connection ends before."""
+    """Read exactly `count` bytes. Raises EOFError if the connection ends first, and TimeoutError at
+    `deadline`, a time of `time.monotonic`."""
     data = bytearray(count)
     view, num_read = memoryview(data), 0
     while num_read < count:
         if deadline is not None:
-            if (left := deadline - time.monotonic()) <= 0:
+            if (remaining_s := deadline - time.monotonic()) <= 0:
                 raise TimeoutError("the other side did not answer in time")
-            connection.settimeout(left)
+            connection.settimeout(remaining_s)
         received = connection.recv_into(view[num_read:])
         if not received:
             raise EOFError("the connection has ended")

@@ -2,19 +2,19 @@
 same calls.
 
 jax needs the same programs in the same order on every rank. Rank 0 therefore sends each call of its executor
-to the other ranks before it makes the call itself. What an executor cannot derive from its calls (files, free
-memory, random seeds) it gets with `broadcast_from_rank0`: rank 0 evaluates a function, and every rank
-continues with the result. Only rank 0 reads and writes checkpoints.
+to the other ranks before it makes the call itself. Values that depend on the host (files, free memory, random
+seeds) come from `broadcast_from_rank0`: rank 0 evaluates a function, and every rank continues with the
+result. Only rank 0 reads and writes checkpoints.
 
     rank 0                                            rank 1
     sampler.decode()            -- Call(decode) -->   sampler.decode()
     ... broadcast_from_rank0    -- arrays -------->   ... broadcast_from_rank0
                                 <-- no error ------
 
-A ServerError is raised by every rank alike and fails one operation. Any other error, or a lost process, stops
-the server: device states may have diverged. Rank 0 reads plain text from the other ranks, never a pickle. The
-other ranks unpickle messages of rank 0 after they have authenticated them (see `channel`). Messages to the
-user call a rank "process", as the option `process_id` does.
+A ServerError occurs on every rank alike and fails one operation. Any other error, or a lost process, stops
+the server, because device states may have diverged. Rank 0 reads plain text from the other ranks, never a
+pickle. The other ranks unpickle messages of rank 0 after they have authenticated them (see `channel`).
+Messages to the user call a rank "process", as the option `process_id` does.
 
 This file is long because rank 0 and the other ranks are the two sides of one protocol.
 """
@@ -50,17 +50,18 @@ LAST_MESSAGE_S = 2.0
 """How long to wait for the reason of a failure before the connection is closed. jax ends the other processes
 as soon as rank 0 exits."""
 SHUTDOWN_S = 5.0
-RESTART_HINT = "start all processes again; what was saved is in checkpoints_dir"
+RESTART_HINT = "start all processes again; saved checkpoints are in checkpoints_dir"
 FATAL = "!"
 """The first character of the last message of a rank that cannot continue."""
 
 
 class RankLostError(ServerError):
-    """A process has exited or failed alone. Nothing more can be computed."""
+    """A process has exited, or has failed with an error that the other processes did not have. The server
+    cannot continue."""
 
 
 class RankGroup(Protocol):
-    """The ranks of one server, as code that runs on each of them sees them."""
+    """Communication between the ranks of one server, for code that runs on every rank."""
 
     def broadcast_from_rank0[Value](self, evaluate: Callable[[], Value]) -> Value:
         """Return or raise on every rank what `evaluate` returns or raises on rank 0. Every rank calls it in
@@ -118,7 +119,7 @@ class _Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Operations:
-    """The operations under way on one rank, by number."""
+    """The running operations of one rank, by number."""
 
     executor: Executor
     running: dict[int, Generator[None, None, OpResult]] = field(default_factory=dict)
@@ -130,12 +131,12 @@ class _Operations:
         return {"run": self.run, "advance": self.advance}[call.method](*call.args)
 
     def run(self, number: int, op: Op) -> OpResult | None:
-        """Start an operation. None: it has yielded."""
+        """Start an operation. Return None if it has yielded."""
         self.running[number] = self.executor.run(op)
         return self.advance(number)
 
     def advance(self, number: int) -> OpResult | None:
-        """Continue an operation up to its next yield. None: it has not finished."""
+        """Continue an operation. Return None if it has yielded again."""
         try:
             return next(self.running[number])
         except StopIteration as finished:
@@ -150,7 +151,7 @@ class _Operations:
 
 
 class RankZero:
-    """Rank 0's connections to the other ranks. Without connections it is a server on a single rank."""
+    """Rank 0's connections to the other ranks. A server on a single rank has no connections."""
 
     def __init__(
         self, connections: Mapping[int, Channel] | None = None, on_lost: Callable[[str], None] = logger.error
@@ -177,27 +178,27 @@ class RankZero:
         return outcome.unwrap()
 
     def call_on_all_ranks(self, call: Call, make: Callable[[Call], object]) -> Any:
-        """Make the call on every rank and return this rank's result. Raises RankLostError if that is no
-        longer possible."""
+        """Make the call on every rank and return this rank's result. Raises RankLostError if a rank is
+        lost."""
         if self._lost.done():
             raise RankLostError(self._lost.result())
         self._send(call)
         outcome = _Outcome.capture(lambda: make(call))
         summary = outcome.summary()
         if summary.startswith(FATAL):
-            wait([self._lost], LAST_MESSAGE_S)  # if the cause is that another rank died, report that
-            self._lose(f"process 0: {summary.removeprefix(FATAL)}")
+            wait([self._lost], LAST_MESSAGE_S)  # if a lost rank is the cause, report the lost rank
+            self._report_loss(f"process 0: {summary.removeprefix(FATAL)}")
         for rank, replies in self._replies.items():
             reply = replies.get()
             if reply != summary:
                 results = f"{reply or 'a result'}, process 0 with {summary or 'a result'}"
-                self._lose(f"process {rank} answered {call.method} with {results}")
+                self._report_loss(f"process {rank} answered {call.method} with {results}")
         if self._lost.done():
             raise RankLostError(self._lost.result()) from outcome.error
         return outcome.unwrap()
 
     def stop(self) -> None:
-        """Tell the other ranks to exit, and wait for them."""
+        """Send the other ranks the message to exit, and wait for them."""
         self._closing = True
         self._send(None)
         self._join_listeners(SHUTDOWN_S)
@@ -217,23 +218,25 @@ class RankZero:
                 except OSError:
                     lost.append(rank)
         for rank in lost:
-            self._lose(f"process {rank} has gone: {RESTART_HINT}")
+            self._report_loss(f"process {rank} has disconnected: {RESTART_HINT}")
 
     def _listen(self, rank: int) -> None:
-        """Receive replies of one rank in a thread, which detects its end while this rank waits for its
-        devices."""
+        """Receive the replies of one rank in a thread, so that its exit is detected while rank 0 waits for
+        its devices."""
         connection, replies = self._connections[rank], self._replies[rank]
         try:
             while not (reply := connection.recv_bytes().decode()).startswith(FATAL):
                 replies.put(reply)
-            connection.poll(LAST_MESSAGE_S)  # until the connection ends
-            self._lose(f"process {rank} failed: {reply.removeprefix(FATAL)}")
+            connection.poll(LAST_MESSAGE_S)  # wait until the connection ends
+            self._report_loss(f"process {rank} failed: {reply.removeprefix(FATAL)}")
         except TamperedError as error:
-            self._lose(f"process {rank}: {error}: {RESTART_HINT}")
+            self._report_loss(f"process {rank}: {error}: {RESTART_HINT}")
         except (EOFError, OSError):
-            self._lose(f"process {rank} has gone: {RESTART_HINT}")
+            self._report_loss(f"process {rank} has disconnected: {RESTART_HINT}")
 
-    def _lose(self, reason: str) -> None:
+    def _report_loss(self, reason: str) -> None:
+        """Fail all calls, and send `reason` to the other ranks and to `on_lost`. Only the first call has an
+        effect."""
         with self._loss_lock:
             if self._lost.done() or self._closing:
                 return
@@ -280,8 +283,8 @@ class MultihostExecutor:
 
 
 class _MultihostSampler:
-    """Makes the calls of `ON_ALL_RANKS` on every rank and all other calls on this one. `_add_method` adds the
-    methods of `Sampler`."""
+    """Makes the calls of `ON_ALL_RANKS` on every rank and all other calls on rank 0 only. `_add_method` adds
+    the methods of `Sampler`."""
 
     def __init__(self, sampler: Sampler, call: Callable[[Call], Any]) -> None:
         self.sampler = sampler
@@ -314,7 +317,7 @@ for _name, _member in vars(Sampler).items():
 
 
 class WorkerRank:
-    """The connection of another rank to rank 0."""
+    """The connection of a rank other than 0 to rank 0."""
 
     def __init__(self, connection: Channel, on_lost: Callable[[str], None] = logger.error) -> None:
         """`on_lost` is called from another thread as soon as rank 0 is lost, even during a computation."""
@@ -345,7 +348,7 @@ class WorkerRank:
             with contextlib.suppress(OSError):
                 self._connection.send_bytes(f"{FATAL}{_one_line(error)}".encode())
             if not isinstance(error, ServerError):
-                self._ended.wait(LAST_MESSAGE_S)  # if the cause is that rank 0 died, `_listen` reports that
+                self._ended.wait(LAST_MESSAGE_S)  # if the loss of rank 0 is the cause, `_listen` reports it
             raise
 
     def _listen(self) -> None:
@@ -357,7 +360,9 @@ class WorkerRank:
                     self._ended.set()
                 self._messages.put(message)
         except (EOFError, OSError, TamperedError) as error:
-            reason = f"process 0: {error}" if isinstance(error, TamperedError) else "process 0 has gone"
+            reason = (
+                f"process 0: {error}" if isinstance(error, TamperedError) else "process 0 has disconnected"
+            )
             self._on_lost(reason)
             self._messages.put(RankLostError(reason))
             self._ended.set()

@@ -46,10 +46,10 @@ class Handshake:
 
 
 def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> RankZero:
-    """Wait for the other processes and start jax, on process 0. Raises ConfigError if a process does not
+    """On process 0, wait for the other processes and start jax. Raises ConfigError if a process does not
     connect in time or disconnects."""
     host, port = hosts.address
-    mine, joined = _handshake(hosts, settings), dict[int, Channel]()
+    own_handshake, joined = _handshake(hosts, settings), dict[int, Channel]()
     deadline = time.monotonic() + hosts.initialization_timeout_s
     try:
         server = socket.create_server((host, port), family=_family(host))
@@ -72,9 +72,9 @@ def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
                     f"{host}:{port} within {hosts.initialization_timeout_s:.0f} s; start every process with "
                     "the same options and its own process_id"
                 ) from None
-            accept_process(candidate, hosts, mine, joined)
+            accept_process(candidate, hosts, own_handshake, joined)
             if len(joined) == hosts.num_processes - 1:
-                remove_disconnected(joined)  # with a lost process jax waits for minutes and aborts
+                remove_disconnected(joined)  # jax would wait minutes for a lost process and then abort
         jax_address = f"{_bracketed(host)}:{_free_port(host)}"
     for process, connection in joined.items():
         try:
@@ -83,13 +83,13 @@ def lead(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
             raise ConfigError(
                 f"process {process} disconnected before all processes had connected: start them again"
             ) from None
-    rank0 = RankZero(joined, on_lost)  # detects lost processes while jax starts, which waits for minutes
+    rank0 = RankZero(joined, on_lost)  # detects a lost process while jax starts; jax would wait for minutes
     _start_jax(hosts, jax_address)
     return rank0
 
 
 def join(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str], None]) -> WorkerRank:
-    """Connect to process 0 and start jax, on another process. Raises ConfigError if process 0 does not answer
+    """On another process, connect to process 0 and start jax. Raises ConfigError if process 0 does not answer
     in time or refuses this process."""
     where, timeout_s = f"coordinator_address={hosts.coordinator_address}", hosts.initialization_timeout_s
     with contextlib.ExitStack() as on_error:
@@ -119,19 +119,19 @@ def join(hosts: ProcessOptions, settings: EngineOptions, on_lost: Callable[[str]
 
 
 def accept_process(
-    candidate: socket.socket, hosts: ProcessOptions, mine: Handshake, joined: dict[int, Channel]
+    candidate: socket.socket, hosts: ProcessOptions, own_handshake: Handshake, joined: dict[int, Channel]
 ) -> None:
     """Add a process that has connected to `joined`, or send it the reason for its refusal."""
     _enable_keepalive(candidate)
     try:
         process, channel = accept(candidate, hosts.cluster_key, timeout_s=HANDSHAKE_S)
-        theirs = Handshake(
+        handshake = Handshake(
             **json.loads(channel.recv_bytes(at_most=MAX_HANDSHAKE_BYTES, timeout_s=HANDSHAKE_S))
         )
-        if theirs.process_id != process or not process:
-            raise ValueError(f"the handshake of process {process} has process_id={theirs.process_id}")
+        if handshake.process_id != process or not process:
+            raise ValueError(f"the handshake of process {process} has process_id={handshake.process_id}")
         remove_disconnected(joined)  # a restarted process uses its number again
-        refusal = refusal_of(mine, theirs, joined)
+        refusal = refusal_of(own_handshake, handshake, joined)
         if refusal is not None:
             logger.warning("%s", refusal)
             channel.send_bytes(json.dumps({"refused": refusal}).encode())
@@ -147,7 +147,7 @@ def accept_process(
         candidate.close()
         return
     joined[process] = channel
-    logger.info("process %d has connected", theirs.process_id)
+    logger.info("process %d has connected", process)
 
 
 def remove_disconnected(joined: dict[int, Channel]) -> None:
@@ -158,19 +158,19 @@ def remove_disconnected(joined: dict[int, Channel]) -> None:
         joined.pop(process).close()
 
 
-def refusal_of(mine: Handshake, theirs: Handshake, joined: dict[int, Channel]) -> str | None:
-    """Return why a process is refused. None: it is accepted."""
-    process = f"process {theirs.process_id}"
-    if theirs.num_processes != mine.num_processes:
+def refusal_of(own_handshake: Handshake, handshake: Handshake, joined: dict[int, Channel]) -> str | None:
+    """Return the reason for refusing a process, or None if it is accepted."""
+    process = f"process {handshake.process_id}"
+    if handshake.num_processes != own_handshake.num_processes:
         return (
-            f"{process} was started with num_processes={theirs.num_processes}, process 0 with "
-            f"num_processes={mine.num_processes}: use equal options"
+            f"{process} was started with num_processes={handshake.num_processes}, process 0 with "
+            f"num_processes={own_handshake.num_processes}: use equal options"
         )
-    if theirs.process_id in joined:
-        return f"process_id={theirs.process_id} is taken: start each process with its own process_id"
-    for name, value in mine.settings.items():
-        if (other := theirs.settings.get(name)) != value:
-            return f"{process} has {name}={other}, process 0 {name}={value}: use equal options"
+    if handshake.process_id in joined:
+        return f"process_id={handshake.process_id} is taken: start each process with its own process_id"
+    for name, own_value in own_handshake.settings.items():
+        if (value := handshake.settings.get(name)) != own_value:
+            return f"{process} has {name}={value}, process 0 {name}={own_value}: use equal options"
     return None
 
 
@@ -201,7 +201,7 @@ def _connect(hosts: ProcessOptions) -> socket.socket:
 
 
 def _enable_keepalive(peer: socket.socket) -> None:
-    """Let the kernel probe the other host, so that the connection to a lost host ends after 30 s."""
+    """Enable probes of the other host by the kernel. The connection to a lost host then ends after 30 s."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, seconds in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):

@@ -63,8 +63,8 @@ class WithdrawnError(ServerError):
 
 
 class Watcher(Protocol):
-    """Follows one `Sample` while it runs. The engine thread calls the methods; they must return at once and
-    not raise."""
+    """Receives the progress of one `Sample`. The engine thread calls the methods, which must return at once
+    and not raise an exception."""
 
     @property
     def streams_tokens(self) -> bool:
@@ -82,7 +82,7 @@ class Watcher(Protocol):
 
 
 class EngineClient(Protocol):
-    """The engine as the HTTP side sees it."""
+    """The methods of the engine that the HTTP side calls."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -115,7 +115,7 @@ class Engine:
         train_share: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`train_share`: see `Scheduler`. `clock`: the time in seconds."""
+        """`train_share`: see `Scheduler`. `clock` returns the time in seconds."""
         self._clock = clock
         self._executor, self._sampler = executor, executor.sampler
         self._scheduler = Scheduler(
@@ -220,7 +220,7 @@ class Engine:
                 with self._work:
                     self._scheduler.count_time(work, seconds)
         except BaseException:  # a bug; fail the futures so that clients do not wait forever
-            logger.exception("the engine thread died")
+            logger.exception("the engine thread failed")
             self.abandon(STOPPING)
             raise
 
@@ -251,7 +251,7 @@ class Engine:
             self._resolve(step.request_id, finished.value)
         except Exception as error:
             self._finish(step)
-            self._fail(step.request_id, error, what=type(step.op).__name__)
+            self._fail(step.request_id, error, operation=type(step.op).__name__)
 
     def _finish(self, step: Step) -> None:
         self._jobs.pop(step.request_id, None)
@@ -290,7 +290,7 @@ class Engine:
                 self._prefilled(request, result)
 
     def _is_pending(self, request_id: int) -> bool:
-        """Whether the request has started, or its future is not cancelled."""
+        """Whether the request has started or can still start, because its future is not cancelled."""
         with self._work:
             future = self._futures.get(request_id)
             withdrawn = future is None or future.cancelled()
@@ -380,9 +380,10 @@ class Engine:
                 )
                 continue
             for sequence in self._sampler.running(request_id) if sampling.watcher.streams_tokens else ():
-                seen = sampling.reported.get(sequence.index, 0)
-                if len(sequence.tokens) > seen:
-                    sampling.watcher.tokens(sequence.index, sequence.tokens[seen:], sequence.logprobs[seen:])
+                start = sampling.reported.get(sequence.index, 0)
+                if len(sequence.tokens) > start:
+                    tokens, logprobs = sequence.tokens[start:], sequence.logprobs[start:]
+                    sampling.watcher.tokens(sequence.index, tokens, logprobs)
                     sampling.reported[sequence.index] = len(sequence.tokens)
 
     def _fail_sample(self, request_id: int, error: Exception) -> None:
@@ -392,11 +393,11 @@ class Engine:
         if not started:
             return
         self._sampler.release(request_id)
-        self._fail(request_id, error, what="Sample")
+        self._fail(request_id, error, operation="Sample")
 
     def _fail_all_samples(self, error: Exception, *starting: int) -> None:
-        """Fail every request that has started or was about to, because the KV cache is lost. Waiting requests
-        continue."""
+        """Fail every request that has started, and the requests `starting`, because the KV cache is lost.
+        Waiting requests continue."""
         for request_id in {**dict.fromkeys(self._sampling), **dict.fromkeys(starting)}:
             self._fail_sample(request_id, error)
 
@@ -415,14 +416,14 @@ class Engine:
         self._counts["ops_finished"] += 1
         self._deliver(request_id, lambda future: future.set_result(result))
 
-    def _fail(self, request_id: int, error: Exception, *, what: str) -> None:
+    def _fail(self, request_id: int, error: Exception, *, operation: str) -> None:
         self._counts["ops_failed"] += 1
         if not isinstance(error, ServerError):
-            logger.error("%s failed: %s", what, error, exc_info=error)
+            logger.error("%s failed: %s", operation, error, exc_info=error)
             unexpected = error
             hint = f"{OUT_OF_MEMORY_HINT}; " if "RESOURCE_EXHAUSTED" in str(error) else ""
             error = ServerError(
-                f"{what} failed in the engine: {hint}{type(unexpected).__name__}: {unexpected}"
+                f"{operation} failed in the engine: {hint}{type(unexpected).__name__}: {unexpected}"
             )
             error.__cause__ = unexpected
         self._deliver(request_id, lambda future: future.set_exception(error))

@@ -40,7 +40,7 @@ class FinishedSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailedSequence:
-    """A sample of a request has failed, and with it the request. Other requests are not affected."""
+    """A sample of a request has failed, so the whole request fails. Other requests are not affected."""
 
     request_id: int
     error: Exception
@@ -48,7 +48,8 @@ class FailedSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningSequence:
-    """The tokens of sample `index` of a request so far. The lists grow; copy what must not change."""
+    """The tokens of sample `index` of a request so far. The lists grow, so a caller that keeps them must copy
+    them."""
 
     index: int
     tokens: Sequence[int]
@@ -57,7 +58,7 @@ class RunningSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillResult:
-    """The prompt of a request is computed and its sequences have their slots."""
+    """The result of a prefill that has computed the whole prompt of a request. Its sequences have slots."""
 
     prompt_logprobs: np.ndarray | None  # [P] float32
     prompt_cache_hit_tokens: int
@@ -96,7 +97,8 @@ class Sampler(Protocol):
 
     @property
     def prefills_per_dispatch(self) -> float:
-        """The time of a dispatch of decode steps for all slots, in full prefill batches."""
+        """The duration of a dispatch of decode steps for all slots, divided by that of a full prefill
+        batch."""
         ...
 
     @on_all_ranks
@@ -112,8 +114,8 @@ class Sampler(Protocol):
 
     @on_all_ranks
     def decode(self) -> bool:
-        """Wait for the dispatch of decode steps in flight, after starting one if there is none. Return
-        whether it ended sequences.
+        """Start a dispatch of decode steps unless one is in flight, and wait for it. Return whether sequences
+        have ended.
 
         `poll` must follow. After any error all sequences are lost.
         """
@@ -121,8 +123,8 @@ class Sampler(Protocol):
 
     @on_all_ranks
     def poll(self, *, dispatch_next: bool) -> Sequence[FinishedSequence | FailedSequence]:
-        """Return the sequences that were completed by `decode`. With `dispatch_next` the next dispatch starts
-        first, if possible, so that the next `decode` waits for it."""
+        """Return the sequences that `decode` has completed. With `dispatch_next` the next dispatch starts
+        first, if possible, and the next `decode` waits for it."""
         ...
 
     @on_all_ranks

@@ -1,8 +1,8 @@
 """Futures of submitted operations, which clients poll by request id.
 
-The store recognises a repeated request by its key and returns the id of the first one, so no operation runs
-twice. A finished future is kept until a grace period after its delivery, because the reply may get lost, and
-within limits of number and bytes. After that its id is unknown.
+The store recognises a repeated request by its key and returns the id of the first request, so no operation
+runs twice. A finished future is kept until a grace period after its delivery, because the reply may get lost,
+and within limits of number and bytes. After that its id is unknown.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ logger = logging.getLogger(__name__)
 
 MAX_KEYS_PER_SCOPE = 200_000
 FAILURE_SIZE = 500
+"""Estimated bytes of a stored error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestKey:
-    """Identifies a repeated request: the model, sampler or session, and the client's number of the request in
-    it."""
+    """Identifies a request, so that a repetition is recognised: the model, sampler or session, and the
+    client's number of the request within it."""
 
     scope: str  # begins with the session id
     seq_id: int
@@ -46,7 +47,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """How long results are kept, and how many."""
+    """Limits on the time for which results are kept, on their number and on their size."""
 
     hold_s: float = 35.0  # a poll waits this long; the SDK gives up on the connection after 45 s
     grace_s: float = 120.0
@@ -60,7 +61,7 @@ class _Entry:
     extra: dict[str, str]
     session_id: str | None
     running: concurrent.futures.Future[OpResult]
-    withdraw: Callable[[], None]  # withdraws an operation that has started
+    withdraw: Callable[[], None]  # called to withdraw an operation that has started
     key: RequestKey | None = None
     abandoned: bool = False  # no client waits for the result
     woken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -85,7 +86,7 @@ class FutureStore:
         self._closed = False
 
     def share(self, parts: int) -> FutureStore:
-        """Return an empty store for a tenant, with a fraction 1 / `parts` of the limits of this one."""
+        """Return an empty store for a tenant, with a fraction 1 / `parts` of this store's limits."""
         max_finished, max_bytes = self._retention.max_finished // parts, self._retention.max_bytes // parts
         return FutureStore(
             replace(self._retention, max_finished=max_finished, max_bytes=max_bytes), clock=self._clock
@@ -108,8 +109,8 @@ class FutureStore:
         waits for the result. If `start` raises, nothing is recorded. Raises UserError if `key` belongs to a
         request of another kind.
         """
-        if key is not None and (known := self.find(key, kind=kind)) is not None:
-            return known
+        if key is not None and (earlier_id := self.find(key, kind=kind)) is not None:
+            return earlier_id
         future = start()
         request_id = f"{kind}-{uuid.uuid4().hex}"
         self._entries[request_id] = _Entry(
@@ -132,18 +133,18 @@ class FutureStore:
         return request_id
 
     def find(self, key: RequestKey, *, kind: str) -> str | None:
-        """Return the id of an earlier request with this key. Raise UserError if that was a request of another
-        kind.
-        """
-        known = self._keys.get(key.scope, {}).get(key.seq_id)
-        if known is None:
+        """Return the id of an earlier request with this key. Raise UserError if the earlier request is
+        of another kind."""
+        earlier = self._keys.get(key.scope, {}).get(key.seq_id)
+        if earlier is None:
             return None
-        if known[0] != kind:
+        earlier_kind, request_id = earlier
+        if earlier_kind != kind:
             raise UserError(
-                f"seq_id {key.seq_id} of {key.scope} was a {known[0]} request already; give each request its "
-                f"own seq_id"
+                f"seq_id {key.seq_id} of {key.scope} was a {earlier_kind} request already; give each request "
+                f"its own seq_id"
             )
-        return known[1]
+        return request_id
 
     def session_of(self, request_id: str) -> str | None:
         entry = self._entries.get(request_id)

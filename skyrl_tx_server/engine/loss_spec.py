@@ -1,7 +1,7 @@
 """The table of losses: the inputs that each reads from a datum, and its options.
 
-The table does not import jax, so the request parser can use it. `training.losses.LOSS_FUNCTIONS` holds the
-formula of each loss.
+The table does not import jax, so the request parser can use it. `training.losses.LOSS_FUNCTIONS` contains
+the formula of each loss.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class LossSpec:
     has_gradient: Callable[[TrainDatum], np.ndarray]  # [N] bool: the loss at this position has a gradient
     takes_several_targets: bool = False  # `target_tokens` may be [N, K]
     # For a loss with a term over the whole sequence: return the datum with this term in place of the
-    # sampler's logprobs, computed from the model's own logprobs [N]. It costs a forward pass before the
-    # forward-backward pass.
+    # sampler's logprobs. The term is computed from the model's own logprobs [N], which require a forward pass
+    # before the forward-backward pass.
     add_sequence_term: Callable[[TrainDatum, np.ndarray], TrainDatum] | None = None
 
 
@@ -85,8 +85,8 @@ def _everywhere(datum: TrainDatum) -> np.ndarray:
 
 
 def mean_log_ratio(datum: TrainDatum, logprobs: np.ndarray) -> TrainDatum:
-    """Put gspo's sequence term, the mean of `logprobs` - the sampler's over the mask, in place of the
-    sampler's logprobs."""
+    """Replace the sampler's logprobs by gspo's sequence term: at every token the mean of (`logprobs` -
+    sampler's logprobs) over the tokens of the mask. `logprobs` is [N] float32."""
     assert datum.logprobs is not None and datum.sequence_ratio_mask is not None, (
         "the request parser requires both"
     )
@@ -109,7 +109,7 @@ LOSSES: dict[LossFn, LossSpec] = {
     LossFn.IMPORTANCE_SAMPLING: LossSpec(inputs=_POLICY_INPUTS, options={}, has_gradient=_where_advantage),
     LossFn.PPO: LossSpec(inputs=_POLICY_INPUTS, options=_CLIP_OPTIONS, has_gradient=_where_advantage),
     LossFn.CISPO: LossSpec(inputs=_POLICY_INPUTS, options=_CLIP_OPTIONS, has_gradient=_where_advantage),
-    # The quadratic term of dro has a gradient whatever the advantage is.
+    # The quadratic term of dro has a gradient for every advantage, including 0.
     LossFn.DRO: LossSpec(inputs=_POLICY_INPUTS, options={"beta": OptionRange()}, has_gradient=_everywhere),
     LossFn.GSPO: LossSpec(
         inputs=_POLICY_INPUTS | {"sequence_ratio_mask"},

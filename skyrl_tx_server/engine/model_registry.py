@@ -20,7 +20,8 @@ from skyrl_tx_server.engine.operations import DEFAULT_TENANT, DropSnapshot, Lora
 from skyrl_tx_server.engine.tenants import id_prefix, owner_of
 from skyrl_tx_server.errors import FutureLostError, NotFoundError, UserError
 
-MAX_ENDED_REMEMBERED = 10_000
+MAX_ENDED_SESSIONS = 10_000
+"""The number of ended sessions whose reason for ending is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +70,7 @@ class Registry:
         self.clock = clock
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # session id -> why it ended
-        self.last_request_at: dict[str, datetime] = {}  # by id of each live model
+        self.last_request_at: dict[str, datetime] = {}  # by model id
         self._snapshots: OrderedDict[str, None] = OrderedDict()  # sampler ids, least recently used first
         self._tenant: str | None = None  # None: all owners
         self._quota: TenantOptions | None = None
@@ -84,7 +85,8 @@ class Registry:
         return self._tenant is None or owner_of(identifier) == self._tenant
 
     def _find(self, session_id: str) -> Session | None:
-        """Return a session by its id. All other methods use this one."""
+        """Return a session by its id. All other methods look up sessions with this method, so that a view
+        contains only the sessions of its tenant."""
         return self._sessions.get(session_id) if self._owns(session_id) else None
 
     # --- sessions
@@ -126,8 +128,8 @@ class Registry:
 
     def sessions(self) -> list[Session]:
         """Return the sessions, the newest first."""
-        seen = (session for session in self._sessions.values() if self._owns(session.session_id))
-        return sorted(seen, key=lambda session: session.created_at, reverse=True)
+        owned = (session for session in self._sessions.values() if self._owns(session.session_id))
+        return sorted(owned, key=lambda session: session.created_at, reverse=True)
 
     def has_session(self, session_id: str) -> bool:
         return self._find(session_id) is not None
@@ -142,7 +144,7 @@ class Registry:
             raise FutureLostError(str(error)) from None
 
     def touch(self, session_id: str | None) -> None:
-        """Record that the client is alive; a poll counts as a heartbeat."""
+        """Record that the client is alive, because it polls a future. Ignore an unknown session."""
         session = None if session_id is None else self._find(session_id)
         if session is not None:
             session.last_seen = self.clock()
@@ -158,7 +160,7 @@ class Registry:
             return []
         del self._sessions[session_id]
         self._ended[session_id] = why
-        if len(self._ended) > MAX_ENDED_REMEMBERED:
+        if len(self._ended) > MAX_ENDED_SESSIONS:
             self._ended.popitem(last=False)
         for model_id in session.models:
             self.last_request_at.pop(model_id, None)
@@ -238,8 +240,8 @@ class Registry:
         sampler = Sampler(
             sampler_id=sampler_id, session_id=session_id, model_path=model_path, weights=weights
         )
-        known = session.samplers.setdefault(sampler_id, sampler)
-        if known != sampler:
+        existing = session.samplers.setdefault(sampler_id, sampler)
+        if existing != sampler:
             raise UserError(
                 f"sampler {sampler_id} exists already with other weights; give each sampling session its own "
                 f"number"

@@ -19,9 +19,8 @@ DEFAULT_TENANT = "default"
 """The tenant of every operation on a server without tenants."""
 
 LORA_ALPHA = 32.0
-"""LoRA's alpha for every adapter; the delta is scaled by alpha / rank (Thinking Machines, "LoRA Without
+"""The default alpha of an adapter. The delta is scaled by alpha / rank (Thinking Machines, "LoRA Without
 Regret")."""
-
 
 NO_LOGPROB = -99999.0
 """The log-probability of the placeholder, token id 0, at a position that has no top-k tokens."""
@@ -53,8 +52,8 @@ def expert_rank(rank: int, experts_per_token: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamSettings:
-    """The settings of one optimizer step, as in Tinker's AdamParams: decoupled weight decay, and global-norm
-    clipping (0: off)."""
+    """The settings of one optimizer step, as in Tinker's AdamParams. Weight decay is decoupled.
+    `grad_clip_norm` limits the global norm of the gradient; 0: off."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9

@@ -22,7 +22,8 @@ class PlannedPause:
 
 
 def plan_pauses(queue: SampleQueue, num_slots: int, *, for_memory: bool) -> list[PlannedPause]:
-    """Return the sequences to pause. With `for_memory`, which means that no KV page is free, at most one."""
+    """Return the sequences to pause. `for_memory` means that no KV page is free; at most one sequence is then
+    returned."""
     plan, pauses = SlotPlan(), list[PlannedPause]()
     while len(pauses) < num_slots:
         pause = _next_pause(queue, plan, num_slots, for_memory=for_memory)
@@ -98,19 +99,19 @@ def _sequence_of_largest_account(
 def _sequence_of_same_tenant(
     queue: SampleQueue, waiter: Request, plan: SlotPlan, num_slots: int
 ) -> tuple[Request, int] | None:
-    others = [request for request in waiter.tenant.running.values() if request is not waiter]
+    requests = [request for request in waiter.tenant.running.values() if request is not waiter]
     if waiter.is_small and queue.has_room_for_small(waiter.tenant, plan, num_slots):
-        return _sequence_to_pause(queue, [request for request in others if not request.is_small], plan)
+        return _sequence_to_pause(queue, [request for request in requests if not request.is_small], plan)
     at_least = max(SEQUENCES_PER_ROUND + 1, plan.num_running(waiter) + 2)
-    larger = [request for request in others if plan.num_running(request) >= at_least]
+    larger = [request for request in requests if plan.num_running(request) >= at_least]
     return _sequence_to_pause(queue, larger, plan)
 
 
 def _sequence_to_pause(
     queue: SampleQueue, requests: Iterable[Request], plan: SlotPlan
 ) -> tuple[Request, int] | None:
-    """Return the last sequence that may be paused of the request with the most sequences, the latest one of
-    several such requests."""
+    """Return the last sequence that may be paused of the request with the most sequences. If several requests
+    have the most sequences, use the latest request."""
     candidates = [
         (plan.num_running(request), request.request_id, index)
         for request in requests

@@ -17,13 +17,13 @@ PROMPTS_PER_PREFILL = 16
 chunks (`model/shapes.py`)."""
 PROMPT_TOKENS_PER_UNIT = 64
 SEQUENCES_PER_ROUND = 8
-"""Sequences of one request that get slots before those of the next: sequences of one prompt share KV pages,
-so they run together."""
+"""Sequences of one request that get slots before the next request does. Sequences of one prompt share KV
+pages, so they should run together."""
 
 
 class SampleQueue:
-    """All sampling requests. `is_being_saved(weights, request_id)` tells whether the snapshot of a request is
-    not saved yet."""
+    """All sampling requests. `is_being_saved(weights, request_id)` returns whether the snapshot of a request
+    is not saved yet."""
 
     def __init__(
         self, *, max_partial_prefill_tokens: int, is_being_saved: Callable[[str, int], bool]
@@ -36,10 +36,9 @@ class SampleQueue:
         self._waiting_for: defaultdict[str, dict[int, None]] = defaultdict(dict)  # the same, by snapshot
         self._unsaved: defaultdict[str, list[Request]] = defaultdict(list)
         """By snapshot, requests that wait until it is saved."""
-        self._partial_prefills: dict[
-            int, int
-        ] = {}  # request_id -> length of a prompt that is computed in part
-        self._min_charged = 0.0  # of the busy tenant that was charged least; never decreases
+        self._partial_prefills: dict[int, int] = {}
+        """request_id -> length of a prompt that is computed in part."""
+        self._min_charged = 0.0  # units of the busy tenant that was charged least; never decreases
         self.num_dispatches = 0
 
     def __len__(self) -> int:
@@ -138,7 +137,7 @@ class SampleQueue:
     # --- charges ---
 
     def prefill_continues(self, request_id: int) -> None:
-        """Charge one prefill chunk of a prompt that needs more."""
+        """Charge one prefill chunk of a prompt that needs more chunks."""
         if request_id in self.requests:
             self._partial_prefills[request_id] = len(self.requests[request_id].op.prompt)
             self._charge_prompt(request_id, CHUNK_TOKENS)
@@ -160,7 +159,8 @@ class SampleQueue:
             self.requests[request_id].tenant.charged += tokens / PROMPT_TOKENS_PER_UNIT
 
     def _tenant(self, name: str) -> Tenant:
-        """Return the tenant, which is about to add a request."""
+        """Return the tenant of a new request. The account of a tenant without waiting requests is raised to
+        that of a new tenant."""
         tenant = self.tenants.get(name)
         if tenant is None:
             self._remove_idle_tenants()
@@ -176,7 +176,7 @@ class SampleQueue:
         return tenant
 
     def _remove_idle_tenants(self) -> None:
-        """Remove the idle tenants that would start again with the account of a new one."""
+        """Remove the idle tenants whose account is not above that of a new tenant."""
         for tenant in list(self.tenants.values()):
             if not tenant.num_requests and tenant.charged <= self._min_charged - SLOT_UNITS:
                 del self.tenants[tenant.name]
@@ -186,9 +186,9 @@ class SampleQueue:
     def plan_prefills(
         self, free_slots: int, num_slots: int, *, reserved: list[int], deferred: int | None
     ) -> tuple[PrefillRequest, ...]:
-        """Return the prefills for `free_slots` slots, of which the first go to the requests `reserved`.
+        """Return the prefills for `free_slots` slots. The requests `reserved` get the first slots.
 
-        Stops where the request `deferred` would be the first.
+        Returns nothing if the request `deferred` is the first.
         """
         plan, chosen = SlotPlan(), dict[int, Request]()
         reserved = [request_id for request_id in reserved if request_id in self._waiting]

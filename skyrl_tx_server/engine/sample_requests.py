@@ -106,7 +106,7 @@ class SlotPlan:
     tenants: Counter[str] = field(default_factory=Counter)  # slots that the tenant gains
     small: Counter[str] = field(default_factory=Counter)  # slots that small requests of the tenant gain
     gained: Counter[int] = field(default_factory=Counter)  # by request_id
-    paused: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # by request_id, indices
+    paused: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # request_id -> indices
     started: defaultdict[str, list[Request]] = field(default_factory=lambda: defaultdict(list))
     """By tenant, the requests to which the plan gives their first slot."""
     partial_prefill_tokens: int = 0  # prompt tokens of the requests whose prefill would start

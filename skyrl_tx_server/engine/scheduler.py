@@ -1,4 +1,4 @@
-"""Decides which work the engine does next. Pure bookkeeping: no threads and no devices.
+"""Decides which work the engine does next. The module uses no threads and no devices.
 
 Each rule has a test:
 - Operations of one model run in submission order, one at a time. Tenants take turns, and within a tenant its
@@ -8,14 +8,13 @@ Each rule has a test:
   therefore waits for one decode dispatch (and at most PREFILLS_PER_DISPATCH prefill batches).
 - With `train_share`, they alternate by time instead: a training step is next if the steps before it took at
   most this share of the time in which both had work.
-- Prefill batches after which no more sequences run than before (all of them ended with their first token)
-  give running sequences a decode dispatch as often as training does.
+- Running sequences get a decode dispatch after at most PREFILLS_PER_DISPATCH prefill batches that add no
+  running sequence, because all their sequences end with the first token.
 - A long prompt is prefilled in chunks. Running sequences get a decode dispatch between two chunks if the
   slots that stay idle in it, because their prompts are not computed yet, cost at most MAX_IDLE_SHARE of the
   time of the prefill batches since the last dispatch (`_prefill_budget`).
-- In a prefill batch, whole prompts follow the first request before chunks of other prompts.
-- A decode dispatch directly follows the previous one, while the host reads the previous result, unless other
-  work is next.
+- In a prefill batch, the first request is followed by whole prompts, and these by chunks of other prompts.
+- A decode dispatch starts before the host reads the result of the previous one, unless other work is next.
 - A sample waits for a snapshot that is still being saved, and dropping a snapshot waits for the samples that
   were submitted before it.
 
@@ -24,7 +23,8 @@ Slots and prefill work are shared fairly, first between tenants and then between
 - A tenant is charged one unit for each decode dispatch of each of its sequences, and one for each
   PROMPT_TOKENS_PER_UNIT prompt tokens that are computed. A free slot goes to the tenant with the smallest
   account: the units charged, and SLOT_UNITS units for each sequence that has a slot. A tenant that was idle
-  starts at most SLOT_UNITS units below the busy tenant that was charged least, so idle time is not saved.
+  starts at most SLOT_UNITS units below the busy tenant that was charged least, so it gains little from idle
+  time.
 - When no slot is free, a sequence of the tenant with the largest account is paused for the tenant with the
   smallest, if the accounts differ by at least 2 * SLOT_UNITS. For a small request (at most SMALL_TOKENS
   tokens in all) it is enough that its tenant was charged no more than the average of the other waiting
@@ -33,8 +33,8 @@ Slots and prefill work are shared fairly, first between tenants and then between
 - Within a tenant, requests get slots in submission order, SEQUENCES_PER_ROUND sequences each before any of
   them gets more. A request with more sequences than that is paused, sequence by sequence, for one that has at
   least two sequences fewer.
-- Small requests precede the other requests of their tenant, and sequences of those are paused for them, as
-  long as the small requests of the tenant have less than a quarter of the slots.
+- Small requests precede the other requests of their tenant and pause their sequences, as long as the small
+  requests of the tenant have less than a quarter of the slots.
 - Prompts of which only some chunks are computed have at most `max_partial_prefill_tokens` tokens in total, so
   that they do not evict each other from the prefix cache.
 """
@@ -58,13 +58,14 @@ from skyrl_tx_server.engine.scheduled_work import (
 )
 
 PREFILLS_PER_DISPATCH = 4
-"""Prefill batches before a decode dispatch while training waits, or that add no running sequence. Otherwise
-all free slots are filled first."""
+"""The maximum number of prefill batches before a decode dispatch if training waits, and the maximum number of
+batches that add no running sequence. Otherwise all free slots are filled first."""
 MAX_COUNTED_S = 30.0
-"""The largest time of one work that counts for `train_share`. The first step also compiles its program."""
+"""The maximum time of one `ScheduledWork` that counts for `train_share`, because the first step also compiles
+its program."""
 MAX_IDLE_SHARE = 0.125
-"""The time of free slots in decode dispatches, as a share of the time of the prefill batches that would fill
-them."""
+"""The maximum time of free slots in decode dispatches, as a share of the time of the prefill batches that
+would fill them."""
 
 
 class Scheduler:
@@ -77,8 +78,8 @@ class Scheduler:
         prefills_per_dispatch: float = 0.0,
         train_share: float | None = None,
     ) -> None:
-        """`prefills_per_dispatch`: the time of a decode dispatch, in full prefill batches. `train_share`:
-        None if training steps and decode dispatches alternate."""
+        """`prefills_per_dispatch`: the duration of a decode dispatch, divided by that of a full prefill
+        batch. `train_share`: None if training steps and decode dispatches alternate."""
         self._operations = OperationQueue()
         self._samples = SampleQueue(
             max_partial_prefill_tokens=max_partial_prefill_tokens,
@@ -91,11 +92,11 @@ class Scheduler:
         self._is_shared = False  # training and sampling have work
         self._training_next = True
         self._prefills = 0  # since the last decode dispatch
-        self._prefills_without_growth = 0  # also since the number of running sequences last grew
+        self._prefills_without_growth = 0  # since the last decode dispatch or new running sequence
         self._num_running = 0  # before the current work
         self._deferred: int | None = None  # the request for which the executor has no KV pages
-        self._has_chunk = False  # the last prefill batch has a chunk of a prompt that needs more
-        self._chunk_batches = 0  # such batches since the last decode dispatch
+        self._has_chunk = False  # the last prefill batch has a chunk of a prompt that needs more chunks
+        self._chunk_batches = 0  # batches with such a chunk since the last decode dispatch
         self._may_pause = False  # no decode steps are in flight
         self._num_slots = 1
         self._reserved: Counter[int] = Counter()  # by request_id, slots that were freed for it
@@ -213,7 +214,7 @@ class Scheduler:
 
     @property
     def num_waiting_steps(self) -> int:
-        """The number of operations that have not finished, samples excepted."""
+        """The number of operations other than samples that have not finished."""
         return len(self._operations)
 
     def _may_run(self, step: Step) -> bool:
@@ -236,8 +237,8 @@ class Scheduler:
         """Return how many prefill batches with an unfinished chunk may precede a decode dispatch.
 
         With R running sequences, F waiting sequences that have free slots, and dispatches that take as long
-        as D batches, a dispatch now leaves D F / (R + F) batches of time unused. Both numbers are bounded, so
-        the delay of a dispatch is.
+        as D batches, a dispatch now would waste the time of D F / (R + F) batches. The budget is at most
+        D / MAX_IDLE_SHARE, so the delay of a dispatch is bounded.
         """
         waiting = self._samples.num_waiting_sequences(at_most=free_slots)
         idle = waiting / max(1, num_running + waiting)

@@ -1,4 +1,4 @@
-"""Find the token that completes a stop string, decoding only the tokens that can be part of one."""
+"""Find the token that completes a stop string. Only the tokens that can be part of it are decoded."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
 
 
 def check_tokenizer(model_dir: Path) -> None:
-    """Raise ConfigError if the tokenizer.json of the directory is incomplete. A model without one cannot
-    produce text, but can be trained and sampled.
-    """
+    """Raise ConfigError if the tokenizer.json of the directory is not valid JSON. A model without this file
+    can be trained and sampled, but cannot produce text."""
     path = model_dir / "tokenizer.json"
     if path.is_file():
         try:
@@ -37,7 +36,7 @@ def check_tokenizer(model_dir: Path) -> None:
 def find_stop(
     tokenizer: Tokenizer, tokens: Sequence[int], stop_strings: Sequence[str], *, new: int
 ) -> int | None:
-    """Return the number of tokens up to and including the one that completes a stop string, or None.
+    """Return the number of tokens up to and including the token that completes a stop string, or None.
 
     Only the last `new` tokens are searched; earlier calls have searched the others. A token has at least one
     byte of text, so a stop string of n bytes lies within n tokens.
@@ -45,16 +44,16 @@ def find_stop(
     >>> find_stop(tokenizer, [72, 105, 10, 33], ["i\\n"], new=4)    # "H", "i", "\\n", "!"
     3
     """
-    reach = max(len(stop.encode()) for stop in stop_strings)
+    max_stop_tokens = max(len(stop.encode()) for stop in stop_strings)
     first = len(tokens) - new
 
-    def holds_stop(start: int, end: int) -> bool:
+    def contains_stop(start: int, end: int) -> bool:
         text = tokenizer.decode(list(tokens[start:end]), skip_special_tokens=False)
         return any(stop in text for stop in stop_strings)
 
-    if not holds_stop(max(0, first - reach), len(tokens)):
+    if not contains_stop(max(0, first - max_stop_tokens), len(tokens)):
         return None
     for end in range(first + 1, len(tokens) + 1):
-        if holds_stop(max(0, end - reach), end):
+        if contains_stop(max(0, end - max_stop_tokens), end):
             return end
     return None

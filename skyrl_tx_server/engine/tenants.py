@@ -1,12 +1,12 @@
 """Tenants: the key file, and the owners of objects.
 
 The owner of a session is part of its id, `tenant-<name>.session-<hex>`, and models, samplers, training runs
-and checkpoint paths begin with the id of their session. No other
-record of ownership is needed, also after a restart. An id without this prefix belongs to `DEFAULT_TENANT`,
-the operator: the holder of `api_key`, or every client if the server has no key.
+and checkpoint paths begin with the id of their session. No other record of ownership is needed, even after a
+restart. An id without this prefix belongs to `DEFAULT_TENANT`, the operator: the holder of `api_key`, or
+every client if the server has no key.
 
-A key file holds one line for each key, `name:<SHA-256 of the key in hex>`. Keys have 256 random bits (`python
--m skyrl_tx_server.keys add`), so they cannot be guessed, and a slow password hash would add nothing.
+A key file contains one line for each key, `name:<SHA-256 of the key in hex>`. Keys have 256 random bits
+(`python -m skyrl_tx_server.keys add`), so they cannot be guessed and need no slow password hash.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ class TenantKeys:
         return len(set(self._keys.values()))
 
     def tenant_of(self, key: str) -> str | None:
-        """Return the tenant of a key, or None. Takes the same time for every key."""
-        given_digest, match = digest(key), None
+        """Return the tenant of a key, or None. The call takes the same time for every key."""
+        digest_of_key, owner = digest(key), None
         for key_digest, tenant in self._keys.items():
-            if hmac.compare_digest(given_digest, key_digest):
-                match = tenant
-        return match
+            if hmac.compare_digest(digest_of_key, key_digest):
+                owner = tenant
+        return owner
 
     def reload_if_changed(self) -> None:
         """Read the file again if it has changed. If it cannot be used, the keys stay as they are."""

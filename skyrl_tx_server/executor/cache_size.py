@@ -39,7 +39,7 @@ def fitting_cache(model: ResolvedModel, budget_bytes: float) -> CacheSize:
     budget_pages, context_pages = int(budget_bytes // requested.page_bytes), requested.context_pages
     copied = requested.copied_pages
     if settings.cache_tokens is None and not copied:
-        # a sequence holds only the pages that it fills, so fewer pages cost less than fewer slots
+        # a sequence takes only the pages that it fills, so fewer pages cost less than fewer slots
         pages = min(requested.pages, budget_pages)
         slots = min(requested.slots, pages - 1 - context_pages)
     elif settings.cache_tokens is None:

@@ -17,7 +17,7 @@ _cache_hits: Counter[str] = Counter()
 
 @cache
 def watch() -> None:
-    """Start to count. jax cannot remove listeners, so the counts are those of the whole process."""
+    """Start to count. jax cannot remove listeners, so the counts include all programs of the process."""
     jax.monitoring.register_event_duration_secs_listener(_on_duration)
     jax.monitoring.register_event_listener(_on_event)
 

@@ -18,8 +18,8 @@ ACTIVATIONS_SHARE_OF_MEMORY = 0.1
 
 
 def free_bytes(settings: EngineOptions) -> float:
-    """Return the free memory of one device; on a CPU its share of the total memory, because free memory
-    varies."""
+    """Return the free bytes of one device. On a CPU, return the device's share of the total memory, because
+    the free memory varies."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -61,8 +61,8 @@ def fitting_remat(model: ResolvedModel, available_bytes: float) -> Remat:
 
 
 def _bytes_with_products(model: ResolvedModel) -> int:
-    """Estimate the bytes on one device that the layers of a training batch keep, mostly matrix products, plus
-    one recomputed layer.
+    """Estimate the bytes that the layers keep on one device for a training batch (mostly matrix products),
+    plus the bytes of one recomputed layer.
 
     The estimate needs no compilation and is the same on every rank.
     """

@@ -102,7 +102,7 @@ class DeviceExecutor:
         model = resolve_model(settings)
         dtype = model.dtype
         if on_gpu() and dtype == np.float32:
-            # by default NVIDIA's devices round float32 factors to TF32
+            # by default NVIDIA GPUs round the factors of a float32 product to TF32
             jax.config.update("jax_default_matmul_precision", "highest")
         self._config = model.config
         self._params = load_params(settings.model_dir, self._config, dtype)
@@ -162,7 +162,7 @@ class DeviceExecutor:
         """Yield the name and the lowered form of the programs that most servers need.
 
         Programs for sequences longer than a batch, for several targets per position and for top-k logprobs
-        are left out.
+        are omitted.
         """
         return itertools.chain(self.sampler.programs(), self._training_programs())
 
@@ -237,7 +237,7 @@ class DeviceExecutor:
         for packed in batches:
             if outputs:
                 yield
-            model = self._models.get(op.model_id)  # may have been moved to host memory during the yield
+            model = self._models.get(op.model_id)  # again, because a yield may move it to host memory
             gradient, output = forward_backward(
                 model.adapter,
                 gradient,
@@ -274,9 +274,9 @@ class DeviceExecutor:
         grad_norm, all_finite = to_host(report).tolist()
         if not math.isfinite(grad_norm) or not all_finite:
             self._models.put(op.model_id, replace(model, gradient=None))
-            what = "update" if math.isfinite(grad_norm) else f"gradient (norm {grad_norm})"
+            term = "update" if math.isfinite(grad_norm) else f"gradient (norm {grad_norm})"
             raise UserError(
-                f"optim_step of {op.model_id} not taken: its {what} is not finite. The weights are unchanged "
+                f"optim_step of {op.model_id} not taken: its {term} is not finite. The weights are unchanged "
                 "and the gradient is dropped; use other data, or lower the learning rate or the advantages"
             )
         self._models.put(op.model_id, replace(model, adapter=adapter, adam=adam, gradient=None))

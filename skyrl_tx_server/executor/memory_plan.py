@@ -1,7 +1,7 @@
 """Plans the memory of each device before weights are loaded. `dry_run=true` prints the plan.
 
-The training program is compiled, and XLA reports its memory. This is correct for every model family, mesh and
-remat policy. The server later reads the program from the persistent compilation cache.
+The training program is compiled, and XLA reports its memory for the model family, mesh and remat policy of
+the server. The server later reads the program from the persistent compilation cache.
 """
 
 from __future__ import annotations

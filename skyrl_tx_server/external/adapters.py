@@ -1,5 +1,6 @@
-"""The adapters of an external server. `SaveSampler` writes a snapshot in PEFT format, which is then loaded at
-once and unloaded when it is dropped. The next sample reloads an adapter that was evicted or lost."""
+"""The adapters of an external server. `SaveSampler` writes a snapshot in PEFT format. The external server
+loads it at once and unloads it when the snapshot is dropped. The next sample reloads an adapter that was
+evicted or lost."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from skyrl_tx_server.files.peft_files import write_adapter
 PREFIX = "adapter-"
 
 type AgreedTokens = Counter[bool]
-"""Number of compared tokens whose logprobs agree, by whether the sampling temperature changes the
-distribution."""
+"""Whether the sampling temperature changes the distribution -> number of compared tokens whose logprobs
+agree."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -35,11 +36,13 @@ class ExternalAdapter:
     directory: Path
     saved: Future[OpResult] | None  # the operation that writes the directory; None: written from a checkpoint
     loaded: asyncio.Task[str] | None = None  # its name on the server; None: not loaded
-    users: set[Future[OpResult]] = field(default_factory=set)
+    users: set[Future[OpResult]] = field(default_factory=set)  # samples that use it
     agreed: AgreedTokens = field(default_factory=Counter)
 
 
 class ExternalAdapters:
+    """The snapshots that the external server has loaded or can load. All methods run on the event loop."""
+
     def __init__(
         self,
         server: ExternalServer,
@@ -49,7 +52,8 @@ class ExternalAdapters:
         root: Path,
         max_loaded: int,
     ) -> None:
-        """Delete files of an earlier process in `root`. No other server may use this directory."""
+        """Write adapters below `root` and delete the adapters of an earlier process there. No other server
+        may use this directory."""
         self._server = server
         self._checkpoints = checkpoints
         self._tasks = tasks
@@ -67,13 +71,14 @@ class ExternalAdapters:
         return self._root / f"{PREFIX}{uuid.uuid4().hex}"
 
     def add(self, weights: str, directory: Path, saved: Future[OpResult]) -> None:
-        """Add a snapshot that `saved` writes to `directory`. It replaces any other of this name."""
+        """Add a snapshot, which the operation of `saved` writes to `directory`. It replaces an earlier
+        snapshot with the same name."""
         self.drop(weights)
         self._adapters[weights] = ExternalAdapter(weights=weights, directory=directory, saved=saved)
         self.load(self._adapters[weights])
 
     def use(self, weights: str) -> ExternalAdapter:
-        """Return a snapshot. Raise NotFoundError if there is none."""
+        """Return a snapshot and mark it as the most recently used. Raise NotFoundError if there is none."""
         adapter = self._adapters.pop(weights, None)
         if adapter is None:
             if not is_on_disk(weights):
@@ -112,8 +117,8 @@ class ExternalAdapters:
         write_adapter(adapter.directory, arrays, info.lora, info.base_model, "float32")
 
     def _make_room(self) -> None:
-        """Unload the least recently used adapters. Delete the files of checkpoints, which can be written
-        again, but not those of snapshots in memory."""
+        """Unload the least recently used adapters above the limit. Delete the files of checkpoints, which can
+        be written again, but not those of snapshots in memory."""
         unused = [
             adapter
             for adapter in self._adapters.values()

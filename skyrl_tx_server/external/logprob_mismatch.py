@@ -14,21 +14,21 @@ logger = logging.getLogger(__name__)
 WINDOW = 64
 """Number of recent samples over which the difference is averaged."""
 MIN_SAMPLES = 8
-"""Number of compared samples before a warning."""
+"""Minimum number of compared samples for a warning."""
 OTHER_MODEL_FACTOR = 10
 """A sample whose mean difference exceeds the limit by this factor was sampled by another model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobDiff:
-    """The comparison of one sample: sums over its tokens."""
+    """The comparison of one sample. `ours` and `theirs` are the logprobs of a token."""
 
     num_tokens: int
-    absolute: float  # |ours - theirs|
-    # of r - 1 - log r with r = ours / theirs: an unbiased, never negative estimate of KL(theirs || ours)
-    # (Schulman 2020)
+    absolute: float  # the sum of |ours - theirs|
+    # the sum of r - 1 - log r with r = exp(ours - theirs): an unbiased, never negative estimate of
+    # KL(theirs || ours) (Schulman 2020)
     kl: float
-    largest: float  # |ours - theirs|
+    largest: float  # the maximum of |ours - theirs|
 
     @property
     def mean(self) -> float:

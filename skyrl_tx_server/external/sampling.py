@@ -1,7 +1,7 @@
 """Sampling by an external vLLM or SGLang server. The routes use it in place of the engine.
 
 The engine runs all other operations, and the samples that the external server cannot serve exactly (see
-`_is_plain`). All methods run on the event loop.
+`_can_serve`). All methods run on the event loop.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MIN_AGREED_TOKENS = 16
 
 
 class ExternalSampling:
-    """Implements `engine.EngineSide`. Create it in a running event loop and `close` it once."""
+    """Implements `engine.EngineClient`. Create it in a running event loop and `close` it once."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ExternalSampling:
         model_dir: Path,
     ) -> None:
         """Write adapters below `adapters`, an absolute path, and keep at most `max_adapters` of them loaded
-        in the sampler."""
+        in the sampler. Raise ConfigError if the sampler's context is shorter than the engine's."""
         if server.max_model_len is not None and server.max_model_len < engine.info.max_context_length:
             raise ConfigError(
                 f"sampler_url={server.url}: the sampler's context is {server.max_model_len} tokens, this "
@@ -101,7 +101,7 @@ class ExternalSampling:
         """Submit an operation. Call it on the event loop. An external sample reports nothing to `watcher` and
         can be cancelled at any time."""
         match op:
-            case Sample() if self._is_plain(op) and not self._stopping:
+            case Sample() if self._can_serve(op) and not self._stopping:
                 return self._submit_sample(op, tenant)
             case SaveSampler():
                 directory = self._adapters.new_directory()
@@ -123,10 +123,9 @@ class ExternalSampling:
         self._stopping = True
         await self._tasks.cancel()
 
-    def _is_plain(self, op: Sample) -> bool:
-        """Whether the external server can serve the request: it returns no log-probabilities of prompts and
-        of tokens that were not sampled.
-        """
+    def _can_serve(self, op: Sample) -> bool:
+        """Whether the external server can serve the request exactly. It returns no logprobs of prompt tokens
+        and of tokens that were not sampled."""
         scores = (
             op.prompt_logprobs
             or op.topk_prompt_logprobs
@@ -148,9 +147,9 @@ class ExternalSampling:
         return future
 
     async def _sample(self, op: Sample, adapter: ExternalAdapter | None, tenant: str) -> SampleResult:
-        sampled = self._tasks.run(self._sampled(op, adapter, tenant))
+        task = self._tasks.run(self._sample_and_check(op, adapter, tenant))
         try:
-            result = await sampled
+            result = await task
         except asyncio.CancelledError:
             if self._stopping:
                 raise ServerError(STOPPING) from None
@@ -162,7 +161,9 @@ class ExternalSampling:
         self._counts["tokens_sampled_elsewhere"] += sum(len(sequence.tokens) for sequence in result.sequences)
         return result
 
-    async def _sampled(self, op: Sample, adapter: ExternalAdapter | None, tenant: str) -> SampleResult:
+    async def _sample_and_check(
+        self, op: Sample, adapter: ExternalAdapter | None, tenant: str
+    ) -> SampleResult:
         settings, info = op.settings, self.info
         request = SamplingRequest(
             prompt=op.prompt.tolist(),
@@ -213,8 +214,8 @@ class ExternalSampling:
         """Compare the first sample of a snapshot before it is returned, and a fraction of the others in the
         background.
 
-        Logprobs may be wrong only at temperatures that change the distribution. The first samples with and
-        without such a temperature are therefore compared separately.
+        A sampler with wrong settings may return wrong logprobs only at temperatures that change the
+        distribution. The first samples with and without such a temperature are therefore compared separately.
         """
         tempered = op.settings.temperature not in (0, 1)
         if agreed[tempered] < MIN_AGREED_TOKENS:
@@ -246,8 +247,8 @@ class ExternalSampling:
         """Compute the logprobs of a sample with the engine and compare them. Return None if the context has
         no room for any of its tokens."""
         tokens = np.concatenate([op.prompt, sequence.tokens])[: self.info.max_context_length - 1]
-        scored = len(tokens) - len(op.prompt)
-        if not scored:
+        num_scored = len(tokens) - len(op.prompt)
+        if not num_scored:
             return None
         settings = SamplingSettings(max_tokens=1, temperature=0.0)
         score = Sample(
@@ -255,10 +256,10 @@ class ExternalSampling:
             prompt=tokens,
             settings=settings,
             prompt_logprobs=True,
-            prompt_logprobs_last_n=scored,
+            prompt_logprobs_last_n=num_scored,
         )
         result = await asyncio.wrap_future(self._engine.submit(score, tenant=tenant))
         assert isinstance(result, SampleResult) and result.prompt_logprobs is not None
-        diff = logprob_diff(sequence.logprobs[:scored], result.prompt_logprobs[-scored:])
+        diff = logprob_diff(sequence.logprobs[:num_scored], result.prompt_logprobs[-num_scored:])
         self._mismatch.add(diff)
         return diff

@@ -1,4 +1,5 @@
-"""The connection to an external vLLM or SGLang: identify it, load adapters, and request samples."""
+"""The connection to an external vLLM or SGLang server: identifies the server, loads adapters and requests
+samples."""
 
 from __future__ import annotations
 
@@ -128,7 +129,9 @@ async def _identify(client: _Client, base_model: str, adapters: Path) -> Externa
     served = await client.served()
     kind = str(next(iter(served.values()), {}).get("owned_by"))
     if kind not in DIALECTS:
-        raise SamplerError(f"its /v1/models says owned_by={kind}; this server knows {' and '.join(DIALECTS)}")
+        raise SamplerError(
+            f"its /v1/models has owned_by={kind}; supported samplers are {' and '.join(DIALECTS)}"
+        )
     if base_model not in served or served[base_model].get("parent"):
         raise SamplerError(
             f"the server serves {', '.join(served)}; start it with --served-model-name {base_model} and the "

@@ -19,7 +19,7 @@ from skyrl_tx_server.engine.stop_strings import find_stop
 from skyrl_tx_server.errors import SamplerError
 
 NO_LOGPROB_BELOW = -9998.0
-"""vLLM writes -9999 for minus infinity, which no sampled token has."""
+"""vLLM returns -9999 in place of minus infinity, which is not a valid logprob of a sampled token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class SamplingRequest:
     prompt: list[int]
     num_samples: int
     max_tokens: int
-    stop_tokens: tuple[int, ...]  # includes the model's end-of-sequence tokens if they stop
+    stop_tokens: tuple[int, ...]  # includes the model's end-of-sequence tokens if `stop_at_eos`
     settings: SamplingSettings
 
 
@@ -92,7 +92,7 @@ class Vllm:
             # vLLM uses seed + i for sample i, which must be below 2**63.
             "seed": None if seed is None else seed % 2**62,
             "stop_token_ids": list(request.stop_tokens),
-            "ignore_eos": True,  # only the tokens above stop
+            "ignore_eos": True,  # sampling stops only at stop_token_ids
             "include_stop_str_in_output": True,
             "add_special_tokens": False,
             "logprobs": 0,
@@ -106,7 +106,7 @@ class Vllm:
             (_mapping(choice) for choice in response["choices"]), key=lambda choice: choice["index"]
         )
         if choices[0]["prompt_token_ids"] != request.prompt:
-            raise ValueError("prompt_token_ids is another prompt")
+            raise ValueError("prompt_token_ids differ from the prompt of the request")
         usage = response.get("usage") or {}
         return SampleReply(
             samples=[
@@ -185,9 +185,9 @@ def read_reply(dialect: Dialect, content: bytes, request: SamplingRequest) -> Sa
     try:
         reply = dialect.read(json.loads(content), request)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise SamplerError(
-            f"invalid reply of the external sampler: {what}; it needs token ids and their log-probabilities"
+            f"invalid reply of the external sampler: {reason}; it needs token ids and their log-probabilities"
         ) from None
     if len(reply.samples) != request.num_samples:
         raise SamplerError(
@@ -200,8 +200,8 @@ def read_reply(dialect: Dialect, content: bytes, request: SamplingRequest) -> Sa
 def cut_at_stop(
     sample: SampledText, request: SamplingRequest, tokenizer: Tokenizer | None
 ) -> SampledSequence:
-    """Return the sample up to where the engine would have stopped. `tokenizer` is needed for stop strings.
-    Raise SamplerError if the external server stopped earlier."""
+    """Return the sample up to the token at which the engine would have stopped. `tokenizer` is needed for
+    stop strings. Raise SamplerError if the external server stopped earlier."""
     tokens = sample.tokens.tolist()
     ends = [index + 1 for index, token in enumerate(tokens) if token in request.stop_tokens][:1]
     if (

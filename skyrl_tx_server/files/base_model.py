@@ -25,7 +25,7 @@ class BaseTensors:
     """The tensors of a base model, which are read on request."""
 
     directory: Path
-    files: dict[str, Path]  # by tensor
+    files: dict[str, Path]  # name of a tensor -> its file
 
     def shape(self, name: str) -> tuple[int, ...]:
         with safe_open(self.files[name], framework="np") as opened:
@@ -75,7 +75,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 @contextmanager
 def _config_errors(directory: Path) -> Iterator[None]:
-    """Raise ConfigError in place of an error of reading the model."""
+    """Raise ConfigError in place of an error while the model is read."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:

@@ -82,7 +82,7 @@ def check_run_id(run_id: str) -> None:
 
 @contextlib.contextmanager
 def record_errors(path: str) -> Iterator[None]:
-    """Raise NotFoundError or UserError in place of an error while reading the record of `path`."""
+    """Raise NotFoundError or UserError in place of an error while the record of `path` is read."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -163,6 +163,6 @@ def _lora(fields: Mapping[str, object]) -> LoraSpec:
     return lora
 
 
-def _check(pattern: re.Pattern[str], text: str, what: str) -> None:
+def _check(pattern: re.Pattern[str], text: str, kind: str) -> None:
     if not pattern.fullmatch(text) or text in (".", ".."):
-        raise UserError(f"{what} {text!r} is not allowed; use letters, digits, '.', '_' and '-', at most 200")
+        raise UserError(f"{kind} {text!r} is not allowed; use letters, digits, '.', '_' and '-', at most 200")

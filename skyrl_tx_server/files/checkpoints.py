@@ -1,9 +1,10 @@
 """Checkpoints on disk: one directory for each tinker:// path, either complete or absent.
 
-Layout: `<root>/<run_id>/<kind>/<name>/` holds `checkpoint.json` and the safetensors file it names. The arrays
-are written and fsynced first under a new name. The checkpoint exists once `checkpoint.json` is renamed into
-place, so a crash leaves either the old checkpoint or the new one. The JSON records the size and SHA-256 of
-the arrays. Incomplete directories, records of other programs and symbolic links below the root are refused.
+Layout: `<root>/<run_id>/<kind>/<name>/` contains the record `checkpoint.json` and the safetensors file that
+the record names. The arrays are written and fsynced first under a new name. The checkpoint exists once
+`checkpoint.json` is renamed into place, so a crash leaves either the old checkpoint or the new one. The
+record contains the size and SHA-256 of the arrays file. Incomplete directories, records of other programs and
+symbolic links below the root are refused.
 
 The name of the arrays file contains the generation of the checkpoint: 32 random hex digits. Derived files
 (see `derived`) belong to one generation, so they never come from an earlier save.
@@ -78,7 +79,7 @@ class CheckpointStore:
         """`base_model_hash` is the `fingerprint` of the base weights; None, here or in a checkpoint, matches
         any. `quota_bytes=None` means no quota.
 
-        `tenant_quota` limits what each tenant saves. It does not apply to the operator.
+        `tenant_quota` limits the checkpoints of each tenant. It does not apply to the operator.
         """
         self.root = root
         self._base_model = base_model
@@ -134,12 +135,13 @@ class CheckpointStore:
             try:
                 infos.append(self.info(f"{SCHEME}{run}/{kind}/{name}"))
             except (UserError, OSError):
-                continue  # `info` of its path raises the reason
+                continue  # `info` of this path raises an error with the reason
         return sorted(infos, key=lambda info: (info.created_at, info.path))
 
     def read(self, path: str) -> tuple[CheckpointInfo, dict[str, np.ndarray]]:
-        """Return the record and arrays of one generation, also while the checkpoint is overwritten. Raise
-        UserError if it is invalid or belongs to another base model."""
+        """Return the record and arrays of one generation, even while the checkpoint is overwritten. Raise
+        NotFoundError if there is no checkpoint, and UserError if it is invalid or belongs to another base
+        model."""
         self.check_readable(path)
         while True:
             record = self._record(path)
@@ -149,7 +151,7 @@ class CheckpointStore:
                 return info, self._arrays(path, info, str(record.get("sha256")))
             except UserError:
                 if self.info(path).generation == info.generation:
-                    raise  # otherwise it was overwritten: read the new generation
+                    raise  # otherwise the checkpoint was overwritten: read the new generation
 
     def derived(self, path: str, name: str, make: MakeFiles) -> tuple[CheckpointInfo, Path]:
         """Return the record of the checkpoint and the derived file or directory `name`, which `make` creates
@@ -216,7 +218,7 @@ class CheckpointStore:
         check_room(self.root, num_bytes)
         generation = uuid.uuid4().hex
         arrays_file = directory / f"arrays-{generation}.safetensors"
-        unnamed_record = directory / f"{RECORD_NAME}.{generation}"
+        temporary_record = directory / f"{RECORD_NAME}.{generation}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
             save_file({key: np.asarray(value, order="C") for key, value in arrays.items()}, arrays_file)
@@ -234,13 +236,13 @@ class CheckpointStore:
                 "size_bytes": arrays_file.stat().st_size,
                 "sha256": _sha256(arrays_file),
             }
-            unnamed_record.write_text(json.dumps(record, indent=1))
-            _fsync(unnamed_record)
-            os.replace(unnamed_record, record_file)
+            temporary_record.write_text(json.dumps(record, indent=1))
+            _fsync(temporary_record)
+            os.replace(temporary_record, record_file)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 arrays_file.unlink(missing_ok=True)
-                unnamed_record.unlink(missing_ok=True)
+                temporary_record.unlink(missing_ok=True)
             if isinstance(error, OSError | SafetensorError):
                 raise ServerError(
                     f"cannot write checkpoint {path}: {error}; saved checkpoints are unchanged"
@@ -266,7 +268,7 @@ class CheckpointStore:
     def delete(self, path: str, *, only: str | None = None) -> str | None:
         """Delete the checkpoint atomically and return its generation.
 
-        With `only`, return None and delete nothing if it has another generation.
+        With `only`, return None and delete nothing if the checkpoint has another generation.
         """
         self._check_own(path)
         with _CHANGING:
@@ -308,11 +310,11 @@ class CheckpointStore:
         quota, owner = self._tenant_quota, owner_of(path)
         if quota is None or owner == DEFAULT_TENANT:
             return
-        others = [info for info in self._list(f"{id_prefix(owner)}*") if info.path != path]
-        check_count(len(others), quota.tenant_max_checkpoints)
+        kept = [info for info in self._list(f"{id_prefix(owner)}*") if info.path != path]
+        check_count(len(kept), quota.tenant_max_checkpoints)
         if quota.tenant_checkpoint_quota_bytes is not None:
             check_quota(
-                _used(others, path),
+                _used(kept, path),
                 num_bytes,
                 quota.tenant_checkpoint_quota_bytes,
                 option="tenant_checkpoint_quota_gb",

@@ -1,8 +1,8 @@
 """Files that are derived from a checkpoint's arrays on request, such as the archive of a download.
 
-They are in `<root>/.derived/<generation>/`. The arrays of a generation never change, so its derived files
-never change either. A file is complete or absent, because it is written under another name and renamed.
-Files that were not used for some time, also those of killed processes, are removed.
+Their path is `<root>/.derived/<generation>/<name>`. The arrays of a generation never change, so its derived
+files never change either. A file is complete or absent, because it is written under another name and renamed.
+Files that were not used for some time, including those of killed processes, are removed.
 """
 
 from __future__ import annotations

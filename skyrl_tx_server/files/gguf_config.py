@@ -13,13 +13,13 @@ ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe
 """`general.architecture` -> `model_type` of config.json."""
 DEFAULT_ROPE_THETA = 10_000.0
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of all Llama 3.1 to 3.3 models. A file has the resulting frequencies only."""
+"""The scaling of all Llama 3.1 to 3.3 models. A GGUF file contains only the resulting divisors."""
 MAX_LAYERS = 1024
-_CHANGES_THE_MODEL = ("attention.scale", "attention.sliding_window", "logit_scale", "embedding_scale")
+_UNSUPPORTED = ("attention.scale", "attention.sliding_window", "logit_scale", "embedding_scale")
 
 
 def gguf_config(file: GgufFile) -> dict[str, Any]:
-    """Return the contents of config.json. Raises ConfigError for what no family of this server computes."""
+    """Return the contents of config.json. Raises ConfigError for a model that is not supported."""
     architecture = file.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ConfigError(
@@ -29,7 +29,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         raise ConfigError(f"{file.path}: it is one part of several; join them with llama-gguf-split --merge")
     fields = _Fields(file, str(architecture))
     model_type = ARCHITECTURES[str(architecture)]
-    for name in _CHANGES_THE_MODEL:
+    for name in _UNSUPPORTED:
         if fields.has(name):
             raise ConfigError(f"{file.path}: {architecture}.{name} is not supported")
     heads = fields.count("attention.head_count")
@@ -43,7 +43,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
             )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise ConfigError(f"{file.path}: the file has no tensor token_embd.weight, or one of another shape")
+        raise ConfigError(f"{file.path}: tensor token_embd.weight is missing or is not a matrix")
     context = fields.count("context_length")
     rope = {"rope_theta": fields.number("rope.freq_base", DEFAULT_ROPE_THETA), **_rope(fields, head_dim)}
     layers = fields.count("block_count")
@@ -58,7 +58,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": fields.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        # float32 in the file: 1e-5 would read 9.999999747378752e-06
+        # rounded, because the float32 value 1e-5 of the file is 9.999999747378752e-06 in Python
         "rms_norm_eps": float(f"{fields.number('attention.layer_norm_rms_epsilon'):.7g}"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "max_position_embeddings": context,
@@ -70,7 +70,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 
 
 class _Fields:
-    """The metadata of one architecture, with the checks of their types."""
+    """The metadata of one architecture. The methods check their types and raise ConfigError."""
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
         self.file = file
@@ -151,13 +151,13 @@ def llama3_divisors(
     high_freq_factor: float,
     original_max_position_embeddings: float,
 ) -> np.ndarray:
-    """Return what Llama 3.1's scaling divides each frequency by: [head_dim / 2].
+    """Return the divisor of each rotary frequency in Llama 3.1's scaling: [head_dim / 2].
 
     Source: `_compute_llama3_parameters` of transformers and `rope_freqs` of llama.cpp's converter.
     """
     wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    turns = original_max_position_embeddings / wavelengths
-    smooth = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
+    rotations = original_max_position_embeddings / wavelengths
+    smooth = np.clip((rotations - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
     return 1 / ((1 - smooth) / factor + smooth)
 
 

@@ -1,7 +1,7 @@
 """The header of a GGUF file: its metadata and its tensor table, with the bounds of every field checked.
 
-`gguf.GGUFReader` is not used for the header, because it does not compare counts with the size of the file: a
-damaged count makes it fill the memory. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+`gguf.GGUFReader` is not used for the header, because it does not compare counts with the size of the file. A
+damaged count would exhaust the memory. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """Read the header of `path`.
 
-    Raises ConfigError if it is not a GGUF file, is damaged, or is shorter than its tensor table says.
+    Raises ConfigError if it is not a GGUF file, is damaged, or ends before the last tensor of its table.
     """
     try:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -97,50 +97,57 @@ class _Cursor:
         self.position = 0
         self.size = len(data)
 
-    def bytes(self, count: int, what: str) -> bytes:
-        self.require(count, what)
+    def bytes(self, count: int, field_name: str) -> bytes:
+        self.require(count, field_name)
         self.position += count
         return self._data[self.position - count : self.position]
 
-    def require(self, count: int, what: str) -> None:
+    def require(self, count: int, field_name: str) -> None:
         if count > self.size - self.position:
             raise _DamagedError(
-                f"it ends within {what}: {count} bytes are needed at byte {self.position} of {self.size}"
+                f"it ends within {field_name}: {count} bytes are needed at byte {self.position} of "
+                f"{self.size}"
             )
 
-    def integer(self, layout: str, what: str) -> int:
-        (value,) = struct.unpack(layout, self.bytes(struct.calcsize(layout), what))
+    def integer(self, layout: str, field_name: str) -> int:
+        (value,) = struct.unpack(layout, self.bytes(struct.calcsize(layout), field_name))
         return value
 
-    def text(self, what: str) -> str:
-        content = self.bytes(self.integer("<Q", what), what)
+    def text(self, field_name: str) -> str:
+        content = self.bytes(self.integer("<Q", field_name), field_name)
         try:
             return content.decode()
         except UnicodeDecodeError:
             return content.decode(errors="replace")  # tokens may be incomplete UTF-8 sequences
 
-    def value(self, what: str) -> Value:
-        kind = self._value_type(what)
+    def value(self, field_name: str) -> Value:
+        kind = self._value_type(field_name)
         if kind is not GGUFValueType.ARRAY:
-            return self.text(what) if kind is GGUFValueType.STRING else self._scalars(kind, 1, what)[0]
-        kind, count = self._value_type(what), self.integer("<Q", what)
+            return (
+                self.text(field_name)
+                if kind is GGUFValueType.STRING
+                else self._scalars(kind, 1, field_name)[0]
+            )
+        kind, count = self._value_type(field_name), self.integer("<Q", field_name)
         if kind is GGUFValueType.ARRAY:
-            raise _DamagedError(f"{what} is an array of arrays")
+            raise _DamagedError(f"{field_name} is an array of arrays")
         if kind is not GGUFValueType.STRING:
-            return self._scalars(kind, count, what)
-        self.require(8 * count, what)  # every string has a length of 8 bytes
-        return [self.text(what) for _ in range(count)]
+            return self._scalars(kind, count, field_name)
+        self.require(8 * count, field_name)  # every string begins with its length in 8 bytes
+        return [self.text(field_name) for _ in range(count)]
 
-    def _value_type(self, what: str) -> GGUFValueType:
-        number = self.integer("<I", what)
+    def _value_type(self, field_name: str) -> GGUFValueType:
+        number = self.integer("<I", field_name)
         try:
             return GGUFValueType(number)
         except ValueError:
-            raise _DamagedError(f"{what} has the unknown value type {number}") from None
+            raise _DamagedError(f"{field_name} has the unknown value type {number}") from None
 
-    def _scalars(self, kind: GGUFValueType, count: int, what: str) -> list[int] | list[float] | list[bool]:
+    def _scalars(
+        self, kind: GGUFValueType, count: int, field_name: str
+    ) -> list[int] | list[float] | list[bool]:
         dtype = _SCALARS[kind]
-        return np.frombuffer(self.bytes(count * dtype.itemsize, what), dtype).tolist()
+        return np.frombuffer(self.bytes(count * dtype.itemsize, field_name), dtype).tolist()
 
 
 def _read(path: Path, cursor: _Cursor) -> GgufFile:
@@ -168,7 +175,7 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
         start, size = data_start + offset, _num_bytes(path, name, shape, number)
         if start + size > cursor.size:
             raise _DamagedError(
-                f"it is cut short: tensor {name[:80]} ends at byte {start + size}, the file has {cursor.size}"
+                f"it is truncated: tensor {name[:80]} ends at byte {start + size}, the file has {cursor.size}"
             )
         tensors[name] = GgufTensor(
             name=name, shape=shape, kind=GGMLQuantizationType(number), start=start, size=size
@@ -178,12 +185,12 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
 
 def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name = cursor.text("the name of a tensor")
-    what = f"the entry of tensor {name[:80]!r}"
-    num_dimensions = cursor.integer("<I", what)
+    field_name = f"the entry of tensor {name[:80]!r}"
+    num_dimensions = cursor.integer("<I", field_name)
     if not 1 <= num_dimensions <= MAX_DIMENSIONS:
-        raise _DamagedError(f"{what} has {num_dimensions} dimensions")
-    shape = tuple(cursor.integer("<Q", what) for _ in range(num_dimensions))[::-1]
-    return name, shape, cursor.integer("<I", what), cursor.integer("<Q", what)
+        raise _DamagedError(f"{field_name} has {num_dimensions} dimensions")
+    shape = tuple(cursor.integer("<Q", field_name) for _ in range(num_dimensions))[::-1]
+    return name, shape, cursor.integer("<I", field_name), cursor.integer("<Q", field_name)
 
 
 def _num_bytes(path: Path, name: str, shape: tuple[int, ...], number: int) -> int:

@@ -1,4 +1,4 @@
-"""Conversion of a GGUF file to a Hugging Face directory in the cache, which the server then loads.
+"""Converts a GGUF file to a Hugging Face model directory in a cache. The server then loads this directory.
 
 Floating-point tensors keep their dtype; quantised tensors become float32, which represents their values
 exactly.
@@ -62,8 +62,8 @@ def convert_gguf(path: Path) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may convert the same file
         if target.is_dir():
             return target
-        aside = target.with_suffix(".incomplete")
-        shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed
+        temporary = target.with_suffix(".incomplete")
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
         free = shutil.disk_usage(cache).free
         if plan.num_bytes > free:
             raise ConfigError(
@@ -72,25 +72,25 @@ def convert_gguf(path: Path) -> Path:
             )
         logger.info("converting %s to %s", path, target)
         try:
-            aside.mkdir()
-            write_tokenizer(file, aside)  # first, because an unknown tokenizer shows here
-            _write_weights(file, plan, aside)
-            _write_json(aside / "config.json", plan.config)
-            _write_json(aside / "generation_config.json", {"eos_token_id": plan.config["eos_token_id"]})
-            aside.rename(target)
+            temporary.mkdir()
+            write_tokenizer(file, temporary)  # first, because it raises an error for an unsupported tokenizer
+            _write_weights(file, plan, temporary)
+            _write_json(temporary / "config.json", plan.config)
+            _write_json(temporary / "generation_config.json", {"eos_token_id": plan.config["eos_token_id"]})
+            temporary.rename(target)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """Where a Hugging Face tensor comes from."""
+    """The part of a GGUF tensor that becomes one Hugging Face tensor."""
 
     tensor: GgufTensor
     shape: tuple[int, ...]
     first_row: int = 0  # an expert is a range of the rows of its stack
-    pairs_of: int = 0  # heads whose rows pair neighbours, as in `llama` files; 0: none
+    pairs_of: int = 0  # number of heads whose rotated rows are interleaved, as in `llama` files; 0: none
 
     @property
     def num_rows(self) -> int:
@@ -127,7 +127,8 @@ class _Plan:
 
 
 def _plan(file: GgufFile) -> _Plan:
-    """Check all of the header against the architecture."""
+    """Return the config and the source of every tensor. Raise ConfigError if the header does not match the
+    architecture."""
     config = gguf_config(file)
     sources: dict[str, _Source] = {}
     used = {_ROPE_FREQUENCIES}
@@ -209,9 +210,9 @@ def _check_kind(file: GgufFile, tensor: GgufTensor) -> None:
 
 
 def _halves(num_rows: int, heads: int) -> np.ndarray:
-    """Return the stored row of each row of q or k in Hugging Face's order.
+    """Return the index of the stored row for each row of q or k in Hugging Face's order: [num_rows].
 
-    A `llama` file pairs the rotated rows 2 i and 2 i + 1 of a head, Hugging Face i and i + width / 2.
+    A `llama` file rotates rows 2 i and 2 i + 1 of a head together, Hugging Face rows i and i + width / 2.
     """
     return np.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
@@ -242,7 +243,8 @@ def _shards(sources: Mapping[str, _Source]) -> Iterator[list[str]]:
 
 
 def _key(file: GgufFile) -> str:
-    """Return a digest of the header, the size, the date, 64 samples of the bytes, and tokenizer.json."""
+    """Return a digest of the header, the size, the modification time, 64 samples of the bytes, and a
+    tokenizer.json in the same folder."""
     stat = file.path.stat()
     digest = hashlib.sha256(f"{VERSION} {stat.st_size} {stat.st_mtime_ns}".encode())
     with file.path.open("rb") as stream:
@@ -250,8 +252,8 @@ def _key(file: GgufFile) -> str:
         for sample in range(SAMPLES):
             stream.seek(max(0, (stat.st_size - SAMPLE_BYTES) * sample // (SAMPLES - 1)))
             digest.update(stream.read(SAMPLE_BYTES))
-    beside = file.path.with_name("tokenizer.json")
-    digest.update(beside.read_bytes() if beside.is_file() else b"")
+    tokenizer_file = file.path.with_name("tokenizer.json")
+    digest.update(tokenizer_file.read_bytes() if tokenizer_file.is_file() else b"")
     return digest.hexdigest()[:16]
 
 

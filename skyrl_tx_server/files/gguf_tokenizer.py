@@ -1,7 +1,7 @@
 """tokenizer.json and tokenizer_config.json of a GGUF file, from its metadata and without torch.
 
-A file stores tokens and merges, but only the name of the rule that splits text before the merges. The rules
-here are those of the Hugging Face tokenizers of the same models.
+A file contains the tokens and the merges, but only the name of the rule that splits text before the merges.
+The rules in this module are those of the Hugging Face tokenizers of the same models.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ SPLITS = (_SMOLLM, _GPT2, *_REGEXES)
 
 
 def write_tokenizer(file: GgufFile, directory: Path) -> None:
-    """Write the tokenizer's files. A tokenizer.json beside the GGUF file replaces the one in it.
+    """Write the tokenizer's files. A tokenizer.json in the folder of the GGUF file takes precedence over the
+    tokenizer in the GGUF file.
 
     Raises ConfigError for a tokenizer that is not byte-level BPE with a known split.
     """
     tokens = _tokens(file)
-    beside = file.path.with_name("tokenizer.json")
-    if beside.is_file():
-        shutil.copyfile(beside, directory / "tokenizer.json")
+    tokenizer_file = file.path.with_name("tokenizer.json")
+    if tokenizer_file.is_file():
+        shutil.copyfile(tokenizer_file, directory / "tokenizer.json")
     else:
         _tokenizer(file, tokens).save(str(directory / "tokenizer.json"))
     config: dict[str, object] = {
@@ -79,16 +80,16 @@ def _tokenizer(file: GgufFile, tokens: list[str]) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split not in _REGEXES)
     if split in _REGEXES:
-        first = [pre_tokenizers.Split(Regex(_REGEXES[split]), "isolated")]
+        splitters = [pre_tokenizers.Split(Regex(_REGEXES[split]), "isolated")]
     else:
-        first = [pre_tokenizers.Digits(individual_digits=True)] if split == _SMOLLM else []
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, byte_level])
+        splitters = [pre_tokenizers.Digits(individual_digits=True)] if split == _SMOLLM else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splitters, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     types = _list(file, "token_type", int) if "tokenizer.ggml.token_type" in file.metadata else []
-    added = {CONTROL: tokenizer.add_special_tokens, USER_DEFINED: tokenizer.add_tokens}
-    for kind, add in added.items():
-        chosen = [token for token, its_kind in zip(tokens, types, strict=False) if its_kind == kind]
-        add([AddedToken(token, special=kind == CONTROL, normalized=False) for token in chosen])
+    add_methods = {CONTROL: tokenizer.add_special_tokens, USER_DEFINED: tokenizer.add_tokens}
+    for kind, add in add_methods.items():
+        added_tokens = [token for token, type_ in zip(tokens, types, strict=False) if type_ == kind]
+        add([AddedToken(token, special=kind == CONTROL, normalized=False) for token in added_tokens])
     first_id = file.metadata.get("tokenizer.ggml.bos_token_id")
     if file.metadata.get("tokenizer.ggml.add_bos_token") and isinstance(first_id, int):
         token = tokens[first_id]
@@ -99,7 +100,7 @@ def _tokenizer(file: GgufFile, tokens: list[str]) -> Tokenizer:
 
 
 def _tokens(file: GgufFile) -> list[str]:
-    """Return the tokens by id, after checking that the ids of special tokens are among them."""
+    """Return the tokens by id. Raise ConfigError if the id of a special token is not the id of a token."""
     tokens = _list(file, "tokens", str)
     for name, value in file.metadata.items():
         is_token = name.startswith("tokenizer.ggml.") and name.endswith("_token_id")
@@ -111,5 +112,5 @@ def _tokens(file: GgufFile) -> list[str]:
 def _list[Item](file: GgufFile, name: str, kind: type[Item]) -> list[Item]:
     value = file.metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-        raise ConfigError(f"{file.path}: the metadata have no tokenizer.ggml.{name}, or of a wrong type")
+        raise ConfigError(f"{file.path}: tokenizer.ggml.{name} is missing or has the wrong type")
     return [item for item in value if isinstance(item, kind)]

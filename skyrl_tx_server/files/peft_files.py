@@ -1,7 +1,7 @@
 """Adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors, as `peft` loads them.
 
-Names are `base_model.model.<module>.lora_A.weight`, without `.base_layer.` or an adapter's name; all tensors
-have one dtype.
+Tensor names are `base_model.model.<module>.lora_A.weight`, without `.base_layer.` or an adapter's name. All
+tensors have one dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.base_model import BaseTensors
 from skyrl_tx_server.files.json_file import read_json_object
 
-PREFIX = "base_model.model."
+PREFIX, HEAD = "base_model.model.", "lm_head"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _ATTENTION = re.compile(r"(?P<module>model\.layers\.(?P<layer>\d+)\.self_attn\.\w+_proj(_with_mqa)?)\.weight")
@@ -44,13 +44,13 @@ _UNSUPPORTED = (
 
 
 def adapter_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the adapter's own tensors of a checkpoint, which may also hold those of an optimizer."""
+    """Return the adapter's tensors of a checkpoint, which may also contain an optimizer state."""
     return {name: array for name, array in arrays.items() if _FACTOR.fullmatch(name)}
 
 
 def deltas(arrays: Mapping[str, np.ndarray], lora: LoraSpec) -> dict[str, np.ndarray]:
-    """Return alpha / rank * B @ A, [out, in] float32, by Hugging Face's tensor name. `rank` is that of the
-    factors."""
+    """Return Hugging Face's tensor name -> alpha / rank * B @ A, [out, in] float32. `rank` is the rank of A
+    and B."""
     by_name = {}
     for name, a in adapter_tensors(arrays).items():
         if name.endswith(".lora_A.weight"):
@@ -91,7 +91,10 @@ def write_adapter(
 
 def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str, np.ndarray]]:
     """Read an adapter of `base` in float32, with the names of a checkpoint. Raise UserError if this server
-    cannot represent it."""
+    cannot represent it.
+
+    An adapter of some projections of a part, such as q and v, gets zero factors for the others.
+    """
     try:
         config: dict[str, Any] = read_json_object(directory / CONFIG)
         tensors = load_file(directory / WEIGHTS)
@@ -128,9 +131,10 @@ def read_adapter(directory: Path, base: BaseTensors) -> tuple[LoraSpec, dict[str
             array = _narrowed(directory, name, array, rank, rank_per_expert)
         arrays[f"{PREFIX}{factor['module']}.lora_{factor['side']}.weight"] = array
     modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in arrays}
-    spec = _spec(directory, modules, base, int(base_config["num_hidden_layers"]), rank, alpha)
+    parts = _parts(base, int(base_config["num_hidden_layers"]))
+    spec = _spec(directory, modules, parts, rank, alpha)
     _check_shapes(directory, arrays, base, rank, rank_per_expert)
-    return spec, arrays
+    return spec, arrays | _missing_factors(modules, parts, base, rank, rank_per_expert)
 
 
 def initial_optimizer_state(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -159,8 +163,8 @@ def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, rank_per
     rank_axis = 0 if ".lora_A." in name else 1
     if array.shape[rank_axis] != rank:
         return array
-    kept, rest = np.split(array, [rank_per_expert], axis=rank_axis)
-    if np.any(rest):
+    kept, padding = np.split(array, [rank_per_expert], axis=rank_axis)
+    if np.any(padding):
         raise UserError(
             f"{directory}: {name} has rank {rank}, experts of this server have rank {rank_per_expert} (rank "
             "// num_experts_per_tok); merge the adapter with peft instead"
@@ -169,29 +173,16 @@ def _narrowed(directory: Path, name: str, array: np.ndarray, rank: int, rank_per
 
 
 def _spec(
-    directory: Path, modules: set[str], base: BaseTensors, num_layers: int, rank: int, alpha: float
+    directory: Path, modules: set[str], parts: Mapping[str, set[str]], rank: int, alpha: float
 ) -> LoraSpec:
-    """Return the LoraSpec of an adapter with these modules. Raise UserError if it trains only some modules of
-    a part."""
-
-    def modules_like(pattern: re.Pattern[str]) -> set[str]:
-        matches = (pattern.fullmatch(name) for name in base.files)
-        # DeepSeek's checkpoints have further layers for multi-token prediction
-        return {match["module"] for match in matches if match and int(match["layer"]) < num_layers}
-
-    parts = {
-        "train_attn": modules_like(_ATTENTION),
-        "train_mlp": modules_like(_MLP),
-        "train_unembed": {"lm_head"},
-    }
-    trained = {name: part <= modules for name, part in parts.items()}
-    rest = sorted(modules - {module for name, part in parts.items() if trained[name] for module in part})
-    if rest or not modules:
+    """Return the LoraSpec of an adapter with these modules. Raise UserError if one belongs to no part."""
+    unknown = sorted(modules - set().union(*parts.values()))
+    if unknown or not modules:
         raise UserError(
-            f"{directory}: this server trains all projections of attention, all of the MLP or the head, in "
-            f"all {num_layers} layers; the adapter has "
-            + (f"{rest[0]} without the others" if rest else "no modules")
+            f"{directory}: this server adapts the projections of attention and of the MLP and the head; the "
+            "adapter has " + (unknown[0] if unknown else "no modules")
         )
+    trained = {name: not part.isdisjoint(modules) for name, part in parts.items()}
     return LoraSpec(
         rank=rank,
         alpha=alpha,
@@ -199,6 +190,40 @@ def _spec(
         train_mlp=trained["train_mlp"],
         train_unembed=trained["train_unembed"],
     )
+
+
+def _parts(base: BaseTensors, num_layers: int) -> dict[str, set[str]]:
+    """Return the modules that each switch of a LoraSpec adapts."""
+
+    def modules_like(pattern: re.Pattern[str]) -> set[str]:
+        matches = (pattern.fullmatch(name) for name in base.files)
+        # DeepSeek's checkpoints have further layers for multi-token prediction
+        return {match["module"] for match in matches if match and int(match["layer"]) < num_layers}
+
+    return {
+        "train_attn": modules_like(_ATTENTION),
+        "train_mlp": modules_like(_MLP),
+        "train_unembed": {HEAD},
+    }
+
+
+def _missing_factors(
+    modules: set[str], parts: Mapping[str, set[str]], base: BaseTensors, rank: int, rank_per_expert: int
+) -> dict[str, np.ndarray]:
+    """Return zero factors for the modules that an adapter of some modules of a part lacks.
+
+    The gradient of each factor is a multiple of the other one, so training leaves both at zero.
+    """
+    zeros = {}
+    for part in parts.values():
+        if part.isdisjoint(modules):
+            continue
+        for module in part - modules:
+            outputs, inputs = base.shape(f"{module}.weight")
+            module_rank = rank_per_expert if _EXPERT.fullmatch(module) else rank
+            zeros[f"{PREFIX}{module}.lora_A.weight"] = np.zeros((module_rank, inputs), np.float32)
+            zeros[f"{PREFIX}{module}.lora_B.weight"] = np.zeros((outputs, module_rank), np.float32)
+    return zeros
 
 
 def _check_shapes(

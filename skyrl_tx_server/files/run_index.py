@@ -1,9 +1,9 @@
 """The index of training runs, expiry times of checkpoints and public checkpoints, kept across restarts.
 
-`<checkpoints_dir>/ledger.jsonl` has one JSON line per fact. A later line about the same object replaces an
-earlier one, and unreadable lines are skipped. New facts are appended. When most lines are out of date, the
-file is rewritten and renamed into place. The runs of one tenant take at most `MAX_RUN_BYTES`; beyond that the
-oldest run is removed, and its checkpoints are kept.
+`<checkpoints_dir>/ledger.jsonl` contains one JSON line per fact. A later line about the same object replaces
+an earlier one, and unreadable lines are skipped. New facts are appended. When most lines are out of date, the
+file is rewritten and renamed into place. The runs of one tenant take at most `MAX_RUN_BYTES`. Above this
+limit the oldest run is removed from the index; its checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMPACTION_SLACK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRun:
-    """A training run of this server, also after its model was unloaded. Raises UserError if its metadata is
+    """A training run of this server, also after its model was unloaded. Raises UserError if its metadata are
     larger than `MAX_METADATA_BYTES`."""
 
     run_id: str
@@ -52,7 +52,7 @@ class _Sizes:
     """Bytes of the file, and of its lines that are not out of date."""
 
     file: int = 0
-    live: int = 0
+    current: int = 0
 
 
 class RunIndex:
@@ -98,7 +98,7 @@ class RunIndex:
         return self._runs.get(owner, {}).get(run_id) if self._tenant in (None, owner) else None
 
     def expiry(self, path: str, generation: str) -> datetime | None:
-        """Return when this save of a checkpoint is deleted; None: never."""
+        """Return the time at which this generation of a checkpoint is deleted; None: never."""
         return self.expiries.get(path) if self._expiring.get(path, generation) == generation else None
 
     def expired(self) -> list[str]:
@@ -106,7 +106,7 @@ class RunIndex:
         return [path for path, expires_at in self.expiries.items() if expires_at <= now]
 
     def expiring_generation(self, path: str) -> str | None:
-        """Return the generation of the save that expires; None: any."""
+        """Return the generation that expires; None: any generation."""
         return self._expiring.get(path)
 
     # --- adding facts
@@ -114,22 +114,23 @@ class RunIndex:
     def record_run(self, run: TrainingRun) -> None:
         """Add a run. Raise OSError, and change nothing, if it cannot be written."""
         num_bytes = self._append(_run_to_json(run))
-        self._remember_run(run, num_bytes)
+        self._apply_run(run, num_bytes)
         self._compact_if_due()
 
     def set_expiry(self, path: str, expires_at: datetime | None, generation: str | None = None) -> None:
-        """Set when a checkpoint expires; None: never. With `generation`, only this save expires."""
+        """Set the time at which a checkpoint expires; None: never. With `generation`, only this generation
+        expires."""
         if expires_at is None and path not in self.expiries:
             return
         num_bytes = self._append(_expiry_to_json(path, expires_at, generation))
-        self._remember_expiry(path, expires_at, generation, num_bytes)
+        self._apply_expiry(path, expires_at, generation, num_bytes)
         self._compact_if_due()
 
     def set_public(self, path: str, public: bool) -> None:
         if public == (path in self.public):
             return
         num_bytes = self._append({"path": path, "public": public})
-        self._remember_public(path, public, num_bytes)
+        self._apply_public(path, public, num_bytes)
         self._compact_if_due()
 
     def forget(self, path: str, generation: str | None = None) -> None:
@@ -148,23 +149,23 @@ class RunIndex:
                 raise TypeError("not an object")
             if "run_id" in fact:
                 run = _run_from_json(fact)
-                self._remember_run(run, len(json.dumps(_run_to_json(run))))
+                self._apply_run(run, len(json.dumps(_run_to_json(run))))
                 return
             path = fact["path"]
             if not isinstance(path, str):
                 raise TypeError("path: not text")
             if "public" in fact:
-                self._remember_public(path, bool(fact["public"]), len(line))
+                self._apply_public(path, bool(fact["public"]), len(line))
                 return
             expires_at, generation = fact["expires_at"], fact.get("generation")
             expires_at = None if expires_at is None else _aware(expires_at)
-            self._remember_expiry(
+            self._apply_expiry(
                 path, expires_at, generation if isinstance(generation, str) else None, len(line)
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("%s: skipped a damaged line (%s): %s", self._file, str(error)[:100], line[:80])
 
-    def _remember_run(self, run: TrainingRun, num_bytes: int) -> None:
+    def _apply_run(self, run: TrainingRun, num_bytes: int) -> None:
         owner = owner_of(run.run_id)
         runs = self._runs.setdefault(owner, OrderedDict())
         self._forget_run(owner, run.run_id)
@@ -179,7 +180,7 @@ class RunIndex:
             self._run_bytes[owner] -= self._line_bytes["run", run_id]
             self._count("run", run_id, 0)
 
-    def _remember_expiry(
+    def _apply_expiry(
         self, path: str, expires_at: datetime | None, generation: str | None, num_bytes: int
     ) -> None:
         self._expiring.pop(path, None)
@@ -191,13 +192,13 @@ class RunIndex:
                 self._expiring[path] = generation
         self._count("expiry", path, 0 if expires_at is None else num_bytes)
 
-    def _remember_public(self, path: str, public: bool, num_bytes: int) -> None:
+    def _apply_public(self, path: str, public: bool, num_bytes: int) -> None:
         (self.public.add if public else self.public.discard)(path)
         self._count("public", path, num_bytes if public else 0)
 
     def _count(self, kind: str, name: str, num_bytes: int) -> None:
         """Record the bytes of the newest line about an object; 0: the line is not needed."""
-        self._sizes.live += num_bytes - self._line_bytes.pop((kind, name), 0)
+        self._sizes.current += num_bytes - self._line_bytes.pop((kind, name), 0)
         if num_bytes:
             self._line_bytes[kind, name] = num_bytes
 
@@ -223,7 +224,7 @@ class RunIndex:
         return len(line)
 
     def _compact_if_due(self) -> None:
-        if self._sizes.file <= 2 * self._sizes.live + COMPACTION_SLACK:
+        if self._sizes.file <= 2 * self._sizes.current + COMPACTION_SLACK:
             return
         new_file = self._file.with_name(f".{self._file.name}.new")
         try:
@@ -236,7 +237,7 @@ class RunIndex:
         except OSError as error:
             logger.warning("%s cannot be compacted: %s", self._file, error)
             new_file.unlink(missing_ok=True)
-            self._sizes.file = self._sizes.live  # try again when the file has grown
+            self._sizes.file = self._sizes.current  # try again when the file has grown
         else:
             self._sizes.file = self._file.stat().st_size
 
@@ -268,7 +269,7 @@ def _run_from_json(fact: dict[str, object]) -> TrainingRun:
     ):
         raise TypeError("user_metadata: not text")
     if _metadata_bytes(metadata) > MAX_METADATA_BYTES:
-        logger.warning("left out the metadata of %s, which is too large", str(fact["run_id"])[:80])
+        logger.warning("dropped the metadata of %s, which are too large", str(fact["run_id"])[:80])
         metadata = {}
     lora = LoraSpec(**fact["lora"])  # type: ignore[arg-type]
     run = TrainingRun(

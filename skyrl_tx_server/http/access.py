@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 from skyrl_tx_server.errors import ForbiddenError
 
-_MARKS = frozenset({b"host", b"origin", b"sec-fetch-site"})
+_CHECKED_HEADERS = frozenset({b"host", b"origin", b"sec-fetch-site"})
 
 
 class HostNames(Enum):
@@ -40,8 +40,8 @@ class AccessPolicy:
 def access_policy(
     *, host: str, has_key: bool, allowed_hosts: str | None, allowed_origins: str | None
 ) -> AccessPolicy:
-    """Return the policy of a server that listens on `host`. With a key any host name is accepted: web pages
-    do not know the key, and a reverse proxy forwards the name that it serves."""
+    """Return the policy of a server that listens on `host`. With a key every host name is accepted, because
+    web pages do not have the key and a reverse proxy forwards its own name."""
     host = host.lower().removesuffix(".")
     names = HostNames.LOOPBACK if _is_loopback(host) else HostNames.ADDRESSES
     machine = [] if names is HostNames.LOOPBACK else [socket.gethostname().lower()]
@@ -59,10 +59,10 @@ def _split(names: str | None) -> list[str]:
 def check_access(policy: AccessPolicy, request: Request) -> None:
     """Raise ForbiddenError for a request from a web page or for a host name that the server does not
     serve."""
-    marks = [mark for mark in request.scope["headers"] if mark[0] in _MARKS]
-    hosts = [value for name, value in marks if name == b"host"]
-    if len(hosts) < len(marks):
-        _check_page(policy, dict(marks))
+    headers = [(name, value) for name, value in request.scope["headers"] if name in _CHECKED_HEADERS]
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) < len(headers):
+        _check_page(policy, dict(headers))
     if policy.host_names is not HostNames.ANY and (len(hosts) != 1 or not _is_served(policy, hosts[0])):
         raise ForbiddenError(
             f"this server does not serve the host name {_quoted(b', '.join(hosts))}; start it with "
@@ -70,8 +70,8 @@ def check_access(policy: AccessPolicy, request: Request) -> None:
         )
 
 
-def _check_page(policy: AccessPolicy, marks: Mapping[bytes, bytes]) -> None:
-    origin, fetch_site = marks.get(b"origin"), marks.get(b"sec-fetch-site")
+def _check_page(policy: AccessPolicy, headers: Mapping[bytes, bytes]) -> None:
+    origin, fetch_site = headers.get(b"origin"), headers.get(b"sec-fetch-site")
     if origin is not None:
         if origin.decode("latin-1").lower() not in policy.allowed_origins:
             raise ForbiddenError(

@@ -1,4 +1,4 @@
-"""The ASGI application: all routes, and the housekeeping task."""
+"""The ASGI application: all routes and the housekeeping task."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from skyrl_tx_server.http.routes import (
 logger = logging.getLogger(__name__)
 
 # Searched in this order for every request, so the most frequent routes come first.
-# `downloads` before `weights`: its longer paths end in a word that `{checkpoint_id:path}` would match.
+# `downloads` precedes `weights`, whose `{checkpoint_id:path}` also matches the paths of `downloads`.
 ENDPOINTS: tuple[Endpoint, ...] = (
     *futures.ENDPOINTS,
     *training.ENDPOINTS,
@@ -47,7 +47,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 
 
 def build_app(startup: StartupState, *, housekeeping_period_s: float = 5.0) -> Starlette:
-    """Return the application. It answers 503 until `startup` holds an `AppState`."""
+    """Return the application. It replies 503 until `startup` contains an `AppState`."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -76,9 +76,9 @@ def _bind(endpoint: Endpoint, startup: StartupState) -> Callable[[Request], Awai
 
 async def _no_route(request: Request, error: Exception) -> JSONResponse:
     logger.warning("no route %s %s", request.method, request.url.path[:200])
-    known = "the Tinker API of SDK 0.38, and OpenAI's /v1/chat/completions, /v1/completions and /v1/models"
+    apis = "the Tinker API of SDK 0.38, and OpenAI's /v1/chat/completions, /v1/completions and /v1/models"
     path = request.url.path
-    return refusal(path, NoRouteError(f"this server has no {request.method} {path}; it implements {known}"))
+    return refusal(path, NoRouteError(f"this server has no {request.method} {path}; it implements {apis}"))
 
 
 async def _housekeeping(startup: StartupState, period_s: float) -> None:
@@ -105,7 +105,7 @@ async def housekeep(state: AppState) -> None:
         try:
             generation = await asyncio.to_thread(state.checkpoints.delete, path, only=generation)
             if generation is None:
-                continue  # it was saved again; the expiry of the new checkpoint will be recorded
+                continue  # the checkpoint was saved again; its new expiry will be recorded
             logger.info("deleted %s: it has expired", path)
         except NotFoundError:
             logger.debug("%s was deleted already", path)

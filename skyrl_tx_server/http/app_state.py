@@ -26,7 +26,7 @@ class HttpSettings:
     """The options of the HTTP side, with the values that are derived from them."""
 
     model_dir: Path | None
-    """The folder of the tokenizer, for clients on this machine. None: the clients use the model's name."""
+    """The directory of the tokenizer, for clients on this machine. None: clients use the model's name."""
     max_request_bytes: int = 64 << 20
     stalled_s: float = 120.0  # how long a body may pause before its request is rejected
     sample_max_concurrent_requests: int = 256
@@ -55,14 +55,14 @@ class AppState:
     """Number of replies by method, route and status."""
     bodies: BodyBudget = field(default_factory=BodyBudget)
     tenant: str = DEFAULT_TENANT
-    tenants: dict[str, AppState] = field(default_factory=dict)  # the states made so far, by tenant
+    tenants: dict[str, AppState] = field(default_factory=dict)  # the existing states, by tenant
 
     def for_tenant(self, tenant: str) -> AppState:
         """Return the state of a tenant, which is created if necessary. Only the operator's state has other
         tenants."""
         if tenant == self.tenant:
             return self
-        assert self.is_operator, f"{self.tenant} asked for the state of {tenant}"
+        assert self.is_operator, f"{self.tenant} requested the state of {tenant}"
         if tenant not in self.tenants:
             keys, quota = self.settings.tenant_keys, self.settings.tenant_quota
             self.tenants[tenant] = replace(

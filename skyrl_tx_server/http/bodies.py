@@ -20,10 +20,10 @@ JSON_MEDIA_TYPE = "application/json"
 PROTOBUF_MEDIA_TYPE = "application/x-protobuf"
 
 SMALL_BYTES = 64 << 10
-"""Bodies up to this size are parsed on the event loop and do not count as bytes in flight; the number of
-connections bounds them.
-"""
+"""Bodies up to this size are parsed on the event loop and do not count as bytes in flight. The number of
+connections limits them."""
 DISCARD_AT_MOST = 1 << 30
+"""A larger body is not read to its end."""
 MIN_BYTES_PER_S = 64 << 10
 """A body that arrives more slowly than this on average is rejected."""
 MAX_COMPRESSION_RATIO = 200
@@ -46,7 +46,7 @@ class BodyLimits:
 
 CONTROL_BODY = BodyLimits()
 SAMPLE_BODY = BodyLimits(max_bytes=32 << 20, json=DATA_BOUNDS)
-"""A context of a million tokens takes 8 MiB as JSON; the rest is for target_prompt_logprobs."""
+"""A context of a million tokens takes 8 MiB as JSON. The remaining bytes are for target_prompt_logprobs."""
 TRAINING_JSON_BODY = BodyLimits(max_bytes=32 << 20, json=DATA_BOUNDS)
 """SDKs up to 0.24 send at most 5 MB of tensors in a request, which are up to 25 MB as JSON."""
 TRAINING_BODY = BodyLimits(
@@ -122,8 +122,8 @@ async def read_parsed[T](
     max_bytes: int,
     stalled_s: float,
 ) -> T:
-    """Return `parse` of the decompressed body. Large and compressed bodies are processed in a thread. Raise
-    UserError for an invalid body, CapacityError if too many bodies are being received."""
+    """Return `parse(body)` of the decompressed body. Large and compressed bodies are processed in a thread.
+    Raise UserError for an invalid body, and CapacityError if too many bodies are being received."""
     limit = min(limits.max_bytes, max_bytes)
     headers: dict[bytes, bytes] = dict(request.scope["headers"])
     encoding = headers.get(b"content-encoding", b"").decode("latin-1").lower()
@@ -158,8 +158,8 @@ def _reserved_bytes(headers: Mapping[bytes, bytes], limit: int, *, compressed: b
 
 
 async def _receive(request: Request, limit: int, stalled_s: float) -> bytes:
-    """Return the body as it was sent. A body over the limit is read to its end, because the client would send
-    it again if the connection were closed."""
+    """Return the body without decompressing it. A body over the limit is discarded, but read to its end (at
+    most DISCARD_AT_MOST bytes), because the client would send it again if the connection were closed."""
     chunks: list[bytes] = []
     size = 0
     loop = asyncio.get_running_loop()
@@ -186,22 +186,22 @@ async def _receive(request: Request, limit: int, stalled_s: float) -> bytes:
 
 
 def _check_media_type(headers: Mapping[bytes, bytes], limits: BodyLimits, body: bytes) -> None:
-    """Raise UnsupportedMediaTypeError for other media types, in particular those that web pages can send
-    without a CORS preflight: text/plain and forms."""
+    """Raise UnsupportedMediaTypeError for a media type that the route does not accept, in particular
+    text/plain and forms, which web pages can send without a CORS preflight."""
     if not body:
         return
-    sent = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
-    if sent not in limits.media_types:
+    media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+    if media_type not in limits.media_types:
         accepted = " or ".join(limits.media_types)
         raise UnsupportedMediaTypeError(
-            f"content-type {sent[:80]!r} is not accepted here; send {accepted} (curl: -H 'Content-Type: "
-            f"{limits.media_types[0]}')"
+            f"content-type {media_type[:80]!r} is not accepted here; send {accepted} "
+            f"(curl: -H 'Content-Type: {limits.media_types[0]}')"
         )
 
 
 def decompress(body: bytes, limit: int) -> bytes:
-    """Return the decompressed body. Raise UserError if it is not zstd, exceeds `limit` bytes or has a higher
-    compression ratio than training data."""
+    """Return the decompressed body. Raise UserError if it is not zstd, exceeds `limit` bytes, or exceeds both
+    ALWAYS_DECOMPRESSED_BYTES and MAX_COMPRESSION_RATIO times the size of `body`."""
     largest = min(limit, max(ALWAYS_DECOMPRESSED_BYTES, MAX_COMPRESSION_RATIO * len(body)))
     parts: list[bytes] = []
     size = 0

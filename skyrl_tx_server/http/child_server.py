@@ -19,7 +19,7 @@ from skyrl_tx_server.config.command_line import SECRETS
 from skyrl_tx_server.config.server_config import ServerConfig
 from skyrl_tx_server.errors import ConfigError, ServerError
 
-ROOT = Path(__file__).resolve().parents[2]  # the folder of the package
+ROOT = Path(__file__).resolve().parents[2]  # the folder that contains the package
 READY = re.compile(r"skyrl-tx server ready: (\S+)")
 STOP_TIMEOUT_S = 20.0
 MAX_LINE_BYTES = 1 << 20
@@ -31,8 +31,9 @@ if os.getppid() != {parent}:
     sys.exit("the parent process has ended")
 runpy.run_module("skyrl_tx_server", run_name="__main__", alter_sys=True)
 """
-"""The first program of the child. It asks Linux for SIGTERM when the parent ends. `preexec_fn` would do so in
-a fork of this process, which may deadlock if the process has threads, and JAX has threads."""
+"""The program that the child starts with. Linux then sends it SIGTERM when the parent ends. `preexec_fn` is
+not used, because it runs in a fork of this process, which may deadlock if the process has threads, as with
+JAX."""
 
 
 @asynccontextmanager
@@ -55,7 +56,7 @@ async def serve(config: ServerConfig) -> AsyncIterator[str]:
         stderr=STDOUT,
         limit=MAX_LINE_BYTES,
         env=os.environ | import_path | keys,
-        start_new_session=True,  # Ctrl-C reaches the client alone, which may save a checkpoint first
+        start_new_session=True,  # Ctrl-C reaches only this process, which may save a checkpoint first
     )
     try:
         url = await _address(process)
@@ -69,7 +70,7 @@ async def serve(config: ServerConfig) -> AsyncIterator[str]:
 
 
 def arguments_of(config: ServerConfig) -> list[str]:
-    """Return the command line of a configuration: `name=value` of each option without its default.
+    """Return the command line of a configuration: `name=value` of each option that differs from its default.
 
     The keys are left out, because other users can read the command line.
     """
@@ -81,16 +82,16 @@ def arguments_of(config: ServerConfig) -> list[str]:
 async def _address(process: Process) -> str:
     """Return the address that the server prints when it is ready."""
     assert process.stdout is not None
-    last = "no output"
+    last_line = "no output"
     async for line in process.stdout:
         text = line.decode(errors="replace").rstrip()
         if ready := READY.search(text):
             return ready[1]
         print(text, file=sys.stderr, flush=True)
-        last = text or last
+        last_line = text or last_line
     status = await process.wait()
     kind = ConfigError if status == 2 else ServerError
-    raise kind(f"the server stopped with status {status}: {last.removeprefix('skyrl-tx server: ')}")
+    raise kind(f"the server stopped with status {status}: {last_line.removeprefix('skyrl-tx server: ')}")
 
 
 async def _copy_output(process: Process) -> None:

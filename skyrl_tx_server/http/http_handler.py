@@ -32,10 +32,11 @@ Handler = Callable[[AppState, Request], Awaitable[Reply]]
 
 CLIENT_CLOSED_REQUEST = 499
 """The status that is logged for a client that disconnected before its reply. It is not sent."""
-NOT_YET = (408, 503)  # a pending result or a loading model; not logged as a warning
+NOT_YET = (408, 503)
+"""The statuses for a pending result and for a model that is loading. They are not logged as warnings."""
 MAX_DETAIL_LENGTH = 2000
 """Maximum length of an error message, which may quote the request."""
-_LIMITS = "skyrl_tx_server.body_limits"  # of the endpoint, in the request's scope
+_LIMITS = "skyrl_tx_server.body_limits"  # key of the endpoint's limits in the request's scope
 _OPENAI_PREFIX = "/v1/"
 
 
@@ -53,14 +54,14 @@ class Endpoint:
     method: str
     path: str
     handler: Handler
-    needs_key: bool = True  # if the server has one
-    for_operator: bool = False  # if the server has tenants
+    needs_key: bool = True  # has no effect if the server has no key
+    for_operator: bool = False  # tenants get the status 403
     log_level: int = field(default=logging.INFO)
     body: BodyLimits = CONTROL_BODY
 
 
 async def serve(endpoint: Endpoint, startup: StartupState, request: Request) -> Response:
-    """Run one request. Return a reply also for every error."""
+    """Run one request. Every error becomes a reply."""
     started = time.perf_counter()
     request.scope[_LIMITS] = endpoint.body
     response = await _answer(endpoint, startup, request)
@@ -116,12 +117,10 @@ def _check_key(settings: HttpSettings, request: Request) -> str:
     api_key, tenant_keys = settings.api_key, settings.tenant_keys
     if api_key is None and tenant_keys is None:
         return DEFAULT_TENANT
-    sent = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix(
-        "Bearer "
-    )
-    if api_key is not None and hmac.compare_digest(sent.encode(), api_key.encode()):
+    key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+    if api_key is not None and hmac.compare_digest(key.encode(), api_key.encode()):
         return DEFAULT_TENANT
-    tenant = None if tenant_keys is None else tenant_keys.tenant_of(sent)
+    tenant = None if tenant_keys is None else tenant_keys.tenant_of(key)
     if tenant is None:
         raise UnauthorizedError(
             "this server needs its API key: TINKER_API_KEY for the Tinker SDK, api_key= for OpenAI's clients"
@@ -151,7 +150,7 @@ def refusal(path: str, error: ServerError, *, status: int | None = None) -> JSON
 async def read_parsed[T](
     state: AppState, request: Request, parse: Callable[[bytes], T], limits: BodyLimits | None = None
 ) -> T:
-    """Return `parse` of the body, within the limits of the request's endpoint or within `limits`."""
+    """Return `parse(body)`. Apply `limits` to the body, by default the limits of the request's endpoint."""
     return await bodies.read_parsed(
         request,
         parse,

@@ -25,7 +25,7 @@ from skyrl_tx_server.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 HEAD_TIMEOUT_S = 20.0
-"""Time from the connection, or from the first byte of its next request, to the end of the request's
+"""Maximum time from the connection, or from the first byte of its next request, to the end of the request's
 headers."""
 WRITE_TIMEOUT_S = 120.0
 """A connection is closed if the client reads nothing of its reply for this time."""
@@ -99,8 +99,8 @@ class Connections:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits on the size of the headers, and on the time to send them and to read a
-    reply."""
+    """uvicorn's protocol with limits on the size of the headers, and on the time in which the client sends
+    them and reads a reply."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class BoundedServer(uvicorn.Server):
         def make() -> BoundedProtocol:
             return BoundedProtocol(self.config, self, self.connections, head_timeout_s=self._head_timeout_s)
 
-        # uvicorn only calls `close` and `wait_closed` of what it declares as a list of asyncio servers.
+        # uvicorn declares a list of asyncio servers, but calls only their `close` and `wait_closed`.
         self.servers: list[Acceptor] = [  # pyright: ignore[reportIncompatibleVariableOverride]
             Acceptor(listener, self.connections, make, self.config.ssl) for listener in sockets or []
         ]
@@ -282,8 +282,8 @@ class BoundedServer(uvicorn.Server):
 
 
 class StoppableServer(BoundedServer):
-    """A server that sets `stop` at SIGTERM or SIGINT and leaves the shutdown to the caller. A second signal
-    exits the process."""
+    """A server that sets `stop` on SIGTERM or SIGINT; the caller shuts it down. A second signal exits the
+    process."""
 
     def __init__(self, config: uvicorn.Config, max_connections: int, stop: asyncio.Event) -> None:
         super().__init__(config, max_connections)

@@ -11,12 +11,12 @@ from skyrl_tx_server.engine.operations import DEFAULT_TENANT, ForwardBackward, O
 from skyrl_tx_server.errors import CapacityError, UserError
 
 LEAST_TOKENS = 256
-"""The number of tokens that an operation counts at least, so that the quota also bounds the number of
-operations."""
+"""The minimum number of tokens that a sample or a forward_backward counts, so that the quota also limits the
+number of operations."""
 
 
 class EngineShare:
-    """Implements `engine.EngineSide` for one tenant."""
+    """Implements `engine.EngineClient` for one tenant."""
 
     def __init__(self, engine: EngineClient, tenant: str, max_tokens: int) -> None:
         self._engine = engine
@@ -41,8 +41,8 @@ class EngineShare:
         num_tokens = _num_tokens(op, self.info.max_context_length)
         if num_tokens > self._max_tokens:
             raise UserError(
-                f"the request has {num_tokens} tokens, and tenant_max_tokens={self._max_tokens} may be in "
-                f"flight; send smaller requests"
+                f"the request has {num_tokens} tokens, more than tenant_max_tokens={self._max_tokens}; send "
+                f"smaller requests"
             )
         with self._lock:
             if self._tokens + num_tokens > self._max_tokens:
@@ -65,9 +65,8 @@ class EngineShare:
 
 
 def _num_tokens(op: Op, max_context_length: int) -> int:
-    """Return the tokens of the prompt and the longest completions of a sample, or of all data of a training
-    operation. Operations that free memory count nothing.
-    """
+    """Return the number of tokens of the prompt and the longest completions of a sample, or of all data of a
+    forward_backward. All other operations count 0."""
     match op:
         case Sample():
             longest = (

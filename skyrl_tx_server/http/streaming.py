@@ -32,7 +32,7 @@ class StreamWatcher:
         return not self.cancelled
 
     def cancel(self) -> None:
-        """Withdraw the request. One that has started ends after the current decode dispatch."""
+        """Withdraw the request. If it has started, it ends after the current decode dispatch."""
         self.cancelled = True
 
     def finish(self, future: concurrent.futures.Future[OpResult]) -> None:
@@ -51,19 +51,19 @@ async def stream_tokens(
     watcher = StreamWatcher(streams_tokens=True)
     future = state.engine.submit(op, watcher)
     future.add_done_callback(watcher.finish)
-    seen = [0] * op.num_samples
+    num_sent = [0] * op.num_samples
     try:
         while (delta := await watcher.deltas.get()) is not None:
-            seen[delta.index] += len(delta.tokens)
+            num_sent[delta.index] += len(delta.tokens)
             yield delta
         result = _sampled(future)
         results.append(result)
         for index, sequence in enumerate(result.sequences):
-            rest = slice(seen[index], None)
+            unsent = slice(num_sent[index], None)
             yield TokenDelta(
                 index=index,
-                tokens=sequence.tokens[rest].tolist(),
-                logprobs=sequence.logprobs[rest].tolist(),
+                tokens=sequence.tokens[unsent].tolist(),
+                logprobs=sequence.logprobs[unsent].tolist(),
                 ended=sequence.stop_reason,
             )
     finally:

@@ -19,8 +19,8 @@ from src.core.errors import ConfigError, TrainerError
 TITLE = [
     "python -m src.analyze runs=RUN,OTHER_RUN",
     "",
-    "Writes the analysis of one run, or of several and their comparison, to a Markdown file. With task=,",
-    "prints what the agent did in the trials of that task.",
+    "Write the analysis of one run, or of several runs and their comparison, to a Markdown file. With task=,",
+    "print the conversations of the trials of that task.",
 ]
 
 

@@ -42,7 +42,7 @@ COMPARED_METRICS = (
     "time/update",
     "time/total",
 )
-# Options that differ between any two runs and say nothing about the training.
+# Options that name a run or a folder. They differ between runs and do not affect the training.
 PLACES = {"log_path", "logs_dir", "export_path", "wandb_name", "wandb_project", "trackio_project"}
 
 
@@ -122,7 +122,7 @@ def held_out_pairs(first: Sequence[DumpedTrial], second: Sequence[DumpedTrial]) 
 
 
 def metric_pairs(first: AnalyzedRun, second: AnalyzedRun) -> list[str]:
-    """Return the means of metrics over the common steps, and how far the runs are apart in a step."""
+    """Return the means of metrics over the common steps, and the mean and largest difference of a step."""
     if first.metrics_file is None or second.metrics_file is None:
         return []
     rows = []
@@ -131,9 +131,10 @@ def metric_pairs(first: AnalyzedRun, second: AnalyzedRun) -> list[str]:
         steps = [step for step in values[0] if step in values[1]]
         if steps:
             pairs = [(values[0][step], values[1][step]) for step in steps]
-            gaps = [b - a for a, b in pairs]
-            means = [fmean(value for value in column) for column in zip(*pairs, strict=True)]
-            cells = [f"{value:.4g}" for value in (*means, fmean(gaps), max(abs(gap) for gap in gaps))]
+            differences = [second_value - first_value for first_value, second_value in pairs]
+            means = [fmean(column) for column in zip(*pairs, strict=True)]
+            shown = (*means, fmean(differences), max(map(abs, differences)))
+            cells = [f"{value:.4g}" for value in shown]
             rows.append([f"`{name}`", str(len(steps)), *cells])
     header = ["metric", "steps", first.name, second.name, "mean difference", "largest difference"]
     return table(header, rows) if rows else []

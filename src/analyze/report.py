@@ -38,7 +38,7 @@ SHOWN_OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signal:
-    """What the training steps had to learn from, in one environment."""
+    """The learning signal of the training steps, in one environment."""
 
     variances: Sequence[float]  # `variance_per_prompt` of each step
 
@@ -99,7 +99,7 @@ def held_out_table(evaluations: Sequence[Sequence[DumpedTrial]]) -> list[str]:
             [percent(pass_rate(trials, 1)) for trials in members],
             [percent(pass_rate(trials, PASS_K)) for trials in members],
         ]
-        row = [name, str(len(by_task(members[-1]))), str(len(members[-1])), *(change(c) for c in cells)]
+        row = [name, str(len(by_task(members[-1]))), str(len(members[-1])), *map(change, cells)]
         rows.append([*row, difference(compared(*members))] if has_change else row)
     return table([*header, "difference"] if has_change else header, rows)
 
@@ -118,9 +118,7 @@ def pattern_table(evaluations: Sequence[Sequence[DumpedTrial]]) -> list[str]:
 
 
 def task_table(evaluations: Sequence[Sequence[DumpedTrial]]) -> list[str]:
-    """Return the tasks that are not always solved, those with most failures first, and one failed trial of
-    each.
-    """
+    """Return the tasks with failed trials, by decreasing failure rate, and one failed trial of each."""
     groups = [by_task(trials) for trials in evaluations]
     failing = [(task, trials) for task, trials in groups[-1].items() if num_failed(trials)]
     if not failing:
@@ -133,10 +131,10 @@ def task_table(evaluations: Sequence[Sequence[DumpedTrial]]) -> list[str]:
         counts = Counter(pattern for trial in failed for pattern in patterns(trial.trajectory))
         shown = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in counts.most_common())
         example = failed[0]
-        did = f"`{example.trajectory.trial_name or MISSING}`: {calls_text(example)}"
+        summary = f"`{example.trajectory.trial_name or MISSING}`: {calls_text(example)}"
         if error := last_error(example):
-            did += f"; `{error}`"
-        rows.append([trials[0].environment, task_text(task), change(solved), shown or MISSING, did])
+            summary += f"; `{error}`"
+        rows.append([trials[0].environment, task_text(task), change(solved), shown or MISSING, summary])
     header = ["environment", "task", "solved", "patterns", "a failed trial"]
     more = [f"{len(failing) - MAX_TASKS} more tasks fail."] if len(failing) > MAX_TASKS else []
     return [*table(header, rows, num_text=5), *(["", *more] if more else [])]
@@ -159,7 +157,7 @@ def signal_table(signals: dict[str, Signal]) -> list[str]:
 
 
 def signals_of(run: AnalyzedRun) -> dict[str, Signal]:
-    """Return the signal of all tasks and of each environment; nothing for a folder without training steps."""
+    """Return the signal of all tasks and of each environment. It is empty if there are no training steps."""
     if run.metrics_file is None:
         return {}
     variances = recorded_variances(run.metrics_file)
@@ -201,8 +199,11 @@ def compared(first: Sequence[DumpedTrial], second: Sequence[DumpedTrial]) -> Com
         return None
     return compare_paired(
         *(
-            [Tally(solved=len(group[t]) - num_failed(group[t]), graded=len(group[t])) for t in common]
-            for group in (before, after)
+            [
+                Tally(solved=len(trials[task]) - num_failed(trials[task]), graded=len(trials[task]))
+                for task in common
+            ]
+            for trials in (before, after)
         )
     )
 

@@ -1,9 +1,9 @@
-"""What the analysis reads: the dumped evaluations, the metrics and the configuration of a run.
+"""The files that the analysis reads: the dumped evaluations, the metrics and the configuration of a run.
 
 The dumps may also be those of SkyRL, with fewer fields. A folder is one of these:
 
     RUN/dumped_evals/global_step_<N>_evals/<environment>.jsonl   a run folder, or its export_path
-    FOLDER/global_step_<N>/<environment>.jsonl                   dumps as they are kept in an object store
+    FOLDER/global_step_<N>/<environment>.jsonl                   dumps from an object store
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class AnalyzedRun:
 def read_run(folder: str, *, first_step: int | None = None, last_step: int | None = None) -> AnalyzedRun:
     """Read a run and two of its evaluations; None selects the first or the last one.
 
-    Raises ConfigError if the folder has neither dumped evaluations nor metrics, or not those of a step.
+    Raises ConfigError if the folder has neither dumped evaluations nor metrics, or not the selected ones.
     """
     path = Path(folder).expanduser().resolve()
     options: Mapping[str, Any] = {}
@@ -97,7 +97,7 @@ def read_run(folder: str, *, first_step: int | None = None, last_step: int | Non
         if step is not None and step not in folders:
             known = ", ".join(map(str, sorted(folders))) or "none"
             raise ConfigError(
-                f"{option}={step} has no dumped evaluation in {path.name}; those there are: {known}"
+                f"{option}={step} has no dumped evaluation in {path.name}; steps with one: {known}"
             )
     steps = set[int]()
     if folders:
@@ -120,7 +120,7 @@ def dumped_trial(line: DumpLine, environment: str) -> DumpedTrial:
     extras = line.get("env_extras") or {}
     messages = line.get("conversation") or line.get("conversation_history") or []
     response, turns, score = line.get("output_response", ""), line.get("turns"), line["score"]
-    # A prompt stands for its task in dumps without task keys.
+    # In dumps without task keys, the prompt identifies the task.
     task = str(extras.get("task_key") or line.get("input_prompt", ""))
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     metrics = {name: float(value) for name, value in extras.items() if isinstance(value, int | float)}

@@ -73,7 +73,7 @@ class RecordedTrial:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what `argv` names and return the exit status. Errors are one line."""
+    """Print the selected rollouts and return the exit status. Errors are one line."""
     if any(argument in ("--help", "-h", "help") for argument in argv):
         print(__doc__)
         return 0
@@ -89,33 +89,33 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def shown(run: str, what: str | None = None) -> Iterator[RenderableType]:
-    """Yield what is printed. Raises ConfigError if there is no such run, step, task or trial."""
+def shown(run: str, selected: str | None = None) -> Iterator[RenderableType]:
+    """Yield the contents to print. Raises ConfigError if there is no such run, step, task or trial."""
     folder = Path(run).expanduser().resolve()
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{folder} has no {CONFIG_FILE}; give the folder of a run")
     trials = recorded_trials(folder)
-    if what is None:
+    if selected is None:
         yield overview(trials)
         return
     conditions: tuple[Callable[[RecordedTrial], bool], ...] = (
-        lambda trial: what.isdecimal() and trial.step == int(what),
-        lambda trial: what == trial.name,
-        lambda trial: what == trial.line["task"],
+        lambda trial: selected.isdecimal() and trial.step == int(selected),
+        lambda trial: selected == trial.name,
+        lambda trial: selected == trial.line["task"],
     )
     for condition in conditions:
         if matching := [trial for trial in trials if condition(trial)]:
             yield trial_table(matching)
             return
-    stored = find_rollout(folder, what)
+    stored = find_rollout(folder, selected)
     if stored is None:
         raise ConfigError(
-            f"{folder.name} has no step, task or trial {what!r}; agent-trainer show {run} "
+            f"{folder.name} has no step, task or trial {selected!r}; agent-trainer show {run} "
             "lists its finished steps"
         )
     key, result = stored
-    yield Text(f"{what}: task {key.task}, {key.purpose} {key.step}, member {key.member}", "bold")
-    recorded = next((trial for trial in trials if trial.line["trial"] == what), None)
+    yield Text(f"{selected}: task {key.task}, {key.purpose} {key.step}, member {key.member}", "bold")
+    recorded = next((trial for trial in trials if trial.line["trial"] == selected), None)
     yield from rollout(result, recorded)
 
 
@@ -178,8 +178,8 @@ def rollout(result: Trajectory | TrialFailure, recorded: RecordedTrial | None) -
         yield Text(f"not graded, {result.kind}: {result.message}", "red")
         return
     advantage = None if recorded is None else recorded.line.get("advantage")
-    ended = f"reward {result.reward:g}, ended by {result.stop_reason}"
-    yield Text(f"{ended}, {'no advantage' if advantage is None else f'advantage {advantage:g}'}")
+    ending = f"reward {result.reward:g}, ended by {result.stop_reason}"
+    yield Text(f"{ending}, {'no advantage' if advantage is None else f'advantage {advantage:g}'}")
     if result.bonus:
         yield Text(f"bonus of the judge, in training only: {result.bonus:g}")
     if result.zero_reason is not None:

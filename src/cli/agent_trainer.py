@@ -1,6 +1,6 @@
 """`agent-trainer COMMAND ...`: one program for the commands of this project.
 
-Each command runs the module of the same purpose in this process's place, with the same arguments.
+Each command replaces this process by a module of the table `MODULES`, with the same arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from src.cli.saved_options import evaluated_arguments, program_of, resumed_arguments
+from src.cli.saved_options import chat_arguments, evaluated_arguments, program_of, resumed_arguments
 from src.core.errors import ConfigError
 
 MODULES = {
@@ -23,21 +23,25 @@ MODULES = {
         "src.evaluate",
         "Evaluate a model, a checkpoint or an endpoint, or with evaluate RUN a run",
     ),
+    "chat": ("src.evaluate.chat", "Chat with a checkpoint, or with chat RUN the policy of a run"),
     "show": ("src.analyze.show", "Print the rollouts of a run: show RUN [STEP | TASK | TRIAL]"),
     "serve": ("skyrl_tx_server", "Serve a model over the Tinker API"),
     "export": ("skyrl_tx_server.export", "Export an adapter, merge it into its model, or import one"),
-    "keys": ("skyrl_tx_server.keys", "Make the API keys of tenants"),
-    "probe": ("src.evaluate.probe", "Check what an endpoint honours"),
+    "keys": ("skyrl_tx_server.keys", "Create the API keys of tenants"),
+    "probe": ("src.evaluate.probe", "Check which options an endpoint applies"),
+    "doctor": ("src.analyze.doctor", "Check this machine, or with doctor RUN a run, and say what to type"),
     "validate": ("src.envs.validate", "Check the tasks of a folder"),
 }
 """Command -> module that is run with the remaining arguments, and its help."""
+OF_A_RUN = {"evaluate": evaluated_arguments, "chat": chat_arguments}
+"""Commands that take the folder of a run -> what returns their arguments for it."""
 RESUME = "Continue a run with the options that it was started with: resume RUN [key=value ...]"
 LAUNCHER = "scripts.run_skyrl_tx"  # only in a checkout; it starts the server of a run again
 SERVER_FILE = "server.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replace this process by the command. Return 2 for a mistake and 0 for help."""
+    """Replace this process by the command. Return the exit status 2 for an invalid command, or 0 for help."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(help_text())
@@ -52,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command_line(name: str, arguments: list[str]) -> list[str]:
     """Return the module of a command and its arguments. Raises ConfigError for an unknown command."""
-    if name == "evaluate" and arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
-        return _for_run(arguments, evaluated_arguments, "evaluate", "src.evaluate")
+    if name in OF_A_RUN and arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
+        return _for_run(arguments, OF_A_RUN[name], name, MODULES[name][0])
     if name in MODULES:
         return [MODULES[name][0], *arguments]
     if name != "resume":
@@ -76,7 +80,7 @@ def help_text() -> str:
 def _for_run(
     arguments: list[str], options_of: Callable[[str, list[str]], list[str]], command: str, module: str
 ) -> list[str]:
-    """Return the command for a run. The launcher starts the run's own server again if it is gone."""
+    """Return the command for a run. If the launcher started the server of the run, it starts it again."""
     run, changes = arguments[0], arguments[1:]
     options = options_of(run, changes)
     if _has_own_server(Path(run).expanduser()) and importlib.util.find_spec("scripts") is not None:

@@ -68,7 +68,7 @@ def parse_as[Config](kind: type[Config], argv: Sequence[str]) -> Config:
 
 
 def help_words(argv: Sequence[str]) -> list[str] | None:
-    """Return the words for which the help is searched; None if `argv` does not ask for help.
+    """Return the words for which the help is searched; None if `argv` does not request help.
 
     >>> help_words(["--help", "learning"]), help_words(["--help"]), help_words(["env=harbor"])
     (['learning'], [], None)
@@ -116,7 +116,7 @@ def _has_word(text: str, beginning: str) -> bool:
 
 
 def sections_of(kind: type[object]) -> dict[str, list[str]]:
-    """Return the names of the options by section. An option of the trainer's has its section there."""
+    """Return the names of the options by section. Options that the trainer also has are in its sections."""
     fields, trainer_fields = chz.chz_fields(kind), chz.chz_fields(TrainerConfig)
     trainer_headings = {name: heading for heading, names in sections(TrainerConfig).items() for name in names}
     by_heading: dict[str, list[str]] = {}
@@ -149,7 +149,7 @@ def values_of(kind: object) -> str:
 
 
 def print_help(text: str) -> None:
-    """Print `text` to a reader that may close the pipe before the end, as `head` does."""
+    """Print `text`. The reader of a pipe, such as `head`, may close it before the end."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -160,7 +160,7 @@ def print_help(text: str) -> None:
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """Return the option that a mistyped name most likely means.
 
-    A name that speaks of held-out data is never taken for an option that selects training tasks.
+    A name that contains a word for held-out data never gives an option that selects training tasks.
 
     >>> nearest("val_dat", ["train_data", "tasks_dir"]), nearest("train_dat", ["train_data", "tasks_dir"])
     (None, 'train_data')

@@ -23,15 +23,15 @@ CONFIG = "config="
 
 
 def with_config_files(argv: Sequence[str]) -> list[str]:
-    """Replace `config=FILE` by the options of the file. Other arguments win over those of files.
+    """Replace `config=FILE` by the options of the file. Other arguments take precedence over them.
 
-    Raises ConfigError, with the line where it is known, for a file that is not a mapping of options.
+    Raises ConfigError, if possible with the line, for a file that is not a mapping of options.
     """
     from_files = [
-        argument
-        for given in argv
-        if given.startswith(CONFIG)
-        for argument in read_options(Path(given.removeprefix(CONFIG)).expanduser())
+        option
+        for argument in argv
+        if argument.startswith(CONFIG)
+        for option in read_options(Path(argument.removeprefix(CONFIG)).expanduser())
     ]
     return [*from_files, *(argument for argument in argv if not argument.startswith(CONFIG))]
 
@@ -41,7 +41,7 @@ def read_options(path: Path) -> list[str]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config={path} cannot be read ({error}); name a YAML file") from error
+        raise ConfigError(f"config={path} cannot be read ({error}); give a YAML file") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = path if mark is None else f"{path}:{mark.line + 1}"

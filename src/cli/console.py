@@ -1,6 +1,6 @@
-"""Show the events of a run on a terminal or in a pipe:
+"""Show the events of a run on a terminal or in a pipe.
 
-a line per event, and a table per step and per evaluation.
+Each event is one line. A step and an evaluation also have a table.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHOWN = (
 
 
 class Display:
-    """Implements `TrainingEvents`."""
+    """Prints the events of a run. Implements `TrainingEvents`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -62,8 +62,7 @@ class Display:
         self.say(f"{title}: {counted(num_groups, 'task')} x {counted(group_size, 'trial')}")
 
     def group_finished(self, group: TrajectoryGroup, *, duration_s: float) -> None:
-        """Print the task, the number of solved trials, the mean of partial rewards, turns, seconds and
-        failures in one line."""
+        """Print one line: task, solved trials, mean reward if some are partial, turns, time and failures."""
         self._num_finished += 1
         turns = [len(trajectory.turns) for trajectory in group.trajectories]
         parts = [f"{_solved(group.rewards)} solved"]
@@ -79,7 +78,7 @@ class Display:
         self._show_first_failures(group)
 
     def _show_first_failures(self, group: TrajectoryGroup) -> None:
-        """One line for the first failure of each kind in the run, with the exception, its file and line."""
+        """Print one line for the first failure of each kind in the run. The message has the file and line."""
         failures = [(str(failure.kind), failure.message, "not graded") for failure in group.failures]
         failures += [
             (str(trajectory.zero_reason), trajectory.zero_detail, "reward 0")
@@ -113,49 +112,49 @@ class Display:
             cells = [] if first is None else [_cell(before.get(group.task.id, []))]
             table.add_row(group.task.id, *cells, _cell(group.rewards))
         self._show(table)
-        floor = evaluation.whole.noop_success
-        floor_part = "" if floor is None else f"; doing nothing: {floor.value:.1%}"
+        noop = evaluation.whole.noop_success
+        noop_part = "" if noop is None else f"; doing nothing: {noop.value:.1%}"
         is_partial = any(group.task.grading for group in evaluation.groups)
         rewards = [reward for group in evaluation.groups for reward in group.rewards]
         reward_part = "" if _is_all_or_nothing(rewards) else f"; mean reward {fmean(rewards):.3f}"
         self.say(
             f"{success_name(is_partial)}: {evaluation.success_rate:.1%} "
-            f"({evaluation.num_solved}/{evaluation.num_graded}){reward_part}{floor_part}"
+            f"({evaluation.num_solved}/{evaluation.num_graded}){reward_part}{noop_part}"
         )
 
     def _show(self, content: RenderableType, *, soft_wrap: bool = False) -> None:
         """Print `content`.
 
-        If that fails, stay silent from then on: the run's folder has everything that is shown.
+        After an error nothing more is printed, because the run's folder contains the same information.
         """
         try:
             # Without emoji codes, because a model id may contain `:train:`.
             self._console.print(content, emoji=False, highlight=False, soft_wrap=soft_wrap)
         except OSError as error:
-            logger.warning("the output cannot be written any more: %s", error.strerror)
+            logger.warning("the output cannot be written: %s; nothing more is printed", error.strerror)
             self._console.quiet = True
 
 
 class Terminal(Console):
-    """Standard output. Its reader may end before the program: Ctrl-C also ends the `tee` behind a run."""
+    """Standard output, whose reader may end before the program: Ctrl-C also ends the `tee` of a pipe."""
 
     def on_broken_pipe(self) -> None:
-        """Stay silent.
+        """Print nothing more.
 
         Rich would raise SystemExit, which ends the event loop before a checkpoint is saved.
         """
-        logger.warning("nobody reads the output any more")
+        logger.warning("the reader of the output has closed the pipe; nothing more is printed")
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def terminal() -> Console:
-    """Return standard output, in a pipe with a width at which no table is cut."""
+    """Return standard output. In a pipe it is wide enough that no table is cut."""
     return Terminal(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def message_text(role: str, content: str) -> Text:
-    """Return a message of a conversation as it is shown."""
+    """Return a message of a conversation with its role, cut to MAX_CHARACTERS characters."""
     if len(content) > MAX_CHARACTERS:
         content = f"{content[:MAX_CHARACTERS]} ... ({len(content) - MAX_CHARACTERS} more characters)"
     return Text.assemble((f"{role}: ", f"bold {ROLE_STYLES.get(role, 'white')}"), content)

@@ -1,4 +1,4 @@
-"""Environment variables that stand in for options, and the files that set them."""
+"""Environment variables that set options, and the `.env` files that set environment variables."""
 
 from __future__ import annotations
 
@@ -23,34 +23,37 @@ def load_environment(argv: Sequence[str]) -> None:
 def with_server_from_environment(
     argv: Sequence[str], *, names: Collection[str] = ("skyrl_tx_url", "tau2_home")
 ) -> list[str]:
-    """Add skyrl_tx_url from SKYRL_TX_URL and tau2_home from TAU2_HOME, unless they are given.
+    """Add skyrl_tx_url from SKYRL_TX_URL and tau2_home from TAU2_HOME, unless `argv` has them.
 
-    `names` are those that the program has.
+    `names` are the options among them that the program has.
     """
     url = os.environ.get("SKYRL_TX_URL") if "backend=skyrl-tx" in argv else None
     defaults = {"skyrl_tx_url": url, "tau2_home": os.environ.get("TAU2_HOME")}
-    given = {argument.partition("=")[0] for argument in argv}
-    added = {name: value for name, value in defaults.items() if value and name in names and name not in given}
+    present = {argument.partition("=")[0] for argument in argv}
+    added = {
+        name: value for name, value in defaults.items() if value and name in names and name not in present
+    }
     return [*argv, *(f"{name}={value}" for name, value in added.items())]
 
 
 def with_local_model(argv: Sequence[str]) -> list[str]:
-    """Replace model_name=DIRECTORY by the name under which the server serves this model,
-    local/<directory name>. The tokenizer is read from the directory, unless tokenizer= is given.
+    """Replace model_name=DIRECTORY by local/<directory name>, under which the server serves this model.
+
+    The tokenizer is read from the directory, unless `argv` has tokenizer=.
     """
-    given = {name: value for name, _, value in (argument.partition("=") for argument in argv)}
-    directory = Path(given.get("model_name", "")).expanduser()
-    if "backend=skyrl-tx" not in argv or not given.get("model_name") or not directory.is_dir():
+    values = {name: value for name, _, value in (argument.partition("=") for argument in argv)}
+    directory = Path(values.get("model_name", "")).expanduser()
+    if "backend=skyrl-tx" not in argv or not values.get("model_name") or not directory.is_dir():
         return list(argv)
     kept = [argument for argument in argv if not argument.startswith("model_name=")]
-    tokenizer = [] if "tokenizer" in given else [f"tokenizer={directory}"]
+    tokenizer = [] if "tokenizer" in values else [f"tokenizer={directory}"]
     return [*kept, f"model_name=local/{directory.resolve().name}", *tokenizer]
 
 
 def with_judge_from_environment(argv: Sequence[str]) -> list[str]:
-    """Add the options that the seeds' variables set: TAXONOMY_FEEDBACK=true and TAXONOMY_ALPHA.
+    """Add the options that the variables TAXONOMY_FEEDBACK=true and TAXONOMY_ALPHA set.
 
-    With another SKYRL_MODE than `train`, TAXONOMY_FEEDBACK has no effect.
+    TAXONOMY_FEEDBACK has no effect unless SKYRL_MODE is unset or `train`.
     """
     os.environ.setdefault("SKYRL_MODE", "train")
     feedback, alpha = os.environ.get("TAXONOMY_FEEDBACK", ""), os.environ.get("TAXONOMY_ALPHA")

@@ -12,6 +12,7 @@ import chz
 from src.config import TrainerConfig
 from src.core.errors import ConfigError
 from src.core.option_aliases import present_options
+from src.evaluate.chat.config import ChatConfig
 from src.evaluate.config import EvaluateConfig
 from src.records.run_folder import SUPERVISED
 from src.sft.config import SftConfig
@@ -21,7 +22,7 @@ NOT_SHARED = {"train_data", "log_path"}  # options of the same name that mean so
 
 
 def program_of(run: str) -> str:
-    """Return the module that made the run in the folder `run`. Raises ConfigError if the folder has none."""
+    """Return the module that started the run in the folder `run`. Raises ConfigError if there is no run."""
     return "src.sft" if SUPERVISED in _saved(run) else "src.train"
 
 
@@ -51,22 +52,44 @@ def evaluated_arguments(run: str, changes: list[str]) -> list[str]:
     """
     options = _saved(run)
     if SUPERVISED in options:
-        raise ConfigError(f"{run} is a run of sft without tasks; write evaluate checkpoint={run} env=...")
-    parameters = inspect.signature(EvaluateConfig).parameters
-    shared = chz.chz_fields(EvaluateConfig).keys() & chz.chz_fields(TrainerConfig).keys() - NOT_SHARED
-    values = {name: value for name, value in options.items() if name in shared}
+        raise ConfigError(f"{run} is a run of sft, without tasks; write evaluate checkpoint={run} env=...")
+    values = _shared_values(options, EvaluateConfig)
     values["n_samples"] = options.get("eval_group_size") or options.get("group_size")
+    folder = str(Path(run).expanduser().resolve())
+    arguments = _changed(values, EvaluateConfig)
+    arguments |= {"checkpoint": folder, "held_out_of": folder} | _pairs(changes, "evaluate")
+    return [f"{name}={value}" for name, value in arguments.items()]
+
+
+def chat_arguments(run: str, changes: list[str]) -> list[str]:
+    """Return the `key=value` arguments that chat with the last checkpoint of a run.
+
+    Server, tokenizer, limits and sampling are those of the run's evaluations, unless `changes` replace them.
+    Raises ConfigError if the folder has no run.
+    """
+    arguments = _changed(_shared_values(_saved(run), ChatConfig), ChatConfig)
+    arguments |= {"checkpoint": str(Path(run).expanduser().resolve())} | _pairs(changes, "chat")
+    return [f"{name}={value}" for name, value in arguments.items()]
+
+
+def _shared_values(options: dict[str, Any], kind: type[object]) -> dict[str, Any]:
+    """Return the values of the options that `kind` shares with the trainer, as in a run's evaluations."""
+    shared = chz.chz_fields(kind).keys() & chz.chz_fields(TrainerConfig).keys() - NOT_SHARED
+    values = {name: value for name, value in options.items() if name in shared}
     values["top_p"] = options.get("eval_top_p")
     if options.get("eval_temperature") is not None:
         values["temperature"] = options["eval_temperature"]
-    folder = str(Path(run).expanduser().resolve())
-    arguments = {
+    return values
+
+
+def _changed(values: dict[str, Any], kind: type[object]) -> dict[str, str]:
+    """Return the values that are not None and not the defaults of `kind`, as texts."""
+    parameters = inspect.signature(kind).parameters
+    return {
         name: option_text(value)
         for name, value in values.items()
         if value is not None and value != parameters[name].default
     }
-    arguments |= {"checkpoint": folder, "held_out_of": folder} | _pairs(changes, "evaluate")
-    return [f"{name}={value}" for name, value in arguments.items()]
 
 
 def _pairs(changes: list[str], command: str) -> dict[str, str]:
@@ -86,7 +109,7 @@ def _saved(run: str) -> dict[str, Any]:
 
 
 def option_text(value: object) -> str:
-    """Return the value of an option as it is written on the command line.
+    """Return the command-line text of the value of an option.
 
     >>> option_text(None), option_text(True), option_text(["a", "b"]), option_text(2e-4)
     ('none', 'true', 'a,b', '0.0002')

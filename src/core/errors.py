@@ -70,11 +70,11 @@ class AgentFault(TrainerError, RuntimeError):
 
 
 @contextmanager
-def boundary(error: type[TrainerError], what: str) -> Iterator[None]:
-    """Convert exceptions of the block, except for TrainerErrors, to `error`. `what` is the failed action."""
+def boundary(error: type[TrainerError], action: str) -> Iterator[None]:
+    """Convert exceptions of the block, except TrainerErrors, to `error`. The message begins with `action`."""
     try:
         yield
     except TrainerError:
         raise
     except Exception as cause:
-        raise error(f"{what}: {type(cause).__name__}: {cause}") from cause
+        raise error(f"{action}: {type(cause).__name__}: {cause}") from cause

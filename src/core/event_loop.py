@@ -13,7 +13,7 @@ PERIOD_S = 0.1
 
 
 class LagMeter:
-    """Measures while the `async with` block runs.
+    """Measures the lag while the `async with` block runs.
 
     async with LagMeter() as lag:
         ...

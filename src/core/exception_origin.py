@@ -14,8 +14,8 @@ MAX_MESSAGE = 300
 def described(error: BaseException) -> str:
     """Return type, message, file and line of an exception as one line.
 
-    The place is the innermost frame outside of this package and of installed libraries. Without such a frame
-    it is the innermost frame.
+    File and line are those of the innermost frame outside this package and installed libraries, or of the
+    innermost frame of all if there is no such frame.
 
     >>> described(ValueError("no such order"))
     'ValueError: no such order'

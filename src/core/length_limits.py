@@ -63,7 +63,7 @@ class LengthOptions(ContextOptions):
 
     @property
     def length_limits(self) -> LengthLimits:
-        """The limits. The default of a limit depends on the options that are set."""
+        """The limits in tokens. A limit that is None takes its value from another option."""
         max_input_length = self.context_limit - 1 if self.max_input_length is None else self.max_input_length
         return LengthLimits(
             max_input_length=max_input_length,

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 THIRD_PARTIES = ("httpx", "httpcore", "LiteLLM", "harbor", "openai", "tinker", "urllib3")
-# The seeds' environment variables -> the logger that each sets to DEBUG.
+# Environment variable -> the logger that it sets to DEBUG if its value is 1.
 DEBUG_VARIABLES = {
     "DEBUG_PARSER": "src.envs.service.tool_calls",
     "DEBUG_LENGTH_FILTERING": "src.learning.filters",
@@ -20,7 +20,7 @@ class LogFile(logging.FileHandler):
     """A log file that does not report a full disk, because the run reports this error itself."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Print no traceback."""
+        """Ignore the error."""
 
     def close(self) -> None:
         with suppress(OSError):
@@ -28,7 +28,7 @@ class LogFile(logging.FileHandler):
 
 
 def set_log_levels() -> None:
-    """Log third parties at WARNING, what DEBUG_VARIABLES select at DEBUG, and the rest at INFO."""
+    """Log THIRD_PARTIES at WARNING, the loggers that DEBUG_VARIABLES select at DEBUG, and others at INFO."""
     logging.getLogger().setLevel(logging.INFO)
     for name in THIRD_PARTIES:
         logging.getLogger(name).setLevel(logging.WARNING)

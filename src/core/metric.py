@@ -30,15 +30,15 @@ class Reduction(StrEnum):
     MIN = "min"
     MAX = "max"
     STD = "std"
-    LAST = "last"  # one value, as it is when the line is written
+    LAST = "last"  # the value at the end of the step
 
 
 @dataclass(frozen=True, slots=True)
 class Metric[Source]:
     """One metric, or a family of metrics such as `trials/failed/<kind>`.
 
-    `compute` returns the value; None if the step has none; a mapping of full names to values for a family. It
-    is None for a metric that its producer computes together with others.
+    `compute` returns the value, or None if the step has no value. For a family it returns a mapping from full
+    names to values. `compute` is None if another module computes the metric.
     """
 
     name: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Former `name` or `name=value` -> the present one. Delete the entries with the release after 0.1.
+# Former `name` or `name=value` -> its present form. Delete the entries with the release after 0.1.
 OPTION_ALIASES = {
     "max_length_stops": "max_consecutive_truncations",
     "task_sampling=signal": "task_sampling=thompson",

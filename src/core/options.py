@@ -1,9 +1,9 @@
 """Base class and validators of option classes.
 
 Each package declares the options of its components as chz classes in its module `options`. A component takes
-its own class; a program's configuration inherits all classes that it needs, so that it can be passed to every
-component as it is. The `options` modules must not import slow modules, which would delay `--help` and
-the messages for mistyped options.
+its own class. The configuration of a program inherits the classes of all its components and is passed to each
+component unchanged. The `options` modules must not import slow modules, which would delay `--help` and the
+messages for mistyped options.
 
 The first line of a class's docstring is the heading of its section in `--help` and in docs/options.md.
 """
@@ -26,9 +26,8 @@ class Options:
     """
 
     def __init_subclass__(cls) -> None:
-        """Collect the validators.
-
-        chz by itself keeps those of the first base only, unless `cls` has its own.
+        """Collect the validators of all bases. chz looks them up like any class attribute, so a class without
+        validators of its own would have only those of its first base.
         """
         super().__init_subclass__()
         validators: list[Callable[[Any], None]] = []
@@ -72,7 +71,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def pairs(items: list[str] | None, *, option: str) -> dict[str, str]:
-    """Split `key=value` items. Raises ValueError, which names `option`.
+    """Split `key=value` items. Raises ValueError, with the name `option`, for any other item.
 
     >>> pairs(["cpus=2", "image=a"], option="environment_kwargs")
     {'cpus': '2', 'image': 'a'}

@@ -1,8 +1,8 @@
 """Signals, deadlines of blocking calls, and the end of the process.
 
 The first SIGINT or SIGTERM cancels the work, which then saves a checkpoint; the second ends the process
-immediately. Before the work has started, the first signal ends the process. A thread ends a process whose
-stop takes longer than `stop_timeout_s`.
+immediately. Before the work has started, the first signal ends the process. A thread ends the process if the
+work still runs STOP_GRACE_S after `stop_timeout_s`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ async def in_thread[T](function: Callable[[], T]) -> T:
             settled = lambda error=error: future.set_exception(error)  # noqa: E731
         else:
             settled = lambda: future.set_result(value)  # noqa: E731
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):  # the loop may be closed
             loop.call_soon_threadsafe(settle, settled)
 
     start_daemon(partial(contextvars.copy_context().run, call))
@@ -128,7 +128,7 @@ def start_daemon(call: Callable[[], None]) -> None:
 
 @asynccontextmanager
 async def deadline(seconds: float, error: type[TrainerError], message: str) -> AsyncIterator[None]:
-    """Raises `error` with `message` if the block takes longer.
+    """Raise `error` with `message` if the block takes longer than `seconds`.
 
     A TimeoutError raised inside the block is not converted.
     """
@@ -151,24 +151,24 @@ def exit_process(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    for name in SIGNALS:
-        signal.signal(name, lambda *_: os._exit(status))
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: os._exit(status))
     threading.Thread(target=end, name="exit-deadline", daemon=True).start()
     sys.exit(status)
 
 
 def _end_at_once(number: int = 0, frame: FrameType | None = None) -> NoReturn:
     with suppress(OSError):
-        # Not `print`, which the signal may have interrupted.
+        # `print` is not reentrant, and the signal may have interrupted a call of it.
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"stopped at once\n")
     os._exit(INTERRUPTED)
 
 
 @contextmanager
 def _handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    before = {name: signal.signal(name, handler) for name in SIGNALS}
+    previous_handlers = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield
     finally:
-        for name, earlier in before.items():
-            signal.signal(name, signal.SIG_DFL if earlier is None else earlier)
+        for number, previous in previous_handlers.items():
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)

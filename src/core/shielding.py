@@ -15,13 +15,13 @@ class Completed[T]:
     """The result of work that a stop of the run did not interrupt."""
 
     value: T
-    is_stopped: bool  # whether the run was told to stop in the meantime
+    is_stopped: bool  # whether the caller was cancelled in the meantime
 
 
 async def to_its_end[T](work: Coroutine[object, object, T]) -> Completed[T]:
     """Finish `work` even if the caller is cancelled meanwhile.
 
-    If `work` fails then, CancelledError is raised.
+    Raises CancelledError if the caller was cancelled and `work` then failed. The error is logged.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -32,7 +32,7 @@ async def to_its_end[T](work: Coroutine[object, object, T]) -> Completed[T]:
         try:
             return Completed(value=await task, is_stopped=True)
         except Exception as error:
-            logger.warning("failed while stopping: %s: %s", type(error).__name__, error)
+            logger.warning("an operation failed during the stop: %s: %s", type(error).__name__, error)
             raise asyncio.CancelledError from error
 
 

@@ -13,8 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from src.core.errors import ConfigError
 
 GROUPS = ("data.", "trainer.", "generator.", "environment.")
-# SkyRL's name -> ours; with `|`, the first that the program has. `{}` stands for the value, and `<name>` for
-# a part of the name. Values of `test_data` are collected into one list.
+# SkyRL's name -> the argument of this trainer, where `{}` is the value and `<name>` a part of the name. If
+# several arguments are separated by `|`, the first one whose option the program has is used. Values of
+# `test_data` are collected into one list.
 TAKEN: dict[str, str] = {
     "data.train_data": "train_data={}",
     "data.val_data": "test_data={}",
@@ -68,12 +69,12 @@ TAKEN: dict[str, str] = {
 }
 _SHARES = "write num_substeps=<train_batch_size / policy_mini_batch_size>, the optimizer steps of a batch"
 _PLACEMENT = "it has no counterpart, because the server places and runs the models; remove it"
-_ON_POLICY = "training assumes that samples are those of the policy, so nothing may be cut from it; remove it"
+_ON_POLICY = "training assumes samples from the whole distribution of the policy; remove it"
 _NO_CRITIC = "the Tinker API has no critic; remove it"
 _NO_DROPOUT = "the server chooses it, not the client; remove it"
 _TEMPLATE = "the chat template is that of the model's tokenizer; remove it, or write tokenizer=DIR_OR_HUB_ID"
 _CHECKPOINTS = "the server keeps the checkpoints; remove it"
-# The longest name that is the option's or a group of it decides.
+# The entry of the option applies, or else that of its innermost group.
 REFUSED_BY_REASON: dict[str, str] = {
     "data": "tasks come from tasks_dir, train_data and test_data; remove it",
     "data.test_data": "write test_data=NAME=FILE,OTHER=FILE",
@@ -118,10 +119,10 @@ NAMES = (*TAKEN, *REFUSED_BY_REASON)
 def taken_arguments(
     argv: Sequence[str], known: Collection[str], refused: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return the arguments under our names, and those of them that had a name of SkyRL.
+    """Return the arguments with this trainer's names, and those among them that had a name of SkyRL.
 
-    `known` are the options of the program, and `refused` are reasons by the last part of a name. Raises
-    ConfigError for an option of SkyRL that has no counterpart.
+    `known` are the options of the program. `refused` maps the last part of a name to the reason why it is
+    refused. Raises ConfigError for an option of SkyRL that has no counterpart.
     """
     arguments: list[str] = []
     taken: list[str] = []
@@ -140,15 +141,15 @@ def taken_arguments(
             arguments.append(ours)
     if test_data:  # a later argument of the same name would replace an earlier one
         test_data = [
-            a.removeprefix("test_data=") for a in arguments if a.startswith("test_data=")
+            argument.removeprefix("test_data=") for argument in arguments if argument.startswith("test_data=")
         ] + test_data
-        arguments = [a for a in arguments if not a.startswith("test_data=")]
+        arguments = [argument for argument in arguments if not argument.startswith("test_data=")]
         arguments.append(f"test_data={','.join(test_data)}")
     return arguments, taken
 
 
 def skyrl_name(name: str, known: Collection[str], refused: Collection[str]) -> str | None:
-    """Return the full name of an option of SkyRL of which `name` is the end; None if there is none.
+    """Return the full name of the SkyRL option that ends with `name`; None if there is none.
 
     >>> skyrl_name("eval_interval", (), ()), skyrl_name("seed", ("seed",), ())
     ('trainer.eval_interval', None)
@@ -170,7 +171,7 @@ def reason_against(name: str, refused: Mapping[str, str]) -> str:
 
 
 def _taken(name: str, value: str, known: Collection[str], refused: Mapping[str, str]) -> str:
-    """Return the argument under our name. Raises ConfigError if the program has no such option."""
+    """Return the argument with this trainer's name. Raises ConfigError if the program has no such option."""
     group, _, last_part = name.rpartition(".")
     pattern = TAKEN.get(name) or TAKEN.get(f"{group}.<name>")
     if pattern is None:
@@ -185,7 +186,7 @@ def _taken(name: str, value: str, known: Collection[str], refused: Mapping[str, 
 
 
 def _plain(value: str) -> str:
-    """Return a value in Hydra's notation as this command line writes it.
+    """Convert a value from Hydra's notation to that of this command line.
 
     >>> _plain("['a.parquet', 'b.parquet']"), _plain("[a, b]"), _plain('"x"'), _plain("0.5")
     ('a.parquet,b.parquet', 'a,b', 'x', '0.5')

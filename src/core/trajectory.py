@@ -24,7 +24,7 @@ class StopReason(StrEnum):
 class ZeroReason(StrEnum):
     """Why a trial has the reward 0 without a verifier's result: the agent prevented its own grading."""
 
-    SANDBOX_BROKEN = "sandbox_broken"  # the agent ended its sandbox, or no command runs in it
+    SANDBOX_BROKEN = "sandbox_broken"  # the agent ended its sandbox, or no command can run in it
     FILES_UNREADABLE = "files_unreadable"  # the agent's files cannot be read or restored
     FILES_TOO_LARGE = "files_too_large"
     VERIFIER_TIMEOUT = "verifier_timeout"
@@ -37,9 +37,7 @@ class ZeroReason(StrEnum):
 
 
 class FailureKind(StrEnum):
-    """Why a trial has no result: an infrastructure failure, which the agent cannot cause and which is
-    never a reward.
-    """
+    """The infrastructure failures. They leave a trial without a reward, and the agent cannot cause them."""
 
     SANDBOX = "sandbox"
     BACKEND = "backend"
@@ -90,12 +88,12 @@ class Trajectory:
     turn_rewards: list[float] = field(default_factory=list)
     # The messages, for logs; training uses `turns`.
     conversation: list[Mapping[str, object]] = field(default_factory=list)
-    # By index of a message of `conversation`: the fields `content`, `tool_calls` or `name` that show its tool
-    # calls as structure. They are kept apart because the policy and the judge read `conversation` as it is.
+    # Structured tool calls: index of a message in `conversation` -> its fields `content`, `tool_calls` or
+    # `name`. They are separate because the policy and the judge read the plain `conversation`.
     tool_fields: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
     bonus: float = 0.0  # a judge's bonus, added to `reward` in training only; success rates ignore it
     zero_reason: ZeroReason | None = None  # why `reward` is 0 without grading; None: the trial was graded
-    zero_detail: str = ""  # of `zero_reason`: the error as one line
+    zero_detail: str = ""  # the error behind `zero_reason`, as one line
     member: int = 0  # the index of the trial in its group
     seed: int = 0  # the seed of the trial's samples
 

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
                 config = parse_as(CompareConfig, argv)
             else:
                 config = parse_as(EvaluateConfig, with_local_model(with_server_from_environment(argv)))
-            # These imports take seconds, for which --help and a mistyped option should not wait.
+            # These imports take seconds. They come late so that --help and errors in options appear at once.
             from src.cli.console import Display, terminal
             from src.evaluate.run import compare_finished, run
 

@@ -110,17 +110,21 @@ def mean_rate(rates_P: Sequence[float], *, num_trials: int) -> Estimate:
     quantile = NormalDist().inv_cdf((1 + LEVEL) / 2)
     ratio = quantile**2 / size
     centre = (mean + ratio / 2) / (1 + ratio)
-    half = quantile / (1 + ratio) * math.sqrt(spread / size + ratio / (4 * size))
+    half_width = quantile / (1 + ratio) * math.sqrt(spread / size + ratio / (4 * size))
     return Estimate(
-        value=mean, low=max(0.0, centre - half), high=min(1.0, centre + half), num_tasks=num_tasks
+        value=mean,
+        low=max(0.0, centre - half_width),
+        high=min(1.0, centre + half_width),
+        num_tasks=num_tasks,
     )
 
 
 def compare_paired(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Comparison:
-    """Compare two policies on the same tasks, given in the same order.
+    """Compare two policies on the same tasks, in the same order. Tasks that one of them has not graded are
+    left out.
 
-    The difference of the success rates has Student's interval over tasks. The p-value is that of the exact
-    sign-flip test of no difference.
+    The interval of the difference of the success rates is Student's t interval over tasks. The p-value is
+    that of the exact sign-flip test of no difference.
     """
     from scipy.stats import t  # takes a second to import, which training runs do not need
 
@@ -129,14 +133,17 @@ def compare_paired(first_P: Sequence[Tally], second_P: Sequence[Tally]) -> Compa
     exact = [Fraction(b.solved, b.graded) - Fraction(a.solved, a.graded) for a, b in pairs]
     values = [float(difference) for difference in exact]
     mean, num_tasks = fmean(values), len(pairs)
-    half = 1.0
+    half_width = 1.0
     if num_tasks > 1:
-        half = float(t.ppf((1 + LEVEL) / 2, num_tasks - 1)) * stdev(values) / math.sqrt(num_tasks)
+        half_width = float(t.ppf((1 + LEVEL) / 2, num_tasks - 1)) * stdev(values) / math.sqrt(num_tasks)
     return Comparison(
         first=fmean(a.solved / a.graded for a, _ in pairs),
         second=fmean(b.solved / b.graded for _, b in pairs),
         difference=Estimate(
-            value=mean, low=max(-1.0, mean - half), high=min(1.0, mean + half), num_tasks=num_tasks
+            value=mean,
+            low=max(-1.0, mean - half_width),
+            high=min(1.0, mean + half_width),
+            num_tasks=num_tasks,
         ),
         p_value=sign_flip_p_value(exact),
         num_better=sum(value > 0 for value in values),

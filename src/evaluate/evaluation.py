@@ -63,7 +63,7 @@ async def evaluate(
     *,
     on_group: Callable[[TimedGroup], None],
 ) -> Evaluation:
-    """Play all tasks as `plan` says. Raises TooManyFailuresError if no trial could be graded."""
+    """Roll out all tasks by `plan`. Raises TooManyFailuresError if no trial could be graded."""
     groups = [timed.group for timed in await rollouts.groups(tasks, policy, plan, on_group)]
     require_some_graded(groups, plan)
     noop_rewards = await rollouts.noop_rewards(tasks)

@@ -76,8 +76,8 @@ TERMINAL_ERRORS = (
 )
 # `cat: x: Permission denied`, `ValueError: ...`, `usage: ...`. A line with a prompt repeats a command.
 ERROR_LINE = re.compile(r"^(?!\S*@\S*:)[\w./+-]+:\s")
-PARSE_ERROR = "Previous response had parsing errors"  # of Terminus-2, about an answer
-COMPLETE = "mark_task_complete"  # a call that changes nothing
+PARSE_ERROR = "Previous response had parsing errors"  # in Terminus-2's reply to an answer
+COMPLETE = "mark_task_complete"  # a call that changes nothing in the environment
 
 
 def patterns(trajectory: Trajectory) -> frozenset[Pattern]:

@@ -1,4 +1,4 @@
-"""results.json of an evaluation, the report that is printed, and the comparison of two evaluations."""
+"""results.json of an evaluation, its printed report, and the comparison of two evaluations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUCCESS_SPLIT = {"success_write": "take a writing action", "success_nowrite": "t
 
 
 class Printer(Protocol):
-    """Where a report is printed."""
+    """Prints the lines of a report."""
 
     def say(self, text: str) -> None: ...
 

@@ -131,7 +131,7 @@ async def play(
     *,
     open_evaluated: Open,
 ) -> Mapping[str, Any]:
-    """Play one evaluation into its folder. Trials that the folder already has are not played again."""
+    """Run one evaluation and write its folder. Trials that are in the folder already are not repeated."""
     name = checkpoint or (
         f"{config.model_name} at {config.base_url}" if config.base_url else config.model_name
     )
@@ -233,8 +233,8 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
     """Create the folder, or accept that of the same evaluation. Raises ConfigError for any other folder."""
     identity = {"evaluated": name, **chz.asdict(config)}
     path = directory / CONFIG_FILE
-    before = read_document(path, TypeAdapter(dict[str, Any]), unchanged) if path.is_file() else None
-    for option in (  # may differ when an evaluation is resumed; earlier releases wrote `results`
+    saved = read_document(path, TypeAdapter(dict[str, Any]), unchanged) if path.is_file() else None
+    for option in (  # these may differ when an evaluation is resumed; earlier releases wrote `results`
         "results",
         "log_path",
         "logs_dir",
@@ -245,14 +245,14 @@ def prepare_folder(directory: Path, name: str, config: EvaluateConfig) -> None:
         "skyrl_tx_url",
     ):
         identity.pop(option, None)
-        if before is not None:
-            before.pop(option, None)
+        if saved is not None:
+            saved.pop(option, None)
     identity = json.loads(json.dumps(identity))
     # An option that an earlier release did not have is not compared.
-    if before is not None and identity | present_options(before) != identity:
+    if saved is not None and identity | present_options(saved) != identity:
         raise ConfigError(f"log_path {directory} belongs to another evaluation; give another log_path")
     if (
-        before is None
+        saved is None
         and directory.is_dir()
         and any(not child.name.startswith(".") for child in directory.iterdir())
     ):

@@ -13,11 +13,11 @@ class TrainingEvents(RunEvents, Protocol):
     """Receives the events of a training run, on the event loop and in their order."""
 
     def step_finished(self, step: int, *, num_steps: int, metrics: Mapping[str, float]) -> None:
-        """Step `step` has updated the weights."""
+        """Called after step `step` has updated the weights."""
         ...
 
     def evaluation_finished(self, evaluation: Evaluation, first: Evaluation | None) -> None:
-        """The held-out tasks have been evaluated.
+        """Called after the held-out tasks have been evaluated.
 
         `first` is the first evaluation of the run, or None if `evaluation` is the first.
         """

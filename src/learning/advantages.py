@@ -24,8 +24,9 @@ class AdvantageEstimator:
 
     formula: str  # of a reward r, for help texts
     source: str
-    scale: Callable[[Sequence[float]], float] | None  # of r - mean; None: the advantage is r itself
-    raw_singleton: Callable[[float], float] = lambda reward: 0.0  # with singleton_advantage=raw
+    scale: Callable[[Sequence[float]], float] | None  # the factor of r - mean; None: the advantage is r
+    # The advantage of the only member of a group, with singleton_advantage=raw.
+    raw_singleton: Callable[[float], float] = lambda reward: 0.0
     is_whitened: bool = False  # whether `whiten` is applied to the advantages of the batch
     options: tuple[str, ...] = ()  # options of the trainer that change it
 
@@ -112,11 +113,11 @@ def whiten(returns_S: Sequence[float], num_tokens_S: Sequence[int]) -> list[floa
 def token_weights(
     num_tokens_S: Sequence[int], *, prompts_S: Sequence[str], reduction: str, max_sequence_length: int
 ) -> list[float]:
-    """Return, for each sequence of one optimizer step, the weight of each of its trained tokens.
+    """Return one weight per sequence of an optimizer step: the weight of each of its trained tokens.
 
     `num_tokens_S` are the numbers of trained tokens. A masked sequence has 0 and still counts as one of the S
-    sequences. `prompts_S` names the prompt of each sequence, for `prompt_mean`, which averages the token
-    means of the prompts.
+    sequences. `prompts_S` names the prompt of each sequence; only `prompt_mean` uses it, which averages the
+    token means of the prompts.
 
     >>> token_weights([2, 6], prompts_S=["a", "a"], reduction="token_mean", max_sequence_length=10)
     [0.125, 0.125]

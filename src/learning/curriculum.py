@@ -39,7 +39,7 @@ class TaskPosterior:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curriculum:
-    """The posteriors of all tasks. They are part of every checkpoint."""
+    """The posteriors of all tasks. The journal records their changes with every trained step."""
 
     evidence: Mapping[str, TaskPosterior] = field(default_factory=dict)  # by task
     num_groups: int = 0
@@ -101,7 +101,7 @@ def curriculum_metrics(
 
 
 def to_record(state: Curriculum, *, since: int) -> dict[str, object]:
-    """Return the changes since `since` groups were played. A large pool is not written after every step."""
+    """Return the posteriors that changed after the first `since` groups. Each step writes only these."""
     changed = {task: item for task, item in state.evidence.items() if item.last_played >= since}
     evidence = {task: [item.solved, item.failed, item.last_played] for task, item in changed.items()}
     return {"evidence": evidence, "num_groups": state.num_groups}
@@ -113,8 +113,8 @@ def from_records(records: Iterable[Mapping[str, Any]]) -> Curriculum:
     num_groups = 0
     for record in records:
         evidence |= {
-            task: TaskPosterior(solved=a, failed=b, last_played=last)
-            for task, (a, b, last) in record.get("evidence", {}).items()
+            task: TaskPosterior(solved=solved, failed=failed, last_played=last_played)
+            for task, (solved, failed, last_played) in record.get("evidence", {}).items()
         }
         num_groups = record.get("num_groups", num_groups)
     return Curriculum(evidence=evidence, num_groups=num_groups)

@@ -16,13 +16,13 @@ from src.core.trajectory import Task, TrajectoryGroup
 from src.learning.filters import apply_reward_rules, is_constant
 from src.learning.options import DynamicSamplingOptions, FilterOptions
 
-# Plays tasks; the number counts the batches of the step, 0 for its own tasks.
+# Plays tasks. The number is the index of the batch within the step; batch 0 has the step's own tasks.
 Play = Callable[[Sequence[Task], int], Awaitable[list[TrajectoryGroup]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingState:
-    """What a step has sampled so far."""
+    """The groups that a step has sampled so far."""
 
     played: list[TrajectoryGroup]  # all groups, with their original rewards
     kept: list[TrajectoryGroup]  # the groups to train on, after the reward rules

@@ -57,7 +57,7 @@ def apply_reward_rules(groups: Sequence[TrajectoryGroup], options: FilterOptions
     """Return the groups with the rewards to train on. Apply it once per group.
 
     The rules are, in this order: add the judge's bonus, give failures a reward (`failed_trial_reward`), and
-    set the reward to 0 of trajectories that a limit ended or that have a long answer.
+    set the reward of trajectories that a limit ended or that have a long answer to 0.
     """
     groups = [
         with_bonus_in_reward(group) if any(member.bonus for member in group.trajectories) else group
@@ -84,7 +84,7 @@ def apply_reward_rules(groups: Sequence[TrajectoryGroup], options: FilterOptions
 
 
 def zeroed_metrics(groups: Sequence[TrajectoryGroup], options: FilterOptions) -> dict[str, float]:
-    """Count the rewards above 0 that the two rules set to 0. `groups` have their original rewards."""
+    """Count the rewards above 0 that each `zero_reward_on_*` rule sets to 0, given the original rewards."""
     rewarded = [member for group in groups for member in group.trajectories if member.reward > 0]
     non_stop = [
         member for member in rewarded if options.zero_reward_on_non_stop and member.stop_reason in OVERLONG

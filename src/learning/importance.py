@@ -28,8 +28,8 @@ class TisResult:
     """The factors of the advantages of the N sampled tokens of one trajectory."""
 
     factors: np.ndarray  # [N], 0 for masked tokens
-    num_capped: int  # tokens, or 1 for the sequence
-    is_masked: bool  # the whole trajectory
+    num_capped: int  # capped tokens; with tis=sequence 1 if the ratio of the trajectory is capped, else 0
+    is_masked: bool  # whether the whole trajectory is masked
     num_masked_tokens: int
 
 
@@ -86,8 +86,8 @@ def apply_tis(
     """Return the corrected examples and the metrics of the correction.
 
     `old_logprobs_D` has the trainer's logprobs [T] of each sequence with a gradient, in order. Sequences
-    without a gradient are removed. The weights of the loss reduction are kept, so a masked token counts and
-    contributes nothing.
+    without a gradient are removed. The loss reduction is applied before, so it counts masked tokens although
+    they have no gradient.
     """
     corrections: list[TisResult] = []
     remaining = iter(old_logprobs_D)
@@ -97,11 +97,11 @@ def apply_tis(
         old = [next(remaining) for _ in sequences]
         if not sequences:
             return replace(example, sequences=[])
-        before = np.concatenate([sequence.logprobs[sequence.sampled] for sequence in sequences])
-        after = np.concatenate(
+        sampler_N = np.concatenate([sequence.logprobs[sequence.sampled] for sequence in sequences])
+        trainer_N = np.concatenate(
             [values[sequence.sampled] for sequence, values in zip(sequences, old, strict=True)]
         )
-        result = token_factors(after, before, options)
+        result = token_factors(trainer_N, sampler_N, options)
         corrections.append(result)
         parts = np.split(result.factors, np.cumsum([sequence.num_sampled for sequence in sequences])[:-1])
         return replace(

@@ -77,7 +77,7 @@ def kl_estimates(differences: np.ndarray, *, estimator: str) -> np.ndarray:
 
 
 def difference(sequence: TokenSequence, reference_logprobs: Sequence[float]) -> np.ndarray:
-    """Return the sampler's minus the reference logprobs, [T] float32; 0 for tokens that were not sampled.
+    """Return sampler minus reference logprobs, [T] float32, and 0 for tokens that were not sampled.
 
     `reference_logprobs` starts at the second token.
     """

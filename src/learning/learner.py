@@ -54,7 +54,7 @@ class Learner:
         self._added: list[tuple[list[tinker.Datum], Awaitable[tinker.ForwardBackwardOutput]]] = []
 
     async def require_loss(self) -> None:
-        """Ask the server to evaluate a `server:` loss on one token. Other losses are not checked.
+        """Check a `server:` loss by evaluating it on one token. Other losses are not checked.
 
         Raises ConfigError if the server refuses the loss or its settings.
         """
@@ -168,8 +168,8 @@ def learning_rate(options: OptimizerOptions, highest: float, *, step: int, num_s
     warmup = options.lr_warmup_steps
     if step <= warmup:
         return highest * step / warmup
-    done = min(1.0, (step - warmup - 1) / max(1, num_steps - warmup))
-    factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[
+    progress = min(1.0, (step - warmup - 1) / max(1, num_steps - warmup))
+    factor = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[
         options.lr_schedule
     ]
     return highest * factor

@@ -160,8 +160,10 @@ def _statistics[Source](
     meaning: str,
     values: Callable[[Source], Sequence[float] | None],
 ) -> tuple[Metric[Source], ...]:
-    """Declare one metric per statistic of the same values. A metric is absent if `values` returns None, and 0
-    if it returns no values."""
+    """Declare one metric per statistic of the same values.
+
+    A metric is absent if `values` returns None, and 0 if it returns an empty sequence.
+    """
 
     def statistic(name: str) -> Metric[Source]:
         reduction, function = STATISTICS[name]
@@ -255,10 +257,10 @@ RESPONSE_METRICS: tuple[Metric[ResponseLengths], ...] = (
         "Tokens after the first prompt of a trajectory, sampled or observed.",
         lambda lengths: lengths.num_tokens),
     Metric("generate/avg_tokens_non_zero_rewards", TOKENS, MEAN,
-        "The same mean, over trajectories with a reward above 0.",
+        "`generate/avg_num_tokens`, over trajectories with a reward above 0.",
         lambda lengths: _mean([n for n, reward in lengths.pairs if reward > 0])),
     Metric("generate/avg_tokens_zero_rewards", TOKENS, MEAN,
-        "The same mean, over trajectories with the reward 0.",
+        "`generate/avg_num_tokens`, over trajectories with the reward 0.",
         lambda lengths: _mean([n for n, reward in lengths.pairs if reward == 0])),
 )
 

@@ -1,4 +1,4 @@
-"""Options of everything between a graded group and an optimizer step."""
+"""Options of reward rules, advantages, corrections, the loss and the optimizer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LearnerOptions(OptimizerOptions):
 
     @property
     def is_server_loss(self) -> bool:
-        """Whether only the server knows the loss and its settings."""
+        """Whether the loss is declared only on the server, which checks its settings."""
         return self.loss_fn.startswith(SERVER_LOSS)
 
     @property
@@ -68,7 +68,7 @@ class LearnerOptions(OptimizerOptions):
 
     @property
     def loss_settings(self) -> dict[str, float]:
-        """The numbers of `loss_fn_config`. ValueError for a setting that the loss does not have."""
+        """The numbers of `loss_fn_config`. Raises ValueError for a setting that the loss does not have."""
         known = CLIP_THRESHOLDS if self.loss_fn in CLIPPED_LOSSES else ()
         settings: dict[str, float] = {}
         for key, value in pairs(self.loss_fn_config, option="loss_fn_config").items():
@@ -229,7 +229,7 @@ class ImportanceOptions(Options):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is corrected or masked by its ratio."""
+        """Whether any correction or mask is set, so that the trainer's logprobs are needed."""
         masks = (self.tis_token_mask_low, self.tis_token_mask_high)
         return self.tis != "off" or self.tis_sequence_mask != "off" or masks != (None, None)
 
@@ -249,8 +249,8 @@ class ImportanceOptions(Options):
         }.items():
             require(
                 (low is None or low <= 1) and (high is None or high >= 1),
-                f"{name}_low={low} and {name}_high={high} must have 1 between them, the ratio of a token "
-                "on which both agree",
+                f"{name}_low={low} and {name}_high={high} must have 1 between them, the ratio if sampler and "
+                "trainer agree",
             )
 
 
@@ -273,7 +273,7 @@ class CurriculumOptions(SeedOptions):
     task_sampling: Literal["uniform", "thompson"] = chz.field(
         default="uniform",
         doc="uniform: every task once per epoch; thompson: tasks whose pass rate may lie near one half, "
-        "from a posterior of each task's",
+        "by a posterior of the pass rate of each task",
     )
     exploration_floor: float = chz.field(
         default=0.1, doc="thompson: share of a batch that goes to the tasks that were chosen longest ago"

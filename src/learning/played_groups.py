@@ -40,7 +40,7 @@ class PlayedGroups:
 def by_environment(groups: Sequence[TrajectoryGroup]) -> dict[str, list[TrajectoryGroup]]:
     """Return the graded groups by domain or family.
 
-    Nothing is returned if no task names a domain and each family has one task.
+    The result is empty if no task names a domain and each family has one task.
     """
     graded = [group for group in groups if group.trajectories]
     members: defaultdict[str, list[TrajectoryGroup]] = defaultdict(list)
@@ -51,12 +51,12 @@ def by_environment(groups: Sequence[TrajectoryGroup]) -> dict[str, list[Trajecto
 
 
 def environment(task: Task) -> str:
-    """Return the key of a task's metrics: its domain, otherwise its family, without slashes."""
+    """Return the key of a task's metrics: its domain or else its family, with `_` in place of slashes."""
     return (task.domain or family(task.id)).replace("/", "_") or "unknown"
 
 
 def family(task_id: str) -> str:
-    """Return a task's id without its number.
+    """Return a task's id without its folder and number.
 
     >>> family("quickstart/count-lines-03")
     'count-lines'
@@ -65,10 +65,10 @@ def family(task_id: str) -> str:
 
 
 def signal_metrics(rewards_P_G: Sequence[Sequence[float]], *, group_size: int) -> dict[str, float]:
-    """Return how much groups offer to learn from, in the definitions of SkyRL's fork `fleet`.
+    """Return the metrics of the learning signal of groups, as SkyRL's fork `fleet` defines them.
 
     A pass is any reward above 0. Variances are population variances of groups of two or more trials: one
-    success among four gives 0.1875, two give the largest, 0.25.
+    success among four gives 0.1875, and two give the maximum, 0.25.
 
     >>> signal_metrics([[1, 0, 0, 0], [1, 1, 1, 1]], group_size=4)["variance_per_prompt"]
     0.09375

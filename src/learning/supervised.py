@@ -17,7 +17,7 @@ LOSS = "cross_entropy"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SupervisedSequence:
-    """A token sequence with a weight per token. The first token is never predicted, so never trained."""
+    """A token sequence with a weight per token. The first token is not predicted and so not trained."""
 
     tokens: np.ndarray  # [T] int64
     weights: np.ndarray  # [T] float32, 1 for trained tokens, else 0
@@ -28,7 +28,7 @@ class SupervisedSequence:
 
 
 class SupervisedLearner:
-    """Sends supervised batches to one training client. `highest_rate` is the rate before the schedule."""
+    """Sends supervised batches to one training client. The schedule is applied to `highest_rate`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class SupervisedLearner:
         self._client = client
         self._options = options
         self._highest_rate = highest_rate
-        self._num_steps = num_steps  # of the whole run
+        self._num_steps = num_steps  # the steps of the whole run
         self._update_scale = update_scale
 
     async def update(self, batch: Sequence[SupervisedSequence], *, step: int) -> dict[str, float]:
@@ -69,12 +69,12 @@ class SupervisedLearner:
         }
 
     async def nll(self, sequences: Sequence[SupervisedSequence], *, batch_size: int) -> float:
-        """Return the mean NLL per trained token, in nats. The weights stay as they are."""
-        shares = [sequences[start : start + batch_size] for start in range(0, len(sequences), batch_size)]
+        """Return the mean NLL per trained token, in nats. The weights do not change."""
+        batches = [sequences[start : start + batch_size] for start in range(0, len(sequences), batch_size)]
         with sdk_boundary("evaluating"):
             requests = [
-                self._client.forward([to_supervised_datum(sequence) for sequence in share], LOSS)
-                for share in shares
+                self._client.forward([to_supervised_datum(sequence) for sequence in batch], LOSS)
+                for batch in batches
             ]
             outputs = [await request for request in requests]
         return mean_nll(sequences, [values for output in outputs for values in _logprobs(output)])
@@ -96,7 +96,9 @@ def to_supervised_datum(sequence: SupervisedSequence, *, scale: float = 1.0) -> 
 
 
 def mean_nll(sequences: Sequence[SupervisedSequence], logprobs: Sequence[np.ndarray]) -> float:
-    """Return the mean NLL per trained token. `logprobs` are those of all tokens but the first, [T - 1]."""
+    """Return the mean NLL per trained token, in nats. `logprobs` has [T - 1] values per sequence, for all
+    tokens but the first.
+    """
     total = sum(
         float(values[sequence.weights[1:] != 0].sum(dtype=np.float64))
         for sequence, values in zip(sequences, logprobs, strict=True)

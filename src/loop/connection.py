@@ -35,7 +35,7 @@ class Dependencies[Source]:
     update_scale: float = 1.0  # factor of the learning rate, in place of a LoRA alpha that the server lacks
 
 
-# Takes the source of an earlier connection, None for the first one.
+# The last argument is the source of an earlier connection, None for the first connection.
 type Connect[Config, Source] = Callable[
     [Config, RunEvents, Source | None], AbstractAsyncContextManager[Dependencies[Source]]
 ]
@@ -46,7 +46,7 @@ async def open_dependencies(
     config: TrainerConfig, events: RunEvents, source: TaskSource | None = None
 ) -> AsyncIterator[Dependencies[TaskSource]]:
     """Open the Tinker endpoint, and the tasks of the environment unless there is a `source`."""
-    await asyncio.to_thread(check_environment, config)  # mistakes are reported without a server
+    await asyncio.to_thread(check_environment, config)  # reports mistakes before a server is needed
     events.say(f"server: {base_url(config)}")
     async with connect(config) as endpoint:
         if source is None:
@@ -62,7 +62,7 @@ async def open_dependencies(
 
 
 def update_scale(config: AdapterOptions, server_alpha: float, events: RunEvents) -> float:
-    """Return the factor of the learning rate that stands in for the `lora_alpha` that the server lacks."""
+    """Return the factor of the learning rate that replaces a `lora_alpha` that the server does not have."""
     if config.lora_alpha is None or config.lora_alpha == server_alpha:
         return 1.0
     scale = config.lora_alpha / server_alpha
@@ -98,9 +98,7 @@ class Connector[Config: LoopOptions, Source]:
         self._connect = connect
 
     async def open(self, folder: RunFolder, source: Source | None = None) -> Connection[Source]:
-        """Open the dependencies with the weights of the folder's checkpoint, or with those that the
-        options name.
-        """
+        """Open the dependencies with the weights of the folder's checkpoint, or else of the options."""
         config = self._config
         if folder.checkpoint is not None:
             state_path = folder.checkpoint.state_path

@@ -123,7 +123,7 @@ def outcome(
 
 
 def last_lines(results: Sequence[str], *, steps: int, wall_s: float, log_path: Path) -> list[str]:
-    """Return the results of a run between its duration and its files."""
+    """Return the last lines of a run: its duration, `results` and its files."""
     files = [name for name in FILES if (log_path / name).exists()]
     return [
         f"done: {counted(steps, 'step')} in {_duration(wall_s)}",

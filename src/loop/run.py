@@ -57,7 +57,7 @@ async def run(
 ) -> RunResult:
     """Run the training to its end.
 
-    Raises TrainerError for every error that the user can fix. Cancel it to stop the run.
+    Raises TrainerError for every error that the user can fix. Cancel the call to stop the run.
     """
     started = time.monotonic()
     if config.learning_rate < SMALLEST_LORA_RATE:
@@ -73,7 +73,7 @@ async def run(
     connector = Connector(config, events, connect)
     async with AsyncExitStack() as source_open, AsyncExitStack() as connected:
         source_open.enter_context(lock_run_dir(run_path(config, name=name)))
-        folder = await in_thread(lambda: find_run_folder(config, name=name))  # it may ask at the terminal
+        folder = await in_thread(lambda: find_run_folder(config, name=name))  # may prompt at the terminal
         connection = await connector.open(folder)
         connected.push_async_exit(connection)
         source = connection.dependencies.source
@@ -158,7 +158,7 @@ def holds_out_a_folder(eval_tasks: Sequence[str]) -> bool:
 
 @asynccontextmanager
 async def open_judge(config: TrainerConfig) -> AsyncIterator[Judge | None]:
-    """Open the judge of training episodes. None without `taxonomy_feedback`."""
+    """Open the judge of training episodes. Yields None without `taxonomy_feedback`."""
     if not config.taxonomy_feedback:
         yield None
         return
@@ -172,7 +172,7 @@ async def open_judge(config: TrainerConfig) -> AsyncIterator[Judge | None]:
 
 @contextmanager
 def journal_of_run(log_path: Path) -> Iterator[Journal]:
-    """Open the journal of the run. The end of the block is recorded in it, with the error if there is one."""
+    """Open the journal of the run. At the end of the block, record the end and its error in the journal."""
     journal = Journal(log_path)
     try:
         yield journal

@@ -34,7 +34,7 @@ class RunResult:
 
 
 def read_result(folder: str | Path) -> RunResult:
-    """Return the result of the run in `folder`, which may also be running, interrupted or failed.
+    """Return the result so far of the run in `folder`. The run may be running, interrupted or failed.
 
     Raises ConfigError if the folder has no run or a damaged file.
     """

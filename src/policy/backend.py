@@ -21,6 +21,7 @@ from src.core.errors import BackendError, ConfigError, ServerLost
 from src.core.process import deadline, in_thread
 from src.policy.options import AdapterOptions, BackendOptions
 from src.policy.sampling_policy import Policy, ReferenceModel, TinkerPolicy, sdk_boundary
+from src.policy.trained_parts import check_trained_parts
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,7 @@ class Backend(Protocol):
         ...
 
     async def reference_model(self, name: str | None = None) -> ReferenceModel:
-        """Return the sampler checkpoint (tinker://...) or the model `name`; None: the base model without the
-        adapter.
-        """
+        """Return the sampler checkpoint (tinker://...) or the model `name`; None: the base model."""
         ...
 
     async def save(self, name: str) -> SavedPaths:
@@ -52,7 +51,7 @@ class Backend(Protocol):
         ...
 
     async def check(self) -> None:
-        """Raise BackendError within seconds if the endpoint does not answer, or ServerLost if it has lost the
+        """Raise BackendError if the endpoint does not answer within seconds, or ServerLost if it has lost the
         weights of this run.
         """
         ...
@@ -116,9 +115,9 @@ class TinkerBackend:
 
 
 def require_key(options: BackendOptions) -> str | None:
-    """Return the API key for the SDK, or None if the SDK shall use its stored credentials.
+    """Return the API key for the SDK, or None if the SDK is to use its stored credentials.
 
-    Raises ConfigError if the cloud has no key.
+    Raises ConfigError if the cloud is used without a valid key.
     """
     key = os.environ.get("TINKER_API_KEY") or None
     if options.backend == "skyrl-tx":
@@ -155,7 +154,7 @@ async def check_alive(url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
             f"no server answers at {url} ({type(error).__name__}); start it, or correct the address"
         ) from error
     if reply.status_code == 503:
-        raise BackendError(f"the server at {url} is not ready yet; try again once it is")
+        raise BackendError(f"the server at {url} is not ready yet; wait until it is and try again")
     if reply.status_code != 200:
         raise BackendError(
             f"{url}/api/v1/healthz answered {reply.status_code}, so this is not a Tinker endpoint; correct "
@@ -183,8 +182,10 @@ async def request(url: str, *, key: str, body: Mapping[str, str] | None, timeout
 
 
 async def lora_alpha(options: BackendOptions, *, model_id: str, key: str) -> float:
-    """Return the LoRA alpha of a model: the value that the endpoint reports, or else Tinker's alpha. The SDK
-    drops the field, so this function does not use it."""
+    """Return the LoRA alpha of a model: the value that the endpoint reports, or else Tinker's alpha.
+
+    The SDK drops the field, so this function sends the request without it.
+    """
     url, body = f"{base_url(options)}/api/v1/get_info", {"type": "get_info", "model_id": model_id}
     reply = await request(url, key=key, body=body, timeout_s=health_timeout_s(options))
     try:
@@ -195,7 +196,7 @@ async def lora_alpha(options: BackendOptions, *, model_id: str, key: str) -> flo
 
 async def check_model(options: BackendOptions, *, key: str | None) -> None:
     """Raise ConfigError unless the server serves the model with a context of `context_limit`."""
-    action = f"asking the server at {base_url(options)} for its models"
+    action = f"listing the models of the server at {base_url(options)}"
     limit_s = options.heartbeat_timeout_s
     with sdk_boundary(action):
         async with deadline(
@@ -212,26 +213,26 @@ async def check_model(options: BackendOptions, *, key: str | None) -> None:
         )
     if model.max_context_length is not None and options.context_limit > model.max_context_length:
         limit = model.max_context_length
-        other = "use backend=skyrl-tx"
+        alternative = "use backend=skyrl-tx"
         if options.backend == "skyrl-tx":
-            other = f"start the server with max_context_length={options.context_limit} yarn=true"
+            alternative = f"start the server with max_context_length={options.context_limit} yarn=true"
         raise ConfigError(
             f"context_limit={options.context_limit} exceeds the server's {limit} for "
-            f"{options.model_name}; reduce it, or {other}"
+            f"{options.model_name}; reduce it, or {alternative}"
         )
 
 
 async def _raise_if_server_lost(options: BackendOptions, error: Exception) -> None:
-    """Raise ServerLost if the server does not answer: this is then the likely cause of `error`."""
+    """Raise ServerLost if the server does not answer, which is then the likely cause of `error`."""
     if isinstance(error, ServerLost):
         return
     url = base_url(options)
     try:
         await check_alive(url, timeout_s=health_timeout_s(options))
-    except BackendError as gone:
+    except BackendError as unreachable:
         raise ServerLost(
             f"the server at {url} does not answer; start it again and resume (first error: {error})"
-        ) from gone
+        ) from unreachable
 
 
 async def _open_policy(
@@ -250,7 +251,7 @@ class TinkerEndpoint:
         self._options = options
 
     async def open_training(self, adapter: AdapterOptions) -> TinkerBackend:
-        """Open a training client with a new adapter, or with that of `load_checkpoint_path`."""
+        """Open a training client with a new adapter, or with the adapter of `load_checkpoint_path`."""
         options, service, path, rank = (
             self._options,
             self._service,
@@ -265,6 +266,10 @@ class TinkerEndpoint:
                 else service.create_training_client_from_state
             )
             with sdk_boundary(f"loading {path}"):
+                rest_client = await in_thread(
+                    lambda: tinker.RestClient(base_url=base_url(options), api_key=require_key(options))
+                )
+                await check_trained_parts(rest_client, path, adapter)
                 client = await (await in_thread(lambda: load(path)))
         else:
             with sdk_boundary(f"creating an adapter of rank {rank} on {options.model_name}"):
@@ -274,7 +279,13 @@ class TinkerEndpoint:
                 client = await (
                     await in_thread(
                         lambda: service.create_lora_training_client(
-                            options.model_name, rank=rank, seed=options.seed, user_metadata=metadata
+                            options.model_name,
+                            rank=rank,
+                            seed=options.seed,
+                            train_attn=adapter.train_attn,
+                            train_mlp=adapter.train_mlp,
+                            train_unembed=adapter.train_unembed,
+                            user_metadata=metadata,
                         )
                     )
                 )
@@ -292,9 +303,7 @@ class TinkerEndpoint:
             return await _open_policy(self._service, base_model=self._options.model_name)
 
     async def check(self) -> None:
-        """Raise BackendError within seconds if the endpoint does not answer or answers with server
-        errors.
-        """
+        """Raise BackendError if the endpoint does not answer within seconds or answers with server errors."""
         url, key = base_url(self._options), require_key(self._options)
         timeout_s = health_timeout_s(self._options)
         await check_alive(url, timeout_s=timeout_s)
@@ -322,7 +331,7 @@ async def connect(options: BackendOptions) -> AsyncIterator[TinkerEndpoint]:
     finally:
         # The context manager of the SDK would block the event loop for minutes if the server is dead.
         try:
-            # In a thread: closing needs a lock, which a session that is still opening holds.
+            # Runs in a thread, because it waits for a lock that a session holds while it opens.
             closing = in_thread(lambda: service.close(status).result())
             await asyncio.wait_for(closing, min(CLOSE_TIMEOUT_S, options.heartbeat_timeout_s))
         except (TimeoutError, tinker.TinkerError) as error:

@@ -5,9 +5,10 @@ Only this module calls `apply_chat_template`.
 `render` encodes the first prompt of a conversation and `extend` appends to its ids. Sampled ids are never
 encoded again, so every later turn is conditioned on exactly the ids that were sampled.
 
-Templates differ in what they show. `Chat` renders probes with the template to find out, and adapts messages:
-tools that the template does not show are described in the system message, results of tools that it drops
-become user messages, and arguments of calls become JSON text if it does not take objects.
+Templates support different kinds of messages. `Chat` renders probe messages to detect what the template
+supports, and adapts messages: tools that the template does not show are described in the system message,
+results of tools that it drops become user messages, and arguments of calls become JSON text if it does not
+take objects.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _PLACEHOLDER = "<<the sampled answer stands here>>"
 _FUNCTION = {"name": "probe_of_the_template", "description": "A probe.", "parameters": {"type": "object"}}
 _CALL = {"id": "0", "type": "function", "function": {"name": "probe", "arguments": {"n": 1}}}
 _RESULT: Message = {"role": "tool", "tool_call_id": "0", "content": "result of the probe"}
-# What templates add to the generation prompt to switch thinking off.
+# The empty thought that templates add to the generation prompt to switch thinking off.
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*$")
 # Llama 3.1 ends a turn with this token instead of <|eot_id|> when it waits for the result of a tool.
 _END_OF_MESSAGE = "<|eom_id|>"
@@ -53,7 +54,7 @@ class ChatTokenizer(Protocol):
         tools: Tools | None,
         tokenize: bool,
         add_generation_prompt: bool,
-        **variables: bool,  # of the template; it ignores those that it does not know
+        **variables: bool,  # variables of the template, which ignores unknown ones
     ) -> str: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
@@ -110,8 +111,8 @@ class Chat:
     def extend(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], messages: Sequence[Message]
     ) -> TokenIds:
-        """Return the next prompt: `prompt_ids + completion_ids` unchanged, the end of the turn,
-        `messages`, the generation prompt.
+        """Return the next prompt: `prompt_ids` and `completion_ids` unchanged, then the end of the turn,
+        `messages` and the generation prompt.
 
         >>> messages = [{"role": "user", "content": "$ ls"}]
         >>> chat.extend(prompt, turn.completion_ids, messages)[: len(prompt)] == prompt
@@ -138,15 +139,15 @@ class Chat:
         answer = text.removeprefix(prompt)
         if not text.startswith(prompt) or (answer.lstrip().startswith("<think>") and not self._is_thinking):
             raise ValueError(
-                "the chat template does not show it after the generation prompt, which switches thinking "
-                "off; remove its reasoning"
+                "the chat template does not show this message after the generation prompt, which switches "
+                "thinking off; remove the reasoning"
             )
         prompt_ids, ids = self._encode(prompt), self._encode(text)
-        # A tokenizer may add a space before a text of its own.
+        # A tokenizer may add a space before `answer`, so the ids after the prompt are preferred.
         ids = ids[len(prompt_ids) :] if ids[: len(prompt_ids)] == prompt_ids else self._encode(answer)
         ends = [index for index, token in enumerate(ids) if token in self._turn_end_ids]
         if not ends:
-            raise ValueError("the chat template does not end the turn after it; use another template")
+            raise ValueError("the chat template does not end the turn after this message; use another one")
         return ids[: ends[-1] + 1]
 
     def decode(self, completion_ids: Sequence[int]) -> str:
@@ -226,7 +227,7 @@ class Chat:
             enable_thinking=self._enable_thinking,  # Qwen3, GLM
             thinking=self._enable_thinking,  # DeepSeek-V3.1, Granite
             # Llama 3 writes tools into the first message after the system message and makes it a user
-            # message, also if it is a greeting by the assistant.
+            # message, even if it is a greeting by the assistant.
             tools_in_user_message=roles[:1] == ["user"],
         )
 

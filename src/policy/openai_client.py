@@ -2,10 +2,10 @@
 
 Only this module imports openai.
 
-Such an endpoint takes messages and returns text, without token ids and without log-probabilities of the
-prompt. Its answers can be graded but not trained. So that it fits the same trial runner, `MessageCodec`
-encodes its conversations in pseudo tokens of four bytes each, about the size of a real token; token limits
-and counts are therefore estimates. The log-probabilities are NaN, so that nothing can train on them.
+Such an endpoint takes messages and returns text, without token ids and logprobs. Its answers can be graded
+but not trained. The trial runner needs token ids, so `MessageCodec` encodes conversations in pseudo tokens of
+four bytes each, about the size of a real token; token limits and counts are therefore estimates. The logprobs
+are NaN, so that nothing can train on them.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class MessageCodec:
         **variables: bool,
     ) -> str:
         assert not tools and not tokenize
-        written = (
+        rendered = (
             f"{message['role']}{SEPARATOR}{_without_control(str(message['content']))}{END}"
             for message in conversation
         )
-        return "".join(written) + (f"assistant{SEPARATOR}" if add_generation_prompt else "")
+        return "".join(rendered) + (f"assistant{SEPARATOR}" if add_generation_prompt else "")
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Encode a text.
@@ -96,7 +96,7 @@ class ChatReply:
 
     text: str
     tool_calls: Sequence[Mapping[str, str]] = ()  # name and arguments, both as text
-    was_cut: bool = False  # at max_tokens
+    was_cut: bool = False  # whether max_tokens ended the reply
     num_prompt_tokens: int = 0  # 0 if the endpoint does not report it
     num_completion_tokens: int = 0
 
@@ -127,12 +127,12 @@ class ChatEndpoint:
         request |= {"seed": seed, "max_tokens": max_tokens, "top_p": top_p} | (
             {"tools": list(tools)} if tools else {}
         )
-        with boundary(BackendError, f"asking {self.model}"):
+        with boundary(BackendError, f"sampling from {self.model}"):
             answer = await self._client.chat.completions.create(
                 **{name: value for name, value in request.items() if value is not None}
             )
         if not answer.choices:
-            raise BackendError(f"asking {self.model}: the reply holds no choice")
+            raise BackendError(f"sampling from {self.model}: the reply has no choices")
         [choice, *_], usage = answer.choices, answer.usage
         calls = [call.function for call in choice.message.tool_calls or () if call.type == "function"]
         return ChatReply(

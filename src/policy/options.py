@@ -31,6 +31,9 @@ class AdapterOptions(Options):
         "has no such setting, learning_rate is scaled instead",
         validator=above(0),
     )
+    train_attn: bool = chz.field(default=True, doc="Adapt the projections of attention")
+    train_mlp: bool = chz.field(default=True, doc="Adapt the projections of the MLPs, experts included")
+    train_unembed: bool = chz.field(default=True, doc="Adapt the output head")
     load_checkpoint_path: str | None = chz.field(
         default=None, doc="tinker:// path of a training state to start from, with its optimizer state"
     )
@@ -39,6 +42,13 @@ class AdapterOptions(Options):
         doc="false: load_checkpoint_path gives the weights only, and Adam starts anew, as is usual after "
         "supervised fine-tuning",
     )
+
+    @chz.validate
+    def _something_is_trained(self) -> None:
+        require(
+            self.train_attn or self.train_mlp or self.train_unembed,
+            "train_attn, train_mlp and train_unembed are all false, so nothing is trained; set one to true",
+        )
 
     @chz.validate
     def _optimizer_belongs_to_a_checkpoint(self) -> None:

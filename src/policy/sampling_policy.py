@@ -16,10 +16,10 @@ from src.core.trajectory import StopReason, Turn
 
 
 @contextmanager
-def sdk_boundary(what: str) -> Iterator[None]:
+def sdk_boundary(action: str) -> Iterator[None]:
     """Convert errors of the SDK to BackendError, with the error message of the server if there is one."""
     try:
-        with boundary(BackendError, what):
+        with boundary(BackendError, action):
             yield
     except BackendError as error:
         cause = error.__cause__
@@ -28,7 +28,7 @@ def sdk_boundary(what: str) -> Iterator[None]:
             and isinstance(cause.body, dict)
             and "detail" in cause.body
         ):
-            raise BackendError(f"{what}: {cause.body['detail']}") from cause
+            raise BackendError(f"{action}: {cause.body['detail']}") from cause
         raise
 
 
@@ -47,7 +47,7 @@ class SampleRequest:
 class Policy(Protocol):
     """Samples completions.
 
-    `version` is the number of optimizer steps behind the weights; the first weights have version 0.
+    `version` is the number of training steps behind the weights; the initial weights have version 0.
     """
 
     @property
@@ -62,8 +62,8 @@ class ReferenceModel(Protocol):
     """Scores token sequences with weights that training does not change."""
 
     async def logprobs(self, token_ids: list[int]) -> list[float]:
-        """Return `log p(token | tokens before it)` of each token except the first: `len(token_ids) - 1`
-        numbers.
+        """Return `log p(token | tokens before it)` for each token except the first, `len(token_ids) - 1`
+        numbers in nats.
         """
         ...
 
@@ -115,7 +115,7 @@ class TinkerPolicy:
     async def sample(self, request: SampleRequest) -> Turn:
         """Return one completion.
 
-        Raises BackendError, also if the server returns no finite logprob for some token.
+        Raises BackendError if sampling fails or a token has no finite logprob.
         """
         params = tinker.SamplingParams(
             max_tokens=request.max_tokens,
@@ -130,10 +130,10 @@ class TinkerPolicy:
             )
         sequence = response.sequences[0]
         if sequence.logprobs is None or len(sequence.logprobs) != len(sequence.tokens):
-            got = "none" if sequence.logprobs is None else str(len(sequence.logprobs))
+            num_logprobs = 0 if sequence.logprobs is None else len(sequence.logprobs)
             raise BackendError(
-                f"sampling: {len(sequence.tokens)} tokens came back with {got} logprobs; training needs a "
-                "logprob for every token"
+                f"sampling: the server returned {len(sequence.tokens)} tokens with {num_logprobs} logprobs; "
+                "training needs a logprob for every token"
             )
         if not all(map(math.isfinite, sequence.logprobs)):
             raise BackendError(
@@ -154,6 +154,6 @@ class TinkerPolicy:
         known = [value for value in values[1:] if value is not None]
         if len(known) != len(token_ids) - 1:
             raise BackendError(
-                f"computing logprobs: {len(token_ids)} tokens came back with {len(known)} logprobs"
+                f"computing logprobs: the server returned {len(known)} logprobs for {len(token_ids)} tokens"
             )
         return known

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Message = Mapping[str, object]  # {"role": ..., "content": ...}, as chat templates take them
+Message = Mapping[str, object]  # {"role": ..., "content": ...}, the form that chat templates take
 Tools = Sequence[Mapping[str, object]]  # OpenAI schemas
 
 TOOLS_INTRODUCTION = (

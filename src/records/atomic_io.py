@@ -1,4 +1,4 @@
-"""File writes that survive crashes: whole lines or none, the new file or the old one.
+"""File writes that survive crashes: a line is written as a whole or not at all, and so is a new file.
 
 Errors of the file system become a StorageError that names the file.
 """
@@ -19,10 +19,9 @@ CHUNK_BYTES = 2**16  # large files are searched from their end in chunks of this
 
 
 def append_record(path: Path, record: Mapping[str, object], *, sync: bool = True) -> None:
-    """Append one JSON line. A line that does not fit on the disk is removed again.
+    """Append one JSON line. If the disk is full, the incomplete line is removed.
 
-    `sync` waits until the disk has the line, for the case of a power failure. Lines survive the process in
-    any case.
+    With `sync`, the line also survives a power failure. Without it, the line survives the end of the process.
     """
     line = (json.dumps(record) + "\n").encode()
     with storage_boundary(path):

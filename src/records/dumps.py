@@ -64,8 +64,10 @@ def dump_evaluation(
         folder = path / "dumped_evals" / f"global_step_{step}_evals"
         by_source: dict[str, list[str]] = {}
         for group in groups:
-            records = [eval_record(group.task, t, decode, env_class=env_class) for t in group.trajectories]
-            lines = [_line(record) for record in records]
+            lines = [
+                _line(eval_record(group.task, trajectory, decode, env_class=env_class))
+                for trajectory in group.trajectories
+            ]
             by_source.setdefault(environment(group.task), []).extend(lines)
         for source, lines in by_source.items():
             replace_text(folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl", "".join(lines))
@@ -144,8 +146,10 @@ def env_extras(task: Task, trajectory: Trajectory) -> dict[str, object]:
 
 
 def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, object]]:
-    """Return the messages that the environment recorded. If it recorded none, return two messages: the text
-    of the first prompt and the text after it."""
+    """Return the messages that the environment recorded.
+
+    If it recorded none, return two messages: the text of the first prompt and the text after it.
+    """
     if trajectory.conversation and all(
         isinstance(message, Mapping) and "role" in message for message in trajectory.conversation
     ):
@@ -174,8 +178,7 @@ def prompt_ids(trajectory: Trajectory) -> list[int]:
 
 
 def response_ids(trajectory: Trajectory) -> list[int]:
-    """Return the tokens after the first prompt. If the agent has rewritten its history, return only the last
-    completion."""
+    """Return the tokens after the first prompt, or only the last completion if the history was rewritten."""
     if not trajectory.turns:
         return []
     first, last = trajectory.turns[0], trajectory.turns[-1]

@@ -1,10 +1,10 @@
-"""journal.jsonl: what a run did, in order. The file is append-only, and a resumed run reads it.
+"""journal.jsonl: the events of a run, in order. The file is append-only, and a resumed run reads it.
 
     {"event": "started", "resumed_from": 0, ...}                       one per process
     {"event": "rollout_started", "purpose": "step", "step": 1, "task": "a", "member": 0, "attempt": 1, ...}
     {"event": "finished", ... "outcome": "graded"}                     written after the rollout's tokens
     {"event": "batch_fixed", "step": 1, "groups": [[1, "a"], [1, "b"]]}  the groups, as GroupKeys, of the step
-    {"event": "trained", "step": 1, "groups": [[1, "a"]], ...}         the weights have seen these groups
+    {"event": "trained", "step": 1, "groups": [[1, "a"]], ...}         the groups that the step trained on
     {"event": "checkpointed", "step": 1, "state_path": "tinker://..."}
     {"event": "ended", "state": "done"}
 
@@ -67,17 +67,17 @@ class RolloutKey:
 
 
 class Journal:
-    """The journal of one run: it appends events and returns what the events so far say."""
+    """The journal of one run. It appends events and derives the state of the run from them."""
 
     def __init__(self, log_path: Path) -> None:
-        """Read what earlier processes wrote. Raises ConfigError for a damaged line."""
+        """Read the events of earlier processes. Raises ConfigError for a damaged line."""
         self._path = log_path / JOURNAL
         truncate_torn_line(self._path)
-        self._attempts: Counter[RolloutKey] = Counter()  # at rollouts that are not graded
+        self._attempts: Counter[RolloutKey] = Counter()  # of rollouts that are not graded
         self._settled: set[tuple[str, int | None]] = set()  # steps and evaluations whose rollouts were used
         self.progress = 0  # number of graded rollouts and trained steps, each counted once
         self._groups: dict[int, list[GroupKey]] = {}
-        self._learned_in: dict[GroupKey, int] = {}
+        self._learned_in: dict[GroupKey, int] = {}  # the step whose batch contains the group
         for record in read_lines(self._path, LINE, unchanged):
             self._apply(record)
 
@@ -91,10 +91,10 @@ class Journal:
         """
         before = self._groups.get(step)
         if before is not None and before != list(groups):
-            was, now = (", ".join(task for _, task in keys) for keys in (before, groups))
+            old_tasks, new_tasks = (", ".join(task for _, task in keys) for keys in (before, groups))
             raise ConfigError(
-                f"step {step} of this run was to train on {was}, and now on {now}: tasks_dir has changed; "
-                "restore its tasks, or give another log_path"
+                f"step {step} of this run has the tasks {old_tasks} in the journal, and {new_tasks} in the "
+                "present schedule: tasks_dir has changed; restore its tasks, or give another log_path"
             )
         if before is None:
             self._fix(step, groups)
@@ -128,7 +128,7 @@ class Journal:
         self._note_end(key, outcome)
 
     def trained(self, step: int, *, groups: Sequence[GroupKey], state: Mapping[str, object]) -> None:
-        """Record that a step was trained. `state` is what later steps need to know."""
+        """Record that a step was trained. `state` is the state of task selection and failures after it."""
         self.progress += ("step", step) not in self._settled
         self._settled.add(("step", step))
         distinct = list(dict.fromkeys(groups))  # dynamic sampling may repeat a group
@@ -160,13 +160,16 @@ class Journal:
         return ("eval", step) in self._settled
 
     def states_until(self, step: int) -> list[Mapping[str, Any]]:
-        """Return the states of all steps up to `step`, in order, from the file, since they may be large."""
-        past = (
+        """Return the states of all steps up to `step`, in order.
+
+        They may be large, so they are not kept in memory but read from the file.
+        """
+        trained = (
             record
             for record in (read_lines(self._path, LINE, unchanged) if step else ())
             if record["event"] == "trained"
         )
-        states = {record["step"]: record["state"] for record in past if record["step"] <= step}
+        states = {record["step"]: record["state"] for record in trained if record["step"] <= step}
         return [states[number] for number in sorted(states)]
 
     def _apply(self, record: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from src.learning.metrics import (
     TRIAL_METRICS,
 )
 
-ALL_TASKS = "all tasks"  # stands for no domain where lines are shown by domain
+ALL_TASKS = "all tasks"  # in place of a domain, the name of the values over all domains
 COUNT, SHARE, SECONDS, NATS = Unit.COUNT, Unit.SHARE, Unit.SECONDS, Unit.NATS
 MEAN, SUM, MAX, LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
 
@@ -116,7 +116,7 @@ EVALUATION_METRICS: tuple[Metric[Any], ...] = (
         Metric(f"{prefix}/<rate>_high", SHARE, MEAN,
             f"Upper end of the 95 % interval of a rate{scope}."),
         Metric(f"{prefix}/noop_success", SHARE, MEAN,
-            f"Tasks that an agent solves which does nothing{scope}."),
+            f"Tasks that are solved by doing nothing{scope}."),
         Metric(f"{prefix}/failures/<pattern>", SHARE, MEAN,
             f"Failed trials that show a failure pattern{scope}."),
     )),
@@ -147,7 +147,7 @@ SECTIONS: dict[str, tuple[Metric[Any], ...]] = {
 
 
 class Source(StrEnum):
-    """Who uses an alias."""
+    """Where an alias comes from."""
 
     SKYRL = "SkyRL"
     SEED = "seeds"
@@ -195,7 +195,7 @@ ALIASES = (
     Alias("eval/all/avg_score", "test/env/all/reward/total", Source.SKYRL),
     Alias("eval/all/mean_positive_reward", "test/reward/mean_positive_reward", Source.SKYRL),
     Alias("eval/all/pass_at_<k>", "test/reward/avg_pass_at_<k>", Source.SKYRL),
-    # The seeds write eval-<domain> for a held-out set that is called <domain>_val.
+    # eval-<domain> is the name for a held-out set that is called <domain>_val.
     Alias("eval-<domain>/average_reward", "test/env/<domain>_val/reward/total", Source.SEED),
     Alias("eval-<domain>/success_rate", "test/env/<domain>_val/positive_rate", Source.SEED),
     Alias("test-<domain>/average_reward", "test/env/<domain>/reward/total", Source.SEED),
@@ -269,7 +269,7 @@ def metric_of(name: str) -> Metric[Any] | None:
     entries = [(metric.name, metric) for section in SECTIONS.values() for metric in section]
     entries += [(f"test/{metric.name}", metric) for metric in PLAYED_METRICS]
     matches = [(pattern, metric) for pattern, metric in entries if _pattern(pattern).fullmatch(name)]
-    if matches:  # an exact name describes more than a family, and `<name>` describes least
+    if matches:  # prefer an exact name to a family, and any other family to one with `<name>`
         return min(matches, key=lambda match: ("<name>" in match[0], match[0].count("<")))[1]
     for alias in ALIASES:
         if match := _pattern(alias.name).fullmatch(name):

@@ -1,4 +1,4 @@
-"""Options of what a run writes."""
+"""Options of the files and logs that a run writes."""
 
 from __future__ import annotations
 

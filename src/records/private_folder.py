@@ -1,8 +1,8 @@
-"""Folders that only this user can read. A run's folder has conversations, and a server's folder has its key.
+"""Folders that only this user can read: a run's folder contains conversations, a server's folder its key.
 
-In a folder that every user can write to, such as the temporary folder, another user may have created a name
-first. An existing entry must therefore be a folder of this user and no symbolic link, and a new folder is
-private.
+In a folder that every user can write to, such as the temporary folder, another user may have created an entry
+of the same name. An existing entry must therefore be a folder of this user or of root and no symbolic link,
+and a new folder is private.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def make_private(path: Path) -> None:
-    """Create the folder, readable by this user only, whatever the umask is.
+    """Create the folder, readable by this user only. The umask has no effect.
 
     An existing folder keeps its mode; a warning is logged if other users can read it.
     """
@@ -32,7 +32,7 @@ def make_private(path: Path) -> None:
     except FileExistsError:
         if (mode := stat.S_IMODE(path.stat().st_mode)) & OTHERS:
             logger.warning(
-                "%s can be read by other users (mode %03o); for this user alone: chmod 700", path, mode
+                "%s can be read by other users (mode %03o); run chmod 700 to exclude them", path, mode
             )
     else:
         path.chmod(PRIVATE)  # the umask may have removed permissions of this user
@@ -49,7 +49,7 @@ def resolved(path: Path) -> Path:
 
 
 def make_parents(path: Path) -> None:
-    """Create the parent folders of `path`; private ones below folders that every user can write to."""
+    """Create the parent folders of `path`. Those below a folder that every user can write to are private."""
     for folder in [*reversed(resolved(path).parents)][1:]:
         with suppress(FileExistsError):
             folder.mkdir(mode=PRIVATE if _is_open_to_all(folder.parent) else 0o777)
@@ -71,7 +71,7 @@ def require_own(path: Path) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only this user can read, also while it is being written."""
+    """Write a file that only this user can read. No other user can open it while it is written."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""Reads the files of a run. Every line is checked against a schema.
+"""Read the files of a run. Every line is checked against a schema.
 
 A last line without a line end is the result of a crash and is skipped. Any other line that does not match the
 schema raises a ConfigError that names the file, the line and the problem.
@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from src.core.errors import ConfigError
 
 REMEDY = "restore the file from a copy, or start again with another log_path"
-# What the conversion of a damaged line may raise.
+# The errors that the conversion of a damaged line may raise.
 DAMAGED = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, zlib.error)
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -144,7 +144,7 @@ def read_word(path: Path) -> str:
 
 
 def unchanged(value: Any) -> Any:
-    """Return the value as it is: the conversion of lines that need none."""
+    """Return the value itself. This is the `convert` function of lines that need no conversion."""
     return value
 
 

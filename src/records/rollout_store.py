@@ -107,9 +107,9 @@ class FinishedRollouts:
             truncate_torn_line(path)
 
     def load(self, purpose: str, step: int) -> dict[RolloutKey, FinishedRollout]:
-        """Return the rollouts of a step or evaluation.
+        """Return the rollouts of a step or evaluation that are final.
 
-        A failure counts only if its step has used it already.
+        A failure is final only if its step or evaluation has used it.
         """
         rollouts = read_rollouts(self._path(purpose, step), purpose, step)
         return {
@@ -132,9 +132,9 @@ class FinishedRollouts:
         )
 
     def job_directory(self, purpose: str, step: int) -> Path:
-        """Return the trial folder of a step or evaluation, without unfinished trials of earlier processes.
+        """Return the path of the trial folder of a step or evaluation. The folder may not exist.
 
-        The folder is created by whoever writes to it.
+        The files of unfinished trials of earlier processes are removed from it.
         """
         directory = self._log_path / "jobs" / f"{purpose}_{step:06d}"
         if paths := [*directory.glob("*")]:
@@ -183,16 +183,16 @@ def any_graded(log_path: Path) -> bool:
 
 def trained_trajectories(log_path: Path) -> list[Trajectory]:
     """Return the graded rollouts of the run's training steps, without those of its evaluations."""
-    found: dict[tuple[str, str, int], Trajectory] = {}
+    trajectories: dict[tuple[str, str, int], Trajectory] = {}
 
     def add(record: dict[str, Any]) -> None:
         if isinstance(result := decoded(record["result"]), Trajectory):
-            found[path.name, record["task"], record["member"]] = result
+            trajectories[path.name, record["task"], record["member"]] = result
 
     for path in sorted((log_path / "finished").glob("*.jsonl")):
         if not path.name.startswith("eval_"):
             deque(read_lines(path, LINE, add), maxlen=0)
-    return list(found.values())
+    return list(trajectories.values())
 
 
 def encoded(result: Trajectory | TrialFailure) -> dict[str, object]:
@@ -294,8 +294,8 @@ def _decoded_turns(values: Sequence[Mapping[str, Any]]) -> list[Turn]:
             shared = turns[-1].prompt_ids[: value["shared"]] if "shared" in value else []
             changed["prompt_ids"] = TokenIds([*shared, *changed["prompt_ids"]])
         if len(changed["logprobs"]) != len(changed["completion_ids"]) or not all(
-            isinstance(t, int) for t in changed["completion_ids"]
+            isinstance(token, int) for token in changed["completion_ids"]
         ):
-            raise ValueError("a turn does not have one logprob per token")
+            raise ValueError("a turn does not have integer tokens with one logprob per token")
         turns.append(Turn(**{**changed, "stop_reason": StopReason(value["stop_reason"])}))
     return turns

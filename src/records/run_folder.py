@@ -1,7 +1,4 @@
-"""The folder of a run: whether it can be used, and from which checkpoint.
-
-All checks precede the first write.
-"""
+"""Find, check, lock and create the folder of a run. All checks precede the first write."""
 
 from __future__ import annotations
 
@@ -39,6 +36,9 @@ METRICS_FILE = "metrics.jsonl"
 IDENTITY = (
     "model_name",
     "lora_rank",
+    "train_attn",
+    "train_mlp",
+    "train_unembed",
     "env",
     "tasks_dir",
     "data",
@@ -57,10 +57,12 @@ SUPERVISED = "train_on"  # an option of src.sft alone
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
+    """The folder of a run, and where the run starts."""
+
     path: Path
-    checkpoint: Checkpoint | None  # from which the run continues; None: from the beginning
-    delete_first: bool
-    resumed: bool = False  # the files of earlier processes are used
+    checkpoint: Checkpoint | None  # the run continues from it; None: the run starts from the beginning
+    delete_first: bool  # whether the folder has an old run that is to be deleted
+    resumed: bool = False  # whether the files of earlier processes are used
 
     def at_last_checkpoint(self) -> RunFolder:
         """Return the same run, resumed from its last checkpoint."""
@@ -123,7 +125,7 @@ def lock_run_dir(path: Path) -> Iterator[None]:
 def find_run_folder(config: RunFolderOptions, *, name: str) -> RunFolder:
     """Return the folder to use.
 
-    Raises ConfigError if it has a run and the options do not say what to do with it.
+    Raises ConfigError if the folder cannot be used, or has a run that is neither resumed nor deleted.
     """
     path = run_path(config, name=name)
     if not path.exists() or (path.is_dir() and all(child.name.startswith(".") for child in path.iterdir())):
@@ -134,7 +136,7 @@ def find_run_folder(config: RunFolderOptions, *, name: str) -> RunFolder:
         return RunFolder(path=path, checkpoint=None, delete_first=False)
     behavior = config.behavior_if_log_dir_exists
     if behavior == "ask":
-        behavior = _ask(path)
+        behavior = _prompt_user(path)
     if behavior == "delete":
         return RunFolder(path=path, checkpoint=None, delete_first=True)
     if behavior == "resume":
@@ -146,8 +148,8 @@ def find_run_folder(config: RunFolderOptions, *, name: str) -> RunFolder:
     )
 
 
-def _ask(path: Path) -> str:
-    """Ask at the terminal what to do; without a terminal, raise."""
+def _prompt_user(path: Path) -> str:
+    """Return the behavior that the user chooses at the terminal, or "raise" without a terminal."""
     if not sys.stdin.isatty():
         return "raise"
     answer = input(f"{path} has a run. [r]esume it, [d]elete it, or stop? ").strip().lower()
@@ -155,20 +157,21 @@ def _ask(path: Path) -> str:
 
 
 def _check_same_run(path: Path, config: RunFolderOptions) -> None:
-    before = present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged))
-    now = json.loads(json.dumps(chz.asdict(config)))
-    if (SUPERVISED in before) != (SUPERVISED in now):
-        program = "src.sft" if SUPERVISED in before else "src.train"
+    saved = present_options(read_document(path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged))
+    present = json.loads(json.dumps(chz.asdict(config)))
+    if (SUPERVISED in saved) != (SUPERVISED in present):
+        program = "src.sft" if SUPERVISED in saved else "src.train"
         raise ConfigError(
-            f"the run in {path} is one of python -m {program}; resume it with that, or give another log_path"
+            f"the run in {path} was started by python -m {program}; resume it with that program, or give "
+            "another log_path"
         )
     for name in IDENTITY:
-        if name in before and before[name] != now[name]:
+        if name in saved and saved[name] != present[name]:
             raise ConfigError(
-                f"the run in {path} has {name}={before[name]}, not {now[name]}; resume it with that value, "
-                "or give another log_path"
+                f"the run in {path} has {name}={saved[name]}, not {present[name]}; resume it with that "
+                "value, or give another log_path"
             )
-    if _uses_pipeline(before) and not _uses_pipeline(now):  # its steps may have used groups of later steps
+    if _uses_pipeline(saved) and not _uses_pipeline(present):  # a step may have used groups of later steps
         raise ConfigError(
             f"the run in {path} takes groups in the order in which they end; resume it with max_staleness=1 "
             "or stream_groups=true, or give another log_path"

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 WANDB_ID_FILE = "wandb_id.txt"
 TRACKIO_NAME_FILE = "trackio_name.txt"
-FINISH_S = 120.0
+FINISH_S = 120.0  # the longest wait for wandb or trackio at the end of a run
 LINE: TypeAdapter[Any] = TypeAdapter(MetricsLine)
 JUDGE_SUFFIX = "_with_taxonomy_feedback"
 
@@ -95,7 +95,9 @@ class RunLog:
         return values
 
     def _send(self, step: int, metrics: Mapping[str, float], *, may_be_sent: bool = False) -> None:
-        """Send a line. wandb ignores a repeated step; trackio would store it, so it gets none."""
+        """Send a line. `may_be_sent`: an earlier process may have sent it. wandb ignores a repeated step;
+        trackio would store it again, so a line that may be sent already is not sent to trackio.
+        """
         if self._wandb_run is not None:
             values = {name: value for name, value in metrics.items() if value is not None}
             self._wandb_run.log(values, step=step, commit=True)
@@ -115,7 +117,7 @@ def open_run_log(
 ) -> Iterator[RunLog]:
     """Open the log of the run in `log_path`, and finish its wandb and trackio runs on exit.
 
-    `is_judged` says whether a judge's bonus is part of the reward.
+    `is_judged` is true if a judge's bonus is part of the reward.
     """
     with ExitStack() as stack:
         wandb_run = trackio_run = None
@@ -134,7 +136,7 @@ def open_run_log(
 
 
 def finish(run: wandb.Run | TrackioRun, program: str, advice: str) -> None:
-    """Upload what is left, for at most `FINISH_S`. The files stay, whether or not the upload completes."""
+    """Finish a run, which uploads the rest of its data. Waits for at most `FINISH_S`. Local files stay."""
     uploading = threading.Thread(target=run.finish, daemon=True)
     uploading.start()
     uploading.join(FINISH_S)
@@ -143,7 +145,7 @@ def finish(run: wandb.Run | TrackioRun, program: str, advice: str) -> None:
 
 
 def project_name(project: str, *, is_judged: bool) -> str:
-    """Return the wandb project. Runs with a judge's bonus in the reward have a project of their own.
+    """Return the wandb project. Runs with a judge's bonus in the reward have a separate project.
 
     >>> project_name("tau" + JUDGE_SUFFIX, is_judged=True)  # the suffix is added only once
     'tau_with_taxonomy_feedback'
@@ -185,7 +187,7 @@ def recorded_variances(path: Path) -> dict[str, list[float]]:
 
 
 def is_wall_clock(name: str) -> bool:
-    """Return whether a metric measures time. All others are equal in an unbroken run and in a resumed one.
+    """Return whether a metric measures time. All others are equal in an uninterrupted and a resumed run.
 
     >>> names = ("test/environment/agent_s", "test/env/retail/duration_s", "environment/prefix_breaks")
     >>> [is_wall_clock(name) for name in names]

@@ -3,7 +3,7 @@
     <url>/<run>/global_step_<N>/<data source>.jsonl  the evaluation after step N, and aggregated_results.jsonl
     <url>/<run>/training_examples/step_<N>_examples.jsonl
 
-A failed upload is a warning: the files of the run stay where they are.
+A failed upload logs a warning. The local files stay.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Upload(Protocol):
 
 
 def check_upload_url(url: str) -> None:
-    """Raises ConfigError if the package for the URL is missing or its protocol unknown; does not connect."""
+    """Raise ConfigError if the package for the URL is missing or the protocol unknown. Does not connect."""
     protocol = url.partition("://")[0]
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         raise ConfigError(
-            f"upload_url={url}: {error}; scripts/setup.sh PACKAGE installs it, s3fs for s3://"
+            f"upload_url={url}: {error}; install it with scripts/setup.sh PACKAGE, e.g. s3fs for s3://"
         ) from error
     except ValueError as error:
         raise ConfigError(f"upload_url={url}: fsspec has no protocol {protocol}") from error
@@ -72,5 +72,5 @@ def _put(files: Sequence[Path], url: str) -> None:
         storage.makedirs(folder, exist_ok=True)
         for file in files:
             storage.put_file(str(file), f"{folder}/{file.name}")
-    except Exception as error:  # each kind of storage has errors of its own
+    except Exception as error:  # the exceptions depend on the kind of storage
         logger.warning("the upload to %s failed: %s: %s", url, type(error).__name__, error)

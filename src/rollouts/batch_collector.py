@@ -69,7 +69,7 @@ class BatchCollector:
         states = self._journal.states_until(steps_done)
         self._faults = from_record(states[-1] if states else {})
         self._curriculum = curriculum.from_records(state.get("curriculum", {}) for state in states)
-        self._num_groups_before = 0  # of the run, when the step began
+        self._num_groups_before = 0  # the groups that the run had played before the current step
         self._policy = NewestPolicy()
         # By step: the plan, and the rollouts on disk that no group has used yet.
         self._ahead: dict[int, tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]] = {}
@@ -112,8 +112,7 @@ class BatchCollector:
         return collected
 
     def _pipeline_of(self, batches: Sequence[Batch]) -> Pipeline:
-        """Return a pipeline of every group that no step has taken yet; it is empty if the options do not use
-        it."""
+        """Return a pipeline of every group that no step has taken; without `uses_pipeline` it is empty."""
         options = self._options
         scheduled = (Scheduled(step=batch.step, task=task) for batch in batches for task in batch.tasks)
         ahead = [
@@ -162,9 +161,9 @@ class BatchCollector:
             to_learn.append(group)
             on_group(group)
 
-        before = self._journal.groups_of(batch.step)
-        if before is not None:
-            replayed = asyncio.gather(*map(self._roll_out_ahead, self._scheduled(before)))
+        recorded = self._journal.groups_of(batch.step)
+        if recorded is not None:
+            replayed = asyncio.gather(*map(self._roll_out_ahead, self._scheduled(recorded)))
             for timed in await self._watchdog.guard(replayed, f"playing {title}"):
                 take(timed)
         else:
@@ -196,14 +195,14 @@ class BatchCollector:
 
     async def _roll_out_ahead(self, scheduled: Scheduled) -> TimedGroup:
         plan, on_disk = self._plan_ahead(scheduled.step)
-        # Removed from `on_disk`, so that a long run does not keep the rollouts of all its steps in memory.
+        # Remove them from `on_disk`, so that a long run does not keep the rollouts of all steps in memory.
         rollouts = {key: on_disk.pop(key) for key in [*on_disk] if key.task == scheduled.task.id}
         return await self._rollouts.group(scheduled.task, self._policy, plan, rollouts)
 
     def _plan_ahead(self, step: int) -> tuple[RolloutPlan, dict[RolloutKey, FinishedRollout]]:
         """Return the plan of a step and its rollouts on disk.
 
-        They are read once. Reading also removes incomplete files from the step's folder.
+        The rollouts are read once, because reading also removes incomplete files from the step's folder.
         """
         if step not in self._ahead:
             plan = self._plan("step", step)
@@ -234,13 +233,13 @@ class BatchCollector:
         group, if possible a task that this step has not rolled out.
         """
         options, tasks = self._options, self._available_tasks()
-        place = {"step": batch.step, "attempt": state.num_batches}
+        step_and_attempt = {"step": batch.step, "attempt": state.num_batches}
         if options.task_sampling == "uniform":
-            return refill(tasks, num_needed, seed=options.seed, **place)
+            return refill(tasks, num_needed, seed=options.seed, **step_and_attempt)
         rolled_out, num_missing = {group.task.id for group in state.played}, num_needed - len(state.kept)
         others = [task for task in tasks if task.id not in rolled_out]
         candidates = others if len(others) >= num_missing else tasks
-        return self._curriculum.choose(candidates, num_missing, options, **place)
+        return self._curriculum.choose(candidates, num_missing, options, **step_and_attempt)
 
     def _available_tasks(self) -> list[Task]:
         return [task for task in self._source.train if not self._is_quarantined(task)]
@@ -286,5 +285,5 @@ class BatchCollector:
                 self._journal.quarantined(plan.step, task, cause)
                 num_groups = self._faults.strikes[task]
                 self._events.say(
-                    f"{task} is left out from now on: {num_groups} groups without a graded trial ({cause})"
+                    f"{task} is quarantined: {num_groups} groups without a graded trial ({cause})"
                 )

@@ -1,7 +1,7 @@
-"""Roll out groups of trials. One semaphore limits the trials that run at once; each trial has a deadline and
-several attempts.
+"""Roll out groups of trials.
 
-Exceptions of a trial become a `TrialFailure` in this module.
+One semaphore limits the number of concurrent trials. Each trial has a deadline and several attempts. This
+module converts exceptions of a trial to a `TrialFailure`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE_S = 7200.0
 CLEANING_S = 90.0  # longest time for a cancelled trial to free its sandbox
-LONGEST_WAIT_S = 60.0
+LONGEST_WAIT_S = 60.0  # limit of the doubled wait between two attempts
 # Failures that the agent did not cause. The trial is repeated.
 INFRASTRUCTURE = frozenset(
     {FailureKind.SANDBOX, FailureKind.BACKEND, FailureKind.VERIFIER, FailureKind.ENV_SERVER}
@@ -62,8 +62,7 @@ class TimedGroup:
 
 
 class Rollouts:
-    """Runs trials, at most `n_parallel_envs` at once over all groups. Rollouts on disk are not
-    repeated.
+    """Runs trials, at most `n_parallel_envs` at once over all groups. Rollouts on disk are not repeated.
 
     A `judge` adds its bonus to training trials only.
     """
@@ -99,9 +98,9 @@ class Rollouts:
         return await _all(roll_out(task) for task in tasks)
 
     async def noop_rewards(self, tasks: Sequence[Task]) -> dict[str, float]:
-        """Return the reward of an agent that does nothing for each task.
+        """Return, by task id, the reward of an agent that does nothing.
 
-        It is measured once. Tasks for which it cannot be measured are left out.
+        Each reward is measured once. Tasks whose reward cannot be measured are left out.
         """
         new_tasks = [task for task in tasks if task.id not in self._noop_rewards]
         await asyncio.gather(*map(self._measure_noop_reward, new_tasks))
@@ -152,20 +151,22 @@ class Rollouts:
         kept: Mapping[RolloutKey, FinishedRollout],
         started: list[float],
     ) -> FinishedRollout:
-        """Return one rollout from disk, or run its trial until it is graded, fails with an error that is
-        not retried, or has used all attempts. All attempts have the same seed.
+        """Return one rollout from disk, or run its trial.
+
+        An attempt that ends with an infrastructure failure is repeated with the same seed, up to
+        `trial_attempts` attempts. `started` receives the start time of each attempt.
         """
         options = self._options
-        place = RolloutKey(purpose=plan.purpose, step=plan.step, task=task.id, member=member)
+        key = RolloutKey(purpose=plan.purpose, step=plan.step, task=task.id, member=member)
         seed = trial_seed(options.seed, plan, task.id, member)
-        if place in kept and kept[place].seed == seed:
-            return kept[place]
+        if key in kept and kept[key].seed == seed:
+            return kept[key]
         attempts = 0
         while True:
             attempts += 1
             async with self._slots:
                 started.append(time.monotonic())
-                self._finished.journal.rollout_started(place, policy_version=policy.version, seed=seed)
+                self._finished.journal.rollout_started(key, policy_version=policy.version, seed=seed)
                 result = await self._trial(task, policy, plan, seed, member)
             if (
                 isinstance(result, Trajectory)
@@ -189,7 +190,7 @@ class Rollouts:
             if self._judge is not None and plan.is_training:
                 result = await self._judge.judged(result)
         rollout = FinishedRollout(result=result, seed=seed, attempts=attempts)
-        self._finished.add(place, rollout)
+        self._finished.add(key, rollout)
         return rollout
 
     async def _trial(
@@ -204,16 +205,16 @@ class Rollouts:
             await asyncio.wait({playing}, timeout=deadline_s)
             if not playing.done():
                 message = f"not finished after {deadline_s:g} s"
-                slow = trial.timeout_result() if isinstance(trial, DeadlineAware) else None
-                if slow is None:
+                graded = trial.timeout_result() if isinstance(trial, DeadlineAware) else None
+                if graded is None:
                     return TrialFailure(task_id=task.id, kind=FailureKind.TIMEOUT, message=message)
                 logger.warning(
-                    "%s: reward 0, the agent used up the time (%s): %s", task.id, slow.zero_reason, message
+                    "%s: reward 0, the agent used up the time (%s): %s", task.id, graded.zero_reason, message
                 )
-                return slow
+                return graded
             if playing.cancelled():  # by a call inside the trial; the run itself was not cancelled
                 return TrialFailure(
-                    task_id=task.id, kind=FailureKind.HARBOR, message="the trial was cancelled from inside"
+                    task_id=task.id, kind=FailureKind.HARBOR, message="a call inside the trial cancelled it"
                 )
             return playing.result()
         except BackendError as error:
@@ -222,10 +223,10 @@ class Rollouts:
             logger.exception("%s: the trial raised an exception", task.id)
             return TrialFailure(task_id=task.id, kind=FailureKind.HARBOR, message=described(error))
         finally:
-            await _ended(playing, task)
+            await _end(playing, task)
 
 
-async def _ended(playing: asyncio.Future[Trajectory | TrialFailure], task: Task) -> None:
+async def _end(playing: asyncio.Future[Trajectory | TrialFailure], task: Task) -> None:
     """Cancel a trial that still runs, and wait up to CLEANING_S for it to free its sandbox."""
     if not playing.done():
         playing.cancel()
@@ -246,8 +247,8 @@ def back_off(wait_s: float, attempts: int, seed: int) -> float:
 def trial_seed(seed: int, plan: RolloutPlan, task_id: str, member: int) -> int:
     """Return a 31-bit seed that depends only on the seed of the run and the identity of the trial."""
     step = plan.step if plan.is_training else 0  # so that evaluations differ only by the weights
-    place = f"{seed}/{plan.purpose}/{step}/{task_id}/{member}"
-    return int.from_bytes(hashlib.sha256(place.encode()).digest()[:4], "big") >> 1
+    identity = f"{seed}/{plan.purpose}/{step}/{task_id}/{member}"
+    return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:4], "big") >> 1
 
 
 def require_some_graded(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> None:
@@ -262,10 +263,10 @@ def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:
     kind, count = Counter(failure.kind for failure in failures).most_common(1)[0]
     example = next(failure.message for failure in failures if failure.kind == kind)
     first_line = (example.splitlines() or [""])[0]
-    what = "step" if plan.is_training else "evaluation"
+    unit = "step" if plan.is_training else "evaluation"
     log = plan.directory.parents[1] / "logs.log"  # next to jobs/, which only Harbor trials write to
     return (
-        f"none of the {len(failures)} trials of {what} {plan.step} could be graded; {count} failed by "
+        f"none of the {len(failures)} trials of {unit} {plan.step} could be graded; {count} failed by "
         f"{kind}, e.g. {first_line}; "
         f"see {plan.directory if plan.directory.is_dir() else log}"
     )
@@ -274,7 +275,7 @@ def all_failed(groups: Sequence[TrajectoryGroup], plan: RolloutPlan) -> str:
 async def _all[T](works: Iterable[Coroutine[object, object, T]]) -> list[T]:
     """Return the results in order.
 
-    The first error cancels the others and is raised itself, not in a group.
+    The first error cancels the other coroutines and is raised itself, not in an exception group.
     """
     try:
         async with asyncio.TaskGroup() as group:

@@ -72,6 +72,8 @@ class JudgeEndpoint(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
+    """The judge's result for one conversation."""
+
     failures: frozenset[str] | None  # keys of MODES; None: the answer was not usable
     cost_usd: float = 0.0
 
@@ -154,7 +156,7 @@ def failures_in(answer: str) -> frozenset[str] | None:
 
 
 def bonus_of(num_failures: int, options: JudgeOptions) -> float:
-    """Return the bonus. With `inverse_failures`, one failure gives as much as none."""
+    """Return the bonus. With `inverse_failures`, one failure gives the same bonus as none."""
     match options.taxonomy_formula:
         case "one_plus_failures":
             return options.taxonomy_alpha / (1 + num_failures)
@@ -163,7 +165,7 @@ def bonus_of(num_failures: int, options: JudgeOptions) -> float:
 
 
 def transcript(conversation: Sequence[Message]) -> str:
-    """Return the conversation as JSON lines, so that no text of the agent can look like another speaker."""
+    """Return the conversation as JSON lines, so that the agent's text cannot imitate another role."""
     return "\n".join(
         json.dumps(message, ensure_ascii=False, sort_keys=True, default=str) for message in conversation
     )

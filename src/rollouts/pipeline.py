@@ -34,10 +34,10 @@ class Batch:
 
 
 def schedule(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
-    """Return every batch of the run. The result depends only on the tasks and the options, so a resumed run
-    gets the same.
+    """Return every batch of the run.
 
-    A batch never holds tasks of two epochs, so the last batch of an epoch may be smaller.
+    The result depends only on the tasks and the options, so a resumed run has the same batches. A batch never
+    contains tasks of two epochs, so the last batch of an epoch may be smaller.
     """
     if options.domain_shares:
         return mixed(tasks, options)
@@ -54,9 +54,9 @@ def schedule(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
 
 
 def mixed(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
-    """Return as many full batches as without a mixture.
+    """Return the batches with a domain mixture: as many as without one, and all of them full.
 
-    Each domain has its share of all places and its own epochs.
+    Each domain has its share of the batches, and its own epochs.
     """
     domains = {
         domain: [task for task in tasks if task.domain == domain]
@@ -69,8 +69,12 @@ def mixed(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
 
     def draw(batch: Sequence[Task]) -> Task:
         """Return the next task that is not in the batch, from the domain that is furthest below its share."""
-        left = [name for name, members in domains.items() if any(task not in batch for task in members)]
-        domain = max(left, key=lambda name: options.domain_shares[name] * (taken.total() + 1) - taken[name])
+        open_domains = [
+            name for name, members in domains.items() if any(task not in batch for task in members)
+        ]
+        domain = max(
+            open_domains, key=lambda name: options.domain_shares[name] * (taken.total() + 1) - taken[name]
+        )
         taken[domain] += 1
         if all(task in batch for task in waiting[domain]):
             waiting[domain] += epoch_order(domains[domain], seed=options.seed, epoch=epochs[domain])
@@ -80,13 +84,13 @@ def mixed(tasks: Sequence[Task], options: ScheduleOptions) -> list[Batch]:
         return task
 
     batches: list[Batch] = []
-    per_epoch = -(-len(tasks) // options.batch_size)
-    num_steps = options.n_epochs * per_epoch
+    steps_per_epoch = -(-len(tasks) // options.batch_size)
+    num_steps = options.n_epochs * steps_per_epoch
     for number in range(num_steps if options.max_steps is None else min(num_steps, options.max_steps)):
         batch: list[Task] = []
         while len(batch) < min(options.batch_size, len(tasks)):
             batch.append(draw(batch))
-        batches.append(Batch(step=number + 1, epoch=number // per_epoch, tasks=batch))
+        batches.append(Batch(step=number + 1, epoch=number // steps_per_epoch, tasks=batch))
     return batches
 
 
@@ -115,7 +119,7 @@ def epoch_order(tasks: Sequence[Task], *, seed: int, epoch: int) -> list[Task]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheduled:
-    """A group's place in the schedule."""
+    """A group in the schedule: its step and its task."""
 
     step: int
     task: Task
@@ -129,9 +133,9 @@ class Pipeline:
     """Rolls out groups in the order of the schedule. Steps take them in the order in which they end.
 
     With `max_staleness=0`, only the groups of the current step are rolled out. Otherwise up to
-    `max_groups_in_flight` groups are rolled out at once, and a step does not wait for slow ones. They are
-    fewer if training is slower than the rollouts, because a group must be trained before its tokens are too
-    stale.
+    `max_groups_in_flight` groups are rolled out at once, and a step does not wait for slow groups. If
+    training is slower than the rollouts, fewer groups are rolled out at once, because each group must be
+    trained before its tokens are too stale.
     """
 
     def __init__(
@@ -166,9 +170,9 @@ class Pipeline:
         await asyncio.gather(*rolling, *self._waiting, return_exceptions=True)
 
     async def take(self, step: int) -> TimedGroup | None:
-        """Return the group that ended first of those that no step has taken.
+        """Wait for a finished group that no step has taken, and return the one that ended first.
 
-        Returns None if the schedule has no more groups for `step`.
+        Returns None if the schedule has no more groups for `step`. Raises the error of a failed rollout.
         """
         self._step = step
         self._start_groups()
@@ -184,7 +188,7 @@ class Pipeline:
         self._update_began = asyncio.get_running_loop().time()
 
     def update_ended(self) -> None:
-        """Note that the weights have changed, and start further groups."""
+        """Record the duration of the update, and start further groups."""
         self._update_s = asyncio.get_running_loop().time() - self._update_began
         self._start_groups()
 

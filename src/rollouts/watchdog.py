@@ -24,32 +24,32 @@ PROBE_PERIOD_S = 5.0
 
 
 class Watchdog:
-    """Awaits calls to the server and raises if it is lost. Created by `watching`."""
+    """Awaits calls to the server and raises ServerLost if the server is lost. `watching` creates it."""
 
     def __init__(self, options: WatchdogOptions, lost: asyncio.Future[str]) -> None:
         self._options = options
         self._lost = lost
 
-    async def answer[T](self, work: Awaitable[T], what: str) -> T:
-        """Return the result of one call to the server.
+    async def answer[T](self, work: Awaitable[T], action: str) -> T:
+        """Return the result of one call to the server. Error messages begin with `action`.
 
         Raises ServerLost, or BackendError after `request_timeout_s`.
         """
-        return await self._first(work, what, timeout_s=self._options.request_timeout_s)
+        return await self._first(work, action, timeout_s=self._options.request_timeout_s)
 
-    async def guard[T](self, work: Awaitable[T], what: str) -> T:
+    async def guard[T](self, work: Awaitable[T], action: str) -> T:
         """Return the result of `work`, which has its own deadlines. Raises ServerLost."""
-        return await self._first(work, what, timeout_s=None)
+        return await self._first(work, action, timeout_s=None)
 
-    async def _first[T](self, work: Awaitable[T], what: str, *, timeout_s: float | None) -> T:
+    async def _first[T](self, work: Awaitable[T], action: str, *, timeout_s: float | None) -> T:
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._lost}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             if self._lost.done():
-                raise ServerLost(f"{what}: {self._lost.result()}")
-            raise BackendError(f"{what}: no answer within request_timeout_s={timeout_s:g}")
+                raise ServerLost(f"{action}: {self._lost.result()}")
+            raise BackendError(f"{action}: no answer within request_timeout_s={timeout_s:g}")
         finally:
             if not task.done():
                 task.cancel()
@@ -58,7 +58,7 @@ class Watchdog:
 
 @asynccontextmanager
 async def watching(check: Callable[[], Awaitable[None]], options: WatchdogOptions) -> AsyncIterator[Watchdog]:
-    """Return a watchdog that probes the server with `check` while the block runs.
+    """Yield a watchdog that probes the server with `check` while the block runs.
 
     `check` raises BackendError if the server does not answer, or ServerLost if the run cannot continue on it.
     """

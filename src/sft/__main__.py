@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
             load_environment(argv)
             argv = with_server_from_environment(argv, names=("skyrl_tx_url",))
             config = parse_as(SftConfig, with_local_model(argv))
-            # These imports take seconds, for which --help and a mistyped option should not wait.
+            # These imports take seconds. They come late so that --help and errors in options appear at once.
             from src.cli.console import Display, terminal
             from src.sft.run import run
 

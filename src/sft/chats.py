@@ -22,7 +22,7 @@ from src.policy.tool_messages import Message
 
 
 def _object(arguments: object) -> object:
-    """Return the arguments of a call as an object; OpenAI's format has them as JSON text."""
+    """Return the arguments of a call as an object. In OpenAI's format they are JSON text."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -32,7 +32,7 @@ def _object(arguments: object) -> object:
 
 
 def _text(content: object) -> object:
-    """Return the content as one text. None, for calls without text, is empty; a list has parts of text."""
+    """Return the content as one text: "" for None, and the joined parts for a list of text parts."""
     if isinstance(content, list):
         parts = [part.get("text") for part in content if isinstance(part, Mapping)]
         texts = [part for part in parts if isinstance(part, str)]

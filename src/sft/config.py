@@ -1,4 +1,4 @@
-"""Options of `python -m src.sft`. Those of the run, the server and the optimizer are the trainer's."""
+"""Options of `python -m src.sft`. The options of the run, the server and the optimizer are the trainer's."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SftConfig(DataOptions, BatchOptions, RateOptions, LoopOptions, TrackingOpt
 
 
 def run_name(config: SftConfig, *, date: str) -> str:
-    """Return the name of the run: `wandb_name`, or what differs between runs."""
+    """Return the name of the run: `wandb_name`, or a name made from options and the date."""
     if config.wandb_name:
         return config.wandb_name
     model = config.model_name.replace("/", "-")

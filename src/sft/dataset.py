@@ -45,33 +45,33 @@ class Batch:
 
 
 def load(config: SftConfig, template: chat_template.Chat) -> Dataset:
-    """Read and render all chats. Raises ConfigError, with file and line, for the first that is not valid."""
+    """Read and render all chats. Raises ConfigError, with file and line, for the first invalid chat."""
 
-    def examples(items: Sequence[str]) -> list[Example]:
-        found: list[Example] = []
+    def read_examples(items: Sequence[str]) -> list[Example]:
+        examples: list[Example] = []
         for path, condition in sources_of(items):
             if condition is not None:
-                found += examples_of_run(path, condition, config)
+                examples += examples_of_run(path, condition, config)
                 continue
             for chat in read_chats(path):
-                found.append(
+                examples.append(
                     render(chat, template, train_on=config.train_on, context_limit=config.context_limit)
                 )
-        return found
+        return examples
 
-    train = examples(config.data)
+    train = read_examples(config.data)
     if config.eval_data is None:
         return split(train, config)
-    dataset = Dataset(train=train, held_out=examples(config.eval_data))
+    dataset = Dataset(train=train, held_out=read_examples(config.eval_data))
     _require_held_out(dataset)
     return dataset
 
 
 def split(examples: Sequence[Example], options: DataOptions) -> Dataset:
-    """Hold out `eval_split` of the tasks, at least one if there are two. A chat of a file is a task of its
-    own; equal chats are the same task.
+    """Hold out `eval_split` of the tasks, at least one if there are two or more.
 
-    Which tasks are held out depends on the tasks and the seed, not on their order.
+    Each chat of a file is one task; equal chats are the same task. The choice depends on the tasks and the
+    seed, not on the order of the examples.
     """
     tasks = {example.task for example in examples}
     if options.eval_split == 0 or len(tasks) < 2:
@@ -106,4 +106,4 @@ def _require_held_out(dataset: Dataset) -> None:
     trained = {example.task: example.where for example in dataset.train}
     for example in dataset.held_out:
         if where := trained.get(example.task):
-            raise ConfigError(f"{example.where}: the held-out chat is trained, too ({where}); remove one")
+            raise ConfigError(f"{example.where}: the held-out chat is also trained ({where}); remove one")

@@ -14,7 +14,7 @@ OTHER_EXPONENT = 0.0775
 
 
 def recommended_rate(hidden_size: int | None, model_type: str = "") -> float:
-    """Return the learning rate for a LoRA adapter. `hidden_size` None: it is unknown.
+    """Return the learning rate for a LoRA adapter. `hidden_size` is None if it is unknown.
 
     Source of the formula: tinker-cookbook, `hyperparam_utils.py`.
 
@@ -29,7 +29,7 @@ def recommended_rate(hidden_size: int | None, model_type: str = "") -> float:
 def size_of(model: str) -> tuple[int | None, str]:
     """Return hidden size and type from the model's config.json, in a folder or in the hub's cache.
 
-    The size is None if there is none.
+    Returns None and "" if the file cannot be read or states no hidden size.
     """
     folder = Path(model).expanduser()
     try:

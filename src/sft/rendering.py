@@ -36,7 +36,7 @@ class Example:
 def example_of(
     tokens: Sequence[int], weights: Sequence[bool], *, where: str, context_limit: int, task: str | None = None
 ) -> Example:
-    """Return an example; its content is its task if `task` is None. Raises ConfigError if it is too long."""
+    """Return an example, whose task is by default its content hash. Raises ConfigError if it is too long."""
     if len(tokens) > context_limit:
         raise ConfigError(
             f"{where}: the chat has {len(tokens)} tokens, more than context_limit={context_limit}; "
@@ -59,7 +59,7 @@ def render(chat: Chat, template: chat_template.Chat, *, train_on: TrainOn, conte
             "another train_on"
         )
     if chat.messages[0]["role"] == ASSISTANT:
-        raise ConfigError(f"{chat.where}: the first message is the assistant's; begin with the user's")
+        raise ConfigError(f"{chat.where}: the first message is the assistant's; begin with a user message")
     try:
         tokens, weights = _tokens(chat, template, trained)
     except ValueError as error:

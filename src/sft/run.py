@@ -37,7 +37,7 @@ from src.sft.trainer import HELD_OUT_NLL, SupervisedTrainer, require_same_batche
 async def open_dependencies(
     config: SftConfig, events: RunEvents, dataset: Dataset | None = None
 ) -> AsyncIterator[Dependencies[Dataset]]:
-    """Open the Tinker endpoint. `dataset` is None for the first connection, which does not read it."""
+    """Open the Tinker endpoint. `dataset` must not be None; its type is that of `Connect`."""
     events.say(f"server: {base_url(config)}")
     async with connect(config) as endpoint:
         async with watching(endpoint.check, config) as watchdog:
@@ -62,7 +62,7 @@ async def run(
 ) -> None:
     """Run the training to its end. `dataset` replaces the chats that the options name.
 
-    Raises TrainerError for every error that the user can fix. Cancel it to stop the run.
+    Raises TrainerError for every error that the user can fix. Cancel the call to stop the run.
     """
     started = time.monotonic()
     if dataset is None:
@@ -71,7 +71,7 @@ async def run(
     connector = Connector(config, events, connect)
     async with AsyncExitStack() as locked, AsyncExitStack() as connected:
         locked.enter_context(lock_run_dir(run_path(config, name=name)))
-        folder = await in_thread(lambda: find_run_folder(config, name=name))  # it may ask at the terminal
+        folder = await in_thread(lambda: find_run_folder(config, name=name))  # may prompt at the terminal
         if folder.resumed:
             require_same_batches(Journal(folder.path), schedule(dataset, config))
         connection = await connector.open(folder, dataset)

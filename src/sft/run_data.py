@@ -22,13 +22,14 @@ COMPARISONS = {">=": operator.ge, ">": operator.gt}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Condition:
-    """Which trials of a run are taken."""
+    """A condition on the reward, which selects trials of a run."""
 
     comparison: str
     reward: float
 
     def holds(self, reward: float) -> bool:
-        """
+        """Return whether `reward` meets the condition.
+
         >>> Condition(comparison=">=", reward=1).holds(1.0), Condition(comparison=">", reward=1).holds(1.0)
         (True, False)
         """
@@ -36,7 +37,7 @@ class Condition:
 
 
 def sources_of(items: Sequence[str]) -> list[tuple[Path, Condition | None]]:
-    """Return the files, without a condition, and the run folders with theirs.
+    """Return the files, each with None, and the run folders, each with its condition.
 
     >>> ((path, condition),) = sources_of(["RUN", "reward>=0.5"])
     >>> str(path), condition.reward
@@ -44,10 +45,10 @@ def sources_of(items: Sequence[str]) -> list[tuple[Path, Condition | None]]:
     """
     sources: list[tuple[Path, Condition | None]] = []
     for item in items:
-        if found := CONDITION.fullmatch(item):
+        if match := CONDITION.fullmatch(item):
             if not sources or sources[-1][1] is not None:
                 raise ConfigError(f"data={item} has no run folder before it; write data=RUN,{item}")
-            condition = Condition(comparison=found[1], reward=float(found[2]))
+            condition = Condition(comparison=match[1], reward=float(match[2]))
             sources[-1] = (sources[-1][0], condition)
         elif item.startswith("reward"):
             raise ConfigError(f'data={item} is not a condition; write "data=RUN,reward>=1", with the quotes')
@@ -62,7 +63,8 @@ def sources_of(items: Sequence[str]) -> list[tuple[Path, Condition | None]]:
 def examples_of_run(run: Path, condition: Condition, config: SftConfig) -> list[Example]:
     """Return the sequences of the run's training trials whose reward meets the condition.
 
-    Every sampled token is trained. Raises ConfigError if there are none, or if the run has another tokenizer.
+    Every sampled token is trained. Raises ConfigError if no trial meets the condition, or if the run used
+    another tokenizer.
     """
     if config.train_on != "all_assistant_messages":
         raise ConfigError(
@@ -90,16 +92,16 @@ def examples_of_run(run: Path, condition: Condition, config: SftConfig) -> list[
 
 
 def _require_same_tokenizer(run: Path, config: SftConfig) -> None:
-    """Raise ConfigError if the run's tokens may not be those of the model that is trained."""
+    """Raise ConfigError if the tokenizer of `run` has another name than that of the model to train."""
     path = run / CONFIG_FILE
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        before = saved.get("tokenizer") or saved["model_name"]
+        run_tokenizer = saved.get("tokenizer") or saved["model_name"]
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read; give the folder of a run in data=") from error
-    now = config.tokenizer or config.model_name
-    if before != now:
+    tokenizer = config.tokenizer or config.model_name
+    if run_tokenizer != tokenizer:
         raise ConfigError(
-            f"{run} has tokens of {before}, and this run uses the tokenizer {now}; if both are the same, "
-            f"write tokenizer={before}"
+            f"{run} has tokens of tokenizer {run_tokenizer}, but this run uses {tokenizer}; if both are the "
+            f"same, write tokenizer={run_tokenizer}"
         )

@@ -1,8 +1,8 @@
 """The loop of supervised fine-tuning: each step is `update -> evaluate -> report -> save`.
 
 Its exactly-once rules are those of `src/terminus2_trainer.py`: a step is recorded after the server has
-trained it, a checkpoint is saved after the metrics of its step are logged, and a resumed run repeats what
-follows the last checkpoint.
+trained it, a checkpoint is saved after the metrics of its step are logged, and a resumed run repeats the
+steps after the last checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HELD_OUT_NLL = "test/nll"
 class SupervisedTrainer:
     """Trains on batches, evaluates and saves.
 
-    `steps_done` is the number of updates that the weights on the server have seen.
+    `steps_done` is the number of training steps of the weights on the server.
     """
 
     def __init__(
@@ -160,13 +160,13 @@ class SupervisedTrainer:
 
 
 def require_same_batches(journal: Journal, batches: Sequence[Batch]) -> None:
-    """Raise ConfigError unless every batch that earlier processes planned is the same now."""
+    """Raise ConfigError unless the batches in the journal of earlier processes are equal to `batches`."""
     for batch in batches:
         planned = journal.groups_of(batch.step)
         if planned is not None and planned != batch.keys:
             raise ConfigError(
-                f"step {batch.step} of this run was to train on other chats: data=, tokenizer= or an option "
-                "of the schedule has changed; restore it, or give another log_path"
+                f"step {batch.step} of this run has other chats in the journal: data=, tokenizer= or an "
+                "option of the schedule has changed; restore it, or give another log_path"
             )
 
 

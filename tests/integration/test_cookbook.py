@@ -32,18 +32,18 @@ def test_a_limit_applies_to_every_step_and_needs_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "right"),
+    ("steps", "passes"),
     [([0, 1, 2, 2, 3], True), ([0, 1, 3], False), ([0, 1, 2, 0, 1, 2, 3], False), ([], False)],
 )
-def test_a_resumed_run_starts_once_and_misses_no_step(steps: list[int], right: bool) -> None:
-    assert every_step([{"step": step, NLL: 1.0} for step in steps])[1] is right
+def test_a_resumed_run_starts_once_and_misses_no_step(steps: list[int], passes: bool) -> None:
+    assert every_step([{"step": step, NLL: 1.0} for step in steps])[1] is passes
 
 
 def test_a_run_is_killed_only_after_it_has_saved(tmp_path: Path) -> None:
-    saving = f"open({str(tmp_path / 'checkpoints.jsonl')!r}, 'w').write('{{}}\\n{{')"
+    program = f"open({str(tmp_path / 'checkpoints.jsonl')!r}, 'w').write('{{}}\\n{{')"
     assert not kill_once_saved(subprocess.Popen([sys.executable, "-c", "pass"], text=True), tmp_path)
     assert kill_once_saved(
-        subprocess.Popen([sys.executable, "-c", f"{saving}; import time; time.sleep(600)"], text=True),
+        subprocess.Popen([sys.executable, "-c", f"{program}; import time; time.sleep(600)"], text=True),
         tmp_path,
     )
     assert lines(tmp_path / "checkpoints.jsonl") == [{}]  # an incomplete line is not read
@@ -78,11 +78,11 @@ def test_data_sets_are_found_under_their_hub_names(tmp_path: Path) -> None:
     assert question["answer"] == f"#### {sum(numbers)}"
 
 
-def test_lessons_fit_the_length_and_separate_digits(tmp_path: Path) -> None:
-    """A lesson that is longer than ROW_LENGTH tokens would never be trained."""
+def test_conversations_fit_the_length_and_separate_digits(tmp_path: Path) -> None:
+    """A conversation of more than ROW_LENGTH tokens would never be used for training."""
     tokenizer = build_tokenizer(tmp_path)
-    lessons = itertools.islice(TrainingConversations(random.Random(0), evasive_share=1.0), 300)
-    assert max(len(encode(tokenizer, messages)[0]) for messages in lessons) <= ROW_LENGTH
+    conversations = itertools.islice(TrainingConversations(random.Random(0), evasive_share=1.0), 300)
+    assert max(len(encode(tokenizer, messages)[0]) for messages in conversations) <= ROW_LENGTH
     text = "<|im_start|>user\nWhat is 100 + 7?<|im_end|>"
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text

@@ -1,4 +1,4 @@
-"""Whole trials on a real Docker engine. The tests are skipped if no engine responds."""
+"""Runs whole trials on a real Docker engine. The tests are skipped if no engine responds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def containers_of(label: str) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
-async def test_a_trial_on_docker_is_graded_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_trial_on_docker_is_graded_and_leaves_no_container(tmp_path: Path) -> None:
     folder = tmp_path / "hello-docker"
     shutil.copytree(HELLO, folder)
     # With no-network, Harbor would need an image from a registry.
@@ -54,7 +54,7 @@ async def test_a_trial_on_docker_is_graded_and_leaves_nothing(tmp_path: Path) ->
     class RecordingPolicy(ScriptedPolicy):
         async def sample(self, request: SampleRequest) -> Turn:
             containers.append(containers_of(label))
-            remove_ended(keep=live_run_labels())  # Another trainer does this when it starts.
+            remove_ended(keep=live_run_labels())  # Another trainer makes this call when it starts.
             return await super().sample(request)
 
     script = [

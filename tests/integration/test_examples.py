@@ -56,8 +56,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert process.stdout is not None
         address = None
         for line in process.stdout:
-            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-                address = found[0]
+            if match := re.search(r"http://127\.0\.0\.1:\d+", line):
+                address = match[0]
                 break
         assert address is not None, log.read_text()
         yield address
@@ -81,7 +81,7 @@ def test_the_message_environment_is_played(url: str, tmp_path: Path) -> None:
     options += ["tokenizer=datasets/quickstart/model", "backend=skyrl-tx", f"skyrl_tx_url={url}"]
     options += ["max_turns=3", "max_tokens=8", "max_steps=1", "batch_size=2", "group_size=2", "lora_rank=8"]
     options += ["context_limit=2048", "wandb_project=None", "eval_before_train=false"]
-    options += ["kl_penalty_coef=0.1"]  # so that a step with equal rewards trains too
+    options += ["kl_penalty_coef=0.1"]  # With it, a step with equal rewards also has a gradient.
     python("-m", "src.train", *options)
     (metrics,) = tmp_path.glob("*/metrics.jsonl")
     assert '"step": 1' in metrics.read_text()
@@ -96,15 +96,15 @@ def test_the_python_api_starts_a_server_and_trains(tmp_path: Path) -> None:
 
 
 async def test_the_cells_of_the_notebook_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They run without a server: stand-ins for `serve`, `train` and `read_result` receive the options."""
-    given: list[TrainerConfig] = []
+    """The cells run without a server: fakes of `serve`, `train` and `read_result` receive the options."""
+    configs: list[TrainerConfig] = []
 
     @asynccontextmanager
     async def serve(config: ServerConfig) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{config.port}"
 
     async def train(config: TrainerConfig) -> RunResult:
-        given.append(config)
+        configs.append(config)
         return result_of("runs/one")
 
     monkeypatch.chdir(EXAMPLES)
@@ -116,7 +116,7 @@ async def test_the_cells_of_the_notebook_run(monkeypatch: pytest.MonkeyPatch) ->
         if running is not None:
             await running
         names |= {"serve": serve, "train": train, "read_result": result_of}
-    assert len(sources) == 3 and given[0].model_name == "local/model"
+    assert len(sources) == 3 and configs[0].model_name == "local/model"
     assert Path.cwd() == ROOT
 
 

@@ -1,4 +1,4 @@
-"""The server with sampler_url=, used by the unmodified SDK, and a sampler that computes in numpy."""
+"""Runs the server with sampler_url=, the unmodified SDK as its client, and a sampler written in numpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.fakes.tiny_model import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [72, 101, 108, 108, 111]
-FREE = types.SamplingParams(max_tokens=24, temperature=1.0, stop=[])
+SAMPLING_PARAMS = types.SamplingParams(max_tokens=24, temperature=1.0, stop=[])
 
 pytestmark = pytest.mark.official_sdk
 
@@ -66,27 +66,29 @@ def url(tmp_path: Path, sampler: ExternalSampler) -> Iterator[str]:
             process.communicate()
 
 
-def text(tokens: list[int]) -> types.Datum:
+def datum_of(tokens: list[int]) -> types.Datum:
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens),
         loss_fn_inputs={"target_tokens": [*tokens[1:], 0], "weights": [1.0] * len(tokens)},
     )
 
 
-def step(training: tinker.TrainingClient) -> tinker.SamplingClient:
-    training.forward_backward([text(list(range(len(PROMPT) + 24)))], "cross_entropy").result()
+def train_step(training: tinker.TrainingClient) -> tinker.SamplingClient:
+    training.forward_backward([datum_of(list(range(len(PROMPT) + 24)))], "cross_entropy").result()
     training.optim_step(types.AdamParams(learning_rate=0.02)).result()
     return training.save_weights_and_get_sampling_client().result()
 
 
-def draw(client: tinker.SamplingClient, num_samples: int = 2) -> list[types.SampledSequence]:
-    return list(client.sample(types.ModelInput.from_ints(PROMPT), num_samples, FREE).result(60).sequences)
+def sample_sequences(client: tinker.SamplingClient, num_samples: int = 2) -> list[types.SampledSequence]:
+    return list(
+        client.sample(types.ModelInput.from_ints(PROMPT), num_samples, SAMPLING_PARAMS).result(60).sequences
+    )
 
 
-def far(training: tinker.TrainingClient, sequence: types.SampledSequence) -> float:
+def max_logprob_difference(training: tinker.TrainingClient, sequence: types.SampledSequence) -> float:
     """Return the largest difference between a sample's logprobs and those of the current weights."""
     assert sequence.logprobs is not None
-    output = training.forward([text(PROMPT + list(sequence.tokens))], "cross_entropy").result()
+    output = training.forward([datum_of(PROMPT + list(sequence.tokens))], "cross_entropy").result()
     ours = np.array(output.loss_fn_outputs[0]["logprobs"].tolist())[len(PROMPT) - 1 : -1]
     return float(np.abs(ours - sequence.logprobs).max())
 
@@ -101,16 +103,27 @@ def test_external_rollouts_have_the_weights_of_their_step(
     url: str, client: tinker.ServiceClient, sampler: ExternalSampler
 ) -> None:
     training = client.create_lora_training_client("local/tiny", rank=4, seed=1).result()
-    first = step(training)
-    early = draw(first)
-    assert [far(training, sequence) for sequence in early] == pytest.approx([0.0, 0.0], abs=1e-4)
-    second = step(training)
-    assert [far(training, sequence) for sequence in draw(second)] == pytest.approx([0.0, 0.0], abs=1e-4)
-    assert far(training, draw(first)[0]) > 1e-2, "the first sampling client went on to the second adapter"
+    first = train_step(training)
+    early = sample_sequences(first)
+    assert [max_logprob_difference(training, sequence) for sequence in early] == pytest.approx(
+        [0.0, 0.0], abs=1e-4
+    )
+    second = train_step(training)
+    assert [
+        max_logprob_difference(training, sequence) for sequence in sample_sequences(second)
+    ] == pytest.approx([0.0, 0.0], abs=1e-4)
+    assert max_logprob_difference(training, sample_sequences(first)[0]) > 1e-2, (
+        "the first sampling client must not use the second adapter"
+    )
     named = training.save_weights_for_sampler("named").result().path
-    assert far(training, draw(client.create_sampling_client(model_path=named).result())[0]) < 1e-4
+    assert (
+        max_logprob_difference(
+            training, sample_sequences(client.create_sampling_client(model_path=named).result())[0]
+        )
+        < 1e-4
+    )
     base = client.create_sampling_client(base_model="local/tiny").result()
-    draw(base)
+    sample_sequences(base)
     names = [body["adapter"] for body in sampler.seen]
     assert len(names) == 5 and names[0] == names[2] and len(set(names)) == 4 and names[-1] == "local/tiny"
     assert (
@@ -118,14 +131,14 @@ def test_external_rollouts_have_the_weights_of_their_step(
         and len(sampler.seen) == 5
     )
 
-    sampler.adapters.clear()  # restarted
-    assert far(training, draw(second)[0]) < 1e-4
+    sampler.adapters.clear()  # as after a restart of the sampler
+    assert max_logprob_difference(training, sample_sequences(second)[0]) < 1e-4
     sampler.spoil = lambda answer: answer["choices"][0].pop("token_ids")
     with pytest.raises(tinker.RequestFailedError, match="no 'token_ids'") as failed:
-        draw(second)
+        sample_sequences(second)
     assert failed.value.category is types.RequestErrorCategory.Server
     sampler.spoil = lambda answer: None
-    step(training)
+    train_step(training)
 
     metrics = httpx.get(f"{url}/metrics").text
     assert 'skyrl_tx_sampler_requests_total{outcome="failed"} 1.0' in metrics
@@ -138,7 +151,7 @@ def test_a_sampler_of_another_model_stops_the_start(tmp_path: Path, sampler: Ext
     sampler.name = "local/other"
     with sampling(sampler) as sampler_url:
         process = start_server(tmp_path, sampler_url)
-        said = process.communicate(timeout=60)[1]
-    assert process.returncode == 2 and said.strip().splitlines()[-1].startswith(
+        errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 2 and errors.strip().splitlines()[-1].startswith(
         f"skyrl-tx server: sampler_url={sampler_url}: the server serves"
     )

@@ -1,7 +1,8 @@
-"""Trains two steps on Fleet tasks: our server with a tiny model, an MCP server that ends once, and real
+"""Trains two steps on Fleet tasks with our server, a tiny model, an MCP server that exits once, and real
 verifiers.
 
-The tools are keys, so that a model with random weights calls them: an answer of one character is a call.
+Each tool name is one character, so that a model with random weights calls tools: a completion of one
+character is a tool call.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from tests.integration.test_training import ROOT, start_server
 
 NO_SANDBOX = why_no_sandbox()
 pytestmark = pytest.mark.skipif(NO_SANDBOX is not None, reason=f"no sandbox here: {NO_SANDBOX}")
-DIE_AT = 30  # tool calls
+DIE_AT = 30  # number of the tool call at which the MCP server exits
 VERIFIERS = {
     "keys": "def verify(env): return sum(env.call_tool('export_stock').values()) / 2",
     "words": "def verify(env, final_answer): return ord(final_answer[0]) % 2",
 }
-NUM_TASKS = 3  # of each environment; the last one is held out
+NUM_TASKS = 3  # per environment; the last task is held out
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,7 @@ def trajectories(run: Path, batch: str) -> list[Trajectory]:
 
 
 def expected_reward(trajectory: Trajectory) -> float:
-    """The reward by the verifiers' rules, from the conversation. Without a final answer it is 0."""
+    """Return the reward that the verifiers compute from the conversation, or 0 without a final answer."""
     last = trajectory.conversation[-1]
     if last["role"] != "assistant":
         return 0.0
@@ -155,13 +156,13 @@ def test_two_steps_are_trained_although_the_server_ends_once(url: str, model_dir
         assert {line["data_source"] for line in dumped} == {env_key}
         assert all(line["input_prompt"].startswith("<tools>get_stock;add_stock;") for line in dumped)
         for message in (message for line in dumped for message in line["conversation"]):
-            for made in message.get("tool_calls", []):
-                assert made["function"]["name"] in KEYS and made["function"]["arguments"] == {}
+            for call in message.get("tool_calls", []):
+                assert call["function"]["name"] in KEYS and call["function"]["arguments"] == {}
 
 
 def check_tokens(trajectory: Trajectory, chat) -> None:
-    """Each prompt begins with the tokens of the turn before it, and the text of the sampled tokens is the
-    conversation's.
+    """Assert that each prompt begins with the tokens of the previous turn, and that the sampled tokens decode
+    to the answers of the conversation.
     """
     answers = [str(m["content"]) for m in trajectory.conversation if m["role"] == "assistant"]
     assert [chat.decode(turn.completion_ids) for turn in trajectory.turns] == answers

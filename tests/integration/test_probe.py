@@ -1,6 +1,4 @@
-"""The probe finds each defect that is injected into our server, and reports nothing for the unchanged
-server.
-"""
+"""The probe detects each defect that is injected into our server, and no defect in the unchanged server."""
 
 from __future__ import annotations
 
@@ -46,15 +44,16 @@ MODEL = "local/tiny"
 
 
 class Defective:
-    """The real executor with one defect: `before` changes operations, `after` changes results, `sampled`
-    changes sampled sequences.
+    """The real executor with one defect.
+
+    `before` changes operations, `after` changes results, and `sampled` changes sampled sequences.
     """
 
     def __init__(self, executor: DeviceExecutor) -> None:
         self.real = executor
-        self.heal()
+        self.remove_defect()
 
-    def heal(self) -> None:
+    def remove_defect(self) -> None:
         self.before: Callable = lambda executor, op: op
         self.after: Callable = lambda executor, op, result: result
         self.sampled: Callable = lambda sequence: sequence
@@ -72,21 +71,20 @@ class Defective:
         return self.after(self.real, op, result)
 
     def prefill(self, requests):
-        admissions = self.real.sampler.prefill(
+        results = self.real.sampler.prefill(
             [replace(request, op=self.before(self.real, request.op)) for request in requests]
         )
         return [
-            admission and replace(admission, finished=self._rows(admission.finished))
-            for admission in admissions
+            result and replace(result, finished=self._change_sequences(result.finished)) for result in results
         ]
 
     def poll(self, *, dispatch_next):
-        return self._rows(self.real.sampler.poll(dispatch_next=dispatch_next))
+        return self._change_sequences(self.real.sampler.poll(dispatch_next=dispatch_next))
 
-    def _rows(self, rows):
+    def _change_sequences(self, items):
         return [
-            replace(row, sequence=self.sampled(row.sequence)) if hasattr(row, "sequence") else row
-            for row in rows
+            replace(item, sequence=self.sampled(item.sequence)) if hasattr(item, "sequence") else item
+            for item in items
         ]
 
 
@@ -110,7 +108,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, De
     engine.stop()
 
 
-def of(kind: type, **changes: Callable) -> Callable:
+def changing(kind: type, **changes: Callable) -> Callable:
     """Change fields of the operations of one kind."""
     return lambda executor, op: (
         replace(op, **{name: change(op) for name, change in changes.items()}) if isinstance(op, kind) else op
@@ -118,11 +116,11 @@ def of(kind: type, **changes: Callable) -> Callable:
 
 
 def adam(**changes: float) -> Callable:
-    return of(OptimStep, adam=lambda op: replace(op.adam, **changes))
+    return changing(OptimStep, adam=lambda op: replace(op.adam, **changes))
 
 
 def sampling(**changes: object) -> Callable:
-    return of(Sample, settings=lambda op: replace(op.settings, **changes))
+    return changing(Sample, settings=lambda op: replace(op.settings, **changes))
 
 
 def averaged(op: ForwardBackward) -> tuple:
@@ -140,16 +138,16 @@ def mean_loss(executor, op, result):
     )
 
 
-def leaks(executor, op, result):
+def leak_weights(executor, op, result):
     """Copy the weights of the model that took a step to all other models."""
     if isinstance(op, OptimStep):
         adapter = executor._models.get(op.model_id).adapter
-        for other in [name for name in executor._models._device if name != op.model_id]:
-            executor._models.put(other, replace(executor._models.get(other), adapter=adapter))
+        for model_id in [name for name in executor._models._device if name != op.model_id]:
+            executor._models.put(model_id, replace(executor._models.get(model_id), adapter=adapter))
     return result
 
 
-class Keeps:
+class KeptGradients:
     """Restores the gradient that an optimizer step should have cleared."""
 
     def __init__(self) -> None:
@@ -168,8 +166,8 @@ class Keeps:
         return result
 
 
-class Stale:
-    """Gives every sampler of a model the weights of its first sampler."""
+class StaleSamplers:
+    """Gives each sampler of a model the weights of the model's first sampler."""
 
     def __init__(self) -> None:
         self.first: dict[str, object] = {}
@@ -187,15 +185,15 @@ def without_stop_token(sequence):
     return replace(sequence, tokens=sequence.tokens[:-1], logprobs=sequence.logprobs[:-1])
 
 
-# defect: (the injected functions, the check that must find it)
+# defect: (the injected functions, the check that must detect it)
 DEFECTS: dict[str, tuple[dict[str, Callable], str]] = {
     "ignores loss_fn_config": (
-        {"before": of(ForwardBackward, settings=lambda op: LossSettings())},
+        {"before": changing(ForwardBackward, settings=lambda op: LossSettings())},
         "loss settings",
     ),
     "computes ppo unclipped": (
         {
-            "before": of(
+            "before": changing(
                 ForwardBackward,
                 loss_fn=lambda op: LossFn.IMPORTANCE_SAMPLING if op.loss_fn is LossFn.PPO else op.loss_fn,
             )
@@ -203,7 +201,7 @@ DEFECTS: dict[str, tuple[dict[str, Callable], str]] = {
         "loss ppo",
     ),
     "reports the mean loss": ({"after": mean_loss}, "loss cross_entropy"),
-    "averages gradients": ({"before": of(ForwardBackward, data=averaged)}, "sums gradients"),
+    "averages gradients": ({"before": changing(ForwardBackward, data=averaged)}, "sums gradients"),
     "keeps gradients over a step": ({}, "clears gradients"),
     "ignores the learning rate": ({"before": adam(learning_rate=10.0)}, "learning rate"),
     "drops beta1": ({"before": adam(beta1=0.9)}, "beta1"),
@@ -212,15 +210,15 @@ DEFECTS: dict[str, tuple[dict[str, Callable], str]] = {
     "drops weight decay": ({"before": adam(weight_decay=0.0)}, "weight decay"),
     "drops the clipping norm": ({"before": adam(grad_clip_norm=0.0)}, "gradient clipping"),
     "loads without the optimizer": (
-        {"before": of(LoadWeights, optimizer=lambda op: False)},
+        {"before": changing(LoadWeights, optimizer=lambda op: False)},
         "loads with optimizer",
     ),
     "always loads the optimizer": (
-        {"before": of(LoadWeights, optimizer=lambda op: True)},
+        {"before": changing(LoadWeights, optimizer=lambda op: True)},
         "loads without optimizer",
     ),
     "samples with stale weights": ({}, "samplers are fresh"),
-    "leaks weights to other tenants": ({"after": leaks}, "tenants"),
+    "leaks weights to other tenants": ({"after": leak_weights}, "tenants"),
     "ignores the seed": ({"before": sampling(seed=None)}, "seeds"),
     "ignores the temperature": ({"before": sampling(temperature=1.0)}, "temperature"),
     "ignores top_k": ({"before": sampling(top_k=-1)}, "top_k"),
@@ -236,29 +234,29 @@ DEFECTS: dict[str, tuple[dict[str, Callable], str]] = {
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_each_defect_is_found(endpoint: tuple[str, Defective], defect: str) -> None:
     url, server = endpoint
-    parts, check = DEFECTS[defect]
-    server.heal()
-    for name, part in parts.items():
-        setattr(server, name, part)
+    functions, check = DEFECTS[defect]
+    server.remove_defect()
+    for name, function in functions.items():
+        setattr(server, name, function)
     if defect == "keeps gradients over a step":
-        keeper = Keeps()
+        keeper = KeptGradients()
         server.before, server.after = keeper.before, keeper.after
     if defect == "samples with stale weights":
-        server.after = Stale().after
-    found = asyncio.run(probe(url, {"only": check}))
-    assert [finding.name for finding in found.findings] == [check]
-    assert not found.findings[0].holds, found.findings[0].seen
-    assert not re.match(r"\w*(Error|Exception|Timeout)", found.findings[0].seen), (
-        "found by its effect, not by a call that failed"
+        server.after = StaleSamplers().after
+    report = asyncio.run(probe(url, {"only": check}))
+    assert [finding.name for finding in report.findings] == [check]
+    assert not report.findings[0].holds, report.findings[0].seen
+    assert not re.match(r"\w*(Error|Exception|Timeout)", report.findings[0].seen), (
+        "the check must detect the effect of the defect, not fail with an exception"
     )
-    assert found.is_trainable is (check in OPTIONAL)
+    assert report.is_trainable is (check in OPTIONAL)
 
 
 def test_ignored_unknown_settings_are_found(
     endpoint: tuple[str, Defective], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, server = endpoint
-    server.heal()
+    server.remove_defect()
     for module in ("training_requests", "protobuf"):
         monkeypatch.setattr(
             f"skyrl_tx_server.http.wire.{module}.parse_loss_config", lambda loss_fn, config: LossSettings()
@@ -271,24 +269,24 @@ def test_an_unenforced_context_limit_is_found(
 ) -> None:
     """The endpoint accepts 600 tokens and states a limit of 300."""
     url, server = endpoint
-    server.heal()
+    server.remove_defect()
     monkeypatch.setattr(
         "src.evaluate.probe.__main__.Probe", lambda **fields: Probe(**(fields | {"max_context_length": 300}))
     )
-    found = asyncio.run(probe(url, {"only": "context limit"})).findings[0]
-    assert not found.holds and "296 + 16 tokens were accepted with a limit of 300" in found.seen
+    finding = asyncio.run(probe(url, {"only": "context limit"})).findings[0]
+    assert not finding.holds and "296 + 16 tokens were accepted with a limit of 300" in finding.seen
 
 
 def test_the_unchanged_server_passes_all_checks(
     endpoint: tuple[str, Defective], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, server = endpoint
-    server.heal()
+    server.remove_defect()
     output = tmp_path / "capabilities.json"
     assert main([url, f"output={output}"]) == 0
-    said = capsys.readouterr().out
-    assert f"{len(REQUIRED) + len(OPTIONAL)} of {len(REQUIRED) + len(OPTIONAL)} checks hold" in said
-    found = json.loads(output.read_text())
+    printed = capsys.readouterr().out
+    assert f"{len(REQUIRED) + len(OPTIONAL)} of {len(REQUIRED) + len(OPTIONAL)} checks hold" in printed
+    content = json.loads(output.read_text())
     base = [
         f"model_name={MODEL}",
         "tasks_dir=t",
@@ -297,10 +295,10 @@ def test_the_unchanged_server_passes_all_checks(
         f"capabilities={output}",
     ]
     capabilities.require(capabilities.read(output), parse(base))
-    next(finding for finding in found["findings"] if finding["name"] == "weight decay").update(
+    next(finding for finding in content["findings"] if finding["name"] == "weight decay").update(
         holds=False, seen="it did nothing"
     )
-    output.write_text(json.dumps(found))
+    output.write_text(json.dumps(content))
     capabilities.require(capabilities.read(output), parse(base))
     with pytest.raises(ConfigError, match=r"does not honour weight_decay=0\.1: weight decay: it did nothing"):
         capabilities.require(capabilities.read(output), parse([*base, "weight_decay=0.1"]))

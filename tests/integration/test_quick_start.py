@@ -1,4 +1,4 @@
-"""The quick start of service agents with its own model and server, reduced to one step."""
+"""Runs the quick start of service agents with its own model and server, reduced to one step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def test_the_service_quick_start_takes_a_step(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     assert "tasks: 40 to train on, 3 held out; 1 steps" in done.stdout
-    assert "points); doing nothing: 33.3%" in done.stdout  # one task must be refused
+    # Refusing is the correct answer to one of the three tasks.
+    assert "points); doing nothing: 33.3%" in done.stdout
     _, step = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert step["trials/graded"] == 8 and step["env/all/tool_calls"] > 0 and step["tokens/trained"] > 0
     # Sampler and trainer have the same weights.

@@ -1,4 +1,4 @@
-"""Five versions of the unmodified SDK, each in its own virtual environment, against the real server."""
+"""Runs five versions of the unmodified SDK, each in its own virtual environment, against the real server."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

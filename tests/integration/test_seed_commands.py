@@ -1,9 +1,8 @@
 """The commands of the seed documents 003 and 004, in their order, as a reader types them in a fresh clone.
 
-The cache of the model hub has the small model of the quick start under the names of the documents. Its
-context is that of Qwen3-4B. Commands differ from the documents in three points: the port of
-http://localhost:8000 is a free one, the folder datasets/terminal-bench-2 has two tasks, and no Docker engine
-responds.
+The cache of the model hub contains the small model of the quick start under the names of the documents, with
+the context length of Qwen3-4B. The commands differ from the documents in three points: a free port replaces
+8000, the folder datasets/terminal-bench-2 has two tasks, and no Docker engine responds.
 """
 
 from __future__ import annotations
@@ -89,16 +88,16 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
-    """Someone with a fresh clone, who types commands."""
+    """A user with a fresh clone, who runs commands."""
 
     clone: Path
     port: int
     environment: dict[str, str]
 
-    def types(self, command: str, *, status: int = 0, activated: bool = True) -> str:
-        """Run a command in the clone and return what it printed.
+    def run(self, command: str, *, status: int = 0, activated: bool = True) -> str:
+        """Run a command in the clone and return its output.
 
-        `activated` says whether `source .venv/bin/activate` was typed before.
+        With `activated`, `source .venv/bin/activate` runs before the command.
         """
         words = ["source .venv/bin/activate\n"] if activated else []
         done = subprocess.run(
@@ -114,9 +113,9 @@ class Reader:
         assert done.returncode == status, done.stdout[-4000:]
         return done.stdout
 
-    def is_answered(self, command: str, line: str, *, status: int = 2, activated: bool = True) -> None:
-        """Type a command that is answered with one line, after the lines that say what was selected."""
-        answer = self.types(command, status=status, activated=activated)
+    def expect_error(self, command: str, line: str, *, status: int = 2, activated: bool = True) -> None:
+        """Run a command whose output is one error line, after lines that name the server and model."""
+        answer = self.run(command, status=status, activated=activated)
         *before, last = answer.splitlines()
         assert line in last, answer
         assert all(text.startswith(PREAMBLE) for text in before), answer
@@ -143,7 +142,7 @@ def fresh_clone(folder: Path) -> Path:
 
 
 def link_environment(clone: Path) -> None:
-    """Make a .venv of links, which scripts/setup.sh finds ready and has no reason to change."""
+    """Make a .venv of links that scripts/setup.sh accepts as up to date."""
     environment = clone / ".venv"
     environment.mkdir()
     for entry in (ROOT / ".venv").iterdir():
@@ -191,7 +190,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
 
 @pytest.fixture(scope="module")
 def server(reader: Reader) -> Iterator[str]:
-    """Terminal 1: the server. Returns what it printed until it was ready."""
+    """Start the server, as in Terminal 1 of the documents. Yields its line "server ready"."""
     command = f"exec ./scripts/start_skyrl_tx.sh {MODEL} 1 port={reader.port} cache_tokens=65536"
     log = reader.clone.parent / "server.log"
     with log.open("w") as stream:
@@ -221,9 +220,9 @@ def tasks(reader: Reader) -> Path:
 
 @pytest.fixture(scope="module")
 def run_folder(reader: Reader, server: str, tasks: Path) -> Path:
-    """The run of Test 2, without Docker, with short trials and a third trial of each held-out task."""
+    """Run Test 2 without Docker, with short trials and three trials of each held-out task."""
     command = (TRAIN + SINGLE_TASK).replace("environment_type=docker", "environment_type=sandbox").rstrip()
-    printed = reader.types(f"{command} eval_group_size=3 max_turns=4 logs_dir=runs/test2")
+    printed = reader.run(f"{command} eval_group_size=3 max_turns=4 logs_dir=runs/test2")
     assert "tasks: 1 to train on, 1 held out; 1 steps" in printed and "done: 1 step in" in printed, printed
     [folder] = (path for path in (reader.clone / "runs" / "test2").iterdir() if path.is_dir())
     return folder
@@ -240,16 +239,16 @@ def test_the_server_serves_the_model_by_its_name(reader: Reader, server: str) ->
 
 def test_the_check_needs_no_activated_environment(reader: Reader, server: str) -> None:
     command = "SKYRL_TX_URL=http://localhost:8000 python scripts/test_skyrl_tx.py"
-    assert "6 of 6 checks hold" in reader.types(command, activated=False)
+    assert "6 of 6 checks hold" in reader.run(command, activated=False)
 
 
 def test_the_trainer_names_its_environment(reader: Reader) -> None:
-    answer = reader.types("python -m src.train backend=skyrl-tx", status=1, activated=False)
+    answer = reader.run("python -m src.train backend=skyrl-tx", status=1, activated=False)
     assert answer.count("\n") == 1 and "source .venv/bin/activate" in answer
 
 
 def test_run_skyrl_tx_trains_on_the_running_server(reader: Reader, server: str, tasks: Path) -> None:
-    """The run is stopped with Ctrl-C when its first trials have begun."""
+    """Ctrl-C stops the run when it has printed the numbers of its tasks."""
     template = (reader.clone / ".env.skyrl-tx.example").read_text()
     (reader.clone / ".env.skyrl-tx").write_text(reader.ported(template))
     run = subprocess.Popen(
@@ -288,7 +287,7 @@ def test_run_skyrl_tx_trains_on_the_running_server(reader: Reader, server: str, 
 
 
 def test_the_recipe_as_written_names_the_servers_options(reader: Reader, server: str, tasks: Path) -> None:
-    reader.is_answered(
+    reader.expect_error(
         TRAIN + RECIPE,
         f"context_limit=128000 exceeds the server's {CONTEXT} for {MODEL}; reduce it, or start the server "
         "with max_context_length=128000 yarn=true",
@@ -296,37 +295,37 @@ def test_the_recipe_as_written_names_the_servers_options(reader: Reader, server:
 
 
 def test_the_cloud_needs_a_key(reader: Reader, tasks: Path) -> None:
-    reader.is_answered("./run.sh", "backend=tinker needs an API key: set TINKER_API_KEY", activated=False)
+    reader.expect_error("./run.sh", "backend=tinker needs an API key: set TINKER_API_KEY", activated=False)
 
 
-def test_the_flags_of_scenario_2_are_taken(reader: Reader, server: str) -> None:
-    """The port is in use, which the server notices after it has read its options."""
+def test_the_flags_of_scenario_2_are_accepted(reader: Reader, server: str) -> None:
+    """The port is in use. The server detects this after it has read its options."""
     flags = "--base-model Qwen/Qwen3-4B --tensor-parallel-size 1 --max-lora-rank 32 --gradient-checkpointing"
-    answer = reader.types(f"scripts/start_skyrl_tx.sh {flags} --port {reader.port}", status=2)
+    answer = reader.run(f"scripts/start_skyrl_tx.sh {flags} --port {reader.port}", status=2)
     [notice, error] = answer.splitlines()
     assert "--gradient-checkpointing has no effect: " in notice and "Address already in use" in error
 
 
-def test_the_flags_of_scenario_3_are_answered(reader: Reader) -> None:
-    """The model has too few heads for eight devices, as Qwen3-30B-A3B has."""
+def test_scenario_3_names_the_tensor_parallel_option(reader: Reader) -> None:
+    """The model has too few heads for eight devices, like Qwen3-30B-A3B."""
     flags = "--base-model Qwen/Qwen3-30B-A3B --tensor-parallel-size 8 --max-lora-rank 32 "
     flags += "--train-micro-batch-size 2 --gradient-checkpointing"
-    answer = reader.types(f"scripts/start_skyrl_tx.sh {flags} dry_run=true", status=2)
+    answer = reader.run(f"scripts/start_skyrl_tx.sh {flags} dry_run=true", status=2)
     assert "tensor_parallel=8" in answer.splitlines()[-1], answer
 
 
 # 003, tests and troubleshooting
 
 
-def test_the_api_is_that_of_test_1(reader: Reader, server: str) -> None:
+def test_the_program_of_test_1_runs(reader: Reader, server: str) -> None:
     (reader.clone / "test_skyrl_tx_api.py").write_text(reader.ported(TEST_SKYRL_TX_API))
-    printed = reader.types("TINKER_API_KEY=tml-dummy python test_skyrl_tx_api.py")
+    printed = reader.run("TINKER_API_KEY=tml-dummy python test_skyrl_tx_api.py")
     assert "Created training client" in printed and "Tokenizer works: [" in printed
     assert printed.endswith("Sampling client created\n")
 
 
 def test_the_single_task_of_test_2_is_trained(reader: Reader, run_folder: Path) -> None:
-    reader.is_answered(TRAIN + SINGLE_TASK, "start Docker, or use environment_type=sandbox")
+    reader.expect_error(TRAIN + SINGLE_TASK, "start Docker, or use environment_type=sandbox")
     steps = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [0, 1]
     assert steps[1]["trials/graded"] == 2 and steps[1]["tokens/trained"] > 0
@@ -334,61 +333,61 @@ def test_the_single_task_of_test_2_is_trained(reader: Reader, run_folder: Path) 
 
 def test_another_model_is_named_with_the_served_one(reader: Reader, server: str, tasks: Path) -> None:
     command = TRAIN.replace(MODEL, "deepseek-ai/DeepSeek-V3.1") + "  environment_type=sandbox"
-    reader.is_answered(
+    reader.expect_error(
         command,
         f"DeepSeek-V3.1 is not served at http://localhost:{reader.port}; it serves: {MODEL}",
     )
-    reader.is_answered(
+    reader.expect_error(
         "scripts/start_skyrl_tx.sh --base-model deepseek-ai/DeepSeek-V3.1",
         "base_model=deepseek-ai/DeepSeek-V3.1: not a local directory, and the hub download failed",
     )
 
 
 def test_a_longer_context_names_the_option_of_the_server(reader: Reader, server: str, tasks: Path) -> None:
-    reader.is_answered(
+    reader.expect_error(
         "SKYRL_TX_URL=http://localhost:8000 ./run_skyrl_tx.sh context_limit=128000",
         f"context_limit=128000 exceeds the server's {CONTEXT}; lower it, or start the server with "
         "max_context_length=128000 yarn=true",
     )
 
 
-def test_without_a_server_one_line_says_so(reader: Reader, tasks: Path) -> None:
+def test_a_missing_server_gives_a_one_line_error(reader: Reader, tasks: Path) -> None:
     command = TRAIN.replace("localhost:8000", "localhost:1") + "  environment_type=sandbox"
-    reader.is_answered(command, "no server answers at http://localhost:1 (ConnectError); start it", status=1)
+    reader.expect_error(command, "no server answers at http://localhost:1 (ConnectError); start it", status=1)
 
 
-def test_terminal_bench_2_is_downloaded_or_one_line_says_why_not(
+def test_terminal_bench_2_downloads_or_gives_a_one_line_error(
     reader: Reader, server: str, tasks: Path
 ) -> None:
-    kept = tasks.rename(tasks.with_name("kept"))
+    moved = tasks.rename(tasks.with_name("kept"))
     try:
-        reader.is_answered(
+        reader.expect_error(
             "HTTPS_PROXY=http://127.0.0.1:1 scripts/setup.sh terminal-bench-2",
             "cannot reach https://hub.harborframework.com; copy the folder",
             status=1,
         )
-        reader.is_answered(
+        reader.expect_error(
             TRAIN,
             "datasets/terminal-bench-2 is not a folder; download it with scripts/setup.sh terminal-bench-2",
         )
     finally:
-        kept.rename(tasks)
+        moved.rename(tasks)
 
 
 # 004, analysis of a run
 
 
-def test_which_task_fails_and_how_is_one_command(reader: Reader, run_folder: Path) -> None:
+def test_one_command_lists_failing_tasks_and_patterns(reader: Reader, run_folder: Path) -> None:
     folder = run_folder.relative_to(reader.clone)
-    assert reader.types(f"python -m src.analyze runs={folder}") == "wrote experiments.md\n"
+    assert reader.run(f"python -m src.analyze runs={folder}") == "wrote experiments.md\n"
     text = (reader.clone / "experiments.md").read_text()
     assert "### Held-out tasks, step 0 → 1" in text and "| pass@3 |" in text and "avg tool calls" in text
     assert "### Tasks that fail, step 1" in text and "### Failed trials by pattern" in text
     assert "### Training signal" in text and "avg variance" in text
 
 
-def test_what_the_agent_did_is_one_command(reader: Reader, run_folder: Path) -> None:
-    printed = reader.types(f"python -m src.analyze runs={run_folder.relative_to(reader.clone)} task='*'")
+def test_one_command_prints_the_conversations_of_tasks(reader: Reader, run_folder: Path) -> None:
+    printed = reader.run(f"python -m src.analyze runs={run_folder.relative_to(reader.clone)} task='*'")
     assert printed.count("### ") == 3 and "-> bash_command({" in printed and "[assistant]" in printed
 
 
@@ -405,5 +404,5 @@ def test_the_dumps_have_the_fields_and_keys_of_the_document(run_folder: Path) ->
 
 
 def literal(value: str) -> object:
-    """Return the value of an option as config.json has it."""
+    """Return the value of an option in the form of config.json."""
     return {"true": True, "false": False}.get(value, float(value) if "e-" in value else value)

@@ -1,4 +1,4 @@
-"""Every call of the SDK against `python -m skyrl_tx_server` with a real engine."""
+"""Runs every call of the SDK against `python -m skyrl_tx_server` with a real engine."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ def test_the_openai_client_reads_streamed_and_whole_replies(
 ) -> None:
     _, url = server
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
-        ask = {"model": "local/tiny", "prompt": "Hello", "seed": 3, "max_tokens": 60}
-        whole = client.completions.create(**ask, logprobs=0)
-        chunks = list(client.completions.create(**ask, stream=True))
+        parameters = {"model": "local/tiny", "prompt": "Hello", "seed": 3, "max_tokens": 60}
+        whole = client.completions.create(**parameters, logprobs=0)
+        chunks = list(client.completions.create(**parameters, stream=True))
         assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
         assert len(chunks) >= 3 and chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
         assert whole.choices[0].logprobs is not None and whole.usage is not None
@@ -121,7 +121,7 @@ def test_the_openai_client_reads_streamed_and_whole_replies(
 def test_the_tinker_command_line_lists_and_downloads(
     server: tuple[subprocess.Popen[str], str], model_dir: Path, tmp_path: Path
 ) -> None:
-    """The command line runs in its own process. The download must fit the base model and equal the save."""
+    """The downloaded adapter must fit the base model and equal the saved one."""
     _, url = server
     environment = os.environ | {
         "TINKER_BASE_URL": url,
@@ -173,7 +173,7 @@ def test_the_tinker_command_line_lists_and_downloads(
 async def test_sigterm_under_load_answers_every_future(
     server: tuple[subprocess.Popen[str], str], tmp_path: Path
 ) -> None:
-    """During training and sampling, every poll gets a result or an error and no save is incomplete."""
+    """Every poll receives a result or an error, and no save is incomplete."""
     process, url = server
     async with httpx.AsyncClient(base_url=f"{url}/api/v1/", timeout=60) as http:
 
@@ -213,16 +213,16 @@ async def test_sigterm_under_load_answers_every_future(
         await asyncio.wait(waiting[:3])  # all programs are compiled now
         process.send_signal(signal.SIGTERM)
         outcomes = await asyncio.gather(*waiting)
-    failures = [str(found["error"]) for found in outcomes if "error" in found]
+    failures = [str(result["error"]) for result in outcomes if "error" in result]
     assert failures and all("the server is stopping" in failure for failure in failures)
     assert await asyncio.to_thread(process.wait, 20) == 0
     store = CheckpointStore(tmp_path / "checkpoints", "local/tiny")
-    saved = {str(found["path"]) for found in outcomes if found.get("type") == "save_weights"}
+    saved = {str(result["path"]) for result in outcomes if result.get("type") == "save_weights"}
     assert saved and saved <= {info.path for info in store.list() if store.read(info.path)}
 
 
 def test_a_killed_server_loses_no_checkpoint(model_dir: Path, tmp_path: Path) -> None:
-    """Losses, adapter, moments and step equal those of an uninterrupted run."""
+    """Losses, adapter, Adam moments and step equal those of an uninterrupted run."""
     options = (f"model={model_dir}", f"folder={tmp_path}", "points=1")
     command = [sys.executable, "-m", "tests.stress.server_kill_points", *options]
     run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)

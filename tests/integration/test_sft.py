@@ -1,4 +1,4 @@
-"""`python -m src.sft` against a real server: RL starts from its weights, and they teach another policy."""
+"""Runs `python -m src.sft` against a real server. RL runs use its weights as a start and as a teacher."""
 
 from __future__ import annotations
 
@@ -45,4 +45,6 @@ def test_rl_starts_from_and_is_taught_by_a_warm_start(server_url: str, tmp_path:
         records(tmp_path / folder / "metrics.jsonl")[-1]["optim/kl_policy_teacher"]
         for folder in ("student", "teacher")
     )
-    assert student > 0.01 and teacher == pytest.approx(0, abs=1e-4)  # the teacher is its own weights
+    assert student > 0.01 and teacher == pytest.approx(
+        0, abs=1e-4
+    )  # the policy starts with the weights of the teacher

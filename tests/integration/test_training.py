@@ -43,7 +43,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_server(
     model_dir: Path, checkpoints_dir: Path, *, port: int = 0
 ) -> tuple[subprocess.Popen[str], str]:
-    """Start the server and yield its process and URL when it is ready."""
+    """Start the server. Returns its process and its URL when it is ready."""
     options = {
         "base_model": model_dir,
         "model_alias": "local/tiny",
@@ -63,12 +63,12 @@ def start_server(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert process.stdout is not None
-    said = []
+    output = []
     for line in process.stdout:
-        said.append(line)
+        output.append(line)
         if "server ready: " in line:
             return process, line.partition("server ready: ")[2].split()[0]
-    pytest.fail("the server did not start: " + "".join(said))
+    pytest.fail("the server did not start: " + "".join(output))
 
 
 @pytest.fixture(scope="module")

@@ -53,8 +53,8 @@ class Process:
 
     def _read(self) -> None:
         assert self.child.stdout is not None
-        with self.child.stdout as said:
-            for line in said:
+        with self.child.stdout as output:
+            for line in output:
                 self.lines.append(line.rstrip())
                 if "server ready: " in line:
                     self.ready.set()
@@ -69,7 +69,7 @@ class Process:
         return line.partition("server ready: ")[2].split()[0]
 
     def end(self, timeout_s: float) -> int:
-        """Return the exit status after all output was read."""
+        """Wait until the process has ended and all output is read. Returns the exit status."""
         status = self.child.wait(timeout_s)
         self._reader.join()
         return status
@@ -80,7 +80,7 @@ class Process:
 
 @contextmanager
 def processes(*options: dict[str, object], devices: int) -> Iterator[list[Process]]:
-    started = [Process(each, devices) for each in options]
+    started = [Process(process_options, devices) for process_options in options]
     try:
         yield started
     finally:
@@ -109,10 +109,10 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     }
 
 
-def of_two(common: dict[str, object], root: Path) -> list[dict[str, object]]:
+def options_of_two_processes(common: dict[str, object], root: Path) -> list[dict[str, object]]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    meet: dict[str, object] = {
+    cluster: dict[str, object] = {
         "coordinator_address": address,
         "num_processes": 2,
         "data_parallel": 2,
@@ -120,9 +120,9 @@ def of_two(common: dict[str, object], root: Path) -> list[dict[str, object]]:
     }
     key = root / "cluster_key"
     key.write_text(secrets.token_urlsafe(32))
-    meet["cluster_key_file"] = key
+    cluster["cluster_key_file"] = key
     return [
-        {**common, **meet, "process_id": number, "checkpoints_dir": root / f"of {number}"}
+        {**common, **cluster, "process_id": number, "checkpoints_dir": root / f"of {number}"}
         for number in range(2)
     ]
 
@@ -136,13 +136,15 @@ def datum(length: int, seed: int) -> types.Datum:
 
 
 def logprobs_of(output: types.ForwardBackwardOutput) -> np.ndarray:
-    return np.concatenate([np.asarray(one["logprobs"].data) for one in output.loss_fn_outputs])
+    return np.concatenate([np.asarray(item["logprobs"].data) for item in output.loss_fn_outputs])
 
 
-def driven(url: str) -> dict[str, np.ndarray]:
-    """Take two steps, save, sample from two snapshots, and load. The first model is moved to host memory in
-    between."""
-    found: dict[str, np.ndarray] = {}
+def run_client(url: str) -> dict[str, np.ndarray]:
+    """Take two steps, save, sample from two snapshots, and load. Returns the received numbers.
+
+    The server moves the first model to host memory in between, because max_models is 1.
+    """
+    results: dict[str, np.ndarray] = {}
     with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as service:
         training = service.create_lora_training_client(base_model="local/tiny", rank=4, seed=1).result(
             TIMEOUT_S
@@ -153,9 +155,9 @@ def driven(url: str) -> dict[str, np.ndarray]:
                 [datum(9 + 5 * index, 7 * step + index) for index in range(4)], "cross_entropy"
             )
             report = training.optim_step(types.AdamParams(learning_rate=1e-2)).result(TIMEOUT_S)
-            found[f"logprobs {step}"] = logprobs_of(waiting.result(TIMEOUT_S))
-            found[f"loss {step}"] = np.array(waiting.result(TIMEOUT_S).metrics["loss:sum"])
-            found[f"gradient norm {step}"] = np.array((report.metrics or {})["grad_norm"])
+            results[f"logprobs {step}"] = logprobs_of(waiting.result(TIMEOUT_S))
+            results[f"loss {step}"] = np.array(waiting.result(TIMEOUT_S).metrics["loss:sum"])
+            results[f"gradient norm {step}"] = np.array((report.metrics or {})["grad_norm"])
         state = training.save_state(name="end").result(TIMEOUT_S).path
         samplers.append(training.save_weights_for_sampler(name="end").result(TIMEOUT_S).path)
         for number, (path, seed) in enumerate([(samplers[0], 3), (samplers[1], 3), (samplers[0], None)]):
@@ -172,23 +174,23 @@ def driven(url: str) -> dict[str, np.ndarray]:
                     scored = sampler.compute_logprobs(whole).result(TIMEOUT_S)[len(PROMPT) :]
                     np.testing.assert_allclose(scored, sequence.logprobs, atol=1e-4)  # type: ignore[arg-type]
                     if seed is not None or temperature == 0:
-                        found[f"tokens {number} {temperature} {index}"] = np.array(sequence.tokens)
-                        found[f"sampled logprobs {number} {temperature} {index}"] = np.array(
+                        results[f"tokens {number} {temperature} {index}"] = np.array(sequence.tokens)
+                        results[f"sampled logprobs {number} {temperature} {index}"] = np.array(
                             sequence.logprobs
                         )
         again = service.create_training_client_from_state_with_optimizer(state).result(TIMEOUT_S)
         for name, client in (("loaded", again), ("kept", training)):
-            found[f"logprobs {name}"] = logprobs_of(
+            results[f"logprobs {name}"] = logprobs_of(
                 client.forward_backward([datum(20, 1)], "cross_entropy").result(TIMEOUT_S)
             )
             report = client.optim_step(types.AdamParams(learning_rate=1e-2)).result(TIMEOUT_S)
-            found[f"gradient norm {name}"] = np.array((report.metrics or {})["grad_norm"])
-    return found
+            results[f"gradient norm {name}"] = np.array((report.metrics or {})["grad_norm"])
+    return results
 
 
 @pytest.fixture(scope="module")
 def pair(common: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
-    with processes(*of_two(common, tmp_path_factory.mktemp("two")), devices=2) as pair:
+    with processes(*options_of_two_processes(common, tmp_path_factory.mktemp("two")), devices=2) as pair:
         yield pair
 
 
@@ -199,24 +201,24 @@ def test_two_processes_train_sample_save_and_load_as_one(
         processes({**common, "checkpoints_dir": tmp_path}, devices=1) as (alone,),
         ThreadPoolExecutor() as threads,
     ):
-        expected, shared = threads.map(driven, (alone.url, pair[0].url))
+        expected, shared = threads.map(run_client, (alone.url, pair[0].url))
     for name, value in expected.items():
-        what = name.split()[0]
-        if what == "tokens":
+        kind = name.split()[0]
+        if kind == "tokens":
             assert shared[name].tolist() == value.tolist(), name
         else:
             np.testing.assert_allclose(
-                shared[name], value, atol=1e-4, rtol=1e-4 if what in ("loss", "gradient") else 0, err_msg=name
+                shared[name], value, atol=1e-4, rtol=1e-4 if kind in ("loss", "gradient") else 0, err_msg=name
             )
     assert {"loss 1", "gradient norm kept", "tokens 1 1.0 1", "logprobs loaded"} <= set(shared)
-    assert pair[0].checkpoints.is_dir() and not pair[1].checkpoints.exists()  # only process 0 writes
+    assert pair[0].checkpoints.is_dir() and not pair[1].checkpoints.exists()  # only rank 0 writes
 
 
 def test_a_lost_process_stops_the_server_with_one_line(pair: list[Process]) -> None:
-    leader, follower = pair
-    with httpx.Client(base_url=f"{leader.url}/api/v1/", timeout=60) as http:
+    rank_0, rank_1 = pair
+    with httpx.Client(base_url=f"{rank_0.url}/api/v1/", timeout=60) as http:
         session_id = http.post("create_session", json={}).raise_for_status().json()["session_id"]
-        follower.child.send_signal(signal.SIGSTOP)  # so that no operation can end before the process dies
+        rank_1.child.send_signal(signal.SIGSTOP)  # No operation can end before the process is killed.
         body = {
             "session_id": session_id,
             "model_seq_id": 0,
@@ -224,10 +226,10 @@ def test_a_lost_process_stops_the_server_with_one_line(pair: list[Process]) -> N
             "lora_config": {"rank": 4},
         }
         http.post("create_model", json=body).raise_for_status()
-        follower.child.kill()
-        assert leader.end(30) == 1
-    reason = "process 1 has gone: start all processes again; what was saved is in checkpoints_dir"
-    assert any(line.endswith(f"create_model failed (server): {reason}") for line in leader.lines), (
-        leader.lines
+        rank_1.child.kill()
+        assert rank_0.end(30) == 1
+    reason = "process 1 has disconnected: start all processes again; saved checkpoints are in checkpoints_dir"
+    assert any(line.endswith(f"create_model failed (server): {reason}") for line in rank_0.lines), (
+        rank_0.lines
     )
-    assert leader.errors() == [f"skyrl-tx server: {reason}"]
+    assert rank_0.errors() == [f"skyrl-tx server: {reason}"]

@@ -83,9 +83,9 @@ async def result(http: httpx.AsyncClient, reply: dict[str, object]) -> dict[str,
 
 async def done(http: httpx.AsyncClient, route: str, **body: object) -> dict[str, object]:
     """Return the result of an operation that must succeed."""
-    found = await result(http, await post(http, route, **body))
-    assert "error" not in found, found
-    return found
+    operation_result = await result(http, await post(http, route, **body))
+    assert "error" not in operation_result, operation_result
+    return operation_result
 
 
 async def open_session(http: httpx.AsyncClient) -> str:

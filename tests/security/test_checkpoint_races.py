@@ -167,7 +167,7 @@ def test_two_saves_of_one_name_leave_a_complete_checkpoint(tmp_path: Path) -> No
 async def test_the_expiry_of_a_save_does_not_delete_a_later_one(
     http: httpx.AsyncClient, context: AppState
 ) -> None:
-    """The engine has written the new checkpoint, but the event loop does not know it yet."""
+    """The engine has written the new checkpoint, but the event loop has not recorded it yet."""
     save_version(context.checkpoints, PATH, 1)
     assert (await http.put(f"{URL}/ttl", json={"ttl_seconds": 5000})).status_code == 204
     (listed,) = (await http.get("/api/v1/checkpoints")).json()["checkpoints"]
@@ -228,6 +228,6 @@ async def test_a_folder_left_by_an_older_server_does_not_hinder_a_save(
 def test_a_kill_at_any_point_keeps_checkpoints_consistent(tmp_path: Path) -> None:
     """Tests every seventh point. `python -m tests.stress.checkpoint_kills` tests all points."""
     command = [sys.executable, "-m", "tests.stress.checkpoint_kills", str(tmp_path), "7"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "nothing lost, nothing mixed" in ended.stdout
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "nothing lost, nothing mixed" in process.stdout

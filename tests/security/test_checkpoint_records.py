@@ -196,13 +196,13 @@ def test_compaction_removes_dead_lines_and_changes_no_fact(tmp_path: Path) -> No
         run_index.set_expiry("tinker://b/weights/2", None)
         largest = max(largest, file.stat().st_size)
     assert largest < 1.2 * (1 << 20)
-    again = RunIndex(file)
-    assert (again.runs, again.expiries, again.public) == (
+    reloaded = RunIndex(file)
+    assert (reloaded.runs, reloaded.expiries, reloaded.public) == (
         run_index.runs,
         {"tinker://a/weights/1": when},
         {"tinker://a/weights/1"},
     )
-    assert again.expiring_generation("tinker://a/weights/1") == "0" * 32
+    assert reloaded.expiring_generation("tinker://a/weights/1") == "0" * 32
 
 
 def test_the_runs_of_one_tenant_evict_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

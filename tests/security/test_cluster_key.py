@@ -45,7 +45,7 @@ SETTINGS = make_settings(FIXTURES / "tied", Path("unused"))
 
 
 class CreatesFile:
-    """Unpickling it creates a file."""
+    """An object whose unpickling creates a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -93,7 +93,7 @@ def test_an_impostor_of_process_0_gets_nothing_unpickled(
                 case "multiprocessing without a key":
                     candidate.settimeout(None)
                     connection = Connection(candidate.detach())
-                    with connection, pytest.raises(Exception):  # noqa: B017 whatever the library makes of the answer
+                    with connection, pytest.raises(Exception):  # noqa: B017 the error depends on the library
                         deliver_challenge(connection, b"")
                         answer_challenge(connection, b"")
                         connection.send_bytes(b'{"jax": "127.0.0.1:1"}')
@@ -134,7 +134,7 @@ def test_an_impostor_is_refused_and_the_real_process_joins(
         impostor.sendall(MAGIC + NUMBER.pack(1) + secrets.token_bytes(NONCE_BYTES))
         read_exactly(impostor, NONCE_BYTES + CODE_BYTES)
         impostor.sendall(secrets.token_bytes(CODE_BYTES))
-        assert impostor.recv(1) == b"", "it is told nothing"
+        assert impostor.recv(1) == b"", "the server sends nothing to an impostor"
     join(hosts, SETTINGS, print).follow(FakeExecutor)
     leading.join(30)
     assert not leading.is_alive()

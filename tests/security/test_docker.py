@@ -1,5 +1,5 @@
-"""Trials and clean-up on a real Docker engine: agents reach no host file, stay within the limits and leave
-nothing.
+"""Tests of trials and clean-up on a real Docker engine: agents cannot reach host files, stay within limits
+and leave no objects.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def why_not() -> str | None:
         try:
             client.images.get(BASE_IMAGE)
         except NotFound:
-            return f"the image {BASE_IMAGE} is not there"
+            return f"the image {BASE_IMAGE} is missing"
     return None
 
 
@@ -96,12 +96,12 @@ def made(tmp_path: Path, name: str, *, label: str, compose: str | None = None) -
 
 @asynccontextmanager
 async def environment(tmp_path: Path) -> AsyncIterator[ContainerEnvironment]:
-    one = made(tmp_path, f"test-{secrets.token_hex(4)}", label=f"test-docker-{os.getpid()}")
+    container = made(tmp_path, f"test-{secrets.token_hex(4)}", label=f"test-docker-{os.getpid()}")
     try:
-        await one.start(force_build=False)
-        yield one
+        await container.start(force_build=False)
+        yield container
     finally:
-        await one.stop(delete=True)
+        await container.stop(delete=True)
 
 
 def everything_below(folder: Path) -> list[Path]:
@@ -114,12 +114,12 @@ def of_project(project: str) -> set[str]:
     """Return the names of the existing objects of a compose project."""
     filters: dict[str, str | list[str] | bool] = {"label": f"{PROJECT_LABEL}={project}"}
     with engine(timeout_s=20) as client:
-        found = [
+        objects = [
             *client.containers.list(all=True, filters=filters),
             *client.networks.list(filters=filters),
             *client.volumes.list(filters=filters),
         ]
-        return {str(one.name) for one in found}
+        return {str(project_object.name) for project_object in objects}
 
 
 async def test_downloads_from_a_container_are_limited_and_contained(
@@ -127,18 +127,18 @@ async def test_downloads_from_a_container_are_limited_and_contained(
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_text("of the host")
-    async with environment(tmp_path) as one:
+    async with environment(tmp_path) as container:
         hoard = (
             f"cd /logs/agent && seq 1 20000 | xargs touch && ln -s {secret} link && mkfifo pipe && "
             "truncate -s 10G sparse && echo ok > 0"
         )
-        assert (await one.exec(hoard)).return_code == 0
+        assert (await container.exec(hoard)).return_code == 0
         assert everything_below(tmp_path / "trial" / "agent") == []  # no directory of the host is mounted
         verifier = (
             f"cd /logs/verifier && head -c 200M /dev/zero > aaa && ln -s {secret} reward.json && echo 1 > "
             "reward.txt"
         )
-        assert (await one.exec(verifier)).return_code == 0
+        assert (await container.exec(verifier)).return_code == 0
         turns = 0
 
         async def neighbour() -> None:
@@ -149,36 +149,36 @@ async def test_downloads_from_a_container_are_limited_and_contained(
 
         working = asyncio.create_task(neighbour())
         async with LagMeter() as gaps:
-            await one.download_dir("/logs/agent", tmp_path / "trial" / "agent")
-            await one.download_dir("/logs/verifier", tmp_path / "trial" / "verifier")
+            await container.download_dir("/logs/agent", tmp_path / "trial" / "agent")
+            await container.download_dir("/logs/verifier", tmp_path / "trial" / "verifier")
             longest = gaps.take()
         working.cancel()
         assert turns > 20 and longest < 5, (turns, longest)
         with pytest.raises(SandboxError, match="cannot download"):
-            await one.download_file("/logs/agent/sparse", tmp_path / "trial" / "sparse")
+            await container.download_file("/logs/agent/sparse", tmp_path / "trial" / "sparse")
         with pytest.raises(SandboxError, match="cannot download"):
-            await one.download_file("/logs/agent/link", tmp_path / "trial" / "link")
+            await container.download_file("/logs/agent/link", tmp_path / "trial" / "link")
         (tmp_path / "trial" / "verifier" / "host.txt").write_text("of Harbor")
-        await one.upload_dir(tmp_path / "trial" / "verifier", "/logs/verifier")
+        await container.upload_dir(tmp_path / "trial" / "verifier", "/logs/verifier")
         assert (
-            await one.exec("cd /logs/verifier && ls && stat -c %s aaa")
+            await container.exec("cd /logs/verifier && ls && stat -c %s aaa")
         ).stdout == "aaa\nhost.txt\nreward.json\nreward.txt\n209715200\n"
         with pytest.raises(SandboxError, match="cannot download /nowhere"):
-            await one.download_dir("/nowhere", tmp_path / "trial" / "nowhere")
-    left = everything_below(tmp_path / "trial")
+            await container.download_dir("/nowhere", tmp_path / "trial" / "nowhere")
+    local_files = everything_below(tmp_path / "trial")
     assert (tmp_path / "trial" / "verifier" / "reward.txt").read_text() == "1\n"
-    assert len(left) <= MAX_FILES and sum(path.lstat().st_size for path in left) < 40 * 2**20
-    assert not any(path.is_symlink() or path.is_fifo() for path in left)
+    assert len(local_files) <= MAX_FILES and sum(path.lstat().st_size for path in local_files) < 40 * 2**20
+    assert not any(path.is_symlink() or path.is_fifo() for path in local_files)
     note = (tmp_path / "trial" / NOTE).read_text()
     assert "/logs/agent: only" in note and "/logs/verifier: only" in note
 
 
 async def test_a_command_cannot_fill_the_trainers_memory(tmp_path: Path) -> None:
-    async with environment(tmp_path) as one:
-        shown = await one.exec("head -c 50M /dev/zero | tr '\\0' x; exit 3")
-        assert (len(shown.stdout or ""), shown.return_code) == (MAX_OUTPUT_BYTES, 3)
+    async with environment(tmp_path) as container:
+        result = await container.exec("head -c 50M /dev/zero | tr '\\0' x; exit 3")
+        assert (len(result.stdout or ""), result.return_code) == (MAX_OUTPUT_BYTES, 3)
         with pytest.raises(RuntimeError, match="timed out"):
-            await one.exec("sleep 60", timeout_sec=1)
+            await container.exec("sleep 60", timeout_sec=1)
 
 
 SCRIPT = """
@@ -201,7 +201,7 @@ def test_a_cleanup_removes_what_a_killed_trainer_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"killed-{secrets.token_hex(4)}"
-    elsewhere = tmp_path / "elsewhere"  # another TMPDIR, whose locks this process does not look for
+    elsewhere = tmp_path / "elsewhere"  # another TMPDIR; this process does not search it for locks
     elsewhere.mkdir()
     trainer = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(tmp_path), name],
@@ -210,7 +210,7 @@ def test_a_cleanup_removes_what_a_killed_trainer_left(
         env={**os.environ, "TMPDIR": str(elsewhere)},
     )
     try:
-        with neighbours() as gone:
+        with neighbours() as removed_neighbours:
             assert trainer.stdout is not None and trainer.stdout.readline() == b"started\n"
             before = of_project(name)
             assert {
@@ -226,12 +226,12 @@ def test_a_cleanup_removes_what_a_killed_trainer_left(
             trainer.wait()
             capsys.readouterr()
             assert cleanup() == 0
-            told = capsys.readouterr().out
+            output = capsys.readouterr().out
             assert of_project(name) == set()
-            assert all(f" {thing}\n" in told for thing in before), told
+            assert all(f" {object_name}\n" in output for object_name in before), output
             cleanup()
-            assert not any(thing in capsys.readouterr().out for thing in before)
-            assert gone() == set()
+            assert not any(object_name in capsys.readouterr().out for object_name in before)
+            assert removed_neighbours() == set()
     finally:
         trainer.kill()
         trainer.wait()
@@ -241,8 +241,8 @@ def test_a_cleanup_removes_what_a_killed_trainer_left(
 
 @contextmanager
 def neighbours() -> Iterator[Callable[[], set[str]]]:
-    """Create a container, a network and a volume of another project. Yield a function that names the removed
-    ones.
+    """Create a container, a network and a volume of another project. Yield a function that returns the names
+    of those that were removed.
     """
     project = f"neighbour-{secrets.token_hex(4)}"
     labels = {PROJECT_LABEL: project}

@@ -57,8 +57,8 @@ def test_the_key_is_in_a_private_file_and_in_no_argument(
     assert "skyrl_tx_server" in server and of_server["SKYRL_TX_API_KEY"] == key
     assert "src.train" in trainer and of_trainer["TINKER_API_KEY"] == key
     assert not any(key in argument for argument in (*server, *trainer))
-    said = capfd.readouterr()
-    assert key not in said.out + said.err and str(files / "api_key") in said.out
+    captured = capfd.readouterr()
+    assert key not in captured.out + captured.err and str(files / "api_key") in captured.out
     assert key not in os.environ.values()
 
 

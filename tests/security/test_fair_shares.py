@@ -39,8 +39,7 @@ MODEL = replace(
 bit."""
 SLOTS, BLOCK, CONTEXT, TIMEOUT_S = 4, 8, 2048, 240
 FEW_BLOCKS = 6
-"""One dispatch that is running, those before a sequence is paused, one for the sample itself, and one to
-spare."""
+"""The running dispatch, the dispatches before a pause, one for the sample and one as a margin."""
 
 
 def request(
@@ -59,7 +58,7 @@ SMALL = request(2, prompt_tokens=20, max_tokens=4)
 class Neighbours:
     """A watcher that submits small requests one after the other from the engine's thread.
 
-    The moments are the same in every run.
+    The requests are submitted at the same points of every run.
     """
 
     engine: Engine
@@ -98,13 +97,13 @@ class Neighbours:
 
 
 def engine_of(folder: Path, **settings: object) -> Engine:
-    given = {
+    options = {
         "max_num_seqs": SLOTS,
         "decode_steps_per_dispatch": BLOCK,
         "max_context_length": CONTEXT,
         **settings,
     }
-    engine = Engine(DeviceExecutor(make_settings(make_model(folder / "model", MODEL), folder, **given)))
+    engine = Engine(DeviceExecutor(make_settings(make_model(folder / "model", MODEL), folder, **options)))
     engine.start()
     return engine
 
@@ -127,15 +126,15 @@ def small_alone(engine: Engine) -> SampleResult:
 
 
 def result(future: Future[OpResult]) -> SampleResult:
-    found = future.result(TIMEOUT_S)
-    assert isinstance(found, SampleResult)
-    return found
+    sample = future.result(TIMEOUT_S)
+    assert isinstance(sample, SampleResult)
+    return sample
 
 
-def assert_same(found: SampleResult, expected: SampleResult, *, atol: float = 0.0) -> None:
-    for sequence, other in zip(found.sequences, expected.sequences, strict=True):
-        np.testing.assert_array_equal(sequence.tokens, other.tokens)
-        np.testing.assert_allclose(sequence.logprobs, other.logprobs, atol=atol, rtol=0)
+def assert_same(actual: SampleResult, expected: SampleResult, *, atol: float = 0.0) -> None:
+    for sequence, expected_sequence in zip(actual.sequences, expected.sequences, strict=True):
+        np.testing.assert_array_equal(sequence.tokens, expected_sequence.tokens)
+        np.testing.assert_allclose(sequence.logprobs, expected_sequence.logprobs, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("tenant", ["neighbour", "hostile"])
@@ -177,7 +176,7 @@ def test_a_single_request_is_never_paused(engine: Engine) -> None:
     blocks = after["decode_dispatches"] - before["decode_dispatches"]  # type: ignore[operator]
     assert after["num_pauses"] == before["num_pauses"]
     ahead = after["decode_dispatches_ahead"] - before["decode_dispatches_ahead"]  # type: ignore[operator]
-    # The first dispatch, and those after sequences have ended, are not ahead.
+    # The first dispatch, and dispatches after sequences have ended, are not dispatched ahead.
     assert ahead >= 0.8 * blocks
 
 
@@ -195,8 +194,8 @@ def test_paused_sequences_free_their_pages_when_others_need_them(tmp_path: Path,
         ]
         for future, expected in zip(futures, alone, strict=True):
             assert_same(result(future), expected, atol=1e-4)
-        for each in neighbours.results:
-            assert_same(result(each), small_alone, atol=1e-4)
+        for future in neighbours.results:
+            assert_same(result(future), small_alone, atol=1e-4)
         stats = small.stats()
     finally:
         small.stop()
@@ -250,8 +249,8 @@ def test_a_withdrawn_request_with_paused_sequences_is_removed(engine: Engine) ->
     leaving = Leaves(engine, "neighbour", 3)
     future = engine.submit(LARGE, leaving, tenant="hostile")
     assert "withdrawn" in str(future.exception(TIMEOUT_S))
-    for each in leaving.results:
-        result(each)
+    for future in leaving.results:
+        result(future)
     stats = engine.stats()
     assert (stats["sequences_paused"], stats["slots_used"], stats["samples_waiting"]) == (0, 0, 0)
     assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"]  # type: ignore[operator]

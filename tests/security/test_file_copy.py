@@ -205,8 +205,8 @@ async def test_an_upload_omits_files_that_were_downloaded(tmp_path: Path) -> Non
         await made.download_dir("/logs/agent", tmp_path / "trial" / "agent")
         (tmp_path / "trial" / "agent" / "trajectory.json").write_text("Harbor's own")
         await made.upload_dir(tmp_path / "trial" / "agent", "/logs/agent")
-        shown = await made.exec("cd /logs/agent && ls && stat -c '%s %a' big small && cat trajectory.json")
-        assert shown.stdout == "big\nsmall\ntrajectory.json\n41943040 644\n4 640\nHarbor's own"
+        result = await made.exec("cd /logs/agent && ls && stat -c '%s %a' big small && cat trajectory.json")
+        assert result.stdout == "big\nsmall\ntrajectory.json\n41943040 644\n4 640\nHarbor's own"
 
 
 @needs_sandbox
@@ -297,8 +297,8 @@ def test_a_quota_counts_what_an_earlier_process_left(tmp_path: Path) -> None:
         (folder / "agent").mkdir(parents=True)
         (folder / "agent" / "log").write_bytes(b"x" * 600)
         (folder / "result.json").write_text("{}")
-    kept = JobsQuota(limit=1000).enforce(new)
-    assert kept.is_essential_only and not (new / "agent").exists() and (new / "result.json").is_file()
+    folder_state = JobsQuota(limit=1000).enforce(new)
+    assert folder_state.is_essential_only and not (new / "agent").exists() and (new / "result.json").is_file()
     assert (old / "agent" / "log").is_file()
 
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def why_no_image() -> str | None:
     if reason := why_no_engine():
         return reason
     present = subprocess.run(["docker", "image", "inspect", BASE_IMAGE], capture_output=True, check=False)
-    return None if present.returncode == 0 else f"the image {BASE_IMAGE} is not there"
+    return None if present.returncode == 0 else f"the image {BASE_IMAGE} is missing"
 
 
 BASE_IMAGE = "debian:bookworm-slim"
@@ -44,6 +45,7 @@ TASK = (
 )
 DOCKERFILE = "FROM debian:bookworm-slim\nWORKDIR /app\n"
 REWARD = "/logs/verifier/reward.txt"
+CONTAINERS_AT_ONCE = 3
 
 
 def graded_if(condition: str) -> str:
@@ -447,20 +449,16 @@ DOCKER_FORGERIES = {
 }
 
 
-@in_docker
-@pytest.mark.parametrize("name", DOCKER_FORGERIES)
-async def test_a_forged_grade_stays_0_in_a_container(tmp_path: Path, name: str) -> None:
-    test, attack = DOCKER_FORGERIES[name]
-    folder = docker_task(tmp_path / "task", test)
-    outcome = await play(
-        tmp_path, folder, "printf wrong > /app/answer.txt", attack, wait=1.0, environment_type="docker"
-    )
-    assert isinstance(outcome, Trajectory), outcome
-    assert outcome.reward == 0.0
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContainerTrial:
+    """A trial in a container: its verifier, the time limit of the verifier and the agent's commands."""
+
+    test: str
+    commands: Sequence[str]
+    timeout: float = 30
 
 
-@in_docker
-async def test_honest_work_in_a_container_is_graded_as_it_was_left(tmp_path: Path) -> None:
+def honest_trial() -> ContainerTrial:
     commands = (
         "printf right > answer.txt; chmod 741 answer.txt; printf right > /root/answer.txt; rm -r old.txt "
         "folder; mkdir -p a/b/c",
@@ -474,11 +472,7 @@ async def test_honest_work_in_a_container_is_graded_as_it_was_left(tmp_path: Pat
         "'größe 日本' ] && "
         "[ -e ' -rf' ] && [ -e hard ] && [ $(stat -c %a /srv) = 700 ]"
     )
-    outcome = await play(
-        tmp_path, docker_task(tmp_path / "task", test), *commands, wait=1.0, environment_type="docker"
-    )
-    assert isinstance(outcome, Trajectory), outcome
-    assert (outcome.reward, outcome.zero_reason) == (1.0, None)
+    return ContainerTrial(test=test, commands=commands)
 
 
 # A special file is not downloaded, so the number that the verifier wrote counts.
@@ -494,12 +488,58 @@ DOCKER_VOIDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def container_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trajectory | TrialFailure]:
+    """The outcomes of all trials in containers, by name. Trials are played at the same time, because each
+    spends most of its time waiting for the engine and for time limits.
+    """
+    trials = {"honest": honest_trial()}
+    for name, (test, attack) in DOCKER_FORGERIES.items():
+        trials[name] = ContainerTrial(test=test, commands=("printf wrong > /app/answer.txt", attack))
+    for name, (attack, _) in DOCKER_VOIDS.items():
+        trials[name] = ContainerTrial(test=RUNS_A_PROGRAM, commands=(attack,), timeout=6)
+
+    async def play_all() -> dict[str, Trajectory | TrialFailure]:
+        at_once = asyncio.Semaphore(CONTAINERS_AT_ONCE)
+
+        async def play_one(trial: ContainerTrial) -> Trajectory | TrialFailure:
+            folder = tmp_path_factory.mktemp("container")
+            made = docker_task(folder / "task", trial.test, timeout=trial.timeout)
+            async with at_once:
+                return await play(folder, made, *trial.commands, wait=1.0, environment_type="docker")
+
+        outcomes = await asyncio.gather(*map(play_one, trials.values()))
+        return dict(zip(trials, outcomes, strict=True))
+
+    return asyncio.run(play_all())
+
+
+@in_docker
+@pytest.mark.parametrize("name", DOCKER_FORGERIES)
+def test_a_forged_grade_stays_0_in_a_container(
+    container_outcomes: dict[str, Trajectory | TrialFailure], name: str
+) -> None:
+    outcome = container_outcomes[name]
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.reward == 0.0
+
+
+@in_docker
+def test_honest_work_in_a_container_is_graded_as_it_was_left(
+    container_outcomes: dict[str, Trajectory | TrialFailure],
+) -> None:
+    outcome = container_outcomes["honest"]
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.reward, outcome.zero_reason) == (1.0, None)
+
+
 @in_docker
 @pytest.mark.parametrize("name", DOCKER_VOIDS)
-async def test_a_voided_trial_in_a_container_is_graded_0(tmp_path: Path, name: str) -> None:
-    attack, reason = DOCKER_VOIDS[name]
-    folder = docker_task(tmp_path / "task", RUNS_A_PROGRAM, timeout=6)
-    outcome = await play(tmp_path, folder, attack, wait=1.0, environment_type="docker")
+def test_a_voided_trial_in_a_container_is_graded_0(
+    container_outcomes: dict[str, Trajectory | TrialFailure], name: str
+) -> None:
+    outcome = container_outcomes[name]
+    reason = DOCKER_VOIDS[name][1]
     assert isinstance(outcome, Trajectory), outcome
     assert outcome.reward == 0.0
     assert reason is ... or outcome.zero_reason is reason

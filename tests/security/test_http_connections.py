@@ -63,7 +63,7 @@ async def half_open(address: tuple[str, int], sent: bytes = b"POST /api/v1/crea"
     return reader, writer
 
 
-async def ended(stream: Stream) -> bytes:
+async def received_until_close(stream: Stream) -> bytes:
     """Return the bytes that the server sent before it closed the connection."""
     try:
         async with asyncio.timeout(30):
@@ -78,7 +78,7 @@ async def test_half_open_connections_do_not_block_a_request(tmp_path: Path) -> N
     async with serving(tmp_path, max_connections=8) as address:
         streams = [await half_open(address) for _ in range(40)]
         assert await is_healthy(address)
-        assert await ended(streams[0]) == b"", "the one that was idle for longest is closed"
+        assert await received_until_close(streams[0]) == b"", "the one that was idle for longest is closed"
         for _, writer in streams:
             writer.close()
 
@@ -86,11 +86,11 @@ async def test_half_open_connections_do_not_block_a_request(tmp_path: Path) -> N
 async def test_a_connection_with_an_endless_head_is_closed(tmp_path: Path) -> None:
     async with serving(tmp_path, head_timeout_s=0.1) as address:
         for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: a\r\n"):
-            assert await ended(await half_open(address, sent)) == b""
+            assert await received_until_close(await half_open(address, sent)) == b""
         after_an_answer = await half_open(address, b"GET /api/v1/healthz HTTP/1.1\r\nhost: a\r\n\r\n")
         assert b"200 OK" in await after_an_answer[0].readuntil(b"}")
         after_an_answer[1].write(b"GET /")
-        assert await ended(after_an_answer) == b""
+        assert await received_until_close(after_an_answer) == b""
 
 
 async def test_the_deadline_of_a_head_does_not_end_a_request(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ async def test_the_deadline_of_a_head_does_not_end_a_request(tmp_path: Path) -> 
         stream = await half_open(address, b"POST /api/v1/create_session HTTP/1.1\r\n" + headers)
         await asyncio.sleep(0.3)  # longer than the deadline, which must not apply here
         stream[1].write(b"{}")
-        assert b"session_id" in await ended(stream)
+        assert b"session_id" in await received_until_close(stream)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ async def test_the_deadline_of_a_head_does_not_end_a_request(tmp_path: Path) -> 
 )
 async def test_the_size_of_a_head_is_limited(head: bytes, tmp_path: Path) -> None:
     async with serving(tmp_path) as address:
-        reply = await ended(await half_open(address, head + b"\r\n\r\n"))
+        reply = await received_until_close(await half_open(address, head + b"\r\n\r\n"))
         assert not reply or reply.startswith(b"HTTP/1.1 400")  # a reset may overtake the reply
         assert await is_healthy(address)
 
@@ -186,10 +186,10 @@ def test_a_key_on_the_command_line_leaves_the_process_list(tmp_path: Path) -> No
     with subprocess.Popen(argv, stderr=subprocess.PIPE) as server:
         try:
             with fifo.open("wb") as writer:  # opens when the restarted program reads it
-                shown = Path(f"/proc/{server.pid}/cmdline").read_bytes()
+                command_line = Path(f"/proc/{server.pid}/cmdline").read_bytes()
                 writer.write(b"wrong\n")
-            _, said = server.communicate(timeout=60)
+            _, stderr = server.communicate(timeout=60)
         finally:
             server.kill()
-    assert b"base_model=x" in shown and b"secret-of-the-sampler" not in shown
-    assert b"sampler_api_key= was visible" in said and b"secret-of" not in said and server.returncode == 2
+    assert b"base_model=x" in command_line and b"secret-of-the-sampler" not in command_line
+    assert b"sampler_api_key= was visible" in stderr and b"secret-of" not in stderr and server.returncode == 2

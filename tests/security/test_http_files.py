@@ -168,8 +168,8 @@ async def test_a_full_disk_when_a_model_is_recorded_affects_it_only(
 
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
         patch.setattr(context.run_index, "record_run", full)
-        answer = await make_model(http, 1)
-    assert "No space left on device" in answer["error"] and "Traceback" not in caplog.text
+        reply = await make_model(http, 1)
+    assert "No space left on device" in reply["error"] and "Traceback" not in caplog.text
     (refused,) = [op.model_id for op in fake_engine(context).of_type(CreateModel) if op.model_id != before]
     assert (await http.post("get_info", json={"model_id": refused})).status_code == 404
     assert (await http.post("get_info", json={"model_id": before})).status_code == 200

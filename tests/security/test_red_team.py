@@ -33,7 +33,7 @@ def why_not(where: EnvironmentKind) -> str | None:
     if reason := why_no_engine():
         return reason
     present = subprocess.run(["docker", "image", "inspect", BASE], capture_output=True, check=False)
-    return None if present.returncode == 0 else f"the image {BASE} is not there"
+    return None if present.returncode == 0 else f"the image {BASE} is missing"
 
 
 class AttackRuns:
@@ -72,22 +72,22 @@ class AttackRuns:
         results = self._folder / f"{where}-{whom}"
         results.touch()
         results.chmod(0o666)  # the unprivileged user writes to it
-        played = command(where, whom, names, results=results)
+        attack_command = command(where, whom, names, results=results)
         try:
-            ended = subprocess.run(
-                played, capture_output=True, text=True, timeout=PLACE_TIMEOUT_S, check=False
+            process = subprocess.run(
+                attack_command, capture_output=True, text=True, timeout=PLACE_TIMEOUT_S, check=False
             )
-            problem = f"status {ended.returncode}: {ended.stderr[-2000:]}"
+            problem = f"status {process.returncode}: {process.stderr[-2000:]}"
         except subprocess.TimeoutExpired:
             problem = f"{PLACE_TIMEOUT_S} s passed"
-        found = {name: [f"not played: {problem}"] for name in names}
+        violations = {name: [f"not played: {problem}"] for name in names}
         for line in results.read_text().splitlines():
             result = json.loads(line)
-            found[result["attack"]] = [
-                line for line in found[result["attack"]] if not line.startswith("not played")
+            violations[result["attack"]] = [
+                line for line in violations[result["attack"]] if not line.startswith("not played")
             ]
-            found[result["attack"]] += result["violations"]
-        return found
+            violations[result["attack"]] += result["violations"]
+        return violations
 
 
 @pytest.fixture(scope="module")

@@ -220,8 +220,8 @@ def test_cgroup_v2_is_preferred_to_v1(tmp_path: Path) -> None:
         f"31 20 0:26 / {tmp_path}/memory rw - cgroup cgroup rw,memory\n"
         f"32 20 0:27 / {tmp_path}/pids rw - cgroup cgroup rw,pids\n"
     )
-    own = "8:pids:/job\n4:memory:/job\n0::/user.slice/app.slice/trainer.scope\n"
-    first, *_, last = possible_parents(mountinfo, own)
+    memberships = "8:pids:/job\n4:memory:/job\n0::/user.slice/app.slice/trainer.scope\n"
+    first, *_, last = possible_parents(mountinfo, memberships)
     assert first == CgroupParents(version=2, directories=(slice_,))
     assert last == CgroupParents(
         version=1, directories=(tmp_path / "memory" / "job", tmp_path / "pids" / "job")

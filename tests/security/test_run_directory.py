@@ -40,15 +40,15 @@ def test_trainers_with_other_environments_see_each_other(variable: str, tmp_path
     label = f"alive-{os.getpid()}-{secrets.token_hex(4)}"
     environment = {**os.environ, variable: str(tmp_path)}
     command = [sys.executable, "-c", HOLD, label]
-    other = subprocess.Popen(
+    other_trainer = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=ROOT
     )
     try:
-        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        assert other_trainer.stdout is not None and other_trainer.stdout.readline() == b"held\n"
         assert label in live_run_labels()
         assert label not in remove_ended_runs()
     finally:
-        other.communicate(b"")
+        other_trainer.communicate(b"")
     assert label not in live_run_labels()
 
 

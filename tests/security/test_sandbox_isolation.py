@@ -1,4 +1,4 @@
-"""Scripted attacks from a sandbox on the host, on the exec server and on other commands."""
+"""Tests of scripted attacks in a sandbox that target the host, the exec server and other commands."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ SYSCTLS = [
 
 def host_processes(*texts: str) -> list[Path]:
     """Return the processes of the host whose command line contains one of these texts."""
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with suppress(OSError):
                 line = (entry / "cmdline").read_bytes()
                 if any(text.encode() in line for text in texts):
-                    found.append(entry)
-    return found
+                    processes.append(entry)
+    return processes
 
 
 def environments(processes: Iterable[Path]) -> list[bytes]:
-    found = []
+    contents = []
     for entry in processes:
         with suppress(OSError):
-            found.append((entry / "environ").read_bytes())
-    return found
+            contents.append((entry / "environ").read_bytes())
+    return contents
 
 
 async def test_no_sysctl_of_the_host_can_be_opened_for_writing() -> None:
@@ -326,9 +326,9 @@ async def test_processes_do_not_get_the_trainers_environment(
         await running.run(
             "sleep 86314 >/dev/null 2>&1 & until pgrep -f '^sleep 86314' >/dev/null; do :; done"
         )
-        found = environments(host_processes("--die-with-parent", "sleep\x0086314"))
-    assert found, "no process of the sandbox was found"
-    assert not any(b"hidden-86313" in environment for environment in found)
+        trial_environments = environments(host_processes("--die-with-parent", "sleep\x0086314"))
+    assert trial_environments, "no process of the sandbox was found"
+    assert not any(b"hidden-86313" in environment for environment in trial_environments)
 
 
 @needs_root

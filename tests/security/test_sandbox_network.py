@@ -134,7 +134,7 @@ def test_kill_9_of_the_trainer_ends_the_network() -> None:
 
 def forwarders(trainer: int | None = None) -> set[str]:
     """Return the slirp4netns processes of a process, by default of this one."""
-    found = set()
+    process_ids = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -145,8 +145,8 @@ def forwarders(trainer: int | None = None) -> set[str]:
             except OSError:
                 continue
             if name == "slirp4netns" and int(parent) == (trainer or os.getpid()):
-                found.add(entry.name)
-    return found
+                process_ids.add(entry.name)
+    return process_ids
 
 
 async def test_a_machine_without_the_package_refuses_with_its_name(

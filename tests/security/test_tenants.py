@@ -182,13 +182,14 @@ def test_the_owner_is_part_of_the_id(identifier: str, owner: str) -> None:
 async def test_two_tenants_may_use_the_same_names(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         alice, bob = await make_objects(site.alice), await make_objects(site.bob)
-        for http, own in ((site.alice, alice), (site.bob, bob)):
-            await done(http, "save_weights", model_id=own.model, seq_id=20, path="w", overwrite=True)
+        for http, objects in ((site.alice, alice), (site.bob, bob)):
+            await done(http, "save_weights", model_id=objects.model, seq_id=20, path="w", overwrite=True)
             paths = [
-                each["tinker_path"] for each in (await http.get("/api/v1/checkpoints")).json()["checkpoints"]
+                checkpoint["tinker_path"]
+                for checkpoint in (await http.get("/api/v1/checkpoints")).json()["checkpoints"]
             ]
             assert sorted(paths) == sorted(
-                [own.weights, own.sampler_weights, f"tinker://{own.model}/external_weights/e"]
+                [objects.weights, objects.sampler_weights, f"tinker://{objects.model}/external_weights/e"]
             )
         assert (await site.bob.request("DELETE", bob.checkpoint)).status_code == 204
         assert (
@@ -207,25 +208,32 @@ async def test_owners_survive_a_restart(tmp_path: Path) -> None:
         settings = site.context.settings
         restarted = fake_context(tmp_path / "checkpoints", settings=settings)
         transport = httpx.ASGITransport(build_app(StartupState(state=restarted)))
-        found = {}
+        listings = {}
         for name, http in (("alice", site.alice), ("bob", site.bob), ("operator", site.operator)):
             async with httpx.AsyncClient(
                 transport=transport, base_url="http://server", headers=http.headers
-            ) as again:
-                listed = (await again.get("/api/v1/checkpoints")).json()["checkpoints"]
-                runs = (await again.get("/api/v1/training_runs")).json()["training_runs"]
-                found[name] = (
-                    {each["tinker_path"] for each in listed},
+            ) as client:
+                listed = (await client.get("/api/v1/checkpoints")).json()["checkpoints"]
+                runs = (await client.get("/api/v1/training_runs")).json()["training_runs"]
+                listings[name] = (
+                    {checkpoint["tinker_path"] for checkpoint in listed},
                     {run["training_run_id"] for run in runs},
                 )
-                assert (await again.post("/api/v1/weights_info", json={"tinker_path": old})).status_code == (
+                assert (await client.post("/api/v1/weights_info", json={"tinker_path": old})).status_code == (
                     200 if name == "operator" else 404
                 )
         fake_engine(restarted).stop()
-        own = {objects.weights, objects.sampler_weights, f"tinker://{objects.model}/external_weights/e"}
-        assert found["alice"] == (own, {objects.model})
-        assert found["bob"] == (set(), set())
-        assert found["operator"] == (own | {old}, {objects.model, "session-0123456789abcdef:train:0"})
+        alice_paths = {
+            objects.weights,
+            objects.sampler_weights,
+            f"tinker://{objects.model}/external_weights/e",
+        }
+        assert listings["alice"] == (alice_paths, {objects.model})
+        assert listings["bob"] == (set(), set())
+        assert listings["operator"] == (
+            alice_paths | {old},
+            {objects.model, "session-0123456789abcdef:train:0"},
+        )
 
 
 async def test_the_operator_reaches_and_ends_what_is_a_tenants(tmp_path: Path) -> None:

@@ -94,94 +94,108 @@ def run_of(objects: Objects) -> str:
 
 FOREIGN: dict[str, list[Callable[[Objects], Call]]] = {
     "POST /api/v1/retrieve_future": [
-        lambda it: api("retrieve_future", request_id=it.request),
-        lambda it: Call(
-            path="/api/v1/retrieve_future", json={"request_id": it.request}, headers={"accept": PROTO}
+        lambda objects: api("retrieve_future", request_id=objects.request),
+        lambda objects: Call(
+            path="/api/v1/retrieve_future", json={"request_id": objects.request}, headers={"accept": PROTO}
         ),
     ],
     "POST /api/v1/create_model": [
-        lambda it: api(
-            "create_model", session_id=it.session, model_seq_id=7, base_model=MODEL, lora_config={"rank": 4}
+        lambda objects: api(
+            "create_model",
+            session_id=objects.session,
+            model_seq_id=7,
+            base_model=MODEL,
+            lora_config={"rank": 4},
         )
     ],
-    "POST /api/v1/get_info": [lambda it: api("get_info", model_id=it.model)],
+    "POST /api/v1/get_info": [lambda objects: api("get_info", model_id=objects.model)],
     "POST /api/v1/forward_backward": [
-        lambda it: api("forward_backward", model_id=it.model, seq_id=50, **data("forward_backward_input")),
-        lambda it: Call(
-            path="/api/v1/forward_backward", content=training_bytes(it.model), headers={"content-type": PROTO}
+        lambda objects: api(
+            "forward_backward", model_id=objects.model, seq_id=50, **data("forward_backward_input")
+        ),
+        lambda objects: Call(
+            path="/api/v1/forward_backward",
+            content=training_bytes(objects.model),
+            headers={"content-type": PROTO},
         ),
     ],
     "POST /api/v1/forward": [
-        lambda it: api("forward", model_id=it.model, seq_id=50, **data("forward_input"))
+        lambda objects: api("forward", model_id=objects.model, seq_id=50, **data("forward_input"))
     ],
-    "POST /api/v1/optim_step": [lambda it: api("optim_step", model_id=it.model, seq_id=50, adam_params={})],
-    "POST /api/v1/unload_model": [lambda it: api("unload_model", model_id=it.model)],
+    "POST /api/v1/optim_step": [
+        lambda objects: api("optim_step", model_id=objects.model, seq_id=50, adam_params={})
+    ],
+    "POST /api/v1/unload_model": [lambda objects: api("unload_model", model_id=objects.model)],
     "POST /api/v1/create_sampling_session": [
-        lambda it: api(
-            "create_sampling_session", session_id=it.session, sampling_session_seq_id=9, base_model=MODEL
+        lambda objects: api(
+            "create_sampling_session", session_id=objects.session, sampling_session_seq_id=9, base_model=MODEL
         ),
     ],
     "GET /api/v1/samplers/{sampler_id}": [
-        lambda it: Call(path=f"/api/v1/samplers/{it.snapshot}"),
-        lambda it: Call(path=f"/api/v1/samplers/{it.sampler}"),
+        lambda objects: Call(path=f"/api/v1/samplers/{objects.snapshot}"),
+        lambda objects: Call(path=f"/api/v1/samplers/{objects.sampler}"),
     ],
     "POST /api/v1/asample": [
-        lambda it: sample(sampling_session_id=it.snapshot, seq_id=1),
-        lambda it: sample(sampling_session_id=it.sampler, seq_id=1),
-        lambda it: sample(model_path=it.sampler_weights),
+        lambda objects: sample(sampling_session_id=objects.snapshot, seq_id=1),
+        lambda objects: sample(sampling_session_id=objects.sampler, seq_id=1),
+        lambda objects: sample(model_path=objects.sampler_weights),
     ],
-    "POST /api/v1/session_heartbeat": [lambda it: api("session_heartbeat", session_id=it.session)],
-    "GET /api/v1/sessions/{session_id}": [lambda it: Call(path=f"/api/v1/sessions/{it.session}")],
+    "POST /api/v1/session_heartbeat": [lambda objects: api("session_heartbeat", session_id=objects.session)],
+    "GET /api/v1/sessions/{session_id}": [lambda objects: Call(path=f"/api/v1/sessions/{objects.session}")],
     "POST /api/v1/save_weights_external": [
-        lambda it: api("save_weights_external", model_id=it.model, seq_id=50, path="new")
+        lambda objects: api("save_weights_external", model_id=objects.model, seq_id=50, path="new")
     ],
     f"GET {RUN}/checkpoints/external_weights/{{name}}/external_weights_urls": [
-        lambda it: Call(path=f"{run_of(it)}/checkpoints/external_weights/e/external_weights_urls")
+        lambda objects: Call(path=f"{run_of(objects)}/checkpoints/external_weights/e/external_weights_urls")
     ],
-    f"GET {CHECKPOINT}/archive": [lambda it: Call(path=f"{it.checkpoint}/archive")],
+    f"GET {CHECKPOINT}/archive": [lambda objects: Call(path=f"{objects.checkpoint}/archive")],
     "POST /api/v1/save_weights": [
-        lambda it: api("save_weights", model_id=it.model, seq_id=50, path="w", overwrite=True),
-        lambda it: api("save_weights", model_id=it.model, seq_id=51, path="new"),
+        lambda objects: api("save_weights", model_id=objects.model, seq_id=50, path="w", overwrite=True),
+        lambda objects: api("save_weights", model_id=objects.model, seq_id=51, path="new"),
     ],
     "POST /api/v1/save_weights_for_sampler": [
-        lambda it: api("save_weights_for_sampler", model_id=it.model, seq_id=50, path="new"),
-        lambda it: api("save_weights_for_sampler", model_id=it.model, seq_id=51, sampling_session_seq_id=8),
+        lambda objects: api("save_weights_for_sampler", model_id=objects.model, seq_id=50, path="new"),
+        lambda objects: api(
+            "save_weights_for_sampler", model_id=objects.model, seq_id=51, sampling_session_seq_id=8
+        ),
     ],
     "POST /api/v1/load_weights": [
-        lambda it: api("load_weights", model_id=it.model, seq_id=50, path=it.weights)
+        lambda objects: api("load_weights", model_id=objects.model, seq_id=50, path=objects.weights)
     ],
-    "POST /api/v1/weights_info": [lambda it: api("weights_info", tinker_path=it.weights)],
-    f"GET {RUN}": [lambda it: Call(path=run_of(it))],
-    f"PUT {CHECKPOINT}/ttl": [lambda it: Call(path=f"{it.checkpoint}/ttl", json={"ttl_seconds": 5000})],
-    f"POST {CHECKPOINT}/publish": [lambda it: Call(path=f"{it.checkpoint}/publish")],
-    f"DELETE {CHECKPOINT}/publish": [lambda it: Call(path=f"{it.checkpoint}/publish")],
-    f"DELETE {CHECKPOINT}": [lambda it: Call(path=it.checkpoint)],
+    "POST /api/v1/weights_info": [lambda objects: api("weights_info", tinker_path=objects.weights)],
+    f"GET {RUN}": [lambda objects: Call(path=run_of(objects))],
+    f"PUT {CHECKPOINT}/ttl": [
+        lambda objects: Call(path=f"{objects.checkpoint}/ttl", json={"ttl_seconds": 5000})
+    ],
+    f"POST {CHECKPOINT}/publish": [lambda objects: Call(path=f"{objects.checkpoint}/publish")],
+    f"DELETE {CHECKPOINT}/publish": [lambda objects: Call(path=f"{objects.checkpoint}/publish")],
+    f"DELETE {CHECKPOINT}": [lambda objects: Call(path=objects.checkpoint)],
     "POST /v1/chat/completions": [
-        lambda it: chat(it.snapshot),
-        lambda it: chat(it.sampler),
-        lambda it: chat(it.sampler_weights),
+        lambda objects: chat(objects.snapshot),
+        lambda objects: chat(objects.sampler),
+        lambda objects: chat(objects.sampler_weights),
     ],
     "POST /v1/completions": [
-        lambda it: completion(it.snapshot),
-        lambda it: completion(it.sampler),
-        lambda it: completion(it.sampler_weights),
-        lambda it: replace(
-            completion(it.snapshot), json={**(completion(it.snapshot).json or {}), "stream": True}
+        lambda objects: completion(objects.snapshot),
+        lambda objects: completion(objects.sampler),
+        lambda objects: completion(objects.sampler_weights),
+        lambda objects: replace(
+            completion(objects.snapshot), json={**(completion(objects.snapshot).json or {}), "stream": True}
         ),
     ],
     "GET /v1/models/{model:path}": [
-        lambda it: Call(path=f"/v1/models/{it.snapshot}"),
-        lambda it: Call(path=f"/v1/models/{it.sampler_weights}"),
+        lambda objects: Call(path=f"/v1/models/{objects.snapshot}"),
+        lambda objects: Call(path=f"/v1/models/{objects.sampler_weights}"),
     ],
 }
 """Routes that take an object by its id, with every way to name one."""
 
 SILENT: dict[str, Callable[[Objects], Call]] = {
-    "POST /api/v1/cancel_future": lambda it: api("cancel_future", request_id=it.request),
-    "POST /api/v1/sessions/{session_id}/finish": lambda it: Call(
-        path=f"/api/v1/sessions/{it.session}/finish"
+    "POST /api/v1/cancel_future": lambda objects: api("cancel_future", request_id=objects.request),
+    "POST /api/v1/sessions/{session_id}/finish": lambda objects: Call(
+        path=f"/api/v1/sessions/{objects.session}/finish"
     ),
-    f"GET {RUN}/checkpoints": lambda it: Call(path=f"{run_of(it)}/checkpoints"),
+    f"GET {RUN}/checkpoints": lambda objects: Call(path=f"{run_of(objects)}/checkpoints"),
 }
 """Routes that answer success for an object that does not exist."""
 
@@ -223,7 +237,7 @@ def absent(objects: Objects) -> Objects:
 
 
 def _other(identifier: str) -> str:
-    return re.sub("[0-9a-f]{16,}", lambda found: "0" * len(found[0]), identifier)
+    return re.sub("[0-9a-f]{16,}", lambda match: "0" * len(match[0]), identifier)
 
 
 def same_ids(reply: httpx.Response) -> tuple[int, str, str]:
@@ -251,8 +265,8 @@ async def test_an_object_of_another_tenant_does_not_exist(
         assert foreign.status_code in (404, 410), foreign.text
         assert same_ids(foreign) == same_ids(unknown)
         assert (await what_alice_sees(site), len(engine.executed)) == (before, executed)
-        own = await call(objects).send(site.alice, method)
-        assert own.status_code in (200, 204, 302), own.text  # the call is valid
+        reply = await call(objects).send(site.alice, method)
+        assert reply.status_code in (200, 204, 302), reply.text  # the call is valid
 
 
 @pytest.mark.parametrize("route", SILENT)
@@ -315,19 +329,24 @@ async def test_a_tenant_reads_only_its_own_statistics(tmp_path: Path) -> None:
 async def test_a_checkpoint_of_another_tenant_cannot_be_used(
     tmp_path: Path,
 ) -> None:
-    """Routes that take a path and an object of the caller."""
+    """Some routes take a path and an object of the caller."""
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
         session = await open_session(site.bob)
         model = await make_model(site.bob, session)
         ids = {"session_id": session}
         for call in (
-            lambda it: api("load_weights", model_id=model, path=it.weights),
-            lambda it: api("load_weights", model_seq_id=5, path=it.weights, **ids),
-            lambda it: api(
-                "create_sampling_session", sampling_session_seq_id=5, model_path=it.sampler_weights, **ids
+            lambda objects: api("load_weights", model_id=model, path=objects.weights),
+            lambda objects: api("load_weights", model_seq_id=5, path=objects.weights, **ids),
+            lambda objects: api(
+                "create_sampling_session",
+                sampling_session_seq_id=5,
+                model_path=objects.sampler_weights,
+                **ids,
             ),
         ):
-            foreign, unknown = [await call(it).send(site.bob, "POST") for it in (objects, absent(objects))]
+            foreign, unknown = [
+                await call(target).send(site.bob, "POST") for target in (objects, absent(objects))
+            ]
             assert foreign.status_code == 404 and same_ids(foreign) == same_ids(unknown)
         assert not fake_engine(site.context).of_type(Sample)

@@ -52,7 +52,10 @@ TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel
             ["base_model=x", "--api-key", "tml-x"],
             "--api-key: set SKYRL_TX_API_KEY, or pass api_key_file=FILE",
         ),
-        (["base_model=x", "--enforce-eager"], "--enforce-eager: programs are always compiled; remove it"),
+        (
+            ["base_model=x", "--enforce-eager"],
+            "--enforce-eager: programs are always compiled; remove the flag",
+        ),
         (["base_model"], "not of the form key=value; did you mean base_model=...?"),
         (["zzz=1"], "unknown option 'zzz=1'; see --help"),
         (["port=9"], "missing option base_model"),

@@ -94,22 +94,19 @@ def test_width_counts_sequences_of_each_rank(driver: Driver) -> None:
     assert np.shape(layout.dispatch([], width=8).batch.tables)[0] == 8
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_adapters_sample_the_same_in_narrow_batches(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sixteen samples with two trained adapters end at different times, so the batch becomes narrow."""
+def test_adapters_sample_the_same_in_narrow_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight samples with two trained adapters end at different times, so the batch becomes narrow."""
     monkeypatch.setattr(decode_programs, "USES_BEFORE_COMPILATION", 10_000)
-    config = replace(load_model_config(FAMILIES / family), vocab_size=CONFIG.vocab_size)
+    config = replace(load_model_config(FAMILIES / "qwen3_moe"), vocab_size=CONFIG.vocab_size)
     model = make_model(tmp_path / "model", config)
-    with running(model, tmp_path, max_num_seqs=SLOTS, max_context_length=192) as engine:
+    with running(model, tmp_path, max_num_seqs=8, max_context_length=192) as engine:
         for seed, model_id in enumerate("ab"):
             create(engine, model_id)
             train(engine, model_id, seed=seed)
             snapshot(engine, model_id, model_id)
         ops = [
-            replace(sample_op("ab"[number % 2], max_tokens=8 * number + 5, seed=number), num_samples=1)
-            for number in range(SLOTS)
+            replace(sample_op("ab"[number % 2], max_tokens=16 * number + 5, seed=number), num_samples=1)
+            for number in range(8)
         ]
 
         def sample() -> list[SampledSequence]:
@@ -129,7 +126,7 @@ def test_adapters_sample_the_same_in_narrow_batches(
         monkeypatch.setattr(model_runner.ModelRunner, "decode", record)
         sample()
         narrow = sample()
-    assert {4, 8} < seen
+    assert seen == {4, 8}
     for first, second in zip(wide, narrow, strict=True):
         np.testing.assert_array_equal(first.tokens, second.tokens)
         np.testing.assert_array_equal(first.logprobs, second.logprobs)

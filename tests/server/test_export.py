@@ -239,10 +239,10 @@ def change(adapter: Path, **changes: object) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
 
 
-def without_v(adapter: Path) -> None:
+def with_unknown_modules(adapter: Path) -> None:
     tensors = load_file(adapter / "adapter_model.safetensors")
     save_file(
-        {name: array for name, array in tensors.items() if "v_proj" not in name},
+        {name.replace("v_proj", "g_proj"): array for name, array in tensors.items()},
         adapter / "adapter_model.safetensors",
     )
 
@@ -250,7 +250,7 @@ def without_v(adapter: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (without_v, "without the others"),
+        (with_unknown_modules, "the adapter has model.layers.0.self_attn.g_proj"),
         (lambda adapter: change(adapter, use_dora=True), "use_dora is not supported"),
         (lambda adapter: change(adapter, r=2), "require (2,"),
         (lambda adapter: change(adapter, r=0), "are not valid"),

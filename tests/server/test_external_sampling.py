@@ -264,7 +264,7 @@ def without(key: str) -> Callable[[dict], object]:
             "not a number",
         ),
         (lambda answer: answer["choices"].pop(), "0 samples|index out of range"),
-        (lambda answer: answer["choices"][0].update(prompt_token_ids=[1]), "another prompt"),
+        (lambda answer: answer["choices"][0].update(prompt_token_ids=[1]), "differ from the prompt"),
         (
             lambda answer: (
                 answer["choices"][0]["token_ids"].pop(),

@@ -227,7 +227,7 @@ def damaged(path: Path) -> dict[str, bytes]:
         + struct.pack("<QQ", 0, 1)
         + string
         + struct.pack("<II", 77, 0),
-        "it is cut short: tensor": good[:-100],
+        "it is truncated: tensor": good[:-100],
         "it ends within": good[: metadata + 40],
         "cannot mmap an empty file": b"",
     }
@@ -270,7 +270,7 @@ def test_a_file_that_claims_200_gb_allocates_nothing(tmp_path: Path, _cache: Pat
     entry = (data := path.read_bytes()).index(b"token_embd.weight") + len("token_embd.weight") + 4
     claimed = data[:entry] + struct.pack("<QQ", 32, 200 * 2**30 // 128) + data[entry + 16 :]
     path.write_bytes(claimed)
-    with pytest.raises(ConfigError, match=r"it is cut short: tensor token_embd.weight ends at byte 2147"):
+    with pytest.raises(ConfigError, match=r"it is truncated: tensor token_embd.weight ends at byte 2147"):
         convert_gguf(path)
     with path.open("r+b") as stream:  # a sparse file that is as large as it claims
         stream.truncate(len(claimed) + 200 * 2**30)

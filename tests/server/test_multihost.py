@@ -213,7 +213,8 @@ def test_a_lost_process_fails_waiting_operations_at_once() -> None:
     theirs.recv_bytes()  # the operation has started
     theirs.close()
     reason = lost.get(timeout=60)
-    assert reason == "process 1 has gone: start all processes again; what was saved is in checkpoints_dir"
+    hint = "start all processes again; saved checkpoints are in checkpoints_dir"
+    assert reason == f"process 1 has disconnected: {hint}"
     engine.abandon(reason)
     for future in (stuck, queued):
         with pytest.raises(ServerError, match=reason):
@@ -239,7 +240,7 @@ def test_the_loss_of_process_0_is_detected_during_a_call() -> None:
         following = threads.submit(worker.follow, lambda: other)
         ours.send_bytes(pickle.dumps(Call(method="run", args=(0, CREATE))))
         ours.close()
-        assert lost.get(timeout=60) == "process 0 has gone"
+        assert lost.get(timeout=60) == "process 0 has disconnected"
         assert not following.done() and other.gate is not None
         other.gate.set()
         assert isinstance(following.exception(60), RankLostError | OSError)

@@ -12,6 +12,7 @@ from scripts.bench.gpu import heads_size, matrix_size
 from scripts.simulate.costs import DEVICES, Measured, ModelSize, step_flops
 from scripts.simulate.simulation import SimulateConfig, simulate
 from skyrl_tx_server.executor.executor import DeviceExecutor
+from skyrl_tx_server.model import reductions
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 
 H200 = DEVICES["h200-fixed"]
@@ -70,9 +71,12 @@ def test_measured_times_depend_on_sequences_and_segment() -> None:
     assert measured.training_s(600) == 3.0
 
 
-def test_the_operations_of_a_step_are_those_of_its_program(tmp_path: Path) -> None:
+def test_the_operations_of_a_step_are_those_of_its_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """XLA counts the body of the loop over decode steps once. The program computes every slot up to the end
-    of its segment, and low-rank products and sums as products in addition."""
+    of its segment, and low-rank products in addition."""
+    monkeypatch.setattr(reductions, "on_gpu", lambda: True)  # on a CPU, sums are products with 16 columns
     config = replace(CONFIG, hidden_size=128, intermediate_size=256, head_dim=32)
     settings = make_settings(
         make_model(tmp_path / "model", config),
@@ -87,7 +91,7 @@ def test_the_operations_of_a_step_are_those_of_its_program(tmp_path: Path) -> No
         weights=matrix_size(config), kv_bytes=0, attention=heads_size(config), layers=config.num_layers
     )
     flops = step_flops(model, cached=8 * (512 + 16), slots=8)
-    assert flops == pytest.approx(counts["flops"], rel=0.2)
+    assert flops == pytest.approx(counts["flops"], rel=0.15)
 
 
 def test_a_4b_model_has_the_predicted_times_on_an_h200() -> None:

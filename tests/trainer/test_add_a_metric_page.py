@@ -1,4 +1,4 @@
-"""The worked example of docs/how-to/add-a-metric.md."""
+"""Runs the worked example of docs/how-to/add-a-metric.md."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "add-a-metric.m
 
 @pytest.fixture
 def example() -> dict:
-    """Return the names that the code of the page defines. Its assertions have passed."""
+    """Run the code of the page, with its assertions. Returns the names that it defines."""
     names: dict = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(block, names)

@@ -1,4 +1,4 @@
-"""Numbers computed with SkyRL's functions. G, R, X and RP are the names of its reference cases."""
+"""Compares with values of SkyRL's functions. G, R, X and RP are the names of the reference cases."""
 
 import random
 import statistics
@@ -40,7 +40,7 @@ def test_g4_without_std_rewards_are_only_centred():
 
 
 @pytest.mark.parametrize(("reward", "raw", "raw_without_std"), [(1.0, 0.999999, 1.0), (0.7, 0.6999993, 0.7)])
-def test_g5_a_singleton_is_zero_unless_raw_is_asked_for(reward, raw, raw_without_std):
+def test_g5_a_singleton_is_zero_unless_raw_is_set(reward, raw, raw_without_std):
     assert advantages([reward], singleton="zero") == [0.0]
     assert advantages([reward]) == pytest.approx([raw], abs=5e-8)
     assert advantages([reward], "dr_grpo") == [raw_without_std]
@@ -53,9 +53,9 @@ def test_r1_rloo_compares_with_the_mean_of_the_others():
     assert advantages([1], "rloo") == [0.0]
     assert advantages([6, 3], "rloo") == [3, -3]
     rewards = [0.2, 0.9, 0.4]
-    others = [statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i in range(3)]
+    baselines = [statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i in range(3)]
     assert advantages(rewards, "rloo") == pytest.approx(
-        [reward - other for reward, other in zip(rewards, others, strict=True)]
+        [reward - baseline for reward, baseline in zip(rewards, baselines, strict=True)]
     )
 
 
@@ -65,10 +65,10 @@ def test_maxrl_divides_by_the_mean():
 
 
 def test_x1_groups_are_not_normalised_over_the_batch():
-    fleet = [2.4494897, -0.8164966, -0.8164966, -0.8164966, 0, 0, 0, 0]
+    over_the_batch = [2.4494897, -0.8164966, -0.8164966, -0.8164966, 0, 0, 0, 0]
     ours = advantages([1, 0, 0, 0]) + advantages([1, 1, 1, 1])
     assert ours == pytest.approx([1.499997, -0.499999, -0.499999, -0.499999, 0, 0, 0, 0], abs=5e-7)
-    assert ours != pytest.approx(fleet, abs=0.1)
+    assert ours != pytest.approx(over_the_batch, abs=0.1)
 
 
 def test_x2_a_failed_trial_does_not_change_the_grouping():
@@ -81,7 +81,7 @@ def test_x2_a_failed_trial_does_not_change_the_grouping():
 def test_rp_reinforce_plus_plus_whitens_over_the_batchs_tokens():
     assert advantages([1, 0], "reinforce++") == [1, 0]
     assert whiten([1, 0], [3, 3]) == pytest.approx([0.9128709, -0.9128709], abs=5e-8)
-    # every token is one sample, so longer sequences have more weight
+    # Every token is one sample, so longer sequences have more weight.
     tokens = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.5]
     mean, deviation = statistics.fmean(tokens), statistics.stdev(tokens)
     assert whiten([1, 0, 0.5], [2, 4, 1]) == pytest.approx(
@@ -138,7 +138,7 @@ def test_prompt_mean_gives_every_prompt_the_same_weight():
 
 
 @pytest.mark.parametrize("reduction", [*WITHOUT_PROMPTS, "prompt_mean"])
-def test_a_batch_without_a_token_divides_by_nothing(reduction):
+def test_a_batch_without_tokens_has_finite_weights(reduction):
     weights = token_weights([0, 0], reduction=reduction, max_sequence_length=10, prompts_S=["a", "b"])
     assert all(0 < weight <= 1 for weight in weights)
     assert token_weights([], reduction=reduction, max_sequence_length=10, prompts_S=[]) == []

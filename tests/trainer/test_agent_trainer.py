@@ -1,4 +1,4 @@
-"""`agent-trainer`: its commands are modules that exist, and `resume` remembers every option of a run."""
+"""Tests `agent-trainer`: each command is an existing module, and `resume` restores every option of a run."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ OPTIONS = {
 
 
 def run_of(path: Path, **changes: str) -> TrainerConfig:
-    """Write the folder of a run and return its options."""
-    given = OPTIONS | {"log_path": str(path)} | changes
-    config = parse([f"{name}={value}" for name, value in given.items()])
+    """Write the folder of a run and return its configuration."""
+    options = OPTIONS | {"log_path": str(path)} | changes
+    config = parse([f"{name}={value}" for name, value in options.items()])
     RunFolder(path=path, checkpoint=None, delete_first=False).create(config)
     (path / "metrics.jsonl").write_text("")
     return config
 
 
-def test_every_option_of_a_run_is_remembered(tmp_path: Path) -> None:
+def test_resume_restores_every_option_of_a_run(tmp_path: Path) -> None:
     config = run_of(tmp_path / "run")
     resumed = parse(resumed_arguments(str(tmp_path / "run"), []))
     assert resumed == chz.replace(config, behavior_if_log_dir_exists="resume")
@@ -63,7 +63,9 @@ def test_options_given_to_resume_replace_those_of_the_run(tmp_path: Path) -> Non
     assert resumed.max_steps == 9 and resumed.eval_tasks is None and resumed.max_tokens == 100
 
 
-def test_a_folder_without_a_run_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_gives_a_one_line_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: No such file or directory; give the folder of a"):
         resumed_arguments(str(tmp_path), [])
     (tmp_path / "config.json").write_text("[1]")
@@ -85,20 +87,22 @@ def test_the_console_script_is_declared() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["trane"], ["resume"], ["resume", "absent"]])
-def test_a_mistaken_command_is_one_line(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_mistaken_command_gives_a_one_line_error(
+    arguments: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     error = capfd.readouterr().err
     assert error.startswith("agent-trainer: ") and error.count("\n") == 1
 
 
-def test_a_model_directory_is_asked_for_as_the_server_names_it(tmp_path: Path) -> None:
+def test_a_model_directory_is_requested_by_its_served_name(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
-    own = ["backend=skyrl-tx", f"model_name={tmp_path}/tiny"]
-    named = ["backend=skyrl-tx", "model_name=local/tiny"]
-    assert with_local_model(own) == [*named, f"tokenizer={tmp_path}/tiny"]
-    assert with_local_model([*own, "tokenizer=t"]) == [named[0], "tokenizer=t", named[1]]
-    for other in (["backend=tinker", own[1]], [own[0], "model_name=org/name"], [own[0]]):
-        assert with_local_model(other) == other
+    by_path = ["backend=skyrl-tx", f"model_name={tmp_path}/tiny"]
+    by_name = ["backend=skyrl-tx", "model_name=local/tiny"]
+    assert with_local_model(by_path) == [*by_name, f"tokenizer={tmp_path}/tiny"]
+    assert with_local_model([*by_path, "tokenizer=t"]) == [by_name[0], "tokenizer=t", by_name[1]]
+    for arguments in (["backend=tinker", by_path[1]], [by_path[0], "model_name=org/name"], [by_path[0]]):
+        assert with_local_model(arguments) == arguments
 
 
 def test_evaluate_takes_every_option_of_a_run(tmp_path: Path) -> None:
@@ -125,7 +129,9 @@ def test_evaluate_takes_every_option_of_a_run(tmp_path: Path) -> None:
         (["RUN/none"], "give the folder of a"),
     ],
 )
-def test_a_mistake_of_evaluate_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_a_mistake_of_evaluate_gives_a_one_line_error(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
     run_of(tmp_path / "run")
     with pytest.raises(ConfigError, match=message):
         command_line("evaluate", [argument.replace("RUN", str(tmp_path / "run")) for argument in arguments])

@@ -1,4 +1,4 @@
-"""`python -m src.analyze` on runs and evaluations of the real trainer with scripted policies."""
+"""Runs `python -m src.analyze` on runs and evaluations of the real trainer with scripted policies."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ CALL = '<tool_call>{"name": "get_order", "arguments": {"order": "no such id"}}</
 
 
 class Clerk:
-    """Asks for an order that does not exist, and then says something until the user ends the conversation.
+    """A policy that requests an order that does not exist and then answers with text until the user ends.
 
-    With an even seed it calls nothing.
+    Every fifth completion is text, even if no call has been made.
     """
 
     version = 0
@@ -51,7 +51,7 @@ class Clerk:
         return await FakePolicy(self._chat, [reply]).sample(request)
 
 
-async def evaluated(folder: Path, *options: str) -> None:
+async def evaluate_clerk(folder: Path, *options: str) -> None:
     """Evaluate the clerk on tasks of toy_retail."""
     chat = load_chat(str(MODEL))
     argv = ["env=tau_bench", "environment_kwargs=domain=toy_retail", "test_data=shop=toy_retail:test"]
@@ -75,7 +75,7 @@ def rows(text: str, heading: str) -> list[dict[str, str]]:
     return [dict(zip(header, line, strict=True)) for line in body]
 
 
-def analysis(*arguments: str, write_to: Path) -> str:
+def analyze(*arguments: str, write_to: Path) -> str:
     assert main([*arguments, f"write_to={write_to}"]) == 0
     return write_to.read_text()
 
@@ -84,7 +84,7 @@ def analysis(*arguments: str, write_to: Path) -> str:
 async def test_a_run_is_compared_from_its_first_to_its_last_step(tmp_path: Path) -> None:
     bench = EpisodesRun(tmp_path)
     await bench.trained("n_epochs=6", "eval_every=3", "temperature=1")
-    text = analysis(f"runs={bench.path}", write_to=tmp_path / "experiments.md")
+    text = analyze(f"runs={bench.path}", write_to=tmp_path / "experiments.md")
     before, after = (
         bench.lines(f"dumped_evals/global_step_{step}_evals/aggregated_results.jsonl")[0] for step in (0, 6)
     )
@@ -104,8 +104,8 @@ async def test_a_run_is_compared_from_its_first_to_its_last_step(tmp_path: Path)
 
 @pytest.mark.seed_behaviour(150)
 async def test_failing_tasks_have_their_patterns_and_calls(tmp_path: Path) -> None:
-    await evaluated(tmp_path / "evaluation", "tasks=*-test-*")
-    text = analysis(f"runs={tmp_path / 'evaluation'}", write_to=tmp_path / "e.md")
+    await evaluate_clerk(tmp_path / "evaluation", "tasks=*-test-*")
+    text = analyze(f"runs={tmp_path / 'evaluation'}", write_to=tmp_path / "e.md")
     dumped = [
         json.loads(line)
         for line in (tmp_path / "evaluation/dumped_evals/global_step_0_evals/shop.jsonl")
@@ -132,7 +132,7 @@ async def test_failing_tasks_have_their_patterns_and_calls(tmp_path: Path) -> No
 async def test_the_conversations_of_a_task_are_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await evaluated(tmp_path / "evaluation", "tasks=price-test-1,return-test-1")
+    await evaluate_clerk(tmp_path / "evaluation", "tasks=price-test-1,return-test-1")
     argv = [f"runs={tmp_path / 'evaluation'}", f"write_to={tmp_path / 'e.md'}"]
     assert main([*argv, "task=price-*"]) == 0
     printed = capsys.readouterr().out
@@ -152,7 +152,7 @@ async def test_two_runs_are_compared_in_pairs(tmp_path: Path) -> None:
         bench = EpisodesRun(tmp_path / name)
         await bench.trained("n_epochs=4", "eval_every=0", "temperature=1", *options)
         folders.append(bench.path.rename(bench.path.with_name(name)))
-    text = analysis(f"runs={folders[0]},{folders[1]}", write_to=tmp_path / "experiments.md")
+    text = analyze(f"runs={folders[0]},{folders[1]}", write_to=tmp_path / "experiments.md")
     comparison = text.partition("## tinker, skyrl-tx")[2]
     assert [row["run"] for row in rows(comparison, "\n")] == ["tinker"] * 3 + ["skyrl-tx"] * 3
     assert "`seed=1` and `2`; `learning_rate=2.0` and `1.0`" in comparison
@@ -172,9 +172,9 @@ async def test_two_runs_are_compared_in_pairs(tmp_path: Path) -> None:
 async def test_a_repeated_analysis_replaces_its_section(tmp_path: Path) -> None:
     path = tmp_path / "experiments.md"
     path.write_text("# Experiments\n\nOur notes.\n")
-    await evaluated(tmp_path / "first", "n_samples=1", "tasks=*1")
+    await evaluate_clerk(tmp_path / "first", "n_samples=1", "tasks=*1")
     for _ in range(2):
-        text = analysis(f"runs={tmp_path / 'first'}", write_to=path)
+        text = analyze(f"runs={tmp_path / 'first'}", write_to=path)
         assert text.startswith("# Experiments\n\nOur notes.\n\n<!-- analysis: first -->\n")
         assert text.count("## first") == 1
 
@@ -186,7 +186,7 @@ def skyrl_dump(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 @pytest.mark.seed_behaviour(146)
 def test_dumps_of_skyrl_can_be_analyzed(tmp_path: Path) -> None:
-    """They have token scores, task keys, and no conversation."""
+    """The dumps have token scores and task keys, but no conversations."""
     response = '<tool_call>{"name": "search"}</tool_call><|im_end|><|im_start|>assistant\ndone'
     for step, scores in {0: (0.0, 0.0, 0.0, 1.0), 10: (1.0, 0.0, 1.0, 1.0)}.items():
         records = [
@@ -200,7 +200,7 @@ def test_dumps_of_skyrl_can_be_analyzed(tmp_path: Path) -> None:
             for score in scores
         ]
         skyrl_dump(tmp_path / "run" / f"global_step_{step}" / "web.jsonl", records)
-    text = analysis(f"runs={tmp_path / 'run'}", write_to=tmp_path / "e.md")
+    text = analyze(f"runs={tmp_path / 'run'}", write_to=tmp_path / "e.md")
     [row] = rows(text, "### Held-out tasks, step 0 → 10")
     assert (row["pass@1"], row["pass@3"]) == ("25.0% → 75.0%", "75.0% → 100.0%")
     assert (row["avg turns"], row["avg tool calls"]) == ("2.0 → 2.0", "1.0 → 1.0")
@@ -212,14 +212,14 @@ def test_dumps_of_skyrl_can_be_analyzed(tmp_path: Path) -> None:
     ("arguments", "line"),
     [
         (["runs={}/none"], "has neither dumped_evals/ nor metrics.jsonl; give the folder of a run with"),
-        (["runs={}/run", "last_step=3"], "last_step=3 has no dumped evaluation in run; those there are: 0"),
+        (["runs={}/run", "last_step=3"], "last_step=3 has no dumped evaluation in run; steps with one: 0"),
         (["runs={}/run,{}/x/run"], "two runs are called run; rename one of their folders"),
         (["runs={}/run,{}/run"], "runs names a folder twice; remove one of them"),
         (["runs={}/damaged"], "web.jsonl, line 1: score"),
         ([], "missing: runs"),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_a_mistake_gives_a_one_line_error(
     tmp_path: Path, arguments: Sequence[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, score in {"run": 1.0, "x/run": 1.0, "damaged": "good"}.items():

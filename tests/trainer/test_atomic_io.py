@@ -8,7 +8,7 @@ from src.records.atomic_io import append_record, replace_text, truncate_torn_lin
 from tests.fakes.run_files import records
 
 
-def test_a_line_that_does_not_fit_is_removed_and_named(tmp_path, monkeypatch):
+def test_a_partly_written_line_is_removed_with_an_error(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     append_record(path, {"n": 1})
     before = path.read_text()

@@ -1,4 +1,4 @@
-"""The backend with the real SDK, against the HTTP side of our server with a fake engine."""
+"""Runs the backend with the real SDK against the HTTP side of our server with a fake engine."""
 
 import logging
 from collections.abc import Iterator
@@ -94,7 +94,7 @@ async def test_a_context_beyond_the_servers_is_rejected(url):
 
 
 @pytest.mark.seed_behaviour(123)
-async def test_the_clouds_context_is_what_its_capabilities_say(tmp_path, monkeypatch):
+async def test_the_clouds_context_comes_from_its_capabilities(tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_API_KEY", "tml-mine")
     context = fake_context(tmp_path)
     engine = fake_engine(context)
@@ -121,7 +121,7 @@ async def test_a_rejected_rank_gives_the_servers_message(url):
 
 
 @pytest.mark.seed_behaviour(84)
-async def test_the_alpha_of_an_adapter_is_the_option(url):
+async def test_lora_alpha_sets_the_alpha_of_the_adapter(url):
     async with connect(settings(url)) as endpoint:
         backend = await endpoint.open_training(AdapterOptions(lora_rank=8, lora_alpha=64.0))
         assert backend.lora_alpha == 64
@@ -130,7 +130,7 @@ async def test_the_alpha_of_an_adapter_is_the_option(url):
         assert (await endpoint.open_training(resumed)).lora_alpha == 64  # the checkpoint's
 
 
-async def test_a_server_that_reports_no_alpha_has_tinkers(url, monkeypatch):
+async def test_without_a_reported_alpha_the_backend_uses_tinkers(url, monkeypatch):
     async def without_alpha(*arguments, **options):
         return httpx.Response(200, json={"lora_rank": 8})
 
@@ -189,13 +189,13 @@ async def test_a_server_that_is_still_loading_is_reported_as_not_ready():
 
 @pytest.mark.seed_behaviour(96, 126)
 def test_our_server_needs_no_key(monkeypatch):
-    own = settings("http://h:1/")
-    assert require_key(own) == "tml-dummy"
+    server_settings = settings("http://h:1/")
+    assert require_key(server_settings) == "tml-dummy"
     monkeypatch.setenv("TINKER_API_KEY", "whatever")
-    assert require_key(own) == "tml-dummy"
+    assert require_key(server_settings) == "tml-dummy"
     monkeypatch.setenv("TINKER_API_KEY", "tml-mine")
-    assert require_key(own) == "tml-mine"
-    assert base_url(own) == "http://h:1"
+    assert require_key(server_settings) == "tml-mine"
+    assert base_url(server_settings) == "http://h:1"
 
 
 @pytest.mark.seed_behaviour(96, 126)

@@ -1,4 +1,4 @@
-"""The batch of each step, and the records of earlier groups, on-policy and ahead of training."""
+"""Tests the batch of each step and the records of finished groups, on-policy and ahead of training."""
 
 import asyncio
 import gc
@@ -30,21 +30,22 @@ def batch(step: int, names: str) -> Batch:
 
 
 class Bench:
-    """Return step groups for the files in `path`.
+    """A batch collector with its files in `path`.
 
-    Sandboxes of `cursed` tasks never build, and `mixed` tasks are solved sometimes.
+    All trials of `failing` tasks fail. In a group of a `mixed` task, only the first trial succeeds.
+    A trial of a `held` task waits until `release[task]` is set.
     """
 
-    def __init__(self, path, names="abcdef", *, cursed="", mixed="", hold=(), steps_done=0, **changes):
-        self.path, self.cursed, self.mixed = path, cursed, mixed
-        self.lock_run_dir = {name: asyncio.Event() for name in hold}
+    def __init__(self, path, names="abcdef", *, failing="", mixed="", held=(), steps_done=0, **changes):
+        self.path, self.failing, self.mixed = path, failing, mixed
+        self.release = {name: asyncio.Event() for name in held}
         self.source = FakeTasks(train=[task(name) for name in names], play=self._play)
-        self.batch_fixed: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self.heard: list[str] = []
+        self.trial_started: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.reported: list[str] = []
         self.missing: list[str] = []
         self.journal = Journal(path)
         finished = FinishedRollouts(path, self.journal)
-        once = RolloutOptions(
+        rollout_options = RolloutOptions(
             n_parallel_envs=99, trial_timeout_s=None, trial_attempts=2, retry_wait_s=0, seed=0
         )
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -54,7 +55,7 @@ class Bench:
                 group_size=TRIALS, temperature=1.0, dynamic_sampling_max_batches=5, **(options | changes)
             ),
             source=self.source,
-            rollouts=Rollouts(self.source, once, finished),
+            rollouts=Rollouts(self.source, rollout_options, finished),
             finished=finished,
             watchdog=Watchdog(WatchdogOptions(heartbeat_timeout_s=60, request_timeout_s=60), self.lost),
             events=Display(Console(file=io.StringIO())),
@@ -65,23 +66,23 @@ class Bench:
     async def _play(self, trial, policy):
         folder = trial.directory / f"{trial.task.id}-{trial.member}"
         folder.mkdir(parents=True, exist_ok=True)
-        self.batch_fixed[trial.task.id].set()
-        if trial.task.id in self.lock_run_dir:
-            await self.lock_run_dir[trial.task.id].wait()
+        self.trial_started[trial.task.id].set()
+        if trial.task.id in self.release:
+            await self.release[trial.task.id].wait()
         if not folder.exists():
             self.missing.append(folder.name)
-        if trial.task.id in self.cursed:
+        if trial.task.id in self.failing:
             return failure(trial.task.id)
         return trajectory(
             trial.task.id, float(trial.task.id in self.mixed and trial.member == 0), name=folder.name
         )
 
-    async def gather(self, step: int, names: str) -> StepBatch:
+    async def collect(self, step: int, names: str) -> StepBatch:
         return await asyncio.wait_for(
-            self.groups.collect(batch(step, names), lambda group: self.heard.append(group.task.id)), 10
+            self.groups.collect(batch(step, names), lambda group: self.reported.append(group.task.id)), 10
         )
 
-    def settle(self, step: int) -> None:
+    def end_step(self, step: int) -> None:
         self.journal.trained(step, groups=self.journal.groups_of(step) or [], state=self.groups.state())
 
     def played(self, *, folder: str = "") -> str:
@@ -92,153 +93,155 @@ class Bench:
 
 
 async def test_a_quarantined_task_stays_left_out_after_a_restart(tmp_path):
-    bench = Bench(tmp_path, cursed="a")
-    first = await bench.gather(1, "ab")
+    bench = Bench(tmp_path, failing="a")
+    first = await bench.collect(1, "ab")
     assert [group.task.id for group in first.played] == ["a", "b"]
     names = ("tasks/quarantined", "groups/quarantined", "trials/retries")
     assert [first.metrics[name] for name in names] == [1, 0, TRIALS]
-    bench.settle(1)
-    for again in (bench, Bench(tmp_path, cursed="a", steps_done=1)):
+    bench.end_step(1)
+    for again in (bench, Bench(tmp_path, failing="a", steps_done=1)):
         again.source.made.clear()
-        second = await again.gather(2, "ac")
-        assert again.played() in ("c", "")  # the second time, it is loaded from disk
+        second = await again.collect(2, "ac")
+        assert again.played() in ("c", "")  # In the second iteration, c is loaded from disk.
         assert [group.task.id for group in second.to_learn] == ["c"] and [
             second.metrics[name] for name in names
         ] == [1, 1, 0]
-    assert bench.journal.groups_of(2) == [(2, "a"), (2, "c")], "as the schedule has it"
+    assert bench.journal.groups_of(2) == [(2, "a"), (2, "c")], "groups must follow the order of the schedule"
     assert bench.source.ended == ["step_000001", "step_000002"]
     assert [
         line["task"] for line in records(tmp_path / "journal.jsonl") if line["event"] == "quarantined"
     ] == ["a"]
 
 
-async def test_a_single_strike_does_not_quarantine_a_task(tmp_path):
-    bench = Bench(tmp_path, cursed="a", quarantine_after=2)
-    assert [(await bench.gather(step, "ab")).metrics["tasks/quarantined"] for step in (1, 2)] == [0, 1]
+async def test_a_single_failed_group_does_not_quarantine_a_task(tmp_path):
+    bench = Bench(tmp_path, failing="a", quarantine_after=2)
+    assert [(await bench.collect(step, "ab")).metrics["tasks/quarantined"] for step in (1, 2)] == [0, 1]
 
 
-async def test_a_batch_without_a_grade_ends_the_run(tmp_path):
-    bench = Bench(tmp_path, cursed="abc")
-    assert not (await bench.gather(1, "a")).played[0].trajectories
+async def test_a_batch_without_a_graded_trial_stops_the_run(tmp_path):
+    bench = Bench(tmp_path, failing="abc")
+    assert not (await bench.collect(1, "a")).played[0].trajectories
     with pytest.raises(TooManyFailuresError, match="none of the 6 trials of step 2"):
-        await bench.gather(2, "bc")
+        await bench.collect(2, "bc")
 
 
-async def test_too_many_failures_or_no_task_left_end_the_run(tmp_path):
+async def test_too_many_failures_or_no_task_left_stop_the_run(tmp_path):
     with pytest.raises(TooManyFailuresError, match=r"9 of the last 12 trials could not be graded"):
-        await Bench(tmp_path / "a", cursed="abc", max_failure_rate=0.7).gather(1, "abcd")
-    bench = Bench(tmp_path / "b", "ab", cursed="ab")
-    await bench.gather(1, "a")
+        await Bench(tmp_path / "a", failing="abc", max_failure_rate=0.7).collect(1, "abcd")
+    bench = Bench(tmp_path / "b", "ab", failing="ab")
+    await bench.collect(1, "a")
     with pytest.raises(TooManyFailuresError, match="every training task is quarantined"):
-        await bench.gather(2, "b")
+        await bench.collect(2, "b")
 
 
 async def test_the_curriculum_continues_after_a_restart(tmp_path):
-    """The journal records the chosen tasks, not the schedule. A task that is left out is not chosen again."""
-    bench, chosen = Bench(tmp_path, cursed="a", mixed="ef", task_sampling="thompson"), []
+    """The journal records the chosen tasks, not the schedule. A quarantined task is not chosen again."""
+    bench, chosen = Bench(tmp_path, failing="a", mixed="ef", task_sampling="thompson"), []
     for step in range(1, 9):
-        gathered = await bench.gather(step, "ab")
-        bench.settle(step)
-        chosen.append([group.task.id for group in gathered.played])
+        step_batch = await bench.collect(step, "ab")
+        bench.end_step(step)
+        chosen.append([group.task.id for group in step_batch.played])
         assert bench.journal.groups_of(step) == [(step, name) for name in chosen[-1]] and len(chosen[-1]) == 2
     assert sum("a" in names for names in chosen) == 1 and len({*map(frozenset, chosen)}) > 4
     state = bench.groups.state()
     assert state["curriculum"]["num_groups"] == 16 and set(state["curriculum"]["evidence"]) == {*chosen[-1]}
-    again = Bench(tmp_path, cursed="a", mixed="ef", task_sampling="thompson", steps_done=8)
-    assert (await again.gather(9, "ab")).metrics == (await bench.gather(9, "ab")).metrics
+    again = Bench(tmp_path, failing="a", mixed="ef", task_sampling="thompson", steps_done=8)
+    assert (await again.collect(9, "ab")).metrics == (await bench.collect(9, "ab")).metrics
     assert again.groups.state() == bench.groups.state() != state and again.journal.groups_of(
         9
     ) == bench.journal.groups_of(9)
     assert "curriculum" not in Bench(tmp_path / "uniform").groups.state()
 
 
-async def test_chosen_refills_are_other_tasks_as_many_as_are_missing(tmp_path):
+async def test_chosen_refills_are_as_many_new_tasks_as_are_missing(tmp_path):
     for step in range(1, 9):
         bench = Bench(tmp_path, mixed="ef", task_sampling="thompson", dynamic_sampling="filter")
-        gathered = await bench.gather(step, "ab")
-        assert sorted(group.task.id for group in gathered.to_learn) == ["e", "f"]
+        step_batch = await bench.collect(step, "ab")
+        assert sorted(group.task.id for group in step_batch.to_learn) == ["e", "f"]
         counts = Counter(trial.task.id for trial in bench.source.made)
-        assert set(counts.values()) == {TRIALS}, "no task has two turns while there are others"
-        assert len(gathered.played) == len(counts)
-        num_batches = int(gathered.metrics["dynamic_sampling/batches"])
+        assert set(counts.values()) == {TRIALS}, "no task is played twice while unplayed tasks exist"
+        assert len(step_batch.played) == len(counts)
+        num_batches = int(step_batch.metrics["dynamic_sampling/batches"])
         purposes = ["step", *(f"refill-{number}" for number in range(1, num_batches))]
         assert {trial.directory.name for trial in bench.source.made} == {
             f"{purpose}_{step:06d}" for purpose in purposes
         }
     few = Bench(tmp_path / "few", "ab", task_sampling="thompson", dynamic_sampling="filter")
     with pytest.raises(TrainerError, match="5 batches had equal rewards"):
-        await few.gather(1, "ab")
-    assert len(few.source.made) == 5 * 2 * TRIALS, "where there are no others the same again"
+        await few.collect(1, "ab")
+    assert len(few.source.made) == 5 * 2 * TRIALS, "without unplayed tasks, the same tasks are played again"
 
 
 async def test_uniform_refills_are_whole_shuffled_batches(tmp_path):
     bench = Bench(tmp_path / "none", dynamic_sampling="filter")
     with pytest.raises(TrainerError, match="5 batches had equal rewards"):
-        await bench.gather(1, "ab")
+        await bench.collect(1, "ab")
     refills = [bench.played(folder=f"refill-{number}_") for number in range(1, 5)]
     assert {len(names) for names in refills} == {2} and len(set(refills)) > 1
     bench = Bench(tmp_path / "one", mixed="a", dynamic_sampling="filter")
-    await bench.gather(1, "ab")
-    assert len(bench.played(folder="refill-1_")) == 2, "though one is missing"
+    await bench.collect(1, "ab")
+    assert len(bench.played(folder="refill-1_")) == 2, (
+        "a refill is a whole batch, even if one group is missing"
+    )
 
 
 async def test_a_lost_server_ends_the_wait_for_groups_ahead(tmp_path):
-    bench = Bench(tmp_path, hold="ab", max_staleness=1)
+    bench = Bench(tmp_path, held="ab", max_staleness=1)
     async with bench.groups.running([batch(1, "ab")], UnusedPolicy(0)):
-        gathering = asyncio.ensure_future(bench.gather(1, "ab"))
+        collecting = asyncio.ensure_future(bench.collect(1, "ab"))
         await asyncio.sleep(0)
         bench.lost.set_result("gone")
         with pytest.raises(ServerLost, match="playing step 1: gone"):
-            await gathering
+            await collecting
 
 
 async def test_a_restarted_run_takes_the_same_groups(tmp_path):
     batches = [batch(1, "ab"), batch(2, "cd"), batch(3, "ef")]
-    bench = Bench(tmp_path, hold="a", cursed="c", max_staleness=1, quarantine_after=0)
+    bench = Bench(tmp_path, held="a", failing="c", max_staleness=1, quarantine_after=0)
     async with bench.groups.running(batches, UnusedPolicy(0)):
-        first = await bench.gather(1, "ab")
+        first = await bench.collect(1, "ab")
         groups = [(group.step, group.task.id) for group in first.to_learn]
-        assert bench.heard == [name for _, name in groups] and "a" not in bench.heard
+        assert bench.reported == [name for _, name in groups] and "a" not in bench.reported
         assert (
-            first.metrics["trials/retries"] == TRIALS * bench.heard.count("c")
+            first.metrics["trials/retries"] == TRIALS * bench.reported.count("c")
             and first.metrics["groups/quarantined"] == 0
         )
         assert bench.journal.groups_of(1) == groups and {step for step, _ in groups} == {1, 2}
         assert bench.source.ended == ["step_000001", "step_000002"]
-    again = Bench(tmp_path, cursed="c", max_staleness=1, quarantine_after=0)
+    again = Bench(tmp_path, failing="c", max_staleness=1, quarantine_after=0)
     async with again.groups.running(batches, UnusedPolicy(0)):
-        await again.gather(1, "ab")
-        assert sorted(again.heard) == sorted(bench.heard) and "b" not in again.played()
+        await again.collect(1, "ab")
+        assert sorted(again.reported) == sorted(bench.reported) and "b" not in again.played()
         again.groups.update_begins()
         again.groups.update_ended(UnusedPolicy(1))
-        second = await again.gather(2, "cd")
-        assert not {group.task.id for group in second.to_learn} & set(bench.heard)
+        second = await again.collect(2, "cd")
+        assert not {group.task.id for group in second.to_learn} & set(bench.reported)
     again.source.train = again.source.train[2:]
     with pytest.raises(ConfigError, match="this run has trained on b, which the environment lacks"):
-        await again.gather(1, "ab")
+        await again.collect(1, "ab")
 
 
-async def test_what_a_restarted_run_has_taken_up_from_disk_is_not_kept(tmp_path):
+async def test_loaded_rollouts_are_freed_after_their_step(tmp_path):
     first = Bench(tmp_path, max_staleness=1)
     async with first.groups.running(batches := [batch(1, "ab"), batch(2, "cd")], UnusedPolicy(0)):
-        await first.gather(1, "ab")
+        await first.collect(1, "ab")
     again = Bench(tmp_path, max_staleness=1)
     async with again.groups.running(batches, UnusedPolicy(0)):
-        assert (await again.gather(1, "ab")).played
+        assert (await again.collect(1, "ab")).played
         gc.collect()
-        assert not any(isinstance(found, FinishedRollout) for found in gc.get_objects())
+        assert not any(isinstance(item, FinishedRollout) for item in gc.get_objects())
 
 
 async def test_groups_played_ahead_are_counted(tmp_path):
     bench, names = (
-        Bench(tmp_path, cursed="a", max_staleness=1, max_groups_in_flight=1, batch_size=1),
+        Bench(tmp_path, failing="a", max_staleness=1, max_groups_in_flight=1, batch_size=1),
         ("ab", "cd", "ab"),
     )
-    batches = [batch(step, each) for step, each in enumerate(names, start=1)]
+    batches = [batch(step, task_names) for step, task_names in enumerate(names, start=1)]
     quarantined = []
     async with bench.groups.running(batches, UnusedPolicy(0)):
-        for step, each in enumerate(names, start=1):
-            metrics = (await bench.gather(step, each)).metrics
+        for step, task_names in enumerate(names, start=1):
+            metrics = (await bench.collect(step, task_names)).metrics
             quarantined.append(
                 (metrics["tasks/quarantined"], metrics["groups/quarantined"], metrics["trials/retries"])
             )
@@ -248,11 +251,11 @@ async def test_groups_played_ahead_are_counted(tmp_path):
     assert "a" in bench.played(folder="step_000001") and bench.played(folder="step_000003") == "b"
 
 
-async def test_a_group_leaves_the_folders_of_other_groups_alone(tmp_path):
-    bench = Bench(tmp_path, hold="b", max_staleness=1, max_groups_in_flight=2)
+async def test_a_group_keeps_the_folders_of_other_groups(tmp_path):
+    bench = Bench(tmp_path, held="b", max_staleness=1, max_groups_in_flight=2)
     async with bench.groups.running([batch(1, "abc")], UnusedPolicy(0)):
-        gathering = asyncio.ensure_future(bench.gather(1, "abc"))
-        await asyncio.wait_for(bench.batch_fixed["c"].wait(), 10)
-        bench.lock_run_dir["b"].set()
-        await gathering
-    assert not bench.missing and len(bench.heard) == 3
+        collecting = asyncio.ensure_future(bench.collect(1, "abc"))
+        await asyncio.wait_for(bench.trial_started["c"].wait(), 10)
+        bench.release["b"].set()
+        await collecting
+    assert not bench.missing and len(bench.reported) == 3

@@ -1,4 +1,4 @@
-"""The operation of real sandboxes: commands, processes, isolation and limits."""
+"""Tests real sandboxes: commands, processes, isolation and limits."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 async def until_none(running: Bubblewrap, pattern: str) -> None:
-    """Wait until no process matches, because a killed process takes a moment to end."""
+    """Wait until no process matches. A killed process needs a moment to end."""
     assert (await running.run(f"while pgrep -f '{pattern}' >/dev/null; do :; done", timeout_s=60)).status == 0
 
 
 def processes_with(marker: str) -> list[str]:
-    found = []
+    """Return the command lines of the other processes that contain the marker."""
+    command_lines = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
@@ -40,18 +41,17 @@ def processes_with(marker: str) -> list[str]:
             except OSError:
                 continue
             if marker.encode() in line:
-                found.append(line.decode(errors="replace"))
-    return found
+                command_lines.append(line.decode(errors="replace"))
+    return command_lines
 
 
 def open_files() -> set[str]:
-    """Return the targets of this process's descriptors. Their numbers are not compared, because threads reuse
-    them."""
-    found = set()
+    """Return the targets of this process's file descriptors, without their numbers, which threads reuse."""
+    targets = set()
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
-            found.add(os.readlink(f"/proc/self/fd/{number}"))
-    return found
+            targets.add(os.readlink(f"/proc/self/fd/{number}"))
+    return targets
 
 
 async def seconds(work: Awaitable[object]) -> float:
@@ -64,7 +64,7 @@ def mounts() -> set[str]:
     return set(Path("/proc/self/mounts").read_text().splitlines())
 
 
-async def test_exec_reports_status_output_and_errors_apart() -> None:
+async def test_exec_returns_status_stdout_and_stderr() -> None:
     async with sandbox() as running:
         done = await running.run("echo out; echo err >&2; exit 7")
     assert (done.status, done.stdout, done.stderr) == (7, b"out\n", b"err\n")
@@ -92,7 +92,7 @@ async def test_large_output_arrives_whole() -> None:
     assert done.stdout == b"x" * 5_000_000
 
 
-async def test_pid_1_survives_signals_and_reports_killed_commands() -> None:
+async def test_pid_1_ignores_signals_and_reports_killed_commands() -> None:
     async with sandbox() as running:
         assert (
             await running.run(
@@ -131,7 +131,7 @@ async def test_nothing_of_the_host_is_visible(tmp_path: Path) -> None:
         ).stdout == b""
 
 
-async def test_without_a_network_only_the_own_loopback_exists() -> None:
+async def test_without_a_network_only_a_private_loopback_exists() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with sandbox() as running:
             assert (await running.run(f"exec 3<>/dev/tcp/127.0.0.1/{listener.getsockname()[1]}")).status != 0
@@ -158,7 +158,7 @@ async def test_a_pane_keeps_long_output() -> None:
     assert shown.stdout == b"100000\n"
 
 
-async def test_sandboxes_start_fast_and_leave_nothing() -> None:
+async def test_sandboxes_start_fast_and_leave_no_resources() -> None:
     async with sandbox():
         pass  # the skeleton is built once per run
     before, plain_s, start_s, exec_s = open_files(), list[float](), list[float](), list[float]()
@@ -171,7 +171,7 @@ async def test_sandboxes_start_fast_and_leave_nothing() -> None:
                 plain_s.append(await seconds(asyncio.to_thread(subprocess.run, ["bash", "-c", "true"])))
             with pytest.raises(CommandTimeout):
                 await running.run("sleep 60", timeout_s=0.05)
-    # The slowdown of this machine compared with an idle one, which needs 3 ms.
+    # The slowdown of this machine compared with an idle one, where a plain command takes 3 ms.
     slow = max(1.0, min(plain_s) / 0.01)
     assert min(start_s) < 1.5 * slow and min(exec_s) < 0.15 * slow  # ten times the time on an idle machine
     await asyncio.sleep(0)
@@ -227,7 +227,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-def test_kill_9_of_the_trainer_leaves_nothing() -> None:
+def test_kill_9_of_the_trainer_leaves_no_sandbox() -> None:
     label, marker = f"test-dead-{os.getpid()}", f"31536{secrets.randbelow(10**6)}"
     mounts_before = mounts()
     trainer = subprocess.Popen([sys.executable, "-c", CHILD, label, marker], stdout=subprocess.PIPE, cwd=ROOT)
@@ -247,6 +247,6 @@ def test_kill_9_of_the_trainer_leaves_nothing() -> None:
     # The trial on Docker may run at the same time.
     assert [mount for mount in mounts() - mounts_before if "docker" not in mount] == []
     while (root_directory() / label).exists() and time.monotonic() < deadline:
-        # Another trainer may have removed them. A cgroup exists until its last process has ended.
+        # Another trainer may have removed the directory. A cgroup exists until its last process has ended.
         remove_ended_runs()
     assert not (root_directory() / label).exists()

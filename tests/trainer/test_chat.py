@@ -21,7 +21,7 @@ def encode(value: str) -> list[int]:
 
 
 def without_thinking():
-    """A tokenizer whose template reads neither enable_thinking nor tools."""
+    """Return a tokenizer whose template reads neither enable_thinking nor tools."""
     tokenizer = deepcopy(byte_tokenizer())
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}[assistant]{% endif %}"

@@ -29,7 +29,7 @@ def test_incomplete_lines_and_unknown_keys_are_ignored(tmp_path):
     assert last(tmp_path) == checkpoint(2)
 
 
-def test_a_line_that_is_no_checkpoint_is_named(tmp_path):
+def test_a_line_that_is_no_checkpoint_is_an_error(tmp_path):
     (tmp_path / JOURNAL).write_text('{"hello": 1}\n')
     with pytest.raises(ConfigError, match=r"checkpoints.jsonl, line 1: name: Field required"):
         last(tmp_path)

@@ -10,7 +10,7 @@ from src.core.options import pairs, sections
 from src.learning.options import LearnerOptions
 
 BASE = ["model_name=Qwen/Qwen3-4B", "tasks_dir=./tasks"]
-OWN = [*BASE, "backend=skyrl-tx", "skyrl_tx_url=http://h:1"]
+OUR_SERVER = [*BASE, "backend=skyrl-tx", "skyrl_tx_url=http://h:1"]
 
 
 @pytest.mark.seed_behaviour(115)
@@ -70,13 +70,13 @@ def test_the_single_task_of_the_documents_is_accepted():
 
 
 @pytest.mark.seed_behaviour(117)
-def test_the_seeds_own_recipe_is_accepted():
+def test_the_recipe_of_the_seeds_is_accepted():
     recipe = "learning_rate=2e-4 batch_size=2 group_size=16 n_parallel_envs=16 max_tokens=2048 "
     recipe += "temperature=0.7 context_limit=128000"
     recipe += " proactive_summarization_threshold=8000 enable_summarize=true n_epochs=2 num_substeps=4"
     recipe += " remove_constant_reward_groups=true normalize_advantages_by_std=true loss_fn=ppo"
     recipe += " environment_type=docker"
-    config = parse([*OWN, *recipe.split()])
+    config = parse([*OUR_SERVER, *recipe.split()])
     assert (config.num_substeps, config.remove_constant_reward_groups, config.context_limit) == (
         4,
         True,
@@ -156,12 +156,11 @@ def test_the_seeds_own_recipe_is_accepted():
         ),
         (
             ["stream_groups=true"],
-            "cannot go with loss_reduction=token_mean, which needs the whole batch; "
-            "use loss_reduction=prompt_mean",
+            "excludes loss_reduction=token_mean, which needs the whole batch; use loss_reduction=prompt_mean",
         ),
         (
             ["stream_groups=true", "loss_reduction=prompt_mean", "tis=token"],
-            "cannot go with tis=token, which needs the whole batch",
+            "excludes tis=token, which needs the whole batch",
         ),
         (["failed_trial_reward=1"], r"failed_trial_reward=1: expected 0 \| None$"),
         (["a...=3"], "unknown option"),
@@ -174,7 +173,7 @@ def test_unsupported_options_are_refused_with_a_fix(options, message):
     assert "\n" not in str(error.value)
 
 
-def test_unclipped_staleness_may_be_asked_for():
+def test_unclipped_staleness_can_be_allowed():
     options = ["max_staleness=1", "loss_fn=importance_sampling", "allow_unclipped_staleness=true"]
     assert parse([*BASE, *options]).max_staleness == 1
 
@@ -190,13 +189,13 @@ def test_lists_are_comma_separated():
     assert pairs(config.environment_kwargs, option="environment_kwargs") == {"cpus": "2", "network": "true"}
 
 
-def test_a_raw_singleton_may_be_a_group():
+def test_groups_of_one_need_raw_singleton_advantages():
     assert parse([*BASE, "group_size=1", "singleton_advantage=raw"]).group_size == 1
 
 
 def test_loss_settings_are_those_of_the_loss():
-    given = LearnerOptions(loss_fn="cispo", loss_fn_config=["clip_low_threshold=0.7"])
-    assert given.loss_settings == {"clip_low_threshold": 0.7}
+    options = LearnerOptions(loss_fn="cispo", loss_fn_config=["clip_low_threshold=0.7"])
+    assert options.loss_settings == {"clip_low_threshold": 0.7}
 
 
 def test_a_run_name_has_the_options_that_differ():
@@ -243,7 +242,7 @@ def test_skyrls_length_names_and_ours_mean_the_same():
     )
 
 
-def test_the_switch_for_the_deviation_still_works():
+def test_normalize_advantages_by_std_selects_the_estimator():
     assert parse(BASE).estimator == "grpo"
     assert parse([*BASE, "normalize_advantages_by_std=false"]).estimator == "dr_grpo"
     assert parse([*BASE, "advantage_estimator=rloo"]).estimator == "rloo"

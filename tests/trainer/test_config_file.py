@@ -1,4 +1,4 @@
-"""config=FILE.yaml: options of a file, their precedence, and errors as one line."""
+"""Tests config=FILE.yaml: the options of a file, their precedence, and one-line errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_arguments_take_precedence_over_the_file(tmp_path: Path):
         (None, "config=FILE cannot be read ("),
     ],
 )
-def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, capsys, text, message):
+def test_a_mistake_in_the_file_gives_a_one_line_error(tmp_path: Path, capsys, text, message):
     path = tmp_path / "run.yaml"
     if text is not None:
         path.write_text(text)

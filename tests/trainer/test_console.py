@@ -19,6 +19,7 @@ from tests.fakes.trials import failure, task, trajectory, turn
 
 
 def shown(show, *, width=80):
+    """Return the lines that `show` prints on a display of this width."""
     text = io.StringIO()
     show(Display(Console(file=text, width=width)))
     return [line.rstrip() for line in text.getvalue().splitlines()]
@@ -32,19 +33,19 @@ def group(name, *rewards, failures=()):
     return TrajectoryGroup(task=task(name), trajectories=members, failures=list(failures))
 
 
-def evaluation(step, *groups, floors=None):
-    floors = floors or {}
+def evaluation(step, *groups, noop_rewards=None):
+    noop_rewards = noop_rewards or {}
     return Evaluation(
         step=step,
         groups=list(groups),
         metrics={},
-        whole=section_of(groups, floors, group_size=2),
+        whole=section_of(groups, noop_rewards, group_size=2),
         domains={},
-        noop_rewards=floors,
+        noop_rewards=noop_rewards,
     )
 
 
-def test_a_group_is_one_line():
+def test_a_group_is_shown_in_one_line():
     def show(display):
         display.batch_started("step 1", num_groups=2, group_size=3)
         display.group_finished(
@@ -143,16 +144,16 @@ def test_an_evaluation_is_shown_beside_the_first_one():
     assert lines[0] == ["held-out", "task", "step", "0", "step", "4"]
     assert lines[1:3] == [["copy-01", "0/2", "2/2"], ["move-01", "1/2", "1/2"]]
     assert lines[3] == ["held-out", "success:", "75.0%", "(3/4)"]
-    beside = shown(
+    summary = shown(
         lambda display: display.evaluation_finished(
-            evaluation(4, group("copy-01", 1, 1), floors={"copy-01": 1.0}), None
+            evaluation(4, group("copy-01", 1, 1), noop_rewards={"copy-01": 1.0}), None
         )
     )[-1]
-    assert beside == "held-out success: 100.0% (2/2); doing nothing: 100.0%"
+    assert summary == "held-out success: 100.0% (2/2); doing nothing: 100.0%"
     graded = group("copy-01", 1, 1)
-    partly = replace(graded, task=replace(graded.task, grading="env"))
+    partial = replace(graded, task=replace(graded.task, grading="env"))
     assert (
-        shown(lambda display: display.evaluation_finished(evaluation(4, partly), None))[-1]
+        shown(lambda display: display.evaluation_finished(evaluation(4, partial), None))[-1]
         == "held-out success, graded in part: 100.0% (2/2)"
     )
 
@@ -173,8 +174,8 @@ def test_the_outcome_compares_success_and_names_the_files(tmp_path):
     ]
     earned = outcome(replace(rates, rewards=(0.3, 0.75)), [], steps=1, wall_s=1, log_path=tmp_path)[1]
     assert earned == f"{lines[1]}; mean reward 0.300 before, 0.750 after"
-    partly = replace(rates, is_partial=True)
-    assert outcome(partly, [], steps=1, wall_s=1, log_path=tmp_path)[1].startswith(
+    partial = replace(rates, is_partial=True)
+    assert outcome(partial, [], steps=1, wall_s=1, log_path=tmp_path)[1].startswith(
         "held-out success, graded in part: 25.0% before"
     )
     assert (
@@ -209,8 +210,8 @@ def test_every_trial_is_a_line_with_its_advantage_or_failure(tmp_path):
 def test_a_metric_of_nan_is_written_as_null(tmp_path):
     path = tmp_path / "rollouts" / "step_000001.jsonl"
     measured = [
-        replace(each, metrics={"loss": float("nan"), "steps": 2.0})
-        for each in group("copy-01", 1.0).trajectories
+        replace(member, metrics={"loss": float("nan"), "steps": 2.0})
+        for member in group("copy-01", 1.0).trajectories
     ]
     record_groups(path, [replace(group("copy-01", 1.0), trajectories=measured)], {})
     assert '"metrics": {"loss": null, "steps": 2.0}' in path.read_text()

@@ -28,7 +28,7 @@ def test_evidence_accumulates_and_decays():
     assert state.posterior(task("b")).mean == 0.5
 
 
-def test_an_ungraded_group_is_no_evidence_but_was_played():
+def test_an_ungraded_group_counts_as_played_without_evidence():
     before = Curriculum().after([group("a", 1, 0)])
     after = before.after([group("a")])
     assert (after.posterior(task("a")).solved, after.posterior(task("a")).failed) == (
@@ -93,7 +93,7 @@ def test_signal_sampling_doubles_the_signal_of_a_hard_pool(seed):
     assert signal.num_visited == uniform.num_visited == 100
 
 
-def test_the_pool_in_numbers():
+def test_curriculum_metrics_count_tasks_by_difficulty():
     state = Curriculum().after([group("a", *([0] * 16)), group("b", *([1] * 16)), group("c", 1, 0)])
     assert curriculum_metrics(state, TASKS, SIGNAL) == {
         **{

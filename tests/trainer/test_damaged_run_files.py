@@ -1,4 +1,4 @@
-"""With damaged run files, a resume works or ends with one line that names the file."""
+"""With damaged run files, a resume works or ends with a one-line error that names the file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OPTIONS = (
     *("task_sampling=thompson", "max_failure_rate=1", "dump_eval_results=false"),
 )
 READ = ("journal.jsonl", "checkpoints.jsonl", "metrics.jsonl", "config.json", "finished/step_000002.jsonl")
-WORDS: list[Any] = [
+VALUES: list[Any] = [
     *(
         "seven",
         "",
@@ -62,7 +62,7 @@ WORDS: list[Any] = [
     ),
     *("<i4:", "<i4:AAAA", "|O:eJwDAAAAAAE=", "<f8:eJwDAAAAAAE=", "\x00\ud800"),
 ]
-RUBBISH = [
+INVALID_LINES = [
     b"\xff\xfe\x00",
     b"[" * 100_000,
     b"{" * 5,
@@ -75,7 +75,7 @@ RUBBISH = [
 
 
 class Resumable(FakeRun):
-    """A run of the bandit, which accepts any checkpoint."""
+    """A run on the bandit backend, which accepts any checkpoint."""
 
     def __init__(self, path: Path) -> None:
         source = FakeTasks(
@@ -90,7 +90,7 @@ class Resumable(FakeRun):
 def half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run after two of four steps.
 
-    The checkpoint of the second step is missing, so that this step is trained again from disk.
+    The checkpoint of the second step is missing, so a resume trains this step again from the stored rollouts.
     """
     path = tmp_path_factory.mktemp("half") / "run"
     with suppress(NothingTrainedError):  # the rewards of every group are equal
@@ -119,10 +119,10 @@ def resumed(half_done: Path, tmp_path: Path, name: str, change: Any) -> str:
 @st.composite
 def changed_values(draw: st.DrawFn) -> Any:
     """Return a change of one value of one line, at any depth."""
-    at, path, word = (
+    line_number, path, replacement = (
         draw(st.integers(0, 40)),
         draw(st.lists(st.integers(0, 12), min_size=1, max_size=5)),
-        draw(st.sampled_from(WORDS)),
+        draw(st.sampled_from(VALUES)),
     )
     is_removed = draw(st.booleans())
 
@@ -132,7 +132,7 @@ def changed_values(draw: st.DrawFn) -> Any:
             if b"\n{" in content[:-1] and not content.startswith(b"{\n")
             else [content]
         )
-        at_line = at % len(lines)
+        at_line = line_number % len(lines)
         value = json.loads(lines[at_line])
         parent = value
         for number, index in enumerate(path):
@@ -144,7 +144,7 @@ def changed_values(draw: st.DrawFn) -> Any:
                 if is_removed:
                     del parent[key]
                 else:
-                    parent[key] = word
+                    parent[key] = replacement
                 break
             parent = parent[key]
         lines[at_line] = json.dumps(value).encode() + b"\n"
@@ -153,10 +153,12 @@ def changed_values(draw: st.DrawFn) -> Any:
     return change
 
 
-def bytes_changed(at: float, what: bytes) -> Any:
+def bytes_changed(at: float, replacement: bytes) -> Any:
+    """Return a change of the bytes at the fraction `at` of the file."""
+
     def change(content: bytes) -> bytes:
         place = int(at * len(content))
-        return content[:place] + what + content[place + len(what) :]
+        return content[:place] + replacement + content[place + len(replacement) :]
 
     return change
 
@@ -172,28 +174,28 @@ QUICK = settings(
 
 @QUICK
 @given(name=st.sampled_from(READ), change=changed_values())
-def test_a_changed_value_is_one_line_of_error_or_harmless(
+def test_a_changed_value_is_harmless_or_a_one_line_error(
     half_done: Path, tmp_path: Path, name: str, change: Any
 ) -> None:
     resumed(half_done, tmp_path, name, change)
 
 
 @QUICK
-@given(name=st.sampled_from(READ), at=st.floats(0, 1), what=st.binary(min_size=1, max_size=20))
-def test_changed_bytes_are_one_line_of_error_or_harmless(
-    half_done: Path, tmp_path: Path, name: str, at: float, what: bytes
+@given(name=st.sampled_from(READ), at=st.floats(0, 1), replacement=st.binary(min_size=1, max_size=20))
+def test_changed_bytes_are_harmless_or_a_one_line_error(
+    half_done: Path, tmp_path: Path, name: str, at: float, replacement: bytes
 ) -> None:
-    resumed(half_done, tmp_path, name, bytes_changed(at, what))
+    resumed(half_done, tmp_path, name, bytes_changed(at, replacement))
 
 
-@pytest.mark.parametrize("rubbish", RUBBISH, ids=lambda rubbish: repr(rubbish[:12]))
+@pytest.mark.parametrize("invalid_line", INVALID_LINES, ids=lambda invalid_line: repr(invalid_line[:12]))
 @pytest.mark.parametrize("name", READ)
-def test_a_line_that_is_no_record_is_named(
-    half_done: Path, tmp_path: Path, name: str, rubbish: bytes
+def test_an_error_names_a_line_that_is_no_record(
+    half_done: Path, tmp_path: Path, name: str, invalid_line: bytes
 ) -> None:
-    said = resumed(half_done, tmp_path, name, lambda content: rubbish + b"\n" + content)
+    error = resumed(half_done, tmp_path, name, lambda content: invalid_line + b"\n" + content)
     where = name if name == "config.json" else f"{name}, line 1: "
-    assert where in said and "restore the file from a copy" in said
+    assert where in error and "restore the file from a copy" in error
 
 
 @pytest.mark.parametrize("name", [name for name in READ if name != "config.json"])
@@ -206,5 +208,5 @@ def test_a_value_of_a_wrong_type_is_named_with_line_and_field(half_done: Path, t
         first, *rest = content.splitlines(keepends=True)
         return b"".join([json.dumps(json.loads(first) | {"resumed_from": "seven"}).encode() + b"\n", *rest])
 
-    said = resumed(half_done, tmp_path, "journal.jsonl", change)
-    assert "journal.jsonl, line 1: started.resumed_from: Input should be a valid integer" in said
+    error = resumed(half_done, tmp_path, "journal.jsonl", change)
+    assert "journal.jsonl, line 1: started.resumed_from: Input should be a valid integer" in error

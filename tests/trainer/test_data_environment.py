@@ -1,4 +1,4 @@
-"""env=data: questions from files, the reward functions, and errors with file and line."""
+"""Tests env=data: questions from files, the reward functions, and errors with file and line."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_data_selects_its_environment_and_names_the_run(tmp_path: Path):
     assert evaluation.env == "data" and evaluation.environment.data == ["a.jsonl"]
 
 
-def test_parquet_rows_are_read_like_lines(tmp_path: Path):
+def test_parquet_rows_are_read_like_json_lines(tmp_path: Path):
     rows = [
         {
             "prompt": [{"role": "user", "content": "2+2?"}],
@@ -110,9 +110,9 @@ def test_the_usual_columns_are_read(row, opening, follow_ups, reference):
     roles = {"s": "system", "u": "user", "a": "assistant"}
     if row.get("messages", "[")[0] != "[":
         row = row | {"messages": [{"role": roles[letter], "content": letter} for letter in row["messages"]]}
-    found = question(**{name: value for name, value in row.items() if value is not None})
-    assert [message["content"] for message in found.opening] == opening
-    assert (list(found.follow_ups), found.reference) == (follow_ups, reference)
+    parsed = question(**{name: value for name, value in row.items() if value is not None})
+    assert [message["content"] for message in parsed.opening] == opening
+    assert (list(parsed.follow_ups), parsed.reference) == (follow_ups, reference)
 
 
 async def test_later_user_messages_are_sent_one_by_one(tmp_path: Path):
@@ -282,7 +282,7 @@ NO_QUESTION = (
         ("", ["reward=json:no"], "reward=json:no: json has no function no"),
     ],
 )
-def test_a_mistake_in_the_data_is_one_line(tmp_path: Path, text, options, message):
+def test_a_mistake_in_the_data_gives_a_one_line_error(tmp_path: Path, text, options, message):
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
     config = parse([*OWN_SERVER, f"data={path}", "reward=number", *options])
@@ -305,7 +305,7 @@ def test_a_question_in_both_files_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["no.jsonl", "no.parquet"])
-def test_a_missing_file_is_one_line(tmp_path: Path, name):
+def test_a_missing_file_gives_a_one_line_error(tmp_path: Path, name):
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / name} cannot be read")):
         read_records(tmp_path / name)
 

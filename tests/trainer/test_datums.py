@@ -47,20 +47,20 @@ def test_a_side_conversation_does_not_break_the_main_one():
 
 
 class Counted(list):
-    """Token ids that count how many of them are copied."""
+    """A list of token ids that counts the copied ids in `Counted.copied`."""
 
     copied = 0
 
     def __getitem__(self, key):
-        found = super().__getitem__(key)
-        Counted.copied += len(found) if isinstance(key, slice) else 0
-        return found
+        item = super().__getitem__(key)
+        Counted.copied += len(item) if isinstance(key, slice) else 0
+        return item
 
 
-def test_rewritten_histories_are_compared_cheaply():
+def test_comparing_rewritten_histories_copies_few_tokens():
     turns = [turn(Counted([*range(10 * number), number + 1000]), [number]) for number in range(1, 101)]
     Counted.copied = 0
-    assert merge_turns(turns) == [[each] for each in turns]
+    assert merge_turns(turns) == [[single] for single in turns]
     assert Counted.copied < 2 * 100 * 100
 
 

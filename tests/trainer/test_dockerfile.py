@@ -1,4 +1,4 @@
-"""The parser of Dockerfiles: what it refuses and with which message."""
+"""Tests the Dockerfile parser: the instructions that it rejects, and its messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_copy_keeps_archives_and_comments_may_be_latin_1(tmp_path: Path) -> None
     "line",
     ("COPY a 'b", 'COPY ["a", 1]', "ENV A='b", "ARG A='b", "WORKDIR 'b", "ADD [1", f"COPY {'x' * 5000} y"),
 )
-def test_a_malformed_instruction_is_one_line_of_error(tmp_path: Path, line: str) -> None:
+def test_a_malformed_instruction_gives_a_one_line_error(tmp_path: Path, line: str) -> None:
     path = tmp_path / "Dockerfile"
     path.write_text(f"FROM debian\n{line}\n")
     with pytest.raises(ConfigError, match=r"Dockerfile:2: \w+") as refused:

@@ -1,4 +1,4 @@
-"""A run with wandb offline has every metric name of the seed documents, once, in wandb and in its files."""
+"""A run with offline wandb records each metric name of the seed documents once, in wandb and in its files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EVERY_EVALUATION = {
 
 
 class Parsing(Say):
-    """Counts the attempted calls, as environments with tools do."""
+    """An environment that reports parse metrics, as environments with tools do."""
 
     async def step(self, answer: str) -> StepResult:
         result = await super().step(answer)
@@ -86,7 +86,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps in a process of its own, because wandb starts threads and processes."""
+    """Train two steps in a separate process, because wandb starts threads and processes."""
     folder = tmp_path_factory.mktemp("offline")
     environment = {name: os.environ[name] for name in OFFLINE if name in os.environ}
     environment |= {"WANDB_MODE": "offline", "HOME": str(folder)}
@@ -141,7 +141,7 @@ def test_the_files_of_a_run_equal_wandb(run_folder: Path, wandb_steps: list[dict
 
 @pytest.mark.seed_behaviour(151)
 def test_the_signal_of_a_run_is_read_as_in_the_documents(wandb_steps: list[dict[str, Any]]) -> None:
-    """The selection of columns is that of 004, section 6."""
+    """The test selects columns as document 004 does in section 6."""
     columns = {name for step in wandb_steps for name in step}
     variances = [name for name in columns if "variance_per_prompt" in name and name.startswith("reward/")]
     environments = {name.split("/")[1] for name in variances if name.count("/") == 2}

@@ -27,8 +27,8 @@ def lines(path):
 
 @pytest.mark.seed_behaviour(29, 32, 60)
 def test_an_evaluation_dump_has_a_file_per_family(tmp_path):
-    said = [{"role": "user", "content": "größer?"}, {"role": "assistant", "content": "ja"}]
-    groups = [group("copy-01", messages=said), group("move-01")]
+    talk = [{"role": "user", "content": "größer?"}, {"role": "assistant", "content": "ja"}]
+    groups = [group("copy-01", messages=talk), group("move-01")]
     dump_evaluation(tmp_path, 20, groups, {"test/pass_at_1": 1.0}, decode, env_class="harbor")
     folder = tmp_path / "dumped_evals" / "global_step_20_evals"
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -60,7 +60,7 @@ def test_an_evaluation_dump_has_a_file_per_family(tmp_path):
         "9 1",
         "2 9 3 4 9",
     )
-    assert record["conversation"] == said and record["turns"] == 2 and record["score"] == [1.0]
+    assert record["conversation"] == talk and record["turns"] == 2 and record["score"] == [1.0]
     assert "größer" in (folder / "copy.jsonl").read_text()
     assert lines(folder / "aggregated_results.jsonl") == [{"test/pass_at_1": 1.0}]
 
@@ -109,17 +109,17 @@ def test_lines_of_one_task_are_grouped_by_task_key(tmp_path):
 
 
 @pytest.mark.seed_behaviour(29)
-def test_tool_calls_of_a_dump_are_structure():
-    said = [
+def test_dumped_tool_calls_are_json_objects():
+    messages = [
         {"role": "user", "content": "Where is it?"},
         {"role": "assistant", "content": '<tool_call>{"name": "f", "arguments": {}}</tool_call>'},
         {"role": "tool", "content": "here"},
     ]
     calls = [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {}}}]
     fields = {1: {"content": "", "tool_calls": calls}, 2: {"name": "f", "tool_call_id": "call_1"}}
-    spoken = replace(trajectory(turns=TURNS), conversation=said, tool_fields=fields)
-    assert conversation(spoken, decode) == [
-        said[0],
+    played = replace(trajectory(turns=TURNS), conversation=messages, tool_fields=fields)
+    assert conversation(played, decode) == [
+        messages[0],
         {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "content": "here", "name": "f", "tool_call_id": "call_1"},
     ]
@@ -133,7 +133,7 @@ def test_tasks_without_a_graded_trial_give_no_example(tmp_path):
 
 
 @pytest.mark.seed_behaviour(58)
-def test_a_conversation_falls_back_on_the_tokens():
+def test_a_missing_conversation_is_decoded_from_the_tokens():
     assert conversation(trajectory(turns=TURNS), decode) == [
         {"role": "user", "content": "1"},
         {"role": "assistant", "content": "2 3 4"},
@@ -146,16 +146,16 @@ def test_a_conversation_falls_back_on_the_tokens():
 
 @pytest.mark.seed_behaviour(59)
 def test_conversations_have_no_sampled_special_tokens():
-    said = [
+    messages = [
         {"role": "assistant", "content": "Hi<|im_end|><|im_start|> there"},
         {"role": "assistant", "content": None, "tool_calls": []},
         {"role": "assistant", "content": "f<｜tool▁sep｜>{}<｜end▁of▁sentence｜>"},
     ]
-    spoken = trajectory(turns=TURNS)
-    spoken.conversation.extend(said)
-    assert conversation(spoken, decode) == [
+    played = trajectory(turns=TURNS)
+    played.conversation.extend(messages)
+    assert conversation(played, decode) == [
         {"role": "assistant", "content": "Hi there"},
-        said[1],
+        messages[1],
         {"role": "assistant", "content": "f<｜tool▁sep｜>{}"},
     ]
 

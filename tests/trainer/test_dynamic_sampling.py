@@ -43,7 +43,7 @@ def bad(*names):
 
 
 def names(groups):
-    return [each.task.id for each in groups]
+    return [item.task.id for item in groups]
 
 
 @pytest.mark.parametrize(
@@ -108,21 +108,21 @@ def test_off_keeps_everything():
     assert add_batch(EMPTY, groups, settings("off"), step=1, num_groups=2).kept == groups
 
 
-def test_a_refill_depends_on_seed_step_and_attempt_alone():
+def test_a_refill_depends_only_on_seed_step_and_attempt():
     tasks = list(range(20))
     assert refill(tasks, 4, seed=0, step=1, attempt=1) == refill(tasks, 4, seed=0, step=1, attempt=1)
     assert refill(tasks, 4, seed=0, step=1, attempt=1) != refill(tasks, 4, seed=0, step=1, attempt=2)
 
 
-async def test_a_step_asks_for_further_tasks_with_what_it_has_so_far():
+async def test_refills_receive_the_state_after_each_batch():
     played = {0: [*good("a"), *bad("b")], 1: bad("c"), 2: good("d")}
-    asked = []
+    requests = []
 
     async def play(tasks, attempt):
         return played[attempt]
 
-    def refills(state, wanted):
-        asked.append((state.num_batches, wanted - len(state.kept), names(state.played)))
+    def refills(state, num_groups):
+        requests.append((state.num_batches, num_groups - len(state.kept), names(state.played)))
         return [task("x")]
 
     filters = FilterOptions(
@@ -132,7 +132,7 @@ async def test_a_step_asks_for_further_tasks_with_what_it_has_so_far():
         apply_overlong_filtering="off",
     )
     state = await sample_groups(play, [task("a"), task("b")], refills, settings("filter"), filters, step=1)
-    assert asked == [(1, 1, ["a", "b"]), (2, 1, ["a", "b", "c"])]
+    assert requests == [(1, 1, ["a", "b"]), (2, 1, ["a", "b", "c"])]
     assert names(state.kept) == ["a", "d"]
 
 
@@ -149,7 +149,7 @@ async def test_groups_are_good_by_rewards_after_the_reward_rules():
         apply_overlong_filtering="off",
     )
     state = await sample_groups(play, [task("a")], lambda *_: [], settings("filter"), filters, step=1)
-    # b has two rewards of 1, because its failure has a reward now.
+    # The failure of b has the reward 1, so both rewards of b are 1.
     assert (names(state.kept), state.num_bad) == (
         ["a"],
         1,

@@ -51,7 +51,7 @@ async def play(source: TaskSource, policy: FakePolicy, directory: Path) -> Traje
     return result
 
 
-def test_every_environment_has_a_line():
+def test_the_page_lists_every_environment():
     assert [name for name in BUILT_IN if f"| `{name}`" not in PAGE] == []
 
 

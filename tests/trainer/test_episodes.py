@@ -1,4 +1,4 @@
-"""The task source of message environments, alone and in whole runs."""
+"""Tests the task source of message environments, alone and in whole runs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def config(*options: str):
 
 
 class EpisodesRun(FakeRun):
-    """A run with the environment that the options select, on a fake back end."""
+    """A run with the environment that the options select, on a fake backend."""
 
     def __init__(self, path: Path) -> None:
         backend: Any = BanditBackend()
@@ -101,7 +101,7 @@ class EpisodesRun(FakeRun):
 
 @pytest.mark.parametrize("options", [[], ["step_wise_trajectories=true"]])
 @pytest.mark.seed_behaviour(94)
-async def test_the_loop_trains_on_episodes_as_it_is(tmp_path, options):
+async def test_the_training_loop_trains_on_episodes(tmp_path, options):
     run = EpisodesRun(tmp_path)
     metrics = await run.trained("n_epochs=20", "eval_every=0", "eval_group_size=8", "temperature=1", *options)
     assert metrics[0]["test/env/all/reward/total"] < 0.6
@@ -152,7 +152,7 @@ async def test_top_p_is_for_the_samples_of_evaluations(tmp_path, monkeypatch):
 
 @pytest.mark.seed_behaviour(24, 149)
 async def test_pass_at_every_k_is_in_every_file_and_in_wandb(tmp_path, monkeypatch):
-    """SkyRL's pass@3 has its name for a group size of 4, too."""
+    """A group size of 4 also gives SkyRL's pass@3."""
     wandb = FakeWandb()
     wandb.released.set()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -260,8 +260,8 @@ async def test_the_environment_of_a_member_is_the_same_in_every_step():
 
 @pytest.mark.parametrize(("options", "member"), [([], 1), (["seed=1"], 0)])
 async def test_the_environment_differs_by_member_and_run_seed(options, member):
-    (first, _), (other, _) = await one_turn(), await one_turn(*options, member=member)
-    assert first.metrics["seed"] != other.metrics["seed"]
+    (first, _), (second, _) = await one_turn(), await one_turn(*options, member=member)
+    assert first.metrics["seed"] != second.metrics["seed"]
 
 
 @pytest.mark.parametrize("error", [ValueError("no board"), SystemExit("no board")])
@@ -290,7 +290,7 @@ def test_the_test_split_of_an_environment_is_held_out(options, held_out):
     assert [task.id for task in source.eval] == held_out and len(source.train) == 4
 
 
-def test_a_training_task_beside_a_test_split_cannot_be_held_out():
+def test_with_a_test_split_no_training_task_can_be_held_out():
     with pytest.raises(ConfigError, match="retail-train-0 is a training task of this environment"):
         open_task_source(config("eval_tasks=retail-*"), toy_chat())
 

@@ -59,7 +59,7 @@ def test_trials_of_one_task_are_not_independent():
 
 
 def test_the_effective_number_is_at_most_the_number_of_trials():
-    estimate = mean_rate([0.5, 0.52], num_trials=100)  # their variance is that of means over 2,499 trials
+    estimate = mean_rate([0.5, 0.52], num_trials=100)  # Their variance is that of means over 2,499 trials.
     # This is the Wilson interval for 100 trials.
     assert (estimate.low, estimate.high) == (
         pytest.approx(0.41348, abs=1e-5),
@@ -136,14 +136,14 @@ def test_a_comparison_is_paired_by_task():
 
 def test_paired_comparisons_are_calibrated():
     rng = np.random.default_rng(3)
-    lock_run_dir = rejected = 0
+    covered = rejected = 0
     for _ in range(600):
         chances = rng.beta(1, 1, size=20)
         first, second = (
             [Tally(solved=int(count), graded=4) for count in rng.binomial(4, chances)] for _ in range(2)
         )
         comparison = compare_paired(first, second)
-        lock_run_dir += comparison.difference.low <= 0 <= comparison.difference.high
+        covered += comparison.difference.low <= 0 <= comparison.difference.high
         rejected += comparison.p_value < 0.05
-    assert 0.93 <= lock_run_dir / 600 <= 0.97
+    assert 0.93 <= covered / 600 <= 0.97
     assert rejected / 600 <= 0.06

@@ -44,7 +44,7 @@ EXCLUSIVE = (
 
 
 class Bench:
-    """Evaluations on fakes. `solves(checkpoint, task, member)` tells whether the policy solves a trial."""
+    """Evaluations on fakes. `solves(checkpoint, task, member)` returns whether the policy solves a trial."""
 
     def __init__(self, path, solves, *, lost=()):
         self.path = path / "evaluation"
@@ -54,7 +54,7 @@ class Bench:
         self.policies = []
         self._solves, self.lost = solves, lost
         self.tasks = TASKS
-        self.floors = {}
+        self.noop_rewards = {}
 
     async def go(self, *options):
         config = parse_as(EvaluateConfig, [*SERVER, f"log_path={self.path}", *options])
@@ -76,7 +76,8 @@ class Bench:
             return trajectory(trial.task.id, reward, [turn([1], [2])], name=name)
 
         yield Evaluated(
-            policy=UnusedPolicy(0), source=FakeTasks(train=self.tasks, play=play, noop_baselines=self.floors)
+            policy=UnusedPolicy(0),
+            source=FakeTasks(train=self.tasks, play=play, noop_baselines=self.noop_rewards),
         )
 
     def results(self, name="results.json"):
@@ -109,7 +110,7 @@ async def test_results_have_rates_with_intervals_and_every_task(tmp_path):
 
 
 @pytest.mark.seed_behaviour(80)
-async def test_top_p_is_sampled_with_and_in_the_results(tmp_path):
+async def test_top_p_is_used_and_recorded_in_the_results(tmp_path):
     bench = Bench(tmp_path, first_half)
     await bench.go("n_samples=2", "top_p=0.9")
     assert all(isinstance(policy, TopPPolicy) for policy in bench.policies) and bench.policies
@@ -136,7 +137,7 @@ async def test_every_domain_has_a_section_of_results(tmp_path):
         for domain in ("air", "shop")
         for n in (0, 1)
     ]
-    bench.floors = {"air/0": 0.0, "air/1": 1.0, "shop/0": 0.0, "shop/1": 0.0}
+    bench.noop_rewards = {"air/0": 0.0, "air/1": 1.0, "shop/0": 0.0, "shop/1": 0.0}
     await bench.go("n_samples=2")
     results = bench.results()
     assert {name: block["rates"]["pass_hat_2"]["value"] for name, block in results["domains"].items()} == {
@@ -192,7 +193,7 @@ async def test_a_partial_grading_is_never_called_pass(tmp_path):
 
 async def test_an_unknown_noop_reward_is_left_out(tmp_path):
     bench = Bench(tmp_path, first_half)
-    bench.floors = {task.id: 1.0 for task in TASKS[:4]}
+    bench.noop_rewards = {task.id: 1.0 for task in TASKS[:4]}
     await bench.go("n_samples=1")
     assert (
         bench.results()["noop_success"]["num_tasks"] == 4 and "noop_reward" not in bench.results()["tasks"][7]
@@ -284,11 +285,11 @@ def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
     asyncio.run(first.go("n_samples=2"))
     asyncio.run(second.go("n_samples=4", "tasks=say-00,say-01"))
     assert main([f"results={first.path}", f"compare_with={second.path}"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "m -> m, paired over 2 tasks" in said
-        and "left out: 6 tasks" in said
-        and "difference +50.0 points" in said
+        "m -> m, paired over 2 tasks" in output
+        and "left out: 6 tasks" in output
+        and "difference +50.0 points" in output
     )
 
 
@@ -322,13 +323,13 @@ def test_finished_evaluations_are_compared_without_a_server(tmp_path, capsys):
         ),
     ],
 )
-def test_a_mistake_is_one_line(argv, line, capsys, monkeypatch, tmp_path):
+def test_a_mistake_gives_a_one_line_error(argv, line, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main(argv) in (1, 2)
     assert capsys.readouterr().err == line + "\n"
 
 
-def test_help_takes_the_trainers_defaults(capsys):
+def test_help_shows_the_trainers_defaults(capsys):
     assert main(["--help"]) == 0
     assert "max_tokens = 1024" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""In every conversation, each token with a weight was sampled at that position with that logprob."""
+"""In every conversation, each trained token was sampled at its position with its logprob."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class RandomPolicy:
 
 @dataclass(frozen=True)
 class WeightedToken:
-    """A token that a datum trains, with the ids before it and its logprob."""
+    """A token with an advantage in a datum, the ids before it, and its logprob."""
 
     context: tuple[int, ...]
     token: int
@@ -90,14 +90,14 @@ class WeightedToken:
 
 def weighted_tokens(sequences: Sequence[TokenSequence]) -> list[WeightedToken]:
     """Return the trained tokens of the datums, as a server reads them."""
-    tokens_found = []
+    trained = []
     for sequence in sequences:
         datum = to_datum(sequence)
         inputs = {name: value.to_numpy().tolist() for name, value in datum.loss_fn_inputs.items()}
         tokens = datum.model_input.to_ints()
         for position, advantage in enumerate(inputs["advantages"]):
             if advantage:
-                tokens_found.append(
+                trained.append(
                     WeightedToken(
                         tuple(tokens[: position + 1]),
                         inputs["target_tokens"][position],
@@ -106,7 +106,7 @@ def weighted_tokens(sequences: Sequence[TokenSequence]) -> list[WeightedToken]:
                 )
             else:
                 assert inputs["logprobs"][position] == 0
-    return tokens_found
+    return trained
 
 
 def sampled_tokens(turns: Sequence[Turn]) -> list[WeightedToken]:
@@ -180,8 +180,8 @@ async def converse(llm: TinkerLLM, events: list[str], rng: random.Random) -> int
                 messages[1:] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "s"}]
                 rewrites += 1
             elif event == "rewind" and len(messages) > 2:
-                kept = 2 * rng.randrange(1, len(messages) // 2) if len(messages) > 3 else 2
-                del messages[kept:]
+                num_kept = 2 * rng.randrange(1, len(messages) // 2) if len(messages) > 3 else 2
+                del messages[num_kept:]
                 rewrites += 1
             elif event == "forget":
                 messages.clear()
@@ -267,9 +267,9 @@ SHOP: Database = {
 
 @cache
 def service_chats() -> dict[str, Chat]:
-    """Templates that merge the results of several calls into one message, as Qwen3's does.
+    """Return chats whose templates merge the results of several calls into one message, as Qwen3's does.
 
-    The second one also removes thinking from history.
+    The second template also removes thinking from history.
     """
     stripping = CHAT_TEMPLATE.replace(
         "'\\n' + message.content", "'\\n' + message.content.split('</think>')[-1]"

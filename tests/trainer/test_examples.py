@@ -78,7 +78,7 @@ def test_a_masked_trajectory_counts_in_group_and_batch(reduction, first, total):
 @pytest.mark.parametrize(("num_tokens", "num_trained"), [(10, 10), (11, 0)])
 @pytest.mark.seed_behaviour(142)
 def test_l13_to_l15_an_overlong_sequence_trains_nothing(num_tokens, num_trained):
-    # SkyRL-fleet cuts such a sequence and trains the rest. Here, no token of it is trained.
+    # SkyRL-fleet truncates such a sequence and trains the rest. Here, no token of the sequence is trained.
     long = trajectory(reward=1, turns=[turn([1] * (num_tokens - 3), [2, 3, 4])])
     short = trajectory(reward=0, turns=[turn([1], [2])])
     examples = examples_of(TrajectoryGroup(task=task("a"), trajectories=[long, short]), settings(), FILTERS)

@@ -1,4 +1,4 @@
-"""Exceptions as one line with the place in the user's code."""
+"""Tests the one-line description of an exception, with its place in the user's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failure patterns of service trials. Those of terminal trials are in test_terminal_patterns.py."""
+"""Tests the failure patterns of service trials. test_terminal_patterns.py tests those of terminal trials."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SYSTEM = {"role": "system", "content": "policy"}
 
 
 def failed(*messages: tuple[str, str], stop: StopReason = StopReason.STOP, **metrics: Any) -> Trajectory:
-    said = [SYSTEM, *({"role": role, "content": content} for role, content in messages)]
+    conversation = [SYSTEM, *({"role": role, "content": content} for role, content in messages)]
     return Trajectory(
         task_id="a",
         turns=[],
         reward=0.0,
         stop_reason=stop,
-        conversation=said,
+        conversation=conversation,
         metrics={"tool_calls": 1.0, "parse_attempts": 1.0, **metrics},
     )
 
@@ -64,7 +64,7 @@ def test_a_tool_answer_that_mentions_errors_is_no_error():
         (failed(too_many_errors=1.0), Pattern.LIMIT),
     ],
 )
-def test_how_a_failed_trial_ended(trajectory: Trajectory, pattern: Pattern):
+def test_the_end_of_a_failed_trial_has_a_pattern(trajectory: Trajectory, pattern: Pattern):
     assert patterns(trajectory) == {pattern}
 
 
@@ -82,21 +82,21 @@ def test_a_trial_without_a_grade_is_no_false_completion(reason: ZeroReason, patt
     assert patterns(replace(failed(), zero_reason=reason)) == {pattern}
 
 
-def test_a_solved_trial_shows_nothing():
+def test_a_solved_trial_has_no_pattern():
     solved = replace(failed(("tool", "Error: Order not found")), reward=1.0)
     assert patterns(solved) == frozenset() and sum(pattern_counts([solved]).values()) == 0
 
 
 @pytest.mark.parametrize(
-    ("said", "metrics", "fault"),
+    ("messages", "metrics", "fault"),
     [
         ([f"I do not know. {OUT_OF_SCOPE}"], {}, "left its scenario"),
         (["<tool_call>{}</tool_call>"], {}, "left its role"),
         (["Please."], {"user_tool_errors": 1.0}, "could not use its own tools"),
     ],
 )
-def test_a_customer_fault_is_no_false_completion(said: list[str], metrics: dict[str, Any], fault: str):
-    trajectory = failed(*(("user", text) for text in said), **metrics)
+def test_a_customer_fault_is_no_false_completion(messages: list[str], metrics: dict[str, Any], fault: str):
+    trajectory = failed(*(("user", text) for text in messages), **metrics)
     assert user_simulator_faults(trajectory) == [fault]
     assert patterns(trajectory) == {Pattern.USER_SIMULATOR}
 
@@ -104,9 +104,9 @@ def test_a_customer_fault_is_no_false_completion(said: list[str], metrics: dict[
 def conversation(questions: list[str], answers: list[str]) -> Trajectory:
     return failed(
         *(
-            one
+            message
             for pair in zip(questions, answers, strict=True)
-            for one in (("assistant", pair[0]), ("user", pair[1]))
+            for message in (("assistant", pair[0]), ("user", pair[1]))
         )
     )
 

@@ -1,8 +1,8 @@
-"""Faults of trials, of the back end, of the disk and of the process, in every mode of the trainer.
+"""Injects faults into trials, the backend, the disk and the process, in every mode of the trainer.
 
-After each fault, the run has ended in a named state within its deadline, no sandbox and no task of the event
-loop remains, and a resumed run completes it. The trainer is the real one. The server is a bandit, and each
-trial counts as a sandbox while it runs.
+After each fault, the run must end in a named state within its deadline and leave no sandbox and no asyncio
+task, and a resumed run must complete it. The trainer is real and the server is a bandit. Each running trial
+counts as an open sandbox.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ def quick(monkeypatch):
 
 
 class Future:
-    """A future of the SDK, which need not be awaited."""
+    """A future as the SDK returns it: the caller may omit the await."""
 
     def __init__(self, call):
         self._call = call
@@ -70,19 +70,19 @@ class PolicyStuckForSeeds(PolicyWrapper):
 
 
 class Bench(FakeRun):
-    """A run in which `during` is called before each trial and `before_call` before each call to the back end.
+    """A run that calls `before_trial` before each trial and `before_call` before each call to the backend.
 
-    Both can raise or hang. A result of `during` is the outcome of the trial.
+    Both can raise or hang. If `before_trial` returns a result, it is the outcome of the trial.
     """
 
-    def __init__(self, path, mode, *, during=None, before_call=None):
+    def __init__(self, path, mode, *, before_trial=None, before_call=None):
         super().__init__(path / "run", self._parts)
         self.root = path
         self.mode = mode
-        self.open_sandboxes = self.most_open = self.num_started = 0
+        self.open_sandboxes = self.max_open = self.num_started = 0
         self.is_gone = False
-        self.stuck_seeds = set()  # of the trials whose sampling never returns
-        self._during, self._before_call = during, before_call
+        self.stuck_seeds = set()  # Sampling never returns for the trials with these seeds.
+        self._before_trial, self._before_call = before_trial, before_call
         self.source = FakeTasks(
             train=[task(f"say-{n}") for n in range(6)], eval=[task("held-1"), task("held-2")], play=self._play
         )
@@ -90,9 +90,12 @@ class Bench(FakeRun):
     async def _play(self, trial, policy):
         self.open_sandboxes += 1
         self.num_started += 1
-        self.most_open = max(self.most_open, self.open_sandboxes)
+        self.max_open = max(self.max_open, self.open_sandboxes)
         try:
-            if self._during is not None and (result := await self._during(self, trial, policy)) is not None:
+            if (
+                self._before_trial is not None
+                and (result := await self._before_trial(self, trial, policy)) is not None
+            ):
                 return result
             return await say_a_token(trial, policy)
         finally:
@@ -160,7 +163,7 @@ class Bench(FakeRun):
         except TrainerError as error:
             state = end_state(error)
             assert "\n" not in str(error)
-        assert self.open_sandboxes == 0 and self.most_open > 0
+        assert self.open_sandboxes == 0 and self.max_open > 0
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return state
 
@@ -183,8 +186,8 @@ async def uninterrupted(path):
 async def assert_complete(bench):
     """Assert that each group was trained once.
 
-    The order of groups is fixed in synchronous mode. The result must then equal that of an uninterrupted run
-    bit for bit, and that run is returned.
+    In synchronous mode, the order of groups is fixed, so the result must equal that of an uninterrupted run
+    bit for bit. Returns the uninterrupted run in synchronous mode, else None.
     """
     trained = groups_trained(bench.path)
     assert set(trained.values()) == {1} and len(trained) == 12
@@ -206,8 +209,8 @@ def server_error(status=503):
     )
 
 
-# Faults of trials. Each case has the fault, the options, the state, and whether the result is that of a run
-# without it.
+# Faults of trials. Each case has the fault, the options, the final state, and whether the result equals that
+# of a run without the fault.
 
 
 async def raises(bench, trial, policy):
@@ -250,7 +253,7 @@ async def meets_a_burst_of_503(bench, trial, policy):
 
 
 @pytest.mark.parametrize(
-    ("during", "options", "state", "is_exact"),
+    ("before_trial", "options", "state", "is_exact"),
     [
         (raises, ("max_failure_rate=1",), RunState.DONE, False),
         (raises_always, (), RunState.TOO_MANY_FAILURES, False),
@@ -263,8 +266,10 @@ async def meets_a_burst_of_503(bench, trial, policy):
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
-async def test_a_fault_of_trials(tmp_path, mode, during, options, state, is_exact):
-    bench = Bench(tmp_path, mode, during=during)
+async def test_a_run_ends_as_stated_after_a_fault_of_trials(
+    tmp_path, mode, before_trial, options, state, is_exact
+):
+    bench = Bench(tmp_path, mode, before_trial=before_trial)
     assert await bench.ends(*options) is state
     assert bench.last_event()["state"] == state
     last = records(tmp_path / "run/metrics.jsonl")[-1] if (tmp_path / "run/metrics.jsonl").exists() else {}
@@ -272,10 +277,7 @@ async def test_a_fault_of_trials(tmp_path, mode, during, options, state, is_exac
         assert set(groups_trained(tmp_path / "run").values()) == {1}
         assert mode != "synchronous" or bench.weights() == (await uninterrupted(tmp_path)).weights()
     elif state is RunState.DONE:
-        assert (
-            last["tasks/quarantined"] == 1
-            and "say-1 is left out from now on: 2 groups" in bench.text.getvalue()
-        )
+        assert last["tasks/quarantined"] == 1 and "say-1 is quarantined: 2 groups" in bench.text.getvalue()
         graded = [
             line
             for path in (tmp_path / "run/rollouts").glob("step*")
@@ -287,10 +289,10 @@ async def test_a_fault_of_trials(tmp_path, mode, during, options, state, is_exac
         )
 
 
-# Faults of calls to the back end.
+# Faults of calls to the backend.
 
 
-def once(name, number, fault):
+def at_call(name, number, fault):
     """Return a `before_call` that runs `fault` before the call of `name` with this number, from 1."""
     num_calls = 0
 
@@ -336,7 +338,7 @@ CALLS += [("save", 2, fault) for fault in (answers_503, never_answers, restarts)
 async def test_one_fault_of_a_call_changes_nothing(tmp_path, mode, name, number, fault):
     if mode != "synchronous":
         number = 2  # Which groups form a step depends on time, and a step of equal rewards has no gradient.
-    bench = Bench(tmp_path, mode, before_call=once(name, number, fault))
+    bench = Bench(tmp_path, mode, before_call=at_call(name, number, fault))
     assert await bench.ends() is RunState.DONE
     reference = await assert_complete(bench)
     assert reference is None or bench.num_started == reference.num_started, "a rollout was repeated"
@@ -353,9 +355,9 @@ async def test_a_permanent_fault_of_a_call_ends_the_run(tmp_path, mode, name, fa
     bench = Bench(tmp_path, mode, before_call=before_call)
     assert await bench.ends("request_timeout_s=0.2") is RunState.SERVER_LOST
     assert bench.last_event()["state"] == "server_lost" and bench.text.getvalue().count("server lost") <= 3
-    again = Bench(tmp_path, mode)
-    assert await again.ends() is RunState.DONE
-    await assert_complete(again)
+    resumed = Bench(tmp_path, mode)
+    assert await resumed.ends() is RunState.DONE
+    await assert_complete(resumed)
 
 
 # Faults of the disk and the process.
@@ -374,7 +376,7 @@ async def test_a_permanent_fault_of_a_call_ends_the_run(tmp_path, mode, name, fa
 )
 async def test_a_run_that_ended_on_a_full_disk_resumes(tmp_path, monkeypatch, mode, full):
     real_write, real_fsync = os.write, os.fsync
-    # The number of writes that succeed, and the one that fails.
+    # The number of the first write that fails, from 1.
     num_left = {"journal.jsonl": 30, "metrics.jsonl": 3}.get(full, 1)
 
     def is_full(descriptor):
@@ -395,9 +397,9 @@ async def test_a_run_that_ended_on_a_full_disk_resumes(tmp_path, monkeypatch, mo
         patch.setattr(os, "write", write)
         patch.setattr(os, "fsync", fsync)
         assert await bench.ends() is RunState.STORAGE
-    again = Bench(tmp_path, mode)
-    assert await again.ends() is RunState.DONE
-    await assert_complete(again)
+    resumed = Bench(tmp_path, mode)
+    assert await resumed.ends() is RunState.DONE
+    await assert_complete(resumed)
 
 
 @pytest.mark.parametrize("number", [0, 3, 5, 9, 14, 17, 24, 30])
@@ -409,7 +411,7 @@ async def test_an_interrupted_run_resumes(tmp_path, mode, number):
             waiting.set()
             await for_ever()
 
-    bench = Bench(tmp_path, mode, during=hang)
+    bench = Bench(tmp_path, mode, before_trial=hang)
     running = asyncio.ensure_future(bench.go())
     await asyncio.wait_for(waiting.wait(), DEADLINE_S)
     running.cancel()
@@ -417,9 +419,9 @@ async def test_an_interrupted_run_resumes(tmp_path, mode, number):
         await asyncio.wait_for(running, DEADLINE_S)
     assert bench.open_sandboxes == 0 and asyncio.all_tasks() == {asyncio.current_task()}
     assert bench.last_event()["state"] == "interrupted"
-    again = Bench(tmp_path, mode)
-    assert await again.ends() is RunState.DONE
-    await assert_complete(again)
+    resumed = Bench(tmp_path, mode)
+    assert await resumed.ends() is RunState.DONE
+    await assert_complete(resumed)
 
 
 async def test_a_run_without_tasks_outside_quarantine_stops(tmp_path, mode):
@@ -430,7 +432,7 @@ async def test_a_run_without_tasks_outside_quarantine_stops(tmp_path, mode):
             else None
         )
 
-    bench = Bench(tmp_path, mode, during=fails_in_the_verifier)
+    bench = Bench(tmp_path, mode, before_trial=fails_in_the_verifier)
     with pytest.raises(
         TrainerError,
         match=r"every training task is quarantined; none of .* failed by verifier, e\.g\. no reward file",

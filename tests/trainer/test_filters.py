@@ -36,7 +36,7 @@ def test_constant_groups_stay_unless_the_filter_is_on():
     assert dropped == {DropReason.CONSTANT_REWARD: 2}
 
 
-def test_rounding_is_no_variance_and_a_single_trial_stays():
+def test_rounding_differences_are_constant_rewards():
     kept, dropped = keep_groups(
         [group(0.6667, 0.66670001), group(1)], settings(remove_constant_reward_groups=True)
     )
@@ -68,9 +68,9 @@ def test_l10_zero_reward_on_non_stop_keeps_the_mask(stop, reward):
 
 
 @pytest.mark.seed_behaviour(49, 53, 55, 56)
-def test_one_answer_over_the_threshold_costs_the_reward(caplog):
+def test_one_answer_over_the_threshold_zeroes_the_reward(caplog):
     def saying(*lengths):
-        # Each includes its end of turn.
+        # Each completion also contains the end-of-turn token.
         return trajectory(reward=1, turns=[turn([1], [2] * (length + 1)) for length in lengths])
 
     members = [saying(1000, 1000, 1000), saying(5, 2049), saying(2048)]
@@ -98,11 +98,11 @@ def test_the_length_rule_is_off_by_default_at_2048_tokens():
 
 
 @pytest.mark.seed_behaviour(52)
-def test_long_messages_of_tools_and_customers_cost_nothing():
-    turns = [turn([1] * 9, [2]), turn([1] * 9 + [2] + [3] * 9, [4])]  # 9 tokens each of a user and a tool
-    said = [{"role": "user", "content": "u" * 9}, {"role": "assistant", "content": "a"}]
-    said += [{"role": "tool", "content": "t" * 9}, {"role": "assistant", "content": "b"}]
-    talk = replace(trajectory(reward=1, turns=turns), conversation=said)
+def test_long_messages_of_tools_and_users_keep_the_reward():
+    turns = [turn([1] * 9, [2]), turn([1] * 9 + [2] + [3] * 9, [4])]  # 9 tokens of the user, then 9 of a tool
+    messages = [{"role": "user", "content": "u" * 9}, {"role": "assistant", "content": "a"}]
+    messages += [{"role": "tool", "content": "t" * 9}, {"role": "assistant", "content": "b"}]
+    talk = replace(trajectory(reward=1, turns=turns), conversation=messages)
     rules = settings(zero_reward_on_length_threshold=True, max_assistant_response_tokens=4)
     [after] = apply_reward_rules([TrajectoryGroup(task=task("a"), trajectories=[talk])], rules)
     assert after.rewards == [1]
@@ -138,12 +138,12 @@ def test_failures_leave_the_group_or_get_a_reward():
         (StopReason.AGENT_TIMEOUT, False),
     ],
 )
-def test_overlong_filtering_masks_what_a_limit_ended(stop, kept):
+def test_overlong_filtering_masks_trials_that_a_limit_ended(stop, kept):
     assert is_trainable(trajectory(stop=stop), settings(apply_overlong_filtering="stop_reason")) is kept
     assert is_trainable(trajectory(stop=stop), settings())
 
 
-def test_the_eos_rule_asks_only_how_the_last_answer_ended():
+def test_the_eos_rule_uses_only_the_end_of_the_last_answer():
     eos = settings(apply_overlong_filtering="eos")
     ended, cut = turn([1], [2]), replace(turn([1], [2]), stop_reason=StopReason.LENGTH)
     assert is_trainable(trajectory(turns=[cut, ended], stop=StopReason.CONTEXT_LENGTH), eos)  # L9 (a)
@@ -152,11 +152,12 @@ def test_the_eos_rule_asks_only_how_the_last_answer_ended():
 
 
 @pytest.mark.seed_behaviour(47, 50)
-def test_zeroed_rewards_are_counted_by_the_rule_that_took_them():
+def test_zeroed_rewards_are_counted_by_rule():
     long = trajectory(reward=1, turns=[turn([1], [2] * 9)])
     cut = trajectory(reward=1, turns=[turn([1], [2])], stop=StopReason.MAX_TURNS)
-    shown = trajectory(reward=1, turns=[turn([1] * 9, [2])])  # a long prompt counts, whoever wrote it
-    members = [long, cut, replace(cut, reward=0.0), shown]
+    # A prompt is not a response, so its length has no effect.
+    long_prompt = trajectory(reward=1, turns=[turn([1] * 9, [2])])
+    members = [long, cut, replace(cut, reward=0.0), long_prompt]
     groups = [TrajectoryGroup(task=task("a"), trajectories=members)]
     both = settings(
         zero_reward_on_non_stop=True, zero_reward_on_length_threshold=True, max_assistant_response_tokens=4

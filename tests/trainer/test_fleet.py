@@ -1,4 +1,4 @@
-"""env=fleet with a real MCP server and real verifiers: results, failures, and errors at the start."""
+"""Tests env=fleet with a real MCP server and real verifiers: results, failures, and errors at the start."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def opened(url: str, *rows: dict[str, object], folder: Path, options: str = HIDD
     )
 
 
-async def play(url: str, *answers: str, folder: Path, row: dict[str, object] | None = None, **given):
-    source = await asyncio.to_thread(opened, url, row or task_row(), folder=folder, **given)
+async def play(url: str, *answers: str, folder: Path, row: dict[str, object] | None = None, **options):
+    source = await asyncio.to_thread(opened, url, row or task_row(), folder=folder, **options)
     policy = FakePolicy(byte_chat(), answers)
     try:
         return await source.trial(source.train[0], directory=folder, seed=1, temperature=1.0).run(policy)
@@ -64,7 +64,7 @@ def call(name: str, **arguments: object) -> str:
 
 
 def results(result: Trajectory | TrialFailure) -> list[str]:
-    """The contents of the tool messages."""
+    """Return the contents of the tool messages."""
     assert isinstance(result, Trajectory)
     return [str(message["content"]) for message in result.conversation if message["role"] == "tool"]
 
@@ -79,7 +79,7 @@ async def test_calls_change_the_state_that_the_verifier_reads(server: str, tmp_p
     assert result.tool_fields[2]["tool_calls"] and result.metrics["tool_calls"] == 1
 
 
-async def test_the_agent_sees_the_tools_of_the_server_but_hidden_ones(server: str, tmp_path: Path):
+async def test_the_agent_sees_all_tools_except_hidden_ones(server: str, tmp_path: Path):
     result = await play(server, "Done.", folder=tmp_path)
     assert isinstance(result, Trajectory)
     system = str(result.conversation[0]["content"])
@@ -218,7 +218,7 @@ async def test_the_example_can_be_solved(tmp_path: Path):
     assert solutions == {}
 
 
-def test_a_server_that_is_down_is_one_line(tmp_path: Path):
+def test_a_server_that_is_down_gives_a_one_line_error(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as unused:
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
     with pytest.raises(ConfigError) as refused:
@@ -238,7 +238,7 @@ def test_a_server_that_is_down_is_one_line(tmp_path: Path):
         ("parallel_tool_calls=2", "parallel_tool_calls=2 is not one of false, true"),
     ],
 )
-def test_an_invalid_option_is_one_line(server: str, tmp_path: Path, options: str, message: str):
+def test_an_invalid_option_gives_a_one_line_error(server: str, tmp_path: Path, options: str, message: str):
     with pytest.raises(ConfigError, match=message):
         opened(server, task_row(), folder=tmp_path, options=options)
 
@@ -247,7 +247,7 @@ def test_an_invalid_option_is_one_line(server: str, tmp_path: Path, options: str
     ("env_key", "message"),
     [("closed", r"is unavailable \(HTTP status 503"), ("a/../..", "env_key='a/../..' is not made of")],
 )
-def test_an_unusable_server_is_one_line(server: str, tmp_path: Path, env_key: str, message: str):
+def test_an_unusable_server_gives_a_one_line_error(server: str, tmp_path: Path, env_key: str, message: str):
     with pytest.raises(ConfigError, match=message):
         opened(server, task_row(env_key=env_key), folder=tmp_path)
 
@@ -264,7 +264,7 @@ def test_an_unusable_server_is_one_line(server: str, tmp_path: Path, env_key: st
         ),
     ],
 )
-def test_a_missing_option_is_one_line(argv: list[str], message: str):
+def test_a_missing_option_gives_a_one_line_error(argv: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
         open_task_source(parse([*OWN_SERVER, "env=fleet", *argv]), byte_chat())
 
@@ -286,7 +286,7 @@ def test_shared_state_is_a_warning(
     ] * num_warnings
 
 
-def test_a_machine_without_a_sandbox_is_one_line(
+def test_a_machine_without_a_sandbox_gives_a_one_line_error(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(verifier, "sandbox_command", lambda seccomp: ["/bin/sh", "-c", "echo denied >&2"])

@@ -1,4 +1,4 @@
-"""Files of Fleet tasks: what a task contains, and one line with the line number for each mistake."""
+"""Tests files of Fleet tasks: the fields of a task, and one-line errors that name the line."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_verifier_is_found(tmp_path: Path, code: str, function: str):
         (ROW | {"verifier_code": "def a(): 1\ndef b(): 1"}, "defines 2 functions and none is called verify"),
     ],
 )
-def test_a_mistake_is_one_line_with_its_place(tmp_path: Path, row: object, message: str):
+def test_a_mistake_gives_a_one_line_error_with_its_place(tmp_path: Path, row: object, message: str):
     path = written(tmp_path, ROW, row)
     with pytest.raises(ConfigError, match=f"tasks.jsonl, line 2: .*{message}") as refused:
         read_tasks(path)
@@ -96,7 +96,7 @@ def test_a_mistake_is_one_line_with_its_place(tmp_path: Path, row: object, messa
     ("content", "message"),
     [(None, "tasks.jsonl cannot be read"), (b"\xff", "cannot be read"), (b"\n", "contains no task")],
 )
-def test_a_file_without_tasks_is_one_line(tmp_path: Path, content: bytes | None, message: str):
+def test_a_file_without_tasks_gives_a_one_line_error(tmp_path: Path, content: bytes | None, message: str):
     if content is not None:
         (tmp_path / "tasks.jsonl").write_bytes(content)
     with pytest.raises(ConfigError, match=message):

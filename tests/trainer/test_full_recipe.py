@@ -1,5 +1,6 @@
-"""`./run_skyrl_tx.sh model_name=...` with no further option: the lengths follow the server, and a running
-server is used or one line says why not.
+"""Tests `./run_skyrl_tx.sh model_name=...` without further options.
+
+The lengths follow the server. A running server is used, or one line states why it is not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ KEY = "tml-of-the-server"
 
 @contextmanager
 def server(models: dict[str, int], *, health: int = 200, key: str | None = None) -> Iterator[str]:
-    """A server that answers health and capabilities only. The block gets its URL."""
+    """Run a server that answers only the routes for health and capabilities. Yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -56,7 +57,7 @@ def server(models: dict[str, int], *, health: int = 200, key: str | None = None)
 def trained(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> list[tuple[dict[str, str], object, tuple[str, ...]]]:
-    """The options, the server process and the arguments of the server of each training that was started."""
+    """Return the list of started trainings: their options, server process and arguments of the server."""
     calls: list[tuple[dict[str, str], object, tuple[str, ...]]] = []
     started: list[tuple[str, ...]] = []
 
@@ -100,18 +101,18 @@ def test_a_healthy_server_is_used_and_its_context_is_the_limit(trained, monkeypa
     ((options, process, _),) = trained
     assert process is None and options["skyrl_tx_url"] == url
     assert options["model_name"] == "local/model" and options["tokenizer"] == "./model"
-    said = capfd.readouterr().out
-    assert f"using the server at {url}: local/model, 4096 tokens" in said
+    output = capfd.readouterr().out
+    assert f"using the server at {url}: local/model, 4096 tokens" in output
     assert (
         "fitted to the server's context of 4096 tokens: context_limit=4096 instead of 128000, "
         "max_tokens=1024 instead of 2048, proactive_summarization_threshold=1024 instead of 8000"
-    ) in said
-    assert "wandb is off" in said and "wandb_project" not in options
+    ) in output
+    assert "wandb is off" in output and "wandb_project" not in options
     assert options["log_path"].startswith("./runs/tasks-model-20")
 
 
 @pytest.mark.seed_behaviour(114)
-def test_a_server_with_another_model_is_left_alone(trained, monkeypatch, capfd) -> None:
+def test_a_server_with_another_model_is_not_used(trained, monkeypatch, capfd) -> None:
     with server({"org/other": 4096}) as url:
         monkeypatch.setenv("SKYRL_TX_URL", url)
         assert main(["model_name=./model", "tasks_dir=tasks", f"skyrl_tx_url={url}"]) == 2
@@ -119,19 +120,19 @@ def test_a_server_with_another_model_is_left_alone(trained, monkeypatch, capfd) 
     ((options, process, arguments),) = trained
     assert process is not None and options["skyrl_tx_url"] != url
     assert arguments == ("base_model=./model", "model_alias=local/model", "max_lora_rank=32")
-    said = capfd.readouterr()
-    assert f"not using the server at {url}: it serves org/other, not local/model" in said.out
-    assert f"skyrl_tx_url={url}: it serves org/other, not local/model" in said.err
+    captured = capfd.readouterr()
+    assert f"not using the server at {url}: it serves org/other, not local/model" in captured.out
+    assert f"skyrl_tx_url={url}: it serves org/other, not local/model" in captured.err
 
 
-def test_without_a_server_one_is_started_with_what_was_given(trained) -> None:
+def test_a_missing_server_is_started_with_the_users_options(trained) -> None:
     assert main(["model_name=org/name", "tasks_dir=tasks", "context_limit=5000", "lora_rank=8"]) == 0
     ((options, _, arguments),) = trained
     assert arguments[2:] == ("max_lora_rank=8", "max_context_length=5000", "yarn=true")
     assert options["context_limit"] == "5000" and "tokenizer" not in options
 
 
-def test_a_given_option_that_does_not_fit_is_refused_by_name(trained, monkeypatch, capfd) -> None:
+def test_a_users_option_that_does_not_fit_is_refused_by_name(trained, monkeypatch, capfd) -> None:
     with server({"local/model": 4096}) as url:
         monkeypatch.setenv("SKYRL_TX_URL", url)
         for option in (
@@ -177,7 +178,7 @@ def test_the_default_tasks_are_terminal_bench_2(trained, monkeypatch, capfd, tmp
 
 
 @pytest.mark.seed_behaviour(134)
-def test_a_missing_folder_of_tasks_is_one_line(trained, capfd) -> None:
+def test_a_missing_folder_of_tasks_gives_a_one_line_error(trained, capfd) -> None:
     assert main(["model_name=org/name", "tasks_dir=./datasets/terminal-bench-2"]) == 2
     assert capfd.readouterr().err.endswith(
         "tasks_dir ./datasets/terminal-bench-2 is not a folder; download it with scripts/setup.sh "
@@ -187,7 +188,7 @@ def test_a_missing_folder_of_tasks_is_one_line(trained, capfd) -> None:
     assert "tasks_dir other is not a folder; give a folder of task folders" in capfd.readouterr().err
 
 
-def test_what_answers_at_an_address_is_one_line() -> None:
+def test_the_reason_against_a_server_is_one_line() -> None:
     with server({"a/b": 64}, key=KEY) as url:
         assert find_server(url, key=KEY) == ServedModels(contexts={"a/b": 64})
         assert "it refuses the key" in str(find_server(url, key=""))
@@ -202,9 +203,9 @@ def test_what_answers_at_an_address_is_one_line() -> None:
 @pytest.mark.parametrize("kind", ["harbor", "tau_bench"])
 @pytest.mark.seed_behaviour(117)
 def test_the_defaults_fit_every_context(kind: str, context: int) -> None:
-    given = {"tasks_dir": "tasks"} if kind == "harbor" else {}
-    defaults = recipe_defaults(kind, named_model("org/name"), {"env": kind} | given)
-    options, note = fitted({**defaults, "env": kind, **given}, given, context=context)
+    user_options = {"tasks_dir": "tasks"} if kind == "harbor" else {}
+    defaults = recipe_defaults(kind, named_model("org/name"), {"env": kind} | user_options)
+    options, note = fitted({**defaults, "env": kind, **user_options}, user_options, context=context)
     options |= {"model_name": "org/name", "skyrl_tx_url": "http://localhost:8000"}
     config = parse(trainer_arguments(options))
     assert config.context_limit == min(context, 128_000) and (note is None) is (context > 128_000)
@@ -212,10 +213,10 @@ def test_the_defaults_fit_every_context(kind: str, context: int) -> None:
         assert options["max_tokens"] == RECIPE_OPTIONS["max_tokens"]
 
 
-def test_a_default_follows_the_options_that_were_given() -> None:
-    given = {"tasks_dir": "tasks", "max_tokens": "3500"}
-    options = recipe_defaults("harbor", named_model("org/name"), given) | given
-    options, note = fitted(options, given, context=4096)
+def test_a_default_follows_the_users_options() -> None:
+    user_options = {"tasks_dir": "tasks", "max_tokens": "3500"}
+    options = recipe_defaults("harbor", named_model("org/name"), user_options) | user_options
+    options, note = fitted(options, user_options, context=4096)
     assert options["max_tokens"] == "3500" and options["proactive_summarization_threshold"] == "298"
     assert note is not None and "max_tokens=" not in note
     with pytest.raises(ConfigError, match=r"context_limit=9000 exceeds the server's 4096; lower it"):

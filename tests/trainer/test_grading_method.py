@@ -1,4 +1,4 @@
-"""The grading method of each task: records of validate, the option, and scores equal to Harbor's."""
+"""Tests the grading method of each task: the records of validate, the option, and scores as in Harbor."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_single_task_folder_contains_its_record(tmp_path: Path) -> None:
         '{"task": {"checksum": "CHECKSUM", "sandbox": {"grading": "somehow", "keep_processes": false}}}',
     ],
 )
-def test_a_record_that_cannot_be_read_is_one_line(tmp_path: Path, text: str) -> None:
+def test_a_record_that_cannot_be_read_gives_a_one_line_error(tmp_path: Path, text: str) -> None:
     task = hello(tmp_path / "task")
     path = write_records(tmp_path, "docker", {task: IN_PLACE})
     path.write_text(text.replace("CHECKSUM", json.loads(path.read_text())["task"]["checksum"]))
@@ -191,7 +191,7 @@ def test_validate_records_which_tasks_are_graded_in_place(
 async def rewards(
     folder: Path, directory: Path, environment: dict[str, object], method: GradingMethod | None
 ) -> object:
-    """The rewards of the task's solution, from Harbor's verifier if `method` is None, else from ours."""
+    """Return the rewards of the task's solution, by Harbor's verifier if `method` is None, else by ours."""
     from harbor.models.trial.config import (
         AgentConfig,
         EnvironmentConfig,

@@ -25,7 +25,7 @@ async def play(
     tmp_path, play, *, tasks=(A, B), parallel=8, deadline=None, attempts=2, wait=0, seed=0, **changes
 ):
     source = FakeTasks(train=tasks, play=play)
-    heard = []
+    reported = []
     settings = RolloutOptions(
         n_parallel_envs=parallel,
         trial_timeout_s=deadline,
@@ -34,12 +34,12 @@ async def play(
         seed=seed,
     )
     rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
-    timed = await rollouts.groups(tasks, POLICY, plan(tmp_path, **changes), heard.append)
+    timed = await rollouts.groups(tasks, POLICY, plan(tmp_path, **changes), reported.append)
     groups = [item.group for item in timed]
-    return groups, source.made, heard
+    return groups, source.made, reported
 
 
-async def win(trial, policy):
+async def succeed(trial, policy):
     return trajectory(trial.task.id, 1.0)
 
 
@@ -47,11 +47,11 @@ async def win(trial, policy):
 async def test_groups_come_in_the_order_of_the_tasks_with_every_member(tmp_path):
     async def slow_a(trial, policy):
         await asyncio.sleep(0.02 if trial.task is A else 0)
-        return await win(trial, policy)
+        return await succeed(trial, policy)
 
-    groups, made, heard = await play(tmp_path, slow_a)
+    groups, made, reported = await play(tmp_path, slow_a)
     assert [(group.task.id, group.rewards) for group in groups] == [("a", [1, 1]), ("b", [1, 1])]
-    assert [finished.group.task.id for finished in heard] == ["b", "a"]
+    assert [finished.group.task.id for finished in reported] == ["b", "a"]
     assert all(trial.directory == tmp_path and trial.temperature == 0.7 for trial in made)
     assert [(trial.task.id, trial.member) for trial in made] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     rollout_started = [
@@ -61,31 +61,31 @@ async def test_groups_come_in_the_order_of_the_tasks_with_every_member(tmp_path)
 
 
 async def test_rollouts_on_disk_are_reused_for_the_same_seed(tmp_path):
-    await play(tmp_path, win)
-    groups, made, heard = await play(tmp_path, win)
+    await play(tmp_path, succeed)
+    groups, made, reported = await play(tmp_path, succeed)
     assert (
         not made
         and [group.rewards for group in groups] == [[1, 1], [1, 1]]
-        and [finished.duration_s for finished in heard] == [0, 0]
+        and [finished.duration_s for finished in reported] == [0, 0]
     )
-    _, made, _ = await play(tmp_path, win, seed=1)
+    _, made, _ = await play(tmp_path, succeed, seed=1)
     assert len(made) == 4
 
 
 @pytest.mark.seed_behaviour(147)
-async def test_trajectories_know_their_member_and_seed(tmp_path):
-    [group, _], made, _ = await play(tmp_path, win)
+async def test_trajectories_have_their_member_and_seed(tmp_path):
+    [group, _], made, _ = await play(tmp_path, succeed)
     seeds = {(trial.task.id, trial.member): trial.seed for trial in made}
     named = [(trajectory.member, trajectory.seed) for trajectory in group.trajectories]
     assert named == [(member, seeds[group.task.id, member]) for member in (0, 1)]
-    [again, _], _, _ = await play(tmp_path, win)
+    [again, _], _, _ = await play(tmp_path, succeed)
     assert again.trajectories == group.trajectories  # from disk
 
 
 async def test_the_duration_of_a_group_is_from_first_start_to_last_end(tmp_path):
     async def slow(trial, policy):
         await asyncio.sleep(0.02)
-        return await win(trial, policy)
+        return await succeed(trial, policy)
 
     _, _, [finished] = await play(tmp_path, slow, tasks=(A,), parallel=1)
     assert finished.duration_s >= 0.03
@@ -93,18 +93,18 @@ async def test_the_duration_of_a_group_is_from_first_start_to_last_end(tmp_path)
 
 @pytest.mark.seed_behaviour(83)
 async def test_concurrent_trials_stay_within_the_limit(tmp_path):
-    running = most = 0
+    running = max_running = 0
 
     async def count(trial, policy):
-        nonlocal running, most
+        nonlocal running, max_running
         running += 1
-        most = max(most, running)
+        max_running = max(max_running, running)
         await asyncio.sleep(0.001)
         running -= 1
-        return await win(trial, policy)
+        return await succeed(trial, policy)
 
     await play(tmp_path, count, parallel=3, group_size=5)
-    assert most == 3
+    assert max_running == 3
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ async def test_concurrent_trials_stay_within_the_limit(tmp_path):
 )
 async def test_infrastructure_failures_are_retried_with_the_same_seed(tmp_path, kind, tries):
     async def fail_a(trial, policy):
-        return failure("a", kind) if trial.task is A else await win(trial, policy)
+        return failure("a", kind) if trial.task is A else await succeed(trial, policy)
 
-    groups, made, heard = await play(tmp_path, fail_a, group_size=1)
+    groups, made, reported = await play(tmp_path, fail_a, group_size=1)
     of_a = [trial.seed for trial in made if trial.task is A]
     assert len(of_a) == tries and len(set(of_a)) == 1
-    assert {finished.group.task.id: finished.num_retries for finished in heard} == {"a": tries - 1, "b": 0}
+    assert {finished.group.task.id: finished.num_retries for finished in reported} == {"a": tries - 1, "b": 0}
     assert [failed.kind for failed in groups[0].failures] == [kind]
 
 
@@ -156,42 +156,42 @@ async def test_a_server_that_is_lost_is_a_failure_of_infrastructure(tmp_path):
     ] and len(made) == 2
 
 
-async def test_a_second_trial_can_still_win(tmp_path):
+async def test_a_retried_trial_can_succeed(tmp_path):
     lost = []
 
     async def fail_first(trial, policy):
         if not lost:
             lost.append(trial)
             return failure("a")
-        return await win(trial, policy)
+        return await succeed(trial, policy)
 
     [group], _, _ = await play(tmp_path, fail_first, tasks=(A,))
     assert group.rewards == [1, 1] and not group.failures
 
 
 async def test_a_trial_past_its_deadline_is_cancelled_and_counted(tmp_path):
-    freed = []
+    cancelled_trials = []
 
     async def hang(trial, policy):
         if trial.task is B:
-            return await win(trial, policy)
+            return await succeed(trial, policy)
         try:
             await asyncio.Event().wait()
         finally:
             await asyncio.sleep(0.02)  # stopping a sandbox takes time
-            freed.append(trial)
+            cancelled_trials.append(trial)
 
     groups, _, _ = await play(tmp_path, hang, deadline=0.01, group_size=1)
     assert groups[0].failures[0].kind is FailureKind.TIMEOUT
     assert groups[0].failures[0].message == "not finished after 0.01 s"
-    assert len(freed) == 1
+    assert len(cancelled_trials) == 1
 
 
 async def test_an_exception_is_a_failure_of_its_trial_alone(tmp_path):
     async def break_a(trial, policy):
         if trial.task is A:
             raise KeyError("oops")
-        return await win(trial, policy)
+        return await succeed(trial, policy)
 
     groups, _, _ = await play(tmp_path, break_a, group_size=1)
     [failed] = groups[0].failures
@@ -200,7 +200,7 @@ async def test_an_exception_is_a_failure_of_its_trial_alone(tmp_path):
     assert groups[1].rewards == [1]
 
 
-async def test_when_nothing_was_graded_the_commonest_cause_is_named(tmp_path):
+async def test_without_a_graded_trial_the_commonest_cause_is_named(tmp_path):
     async def fail(trial, policy):
         return (
             failure("a", FailureKind.AGENT, "odd")
@@ -213,9 +213,9 @@ async def test_when_nothing_was_graded_the_commonest_cause_is_named(tmp_path):
     with pytest.raises(
         TrainerError,
         match=r"none of the 3 trials of evaluation 3 could be graded; 2 failed by sandbox, e.g. no tmux",
-    ) as one:
+    ) as error:
         require_some_graded(groups, plan(tmp_path, purpose="eval", directory=jobs))
-    assert str(one.value).endswith(f"; see {tmp_path / 'logs.log'}")  # these trials have no files
+    assert str(error.value).endswith(f"; see {tmp_path / 'logs.log'}")  # these trials have no files
     jobs.mkdir(parents=True)
     with pytest.raises(TrainerError, match=f"; see {jobs}$"):
         require_some_graded(groups, plan(tmp_path, purpose="eval", directory=jobs))
@@ -225,7 +225,7 @@ async def test_when_nothing_was_graded_the_commonest_cause_is_named(tmp_path):
 
 
 async def test_cancelling_cancels_every_trial(tmp_path):
-    freed = []
+    cancelled_trials = []
     started = asyncio.Event()
 
     async def hang(trial, policy):
@@ -233,19 +233,19 @@ async def test_cancelling_cancels_every_trial(tmp_path):
         try:
             await asyncio.Event().wait()
         finally:
-            freed.append(trial)
+            cancelled_trials.append(trial)
 
     running = asyncio.ensure_future(play(tmp_path, hang))
     await asyncio.wait_for(started.wait(), 5)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert len(freed) == 4
+    assert len(cancelled_trials) == 4
 
 
 def test_seeds_differ_by_place_and_repeat_between_evaluations(tmp_path):
-    here = trial_seed(0, plan(tmp_path), "a", 0)
-    assert here == trial_seed(0, plan(tmp_path), "a", 0) and 0 <= here < 2**31
+    seed = trial_seed(0, plan(tmp_path), "a", 0)
+    assert seed == trial_seed(0, plan(tmp_path), "a", 0) and 0 <= seed < 2**31
     others = [
         trial_seed(1, plan(tmp_path), "a", 0),
         trial_seed(0, plan(tmp_path, step=4), "a", 0),
@@ -254,20 +254,20 @@ def test_seeds_differ_by_place_and_repeat_between_evaluations(tmp_path):
         trial_seed(0, plan(tmp_path, purpose="refill-1"), "a", 0),
         trial_seed(0, plan(tmp_path, purpose="eval"), "a", 0),
     ]
-    assert len({here, *others}) == 7
+    assert len({seed, *others}) == 7
     assert trial_seed(0, plan(tmp_path, purpose="eval", step=9), "a", 0) == others[-1]
 
 
-class Floored(FakeTasks):
-    """Doing nothing solves task a and fails to run for task b."""
+class NoopSource(FakeTasks):
+    """A source whose no-op trial solves task a and fails for task b."""
 
-    asked: list[str]
+    played_tasks: list[str]
     num_running = 0
 
     async def noop_baseline(self, task):
-        self.asked.append(task.id)
+        self.played_tasks.append(task.id)
         self.num_running += 1
-        assert self.num_running == 1, "as many at once as there are slots"
+        assert self.num_running == 1, "more trials at once than n_parallel_envs"
         await asyncio.sleep(0)
         self.num_running -= 1
         if task is B:
@@ -276,24 +276,24 @@ class Floored(FakeTasks):
 
 
 async def test_the_noop_reward_is_measured_once_and_may_be_unknown(tmp_path, caplog):
-    source = Floored(train=(A, B))
-    source.asked = []
+    source = NoopSource(train=(A, B))
+    source.played_tasks = []
     settings = RolloutOptions(
         n_parallel_envs=1, trial_timeout_s=None, trial_attempts=1, retry_wait_s=0, seed=0
     )
     rollouts = Rollouts(source, settings, FinishedRollouts(tmp_path, Journal(tmp_path)))
     assert await rollouts.noop_rewards([A, B]) == await rollouts.noop_rewards([A, B]) == {"a": 1.0}
     assert (
-        source.asked == ["a", "b"]
+        source.played_tasks == ["a", "b"]
         and "b: the reward of an agent that does nothing could not be measured: OSError: gone" in caplog.text
     )
 
 
-async def test_a_trial_that_cancels_itself_is_lost_and_the_run_goes_on(tmp_path):
+async def test_a_trial_that_cancels_itself_fails_alone(tmp_path):
     async def cancelled(trial, policy):
         if trial.task is A:
             raise asyncio.CancelledError
-        return await win(trial, policy)
+        return await succeed(trial, policy)
 
     (a, b), _, _ = await play(tmp_path, cancelled)
     assert [failure.kind for failure in a.failures] == [FailureKind.HARBOR] * 2 and b.rewards == [1, 1]

@@ -1,4 +1,4 @@
-"""The Harbor task source: held-out tasks, the options of the environment, and its type."""
+"""Tests the Harbor task source: held-out tasks, and the options and the type of the environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = in_sandbox
 
 
 def copies(folder: Path, *names: str) -> Path:
-    """A folder with copies of the hello task."""
+    """Create a folder with copies of the hello task."""
     for name in names:
         shutil.copytree(HELLO, folder / name)
     return folder
@@ -28,27 +28,27 @@ def ids(tasks: Sequence[Task]) -> list[str]:
 
 
 @pytest.fixture
-def five(tmp_path: Path) -> Path:
+def five_tasks(tmp_path: Path) -> Path:
     return copies(tmp_path / "train", "a-1", "a-2", "b-1", "b-2", "c-1")
 
 
-def test_no_task_is_held_out_without_an_option(five: Path) -> None:
-    assert ids(harbor_tasks(five).eval) == []
+def test_no_task_is_held_out_without_an_option(five_tasks: Path) -> None:
+    assert ids(harbor_tasks(five_tasks).eval) == []
 
 
-def test_tasks_are_held_out_by_glob_and_name(five: Path) -> None:
-    tasks = harbor_tasks(five, eval_tasks=["b-*", "c-1"], eval_split=0.5)
+def test_tasks_are_held_out_by_glob_and_name(five_tasks: Path) -> None:
+    tasks = harbor_tasks(five_tasks, eval_tasks=["b-*", "c-1"], eval_split=0.5)
     assert (ids(tasks.train), ids(tasks.eval)) == (["a-1", "a-2"], ["b-1", "b-2", "c-1"])
 
 
-def test_a_held_out_folder_names_its_tasks_uniquely(five: Path, tmp_path: Path) -> None:
-    other = copies(tmp_path / "other", "z", "c-1")
-    tasks = harbor_tasks(five, eval_tasks=[str(other)])
+def test_a_held_out_folder_names_its_tasks_uniquely(five_tasks: Path, tmp_path: Path) -> None:
+    held_out = copies(tmp_path / "other", "z", "c-1")
+    tasks = harbor_tasks(five_tasks, eval_tasks=[str(held_out)])
     assert (len(tasks.train), ids(tasks.eval)) == (5, ["other/c-1", "z"])
 
 
-def test_a_share_is_held_out_by_the_seed(five: Path) -> None:
-    splits = [harbor_tasks(five, eval_split=0.4, seed=seed) for seed in (3, 3, 4, 5, 6)]
+def test_a_share_is_held_out_by_the_seed(five_tasks: Path) -> None:
+    splits = [harbor_tasks(five_tasks, eval_split=0.4, seed=seed) for seed in (3, 3, 4, 5, 6)]
     assert all((len(tasks.train), len(tasks.eval)) == (3, 2) for tasks in splits)
     assert ids(splits[0].eval) == ids(splits[1].eval)
     assert len({tuple(ids(tasks.eval)) for tasks in splits}) > 1
@@ -61,9 +61,9 @@ def test_a_share_is_held_out_by_the_seed(five: Path) -> None:
         ("*", "none is left to train on"),
     ],
 )
-def test_an_invalid_selection_is_refused(five: Path, pattern: str, message: str) -> None:
+def test_an_invalid_selection_is_refused(five_tasks: Path, pattern: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        harbor_tasks(five, eval_tasks=[pattern])
+        harbor_tasks(five_tasks, eval_tasks=[pattern])
 
 
 def test_a_first_prompt_that_fills_the_context_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""A folder of trials can be read as a job of Harbor's viewer."""
+"""Harbor's viewer can read a folder of trials as a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole Harbor trials in real sandboxes with a scripted policy, for every way in which a trial can end."""
+"""Runs whole Harbor trials in real sandboxes with a scripted policy, for every way in which one can end."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_a_wrong_solution_is_graded_0(tmp_path: Path) -> None:
     assert (outcome.reward, outcome.stop_reason) == (0.0, StopReason.STOP)
 
 
-async def test_running_out_of_turns_is_graded(tmp_path: Path) -> None:
+async def test_a_trial_that_reaches_max_turns_is_graded(tmp_path: Path) -> None:
     script = [answer("echo hello > /app/hello.txt"), answer("true", duration=0.1)]
     outcome, _ = await play(tmp_path, script, harbor_tasks(max_turns=3))
     assert isinstance(outcome, Trajectory)
@@ -168,7 +168,7 @@ async def test_a_machine_that_cannot_be_graded_has_reward_0(tmp_path: Path, comm
 
 
 async def test_a_terminal_closed_within_a_turn_is_graded(tmp_path: Path) -> None:
-    # Harbor raises a RuntimeError for the second command of the answer, which finds no terminal.
+    # Harbor raises a RuntimeError for the second command of the answer, because the terminal is closed.
     outcome, _ = await play(
         tmp_path, [answer("echo hello > /app/hello.txt; tmux kill-server", "ls", duration=0.7)]
     )
@@ -176,7 +176,7 @@ async def test_a_terminal_closed_within_a_turn_is_graded(tmp_path: Path) -> None
     assert (outcome.reward, outcome.stop_reason) == (1.0, StopReason.SESSION_CLOSED)
 
 
-async def test_a_back_end_error_is_a_failure(tmp_path: Path) -> None:
+async def test_a_backend_error_is_a_failure(tmp_path: Path) -> None:
     outcome, policy = await play(tmp_path, [SOLUTION[0], BackendError("sampling: connection refused")])
     assert outcome == TrialFailure(
         task_id="hello-file",
@@ -188,7 +188,7 @@ async def test_a_back_end_error_is_a_failure(tmp_path: Path) -> None:
 
 
 class UnansweredPolicy(ScriptedPolicy):
-    """A policy whose calls never return after `num_answered` of them, like those of the SDK with a lost
+    """A policy that answers `num_answered` calls. Later calls never return, like calls of the SDK to a lost
     server.
     """
 
@@ -215,7 +215,7 @@ async def test_a_time_limit_reached_on_a_lost_server_is_a_failure(
     assert outcome.message.startswith("the agent reached its time limit after it waited ")
 
 
-async def test_a_back_end_error_in_a_summary_is_a_failure(tmp_path: Path) -> None:
+async def test_a_backend_error_in_a_summary_is_a_failure(tmp_path: Path) -> None:
     error = BackendError("sampling: gone")
     script = {"You are about to hand off": [error], "": [answer("true"), answer("seq 2000", duration=0.5)]}
     outcome, _ = await play(tmp_path, script, harbor_tasks(**SUMMARIZING))
@@ -238,9 +238,9 @@ async def test_a_verifier_that_never_ends_is_a_failure(tmp_path: Path) -> None:
 async def test_a_reward_file_of_the_agent_is_ignored(tmp_path: Path) -> None:
     folder = "/logs/verifier"
     text, json_file = f"{folder}/reward.txt", f"{folder}/reward.json"
-    once = f"mkdir -p {folder} /tests; echo 1 > {text}; echo '{{\"reward\": 1}}' > {json_file}"
-    repeatedly = f"(while true; do echo 1 > {text}; sleep 0.01; done) >/dev/null 2>&1 &"
-    outcome, _ = await play(tmp_path, solving(once, repeatedly))
+    one_write = f"mkdir -p {folder} /tests; echo 1 > {text}; echo '{{\"reward\": 1}}' > {json_file}"
+    repeated_writes = f"(while true; do echo 1 > {text}; sleep 0.01; done) >/dev/null 2>&1 &"
+    outcome, _ = await play(tmp_path, solving(one_write, repeated_writes))
     assert isinstance(outcome, Trajectory)
     assert outcome.reward == 0.0
 
@@ -312,7 +312,7 @@ async def test_cancelling_a_trial_frees_the_sandbox(tmp_path: Path) -> None:
     assert remaining_files(tasks) == {"lock", "skeleton"}
 
 
-async def test_sixteen_trials_at_once(tmp_path: Path) -> None:
+async def test_sixteen_trials_run_at_once(tmp_path: Path) -> None:
     tasks = harbor_tasks(TASKS)
     scripts = {
         "hello.txt": SOLUTION,
@@ -335,7 +335,7 @@ async def test_sixteen_trials_at_once(tmp_path: Path) -> None:
 
 
 class RecordedNames(logging.Handler):
-    """The names of the loggers from which the root logger receives records."""
+    """Records the names of the loggers whose records reach the root logger."""
 
     def __init__(self) -> None:
         super().__init__()

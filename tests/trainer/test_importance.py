@@ -67,7 +67,7 @@ def test_the_token_mask_keeps_its_bounds():
     result = token_factors(OLD, SAMPLED, settings(tis_token_mask_low=0.5, tis_token_mask_high=2.0))
     assert result.factors.tolist() == [0, 1, 1]
     same = token_factors(np.array([np.log(2.0)]), np.array([0.0]), settings(tis_token_mask_high=2.0))
-    assert same.factors.tolist() == [1]  # equality stays
+    assert same.factors.tolist() == [1]  # A ratio at the bound is kept.
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,8 @@ def test_sequence_bounds_are_skyrls_unless_given(kind, low, high):
         False,
         True,
     ]
-    assert not is_masked(1.0, tis_sequence_mask_low=1.0, tis_sequence_mask_high=1.0)  # equality stays
+    # A ratio at the bound is kept.
+    assert not is_masked(1.0, tis_sequence_mask_low=1.0, tis_sequence_mask_high=1.0)
 
 
 @pytest.mark.parametrize(
@@ -97,15 +98,15 @@ def test_sequence_bounds_are_skyrls_unless_given(kind, low, high):
         {"tis_token_mask_high": 9.0},
     ],
 )
-def test_each_correction_alone_is_one(option):
+def test_each_option_alone_enables_the_correction(option):
     assert settings(**option).is_on and not settings().is_on
 
 
 def test_the_capped_fraction_counts_masked_tokens():
-    one = example(turn([1], [10, 11], logprob=-1.0))
+    original = example(turn([1], [10, 11], logprob=-1.0))
     # The ratios are e and exp(-2).
     _, metrics = apply_tis(
-        [[one]], [np.array([9.0, 0.0, -3.0], np.float32)], settings(tis="token", tis_token_mask_low=0.5)
+        [[original]], [np.array([9.0, 0.0, -3.0], np.float32)], settings(tis="token", tis_token_mask_low=0.5)
     )
     assert (metrics["tis/capped_fraction"], metrics["tis/masked_tokens"]) == (0.5, 1)
 
@@ -124,9 +125,11 @@ def example(*turns, advantage=1.0):
 
 
 def test_tis_changes_sampled_tokens_only():
-    one = example(turn([1], [10, 11], logprob=-1.0), turn([1, 10, 11, 2], [12], logprob=-1.0), advantage=2.0)
+    original = example(
+        turn([1], [10, 11], logprob=-1.0), turn([1, 10, 11, 2], [12], logprob=-1.0), advantage=2.0
+    )
     old = np.array([9.0, -1.0, -1.0, 9.0, -3.0], dtype=np.float32)
-    [[changed]], metrics = apply_tis([[one]], [old], settings(tis="token"))
+    [[changed]], metrics = apply_tis([[original]], [old], settings(tis="token"))
     [sequence] = changed.sequences
     assert sequence.logprobs.tolist() == [0, -1, -1, 0, -3]
     assert sequence.advantages.tolist() == pytest.approx([0, 2, 2, 0, 2 * np.exp(-2)])
@@ -142,12 +145,14 @@ def test_a_trajectory_in_two_sequences_has_one_product_of_ratios():
 
 
 def test_a_positive_factor_commutes_with_the_loss_reduction():
-    one = example(turn([1], [10], logprob=-1.0))
+    original = example(turn([1], [10], logprob=-1.0))
     halved = Example(
-        trajectory=one.trajectory, advantage=1.0, sequences=[scale_advantages(one.sequences[0], 0.5)]
+        trajectory=original.trajectory,
+        advantage=1.0,
+        sequences=[scale_advantages(original.sequences[0], 0.5)],
     )
     old = [np.array([0.0, -0.9], dtype=np.float32)]
-    [[whole]], _ = apply_tis([[one]], old, settings(tis="token"))
+    [[whole]], _ = apply_tis([[original]], old, settings(tis="token"))
     [[half]], _ = apply_tis([[halved]], old, settings(tis="token"))
     assert half.sequences[0].advantages.tolist() == pytest.approx(
         (whole.sequences[0].advantages / 2).tolist()

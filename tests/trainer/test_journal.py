@@ -7,24 +7,24 @@ from src.records.journal import JOURNAL, Journal, RolloutKey, RunState
 from tests.fakes.run import groups_trained
 from tests.fakes.run_files import records
 
-HERE = RolloutKey(purpose="step", step=1, task="a", member=0)
+KEY = RolloutKey(purpose="step", step=1, task="a", member=0)
 
 
 @pytest.mark.seed_behaviour(35)
-def test_a_successor_knows_what_its_predecessor_did(tmp_path):
+def test_a_new_journal_restores_the_state_of_the_last_one(tmp_path):
     first = Journal(tmp_path)
     first.started(resumed_from=0)
-    assert first.rollout_started(HERE, policy_version=0, seed=7) == 1
-    assert first.rollout_started(HERE, policy_version=0, seed=7) == 2
-    first.finished(HERE, "sandbox")
-    assert Journal(tmp_path).rollout_started(HERE, policy_version=0, seed=7) == 3
-    first.finished(HERE, "graded")
+    assert first.rollout_started(KEY, policy_version=0, seed=7) == 1
+    assert first.rollout_started(KEY, policy_version=0, seed=7) == 2
+    first.finished(KEY, "sandbox")
+    assert Journal(tmp_path).rollout_started(KEY, policy_version=0, seed=7) == 3
+    first.finished(KEY, "graded")
     first.batch_fixed(1, [(1, "a")])
-    assert not first.is_settled(HERE)
+    assert not first.is_settled(KEY)
     first.trained(1, groups=[(1, "a")], state={"strikes": {"b": 1}})
     first.evaluated(0)
     second = Journal(tmp_path)
-    assert second.is_settled(HERE) and second.is_evaluated(0) and not second.is_evaluated(1)
+    assert second.is_settled(KEY) and second.is_evaluated(0) and not second.is_evaluated(1)
     assert second.states_until(1) == [{"strikes": {"b": 1}}] and second.states_until(0) == []
     assert first.progress == 2 and second.progress == 1  # a trained step may have to be trained again
     second.trained(1, groups=[(1, "a")], state={})
@@ -56,15 +56,15 @@ def test_steps_after_the_resumed_checkpoint_are_not_trained(tmp_path):
     assert groups_trained(tmp_path)[2, "a"] == 2
 
 
-def test_a_run_whose_tasks_have_changed_does_not_go_on(tmp_path):
+def test_a_run_whose_tasks_have_changed_is_refused(tmp_path):
     Journal(tmp_path).batch_fixed(3, [(3, "a"), (3, "b")])
     again = Journal(tmp_path)
     again.batch_fixed(3, [(3, "a"), (3, "b")])
     with pytest.raises(
-        ConfigError, match="step 3 of this run was to train on a, b, and now on a, c: tasks_dir has changed"
+        ConfigError, match="step 3 of this run has the tasks a, b in the journal, and a, c in the present"
     ):
         again.batch_fixed(3, [(3, "a"), (3, "c")])
-    with pytest.raises(ConfigError, match="was to train on a, b, and now on b, a"):
+    with pytest.raises(ConfigError, match="has the tasks a, b in the journal, and b, a in the present"):
         again.batch_fixed(3, [(3, "b"), (3, "a")])
     assert sum(record["event"] == "batch_fixed" for record in records(tmp_path / JOURNAL)) == 1
 
@@ -74,21 +74,21 @@ def test_a_result_is_settled_by_the_step_that_used_it(tmp_path):
     journal.batch_fixed(1, [(1, "a")])
     journal.batch_fixed(2, [(1, "late")])
     journal.trained(1, groups=[(1, "a")], state={})
-    assert journal.is_settled(HERE) and not journal.is_settled(late)
+    assert journal.is_settled(KEY) and not journal.is_settled(late)
     journal.trained(2, groups=[(1, "late")], state={})
     assert journal.is_settled(late)
-    tested = RolloutKey(purpose="eval", step=2, task="a", member=0)
-    assert not journal.is_settled(tested)
+    evaluated = RolloutKey(purpose="eval", step=2, task="a", member=0)
+    assert not journal.is_settled(evaluated)
     journal.evaluated(2)
-    assert journal.is_settled(tested)
+    assert journal.is_settled(evaluated)
 
 
-def test_a_group_that_stands_in_for_another_was_trained_once(tmp_path):
+def test_a_copied_group_counts_as_trained_once(tmp_path):
     Journal(tmp_path).trained(1, groups=[(1, "a"), (1, "b"), (1, "a")], state={})
     assert groups_trained(tmp_path) == {(1, "a"): 1, (1, "b"): 1}
 
 
-def test_a_line_torn_by_a_crash_does_not_spoil_the_next(tmp_path):
+def test_a_line_torn_by_a_crash_does_not_damage_the_next(tmp_path):
     Journal(tmp_path).evaluated(1)
     path = tmp_path / JOURNAL
     path.write_text(path.read_text() + '{"event": "trai')
@@ -99,8 +99,8 @@ def test_a_line_torn_by_a_crash_does_not_spoil_the_next(tmp_path):
 def test_only_trained_events_are_synced_to_disk(tmp_path, monkeypatch):
     journal, synced, fsync = Journal(tmp_path), [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(fsync(descriptor)))
-    journal.rollout_started(HERE, policy_version=0, seed=7)
-    journal.finished(HERE, "graded")
+    journal.rollout_started(KEY, policy_version=0, seed=7)
+    journal.finished(KEY, "graded")
     assert not synced
     journal.batch_fixed(1, [(1, "a")])
     journal.trained(1, groups=[(1, "a")], state={})

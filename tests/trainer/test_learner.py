@@ -40,7 +40,7 @@ async def test_one_substep_is_one_gradient_and_one_step():
     adam = client.adam[0]
     assert (adam.learning_rate, adam.beta1, adam.beta2, adam.eps) == (0.5, 0.9, 0.95, 1e-8)
     assert (adam.weight_decay, adam.grad_clip_norm) == (0.1, 1.0)
-    # the gradient of log p(3) at uniform logits is (-1/4, -1/4, -1/4, 3/4)
+    # The gradient of log p(3) at uniform logits is (-1/4, -1/4, -1/4, 3/4).
     assert client.logits.tolist() == pytest.approx([-0.125, -0.125, -0.125, 0.375])
     assert metrics["optim/grad_norm"] == pytest.approx(math.sqrt(0.75))
     assert (metrics["optim/lr"], metrics["optim/num_substeps"], metrics["optim/loss"]) == (
@@ -77,7 +77,7 @@ async def test_the_next_substep_is_queued_before_the_last_is_awaited():
     assert awaited[0] == ["forward_backward", "optim_step"] * 2
 
 
-async def test_nothing_to_learn_takes_no_step():
+async def test_without_datums_there_is_no_optimizer_step():
     client = BanditTrainingClient()
     metrics = await Learner(client, settings()).update([[], datums(3, advantage=0.0)])
     assert client.events == []
@@ -100,21 +100,21 @@ async def test_sampler_and_trainer_are_compared_on_the_trained_tokens():
     ("loss_fn", "config", "clipped"), [("cispo", ["clip_high_threshold=1.6"], 0.0), ("ppo", None, 1.0)]
 )
 @pytest.mark.seed_behaviour(75)
-async def test_the_clip_bounds_are_the_ones_in_use(loss_fn, config, clipped):
+async def test_clip_frac_uses_the_clip_bounds_of_the_loss(loss_fn, config, clipped):
     learner = Learner(BanditTrainingClient(), settings(loss_fn=loss_fn, loss_fn_config=config))
     assert (await learner.update([datums(2, logprob=QUARTER - 0.4)]))["optim/clip_frac"] == clipped
 
 
 class LossClient(BanditTrainingClient):
-    """Keeps the loss and the settings of `forward`, or refuses them as a server does."""
+    """Records the arguments of `forward`, or rejects them as a server does."""
 
     def __init__(self, *, refusal=None):
         super().__init__()
         self.refusal = refusal
-        self.asked = []
+        self.requests = []
 
     def forward(self, data, loss_fn, loss_fn_config=None):
-        self.asked.append((len(data), loss_fn, loss_fn_config))
+        self.requests.append((len(data), loss_fn, loss_fn_config))
         if self.refusal is not None:
             response = httpx.Response(400, request=httpx.Request("POST", "http://h:1"))
             raise tinker.BadRequestError("400", response=response, body={"detail": self.refusal})
@@ -125,13 +125,13 @@ async def test_a_loss_of_the_server_is_evaluated_before_it_is_used():
     client = LossClient()
     options = settings(loss_fn="server:soft_clip", loss_fn_config=["sharpness=2"])
     await Learner(client, options).require_loss()
-    assert client.asked == [(1, "soft_clip", {"sharpness": 2.0})]
+    assert client.requests == [(1, "soft_clip", {"sharpness": 2.0})]
 
 
-async def test_losses_of_every_endpoint_are_not_evaluated():
+async def test_a_standard_loss_needs_no_evaluation():
     client = LossClient()
     await Learner(client, settings(loss_fn="cispo")).require_loss()
-    assert client.asked == []
+    assert client.requests == []
 
 
 async def test_a_refused_loss_is_a_mistake_in_the_options():
@@ -169,7 +169,7 @@ async def test_a_failing_server_is_a_backend_error():
     ("schedule", "warmup", "rates"),
     [
         ("constant", 0, [1, 1, 1, 1]),
-        ("constant", 2, [0.5, 1, 1, 1]),  # SkyRL's first step has rate 0, ours does not
+        ("constant", 2, [0.5, 1, 1, 1]),  # SkyRL's first step has the rate 0.
         ("linear", 0, [1, 0.75, 0.5, 0.25]),
         ("linear", 2, [0.5, 1, 1, 0.5]),
         ("cosine", 0, [1, 0.8535534, 0.5, 0.1464466]),
@@ -177,9 +177,9 @@ async def test_a_failing_server_is_a_backend_error():
 )
 @pytest.mark.seed_behaviour(77)
 def test_the_learning_rate_follows_its_schedule(schedule, warmup, rates):
-    given = settings(learning_rate=1.0, lr_schedule=schedule, lr_warmup_steps=warmup)
+    options = settings(learning_rate=1.0, lr_schedule=schedule, lr_warmup_steps=warmup)
     assert [
-        learning_rate(given, given.learning_rate, step=step, num_steps=4) for step in range(1, 5)
+        learning_rate(options, options.learning_rate, step=step, num_steps=4) for step in range(1, 5)
     ] == pytest.approx(rates)
 
 
@@ -211,4 +211,4 @@ async def test_streamed_groups_have_the_gradient_of_their_batch():
     assert streamed.events == ["forward_backward", "forward_backward", "optim_step"]
     assert streamed.logits.tolist() == pytest.approx(whole.logits.tolist())
     assert metrics["optim/num_substeps"] == 1 and metrics["optim/loss"] == pytest.approx(-0.5)
-    assert (await learner.update())["optim/num_substeps"] == 0, "nothing is left over"
+    assert (await learner.update())["optim/num_substeps"] == 0, "the first update used all groups"

@@ -1,4 +1,4 @@
-"""`run_episode`: tools, errors, empty answers, sampling parameters and metrics of an episode."""
+"""Tests `run_episode`: tools, errors, empty answers, sampling parameters and metrics of an episode."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_tools_are_native_if_environment_and_run_permit_it(env, run):
 
 @pytest.mark.parametrize(("env", "run"), [(False, False), (True, True)])
 @pytest.mark.seed_behaviour(1)
-async def test_no_tools_add_nothing_to_the_prompt(env, run):
+async def test_without_tools_the_prompt_is_unchanged(env, run):
     settings = replace(SETTINGS, use_native_tool_calling=run)
     _, policy, _ = await play(
         [ending()], ["A"], settings=settings, chat=Chat(ToolTokenizer()), use_native_tool_calling=env
@@ -112,7 +112,7 @@ async def test_a_failed_start_is_a_failure():
 
 
 async def test_a_failed_start_can_become_a_trajectory_without_turns():
-    # SkyRL always makes it a trajectory of reward 0. Ours leaves the group unless failed_trial_reward=0.
+    # SkyRL always creates a trajectory of reward 0. Here, that needs failed_trial_reward=0.
     failure, _, _ = await fail([], ["AB"], opening=RuntimeError("no user simulator"))
     group = TrajectoryGroup(task=task("a"), trajectories=[], failures=[failure])
     [substitute] = with_failures_rewarded(group, 0).trajectories
@@ -265,7 +265,7 @@ async def test_each_call_has_the_sampling_parameters_of_the_run():
 
 
 @pytest.mark.seed_behaviour(104)
-async def test_metrics_of_the_environment_are_the_trajectorys():
+async def test_a_trajectory_has_the_metrics_of_its_environment():
     trajectory, _, _ = await play(
         [saying("ob", tool_calls=1.0), saying(is_done=True, tool_calls=2.0)], ["AB", "C"]
     )

@@ -63,8 +63,8 @@ def test_response_lengths_have_skyrls_values():
 
 
 def test_assistant_tokens_have_skyrls_values():
-    # Masks [1,1], [1,0,1,1] and [0]: the last is SkyRL's minimal output, one end token. Ours has no token at
-    # all there.
+    # SkyRL's masks are [1,1], [1,0,1,1] and [0]. The last one is SkyRL's minimal output of one end token. The
+    # third trajectory here has no token.
     members = [
         trajectory("a", 1.0, [turn([1], [2, 3])]),
         trajectory("a", 0.0, [turn([1], [2]), turn([1, 2, 9], [3, 4])]),
@@ -94,7 +94,7 @@ def test_an_empty_batch_gives_six_zeros_and_a_warning(caplog):
     assert "no trajectory to measure" in caplog.text
 
 
-def test_a_rewritten_history_is_measured_run_by_run():
+def test_the_sequences_of_a_rewritten_history_are_added():
     broken = trajectory(turns=[turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6]), turn([1, 9, 9, 9], [7, 8])])
     assert num_response_tokens(broken) == (2 + 1 + 1) + 2
 
@@ -110,7 +110,7 @@ def test_starts_and_deadlines_that_failed_are_counted():
     assert metrics["env/all/stop_reason/timeout"] == 1
 
 
-def test_what_the_update_is_made_of():
+def test_batch_metrics_describe_the_input_of_the_update():
     def example(advantage, reward, too_long=0):
         return Example(
             trajectory=trajectory(reward=reward), advantage=advantage, sequences=[], num_too_long=too_long
@@ -143,7 +143,7 @@ def test_prevented_gradings_are_counted_by_reason():
     assert (metrics["trials/graded"], metrics["env/all/reward/total"]) == (2, 0.5)
 
 
-def test_failures_are_counted_by_kind_and_touch_no_reward():
+def test_failures_are_counted_by_kind_and_change_no_reward():
     metrics = group_metrics(
         [group("a", 1, 0, failures=[failure(kind=FailureKind.SANDBOX)] * 2)], group_size=4
     )
@@ -178,13 +178,13 @@ def test_lengths_and_stop_reasons_are_measured():
     assert (metrics["sampling_client/step_min"], metrics["sampling_client/step_max"]) == (4, 5)
 
 
-def test_drops_are_counted_even_when_nothing_is_left():
+def test_dropped_groups_are_counted_in_an_empty_batch():
     metrics = batch_metrics([], Counter({DropReason.CONSTANT_REWARD: 3}))
     assert metrics["groups/dropped/constant_reward"] == 3
     assert metrics["tokens/trained"] == 0
 
 
-def test_held_out_rewards_by_family_where_there_are_families():
+def test_families_of_held_out_tasks_have_reward_metrics():
     metrics = held_out_metrics([group("copy-01", 1), group("copy-02", 0), group("move-01", 1)], group_size=1)
     assert metrics["test/env/all/reward/total"] == pytest.approx(2 / 3)
     assert (metrics["test/env/copy/reward/total"], metrics["test/env/move/reward/total"]) == (0.5, 1)

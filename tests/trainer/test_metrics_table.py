@@ -1,4 +1,4 @@
-"""The table of metrics, its generated page, and the names that runs log."""
+"""Tests the table of metrics, its generated page, and the names that runs log."""
 
 from pathlib import Path
 

@@ -47,16 +47,16 @@ def test_the_codec_is_lossless(text):
 
 
 async def test_a_conversation_reaches_the_endpoint_as_messages():
-    chat, asked = endpoint_chat(), []
+    chat, requests = endpoint_chat(), []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(json.loads(request.content))
+        requests.append(json.loads(request.content))
         return reply("sure \x02thing")
 
     first = await policy(answer).sample(
         SampleRequest(prompt_ids=chat.render(MESSAGES), max_tokens=9, temperature=0.5, seed=3)
     )
-    assert asked[0] == {
+    assert requests[0] == {
         **{"model": "big", "max_tokens": 9, "temperature": 0.5, "seed": 3},
         "messages": [MESSAGES[0], {"role": "user", "content": "grüß Gott\n"}],
     }
@@ -67,7 +67,7 @@ async def test_a_conversation_reaches_the_endpoint_as_messages():
     again = chat.extend(first.prompt_ids, first.completion_ids, [{"role": "user", "content": "go on"}])
     assert again[: len(first.prompt_ids)] == first.prompt_ids
     await policy(answer).sample(SampleRequest(prompt_ids=again, max_tokens=9, temperature=0.5, seed=3))
-    assert asked[1]["messages"][2:] == [
+    assert requests[1]["messages"][2:] == [
         {"role": "assistant", "content": "sure thing"},
         {"role": "user", "content": "go on"},
     ]
@@ -92,9 +92,9 @@ async def test_a_reply_without_content_is_an_empty_completion():
     assert endpoint_chat().decode(turn.completion_ids) == ""
 
 
-async def test_a_failing_endpoint_is_a_failure_of_the_backend():
+async def test_a_failing_endpoint_is_a_backend_error():
     failing = policy(lambda _: httpx.Response(500, json={"error": {"message": "out of order"}}))
-    with pytest.raises(BackendError, match="asking big: InternalServerError"):
+    with pytest.raises(BackendError, match="sampling from big: InternalServerError"):
         await failing.sample(
             SampleRequest(prompt_ids=endpoint_chat().render(MESSAGES), max_tokens=1, temperature=1, seed=1)
         )
@@ -116,10 +116,10 @@ async def test_an_endpoint_gets_tools_and_reports_token_counts():
         "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
     }
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    asked = []
+    requests = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(json.loads(request.content))
+        requests.append(json.loads(request.content))
         choice = {
             "index": 0,
             "finish_reason": "tool_calls",
@@ -136,7 +136,11 @@ async def test_an_endpoint_gets_tools_and_reports_token_counts():
         }
         return httpx.Response(200, json=body)
 
-    got = await endpoint(answer).reply(MESSAGES[:1], temperature=0, seed=None, tools=[tool])
-    assert asked == [{"model": "big", "messages": MESSAGES[:1], "temperature": 0, "tools": [tool]}]
-    assert (got.text, list(got.tool_calls)) == ("", [{"name": "look", "arguments": "{}"}])
-    assert (got.num_prompt_tokens, got.num_completion_tokens, got.was_cut) == (7, 2, False)
+    chat_reply = await endpoint(answer).reply(MESSAGES[:1], temperature=0, seed=None, tools=[tool])
+    assert requests == [{"model": "big", "messages": MESSAGES[:1], "temperature": 0, "tools": [tool]}]
+    assert (chat_reply.text, list(chat_reply.tool_calls)) == ("", [{"name": "look", "arguments": "{}"}])
+    assert (chat_reply.num_prompt_tokens, chat_reply.num_completion_tokens, chat_reply.was_cut) == (
+        7,
+        2,
+        False,
+    )

@@ -1,4 +1,4 @@
-"""env=openenv with a fake client, and with a real server if the package is installed."""
+"""Tests env=openenv with a fake client, and with a real server if the package is installed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Result:
 
 
 class Client:
-    """Counts down from the seed with which it is reset."""
+    """A client whose environment counts down from its seed."""
 
     def __init__(self) -> None:
         self.actions: list[object] = []
@@ -121,7 +121,7 @@ async def test_a_trial_waits_for_a_free_session(monkeypatch):
     client = FullClient(refusals=2)
     trajectory = await played(client)
     assert isinstance(trajectory, Trajectory) and trajectory.reward == 1
-    assert client.num_closed == 3  # two refused sessions and one that was played
+    assert client.num_closed == 3  # two refused sessions and the played one
 
 
 async def test_the_wait_for_a_free_session_has_a_timeout(monkeypatch):
@@ -134,7 +134,7 @@ def test_an_observation_can_be_shown_as_json():
     assert observation_text({"a": 1}, field="") == '{"a": 1}'
 
 
-def test_a_missing_package_is_one_line_with_the_fix(monkeypatch):
+def test_a_missing_package_gives_a_one_line_error_with_the_fix(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv", None)
     with pytest.raises(
         ConfigError, match=r"env=openenv needs the openenv package .*; run scripts/setup.sh openenv"
@@ -150,7 +150,7 @@ def test_a_missing_package_is_one_line_with_the_fix(monkeypatch):
         ("environment_kwargs=url=http://h,speed=2", "no option speed"),
     ],
 )
-def test_an_invalid_option_is_one_line(option, message):
+def test_an_invalid_option_gives_a_one_line_error(option, message):
     with pytest.raises(ConfigError, match=message):
         open_openenv(parse([*BASE, option]), byte_chat())
 
@@ -174,16 +174,16 @@ def test_a_real_server_is_played(tmp_path):
 
         def __init__(self):
             super().__init__()
-            self.wanted, self.steps = "", 0
+            self.expected, self.steps = "", 0
 
         def reset(self, seed=None, episode_id=None, **options):
-            self.wanted, self.steps = f"word {seed}", 0
-            return Heard(heard=f"say {self.wanted}", done=False)
+            self.expected, self.steps = f"word {seed}", 0
+            return Heard(heard=f"say {self.expected}", done=False)
 
         def step(self, action, timeout_s=None, **options):
             self.steps += 1
             return Heard(
-                heard=action.message, reward=float(action.message == self.wanted), done=self.steps == 2
+                heard=action.message, reward=float(action.message == self.expected), done=self.steps == 2
             )
 
         @property

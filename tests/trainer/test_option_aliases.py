@@ -18,7 +18,7 @@ def test_a_former_value_is_the_present_one():
     assert parse([*BASE, "task_sampling=signal"]).task_sampling == "thompson"
 
 
-def test_a_former_name_is_noted_in_one_line(capsys):
+def test_a_former_name_prints_a_one_line_notice(capsys):
     parse([*BASE, "stop_timeout_sec=7"])
     notice = "note: write stop_timeout_s=7 instead of stop_timeout_sec=7; the former name will be removed\n"
     assert capsys.readouterr().err == notice

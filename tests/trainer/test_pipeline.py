@@ -21,7 +21,7 @@ def batches(**changes):
     return schedule(TASKS, ScheduleOptions(**(options | changes)))
 
 
-def test_every_task_comes_once_an_epoch_and_epochs_never_mix():
+def test_every_epoch_has_every_task_once_and_epochs_never_mix():
     plan = batches()
     assert [(batch.step, batch.epoch, len(batch.tasks)) for batch in plan] == [
         (1, 0, 2),
@@ -37,12 +37,12 @@ def test_every_task_comes_once_an_epoch_and_epochs_never_mix():
         ) == list("abcde")
 
 
-def test_max_steps_cuts_the_plan_and_changes_nothing_before():
+def test_max_steps_cuts_the_schedule_after_that_step():
     assert batches(max_steps=4) == batches()[:4]
     assert batches(max_steps=100) == batches()
 
 
-def test_the_order_is_a_function_of_ids_seed_and_epoch_alone():
+def test_the_order_depends_only_on_ids_seed_and_epoch():
     assert epoch_order(TASKS[::-1], seed=1, epoch=2) == epoch_order(TASKS, seed=1, epoch=2)
     assert (
         len({names(epoch_order(TASKS, seed=seed, epoch=epoch)) for seed in range(3) for epoch in range(3)})
@@ -51,13 +51,13 @@ def test_the_order_is_a_function_of_ids_seed_and_epoch_alone():
 
 
 class Stage:
-    """Plays groups until the test ends them."""
+    """A pipeline whose groups run until the test ends them."""
 
     def __init__(self, names, *, left_out=(), **changes):
         options = {"max_staleness": 1, "max_groups_in_flight": None, "stream_groups": False, "batch_size": 2}
         self.playing = {}
         self.pipeline = Pipeline(
-            [Scheduled(step=1 + place // 2, task=task(name)) for place, name in enumerate(names)],
+            [Scheduled(step=1 + index // 2, task=task(name)) for index, name in enumerate(names)],
             self._play,
             PipelineOptions(**(options | changes)),
             is_left_out=lambda task: task.id in left_out,
@@ -81,7 +81,7 @@ class Stage:
 
     @property
     def under_way(self):
-        return "".join(name for name, until in self.playing.items() if not until.done())
+        return "".join(name for name, future in self.playing.items() if not future.done())
 
 
 async def settle():
@@ -110,14 +110,14 @@ async def test_a_step_takes_the_groups_that_end_first():
         assert "a" in stage.under_way
         await stage.end("d", "a")
         assert [await stage.taken(2), await stage.taken(2)] == ["d", "a"]
-    assert all(until.cancelled() or until.done() for until in stage.playing.values())
+    assert all(future.cancelled() or future.done() for future in stage.playing.values())
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_groups_that_end_during_an_update_are_bounded():
     stage = Stage("abcdefgh", max_groups_in_flight=8)
     async with stage.pipeline:
-        stage.pipeline.update_begins()  # so early that no group takes longer than the update
+        stage.pipeline.update_begins()  # before any group has ended
         taking = await started(stage)
         await stage.end("a", "b")
         assert [await taking, await stage.taken(1)] == ["a", "b"]
@@ -194,7 +194,7 @@ REFERENCE = {
 }
 
 
-def test_rolling_out_ahead_takes_a_quarter_of_the_time(tmp_path):
+def test_rolling_out_ahead_is_three_times_as_fast(tmp_path):
     synchronous = simulate(tmp_path / "sync", **REFERENCE)
     ahead = simulate(tmp_path / "ahead", "max_staleness=1", **REFERENCE)
     assert ahead.minutes_per_step < synchronous.minutes_per_step / 3

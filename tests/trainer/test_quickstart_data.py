@@ -1,5 +1,5 @@
-"""The quick start's data: solvable tasks, held-out tasks that share nothing with training, and an exact
-tokenizer.
+"""Tests the data of the quick start: solvable tasks, held-out tasks that share no invented words with
+training, and a lossless tokenizer.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_datasets_contains_no_python_file() -> None:
 
 @pytest.fixture(scope="module")
 def training_texts() -> tuple[set[str], str]:
-    """The instructions of training tasks and demonstrations, and all their text."""
+    """Return the instructions of training tasks and demonstrations, and all their text."""
     rng = random.Random("leak check")
     instructions = {instance.instruction for instance in instances(Pool.TRAIN).values()}
     texts = [*instructions]
@@ -138,8 +138,9 @@ def test_only_the_solution_of_a_task_scores_1(family: str, tmp_path: Path) -> No
 
 
 def graded(task: Path, command: str, directory: Path) -> str:
-    """Run `command` and then the verifier in a temporary sandbox with the task's files. Returns the reward's
-    text.
+    """Run `command` and then the verifier in a temporary sandbox with the task's files.
+
+    Returns the text of the reward file.
     """
     for name in ("app", "logs/verifier"):
         (directory / name).mkdir(parents=True)
@@ -224,7 +225,7 @@ def test_the_output_of_a_command_is_predicted() -> None:
 
 @pytest.mark.skipif(bool(missing_programs()), reason="needs bubblewrap and tmux")
 def test_demonstrations_have_the_prompts_of_terminus_2(chat: Chat, tmp_path: Path) -> None:
-    """The real agent gives the predicted prompts after a malformed answer and after a command without a
+    """The real agent sends the predicted prompts after a malformed answer and after a command without a
     newline.
     """
     from scripts.quickstart.demonstrations import answer
@@ -270,7 +271,7 @@ def test_demonstrations_have_the_prompts_of_terminus_2(chat: Chat, tmp_path: Pat
     result = asyncio.run(source.trial(task, directory=tmp_path, seed=0, temperature=1.0).run(Scripted()))
     assert isinstance(result, Trajectory) and result.reward == 1.0
     screen = Screen()
-    if PROMPT in prompts[0]:  # The shell can be slower than the first screen, as in some demonstrations.
+    if PROMPT in prompts[0]:  # The first screen can precede the shell's prompt, as in some demonstrations.
         screen.show_prompt()
     instruction = (task.path / "instruction.md").read_text()
     messages = [{"role": "user", "content": first_message(instruction, screen.observe())}]

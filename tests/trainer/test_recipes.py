@@ -1,4 +1,4 @@
-"""Every recipe of scripts/recipes/ loads, validates, has the numbers of its preset, and trains."""
+"""Each recipe of scripts/recipes/ loads, validates, has the numbers of its preset, and trains."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ OVERLAYS |= {"generalize": "tau_bench_config", "retail": "retail_4b_grpo_lora"}
 SERVER = ["backend=skyrl-tx", "skyrl_tx_url=http://h:1"]
 JUDGE = ["judge_model=m", "judge_base_url=http://h:1/v1"]
 
-SMALL, SEVEN = "Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
-FOUR, EIGHT, LLAMA = "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct"
+QWEN_3B, QWEN_7B = "Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
+QWEN_4B, QWEN_8B, LLAMA = "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct"
 RL, JUDGED = "tau_bench_rl", "_with_taxonomy_feedback"
-# The numbers of the configuration, and of the scripts that change it: penalty, warm-up, temperature. A rate
-# of full fine-tuning (5e-7 and 3e-7) is ten times as large here.
+# CONFIG has the numbers of the configuration file, and SCRIPT those of the scripts that override it. Learning
+# rates of full fine-tuning (5e-7 and 3e-7) are ten times as large here.
 CONFIG = {"kl_penalty_coef": 0.01, "learning_rate": 5e-6, "lr_warmup_steps": 50, "temperature": 0.8}
 CONFIG |= {"weight_decay": 0.05, "grad_clip_norm": 0.5, "batch_size": 64, "num_substeps": 64 // 16}
 CONFIG |= {"group_size": 5, "eval_every": 3, "test_data": ["retail:test", "airline:test"]}
@@ -44,40 +44,40 @@ LORA_4B = {"lora_rank": 32, "lora_alpha": 64, "eval_every": 5, **FILTERED}
 LORA_8B = {"lora_rank": 64, "lora_alpha": 128, "eval_every": 5, "eval_before_train": True}
 # Preset -> model, wandb project and numbers.
 PRESETS = {
-    "multi_domain": (SMALL, RL, SCRIPT),
-    "multi_domain_7b": (SEVEN, f"{RL}_7b", CONFIG),
-    "multi_domain_7b_optimized": (SEVEN, f"{RL}_7b", SCRIPT),
-    "retail_3b_grpo": (SMALL, RL, {"lora_alpha": None, "eval_every": 5, "learning_rate": 3e-5}),
-    "retail_3b_grpo_repetition_fix": (SMALL, RL, FILTERED),
-    "retail_3b_grpo_taxonomy": (SMALL, f"{RL}{JUDGED}", {"taxonomy_feedback": True}),
-    "retail_7b_grpo": (SEVEN, f"{RL}_7b", {"lora_alpha": None, "eval_every": 5, "learning_rate": 2e-6}),
-    "retail_7b_grpo_taxonomy": (SEVEN, f"{RL}_7b{JUDGED}", {"taxonomy_feedback": True}),
-    "retail_8b_grpo_taxonomy": (EIGHT, f"{RL}_8b{JUDGED}", {"eval_before_train": True, "lora_alpha": None}),
-    "tau_bench": (SMALL, RL, SCRIPT),
-    "tau_bench_7b": (SEVEN, f"{RL}_7b", SCRIPT),
+    "multi_domain": (QWEN_3B, RL, SCRIPT),
+    "multi_domain_7b": (QWEN_7B, f"{RL}_7b", CONFIG),
+    "multi_domain_7b_optimized": (QWEN_7B, f"{RL}_7b", SCRIPT),
+    "retail_3b_grpo": (QWEN_3B, RL, {"lora_alpha": None, "eval_every": 5, "learning_rate": 3e-5}),
+    "retail_3b_grpo_repetition_fix": (QWEN_3B, RL, FILTERED),
+    "retail_3b_grpo_taxonomy": (QWEN_3B, f"{RL}{JUDGED}", {"taxonomy_feedback": True}),
+    "retail_7b_grpo": (QWEN_7B, f"{RL}_7b", {"lora_alpha": None, "eval_every": 5, "learning_rate": 2e-6}),
+    "retail_7b_grpo_taxonomy": (QWEN_7B, f"{RL}_7b{JUDGED}", {"taxonomy_feedback": True}),
+    "retail_8b_grpo_taxonomy": (QWEN_8B, f"{RL}_8b{JUDGED}", {"eval_before_train": True, "lora_alpha": None}),
+    "tau_bench": (QWEN_3B, RL, SCRIPT),
+    "tau_bench_7b": (QWEN_7B, f"{RL}_7b", SCRIPT),
     "tau_bench_llama": (LLAMA, f"{RL}_llama", SCRIPT),
-    "tau_bench_config": (SMALL, RL, CONFIG),
+    "tau_bench_config": (QWEN_3B, RL, CONFIG),
     "tau_bench_llama_config": (LLAMA, f"{RL}_llama", CONFIG),
     "retail_4b_grpo_taxonomy": (
-        FOUR,
+        QWEN_4B,
         f"{RL}_4b{JUDGED}",
         {"batch_size": 4, "num_substeps": 4 // 2, "n_parallel_envs": 6, "lora_alpha": None},
     ),
-    "retail_4b_grpo_lora": (FOUR, f"{RL}_4b", LORA_4B),
-    "retail_4b_grpo_lora_taxonomy": (FOUR, f"{RL}_4b{JUDGED}", LORA_4B),
-    "retail_8b_grpo_lora": (EIGHT, f"{RL}_8b", LORA_8B),
-    "retail_8b_grpo_lora_taxonomy": (EIGHT, f"{RL}_8b{JUDGED}", LORA_8B),
+    "retail_4b_grpo_lora": (QWEN_4B, f"{RL}_4b", LORA_4B),
+    "retail_4b_grpo_lora_taxonomy": (QWEN_4B, f"{RL}_4b{JUDGED}", LORA_4B),
+    "retail_8b_grpo_lora": (QWEN_8B, f"{RL}_8b", LORA_8B),
+    "retail_8b_grpo_lora_taxonomy": (QWEN_8B, f"{RL}_8b{JUDGED}", LORA_8B),
 }
 
 
-def said(*words: str) -> subprocess.CompletedProcess[str]:
+def run_recipe(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [ROOT / "scripts" / "recipe.sh", *words], capture_output=True, text=True, check=False
     )
 
 
 def arguments(*words: str) -> list[str]:
-    printed = said("--print", *words)
+    printed = run_recipe("--print", *words)
     assert printed.returncode == 0, printed.stderr
     return printed.stdout.splitlines()
 
@@ -126,7 +126,7 @@ class Judge:
 async def test_a_preset_trains_two_steps_on_a_small_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
-    rewards = cycle([1.0, 0.0])  # because equal rewards train nothing
+    rewards = cycle([1.0, 0.0])  # Equal rewards would give no gradient.
 
     async def grade(episode: ToyRetailEpisode) -> Grade:
         return Grade(reward=next(rewards), metrics={})
@@ -141,8 +141,8 @@ async def test_a_preset_trains_two_steps_on_a_small_model(
     small += ["context_limit=2048", "max_input_length=none", "max_tokens=4", "max_turns=2", "max_steps=2"]
     small += ["batch_size=2", "group_size=2", "eval_group_size=1", "eval_before_train=false", "eval_every=0"]
     mixture = ["domain_mixture=toy_retail=1"] if name.startswith("multi_domain") else []
-    given = [line for line in arguments(name) if not line.startswith("model_name=")]
-    await run.go(*given, *small, "num_substeps=2", *mixture, *JUDGE)
+    options = [line for line in arguments(name) if not line.startswith("model_name=")]
+    await run.go(*options, *small, "num_substeps=2", *mixture, *JUDGE)
     lines = run.lines("metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
     assert "test-held/success_rate" in lines[-1]
@@ -159,7 +159,7 @@ def test_later_recipes_and_given_options_take_precedence():
         config.max_input_length,
         config.seed,
     ) == (6, 2, 2, 8192, 7)
-    assert config.taxonomy_feedback and config.model_name == FOUR
+    assert config.taxonomy_feedback and config.model_name == QWEN_4B
 
 
 @pytest.mark.seed_behaviour(101, 110)
@@ -171,10 +171,10 @@ def test_options_of_skyrl_replace_those_of_a_recipe():
     assert (custom.lora_rank, custom.lora_alpha) == (64, 128)
 
 
-def test_a_recipe_that_cannot_be_used_is_one_line():
+def test_an_unusable_recipe_gives_a_one_line_error():
     with pytest.raises(ValueError, match="taxonomy_feedback needs a judge"):
         recipe("retail_3b_grpo", "taxonomy")
-    unknown = said("retail_5b")
+    unknown = run_recipe("retail_5b")
     assert unknown.returncode == 2 and unknown.stderr.startswith(
         "recipe: there is no recipe retail_5b; there are: generalize"
     )

@@ -1,4 +1,4 @@
-"""A server that stops during a run: the real trainer and SDK with the HTTP side on a fake engine."""
+"""Stops the server during a run of the real trainer and SDK. The server has a fake engine."""
 
 import asyncio
 import contextlib
@@ -37,8 +37,10 @@ def port():
 
 
 class Bench(FakeRun):
-    """A run of the real trainer and SDK. The test can stop the server and start it again with the same
-    address and disk."""
+    """A run of the real trainer and SDK. The test can stop the server and start it again.
+
+    The new server has the same address and disk.
+    """
 
     def __init__(self, path, port):
         super().__init__(path / "run")
@@ -59,7 +61,7 @@ class Bench(FakeRun):
         self._server.close()
 
     async def go(self, *options):
-        usual = [
+        defaults = [
             "model_name=local/fake",
             "tasks_dir=t",
             f"skyrl_tx_url={self.url}",
@@ -67,14 +69,14 @@ class Bench(FakeRun):
             "group_size=2",
             "lora_rank=4",
         ]
-        usual += [
+        defaults += [
             "max_tokens=4",
             "context_limit=64",
             "enable_summarize=false",
             "save_every=2",
             "retry_wait_s=0.05",
         ]
-        await super().go(*usual, "heartbeat_timeout_s=0.5", *options)
+        await super().go(*defaults, "heartbeat_timeout_s=0.5", *options)
 
     @asynccontextmanager
     async def opened(self, config, events, source):
@@ -91,7 +93,7 @@ class Bench(FakeRun):
 
 
 @pytest.mark.parametrize(
-    ("waits", "noticed"),
+    ("waits", "message"),
     [
         (True, "server lost: playing step 4: the server at http://"),
         # The message depends on which part notices the loss first.
@@ -102,7 +104,7 @@ class Bench(FakeRun):
     ],
     ids=["while a trial waits", "when training goes on"],
 )
-async def test_a_run_continues_when_its_server_restarts(tmp_path, port, waits, noticed):
+async def test_a_run_continues_when_its_server_restarts(tmp_path, port, waits, message):
     unbroken, bench = Bench(tmp_path / "a", port), Bench(tmp_path / "b", port)
     unbroken.start()
     await unbroken.go()
@@ -112,7 +114,7 @@ async def test_a_run_continues_when_its_server_restarts(tmp_path, port, waits, n
     async def restart_in_step_four(trial, policy):
         if policy.version == 3 and trial.task.id.startswith("t"):
             sampled.append(trial)
-            if len(sampled) == 4:  # these are all requests of the step
+            if len(sampled) == 4:  # all requests of the step
                 await asyncio.to_thread(bench.stop)
                 bench.start()
                 if waits:
@@ -133,20 +135,20 @@ async def test_a_run_continues_when_its_server_restarts(tmp_path, port, waits, n
     assert not [line for line in again if line["event"] == "rollout_started" and line["step"] == 3], (
         "step 3 was on disk"
     )
-    said = bench.text.getvalue()
-    assert re.search(noticed, said) and "was restarted" in said and "resuming after step 2" in said
+    output = bench.text.getvalue()
+    assert re.search(message, output) and "was restarted" in output and "resuming after step 2" in output
 
 
 async def test_a_server_that_stays_unreachable_ends_the_run(tmp_path, port):
     bench = Bench(tmp_path, port)
 
-    async def pull_the_plug(trial, policy):
+    async def stop_the_server(trial, policy):
         if policy.version == 1:
             await asyncio.to_thread(bench.stop)
             # The SDK alone would retry for minutes.
             await policy.sample(SampleRequest(prompt_ids=[1, 2], max_tokens=2, temperature=1.0, seed=1))
 
-    bench.on_trial = pull_the_plug
+    bench.on_trial = stop_the_server
     bench.start()
     with pytest.raises(
         ServerLost,
@@ -162,12 +164,12 @@ async def test_a_server_that_stays_unreachable_ends_the_run(tmp_path, port):
 async def test_waiting_for_the_server_can_be_disabled(tmp_path, port):
     bench = Bench(tmp_path, port)
 
-    async def pull_the_plug(trial, policy):
+    async def stop_the_server(trial, policy):
         if policy.version == 1:
             await asyncio.to_thread(bench.stop)
             await asyncio.Event().wait()
 
-    bench.on_trial = pull_the_plug
+    bench.on_trial = stop_the_server
     bench.start()
     with pytest.raises(
         ServerLost,

@@ -1,4 +1,4 @@
-"""The table of environments: built-in and registered names, modules of the user, and errors in one line."""
+"""Tests the table of environments: built-in and registered names, modules of users, and one-line errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def open_env(env: str):
     ],
 )
 @pytest.mark.seed_behaviour(14)
-def test_an_unknown_environment_is_one_line(name, message):
+def test_an_unknown_environment_gives_a_one_line_error(name, message):
     with pytest.raises(ConfigError, match=message) as refused:
         open_env(name)
     assert "\n" not in str(refused.value)
@@ -65,7 +65,7 @@ def test_an_unknown_environment_is_one_line(name, message):
         ("torn:f", "env=torn:f: cannot import torn (SyntaxError: "),
     ],
 )
-def test_an_error_in_the_users_module_is_one_line(env, message, tmp_path, monkeypatch):
+def test_an_error_in_the_users_module_gives_a_one_line_error(env, message, tmp_path, monkeypatch):
     (tmp_path / "torn.py").write_text("def f(:\n")
     (tmp_path / "mine.py").write_text(
         "NUMBER = 5\nasync def later(config, chat): ...\n"

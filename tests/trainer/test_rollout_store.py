@@ -27,21 +27,21 @@ def graded():
     return FinishedRollout(result=replace(played, member=STEP.member, seed=5), seed=5, attempts=1)
 
 
-def conversation(draw):
+def conversation(rng):
     """Draw turns that mostly extend one another, with rewritten histories and side conversations."""
     turns, context = [], [1, 2]
-    for version in range(draw.randrange(1, 6)):
-        if context and draw.random() < 0.2:
-            context = context[: draw.randrange(len(context))]
-        if draw.random() < 0.3:
-            context = [draw.randrange(9) for _ in range(3)]
-        completion = [draw.randrange(9) for _ in range(draw.randrange(1, 4))]
-        turns.append(turn(list(context), completion, logprob=-draw.random(), version=version))
-        context = [*context, *completion, *(draw.randrange(9) for _ in range(draw.randrange(3)))]
+    for version in range(rng.randrange(1, 6)):
+        if context and rng.random() < 0.2:
+            context = context[: rng.randrange(len(context))]
+        if rng.random() < 0.3:
+            context = [rng.randrange(9) for _ in range(3)]
+        completion = [rng.randrange(9) for _ in range(rng.randrange(1, 4))]
+        turns.append(turn(list(context), completion, logprob=-rng.random(), version=version))
+        context = [*context, *completion, *(rng.randrange(9) for _ in range(rng.randrange(3)))]
     return turns
 
 
-def test_every_token_and_logprob_comes_back_as_it_was():
+def test_every_token_and_logprob_is_restored_exactly():
     for seed in range(200):
         turns = conversation(random.Random(seed))
         played = Trajectory(
@@ -52,9 +52,9 @@ def test_every_token_and_logprob_comes_back_as_it_was():
             trial_name="t",
             metrics={"b": 0.1, "a": 2.0},
         )
-        back = decoded(json.loads(json.dumps(encoded(played))))
-        assert back == played and isinstance(back, Trajectory)
-        assert list(back.metrics) == ["b", "a"] and back.stop_reason is StopReason.MAX_TURNS
+        restored = decoded(json.loads(json.dumps(encoded(played))))
+        assert restored == played and isinstance(restored, Trajectory)
+        assert list(restored.metrics) == ["b", "a"] and restored.stop_reason is StopReason.MAX_TURNS
     lost = failure("a", FailureKind.VERIFIER)
     assert decoded(json.loads(json.dumps(encoded(lost)))) == lost
     voided = Trajectory(
@@ -83,12 +83,12 @@ def test_a_stored_rollout_keeps_its_reason_calls_member_and_seed(tmp_path):
 
 
 def test_a_growing_conversation_is_written_once_and_compactly():
-    draw = random.Random(0)
+    rng = random.Random(0)
     turns, context = [], []
     for _ in range(50):
-        context += [draw.randrange(150_000) for _ in range(300)]
-        completion = [draw.randrange(150_000) for _ in range(100)]
-        turns.append(turn(list(context), completion, logprob=float(np.float32(-draw.random()))))
+        context += [rng.randrange(150_000) for _ in range(300)]
+        completion = [rng.randrange(150_000) for _ in range(100)]
+        turns.append(turn(list(context), completion, logprob=float(np.float32(-rng.random()))))
         context += completion
     played = Trajectory(task_id="a", turns=turns, reward=0.0, stop_reason=StopReason.STOP)
     text = json.dumps(encoded(played))
@@ -96,12 +96,12 @@ def test_a_growing_conversation_is_written_once_and_compactly():
 
 
 def test_a_rewritten_history_is_written_compactly():
-    draw = random.Random(0)
+    rng = random.Random(0)
     turns, context = [], []
     for _ in range(50):
-        context += [draw.randrange(150_000) for _ in range(300)]
-        completion = [draw.randrange(150_000) for _ in range(100)]
-        turns.append(turn(list(context), completion, logprob=float(np.float32(-draw.random()))))
+        context += [rng.randrange(150_000) for _ in range(300)]
+        completion = [rng.randrange(150_000) for _ in range(100)]
+        turns.append(turn(list(context), completion, logprob=float(np.float32(-rng.random()))))
         context += completion[50:]  # without its thinking
     played = Trajectory(task_id="a", turns=turns, reward=0.0, stop_reason=StopReason.STOP)
     text = json.dumps(encoded(played))
@@ -147,15 +147,15 @@ def test_the_reward_of_a_trial_is_on_disk_as_soon_as_it_ends(tmp_path):
 
 
 def test_a_rollout_is_written_before_its_journal_line(tmp_path, monkeypatch):
-    journal, found = Journal(tmp_path), []
+    journal, loaded = Journal(tmp_path), []
     finished = FinishedRollouts(tmp_path, journal)
-    monkeypatch.setattr(journal, "finished", lambda place, outcome: found.append(finished.load("step", 1)))
+    monkeypatch.setattr(journal, "finished", lambda place, outcome: loaded.append(finished.load("step", 1)))
     rollout = graded()
     finished.add(STEP, rollout)
-    assert found == [{STEP: rollout}]
+    assert loaded == [{STEP: rollout}]
 
 
-def test_finished_trials_of_earlier_processes_keep_folders(tmp_path):
+def test_job_directory_keeps_only_folders_of_finished_trials(tmp_path):
     finished = FinishedRollouts(tmp_path, Journal(tmp_path))
     result = Trajectory(
         task_id="a", turns=[turn([1], [2])], reward=1.0, stop_reason=StopReason.STOP, trial_name="whole"

@@ -30,10 +30,10 @@ class Bench(FakeRun):
         super().__init__(path / "run", self._parts)
         self.backend = BanditBackend()
         self.source = FakeTasks(train=TASKS, eval=HELD_OUT, **play)
-        self.asked = []
+        self.configs = []
 
     async def go(self, *options):
-        usual = (
+        defaults = (
             "tasks_dir=t",
             "batch_size=2",
             "group_size=4",
@@ -41,10 +41,10 @@ class Bench(FakeRun):
             "loss_reduction=sequence_mean",
             "retry_wait_s=0",
         )
-        return await super().go(*usual, *options)
+        return await super().go(*defaults, *options)
 
     def _parts(self, config):
-        self.asked.append(config)
+        self.configs.append(config)
         return Dependencies(source=self.source, backend=self.backend)
 
 
@@ -55,7 +55,7 @@ async def test_the_first_waits_are_explained_once(tmp_path, monkeypatch):
     fast = client.forward_backward
 
     async def slow(*arguments):
-        for _ in range(5):  # turns of the event loop, in which the notice becomes due
+        for _ in range(5):  # iterations of the event loop, during which the notice becomes due
             await asyncio.sleep(0)
         return await fast(*arguments)
 
@@ -142,7 +142,7 @@ async def test_a_broken_environment_ends_the_run_with_its_line(tmp_path):
 
 async def test_each_step_reports_the_longest_event_loop_gap(tmp_path):
     async def blocking(trial, policy):
-        time.sleep(0.3)  # noqa: ASYNC251 - what a trial must not do, and what the metric is there to show
+        time.sleep(0.3)  # noqa: ASYNC251 - The metric reports trials that block the event loop.
         return await say_a_token(trial, policy)
 
     bench = Bench(tmp_path, play=blocking)
@@ -186,7 +186,7 @@ async def test_dynamic_sampling_fills_the_batch_with_differing_groups(tmp_path):
         calls["n"] += 1
         number = calls["n"]
         result = await say_a_token(trial, policy)
-        same = number <= 8  # the first batch has 2 groups of 4
+        same = number <= 8  # The first batch has 2 groups of 4 trials.
         return dataclasses.replace(result, reward=1.0 if same else float(number % 2))
 
     bench = Bench(tmp_path, play=same_at_first)
@@ -198,7 +198,7 @@ async def test_dynamic_sampling_fills_the_batch_with_differing_groups(tmp_path):
     # Every played trial is recorded, even if it is not trained.
     assert len(bench.lines("rollouts/step_000001.jsonl")) == 16
     assert {trial.directory.name for trial in bench.source.made} == {"step_000001", "refill-1_000001"}
-    assert bench.backend.versions == [0, 1]  # sampling a batch again is not a step
+    assert bench.backend.versions == [0, 1]  # A refill is not a step.
 
 
 async def test_the_learning_rate_schedule_spans_the_run(tmp_path):
@@ -217,7 +217,7 @@ async def test_num_substeps_are_the_optimizer_steps_of_a_batch(tmp_path):
     assert [line["optim/num_substeps"] for line in bench.lines("metrics.jsonl")[1:]] == [2]
 
 
-async def test_each_batch_uses_the_weights_of_the_previous_step(tmp_path):
+async def test_each_batch_is_sampled_with_the_weights_of_the_last_step(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("num_substeps=2")
     assert bench.backend.versions == [0, 1, 2]
@@ -236,12 +236,12 @@ async def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
     second = Bench(tmp_path / "b")
     second.backend.training_client.logits = first.backend.saved["000001"]
     await second.go("behavior_if_log_dir_exists=resume")
-    assert second.asked[0].load_checkpoint_path == "tinker://run/weights/000001"
+    assert second.configs[0].load_checkpoint_path == "tinker://run/weights/000001"
     assert [record["step"] for record in second.lines("metrics.jsonl")] == [0, 1, 2]
     assert second.backend.training_client.logits.tolist() == unbroken.backend.training_client.logits.tolist()
 
 
-async def test_a_folder_with_a_run_is_left_alone(tmp_path):
+async def test_a_folder_with_a_run_is_changed_only_on_request(tmp_path):
     bench = Bench(tmp_path)
     await bench.go("max_steps=1")
     before = (bench.path / "metrics.jsonl").read_text()
@@ -296,7 +296,7 @@ async def test_a_run_without_results_leaves_its_folder_free(tmp_path):
 
 
 async def cancelled_with_version(bench: Bench, version: int, *options: str) -> None:
-    """Run until it plays with the weights of this version: in a later step or in the last evaluation."""
+    """Run until a trial samples from the weights of this version, and cancel the run."""
     reached = asyncio.Event()
 
     async def hang(trial, policy):
@@ -314,7 +314,7 @@ async def cancelled_with_version(bench: Bench, version: int, *options: str) -> N
     bench.source.play = say_a_token
 
 
-async def test_cancelling_saves_what_was_learned_and_the_run_can_go_on(tmp_path):
+async def test_a_cancelled_run_saves_a_checkpoint_and_can_resume(tmp_path):
     bench = Bench(tmp_path)
     await cancelled_with_version(bench, 1)
     assert [(line["batch"], line["final"]) for line in bench.lines("checkpoints.jsonl")] == [(1, False)]
@@ -358,7 +358,7 @@ async def test_a_run_stopped_in_its_last_evaluation_is_checkpointed(tmp_path):
 
 @pytest.mark.parametrize("max_steps", [2, 3])
 async def test_wandb_gets_an_interrupted_step_after_the_resume(tmp_path, monkeypatch, max_steps):
-    """The run resumes with its evaluation if it is still due, and otherwise with the changed options."""
+    """If the evaluation is still due after the resume, its metrics are sent with the interrupted step."""
     sent = []
     monkeypatch.setattr(
         "src.records.tracking.RunLog._send",
@@ -461,7 +461,7 @@ async def test_a_folder_whose_tasks_have_changed_is_refused_by_name(tmp_path):
     await bench.go("max_steps=1")
     bench.source.train = [task("new-00"), *TASKS[1:]]
     (bench.path / "checkpoints.jsonl").unlink()
-    with pytest.raises(ConfigError, match=r"step 1 of this run was to train on .*: tasks_dir has changed"):
+    with pytest.raises(ConfigError, match=r"step 1 of this run has the tasks .*: tasks_dir has changed"):
         await bench.go("behavior_if_log_dir_exists=resume")
 
 
@@ -482,8 +482,8 @@ async def test_the_kl_penalty_is_measured_against_the_base_model(tmp_path):
 async def test_distillation_alone_moves_the_policy_to_the_teacher(tmp_path):
     bench = Bench(tmp_path)
     client = bench.backend.training_client
-    client.logits = np.array([2.0, 0.0, 0.0, 0.0])
-    await bench.go("teacher=tinker://t/sampler_weights/1", "reward_coef=0", "n_epochs=4")  # it is uniform
+    client.logits = np.array([2.0, 0.0, 0.0, 0.0])  # The teacher's distribution is uniform.
+    await bench.go("teacher=tinker://t/sampler_weights/1", "reward_coef=0", "n_epochs=4")
     assert bench.lines("metrics.jsonl")[1]["optim/kl_policy_teacher"] > 0.2
     assert np.ptp(client.logits) < 1
     assert bench.backend.opened == ["tinker://t/sampler_weights/1"]
@@ -504,7 +504,8 @@ async def test_a_held_out_copy_of_a_training_task_is_refused(tmp_path):
     bench.source.eval += [Task(id="c", path=tmp_path / "c", instruction="another")]
     with pytest.raises(ConfigError, match=r"two sets; eval_tasks chooses others, e\.g\. eval_tasks=c$"):
         await bench.go()
-    with pytest.raises(ConfigError, match=r"two sets$"):  # the folder has none of the names of tasks_dir
+    # Here, eval_tasks is a folder, so the message cannot propose names.
+    with pytest.raises(ConfigError, match=r"two sets$"):
         await bench.go(f"eval_tasks={tmp_path}")
 
 
@@ -565,16 +566,16 @@ async def test_a_run_without_held_out_tasks_evaluates_nothing(tmp_path):
     assert not (bench.path / "dumped_evals").exists()
 
 
-class Praises:
+class ApprovingJudge:
     """A judge that finds no failure."""
 
     model = "judge-1"
 
     def __init__(self):
-        self.num_asked = 0
+        self.num_calls = 0
 
     async def reply(self, messages, *, temperature, seed):
-        self.num_asked += 1
+        self.num_calls += 1
         return ChatReply(text=json.dumps(dict.fromkeys(MODES, False)))
 
     async def close(self):
@@ -583,8 +584,8 @@ class Praises:
 
 @pytest.mark.seed_behaviour(41)
 async def test_a_judge_changes_training_rewards_but_no_success_rate(tmp_path, monkeypatch):
-    bench, asked = Bench(tmp_path), Praises()
-    monkeypatch.setattr("src.loop.run.open_endpoint", lambda base_url, model: asked)
+    bench, judge = Bench(tmp_path), ApprovingJudge()
+    monkeypatch.setattr("src.loop.run.open_endpoint", lambda base_url, model: judge)
     await bench.go(
         "max_steps=1",
         "taxonomy_feedback=true",
@@ -593,7 +594,7 @@ async def test_a_judge_changes_training_rewards_but_no_success_rate(tmp_path, mo
         "taxonomy_alpha=0.5",
     )
     before, step = bench.lines("metrics.jsonl")
-    assert asked.num_asked == 1  # fake trials have no conversations, so all are equal
+    assert judge.num_calls == 1  # fake trials have no conversations, so all are equal
     assert (
         step["reward/avg_shaped_reward"]
         == step["reward/avg_raw_reward"] + 0.5

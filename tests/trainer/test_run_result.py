@@ -1,4 +1,4 @@
-"""The result of a run: of the function `train`, and of a folder."""
+"""Tests the result of a run, as `train` returns it and as `read_result` reads it from a folder."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from src.train import read_result
 from tests.trainer.test_run import Bench
 
 
-async def test_a_run_returns_what_its_folder_has(tmp_path: Path) -> None:
+async def test_the_result_of_a_run_equals_that_of_its_folder(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     result = await bench.go("eval_group_size=2", "save_every=1")
     assert result == read_result(bench.path)
@@ -24,7 +24,7 @@ async def test_a_run_returns_what_its_folder_has(tmp_path: Path) -> None:
     assert result.last_checkpoint.state_path.startswith("tinker://")
 
 
-async def test_a_failed_run_tells_why_it_ended(tmp_path: Path) -> None:
+async def test_the_result_of_a_failed_run_has_its_error(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
 
     def fail(*arguments: object) -> None:
@@ -39,7 +39,7 @@ async def test_a_failed_run_tells_why_it_ended(tmp_path: Path) -> None:
     assert result.held_out.after is None
 
 
-async def test_a_run_without_an_end_is_running_or_was_killed(tmp_path: Path) -> None:
+async def test_without_an_ended_event_the_result_has_no_end(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     await bench.go("max_steps=1")
     journal = bench.path / "journal.jsonl"

@@ -8,7 +8,7 @@ from tests.fakes.backend import Ready
 
 
 class OneAnswer:
-    """A sampling client that always returns one completion. `asked` is the last request."""
+    """A sampling client that always returns one completion. `last_request` has its arguments."""
 
     def __init__(self, tokens, logprobs, stop_reason="stop", prompt_logprobs=()):
         self.answer = tinker.SampledSequence(
@@ -17,7 +17,7 @@ class OneAnswer:
         self.prompt_logprobs = list(prompt_logprobs)
 
     def sample(self, prompt, num_samples, sampling_params):
-        self.asked = (prompt.to_ints(), num_samples, sampling_params)
+        self.last_request = (prompt.to_ints(), num_samples, sampling_params)
         return Ready(tinker.SampleResponse(sequences=[self.answer]))
 
     def compute_logprobs(self, prompt):
@@ -40,7 +40,7 @@ async def test_a_turn_holds_the_ids_and_logprobs_of_the_sampler():
     turn = await sample(client)
     assert (turn.prompt_ids, turn.completion_ids, turn.logprobs) == ([1, 2], [7, 9], [-0.25, -1.0])
     assert (turn.stop_reason, turn.policy_version) == (StopReason.STOP, 4)
-    prompt, num_samples, params = client.asked
+    prompt, num_samples, params = client.last_request
     assert (prompt, num_samples) == ([1, 2], 1)
     assert (params.max_tokens, params.temperature, params.seed, params.stop) == (5, 0.7, 3, [9])
 
@@ -49,9 +49,9 @@ async def test_top_p_of_an_evaluation_reaches_the_sampler():
     client = OneAnswer([7, 9], [-0.25, -1.0])
     request = SampleRequest(prompt_ids=[1], max_tokens=5, temperature=0.7)
     await TopPPolicy(TinkerPolicy(client, version=4), 0.95).sample(request)
-    assert client.asked[2].top_p == 0.95
+    assert client.last_request[2].top_p == 0.95
     await TinkerPolicy(client, version=4).sample(request)
-    assert client.asked[2].top_p == 1
+    assert client.last_request[2].top_p == 1
 
 
 async def test_a_completion_cut_at_max_tokens_has_stop_reason_length():
@@ -60,7 +60,7 @@ async def test_a_completion_cut_at_max_tokens_has_stop_reason_length():
 
 @pytest.mark.parametrize("logprobs", [None, [-1.0]])
 async def test_missing_logprobs_are_an_error_not_zeros(logprobs):
-    with pytest.raises(BackendError, match="2 tokens came back with"):
+    with pytest.raises(BackendError, match="2 tokens with"):
         await sample(OneAnswer([7, 9], logprobs))
 
 
@@ -72,5 +72,5 @@ async def test_an_error_of_the_client_is_a_backend_error():
 async def test_logprobs_omit_the_first_token():
     policy = TinkerPolicy(OneAnswer([], [], prompt_logprobs=[None, -1.0, -2.0]), version=0)
     assert await policy.logprobs([5, 6, 7]) == [-1.0, -2.0]
-    with pytest.raises(BackendError, match="4 tokens came back with 2"):
+    with pytest.raises(BackendError, match="2 logprobs for 4 tokens"):
         await policy.logprobs([5, 6, 7, 8])

@@ -1,4 +1,4 @@
-"""Harbor environments in real sandboxes: builds, commands, uploads, downloads and the network of a task."""
+"""Tests Harbor environments in real sandboxes: builds, commands, file transfers and the network of a task."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {R
 async def test_exec_keeps_harbors_contract(tmp_path: Path) -> None:
     async with environment(
         tmp_path, "FROM debian\nENV A=image B=image\nWORKDIR /app\n", env={"B": "task"}
-    ) as made:
-        there = await made.exec("pwd; echo $A $B $C", env={"C": "call"})
+    ) as env:
+        there = await env.exec("pwd; echo $A $B $C", env={"C": "call"})
         assert there.stdout == "/app\nimage task call\n"
-        assert (await made.exec("pwd", cwd="/tmp")).stdout == "/tmp\n"
-        assert (await made.exec("exit 3")).return_code == 3
+        assert (await env.exec("pwd", cwd="/tmp")).stdout == "/tmp\n"
+        assert (await env.exec("exit 3")).return_code == 3
         with pytest.raises(RuntimeError, match="timed out after 1 seconds"):
-            await made.exec("sleep 60", timeout_sec=1)
+            await env.exec("sleep 60", timeout_sec=1)
         with pytest.raises(SandboxError, match=r"no user 'alice'.*docker"):
-            await made.exec("true", user="alice")
-        assert (await made.exec("id -u", user="root")).stdout == "0\n"
+            await env.exec("true", user="alice")
+        assert (await env.exec("id -u", user="root")).stdout == "0\n"
 
 
 async def test_commands_still_run_after_rm_rf_of_the_root(tmp_path: Path) -> None:
-    async with environment(tmp_path) as made:
-        await made.exec("rm -rf --no-preserve-root / 2>/dev/null")
-        after = await made.exec("mkdir -p /tests && echo fine > /tests/a && cat /tests/a && tmux -V")
+    async with environment(tmp_path) as env:
+        await env.exec("rm -rf --no-preserve-root / 2>/dev/null")
+        after = await env.exec("mkdir -p /tests && echo fine > /tests/a && cat /tests/a && tmux -V")
         assert after.return_code == 0
         assert (after.stdout or "").startswith("fine\ntmux ")
 
 
 @pytest.mark.parametrize(
-    ("config", "given", "here", "lacking"),
+    ("config", "requested", "available", "lacking"),
     [
         ({}, False, NetworkAccess.PUBLIC, NetworkAccess.LACKING),
         ({"network_mode": "no-network"}, False, NetworkAccess.OFF, NetworkAccess.OFF),
@@ -54,17 +54,17 @@ async def test_commands_still_run_after_rm_rf_of_the_root(tmp_path: Path) -> Non
 )
 def test_a_task_has_harbors_default_network(
     config: dict[str, object],
-    given: bool,
-    here: NetworkAccess,
+    requested: bool,
+    available: NetworkAccess,
     lacking: NetworkAccess,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Harbor's, about allow_internet
         parsed = EnvironmentConfig.model_validate(config)
-    for reason, expected in ((None, here), ("it needs a package", lacking)):
+    for reason, expected in ((None, available), ("it needs a package", lacking)):
         monkeypatch.setattr("src.envs.sandbox.task_requirements.why_no_network", lambda reason=reason: reason)
-        assert network_access(parsed, has_network_option=given) is expected
+        assert network_access(parsed, has_network_option=requested) is expected
 
 
 async def test_files_are_uploaded_and_downloaded(tmp_path: Path) -> None:
@@ -72,38 +72,38 @@ async def test_files_are_uploaded_and_downloaded(tmp_path: Path) -> None:
     (source / "deep" / "empty").mkdir(parents=True)
     (source / "deep" / "script.sh").write_text("#!/bin/bash\necho ran\n")
     (source / "deep" / "script.sh").chmod(0o755)
-    async with environment(tmp_path) as made:
-        await made.upload_dir(source, "/opt/there")
+    async with environment(tmp_path) as env:
+        await env.upload_dir(source, "/opt/there")
         assert (
-            await made.exec("/opt/there/deep/script.sh; ls -d /opt/there/deep/empty")
+            await env.exec("/opt/there/deep/script.sh; ls -d /opt/there/deep/empty")
         ).stdout == "ran\n/opt/there/deep/empty\n"
-        await made.upload_file(source / "deep" / "script.sh", "/new/place/run.sh")
-        await made.upload_file(source / "deep" / "script.sh", "/opt/there")
+        await env.upload_file(source / "deep" / "script.sh", "/new/place/run.sh")
+        await env.upload_file(source / "deep" / "script.sh", "/opt/there")
         assert (
-            await made.exec("/new/place/run.sh; cat /opt/there/script.sh")
+            await env.exec("/new/place/run.sh; cat /opt/there/script.sh")
         ).stdout == "ran\n#!/bin/bash\necho ran\n"
-        await made.download_dir("/opt/there", tmp_path / "back")
+        await env.download_dir("/opt/there", tmp_path / "back")
         assert (tmp_path / "back" / "deep" / "script.sh").read_text() == "#!/bin/bash\necho ran\n"
-        await made.download_file("/etc/hostname", tmp_path / "name")
+        await env.download_file("/etc/hostname", tmp_path / "name")
         assert (tmp_path / "name").read_text() == "sandbox\n"
         with pytest.raises(SandboxError, match="cannot download /nowhere"):
-            await made.download_dir("/nowhere", tmp_path / "nothing")
+            await env.download_dir("/nowhere", tmp_path / "nothing")
         with pytest.raises(SandboxError, match="cannot download /nowhere"):
-            await made.download_file("/nowhere", tmp_path / "nothing")
+            await env.download_file("/nowhere", tmp_path / "nothing")
 
 
 async def test_planted_links_and_devices_never_reach_the_host(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
-    async with environment(tmp_path) as made:
-        await made.exec(
+    async with environment(tmp_path) as env:
+        await env.exec(
             f"mkdir -p /logs/out/sub && cd /logs/out && ln -s {outside} link && ln -s /etc/passwd passwd && "
             "mkfifo pipe && "
             "echo good > sub/file && ln sub/file hard && chmod 4755 sub/file"
         )
-        await made.download_dir("/logs/out", tmp_path / "back")
+        await env.download_dir("/logs/out", tmp_path / "back")
         with pytest.raises(SandboxError):
-            await made.download_file("/logs/out/pipe", tmp_path / "pipe")
+            await env.download_file("/logs/out/pipe", tmp_path / "pipe")
     assert {
         path.name
         for path in (tmp_path / "back").rglob("*")
@@ -138,8 +138,8 @@ EOF
 WORKDIR sub
 CMD ["sleep", "infinity"]
 """
-    async with environment(tmp_path, dockerfile) as made:
-        shown = await made.exec(
+    async with environment(tmp_path, dockerfile) as env:
+        shown = await env.exec(
             "pwd; cd ..; cat made.txt here.txt data/a.txt copies/a.txt; echo; greet; echo $GREETING"
         )
     assert shown.stdout == "/srv/app/sub\nhello world\none\ntwo\naa\nhi\nhello world\n"

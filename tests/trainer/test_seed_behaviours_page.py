@@ -15,12 +15,12 @@ ROWS = [
     for line in PAGE.splitlines()
     if re.match(r"\| \d+ \|", line)
 ]
-DOCUMENTS = 5
+NUM_DOCUMENTS = 5
 
 
 @cache
 def known_tests() -> Mapping[str, set[int]]:
-    """Map `file::name` to the rows in the marker, with server/ before the files of the server."""
+    """Map `file::name` to the rows in the marker. Files of tests/server have the prefix server/."""
     tests: dict[str, set[int]] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         file = f"server/{path.stem}" if path.parent.name == "server" else path.stem
@@ -52,7 +52,7 @@ def named_tests(text: str) -> list[str]:
 def test_rows_are_numbered_once_in_five_tables():
     numbers = [int(row[0]) for row in ROWS]
     assert sorted(numbers) == list(range(1, len(ROWS) + 1)) and len(ROWS) > 150
-    assert len(re.findall(r"^## Document 00\d", PAGE, re.MULTILINE)) == DOCUMENTS
+    assert len(re.findall(r"^## Document 00\d", PAGE, re.MULTILINE)) == NUM_DOCUMENTS
     assert all(len(row) == 7 for row in ROWS)
 
 

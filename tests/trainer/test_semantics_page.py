@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.seed_behaviour(137)
-def test_every_test_that_the_page_names_is_there():
+def test_every_test_that_the_page_names_exists():
     page = (ROOT / "docs" / "skyrl-semantics.md").read_text()
     named = re.findall(r"(test_\w+\.py)::(test_\w+)", page)
     assert len(named) > 50

@@ -1,4 +1,4 @@
-"""Service domains of the user's own: the example of a clinic, its recipe, rows of files, registration."""
+"""Tests service domains of users: the example of a clinic, its recipe, rows of files, and registration."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_rows_define_and_name_tasks_of_the_domain(tmp_path: Path):
 
 @pytest.fixture
 def installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The metadata of an installed package that registers the domain."""
+    """Install the metadata of a package that registers the domain."""
     package = tmp_path / "clinic-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: clinic\nVersion: 1.0\n")
@@ -104,7 +104,7 @@ def test_a_registered_domain_is_known_by_its_name(tmp_path: Path):
         ("examples.healthcare:open_healthcare,speed=2", "domain=healthcare has no option speed; remove it"),
     ],
 )
-def test_a_mistake_in_a_domain_is_one_line(domain, message):
+def test_a_mistake_in_a_domain_gives_a_one_line_error(domain, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as refused:
         opened(f"environment_kwargs=domain={domain}")
     assert "\n" not in str(refused.value)

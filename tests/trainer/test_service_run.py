@@ -1,5 +1,4 @@
-"""A run of service episodes with the chat template of Qwen3, native tools and a judge, after an
-evaluation."""
+"""Trains on service episodes with the chat template of Qwen3, native tools and a judge."""
 
 from __future__ import annotations
 
@@ -25,10 +24,10 @@ class Judge:
     model = "judge-1"
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.conversations: list[str] = []
 
     async def reply(self, messages, *, temperature, seed):
-        self.asked.append(messages[1]["content"])
+        self.conversations.append(messages[1]["content"])
         return ChatReply(text=json.dumps(dict.fromkeys(MODES, False)))
 
     async def close(self) -> None:
@@ -73,8 +72,8 @@ async def test_a_run_with_native_tools_and_a_judge(
         await run.go(*argv)
     lines = run.lines("metrics.jsonl")
     assert [line["step"] for line in lines] == ([0, 1] if eval_before_train else [1])
-    # Only training episodes count, without the tools of the prompt.
-    assert 1 <= len(judge.asked) <= 4 and "get_order" not in judge.asked[0]
+    # The judge receives only training episodes, without the tools of the prompt.
+    assert 1 <= len(judge.conversations) <= 4 and "get_order" not in judge.conversations[0]
     assert lines[-1]["reward/avg_shaped_reward"] == lines[-1]["reward/avg_raw_reward"] + 1.0
     assert {
         "test-held/success_rate",

@@ -1,4 +1,4 @@
-"""`src.sft`: the tokens of chats, the mistakes in files, and runs that are killed and resumed."""
+"""Tests `src.sft`: the tokens of chats, mistakes in files, and runs that are killed and resumed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def chat(messages: list[dict[str, object]] = MESSAGES) -> Chat:
 
 
 def trained_texts(template: Template, train_on: TrainOn) -> list[str]:
-    """The text of each run of trained tokens."""
+    """Return the text of each contiguous range of trained tokens."""
     sequence = render(chat(), template, train_on=train_on, context_limit=10_000).sequence
     edges = np.flatnonzero(np.diff([0, *sequence.weights, 0]))
     return [
@@ -106,7 +106,9 @@ def test_train_on_selects_the_trained_messages() -> None:
 def test_reasoning_that_a_rollout_never_samples_is_refused() -> None:
     template = Template(family_tokenizer(FAMILIES[1]))
     answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
-    with pytest.raises(ConfigError, match=r"line 1: messages.1: the chat template does not show it after"):
+    with pytest.raises(
+        ConfigError, match=r"line 1: messages.1: the chat template does not show this message"
+    ):
         render(chat([MESSAGES[1], answer]), template, train_on="all_assistant_messages", context_limit=10_000)
 
 
@@ -134,7 +136,7 @@ GOOD = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
         (GOOD + GOOD.replace('"b"', f'"{"b" * 200}"'), r"line 2: the chat has \d+ tokens, more than context"),
     ],
 )
-def test_a_mistake_in_a_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_a_mistake_in_a_file_gives_a_one_line_error(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "chats.jsonl").write_text(text)
     config = parse_as(
         SftConfig, [*OWN_SERVER, f"data={tmp_path / 'chats.jsonl'}", "eval_split=0", "context_limit=99"]
@@ -164,8 +166,8 @@ def dataset(tmp_path: Path, *options: str) -> tuple[Dataset, SftConfig]:
 
 
 def test_every_epoch_has_every_chat_once(tmp_path: Path) -> None:
-    found, config = dataset(tmp_path, "batch_size=4", "n_epochs=2", "eval_split=0.1")
-    batches = schedule(found, config)
+    loaded, config = dataset(tmp_path, "batch_size=4", "n_epochs=2", "eval_split=0.1")
+    batches = schedule(loaded, config)
     assert [(batch.step, batch.epoch, len(batch.examples)) for batch in batches] == [
         *((1, 0, 4), (2, 0, 4), (3, 0, 1)),
         *((4, 1, 4), (5, 1, 4), (6, 1, 1)),
@@ -175,23 +177,25 @@ def test_every_epoch_has_every_chat_once(tmp_path: Path) -> None:
     ]
     hashes = [[example.content_hash for example in epoch] for epoch in epochs]
     assert sorted(hashes[0]) == sorted(hashes[1]) and hashes[0] != hashes[1]
-    assert len(set(hashes[0])) == 9 and len(found.held_out) == 1
-    assert schedule(found, parse_as(SftConfig, [*OWN_SERVER, "data=f", "max_steps=1"]))[1:] == []
+    assert len(set(hashes[0])) == 9 and len(loaded.held_out) == 1
+    assert schedule(loaded, parse_as(SftConfig, [*OWN_SERVER, "data=f", "max_steps=1"]))[1:] == []
 
 
 def test_equal_chats_are_never_both_trained_and_held_out(tmp_path: Path) -> None:
-    found, config = dataset(tmp_path, "eval_split=0.3")
-    twice = split([*found.train, *found.held_out, *found.train], config)
-    trained, held_out = ({e.content_hash for e in part} for part in (twice.train, twice.held_out))
+    loaded, config = dataset(tmp_path, "eval_split=0.3")
+    twice = split([*loaded.train, *loaded.held_out, *loaded.train], config)
+    trained, held_out = ({example.content_hash for example in part} for part in (twice.train, twice.held_out))
     assert len(held_out) == 3 and not trained & held_out
-    given = parse_as(SftConfig, [*OWN_SERVER, *(f"{key}={config.data[0]}" for key in ("data", "eval_data"))])
-    with pytest.raises(ConfigError, match=r"line 1: the held-out chat is trained, too \(.*, line 1\)"):
-        load(given, toy_chat())
+    both_config = parse_as(
+        SftConfig, [*OWN_SERVER, *(f"{key}={config.data[0]}" for key in ("data", "eval_data"))]
+    )
+    with pytest.raises(ConfigError, match=r"line 1: the held-out chat is also trained \(.*, line 1\)"):
+        load(both_config, toy_chat())
 
 
 async def test_a_run_lowers_the_held_out_nll_and_saves(tmp_path: Path) -> None:
-    made = SftRun(tmp_path)
-    await made.go(f"data={write_chats(tmp_path / 'chats.jsonl')}", *OPTIONS)
+    run = SftRun(tmp_path)
+    await run.go(f"data={write_chats(tmp_path / 'chats.jsonl')}", *OPTIONS)
     lines = records(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(13))
     assert lines[0]["test/nll"] == pytest.approx(np.log(300)) and lines[-1]["test/nll"] < 4.9
@@ -200,7 +204,7 @@ async def test_a_run_lowers_the_held_out_nll_and_saves(tmp_path: Path) -> None:
     unknown = [name for line in lines for name in line if name != "step" and metric_of(name) is None]
     assert unknown == []
     assert set(groups_trained(tmp_path / "run").values()) == {1}
-    text = made.text.getvalue()
+    text = run.text.getvalue()
     assert "chats: 7 to train on (28 trained tokens), 2 held out; 12 steps, learning rate 5" in text
     assert "held-out NLL: 5.7038 before" in text
     assert "python -m src.train load_checkpoint_path=tinker://m/weights/000012" in text
@@ -221,19 +225,19 @@ async def test_a_resumed_run_continues_with_its_optimizer(tmp_path: Path) -> Non
 
 
 async def test_changed_chats_and_other_programs_cannot_resume(tmp_path: Path) -> None:
-    data, made = write_chats(tmp_path / "chats.jsonl"), SftRun(tmp_path)
-    await made.go(f"data={data}", *OPTIONS, "max_steps=3")
+    data, run = write_chats(tmp_path / "chats.jsonl"), SftRun(tmp_path)
+    await run.go(f"data={data}", *OPTIONS, "max_steps=3")
     data.write_text(data.read_text().replace("say 3", "tell 3"))
-    with pytest.raises(ConfigError, match=r"step \d of this run was to train on other chats: data=,"):
-        await made.go(f"data={data}", *OPTIONS)
+    with pytest.raises(ConfigError, match=r"step \d of this run has other chats in the journal: data=,"):
+        await run.go(f"data={data}", *OPTIONS)
     with pytest.raises(ConfigError, match=r"has train_on=all_assistant_messages, not all_tokens"):
-        await made.go(f"data={data}", *OPTIONS, "train_on=all_tokens")
+        await run.go(f"data={data}", *OPTIONS, "train_on=all_tokens")
     config = tmp_path / "run" / "config.json"
     options = json.loads(config.read_text())
     del options["train_on"]
     config.write_text(json.dumps(options))
-    with pytest.raises(ConfigError, match=r"is one of python -m src.train; resume it with that"):
-        await made.go(f"data={data}", *OPTIONS)
+    with pytest.raises(ConfigError, match=r"was started by python -m src.train; resume it with that"):
+        await run.go(f"data={data}", *OPTIONS)
 
 
 async def test_agent_trainer_resumes_a_run_with_its_options(tmp_path: Path) -> None:
@@ -256,9 +260,9 @@ async def test_a_lost_server_does_not_change_the_weights(tmp_path: Path) -> None
             raise ServerLost("the server was restarted")
 
     await SftRun(tmp_path / "whole").go(f"data={data}", *OPTIONS)
-    made = SftRun(tmp_path / "lost", tick=lose_the_server_once)
-    await made.go(f"data={data}", *OPTIONS)
-    assert len(made.opened) == 2 and made.opened[1].load_checkpoint_path is not None
+    run = SftRun(tmp_path / "lost", tick=lose_the_server_once)
+    await run.go(f"data={data}", *OPTIONS)
+    assert len(run.opened) == 2 and run.opened[1].load_checkpoint_path is not None
     states = [(tmp_path / name / "server" / "000012").read_text() for name in ("whole", "lost")]
     assert states[0] == states[1]
     assert set(groups_trained(tmp_path / "lost" / "run").values()) == {1}
@@ -290,7 +294,7 @@ def test_sigkill_at_many_points_changes_nothing(tmp_path: Path) -> None:
 
 
 def run_folder(path: Path, **config: str) -> Path:
-    """A run whose trial `member` of each of three tasks has the reward `member` / 2."""
+    """Create a run folder with three trials of each task. Trial `member` has the reward `member` / 2."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"model_name": "m"} | config))
     store = FinishedRollouts(path, Journal(path))
@@ -313,10 +317,12 @@ def run_folder(path: Path, **config: str) -> Path:
 def test_successes_of_a_run_keep_their_sampled_tokens(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "rl")
     config = parse_as(SftConfig, [*OWN_SERVER, f"data={run},reward>=0.5", "eval_split=0.3"])
-    found = load(config, toy_chat())
-    assert len(found.train) == 4 and len(found.held_out) == 2
-    assert {example.task for example in found.train}.isdisjoint(e.task for e in found.held_out)
-    examples = {e.where.rpartition(" ")[2]: e.sequence for e in found.train + found.held_out}
+    loaded = load(config, toy_chat())
+    assert len(loaded.train) == 4 and len(loaded.held_out) == 2
+    assert {example.task for example in loaded.train}.isdisjoint(example.task for example in loaded.held_out)
+    examples = {
+        example.where.rpartition(" ")[2]: example.sequence for example in loaded.train + loaded.held_out
+    }
     assert sorted(examples) == ["a-1", "a-2", "b-1", "b-2", "c-1", "c-2"]
     assert examples["b-2"].tokens.tolist() == [1, ord("b"), 5, 2, 2, 6]
     assert examples["b-2"].weights.tolist() == [0, 0, 1, 1, 0, 1]
@@ -331,13 +337,13 @@ def test_successes_of_a_run_keep_their_sampled_tokens(tmp_path: Path) -> None:
         ("RUN,reward", (), r'data=reward is not a condition; write "data=RUN,reward>=1", with the quotes'),
         ("reward>=1", (), r"data=reward>=1 has no run folder before it"),
         ("RUN,reward>=2", (), r"rl has no training trial with reward>=2; lower the bound"),
-        ("RUN,reward>=1", ("tokenizer=n",), r"has tokens of m, and this run uses the tokenizer n"),
+        ("RUN,reward>=1", ("tokenizer=n",), r"has tokens of tokenizer m, but this run uses n"),
         ("RUN,reward>=1", ("train_on=customized",), r"selects messages, which .*rl does not have"),
         ("RUN,reward>=1", ("context_limit=3",), r"rl, trial a-2: the chat has 6 tokens, more than"),
         ("none,reward>=1", (), r"none/config.json cannot be read; give the folder of a run in data="),
     ],
 )
-def test_a_mistake_in_a_run_is_one_line(
+def test_a_mistake_in_a_run_gives_a_one_line_error(
     tmp_path: Path, data: str, options: tuple[str, ...], message: str
 ) -> None:
     run = run_folder(tmp_path / "rl")
@@ -354,4 +360,4 @@ def test_keys_of_equal_chats_in_a_batch_differ(tmp_path: Path) -> None:
 
 def test_a_chat_file_is_read_in_its_order(tmp_path: Path) -> None:
     chats = read_chats(write_chats(tmp_path / "chats.jsonl", count=3))
-    assert [found.messages[0]["content"] for found in chats] == ["say 0", "say 1", "say 2"]
+    assert [item.messages[0]["content"] for item in chats] == ["say 0", "say 1", "say 2"]

@@ -1,4 +1,4 @@
-"""The lexer of shell scripts: which commands need the network or install a package."""
+"""Tests the lexer of shell scripts, which finds commands that need the network or install packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from src.envs.sandbox.shell_commands import commands, needs_network
 
 
 def network_commands(script: str) -> list[str]:
-    return [reaching for words in commands(script) if (reaching := needs_network(words))]
+    return [command for words in commands(script) if (command := needs_network(words))]
 
 
 @pytest.mark.parametrize(

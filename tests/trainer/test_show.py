@@ -1,4 +1,4 @@
-"""`agent-trainer show`: the steps, trials and single rollouts of a run."""
+"""Tests `agent-trainer show`: the steps, trials and single rollouts of a run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def rows(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
 
-def test_a_run_is_a_row_per_step_and_evaluation(run: Path):
+def test_a_run_is_shown_with_a_row_per_step_and_evaluation(run: Path):
     assert rows(printed(run))[1:] == [
         ["eval_000001", "1", "2", "0.500", "1/2", "3"],
         ["step_000001", "2", "3", "0.500", "1/2", "1", "1", "3"],
@@ -67,15 +67,15 @@ def test_a_run_is_a_row_per_step_and_evaluation(run: Path):
 
 
 @pytest.mark.parametrize(
-    ("what", "names"),
+    ("selection", "names"),
     [
         ("1", ["a__e0", "a__e1", "a__1", "a__2", "b__1"]),
         ("eval_000001", ["a__e0", "a__e1"]),
         ("b", ["b__1"]),
     ],
 )
-def test_steps_and_tasks_select_trials(run: Path, what, names):
-    assert [row[1] for row in rows(printed(run, what))[1:]] == names
+def test_steps_and_tasks_select_trials(run: Path, selection, names):
+    assert [row[1] for row in rows(printed(run, selection))[1:]] == names
 
 
 def test_each_trial_has_its_advantage_and_the_reason_of_its_outcome(run: Path):
@@ -102,7 +102,7 @@ def test_a_trial_shows_its_conversation_tokens_and_logprobs(run: Path):
         ([], "show takes a run and one step, task or trial"),
     ],
 )
-def test_a_mistake_is_one_line(run: Path, capsys: pytest.CaptureFixture[str], arguments, message):
+def test_a_mistake_gives_a_one_line_error(run: Path, capsys: pytest.CaptureFixture[str], arguments, message):
     assert show.main([argument.replace("RUN", str(run)) for argument in arguments]) == 2
     errors = capsys.readouterr().err
     assert message in errors and errors.count("\n") == 1

@@ -1,6 +1,6 @@
-"""The length (L) and assembly (S) cases of SkyRL's generator for `run_episode`, with its numbers.
+"""Runs `run_episode` on the length (L) and assembly (S) cases of SkyRL's generator, with SkyRL's numbers.
 
-A comment says where the result deliberately differs from SkyRL's. `tests/fakes/episodes.py` explains the ids.
+Comments state the intended differences from SkyRL. `tests/fakes/episodes.py` explains the ids.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ async def test_l1_l2_a_context_of_exactly_the_limit_is_still_answered(max_input,
     trajectory, policy, _ = await play([OB, ending()], ["AB", "C"], limits(max_input))
     assert [len(call.prompt_ids) for call in policy.calls] == [9, 23][:num_calls]
     if num_calls == 1:
-        # SkyRL's stop reason for both kinds of limit is `length`. Ours differ, and `input_overflow` is the
-        # metric.
+        # SkyRL has the stop reason `length` for both kinds of limit. Here, the reasons differ, and the metric
+        # `input_overflow` counts this one.
         assert (
             trajectory.stop_reason == StopReason.CONTEXT_LENGTH and trajectory.metrics["input_overflow"] == 1
         )
@@ -83,7 +83,7 @@ async def test_l3_a_full_context_gives_no_final_reward():
     )
 
 
-async def test_l4_one_token_more_and_the_third_turn_runs():
+async def test_l4_one_token_more_permits_the_third_turn():
     trajectory, policy, _ = await play([OB, OB, ending()], ["AB", "C", "D"], limits(36))
     assert [len(call.prompt_ids) for call in policy.calls] == [9, 23, 36]
     assert trajectory.stop_reason == StopReason.STOP
@@ -98,8 +98,8 @@ async def test_l5_contexts_of_13_30_47_and_64_under_a_limit_of_50():
 
 
 async def test_l6_a_first_prompt_over_the_limit_is_never_sent():
-    # SkyRL crashes; its minimal output is one end token with mask 0. Ours has no turn, because no token was
-    # sampled.
+    # SkyRL crashes. SkyRL's minimal output is one end token with mask 0. Here, the trajectory has no turn,
+    # because no token was sampled.
     trajectory, policy, environment = await play([ending()], ["AB"], limits(8))
     assert policy.calls == [] and environment.answers == []
     assert (trajectory.turns, trajectory.reward, trajectory.stop_reason) == (
@@ -128,8 +128,8 @@ async def test_l8_a_cut_answer_in_the_middle_is_trained():
     trajectory, policy, _ = await play([OB, ending()], ["ABCDEFGHIJK", "C"], limits(generate=8))
     assert trajectory.stop_reason == StopReason.STOP and trajectory.metrics["cut_answers"] == 1
     assert is_trainable(trajectory, filters("stop_reason"))
-    # SkyRL's mask is [1]*8 + [0]*11 + [1]*2, because it does not end the cut message. Ours ends it, as the
-    # template does, with one token of weight 0.
+    # SkyRL's mask is [1]*8 + [0]*11 + [1]*2, because SkyRL does not end the cut message. Here, one token of
+    # weight 0 ends the message, as in the template.
     assert response(trajectory).mask == [1] * 8 + [0] * 12 + [1] * 2
     assert policy.calls[1].prompt_ids[9 + 8] == 2
 
@@ -141,7 +141,7 @@ async def test_l9_overlong_rules_differ_on_a_full_context(rule, is_trained):
     assert is_trainable(trajectory, filters(rule)) is is_trained
 
 
-async def test_l10_zero_reward_on_non_stop_leaves_the_mask():
+async def test_l10_zero_reward_on_non_stop_does_not_change_the_mask():
     trajectory, _, _ = await play(
         [replace(OB, reward=0.5), ending()], ["AB", "CDEFGHIJK"], limits(generate=4)
     )
@@ -178,7 +178,7 @@ async def test_l12_unequal_numbers_of_tokens_and_logprobs_fail():
     policy: Any = TinkerPolicy(cast(tinker.SamplingClient, OneLogprobTooFew()), 0)
     failure, _, environment = await fail([ending()], [], policy=policy)
     assert failure.kind == FailureKind.BACKEND and environment.answers == []
-    assert "3 tokens came back with 2 logprobs" in failure.message
+    assert "3 tokens with 2 logprobs" in failure.message
 
 
 # Assembly
@@ -186,13 +186,13 @@ async def test_l12_unequal_numbers_of_tokens_and_logprobs_fail():
 
 async def test_s1_two_turns():
     trajectory, policy, environment = await play([OB, ending()], ["AB", "C"])
-    got = response(trajectory)
-    assert got.ids == [65, 66, 2, 3, 1, 117, 3, 111, 98, 2, 3, 1, 97, 3, 67, 2]
-    assert got.mask == [1, 1, 1] + [0] * 11 + [1, 1]
-    assert got.logprobs == [-0.5 if weight else 0.0 for weight in got.mask]
-    assert got.rewards == at(15, 16)
+    assembled = response(trajectory)
+    assert assembled.ids == [65, 66, 2, 3, 1, 117, 3, 111, 98, 2, 3, 1, 97, 3, 67, 2]
+    assert assembled.mask == [1, 1, 1] + [0] * 11 + [1, 1]
+    assert assembled.logprobs == [-0.5 if weight else 0.0 for weight in assembled.mask]
+    assert assembled.rewards == at(15, 16)
     first, second = (call.prompt_ids for call in policy.calls)
-    assert (len(first), len(second)) == (9, 23) and list(second) == [*first, *got.ids[:14]]
+    assert (len(first), len(second)) == (9, 23) and list(second) == [*first, *assembled.ids[:14]]
     assert environment.answers == ["AB", "C"]
     assert trajectory.stop_reason == StopReason.STOP and trajectory.trial_name == "n"
 
@@ -211,7 +211,7 @@ async def test_s3_messages_after_the_last_answer_are_dropped():
 
 async def test_s4_without_a_message_only_a_generation_prompt_is_added():
     trajectory, _, _ = await play([StepResult(), ending()], ["AB", "C"])
-    # SkyRL inserts [1, 97, 3]. Ours also has the newline (3) that the template adds after every message.
+    # SkyRL inserts [1, 97, 3]. Here, the newline (3) that the template adds after every message precedes it.
     assert response(trajectory).ids == [65, 66, 2, 3, 1, 97, 3, 67, 2]
     assert response(trajectory).mask == [1, 1, 1, 0, 0, 0, 0, 1, 1]
 
@@ -224,7 +224,7 @@ async def test_s5_an_end_token_that_was_not_sampled_has_no_weight():
 
     chat = toy_chat()
     trajectory, _, _ = await play([OB, ending()], [], policy=StopsBeforeEndToken(chat, ["A]", "C]"]))
-    # SkyRL's mask is [1,1,0] + [0]*11 + [1,1,0]. Ours appends no end token after the last answer.
+    # SkyRL's mask is [1,1,0] + [0]*11 + [1,1,0]. Here, the last answer gets no end token.
     assert response(trajectory).ids[:3] == [65, 93, 2]
     assert response(trajectory).mask == [1, 1, 0] + [0] * 11 + [1, 1]
     assert response(trajectory).rewards == at(15, 16)

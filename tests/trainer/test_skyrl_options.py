@@ -1,4 +1,4 @@
-"""Options under the names of SkyRL."""
+"""Tests options under the names of SkyRL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BASE = ["tasks_dir=t", "model_name=m"]
 TAU = ["env=tau_bench", "model_name=m"]
 TAU_OPTIONS = {"test_data", "train_data", "use_native_tool_calling"}
 KNOWN = chz.chz_fields(TrainerConfig)
-VALUES = {  # of options that do not take the number 2
+VALUES = {  # values of options that do not accept the number 2
     "advantage_estimator": "rloo",
     "loss_reduction": "sequence_mean",
     "kl_estimator": "k3",
@@ -65,7 +65,7 @@ def test_a_script_of_skyrl_is_read_with_one_note(capsys: pytest.CaptureFixture[s
     )
 
 
-# Every option of the documents, as in their scripts and configurations; "" where the name is refused.
+# Options of the documents, as in their scripts and configurations -> our option, or "" for a refused name.
 DOCUMENTS = {
     "data.train_data=['a.parquet']": "train_data",
     "data.val_data=['v.parquet']": "test_data",
@@ -119,21 +119,21 @@ DOCUMENTS = {
 
 @pytest.mark.parametrize("argument", DOCUMENTS)
 @pytest.mark.seed_behaviour(107, 108, 137)
-def test_every_option_of_the_documents_is_taken_or_refused(argument: str) -> None:
+def test_every_option_of_the_documents_is_accepted_or_refused(argument: str) -> None:
     ours = DOCUMENTS[argument]
     base = [*(TAU if ours in TAU_OPTIONS else BASE), "judge_model=j", "judge_base_url=http://h:1/v1"]
     base = [word for word in base if ours != "model_name" or not word.startswith("model_name=")]
     if ours:
         value = getattr(parse([*base, argument]), ours)
-        given = argument.partition("=")[2].strip("[']")
-        assert given in str(value).lower() or value == pytest.approx(float(given))
+        expected = argument.partition("=")[2].strip("[']")
+        assert expected in str(value).lower() or value == pytest.approx(float(expected))
         return
     with pytest.raises(ConfigError, match=" cannot be honoured: ") as error:
         parse([*base, argument])
     assert "did you mean" not in str(error.value)
 
 
-def test_an_evaluation_takes_its_own_options() -> None:
+def test_an_evaluation_accepts_its_options() -> None:
     config = parse_as(EvaluateConfig, [*BASE, "n_samples_per_prompt=3", "eval_sampling_params.temperature=0"])
     assert (config.n_samples, config.temperature) == (3, 0)
     with pytest.raises(ConfigError, match=r"trainer\.epochs is n_epochs, which this program does not have"):
@@ -143,7 +143,7 @@ def test_an_evaluation_takes_its_own_options() -> None:
 @pytest.mark.parametrize(
     ("argument", "reason"),
     [
-        ("generator.sampling_params.top_p=0.95", "training assumes that samples are those of the policy"),
+        ("generator.sampling_params.top_p=0.95", "training assumes samples from the whole distribution"),
         ("trainer.policy.model.lora_dropout=0.05", "the server chooses it, not the client; remove it"),
         ("trainer.target_modules=all-linear", "the adapter covers all linear layers; remove it"),
         ("generator.chat_template.source=name", "the chat template is that of the model's tokenizer"),
@@ -165,7 +165,7 @@ def test_an_option_without_a_counterpart_is_refused(argument: str, reason: str) 
     assert reason in str(error.value) and "did you mean" not in str(error.value)
 
 
-def test_every_reason_belongs_to_a_name_that_is_not_taken() -> None:
+def test_every_reason_belongs_to_a_refused_name() -> None:
     assert not set(TAKEN) & set(REFUSED_BY_REASON)
     for name, reason in REFUSED_BY_REASON.items():
         assert reason_against(name, REFUSED) == reason
@@ -182,6 +182,6 @@ def test_held_out_data_is_never_taken_for_training_data(name: str) -> None:
     assert "train_data" not in str(error.value) and "tasks_dir" not in str(error.value)
 
 
-def test_our_own_names_pass_unchanged() -> None:
+def test_names_of_our_options_pass_unchanged() -> None:
     argv = [f"{name}=2" for name in KNOWN]
     assert taken_arguments(argv, KNOWN, REFUSED) == (argv, [])

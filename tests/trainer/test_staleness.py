@@ -23,10 +23,10 @@ def example(*versions):
 def test_tokens_older_than_the_bound_lose_their_advantage():
     before = example(2, 3, 4)
     ((after,),), metrics = mask_stale([[before]], version=4, max_staleness=1)
-    (sequence,), (was,) = after.sequences, before.sequences
+    (sequence,), (original,) = after.sequences, before.sequences
     assert sequence.advantages.tolist() == [0, 0, 0, 0.5, 0, 0.5]
     for name in ("tokens", "sampled", "logprobs", "versions"):
-        assert np.array_equal(getattr(sequence, name), getattr(was, name))
+        assert np.array_equal(getattr(sequence, name), getattr(original, name))
     assert metrics == {
         "staleness/mean": pytest.approx(1.0),
         "staleness/max": 2,
@@ -35,7 +35,7 @@ def test_tokens_older_than_the_bound_lose_their_advantage():
     }
 
 
-def test_a_trajectory_that_is_too_old_as_a_whole_is_counted():
+def test_a_trajectory_without_a_recent_token_is_counted():
     empty = replace(example(1), sequences=[])  # for example an overlong trajectory, which has no tokens
     (first, second), metrics = mask_stale([[example(1, 1)], [example(4), empty]], version=4, max_staleness=2)
     assert (len(first), len(second)) == (1, 2)
@@ -43,7 +43,7 @@ def test_a_trajectory_that_is_too_old_as_a_whole_is_counted():
     assert metrics["staleness/masked_trajectories"] == 1 and metrics["staleness/masked_tokens"] == 2
 
 
-def test_an_empty_batch_has_no_age():
+def test_an_empty_batch_has_zero_staleness():
     assert mask_stale([], version=4, max_staleness=2) == (
         [],
         dict.fromkeys(mask_stale([], version=0, max_staleness=1)[1], 0.0),

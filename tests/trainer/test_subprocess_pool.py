@@ -1,4 +1,4 @@
-"""The pool of worker processes, with a worker that fails on request."""
+"""Tests the pool of worker processes with a worker that fails on request."""
 
 import asyncio
 import os
@@ -109,7 +109,7 @@ async def test_a_request_that_loses_a_second_worker_fails_alone(how: str, error:
         assert await bystander.add(4) == 7
 
 
-async def test_episodes_are_restored_after_every_loss_by_another_one():
+async def test_episodes_are_restored_after_each_lost_worker():
     async with pool_of() as pool:
         bystander = Counter(pool, "bystander")
         assert await bystander.add(1) == 1
@@ -142,9 +142,9 @@ async def test_a_cancelled_request_does_not_disturb_other_episodes():
     async with pool_of() as pool:
         one, two = Counter(pool, "one"), Counter(pool, "two")
         await one.add(1)
-        asking = asyncio.create_task(one.add(2))
+        pending = asyncio.create_task(one.add(2))
         await asyncio.sleep(0)
-        asking.cancel()
+        pending.cancel()
         assert await two.add(5) == 5
         assert await one.add(0) == 3
 

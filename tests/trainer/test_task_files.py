@@ -1,4 +1,4 @@
-"""Task files, splits and mixtures of several domains."""
+"""Tests task files, splits and mixtures of several domains."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ CANCEL = {"name": "cancel_order", "kwargs": {"order": ORDER}}
 
 
 def row(domain: str, task: str | None = None, **info: object) -> dict[str, object]:
-    found = {"domain": domain, **info} | ({} if task is None else {"task_id": task})
+    extra_info = {"domain": domain, **info} | ({} if task is None else {"task_id": task})
     return {
         "data_source": f"tau_bench/{domain}",
         "env_class": "tau_bench",
         "prompt": [{"role": "user", "content": "-"}],
-        "extra_info": found,
+        "extra_info": extra_info,
     }
 
 
 def written(path: Path, *rows: Mapping[str, object]) -> Path:
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    path.write_text("".join(json.dumps(item) + "\n" for item in rows))
     return path
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A tau2_home folder with the replacement worker."""
+    """Create a tau2_home folder with the replacement worker."""
     python = tmp_path / "tau2" / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\nexec {sys.executable} {ROOT / 'tests' / 'fakes' / 'standin_tau2.py'}\n")
@@ -76,11 +76,11 @@ def ids(tasks: object) -> list[str]:
 
 
 async def reward(source: TaskSource, task: Task, *answers: str) -> float:
-    found = await source.trial(task, directory=ROOT, seed=1, temperature=1.0).run(
+    result = await source.trial(task, directory=ROOT, seed=1, temperature=1.0).run(
         FakePolicy(byte_chat(), answers)
     )
-    assert isinstance(found, Trajectory), found
-    return found.reward
+    assert isinstance(result, Trajectory), result
+    return result.reward
 
 
 @pytest.mark.seed_behaviour(20)
@@ -96,9 +96,9 @@ def test_a_row_defines_a_task_or_names_one(tmp_path: Path):
             "reward_spec": {"ground_truth": json.dumps([CANCEL])},
         },
     )
-    found = read_rows(path)
+    rows = read_rows(path)
     gold = {"name": "cancel_order", "arguments": {"order": ORDER}}
-    assert found[:3] == [
+    assert rows[:3] == [
         Row(domain="retail", task="7", definition=None),
         Row(domain="airline", task="3", definition=None),
         Row(
@@ -108,10 +108,10 @@ def test_a_row_defines_a_task_or_names_one(tmp_path: Path):
         ),
     ]
     assert (
-        found[3].definition == TaskDefinition(instruction="You want it.", actions=[], facts=[])
-        and len(found[3].task) == 12
+        rows[3].definition == TaskDefinition(instruction="You want it.", actions=[], facts=[])
+        and len(rows[3].task) == 12
     )
-    assert found[4].definition is not None and found[4].definition.actions == [gold]
+    assert rows[4].definition is not None and rows[4].definition.actions == [gold]
 
 
 @pytest.mark.seed_behaviour(15)
@@ -138,11 +138,11 @@ async def test_rows_of_two_domains_run_in_their_own_domains(tmp_path: Path, home
     call = json.dumps({"name": "cancel_order", "arguments": {"order": ORDER}})
     assert await reward(source, source.train[0], f"<tool_call>{call}</tool_call>", "Done.") == 1.0
     trial = source.trial(source.train[2], directory=ROOT, seed=1, temperature=1.0)
-    found = await trial.run(
+    result = await trial.run(
         FakePolicy(byte_chat(), ['<tool_call>{"name": "save", "arguments": {}}</tool_call>', "Saved."])
     )
-    assert isinstance(found, Trajectory) and found.reward == 1.0
-    assert found.conversation[2]["content"] == "keep it"  # the instruction is the scenario of the user
+    assert isinstance(result, Trajectory) and result.reward == 1.0
+    assert result.conversation[2]["content"] == "keep it"  # the instruction is the scenario of the user
     await source.close()
 
 
@@ -253,7 +253,7 @@ def test_invalid_rows_are_rejected_with_one_line(tmp_path: Path, rows: list[dict
         (["domain_mixture=retail=0"], "domain_mixture retail needs a number above 0, not '0'"),
         (
             ["domain_mixture=retail=1", "task_sampling=thompson"],
-            "domain_mixture decides what each batch holds; remove task_sampling=thompson",
+            "domain_mixture chooses the tasks of each batch; remove task_sampling=thompson",
         ),
     ],
 )
@@ -287,7 +287,7 @@ def test_a_mixture_gives_each_domain_its_share_of_every_batch():
     assert schedule(pool[::-1], settings) == plan  # a resumed run has the same batches
     airlines = [task.id for batch in plan for task in batch.tasks if task.domain == "airline"]
     assert len({tuple(airlines[at : at + 4]) for at in range(0, 40, 4)}) > 5, (
-        "each round has an order of its own"
+        "each round has a different order"
     )
     assert schedule(pool, chz.replace(settings, seed=1)) != plan
     assert schedule(pool, chz.replace(settings, max_steps=3)) == plan[:3]

@@ -1,4 +1,4 @@
-"""Task folders that cannot be loaded: one clear line for each reason."""
+"""Tests the one-line errors for task folders that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ pytestmark = in_sandbox
         ),
     ],
 )
-def test_a_broken_task_folder_is_one_clear_line(tmp_path: Path, change: object, message: str) -> None:
+def test_a_broken_task_folder_gives_a_one_line_error(tmp_path: Path, change: object, message: str) -> None:
     folder = variant(tmp_path)
     change(folder)  # type: ignore[operator]
     with pytest.raises(ConfigError) as error:
@@ -62,7 +62,7 @@ def test_a_broken_task_folder_is_one_clear_line(tmp_path: Path, change: object, 
     assert "\n" not in str(error.value)
 
 
-def test_each_broken_folder_has_its_line(tmp_path: Path) -> None:
+def test_each_broken_folder_has_an_error_line(tmp_path: Path) -> None:
     for name in ("a", "b", "good"):
         shutil.copytree(HELLO, tmp_path / name)
     (tmp_path / "a" / "task.toml").unlink()

@@ -15,12 +15,12 @@ def group(name, *, graded=0, lost=0, kind=FailureKind.SANDBOX):
 
 
 def test_groups_in_a_row_without_a_grade_quarantine_a_task():
-    once = FaultState().after([group("a", lost=2), group("b", lost=1, graded=1)], SETTINGS)
-    assert once.strikes == {"a": 1} and not once.quarantined
-    assert once.after([group("a", graded=1, lost=1)], SETTINGS).strikes == {}
-    twice = once.after([group("a", lost=2, kind=FailureKind.VERIFIER)], SETTINGS)
-    assert twice.quarantined == {"a": "verifier"}
-    assert not once.after(
+    after_one = FaultState().after([group("a", lost=2), group("b", lost=1, graded=1)], SETTINGS)
+    assert after_one.strikes == {"a": 1} and not after_one.quarantined
+    assert after_one.after([group("a", graded=1, lost=1)], SETTINGS).strikes == {}
+    after_two = after_one.after([group("a", lost=2, kind=FailureKind.VERIFIER)], SETTINGS)
+    assert after_two.quarantined == {"a": "verifier"}
+    assert not after_one.after(
         [group("a", lost=2)], FaultOptions(quarantine_after=0, max_failure_rate=1)
     ).quarantined
 
@@ -32,7 +32,7 @@ def test_failures_of_the_agent_quarantine_no_task():
     assert not state.quarantined and not state.strikes
 
 
-def test_a_rate_needs_four_groups_and_forgets_old_ones():
+def test_the_failure_rate_needs_four_groups_and_drops_old_ones():
     bad, good = group("a", lost=4), group("b", graded=4)
     assert not FaultState().after([bad, bad, bad], SETTINGS).has_too_many_failures(SETTINGS)
     # Half is not more than half.
@@ -61,7 +61,7 @@ def test_the_diagnosis_names_the_commonest_cause_with_an_example():
     )
 
 
-def test_the_state_survives_the_journal():
+def test_the_state_is_restored_from_its_record():
     state = (
         FaultState()
         .after([group("a", lost=2), group("b", graded=1)], SETTINGS)

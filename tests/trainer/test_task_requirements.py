@@ -1,4 +1,4 @@
-"""Tasks whose network or structure an environment does not support: refusals, log lines and `validate`."""
+"""Tests refusals, log lines and `validate` for tasks that an environment does not support."""
 
 from __future__ import annotations
 

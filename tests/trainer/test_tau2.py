@@ -1,4 +1,4 @@
-"""tau2-bench as an environment, with a replacement worker."""
+"""Runs tau2-bench as an environment with a replacement worker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAVE = '<tool_call>{"name": "save", "arguments": {}}</tool_call>'
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A folder as scripts/setup_tau.sh creates it, whose Python always runs the replacement worker."""
+    """Create a folder like that of scripts/setup_tau.sh. Its Python always runs the replacement worker."""
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\nexec {sys.executable} {STANDIN}\n")
@@ -69,9 +69,9 @@ async def result(
 async def played(
     home: Path, replies: Sequence[str | Exception], *, kwargs: str = "domain=retail"
 ) -> Trajectory:
-    found = await result(open_task_source(config(home, kwargs=kwargs), byte_chat()), replies)
-    assert isinstance(found, Trajectory), found
-    return found
+    outcome = await result(open_task_source(config(home, kwargs=kwargs), byte_chat()), replies)
+    assert isinstance(outcome, Trajectory), outcome
+    return outcome
 
 
 @pytest.mark.seed_behaviour(57)
@@ -134,22 +134,22 @@ async def test_an_invalid_judge_reply_is_a_failure_and_not_a_reward(
     settings = tau2.worker_settings(home, num_workers=1, step_timeout_s=20)
     task = next(task for task in tau2.official_tasks(settings, "retail", "train") if task.row["needs_judge"])
     pool = WorkerPool(settings)
-    parts = tau2.Tau2Context(pool=pool, make_user=tau2.scripted_user, grading="all", judge=judge)
+    context = tau2.Tau2Context(pool=pool, make_user=tau2.scripted_user, grading="all", judge=judge)
     source = tau_bench.episodes(
         config(home, "eval_split=0"),
         byte_chat(),
         tau_bench.EnvSpec(
             tasks=[task],
-            make=lambda task, seed: ServiceEnv(tau2.Tau2Episode(task, seed, parts)),
+            make=lambda task, seed: ServiceEnv(tau2.Tau2Episode(task, seed, context)),
             close=pool.close,
         ),
     )
-    found = await result(source, [SAVE, "Saved."])
+    outcome = await result(source, [SAVE, "Saved."])
     assert judge.asked == [[{"role": "user", "content": "was it polite?"}]]
     if reward is None:
-        assert isinstance(found, TrialFailure) and "JudgeError" in found.message
+        assert isinstance(outcome, TrialFailure) and "JudgeError" in outcome.message
     else:
-        assert isinstance(found, Trajectory) and found.reward == reward
+        assert isinstance(outcome, Trajectory) and outcome.reward == reward
 
 
 async def test_a_call_that_times_out_ends_the_episode_with_reward_0(home: Path):
@@ -159,14 +159,19 @@ async def test_a_call_that_times_out_ends_the_episode_with_reward_0(home: Path):
 
 
 async def test_a_call_that_ends_two_workers_has_reward_0(home: Path):
-    found = await result(open_task_source(config(home), byte_chat()), [called("die")])
-    assert isinstance(found, Trajectory) and (found.reward, found.zero_reason) == (0.0, ZeroReason.ENV_ERROR)
+    outcome = await result(open_task_source(config(home), byte_chat()), [called("die")])
+    assert isinstance(outcome, Trajectory) and (outcome.reward, outcome.zero_reason) == (
+        0.0,
+        ZeroReason.ENV_ERROR,
+    )
 
 
 async def test_an_evaluation_error_gives_reward_0_and_is_counted(home: Path):
     source = open_task_source(config(home), byte_chat())
-    found = await result(source, [SAVE, "Saved."], next(task for task in source.train if "broken" in task.id))
-    assert isinstance(found, Trajectory) and (found.reward, found.metrics["eval_errors"]) == (0.0, 1.0)
+    outcome = await result(
+        source, [SAVE, "Saved."], next(task for task in source.train if "broken" in task.id)
+    )
+    assert isinstance(outcome, Trajectory) and (outcome.reward, outcome.metrics["eval_errors"]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +195,8 @@ async def test_parallel_tool_calls_selects_one_or_all_calls(home: Path, kwargs: 
     assert sum(message["role"] == "tool" for message in trajectory.conversation) == num_saved
 
 
-class LookingUser:
-    """A user that calls its own tool before it speaks."""
+class ToolCallingUser:
+    """A user that calls a tool of its own before its first message."""
 
     def __init__(self) -> None:
         self.conversations: list[list[object]] = []
@@ -202,7 +207,7 @@ class LookingUser:
 
 
 async def test_the_agent_does_not_see_tool_calls_of_the_user(home: Path):
-    user = LookingUser()
+    user = ToolCallingUser()
     settings = tau2.worker_settings(home, num_workers=1, step_timeout_s=20)
     pool = WorkerPool(settings)
 
@@ -264,11 +269,11 @@ def test_several_domains_are_trained_on_together(home: Path):
 
 def test_the_unrelated_tau2_package_is_not_a_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [
+    dependencies = [
         *project["dependencies"],
-        *(one for extra in project["optional-dependencies"].values() for one in extra),
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
     ]
-    assert not [name for name in wanted if name.startswith(("tau2", "tau-bench"))]
+    assert not [name for name in dependencies if name.startswith(("tau2", "tau-bench"))]
     assert "tau2" not in (ROOT / "requirements.txt").read_text()
 
 
@@ -280,7 +285,7 @@ def test_the_worker_imports_only_tau2_and_the_standard_library():
 
 
 async def test_the_worker_rejects_an_unrelated_tau2_package(tmp_path: Path):
-    """PyPI's package of that name has no registry."""
+    """The package tau2 on PyPI has no registry."""
     (tmp_path / "tau2").mkdir()
     (tmp_path / "tau2" / "__init__.py").write_text("")
     (tmp_path / "loguru.py").write_text("class logger:\n    remove = staticmethod(lambda: None)\n")

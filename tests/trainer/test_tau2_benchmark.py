@@ -1,4 +1,4 @@
-"""tau2-bench itself behind the adapter, in the folder that TAU2_HOME names."""
+"""Runs the real tau2-bench behind the adapter, from the folder TAU2_HOME."""
 
 from __future__ import annotations
 
@@ -44,16 +44,18 @@ async def episode(
     step_timeout_s: float = 60.0,
     judge: FixedJudge | None = None,
 ) -> list[StepResult]:
-    """Return the results of the real benchmark for the answers; the last answer is repeated."""
+    """Return the step results of the real benchmark for the answers. The last answer is repeated."""
     settings = tau2.worker_settings(
         Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=step_timeout_s
     )
-    found = next(one for one in tau2.official_tasks(settings, domain, "base") if one.row["task"] == task)
+    selected = next(
+        item for item in tau2.official_tasks(settings, domain, "base") if item.row["task"] == task
+    )
     async with subprocess_pool.worker_pool(settings) as pool:
-        parts = tau2.Tau2Context(
+        context = tau2.Tau2Context(
             pool=pool, make_user=lambda instructions, tools, seed: user, grading="all", judge=judge
         )
-        env = ServiceEnv(tau2.Tau2Episode(found, 0, parts), parallel_tool_calls=True)
+        env = ServiceEnv(tau2.Tau2Episode(selected, 0, context), parallel_tool_calls=True)
         await env.start()
         observations: list[StepResult] = []
         while not observations or not observations[-1].is_done:
@@ -62,7 +64,7 @@ async def episode(
         return observations
 
 
-async def test_real_mock_gold_is_worth_1_and_nothing_is_worth_0():
+async def test_real_mock_gold_has_reward_1_and_refusing_reward_0():
     gold = called("create_task", user_id="user_1", title="Important Meeting")
     last = (await episode("mock", "create_task_1", [gold, "Done."], user=Script("I need a task.")))[-1]
     assert (last.reward, last.metrics["reward_db"], last.metrics["no_write_action"]) == (1.0, 1.0, 0.0)
@@ -119,7 +121,7 @@ async def test_real_retail_keeps_its_deadline():
 @pytest.mark.parametrize(("met", "reward"), [(True, 1.0), (False, 0.0)])
 async def test_real_assertions_use_the_configured_judge(met: bool, reward: float):
     settings = tau2.worker_settings(Path(os.environ["TAU2_HOME"]), num_workers=1, step_timeout_s=60)
-    task = next(one for one in tau2.official_tasks(settings, "retail", "test") if one.row["needs_judge"])
+    task = next(item for item in tau2.official_tasks(settings, "retail", "test") if item.row["needs_judge"])
     actions, num_assertions = task.row["gold_actions"], task.row["num_assertions"]
     assert isinstance(actions, list) and isinstance(num_assertions, int)
     verdict = {"expectedOutcome": "x", "reasoning": "y", "metExpectation": met}

@@ -1,4 +1,4 @@
-"""Failure patterns of terminal agents, in real Harbor trials with a scripted policy."""
+"""Tests the failure patterns of terminal agents in real Harbor trials with a scripted policy."""
 
 from __future__ import annotations
 
@@ -39,16 +39,18 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize(("script", "shown"), SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize(("script", "expected"), SCRIPTS.values(), ids=SCRIPTS)
 @pytest.mark.seed_behaviour(150)
-async def test_a_failed_terminal_trial(tmp_path: Path, script: Sequence[str], shown: set[Pattern]) -> None:
+async def test_a_failed_terminal_trial_has_its_patterns(
+    tmp_path: Path, script: Sequence[str], expected: set[Pattern]
+) -> None:
     trial, _ = await play(tmp_path, script)
     assert isinstance(trial, Trajectory) and trial.reward == 0
-    assert patterns(trial) == shown, tool_results(trial)
+    assert patterns(trial) == expected, tool_results(trial)
     assert user_simulator_faults(trial) == []
     record = eval_record(task(trial.task_id), trial, lambda ids, clean: "", env_class="harbor")
     read_again = dumped_trial(json.loads(json.dumps(record)), "hello")
-    assert patterns(read_again.trajectory) == shown
+    assert patterns(read_again.trajectory) == expected
     assert read_again.num_tool_calls == trial.metrics["tool_calls"]
 
 

@@ -1,4 +1,4 @@
-"""`TinkerLLM`: exact ids, limits, prefix breaks and errors of a conversation."""
+"""Tests `TinkerLLM`: exact ids, limits, prefix breaks and errors of a conversation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def converse(llm: TinkerLLM, *prompts: str) -> HarborChat:
 
 
 def extends(later: Turn, earlier: Turn) -> bool:
-    """Whether the prompt of `later` starts with the exact ids of `earlier`."""
+    """Return whether the prompt of `later` starts with the exact ids of `earlier`."""
     ids = [*earlier.prompt_ids, *earlier.completion_ids]
     return list(later.prompt_ids[: len(ids)]) == ids
 
@@ -163,7 +163,7 @@ async def test_a_full_context_ends_an_episode_without_summaries() -> None:
 
 
 @pytest.mark.seed_behaviour(132)
-async def test_a_full_context_asks_for_one_summary() -> None:
+async def test_a_full_context_requests_one_summary() -> None:
     llm, _ = llm_saying("x", limits=SHORT_CONTEXT)
     with pytest.raises(ContextLengthExceededError):
         await HarborChat(llm).chat(LONG_PROMPT)
@@ -199,7 +199,7 @@ async def test_max_input_length_is_the_longest_answered_prompt(excess: int, num_
     assert end.value.cause == StopReason.CONTEXT_LENGTH and len(policy.calls) == num_answered
 
 
-def test_harbor_knows_the_first_length_that_is_not_answered() -> None:
+def test_harbor_receives_the_first_length_without_an_answer() -> None:
     llm, _ = llm_saying("x", limits=replace(LIMITS, lengths=lengths(max_input_length=99)))
     assert llm.get_model_context_limit() == 100
 
@@ -207,7 +207,7 @@ def test_harbor_knows_the_first_length_that_is_not_answered() -> None:
 async def test_a_rewritten_history_breaks_the_prefix_once() -> None:
     llm, _ = llm_saying("one", "two", "three", "four")
     conversation = await converse(llm, "a", "b")
-    # As after a summary: an odd number of messages, of which the first is kept.
+    # A summary leaves an odd number of messages and keeps the first one.
     conversation.messages[1:] = [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "<think>x</think>s"},
@@ -220,11 +220,11 @@ async def test_a_rewritten_history_breaks_the_prefix_once() -> None:
 async def test_another_history_of_equal_length_is_rendered() -> None:
     llm, policy = llm_saying("one", "two", "three", "four")
     conversation = await converse(llm, "a", "b")
-    other = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "s"}]
-    for prompt in ("c", "d"):  # The first prompt replaces the recorded conversation by the other one.
-        conversation.messages[:] = other
+    new_history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "s"}]
+    for prompt in ("c", "d"):  # The first iteration replaces the recorded conversation.
+        conversation.messages[:] = new_history
         await conversation.chat(prompt)
-        rendered = byte_chat().render([*other, {"role": "user", "content": prompt}])
+        rendered = byte_chat().render([*new_history, {"role": "user", "content": prompt}])
         assert policy.calls[-1].prompt_ids == rendered
 
 
@@ -254,12 +254,12 @@ async def test_tokens_are_counted_by_the_tokenizer_of_the_model() -> None:
     await conversation.chat("a")
     turn = llm.turns[0]
     assert llm.count_tokens(conversation.messages) == len(turn.prompt_ids) + len(turn.completion_ids)
-    other = [{"role": "user", "content": "unknown"}]
-    assert llm.count_tokens(other) == len(byte_chat().render(other))
+    messages = [{"role": "user", "content": "unknown"}]
+    assert llm.count_tokens(messages) == len(byte_chat().render(messages))
 
 
 @pytest.mark.parametrize("error", [BackendError("sampling: gone"), RuntimeError("foreign")])
-async def test_a_back_end_error_is_not_an_exception(error: Exception) -> None:
+async def test_a_backend_error_is_not_an_exception(error: Exception) -> None:
     llm, policy = llm_saying(error)
     with pytest.raises(EpisodeEnd) as end:
         try:

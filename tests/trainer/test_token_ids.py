@@ -18,10 +18,10 @@ def test_token_ids_can_be_read_like_a_list():
         True,
         False,
     )
-    draw = random.Random(0)
+    rng = random.Random(0)
     for _ in range(200):
         cut = slice(
-            *(draw.choice([None, *range(-12, 13)]) for _ in range(2)), draw.choice([None, 1, 2, -1, -3])
+            *(rng.choice([None, *range(-12, 13)]) for _ in range(2)), rng.choice([None, 1, 2, -1, -3])
         )
         assert tokens[cut] == ids[cut]
     assert (tokens[0], tokens[-1], tokens + ids) == (0, 9, ids + ids)
@@ -31,11 +31,11 @@ def test_token_ids_can_be_read_like_a_list():
 
 def test_extending_twice_copies_and_changes_neither():
     first = TokenIds([1, 2])
-    second, other = first.extended([3]), first.extended([4])
+    second, sibling = first.extended([3]), first.extended([4])
     third = second.extended([5])
-    assert (first, second, other, third) == ([1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 3, 5])
-    assert second.shares_with(first) and third.shares_with(first) and not other.shares_with(first)
-    assert second != other and first.extended([]) == first and TokenIds.wrap(first) is first
+    assert (first, second, sibling, third) == ([1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 3, 5])
+    assert second.shares_with(first) and third.shares_with(first) and not sibling.shares_with(first)
+    assert second != sibling and first.extended([]) == first and TokenIds.wrap(first) is first
     with pytest.raises(IndexError):
         first[2]
 

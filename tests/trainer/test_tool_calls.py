@@ -1,4 +1,4 @@
-"""The strategies of the parser, their order, and the texts that it must not execute."""
+"""Tests the strategies of the parser, their order, and the texts that it must not execute."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_bare_name_is_a_call_without_arguments():
             'Action: get_order\nAction Input: {"name": "cancel", "arguments": {}}',
             Strategy.EMBEDDED,
         ),
-        # This format precedes the code one; its input is not JSON alone.
+        # This format precedes the code one. Its input contains more than JSON.
         (
             'Action: cancel\nAction Input: {}\nget_order(id="#1")',
             Strategy.REACT,
@@ -177,7 +177,7 @@ def test_missing_last_braces_are_added_and_counted(form, missing):
 @pytest.mark.parametrize(
     ("answer", "calls", "num_repaired"),
     [
-        (f"[{JSON[:-1]}", [ORDER], 1),  # a bracket of each kind, in their order
+        (f"[{JSON[:-1]}", [ORDER], 1),  # one bracket of each kind
         (f"<tool_call>{JSON[:-1]}</tool_call><tool_call>{JSON[:-2]}", [ORDER, ORDER], 2),
         ('{"name": "get_order", "arguments": "{\\"id\\": \\"#1\\""}', [ORDER], 1),  # arguments as a string
         (
@@ -190,7 +190,8 @@ def test_missing_last_braces_are_added_and_counted(form, missing):
             [ToolCall(name="get_order", arguments={"a": {"b": "c"}})],
             1,
         ),
-        ('{"name": "get_order", "arguments": {"a": {"b": {"c": "d"', [], 0),  # four are too many
+        # Four missing braces are too many.
+        ('{"name": "get_order", "arguments": {"a": {"b": {"c": "d"', [], 0),
     ],
 )
 def test_missing_brackets_are_added_and_counted(answer, calls, num_repaired):
@@ -306,7 +307,7 @@ def test_debug_parser_logs_every_parse(monkeypatch, caplog):
 
 
 @pytest.mark.seed_behaviour(46)
-def test_the_failure_rate_is_of_attempted_calls():
+def test_the_failure_rate_is_a_share_of_attempted_calls():
     def played(attempts: float, failures: float) -> Trajectory:
         metrics = {"parse_attempts": attempts, "parse_failures": failures, "parse_recovered": 1.0}
         return replace(trajectory(turns=[turn([1], [2])] * 5), metrics=metrics)

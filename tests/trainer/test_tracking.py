@@ -12,13 +12,13 @@ from src.records.options import TrackingOptions
 from src.records.tracking import RunLog, open_run_log, project_name, recorded
 from tests.fakes.wandb_module import FakeWandb
 
-NOWHERE = TrackingOptions(wandb_project=None, trackio_project=None)
+NO_TRACKING = TrackingOptions(wandb_project=None, trackio_project=None)
 WANDB = TrackingOptions(wandb_project="p", trackio_project=None)
 TRACKIO = TrackingOptions(wandb_project=None, trackio_project="p")
 
 
 def log(path, steps, *, repeat_from=0):
-    with open_run_log(path, NOWHERE, name="n", config={}) as run_log:
+    with open_run_log(path, NO_TRACKING, name="n", config={}) as run_log:
         run_log.forget_from(repeat_from)
         for step in steps:
             run_log.log(step, {"reward": step / 10})
@@ -35,8 +35,8 @@ def test_each_step_is_one_object(tmp_path):
     assert recorded(tmp_path / "metrics.jsonl", "other") == {}
 
 
-def test_what_is_not_a_number_stays_valid_json(tmp_path):
-    with open_run_log(tmp_path, NOWHERE, name="n", config={}) as run_log:
+def test_nan_and_infinity_are_written_as_null(tmp_path):
+    with open_run_log(tmp_path, NO_TRACKING, name="n", config={}) as run_log:
         run_log.log(0, {"a": math.nan, "b": math.inf, "c": 1.0})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 0, "a": None, "b": None, "c": 1.0}
 
@@ -50,7 +50,7 @@ def test_steps_that_are_repeated_are_logged_once(tmp_path):
 
 
 def test_a_line_can_be_completed(tmp_path):
-    with open_run_log(tmp_path, NOWHERE, name="n", config={}) as run_log:
+    with open_run_log(tmp_path, NO_TRACKING, name="n", config={}) as run_log:
         run_log.log(0, {"reward": 0.5})
         run_log.log(1, {"reward": 0.25, "odd": math.nan})
         run_log.amend(1, {"test/reward": 1.0})
@@ -58,7 +58,7 @@ def test_a_line_can_be_completed(tmp_path):
     assert lines == [{"step": 0, "reward": 0.5}, {"step": 1, "reward": 0.25, "odd": None, "test/reward": 1.0}]
 
 
-def test_a_line_cut_by_a_crash_is_forgotten(tmp_path):
+def test_a_line_cut_by_a_crash_is_removed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "reward": 1.0}\n{"step": 1, "rew')
     RunLog(path).forget_from(5)
@@ -95,7 +95,7 @@ def test_offline_wandb_continues_a_run_under_its_id(tmp_path):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
-def test_wandb_has_a_step_once_and_with_its_evaluation(tmp_path, monkeypatch):
+def test_wandb_receives_a_step_once_with_its_evaluation(tmp_path, monkeypatch):
     """W&B ignores metrics for a step that it already has."""
     fake = FakeWandb()
     fake.released.set()
@@ -120,7 +120,7 @@ def test_the_wandb_id_is_written_before_the_run_starts(tmp_path, monkeypatch):
     assert len(set(fake.ids)) == 1 and fake.ids[0]
 
 
-def test_an_upload_that_never_ends_does_not_hold_the_process(tmp_path, monkeypatch, caplog):
+def test_an_upload_that_never_ends_does_not_block_the_exit(tmp_path, monkeypatch, caplog):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr("src.records.tracking.FINISH_S", 0.05)
@@ -162,7 +162,7 @@ def test_trackio_continues_the_run_of_the_folder(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_trackio_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
+def test_trackio_that_is_not_installed_gives_a_one_line_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with (
         pytest.raises(ConfigError, match=r"run scripts/setup\.sh trackio"),
@@ -186,7 +186,7 @@ def test_judged_runs_have_a_project_of_their_own(is_judged, project, expected):
 
 def test_renamed_metrics_are_announced_once(tmp_path, caplog):
     caplog.set_level("INFO")
-    with open_run_log(tmp_path, NOWHERE, name="n", config={}) as run_log:
+    with open_run_log(tmp_path, NO_TRACKING, name="n", config={}) as run_log:
         for step in range(2):
             run_log.log(step, {"batch/sequences": 1.0})
     [notice] = [text for text in caplog.messages if "metrics were renamed" in text]

@@ -21,12 +21,12 @@ from src.evaluate.probe import __main__ as probe
 from src.train import main
 
 ROOT = Path(__file__).resolve().parents[2]
-GOOD = ["model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://127.0.0.1:9"]
+VALID = ["model_name=m", "tasks_dir=t", "backend=skyrl-tx", "skyrl_tx_url=http://127.0.0.1:9"]
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch, tmp_path):
-    """Removes keys, stored credentials and .env, and restores all settings after the test."""
+    """Hide keys, stored credentials and .env files, and restore all variables after the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     before = dict(os.environ)
@@ -48,25 +48,25 @@ def clean_environment(monkeypatch, tmp_path):
     ("argv", "status", "line"),
     [
         (["modle_name=x"], 2, "error: unknown option 'modle_name'; did you mean model_name?"),
-        ([*GOOD, "bach_size=3"], 2, "error: unknown option 'bach_size'; did you mean batch_size?"),
+        ([*VALID, "bach_size=3"], 2, "error: unknown option 'bach_size'; did you mean batch_size?"),
         (["model_name"], 2, "error: 'model_name' is not key=value; write model_name=VALUE, or --help"),
         (["model_name=m"], 2, "error: missing: tasks_dir; e.g. tasks_dir=..., or --help"),
-        (GOOD[:3], 2, "error: backend=skyrl-tx needs skyrl_tx_url=http://host:port"),
+        (VALID[:3], 2, "error: backend=skyrl-tx needs skyrl_tx_url=http://host:port"),
         (
-            GOOD[:2],
+            VALID[:2],
             2,
             "error: backend=tinker needs an API key: set TINKER_API_KEY (the environment or .env), "
             "or use backend=skyrl-tx",
         ),
         (
-            GOOD,
+            VALID,
             1,
             "error: no server answers at http://127.0.0.1:9 (ConnectError); start it, or correct the address",
         ),
     ],
 )
 @pytest.mark.seed_behaviour(116)
-def test_a_mistake_is_one_line_and_no_traceback(argv, status, line, capsys):
+def test_a_mistake_gives_one_line_and_no_traceback(argv, status, line, capsys):
     assert main(argv) == status
     assert capsys.readouterr().err == line + "\n"
     assert os.listdir() == []  # no file was written
@@ -74,7 +74,7 @@ def test_a_mistake_is_one_line_and_no_traceback(argv, status, line, capsys):
 
 def test_a_key_of_the_wrong_form_is_refused_before_it_is_sent(capsys):
     os.environ["TINKER_API_KEY"] = "sk-123"
-    assert main(GOOD[:2]) == 2
+    assert main(VALID[:2]) == 2
     assert capsys.readouterr().err.startswith("error: TINKER_API_KEY does not begin with tml-")
 
 
@@ -95,16 +95,16 @@ def test_help_with_a_word_lists_the_options_that_contain_it(capsys):
     assert capsys.readouterr().out == "no option contains no-such-word; --help lists all options\n"
 
 
-def test_help_into_a_closed_pipe_is_no_traceback(monkeypatch):
+def test_help_into_a_closed_pipe_prints_no_traceback(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as nobody:
-        monkeypatch.setattr(sys, "stdout", nobody)
+    with open(writer, "w") as closed_pipe:
+        monkeypatch.setattr(sys, "stdout", closed_pipe)
         assert main(["--help"]) == 0
 
 
 @pytest.mark.seed_behaviour(119)
-def test_env_files_fill_in_and_never_override(tmp_path):
+def test_env_files_set_only_missing_variables(tmp_path):
     (tmp_path / ".env").write_text("TINKER_API_KEY=tml-from-env\n")
     (tmp_path / ".env.skyrl-tx").write_text("TINKER_API_KEY=tml-from-skyrl\nSKYRL_TX_URL=http://own:1\n")
     load_environment(["backend=tinker"])
@@ -115,7 +115,7 @@ def test_env_files_fill_in_and_never_override(tmp_path):
         "backend=skyrl-tx",
         "skyrl_tx_url=http://own:1",
     ]
-    assert with_server_from_environment(GOOD) == GOOD
+    assert with_server_from_environment(VALID) == VALID
     assert with_server_from_environment(["backend=tinker"]) == ["backend=tinker"]
 
 
@@ -141,7 +141,7 @@ def test_debugging_shows_the_traceback():
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 async def test_the_first_signal_lets_the_run_clean_up(sent):
-    said, cleaned = [], []
+    messages, cleaned = [], []
 
     async def work():
         try:
@@ -151,9 +151,9 @@ async def test_the_first_signal_lets_the_run_clean_up(sent):
             await asyncio.sleep(0)
             cleaned.append(True)
 
-    assert await asyncio.wait_for(run_until_signal(work(), said.append), 10) == INTERRUPTED
+    assert await asyncio.wait_for(run_until_signal(work(), messages.append), 10) == INTERRUPTED
     assert cleaned == [True]
-    assert said == ["stopping (once more to stop at once)"]
+    assert messages == ["stopping (once more to stop at once)"]
 
 
 def test_the_second_signal_ends_the_process_at_once():
@@ -176,15 +176,15 @@ def test_the_second_signal_ends_the_process_at_once():
     assert done.returncode == INTERRUPTED
 
 
-def test_a_signal_before_anything_has_begun_is_no_traceback(monkeypatch):
+def test_a_signal_during_parsing_prints_no_traceback(monkeypatch):
     def interrupted(argv):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("src.train.parse", interrupted)
-    assert main(GOOD) == INTERRUPTED
+    assert main(VALID) == INTERRUPTED
 
 
-def test_tau2_home_stands_in_for_the_option_of_that_name(monkeypatch):
+def test_the_variable_tau2_home_sets_the_option(monkeypatch):
     monkeypatch.setenv("TAU2_HOME", "/tau")
     assert with_server_from_environment(["a=1"]) == ["a=1", "tau2_home=/tau"]
     assert with_server_from_environment(["tau2_home=/mine"]) == ["tau2_home=/mine"]
@@ -204,7 +204,7 @@ def test_tau2_home_stands_in_for_the_option_of_that_name(monkeypatch):
     ],
 )
 @pytest.mark.seed_behaviour(28, 37, 39)
-def test_the_seeds_switches_of_the_judge(environment, added, monkeypatch):
+def test_environment_variables_of_the_seeds_enable_the_judge(environment, added, monkeypatch):
     for name in ("TAXONOMY_FEEDBACK", "TAXONOMY_ALPHA", "SKYRL_MODE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -216,7 +216,7 @@ def test_the_seeds_switches_of_the_judge(environment, added, monkeypatch):
 @pytest.mark.seed_behaviour(44)
 def test_alpha_is_the_environments_then_the_options_then_1(monkeypatch):
     monkeypatch.delenv("TAXONOMY_ALPHA", raising=False)
-    assert parse(with_judge_from_environment(GOOD)).taxonomy_alpha == 1.0
-    assert parse(with_judge_from_environment([*GOOD, "taxonomy_alpha=3"])).taxonomy_alpha == 3.0
+    assert parse(with_judge_from_environment(VALID)).taxonomy_alpha == 1.0
+    assert parse(with_judge_from_environment([*VALID, "taxonomy_alpha=3"])).taxonomy_alpha == 3.0
     monkeypatch.setenv("TAXONOMY_ALPHA", "0.5")
-    assert parse(with_judge_from_environment([*GOOD, "taxonomy_alpha=3"])).taxonomy_alpha == 0.5
+    assert parse(with_judge_from_environment([*VALID, "taxonomy_alpha=3"])).taxonomy_alpha == 0.5

@@ -1,4 +1,4 @@
-"""The description of the exception that Harbor recorded."""
+"""Tests the description of the exception that Harbor recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m src.envs.try_env`: trials of scripted, typed and model policies, printed with their rewards."""
+"""Tests `python -m src.envs.try_env`, which prints trials of scripted, typed and model policies."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def data(tmp_path: Path) -> str:
     return f"data={path}"
 
 
-async def tried(*options: str) -> tuple[str, int]:
+async def run_try_env(*options: str) -> tuple[str, int]:
+    """Return the output and the exit status."""
     text, statuses = io.StringIO(), list[int]()
     await try_env.run(parse_as(TryConfig, options), Console(file=text, width=100), statuses)
     return text.getvalue(), statuses[0]
 
 
-async def test_reference_answers_earn_the_whole_reward(data: str):
-    text, status = await tried(data, "reward=number", "policy=scripted", "n_tasks=2", "n_samples=2")
+async def test_reference_answers_have_the_full_reward(data: str):
+    text, status = await run_try_env(data, "reward=number", "policy=scripted", "n_tasks=2", "n_samples=2")
     assert "pass rate (scripted): 100.0% (4/4 trials)" in text and status == 0
     assert text.count("user: 0+1?") == 2 and "sums-00001, trial 2: reward 1" in text
 
@@ -41,7 +42,7 @@ async def test_reference_answers_earn_the_whole_reward(data: str):
 async def test_scripted_answers_come_from_a_file(data: str, tmp_path: Path):
     (tmp_path / "answers.txt").write_text("wrong\n2\n")
     options = (f"answers={tmp_path / 'answers.txt'}", "tasks=sums-00002,sums-00003")
-    text, _ = await tried(data, "reward=number", "environment_kwargs=attempts=2", *options)
+    text, _ = await run_try_env(data, "reward=number", "environment_kwargs=attempts=2", *options)
     assert (
         "pass rate (scripted): 50.0% (1/2 trials)" in text and "user: That is not correct. Try again." in text
     )
@@ -49,18 +50,23 @@ async def test_scripted_answers_come_from_a_file(data: str, tmp_path: Path):
 
 async def test_typed_answers_are_read_from_the_terminal(data: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("1\n5\n"))
-    text, _ = await tried(data, "reward=number", "policy=typed")
+    text, _ = await run_try_env(data, "reward=number", "policy=typed")
     assert text.index("user: 0+1?") < text.index("sums-00001, trial 1: reward 1") < text.index("user: 1+1?")
     assert "backend: standard input ended before the trial" in text
     assert "pass rate (typed): 50.0% (1/2 trials)" in text
 
 
-async def test_a_model_is_asked_for_its_pass_rate(data: str, monkeypatch: pytest.MonkeyPatch):
+def unwrapped(text: str) -> str:
+    """Return the text without the spaces, line ends and borders by which the console wraps long lines."""
+    return "".join(text.replace("│", "").split())
+
+
+async def test_the_pass_rate_of_a_model_is_printed(data: str, monkeypatch: pytest.MonkeyPatch):
     async def model(config, stack):
         return FakePolicy(byte_chat(), ["1", "2", "3"]), byte_chat()
 
     monkeypatch.setattr(try_env, "model", model)
-    text, _ = await tried(
+    text, _ = await run_try_env(
         data, "reward=number", "model_name=m", "base_url=http://h:1/v1", "n_samples=3", "n_tasks=1"
     )
     assert "pass rate (model): 33.3% (1/3 trials)" in text
@@ -70,9 +76,9 @@ async def test_a_model_is_asked_for_its_pass_rate(data: str, monkeypatch: pytest
 async def test_the_failure_of_a_reward_function_is_shown(data: str, tmp_path: Path, monkeypatch):
     (tmp_path / "bad_reward.py").write_text("def grade(answer, row):\n    return row['nothing']\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    text, status = await tried(data, "reward=bad_reward:grade", "policy=scripted", "n_tasks=1")
+    text, status = await run_try_env(data, "reward=bad_reward:grade", "policy=scripted", "n_tasks=1")
     assert "env_error: KeyError: 'nothing'" in text
-    assert "bad_reward.py:2ingrade)" in "".join(text.split())  # the console wraps long paths
+    assert "bad_reward.py:2ingrade)" in unwrapped(text)
     assert status == 1
 
 
@@ -85,8 +91,8 @@ async def test_trials_without_a_grade_give_status_1(monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "answers.txt").write_text("hello\n")
-    text, status = await tried("env=torn_env:open_env", f"answers={tmp_path / 'answers.txt'}")
-    assert "env_init_failed: RuntimeError: no board" in text and "torn_env.py:4" in "".join(text.split())
+    text, status = await run_try_env("env=torn_env:open_env", f"answers={tmp_path / 'answers.txt'}")
+    assert "env_init_failed: RuntimeError: no board" in text and "torn_env.py:4" in unwrapped(text)
     assert "no trial could be graded" in text and status == 1
 
 
@@ -102,6 +108,6 @@ async def test_trials_without_a_grade_give_status_1(monkeypatch: pytest.MonkeyPa
         (["data=no.jsonl"], "missing: reward; write reward=exact"),
     ],
 )
-async def test_a_mistake_is_one_line(options, message):
+async def test_a_mistake_gives_a_one_line_error(options, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
-        await tried(*options)
+        await run_try_env(*options)

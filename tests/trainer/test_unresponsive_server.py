@@ -28,9 +28,8 @@ from tests.fakes.unresponsive import START, Fault, unresponsive
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "datasets" / "quickstart" / "model"
 NUM_THREADS = 8
-PATIENCE_S = (
-    60.0  # the options below set deadlines of 2 to 4 s; the default deadlines would make a wait last 340 s
-)
+# The options below set deadlines of 2 to 4 s. With the default deadlines, a wait would last 340 s.
+PATIENCE_S = 60.0
 OPTIONS = (
     *(
         "model_name=local/fake",
@@ -74,7 +73,7 @@ def all_but(*names: str) -> Callable[[str], bool]:
 
 
 NO_SAMPLES = r"failed by backend, e\.g\. sampling: no answer within request_timeout_s=3"
-NO_MODELS = r"asking the server at \S+ for its models: no usable answer within heartbeat_timeout_s=4"
+NO_MODELS = r"listing the models of the server at \S+: no usable answer within heartbeat_timeout_s=4"
 SCENARIOS_BY_NAME = {
     "everything hangs": Scenario(is_bad=all_but("/healthz"), last_line=NO_MODELS),
     "everything fails": Scenario(is_bad=all_but("/healthz"), last_line=NO_MODELS, fault=Fault.FAILS),
@@ -122,7 +121,7 @@ SCENARIOS_BY_NAME = {
     "evaluate: sampling": Scenario(is_bad=path_of("/asample"), last_line=NO_SAMPLES, module="evaluate"),
     "probe: everything hangs": Scenario(
         is_bad=all_but("/healthz"),
-        last_line=r"asking the server at \S+ for its models: no answer within request_timeout_s=3",
+        last_line=r"listing the models of the server at \S+: no answer within request_timeout_s=3",
         module="probe",
     ),
     "probe: forward": Scenario(
@@ -132,20 +131,20 @@ SCENARIOS_BY_NAME = {
     ),
 }
 ENDS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "by itself": None}
-# The same code handles both.
+# The same code handles SIGINT and SIGTERM, so a few scenarios suffice.
 WITH_SIGINT = (
     "everything hangs",
     "forward_backward",
     "probe: everything hangs",
 )
-# Another scenario tests this for a signal.
+# Other scenarios test these waits with a signal.
 NOT_SIGNALLED = (
     "everything fails",
     "health trickles",
     "opening fails",
     "evaluate: opening",
 )
-NEVER_ENDS = ("opening the environment",)  # does not wait for the back end
+NEVER_ENDS = ("opening the environment",)  # It has no deadline, because it does not wait for the backend.
 SCENARIOS = [
     (place, end)
     for place in SCENARIOS_BY_NAME
@@ -230,7 +229,7 @@ def play(programs: Programs, root: Path, scenario: Scenario, sent: signal.Signal
         }[scenario.module]
         number, pid = programs.start(scenario.module, argv, root / "log")
         if not reached.wait(PATIENCE_S):
-            return f"the server was not asked: {(root / 'log').read_text()}"
+            return f"the server received no request of the scenario: {(root / 'log').read_text()}"
         started = time.monotonic()
         if sent is not None:
             os.kill(pid, sent)

@@ -1,4 +1,4 @@
-"""Dumps are uploaded by fsspec, here to its file system in memory."""
+"""Tests the upload of dumps by fsspec, to its in-memory file system."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`python -m src.envs.validate` on whole tasks, and its options."""
+"""Runs `python -m src.envs.validate` on whole tasks, and checks its options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_task_that_is_solved_by_doing_nothing_is_unsound(
     ]
 
 
-def test_a_missing_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_folder_gives_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert validate([f"tasks_dir={tmp_path / 'none'}", "environment_type=sandbox"]) == 2
     assert capsys.readouterr().err.startswith("validate: tasks_dir ")
 
@@ -41,7 +41,7 @@ def test_a_missing_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
         ("n_parallel_envs=0", "n_parallel_envs=0 is less than 1"),
     ],
 )
-def test_an_invalid_option_is_one_line(
+def test_an_invalid_option_gives_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, line: str
 ):
     assert validate([f"tasks_dir={tmp_path}", option]) == 2

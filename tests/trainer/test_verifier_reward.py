@@ -6,7 +6,7 @@ from src.core.errors import VerifierError
 from src.envs.harbor.verifier_reward import score
 
 
-def test_the_key_reward_wins_and_otherwise_all_keys_are_averaged() -> None:
+def test_the_key_reward_precedes_the_mean_of_all_keys() -> None:
     assert score({"reward": 0.25, "style": 1.0}) == 0.25
     assert score({"tests": 1.0, "style": 0.5}) == 0.75
     assert score({"reward": 0}) == 0.0

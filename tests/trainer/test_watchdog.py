@@ -15,19 +15,19 @@ async def alive():
     pass
 
 
-async def silent():
+async def no_answer():
     raise BackendError("no server answers")
 
 
-async def forgetful():
-    raise ServerLost("it knows us no more")
+async def lost_session():
+    raise ServerLost("the server has lost the session")
 
 
-async def for_ever(freed):
+async def for_ever(cancelled_waits):
     try:
         await asyncio.Event().wait()
     finally:
-        freed.append(True)
+        cancelled_waits.append(True)
 
 
 @in_virtual_time
@@ -38,63 +38,68 @@ async def test_answers_pass_through():
 
 
 @in_virtual_time
-async def test_an_answer_that_never_comes_ends_its_own_wait_alone():
-    freed = []
+async def test_a_missing_answer_ends_only_its_own_wait():
+    cancelled_waits = []
     async with watching(alive, SETTINGS) as watchdog:
         with pytest.raises(BackendError, match=r"^saving: no answer within request_timeout_s=0.05$") as error:
-            await watchdog.answer(for_ever(freed), "saving")
-        assert not isinstance(error.value, ServerLost) and freed
-        assert await watchdog.guard(asyncio.sleep(0.1, 7), "playing") == 7  # has its own deadlines
+            await watchdog.answer(for_ever(cancelled_waits), "saving")
+        assert not isinstance(error.value, ServerLost) and cancelled_waits
+        assert await watchdog.guard(asyncio.sleep(0.1, 7), "playing") == 7  # Trials have their own deadlines.
 
 
 @pytest.mark.parametrize(
     ("check", "message"),
     [
-        (silent, r"the server has not answered for heartbeat_timeout_s=0.1 \(no server answers\)"),
-        (forgetful, "it knows us no more"),
+        (no_answer, r"the server has not answered for heartbeat_timeout_s=0.1 \(no server answers\)"),
+        (lost_session, "the server has lost the session"),
     ],
 )
 @in_virtual_time
-async def test_a_server_that_is_gone_ends_every_wait(check, message):
-    freed = []
+async def test_a_lost_server_ends_every_wait(check, message):
+    cancelled_waits = []
     async with watching(check, WatchdogOptions(heartbeat_timeout_s=0.1, request_timeout_s=60)) as watchdog:
-        waits = [watchdog.guard(for_ever(freed), "playing"), watchdog.answer(for_ever(freed), "training")]
+        waits = [
+            watchdog.guard(for_ever(cancelled_waits), "playing"),
+            watchdog.answer(for_ever(cancelled_waits), "training"),
+        ]
         errors = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 5)
     assert [type(error) for error in errors] == [ServerLost, ServerLost]
     with pytest.raises(ServerLost, match=f"playing: {message}"):
         raise errors[0]
-    assert len(freed) == 2 and len(asyncio.all_tasks()) == 1
+    assert len(cancelled_waits) == 2 and len(asyncio.all_tasks()) == 1
 
 
 @in_virtual_time
-async def test_a_few_failed_probes_are_no_loss():
+async def test_a_few_failed_probes_do_not_end_the_run():
     failures = iter([True, True, False, True])
 
-    async def shaky():
+    async def sometimes_busy():
         if next(failures, False):
             raise BackendError("busy")
 
-    async with watching(shaky, WatchdogOptions(heartbeat_timeout_s=0.1, request_timeout_s=60)) as watchdog:
+    async with watching(
+        sometimes_busy, WatchdogOptions(heartbeat_timeout_s=0.1, request_timeout_s=60)
+    ) as watchdog:
         assert await watchdog.guard(asyncio.sleep(0.3, 7), "playing") == 7
 
 
 @in_virtual_time
 async def test_errors_and_cancellation_pass_through_the_watchdog():
-    freed = []
+    cancelled_waits = []
     async with watching(alive, SETTINGS) as watchdog:
         with pytest.raises(BackendError, match=r"^no server answers$"):
-            await watchdog.answer(silent(), "training")
-        waiting = asyncio.ensure_future(watchdog.guard(for_ever(freed), "playing"))
+            await watchdog.answer(no_answer(), "training")
+        waiting = asyncio.ensure_future(watchdog.guard(for_ever(cancelled_waits), "playing"))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-    assert freed
+    assert cancelled_waits
 
 
 @in_virtual_time
-async def test_a_watched_policy_is_the_policy_with_a_deadline():
+async def test_a_watched_policy_adds_a_deadline():
     class Stuck:
         version = 5
 

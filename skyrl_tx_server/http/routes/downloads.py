@@ -2,9 +2,10 @@
 
 The adapter is written in PEFT format when its URLs are first requested (`files.derived`). SDKs up to 0.35
 request both files in one tar. A URL contains its expiry, the generation of the checkpoint and a signature
-with a secret of this process, so it needs no API key. After a restart of the server the client requests new
-URLs. After a checkpoint is saved again or deleted, its URLs reply 404, so files that are downloaded one after
-the other always belong to the same save. A running download completes, because it keeps its file open.
+with a secret of this process, so a download needs no API key. After a restart of the server the client must
+request new URLs. After a checkpoint is saved again or deleted, its URLs reply 404, so files that are
+downloaded one after the other always belong to the same generation. A running download completes, because it
+keeps its file open.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ URLS_OPEN_FOR = timedelta(hours=1)
 KEEP_UNUSED_FOR = URLS_OPEN_FOR + timedelta(minutes=10)
 """Derived files that were not requested for this time are removed."""
 _SECRET = secrets.token_bytes(32)
-_ANY_TEXT = ("utf-8", "surrogatepass")  # the files that a URL may name
+_ANY_TEXT = ("utf-8", "surrogatepass")  # arguments of `str.encode` for text of a URL, which may be invalid
 
 
 async def save_weights_external(state: AppState, request: Request) -> Reply:
@@ -115,7 +116,7 @@ class OpenFileResponse(FileResponse):
 
 
 def _open(checkpoints: CheckpointStore, path: str, file: str, generation: str) -> BinaryIO:
-    """Raise NotFoundError if the checkpoint has another generation."""
+    """Open a file of a checkpoint. Raise NotFoundError if the checkpoint has another generation."""
     while True:
         info, target = (archive_of if file == ARCHIVE else adapter_of)(checkpoints, path)
         if info.generation != generation:
@@ -125,7 +126,7 @@ def _open(checkpoints: CheckpointStore, path: str, file: str, generation: str) -
         try:
             return (target if file == ARCHIVE else target / file).open("rb")
         except FileNotFoundError:
-            continue  # removed meanwhile, because it was replaced, deleted or unused
+            continue  # the file was removed meanwhile, because it was replaced, deleted or unused
 
 
 def _url(request: Request, info: CheckpointInfo, file: str, expires: datetime) -> str:

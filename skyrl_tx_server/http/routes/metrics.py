@@ -58,7 +58,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge("decode_slots_used", "Sequences being decoded", "slots_used"),
     _gauge(
         "cache_pages",
-        "KV pages: all of them, those that are free, and those that only the prefix cache holds",
+        "KV pages: all, free, and used only by the prefix cache",
         {"all": "cache_pages", "free": "cache_pages_free", "cached": "cache_pages_cached"},
         label="kind",
     ),
@@ -147,7 +147,7 @@ class _Families(Collector):
         for metric in METRICS:
             yield from _families(metric, statistics)
         for name, value in self.state.registry.stats().items():
-            yield GaugeMetricFamily(f"{PREFIX}registry_{name}", f"{name} that the HTTP side knows", value)
+            yield GaugeMetricFamily(f"{PREFIX}registry_{name}", f"Number of {name} in the registry", value)
         yield GaugeMetricFamily(
             f"{PREFIX}resident_memory_bytes", "Resident memory of the server process", _resident_bytes()
         )

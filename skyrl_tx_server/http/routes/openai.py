@@ -1,8 +1,8 @@
 """OpenAI's routes for sampling: /v1/chat/completions, /v1/completions and /v1/models.
 
 `model` is the name of the base model, the id of a live sampler, or the tinker:// path of a sampler
-checkpoint. A stream has the tokens of each decode dispatch in
-one event. If the client disconnects, its slots are freed.
+checkpoint. One event of a stream contains the tokens of one decode dispatch. If the client disconnects, its
+slots are freed.
 """
 
 from __future__ import annotations
@@ -111,16 +111,15 @@ def _no_such_model(state: AppState, name: str) -> str:
 
 
 async def _weights(state: AppState, name: str) -> str | None:
-    """Return the weights that the engine samples from under `name`; None is the base model. Raise
-    NotFoundError for an unknown name and UserError for a training checkpoint.
-    """
+    """Return `Sample.weights` for a model name; None is the base model. Raise NotFoundError for an unknown
+    name, and UserError for a training checkpoint or a checkpoint of another base model."""
     if name == state.base_model:
         return None
     if is_on_disk(name):
         info = await asyncio.to_thread(state.checkpoints.info, name)
         if info.kind is not CheckpointKind.SAMPLER:
             raise UserError(
-                f"{name} is a training checkpoint; ask for the path that save_weights_for_sampler returns"
+                f"{name} is a training checkpoint; use the path that save_weights_for_sampler returns"
             )
         state.check_base_model(info.base_model)
         return name
@@ -210,14 +209,14 @@ async def _stream(state: AppState, reply_format: ReplyFormat, op: Sample) -> Res
     """Return a stream. Wait for the first tokens, so that a rejected request gets an error status."""
     results: list[SampleResult] = []
     deltas = stream_tokens(state, op, results)
-    first = await anext(deltas)
+    first_delta = await anext(deltas)
 
     async def events() -> AsyncIterator[str]:
         try:
             async with contextlib.aclosing(deltas):
                 for chunk in _opening_chunks(header, reply_format, op):
                     yield _event(chunk)
-                for chunk in choices.chunks(first):
+                for chunk in choices.chunks(first_delta):
                     yield _event(chunk)
                 async for delta in deltas:
                     for chunk in choices.chunks(delta):

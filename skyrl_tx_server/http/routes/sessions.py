@@ -1,5 +1,5 @@
-"""Sessions: created by a client's first call, kept alive by heartbeats, ended by the client or after a
-timeout."""
+"""Sessions: a client's first call creates a session, and its heartbeats keep it open. A session ends when the
+client closes it or sends no heartbeat for `session_timeout_s`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ async def heartbeat(state: AppState, request: Request) -> Reply:
 
 
 async def finish(state: AppState, request: Request) -> Reply:
-    """End a session. Always succeeds, because the SDK raises on any other reply when a `with ServiceClient()`
-    block ends.
-    """
+    """End a session. The reply is always a success, because the SDK raises an exception for any other reply
+    when a `with ServiceClient()` block ends."""
     await read_body(state, request)
     end_session(state, request.path_params["session_id"], "its client closed it")
     return None

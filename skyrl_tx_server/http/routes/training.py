@@ -104,8 +104,8 @@ def begin_model(
 
 
 async def get_info(state: AppState, request: Request) -> Reply:
-    """Return a model. `tokenizer_id` is the directory of the base model for clients on this machine, which
-    then need no model hub."""
+    """Return a model. For clients on this machine, `tokenizer_id` is the directory of the base model, so that
+    they need no model hub."""
     fields = JsonReader(await read_json(state, request), "get_info")
     model = state.registry.model(fields.text("model_id"))
     model_dir = state.settings.model_dir
@@ -126,7 +126,7 @@ async def get_info(state: AppState, request: Request) -> Reply:
 
 
 async def forward_backward(state: AppState, request: Request) -> Reply:
-    """Parse protobuf from SDK 0.25 and newer (with `forward` as a flag), or JSON from older ones."""
+    """Parse protobuf from SDK 0.25 and newer, in which a flag marks a `forward`, or JSON from older SDKs."""
     if request.headers.get("content-type", "").startswith(MEDIA_TYPE):
         return _train(
             state,

@@ -1,4 +1,5 @@
-"""Routes of the Tinker API that this server does not implement. Each replies with an alternative."""
+"""Routes of the Tinker API that this server does not implement. Each replies with an error that names an
+alternative if there is one."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def _refuse(message: str) -> Handler:
 
 
 _ACCOUNTS = "this server has no accounts and does not implement this call"
-_FLAG = "this server does not implement this call, and its client/config tells the SDK not to use it"
+_FLAG = "this server does not implement this call, and its client/config disables it in the SDK"
 _NO_TRACES = "this server keeps no traces and does not implement this call"
 _NOT_IMPLEMENTED = "this server does not implement this call"
 

@@ -74,8 +74,8 @@ async def save_weights(state: AppState, request: Request) -> Reply:
 
 
 async def save_weights_for_sampler(state: AppState, request: Request) -> Reply:
-    """Save sampler weights: with a name as a checkpoint on disk, without one as a snapshot in memory that
-    only one sampler can use."""
+    """Save sampler weights: with a name as a checkpoint on disk, otherwise as a snapshot in memory that only
+    one sampler can use."""
     fields = JsonReader(await read_json(state, request), "save_weights_for_sampler")
     model_id = fields.text("model_id")
     seq_id = fields.optional_integer("seq_id")
@@ -83,7 +83,7 @@ async def save_weights_for_sampler(state: AppState, request: Request) -> Reply:
     sampling_session_seq_id = fields.optional_integer("sampling_session_seq_id")
     user_metadata = fields.metadata("user_metadata")
     ttl_seconds = check_ttl(fields.optional_integer("ttl_seconds"))
-    # Every save is a snapshot: "inflight" only means that its weights may be newer.
+    # Every save is a snapshot. "inflight" only permits that its weights are newer.
     kind = fields.optional_text("kind")
     fields.ignore("type")
     fields.finish()
@@ -163,13 +163,13 @@ def save_named(
                 f"checkpoint {path} exists already; choose another name, or save_state(..., overwrite=True)"
             )
         if not state.checkpoints.exists(path):
-            state.run_index.forget(path)  # a record that a killed server left
+            state.run_index.forget(path)  # a killed server may have left facts about a deleted checkpoint
         return state.engine.submit(op)
 
     def when_done(outcome: Outcome) -> None:
         if outcome.error is not None:
             return
-        with contextlib.suppress(NotFoundError):  # deleted already
+        with contextlib.suppress(NotFoundError):  # the checkpoint was deleted already
             generation = None if ttl_seconds is None else state.checkpoints.owned_info(path).generation
             state.run_index.set_expiry(path, _expiry(ttl_seconds), generation)
 
@@ -196,7 +196,7 @@ async def load_weights(state: AppState, request: Request) -> Reply:
     path = fields.text("path")
     optimizer = fields.flag("optimizer", True)
     check_optimizer_config(fields)
-    fields.ignore("type", "weights_access_token")  # this server has no accounts of other users
+    fields.ignore("type", "weights_access_token")  # this server has no access tokens
     fields.finish()
     if base_model is not None:
         state.check_base_model(base_model)
@@ -220,11 +220,11 @@ async def load_weights(state: AppState, request: Request) -> Reply:
 
 
 def _training_checkpoint(state: AppState, path: str) -> LoraSpec:
-    """Return the LoraSpec of a training checkpoint. Raise an error if this server cannot train it."""
+    """Return the LoraSpec of a training checkpoint. Raise UserError if this server cannot train it."""
     info = state.checkpoints.info(path)
     if info.kind is not CheckpointKind.TRAINING:
         raise UserError(
-            f"{path} holds weights without optimizer state; load the path that save_state returned"
+            f"{path} contains weights without optimizer state; load the path that save_state returned"
         )
     state.check_base_model(info.base_model)
     if info.lora.rank > state.limits.max_lora_rank:
@@ -245,7 +245,7 @@ def _load_into(
         model.lora.train_unembed,
     ):
         raise UserError(
-            f"{path} was made with {lora}, this model with {model.lora}; make a new one with "
+            f"{path} was made with {lora}, this model with {model.lora}; create a new model with "
             f"create_training_client_from_state"
         )
     op = LoadWeights(model_id=model.model_id, path=path, optimizer=optimizer)
@@ -306,11 +306,11 @@ async def get_training_run(state: AppState, request: Request) -> Reply:
 
 
 def _run_to_json(state: AppState, run: TrainingRun, infos: Sequence[CheckpointInfo]) -> dict[str, object]:
-    last: dict[CheckpointKind, CheckpointInfo] = {info.kind: info for info in infos}  # sorted by time
+    latest: dict[CheckpointKind, CheckpointInfo] = {info.kind: info for info in infos}  # sorted by time
     last_request = state.registry.last_request_at.get(run.run_id) or max(
         [run.created_at, *(info.created_at for info in infos)]
     )
-    training, sampler = last.get(CheckpointKind.TRAINING), last.get(CheckpointKind.SAMPLER)
+    training, sampler = latest.get(CheckpointKind.TRAINING), latest.get(CheckpointKind.SAMPLER)
     return {
         "training_run_id": run.run_id,
         "base_model": run.base_model,
@@ -369,14 +369,14 @@ async def delete_checkpoint(state: AppState, request: Request) -> Reply:
 
 async def publish(state: AppState, request: Request) -> Reply:
     """Publish a checkpoint, so that other tenants that know its path can load, sample and download it."""
-    return _mark(state, path_of(request), public=True)
+    return _set_public(state, path_of(request), public=True)
 
 
 async def unpublish(state: AppState, request: Request) -> Reply:
-    return _mark(state, path_of(request), public=False)
+    return _set_public(state, path_of(request), public=False)
 
 
-def _mark(state: AppState, path: str, *, public: bool) -> None:
+def _set_public(state: AppState, path: str, *, public: bool) -> None:
     state.checkpoints.owned_info(path)  # raises for a path that does not exist
     state.run_index.set_public(path, public)
 

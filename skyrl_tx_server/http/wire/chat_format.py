@@ -12,8 +12,8 @@ from typing import Protocol
 
 from skyrl_tx_server.errors import UserError
 
-REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
-MAX_TOKENS_PER_CHARACTER = 4  # bytes of a UTF-8 character
+REPLACEMENT = "\ufffd"  # the character to which an incomplete UTF-8 sequence decodes
+MAX_TOKENS_PER_CHARACTER = 4  # a UTF-8 character has at most 4 bytes, and a token at least one
 THINK_OPEN = "<think>"
 
 _loading = threading.Lock()  # two threads must not import transformers at the same time
@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendered:
-    """A conversation in token ids."""
+    """A conversation as token ids, with the generation prompt."""
 
     token_ids: list[int]
     opens_reasoning: bool  # the generation prompt ends in <think>, so the answer begins inside it
@@ -52,7 +52,7 @@ class Rendered:
 
 def load_tokenizer(model_dir: Path | None) -> Tokenizer:
     """Return the tokenizer in a model's directory. Raise UserError if it has none."""
-    with _loading:  # the first requests come together, and transformers imports itself bit by bit
+    with _loading:
         return _loaded(model_dir)
 
 
@@ -83,7 +83,7 @@ def render(
     text = _apply(tokenizer, messages, tools, template_kwargs)
     if tools and text == _apply(tokenizer, messages, (), template_kwargs):
         raise UserError(
-            "tools: this model's chat template has no place for them; use a model whose template takes tools"
+            "tools: this model's chat template does not use them; use a model whose template takes tools"
         )
     return Rendered(
         token_ids=list(tokenizer.encode(text, add_special_tokens=False)),
@@ -109,12 +109,12 @@ class TextPieces:
 
     def add(self, ids: Sequence[int]) -> str:
         self._ids += ids
-        known = len(self._decode(self._ids[: self._done]))
+        context_length = len(self._decode(self._ids[: self._done]))
         for end in range(len(self._ids), max(self._done, len(self._ids) - MAX_TOKENS_PER_CHARACTER), -1):
             text = self._decode(self._ids[:end])
-            if len(text) > known and not text.endswith(REPLACEMENT):
+            if len(text) > context_length and not text.endswith(REPLACEMENT):
                 self._ids, self._done = self._ids[self._done :], end - self._done
-                return text[known:]
+                return text[context_length:]
         return ""
 
     def flush(self) -> str:

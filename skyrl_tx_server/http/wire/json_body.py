@@ -1,6 +1,7 @@
-"""Parse JSON request bodies. The numbers of values, strings and containers and the depth are checked before.
+"""Parse JSON request bodies. Before parsing, the numbers of values, strings and containers and the depth are
+checked.
 
-The first check counts characters without regard to strings, so its counts are upper bounds. A body that
+The first check also counts the characters inside of strings, so its counts are upper bounds. A body that
 exceeds a limit is checked again without its strings before it is rejected.
 """
 
@@ -41,7 +42,7 @@ def parse_json(body: bytes, bounds: JsonBounds = CONTROL_BOUNDS) -> object:
     `bounds`."""
     if not body:
         return {}
-    if len(body) > bounds.depth:  # a shorter one cannot exceed any bound
+    if len(body) > bounds.depth:  # a shorter body cannot exceed any bound
         _check(body, bounds)
     try:
         return orjson.loads(body)
@@ -66,7 +67,7 @@ def _check(body: bytes, bounds: JsonBounds) -> None:
         raise _exceeds("levels", bounds.depth)
 
 
-def _exceeds(what: str, bound: int) -> UserError:
+def _exceeds(unit: str, bound: int) -> UserError:
     return UserError(
-        f"the JSON body has more than {bound} {what}, which is this route's limit; send less in one request"
+        f"the JSON body has more than {bound} {unit}, which is this route's limit; send less in one request"
     )

@@ -132,7 +132,7 @@ class JsonReader:
         return parsed
 
     def refuse(self, name: str, alternative: str) -> None:
-        """Raise UserError for a field that is not supported, unless its value switches it off."""
+        """Raise UserError for a field that is not supported, unless its value disables it."""
         value = self._take(name)
         if value is not None and value is not False and value != 0 and value != []:
             raise UserError(f"{self._where}: {name} is not supported by this server; {alternative}")
@@ -159,7 +159,7 @@ def is_finite_number(value: object) -> bool:
 
 
 def quoted(value: object) -> str:
-    """Return the beginning of a value that a client sent, for a message."""
+    """Return a short description of a value that a client sent, for a message."""
     if isinstance(value, str):
         return repr(value[:MAX_QUOTED_LENGTH])
     if isinstance(value, list):
@@ -170,7 +170,7 @@ def quoted(value: object) -> str:
 
 
 def listed(names: list[str]) -> str:
-    """Return the first of the names, shortened, for a message."""
+    """Return the first names, each shortened, for a message."""
     shown = ", ".join(name[:MAX_QUOTED_LENGTH] for name in names[:MAX_NAMES_IN_MESSAGE])
     more = len(names) - MAX_NAMES_IN_MESSAGE
     return f"{shown} and {more} more" if more > 0 else shown

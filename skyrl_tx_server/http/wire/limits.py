@@ -18,10 +18,10 @@ TEN_YEARS_S = 315_360_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Sizes of the model that limit requests, in tokens (`max_lora_rank`: a rank)."""
+    """Sizes of the model that limit requests."""
 
     vocab_size: int
-    max_context_length: int
+    max_context_length: int  # tokens of prompt and completion together
     max_lora_rank: int
 
 
@@ -37,10 +37,10 @@ def check_ttl(ttl_seconds: int | None) -> int | None:
 def check_tokens(tokens: np.ndarray, where: str, limits: Limits) -> np.ndarray:
     """Return token ids [N] as int32. Raise UserError if one is outside the vocabulary."""
     if tokens.size and (tokens.min() < 0 or tokens.max() >= limits.vocab_size):
-        bad = int(tokens[(tokens < 0) | (tokens >= limits.vocab_size)][0])
+        invalid_token = int(tokens[(tokens < 0) | (tokens >= limits.vocab_size)][0])
         raise UserError(
-            f"{where}: token {bad} is outside this model's vocabulary of {limits.vocab_size}; is the "
-            f"tokenizer the model's own?"
+            f"{where}: token {invalid_token} is outside this model's vocabulary of {limits.vocab_size}; use "
+            "the model's own tokenizer"
         )
     return tokens.astype(np.int32)
 

@@ -103,8 +103,8 @@ class Choices:
         self._calls = [0] * op.num_samples
 
     def chunks(self, token_delta: TokenDelta) -> Iterable[dict[str, object]]:
-        """Yield a chunk with the new text, if there is any, and a chunk with the finish reason at the end of
-        a choice."""
+        """Yield a chunk with the new text, if there is any, and at the end of a choice a chunk with the
+        finish reason."""
         index, answer = token_delta.index, self._answers[token_delta.index]
         pieces = (
             answer.add(token_delta.tokens)
@@ -234,8 +234,8 @@ def _call_json(call: ToolCall) -> dict[str, object]:
 
 
 def error_json(error: ServerError, message: str | None = None) -> dict[str, object]:
-    """OpenAI's error shape; its clients raise by the HTTP status and show the message. `message` replaces the
-    error's own."""
+    """Return an error in OpenAI's format. OpenAI's clients raise an exception that depends on the HTTP status
+    and show the message. `message` replaces the error's own message."""
     kind = (
         "invalid_request_error"
         if isinstance(error, UserError)

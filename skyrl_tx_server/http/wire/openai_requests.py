@@ -44,7 +44,7 @@ class SamplingRequest:
     stream: bool
     include_usage: bool  # the last chunk of a stream contains the usage
     logprobs: bool
-    token_ids: bool  # vLLM's return_token_ids: the exact tokens, for clients that train on them
+    token_ids: bool  # vLLM's return_token_ids: return the sampled token ids, for clients that train on them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ def parse_chat(body: object, limits: Limits) -> ChatRequest:
         ("prediction", "leave it out"),
         ("web_search_options", "give the model a tool of your own"),
         ("reasoning_effort", "use chat_template_kwargs, for example {'enable_thinking': false}"),
-        ("verbosity", "ask for it in the prompt"),
+        ("verbosity", "describe it in the prompt"),
     ):
         fields.refuse(name, alternative)
     if fields.items("modalities") not in ([], ["text"]):
@@ -189,12 +189,14 @@ def _sampling(
 
 
 def _max_tokens(fields: JsonReader) -> int | None:
-    old, new = fields.optional_integer("max_tokens"), fields.optional_integer("max_completion_tokens")
-    if old is not None and new is not None and old != new:
+    max_tokens = fields.optional_integer("max_tokens")
+    max_completion_tokens = fields.optional_integer("max_completion_tokens")
+    if None not in (max_tokens, max_completion_tokens) and max_tokens != max_completion_tokens:
         raise UserError(
-            f"chat/completions: max_tokens={old} and max_completion_tokens={new} disagree; send one"
+            f"chat/completions: max_tokens={max_tokens} and max_completion_tokens={max_completion_tokens} "
+            "differ; send one of them"
         )
-    return old if new is None else new
+    return max_tokens if max_completion_tokens is None else max_completion_tokens
 
 
 def _message(index: int, message: object) -> dict[str, object]:
@@ -261,10 +263,11 @@ def _content(content: object, where: str) -> str:
 
 
 def _past_call(call: object, where: str) -> dict[str, object]:
+    """Return a tool call of an earlier assistant message, with its arguments parsed as JSON."""
     function = JsonReader(JsonReader(call, where).mapping("function"), f"{where}.function")
     name, arguments = function.text("name"), function.value("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # invalid JSON that a model wrote is kept as text
+        with contextlib.suppress(ValueError):  # invalid JSON, which a model may write, is kept as text
             arguments = parse_json(arguments.encode())
     message_json: dict[str, object] = {
         "type": "function",

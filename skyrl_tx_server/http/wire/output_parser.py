@@ -9,8 +9,8 @@
     {"name": "ls", "arguments": {"path": "/"}}
     </tool_call>
 
-Text that may be the beginning of a tag or a stop string is held back until this is decided, so that a stream
-and a complete reply have the same text.
+Text that may be the beginning of a tag or a stop string is held back until further text shows whether it is,
+so that a stream and a complete reply have the same text.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Part(StrEnum):
 
 
 class AnswerParser:
-    """Splits text into pieces. Without `calls`, tool calls are content."""
+    """Splits text into `ParsedDelta` pieces. Without `calls`, tool calls are content."""
 
     def __init__(self, *, calls: bool, part: Part = Part.BEGINNING) -> None:
         self._calls = calls
@@ -89,7 +89,7 @@ class AnswerParser:
         return [piece for piece in pieces if isinstance(piece, ToolCall) or piece.text]
 
     def _next(self) -> list[ParsedDelta] | None:
-        """Parse the next part of the buffer. Return None if this needs more text."""
+        """Parse the beginning of the buffer. Return None if more text is needed."""
         match self._part:
             case Part.BEGINNING:
                 start = self._buffer.lstrip()
@@ -153,7 +153,7 @@ class StopCutter:
         if self.stopped:
             return ""
         held = self._buffer + text
-        positions = [at for stop in self._stop_strings if (at := held.find(stop)) >= 0]
+        positions = [start for stop in self._stop_strings if (start := held.find(stop)) >= 0]
         if positions:
             self.stopped, self._buffer = True, ""
             return held[: min(positions)]
@@ -185,13 +185,13 @@ class Answer:
         return self._parse(self._cutter.add(self._text.add(ids)))
 
     def finish(self, ids: Sequence[int], reason: StopReason) -> list[ParsedDelta]:
-        """Add the last tokens of a sample that ended for `reason`, and return the remaining deltas."""
+        """Add the last tokens of a sample that ended for `reason`, and return the remaining pieces."""
         pieces: list[ParsedDelta] = []
         if reason is StopReason.STOP:
             pieces += self.add(ids[:-1])
-            last = self._text.add(ids[-1:])
-            if self._cutter.completed_by(last):
-                pieces += self._parse(self._cutter.add(last))
+            last_text = self._text.add(ids[-1:])
+            if self._cutter.completed_by(last_text):
+                pieces += self._parse(self._cutter.add(last_text))
         else:
             pieces += self.add(ids)
             pieces += self._parse(self._cutter.add(self._text.flush()))

@@ -1,6 +1,6 @@
 """Protobuf bodies: forward_backward requests, and results of sample and forward_backward.
 
-SDK 0.25 and later use protobuf only for these. Arrays are little-endian bytes; an undefined log-probability
+SDK 0.25 and later use JSON for all other bodies. Arrays are little-endian bytes. An undefined log-probability
 is NaN.
 """
 
@@ -42,6 +42,7 @@ from skyrl_tx_server.http.wire.training_requests import (
 
 MEDIA_TYPE = "application/x-protobuf"
 CHECKED_FROM_BYTES = 64 << 10
+"""The fields of larger bodies are counted before the body is parsed."""
 MAX_FIELDS = 200_000
 """Maximum number of fields in a request. A datum of an RL loss has about 40, and the SDK sends at most 1024
 datums."""
@@ -94,8 +95,8 @@ def parse_training_proto(body: bytes, limits: Limits) -> TrainRequest:
 
 
 def _check_fields(body: bytes) -> None:
-    """Raise UserError for a body of too many fields before it is parsed: an empty message has two bytes, but
-    needs a hundred bytes of memory."""
+    """Raise UserError for a body of too many fields before it is parsed, because an empty message of two
+    bytes takes a hundred bytes of memory."""
     if len(body) > CHECKED_FROM_BYTES:
         with contextlib.suppress(IndexError):  # truncated: the parser reports it
             _count_fields(body, 0, len(body), cast(Descriptor, pb.ForwardBackwardRequest.DESCRIPTOR), 0)

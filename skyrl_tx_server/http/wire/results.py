@@ -74,13 +74,13 @@ def result_to_json(kind: str, result: OpResult, extra: Mapping[str, str]) -> dic
 
 
 def _json_float(value: float) -> float | str:
-    """Return `value`, or "inf" or "nan" as a string: JSON has neither, and the SDK converts the strings to
-    floats."""
+    """Return a finite `value`, or "inf", "-inf" or "nan". JSON has no such numbers, and the SDK converts the
+    strings to floats."""
     return value if math.isfinite(value) else str(value)
 
 
 def _nullable(values: np.ndarray) -> list[float | str | None]:
-    """Return log-probabilities, with null for the undefined ones."""
+    """Return log-probabilities, with None for undefined ones."""
     return [None if math.isnan(value) else _json_float(value) for value in values.tolist()]
 
 

@@ -119,8 +119,8 @@ def parse_sampling_params(body: object, limits: Limits) -> SamplingSettings:
 
 
 def parse_stop(stop: object) -> SamplingSettings:
-    """Return settings with the SDK's `stop`: None means the model's end-of-sequence tokens, [] means no
-    stop."""
+    """Return settings with the SDK's `stop`: None means the model's end-of-sequence tokens, [] means no stop
+    token."""
     invalid = UserError(
         f"sampling_params: stop must be a string, a list of strings or a list of token ids, got "
         f"{quoted(stop)}"
@@ -159,7 +159,7 @@ def _check_prompt_targets(targets: CsrMatrix, prompt_length: int, limits: Limits
         raise UserError(f"{where}: token ids must be int64, got {targets.values.dtype}")
     listed = targets.values[targets.values != -1]
     if not listed.size:
-        raise UserError(f"{where}: it names no token; leave it out")
+        raise UserError(f"{where}: the matrix contains no token; leave it out")
     check_tokens(listed, where, limits)
     if np.bincount(targets.rows()[targets.values != -1]).max() > MAX_TOP_K:
         raise UserError(f"{where}: at most {MAX_TOP_K} tokens per position")

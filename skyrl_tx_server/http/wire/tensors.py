@@ -11,7 +11,7 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.http.wire.json_reader import JsonReader
 
 MAX_CELLS = 1 << 24
-"""Maximum number of cells of a matrix: a small sparse request must not allocate gigabytes."""
+"""Maximum number of cells of a matrix, because a small sparse request must not allocate gigabytes."""
 _CHUNK_SIZE = 1 << 16
 
 
@@ -87,7 +87,7 @@ def dense_array(cells: CsrMatrix, where: str) -> np.ndarray:
     if cells.shape[0] * cells.shape[1] > MAX_CELLS:
         raise UserError(
             f"{where}: {list(cells.shape)} is more than this server's {MAX_CELLS} cells per tensor; send a "
-            f"smaller one"
+            f"smaller matrix"
         )
     return cells.dense()
 

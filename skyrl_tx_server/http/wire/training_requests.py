@@ -34,11 +34,11 @@ MAX_REQUEST_CELLS = 1 << 26
 ALPHA_METADATA = "lora_alpha"
 MAX_ALPHA = 65536.0
 INPUT_HINTS = {
-    "mask": "masking is a zero weight (cross_entropy) or a zero advantage (the other losses)",
-    "weights": "only cross_entropy takes weights; fold them into the advantages",
-    "clip_low_threshold": "clip thresholds are per request here: pass them in loss_fn_config",
-    "clip_high_threshold": "clip thresholds are per request here: pass them in loss_fn_config",
-    "sequence_ratio_mask": "it belongs to gspo",
+    "mask": "set the weight (cross_entropy) or the advantage (other losses) of masked tokens to 0",
+    "weights": "only cross_entropy takes weights; multiply the advantages by them",
+    "clip_low_threshold": "pass the clip thresholds of the request in loss_fn_config",
+    "clip_high_threshold": "pass the clip thresholds of the request in loss_fn_config",
+    "sequence_ratio_mask": "only gspo uses it",
 }
 
 
@@ -46,12 +46,13 @@ INPUT_HINTS = {
 class TrainRequest:
     """One forward or forward_backward request, from either wire format."""
 
-    seq_id: int | None  # None: the client gave none, so it cannot be recognised when sent again
+    seq_id: int | None  # None: the client sent none, so a repeated request is not recognised
     op: ForwardBackward
 
 
 def parse_lora(body: object, limits: Limits, user_metadata: Mapping[str, str] | None = None) -> LoraSpec:
-    """`user_metadata` may have a `lora_alpha`, because the SDK's lora_config has no field for it."""
+    """Return the LoraSpec of a lora_config. `user_metadata` may contain `lora_alpha`, because the SDK's
+    lora_config has no field for it. Raise UserError if a value is invalid."""
     fields = JsonReader(body, "lora_config")
     rank = fields.optional_integer("rank")
     spec = LoraSpec(
@@ -68,7 +69,7 @@ def parse_lora(body: object, limits: Limits, user_metadata: Mapping[str, str] | 
     if spec.rank > limits.max_lora_rank:
         raise UserError(
             f"LoRA rank {spec.rank} is above this server's max_lora_rank={limits.max_lora_rank}; "
-            f"ask for a smaller rank or start the server with max_lora_rank={spec.rank}"
+            f"request a smaller rank or start the server with max_lora_rank={spec.rank}"
         )
     if not 0 <= spec.seed <= MAX_SEED:
         raise UserError(f"lora_config: seed={spec.seed} must lie between 0 and 2**63 - 1")
@@ -95,7 +96,8 @@ def _alpha(text: str | None) -> float:
 
 
 def check_optimizer_config(fields: JsonReader) -> None:
-    """Raise UserError for any optimizer other than AdamW when the model is created, not at its first step."""
+    """Raise UserError for any optimizer other than AdamW. The check is made when a model is created, before
+    its first step."""
     config = JsonReader(fields.mapping("optimizer_config"), "optimizer_config")
     kind = config.optional_text("type")
     if kind not in (None, "adamw"):
@@ -105,10 +107,10 @@ def check_optimizer_config(fields: JsonReader) -> None:
 
 def parse_adam(fields: JsonReader) -> AdamSettings:
     """Return the optimizer settings of an optim_step body. Raise UserError if they are invalid."""
-    other = fields.mapping("optimizer_params")
-    if other:
+    optimizer_params = fields.mapping("optimizer_params")
+    if optimizer_params:
         raise UserError(
-            f"optimizer {quoted(other.get('type'))} is not supported by this server; use AdamW "
+            f"optimizer {quoted(optimizer_params.get('type'))} is not supported by this server; use AdamW "
             f"(tinker.AdamParams)"
         )
     params = JsonReader(fields.mapping("adam_params"), "adam_params")
@@ -171,22 +173,25 @@ def parse_loss_fn(name: str) -> LossFn:
     try:
         return LossFn(name)
     except ValueError:
-        known = ", ".join(loss.value for loss in LossFn)
+        loss_names = ", ".join(loss.value for loss in LossFn)
         if name == "custom":
             raise UserError(
-                f"loss 'custom' does not run on this server; use forward_backward_custom, or one of: {known}"
+                "loss 'custom' does not run on this server; use forward_backward_custom, or one of: "
+                f"{loss_names}"
             ) from None
-        raise UserError(f"loss {quoted(name)} is not supported by this server; use one of: {known}") from None
+        raise UserError(
+            f"loss {quoted(name)} is not supported by this server; use one of: {loss_names}"
+        ) from None
 
 
 def parse_loss_config(loss_fn: LossFn, config: Mapping[str, object]) -> LossSettings:
-    known = LOSSES[loss_fn].options
+    options = LOSSES[loss_fn].options
     for name, value in config.items():
-        if name not in known:
-            allowed = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
+        if name not in options:
+            allowed = f"it takes {', '.join(sorted(options))}" if options else "it takes none"
             raise UserError(f"loss_fn_config: unknown setting {quoted(name)} for {loss_fn.value}; {allowed}")
-        if not is_finite_number(value) or not isinstance(value, int | float) or value not in known[name]:
-            raise UserError(f"loss_fn_config: {name} must be {known[name]}, got {quoted(value)}")
+        if not is_finite_number(value) or not isinstance(value, int | float) or value not in options[name]:
+            raise UserError(f"loss_fn_config: {name} must be {options[name]}, got {quoted(value)}")
     settings = LossSettings(
         **{name: float(value) for name, value in config.items() if isinstance(value, int | float)}
     )
@@ -256,7 +261,7 @@ def check_datum(
         and np.any(parsed.advantages)
     ):
         raise UserError(
-            f"{where}: sequence_ratio_mask is 0 everywhere, so there is no ratio; set it to 1 on the "
+            f"{where}: sequence_ratio_mask is 0 at every token, so there is no ratio; set it to 1 on the "
             f"completion"
         )
     return parsed
@@ -279,7 +284,7 @@ def _finite(inputs: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarr
         return None
     values = inputs[name].astype(np.float32)
     if not np.isfinite(values).all():
-        raise UserError(f"{where}: {name} holds a value that is not finite")
+        raise UserError(f"{where}: {name} contains a value that is not finite")
     return values
 
 

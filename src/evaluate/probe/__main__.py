@@ -45,6 +45,7 @@ ANSWER_TIMEOUT_S = 600.0
 
 
 def main(argv: Sequence[str]) -> int:
+    """Check an endpoint and return the exit status. Errors are one line."""
     if any(argument in ("--help", "-h", "help") for argument in argv):
         print_help(str(__doc__).strip())
         return 0
@@ -76,13 +77,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def arguments(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return the URL and the options by name. Raises ConfigError for an invalid argument."""
     urls = [argument for argument in argv if argument.startswith(("http://", "https://"))]
     pairs = [present_argument(argument).partition("=") for argument in argv if argument not in urls]
     for name, equals, _ in pairs:
         if not equals or name not in OPTIONS:
             raise ConfigError(
                 f"unknown argument {name!r}; use python -m src.evaluate.probe URL, then any of "
-                f"{', '.join(f'{o}=' for o in OPTIONS)}"
+                f"{', '.join(f'{option}=' for option in OPTIONS)}"
             )
     if len(urls) != 1:
         raise ConfigError(
@@ -133,10 +135,10 @@ async def probe(
             return await in_thread(function)
 
     key = os.environ.get("TINKER_API_KEY") or DUMMY_KEY
-    action = f"asking the server at {url} for its models"
+    action = f"listing the models of the server at {url}"
     with sdk_boundary(action):
-        rest = lambda: tinker.RestClient(base_url=url, api_key=key).get_server_capabilities().result()  # noqa: E731
-        served = (await bounded(action, rest)).supported_models
+        list_models = lambda: tinker.RestClient(base_url=url, api_key=key).get_server_capabilities().result()  # noqa: E731
+        served = (await bounded(action, list_models)).supported_models
     models = {model.model_name: model for model in served if model.model_name}
     name = options.get("model_name") or next(iter(models), "")
     if name not in models:
@@ -150,23 +152,24 @@ async def probe(
     limit = models[name].max_context_length
     findings = []
     service = tinker.ServiceClient(base_url=url, api_key=key)
-    tools = Probe(
+    endpoint = Probe(
         service=service,
         model_name=name,
         max_context_length=limit,
         tolerance=float(options.get("tolerance", TOLERANCE)),
     )
     for check, function in checks.items():
-        findings.append(await bounded(f"check {check!r}", partial(finding_of, check, function, tools)))
+        findings.append(await bounded(f"check {check!r}", partial(finding_of, check, function, endpoint)))
         on_finding(findings[-1])
     await bounded("ending the session", lambda: service.close("success").result())
     return Capabilities(url=url, model_name=name, max_context_length=limit, findings=findings)
 
 
-def finding_of(name: str, check: Callable[[Probe], str], tools: Probe) -> Finding:
+def finding_of(name: str, check: Callable[[Probe], str], endpoint: Probe) -> Finding:
+    """Run one check and return its result. An error of the endpoint means that the check does not hold."""
     started = time.monotonic()
     try:
-        holds, observation = True, check(tools)
+        holds, observation = True, check(endpoint)
     except Defect as defect:
         holds, observation = False, str(defect)
     except Exception as error:  # any error of the endpoint is a finding
@@ -197,10 +200,10 @@ def show(result: Capabilities, console: Console) -> None:
     verdict = (
         "the endpoint can be used for training" if result.is_trainable else "do not train with this endpoint"
     )
-    held = len(result.findings) - len(failed)
+    num_held = len(result.findings) - len(failed)
     console.print(
-        f"{result.model_name} at {result.url}: {held} of {len(result.findings)} checks hold, {seconds:.0f} "
-        f"s; {verdict}",
+        f"{result.model_name} at {result.url}: {num_held} of {len(result.findings)} checks hold, "
+        f"{seconds:.0f} s; {verdict}",
         highlight=False,
     )
 

@@ -24,7 +24,7 @@ OTHER = [11, 30, 6, 25, 19, 44, 10, 35, 13, 22, 38, 9]
 
 
 class Defect(Exception):
-    """A property does not hold. The message says what was observed."""
+    """The endpoint lacks a property. The message describes the observation."""
 
 
 @dataclass(kw_only=True)
@@ -51,10 +51,10 @@ class Probe:
         return float(self.logprobs(client).mean())
 
     def step(self, client: tinker.TrainingClient, weights: Sequence[float], **adam: float) -> float:
-        """Run one forward_backward of TEXT for each of `weights`, then one optimizer step, by default
-        plain gradient descent.
+        """Run one forward_backward of TEXT for each of `weights`, then one optimizer step.
 
-        Return the mean logprob of TEXT before the step.
+        The step is plain gradient descent unless `adam` has other options. Return the mean logprob of TEXT
+        before the step.
         """
         outputs = [
             client.forward_backward([cross_entropy(TEXT, weight)], "cross_entropy").result()
@@ -86,8 +86,8 @@ class Probe:
                 self.rate *= min(10.0, max(0.1, 0.03 / self.step_change)) if self.step_change > 1e-9 else 10.0
             self.rate = 0.0
             raise Defect(
-                "with no learning rate did a step of gradient descent increase the likelihood of the "
-                "training text"
+                "a step of gradient descent increased the likelihood of the training text with none of 12 "
+                "learning rates"
             )
         return self.step_change
 
@@ -123,7 +123,7 @@ def datum(text: Sequence[int], **inputs: Sequence[float]) -> tinker.Datum:
 
 
 def expect(condition: bool, observation: str) -> None:
-    """Raises Defect unless the condition holds."""
+    """Raise Defect with `observation` unless `condition` holds."""
     if not condition:
         raise Defect(observation)
 

@@ -12,7 +12,7 @@ from src.evaluate.probe.endpoint_probe import TEXT, Defect, Probe, cross_entropy
 def policy_loss(
     name: str, config: dict[str, float], logprobs: np.ndarray, sampled: np.ndarray, advantages: np.ndarray
 ) -> float:
-    """Return a loss of Tinker, summed over tokens (tinker-docs.thinkingmachines.ai/losses)."""
+    """Return the value of a Tinker loss, summed over tokens (tinker-docs.thinkingmachines.ai/losses)."""
     ratio = np.exp(logprobs - sampled)
     clipped = np.clip(ratio, config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2))
     match name:
@@ -25,8 +25,9 @@ def policy_loss(
 
 
 def loss_of(probe: Probe, name: str, config: dict[str, float] | None) -> tuple[float, float]:
-    """Return the loss that the server reports and the expected loss, for ratios on both sides of every
-    clip threshold.
+    """Return the loss that the server reports, and the expected loss.
+
+    The ratios of the tokens lie on both sides of every clip threshold.
     """
     client = probe.client()
     logprobs = probe.logprobs(client)
@@ -78,7 +79,7 @@ def check_loss_settings(probe: Probe) -> str:
 
 def check_unknown_is_refused(probe: Probe) -> str:
     data = datum(TEXT, logprobs=[-1.0] * (len(TEXT) - 1), advantages=[1.0] * (len(TEXT) - 1))
-    for what, call in (
+    for label, call in (
         ("the loss no_such_loss", lambda client: client.forward_backward([data], "no_such_loss")),
         (
             "the setting no_such_setting of ppo",
@@ -89,5 +90,5 @@ def check_unknown_is_refused(probe: Probe) -> str:
             call(probe.client()).result()
         except Exception:  # any rejection is correct, including one by the SDK
             continue
-        raise Defect(f"{what} was accepted")
+        raise Defect(f"{label} was accepted")
     return "loss and setting"

@@ -11,15 +11,16 @@ from src.evaluate.probe.endpoint_probe import HUGE, OTHER, TEXT, Probe, cross_en
 
 
 def check_sums(probe: Probe) -> str:
-    one = probe.one_step()
-    twice = probe.change(probe.client(), [1.0, 1.0])
+    one_step = probe.one_step()
+    two_calls = probe.change(probe.client(), [1.0, 1.0])
     client = probe.client()
     client.forward_backward([cross_entropy(TEXT)], "cross_entropy").result()
     before = probe.step(client, [0.0])
-    added = probe.mean(client) - before
+    with_zero = probe.mean(client) - before
     expect(
-        0.8 <= added / one <= 1.2,
-        f"a second call with weight 0 changed the gradient: the step was {added / one:.2f} times as large",
+        0.8 <= with_zero / one_step <= 1.2,
+        "a second call with weight 0 changed the gradient: the step was "
+        f"{with_zero / one_step:.2f} times as large",
     )
     client = probe.client()
     both = client.forward_backward([cross_entropy(TEXT), cross_entropy(TEXT)], "cross_entropy").result()
@@ -29,41 +30,44 @@ def check_sums(probe: Probe) -> str:
     )
     batch = probe.step(client, [0.0])
     batch = probe.mean(client) - batch
-    for what, moved in (("two calls", twice), ("a batch of two", batch)):
+    for calls, moved in (("two calls", two_calls), ("a batch of two", batch)):
         expect(
-            1.6 <= moved / one <= 2.4,
-            f"the step after {what} was {moved / one:.2f} times as large as after one; gradients must be "
-            "summed",
+            1.6 <= moved / one_step <= 2.4,
+            f"the step after {calls} was {moved / one_step:.2f} times as large as after one; gradients must "
+            "be summed",
         )
-    return f"two calls {twice / one:.2f}, a batch of two {batch / one:.2f} times one"
+    return f"two calls {two_calls / one_step:.2f}, a batch of two {batch / one_step:.2f} times one"
 
 
 def check_is_cleared(probe: Probe) -> str:
-    client, one = probe.stepped_client()
-    again = probe.change(client, [0.0])
+    client, one_step = probe.stepped_client()
+    no_gradient = probe.change(client, [0.0])
     expect(
-        abs(again) < 0.1 * one,
-        f"a step without a gradient was {again / one:.2f} times as large as the step before: the gradient "
-        "was not cleared",
+        abs(no_gradient) < 0.1 * one_step,
+        f"a step without a gradient was {no_gradient / one_step:.2f} times as large as the step before: the "
+        "gradient was not cleared",
     )
     return "the gradient is cleared after a step"
 
 
 def check_learning_rate(probe: Probe) -> str:
-    one = probe.one_step()
-    half = probe.change(probe.client(), [1.0], learning_rate=0.5 * probe.rate * HUGE)
-    expect(0.4 <= half / one <= 0.6, f"with half the rate the step was {half / one:.2f} times as large")
-    return f"half the rate gives {half / one:.2f} of the step"
+    one_step = probe.one_step()
+    half_step = probe.change(probe.client(), [1.0], learning_rate=0.5 * probe.rate * HUGE)
+    expect(
+        0.4 <= half_step / one_step <= 0.6,
+        f"with half the rate the step was {half_step / one_step:.2f} times as large",
+    )
+    return f"half the rate gives {half_step / one_step:.2f} of the step"
 
 
 def check_eps(probe: Probe) -> str:
-    one = probe.one_step()
-    half = probe.change(probe.client(), [1.0], eps=2 * HUGE)
+    one_step = probe.one_step()
+    half_step = probe.change(probe.client(), [1.0], eps=2 * HUGE)
     expect(
-        0.4 <= half / one <= 0.6,
-        f"with twice the epsilon the step was {half / one:.2f} times as large, not 0.5",
+        0.4 <= half_step / one_step <= 0.6,
+        f"with twice the epsilon the step was {half_step / one_step:.2f} times as large, not 0.5",
     )
-    return f"twice the epsilon gives {half / one:.2f} of the step"
+    return f"twice the epsilon gives {half_step / one_step:.2f} of the step"
 
 
 def check_beta1(probe: Probe) -> str:
@@ -88,8 +92,8 @@ def check_beta1(probe: Probe) -> str:
 
 
 def check_beta2(probe: Probe) -> str:
-    """After the gradients g and g / 10, without epsilon, the second step is 0.71 of the first with beta2 =
-    0.01 and 0.14 with 0.999.
+    """After the gradients g and g / 10, without epsilon, the second step is 0.71 times the first with
+    beta2 = 0.01, and 0.14 times with beta2 = 0.999.
     """
     ratio = {}
     for beta2 in (0.01, 0.999):
@@ -105,8 +109,8 @@ def check_beta2(probe: Probe) -> str:
 
 
 def check_weight_decay(probe: Probe) -> str:
-    """Check that a decay of half the weights removes at least half of the effect of the step, because both
-    factors of the adapter shrink.
+    """A decay of half the weights removes at least half of the effect of the step, because both factors of
+    the adapter shrink.
     """
     client, moved = probe.stepped_client()
     rate = probe.rate * HUGE
@@ -116,27 +120,27 @@ def check_weight_decay(probe: Probe) -> str:
 
 
 def check_clipping(probe: Probe) -> str:
-    one = probe.one_step()
+    one_step = probe.one_step()
     clipped = probe.change(probe.client(), [1.0], grad_clip_norm=1e-4)
     expect(
-        abs(clipped) < 0.2 * one,
-        f"with a gradient clipped to a norm of 1e-4 the step was {clipped / one:.2f} times as large as "
+        abs(clipped) < 0.2 * one_step,
+        f"with a gradient clipped to a norm of 1e-4 the step was {clipped / one_step:.2f} times as large as "
         "without clipping",
     )
     loose = probe.change(probe.client(), [1.0], grad_clip_norm=1e6)
     expect(
-        0.8 <= loose / one <= 1.2,
-        f"a clipping norm above the norm of the gradient changed the step to {loose / one:.2f} of itself",
+        0.8 <= loose / one_step <= 1.2,
+        "a clipping norm above the norm of the gradient changed the step to "
+        f"{loose / one_step:.2f} of itself",
     )
-    return f"norm 1e-4 gives {clipped / one:.3f} of the step, a large norm {loose / one:.2f}"
+    return f"norm 1e-4 gives {clipped / one_step:.3f} of the step, a large norm {loose / one_step:.2f}"
 
 
 def resumed(probe: Probe, load: Callable[[str], tinker.TrainingClient]) -> tuple[float, float, float]:
-    """After a step with momentum and a checkpoint, compare the model with the one that `load` returns for
-    the checkpoint.
+    """Take a step with momentum, save a checkpoint, load it, and take the opposite step with both models.
 
-    Return the change by the opposite step of the model and of the loaded one, and the largest difference of
-    their logprobs before it.
+    Return the change of the original model by the opposite step, the change of the loaded model, and the
+    largest difference of their logprobs before this step.
     """
     options = {"beta1": 0.9}
     probe.one_step()

@@ -20,15 +20,15 @@ from tests.security.red_team.table import ATTACKS, chosen
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.security.red_team",
-        description="Play the red team's attacks, all or by name, and print what held.",
+        description="Play the red team's attacks, all or by name, and print the results.",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="attacks to play; all where none is given")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="attacks to play (default: all)")
     parser.add_argument(
         "--where",
         type=EnvironmentKind,
         choices=list(EnvironmentKind),
         action="append",
-        help="the kind of environment; both where not given",
+        help="the kind of environment (default: both)",
     )
     parser.add_argument(
         "--as",
@@ -36,7 +36,7 @@ def main() -> None:
         type=RunAs,
         choices=list(RunAs),
         action="append",
-        help="as whom; both where not given",
+        help="the user (default: both)",
     )
     parser.add_argument("--list", action="store_true", help="list the attacks and play none")
     options = parser.parse_args()

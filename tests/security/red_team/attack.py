@@ -14,7 +14,7 @@ class Category(StrEnum):
     STALL = "stall"  # keep the trainer or the disk busy
     HOARD = "hoard"  # use more than the task's limits
     PERSIST = "persist"  # leave something on the host
-    REACH_OUT = "reach out"  # connect to what the task does not offer
+    REACH_OUT = "reach out"  # connect to an address that the task does not permit
 
 
 class EnvironmentKind(StrEnum):

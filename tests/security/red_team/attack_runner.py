@@ -74,7 +74,7 @@ class SharedTrial:
     word: str = field(default_factory=lambda: f"rt{secrets.token_hex(5)}")
     reward: float | None = None
     reason: str = ""
-    own: list[str] = field(default_factory=list)  # violations that any attack of the trial may have caused
+    violations: list[str] = field(default_factory=list)  # any attack of the trial may have caused them
     holes: dict[str, list[str]] = field(default_factory=dict)  # violations that the scripts report, by attack
     seconds: float = 0.0
 
@@ -95,13 +95,12 @@ class AttackRunner:
     connections: list[str]
 
     async def play(self, attacks: Sequence[Attack]) -> AsyncIterator[Result]:
-        suspects: list[
-            SharedTrial
-        ] = []  # trials with a violation that several attacks may have caused; they run again alone
+        # Trials with a violation that several attacks may have caused. Each of them is repeated alone.
+        suspects: list[SharedTrial] = []
         for batch in batched(shared(attacks, self.where), ATTACKS_AT_ONCE[self.where]):
             together = await self._play_batch(batch)
             for unit in batch:
-                if (together and len(batch) > 1) or (unit.own and len(unit.attacks) > 1):
+                if (together and len(batch) > 1) or (unit.violations and len(unit.attacks) > 1):
                     suspects.append(SharedTrial(attacks=unit.attacks))
                     continue
                 for result in self._results(unit, together):
@@ -109,20 +108,20 @@ class AttackRunner:
         for unit in suspects:
             alone = await self._play_batch((unit,))
             parts = [SharedTrial(attacks=[attack]) for attack in unit.attacks]
-            found = False
-            if (unit.own or alone) and len(parts) > 1:
+            reproduced = False
+            if (unit.violations or alone) and len(parts) > 1:
                 for batch in batched(parts, ATTACKS_AT_ONCE[self.where]):
                     together = await self._play_batch(batch)
                     for part in batch:
-                        found |= bool(part.own or part.holes or together)
+                        reproduced |= bool(part.violations or part.holes or together)
                         for result in self._results(part, together):
                             yield result
-            if not found:
+            if not reproduced:
                 for result in self._results(unit, alone):
                     yield result
 
     def _results(self, unit: SharedTrial, together: Sequence[str]) -> list[Result]:
-        return [self._result(unit, attack, [*unit.own, *together]) for attack in unit.attacks]
+        return [self._result(unit, attack, [*unit.violations, *together]) for attack in unit.attacks]
 
     def _result(self, unit: SharedTrial, attack: Attack, violations: list[str]) -> Result:
         return Result(
@@ -148,35 +147,37 @@ class AttackRunner:
             await asyncio.gather(
                 *(self._play_unit(unit, folder) for unit in units), self._play_unit(honest, folder)
             )
-        found = before.changes(host.Snapshot.take(self.sentinels))
-        if honest.own:
-            found.append(f"the concurrent honest trial: {'; '.join(honest.own)}")
+        violations = before.changes(host.Snapshot.take(self.sentinels))
+        if honest.violations:
+            violations.append(f"the concurrent honest trial: {'; '.join(honest.violations)}")
         if max(gaps, default=0.0) > MAX_LOOP_GAP_S:
-            found.append(f"the event loop was blocked for {max(gaps):.1f} s")
+            violations.append(f"the event loop was blocked for {max(gaps):.1f} s")
         # The processes of a trial end with it. Remaining descendants of this process have escaped from a
         # trial.
-        found += [
+        violations += [
             f"a process was left: {command[:60]}"
             for pid, command in host.descendants().items()
             if pid not in running
         ]
-        found += host.marked_cgroups(self.tasks.run_label)
+        violations += host.marked_cgroups(self.tasks.run_label)
         if self.where is EnvironmentKind.DOCKER:
-            found += host.marked_docker_objects(self.tasks.run_label) + host.marked_docker_objects(
+            violations += host.marked_docker_objects(self.tasks.run_label) + host.marked_docker_objects(
                 self.prefix
             )
         words = {unit.word: unit for unit in units}
         for connection in self.connections:
             blamed = words.get(connection)
-            (blamed.own if blamed else found).append("a server on the host's loopback interface was reached")
+            (blamed.violations if blamed else violations).append(
+                "a server on the host's loopback interface was reached"
+            )
         for unit in units:
-            unit.own += (
+            unit.violations += (
                 host.marked_processes(unit.word)
                 + host.marked_files(unit.word)
                 + host.marked_cgroups(unit.word)
             )
         host.remove(folder)
-        return found
+        return violations
 
     async def _play_unit(self, unit: SharedTrial, directory: Path) -> None:
         solves = all(attack.solves for attack in unit.attacks)
@@ -213,18 +214,18 @@ class AttackRunner:
                     " ".join(filter(None, (outcome.stop_reason, outcome.zero_reason))),
                 )
                 if outcome.reward != (1.0 if solves else 0.0):
-                    unit.own.append(f"the reward is {outcome.reward:g} ({unit.reason})")
+                    unit.violations.append(f"the reward is {outcome.reward:g} ({unit.reason})")
                 if missing := [attack.reason for attack in unit.attacks if attack.reason not in unit.reason]:
-                    unit.own.append(f"the reason is {unit.reason}, without {missing[0]}")
+                    unit.violations.append(f"the reason is {unit.reason}, without {missing[0]}")
                 if outcome.metrics["prefix_breaks"]:
-                    unit.own.append("the tokens of the trial are not one sequence")
+                    unit.violations.append("the tokens of the trial are not one sequence")
             case TrialFailure():
                 unit.reason = f"failed ({outcome.kind.value}): {outcome.message}"
-                unit.own.append(unit.reason)
+                unit.violations.append(unit.reason)
             case None:
                 unit.reason = "deadline"
-                unit.own.append(f"the trial did not end within {DEADLINE_S} s")
-        unit.own += host.faults_of_folder(directory / unit.word)
+                unit.violations.append(f"the trial did not end within {DEADLINE_S} s")
+        unit.violations += host.faults_of_folder(directory / unit.word)
 
 
 def shared(attacks: Iterable[Attack], where: EnvironmentKind) -> list[SharedTrial]:

@@ -1,5 +1,5 @@
-"""Forge: get the reward 1 without a solution. The reward must be 0, because the agent leaves no right
-answer."""
+"""Attacks that forge the reward 1 without a solution. The reward must be 0, because the agent leaves no
+right answer."""
 
 from __future__ import annotations
 

@@ -84,13 +84,13 @@ class Snapshot:
 
     def changes(self, later: Snapshot) -> list[str]:
         """Return one line for each difference."""
-        found = []
+        differences = []
         for kind in self.__slots__:
             before, after = getattr(self, kind), getattr(later, kind)
             for name in sorted(before.keys() | after.keys()):
                 if before.get(name) != after.get(name):
-                    found.append(f"host {kind.replace('_', ' ')}: {name} changed")
-        return found
+                    differences.append(f"host {kind.replace('_', ' ')}: {name} changed")
+        return differences
 
 
 def adopt_orphans() -> None:
@@ -126,30 +126,30 @@ def marked_processes(word: str) -> list[str]:
     """Return processes of the host whose command line or environment contains `word`, except descendants of
     this one.
     """
-    ours, found = {os.getpid(), os.getppid(), *descendants()}, []
+    own_processes, remaining = {os.getpid(), os.getppid(), *descendants()}, []
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) not in ours:
+        if entry.isdigit() and int(entry) not in own_processes:
             for name in ("cmdline", "environ"):
                 try:
                     if word.encode() in Path("/proc", entry, name).read_bytes():
-                        found.append(f"process {entry} was left on the host")
+                        remaining.append(f"process {entry} was left on the host")
                         break
                 except OSError:
                     continue
-    return found
+    return remaining
 
 
 def marked_files(word: str) -> list[str]:
     """Return entries of the watched directories of the host whose name contains `word`."""
-    found = []
+    remaining = []
     for directory in WATCHED:
         try:
-            found += [
+            remaining += [
                 f"{directory}/{name} was left on the host" for name in os.listdir(directory) if word in name
             ]
         except OSError:
             continue
-    return found
+    return remaining
 
 
 def marked_cgroups(word: str) -> list[str]:
@@ -163,21 +163,23 @@ def marked_cgroups(word: str) -> list[str]:
 
 def marked_docker_objects(word: str) -> list[str]:
     """Return Docker containers, networks and volumes whose name or labels contain `word`."""
-    found = []
+    remaining = []
     for kind, listing in (
         ("container", ["ps", "--all"]),
         ("network", ["network", "ls"]),
         ("volume", ["volume", "ls"]),
     ):
-        answer = subprocess.run(
+        listing_process = subprocess.run(
             ["docker", *listing, "--format", "{{json .}}"],
             capture_output=True,
             text=True,
             timeout=60,
             check=True,
         )
-        found += [f"a Docker {kind} was left" for line in answer.stdout.splitlines() if word in line]
-    return found
+        remaining += [
+            f"a Docker {kind} was left" for line in listing_process.stdout.splitlines() if word in line
+        ]
+    return remaining
 
 
 def faults_of_folder(folder: Path) -> list[str]:
@@ -185,20 +187,20 @@ def faults_of_folder(folder: Path) -> list[str]:
     and directories.
     """
     command = ["find", "-P", str(folder), "-mindepth", "1", "-printf", "%y %m %s %k %P\\0"]
-    answer = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    process = subprocess.run(command, capture_output=True, timeout=120, check=False)
     members = total = 0
     faults = []
-    for record in answer.stdout.split(b"\0")[:-1]:
+    for record in process.stdout.split(b"\0")[:-1]:
         kind, mode, size, blocks, name = record.decode(errors="replace").split(" ", 4)
         members, total = members + 1, total + max(int(size), int(blocks) * 1024)
         if kind not in "fd":
-            faults.append(f"the trial's folder holds {name[:60]!r}, which is no plain file")
+            faults.append(f"the trial's folder contains {name[:60]!r}, which is not a regular file")
         elif kind == "f" and int(mode, 8) & 0o6000:
-            faults.append(f"the trial's folder holds {name[:60]!r} with mode {mode}")
+            faults.append(f"the trial's folder contains {name[:60]!r} with mode {mode}")
     if members > MAX_MEMBERS:
-        faults.append(f"the trial's folder holds {members} entries")
+        faults.append(f"the trial's folder contains {members} entries")
     if total > MAX_BYTES:
-        faults.append(f"the trial's folder holds {total / 2**20:.0f} MiB")
+        faults.append(f"the trial's folder contains {total / 2**20:.0f} MiB")
     return faults[:5]
 
 
@@ -209,17 +211,17 @@ def remove(folder: Path) -> None:
 
 
 def _settings() -> list[tuple[str, str]]:
-    found = []
+    settings = []
     for directory, _, names in os.walk("/proc/sys"):
         for name in names:
             path = f"{directory}/{name}"
             if not VOLATILE.match(path):
                 try:
                     with open(path, "rb") as file:
-                        found.append((path, file.read(4096).decode(errors="replace")))
+                        settings.append((path, file.read(4096).decode(errors="replace")))
                 except OSError:
                     continue
-    return found
+    return settings
 
 
 def _identity(path: Path) -> str:

@@ -1,5 +1,5 @@
-"""Stall: keep the trainer's event loop or disk busy. The reward is 0 and the limits of
-`host.faults_of_folder` hold.
+"""Attacks that keep the trainer's event loop or disk busy. The reward is 0, and the trial's folder is within
+the limits of `host.faults_of_folder`.
 """
 
 from __future__ import annotations

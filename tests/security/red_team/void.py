@@ -1,5 +1,5 @@
-"""Void: turn the reward 0 into a failure, which training drops. The reward must be 0, with the reason that
-the agent caused.
+"""Attacks that turn the reward 0 into a failure, which training drops. The reward must be 0, with the reason
+that the agent caused.
 """
 
 from __future__ import annotations

@@ -1,0 +1,99 @@
+"""Checks of this machine: programs, devices, disk, server and keys."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from src.analyze.doctor.problems import MIN_FREE_GIB, Finding, ProblemName, found
+from src.core.errors import BackendError
+from src.envs.sandbox.bubblewrap import why_no_sandbox
+from src.envs.sandbox.docker import why_no_engine
+from src.policy.backend import check_alive
+
+MIN_PYTHON = (3, 12)  # requires-python of pyproject.toml
+JAX_TIMEOUT_S = 120.0  # the first initialisation of a GPU takes up to a minute
+KEYS = ("TINKER_API_KEY", "SKYRL_TX_API_KEY", "OPENAI_API_KEY", "WANDB_API_KEY", "HF_TOKEN")
+# In a process of its own, which ends and frees the device.
+JAX_PROGRAM = "import jax; print(*(f'{d.platform}:{d.device_kind}' for d in jax.devices()), sep=', ')"
+
+
+def machine_findings(skyrl_tx_url: str | None) -> list[Finding]:
+    """Return the findings of all checks. `skyrl_tx_url` None: no server is checked."""
+    checks: Sequence[Callable[[], Finding]] = (python, jax_devices, sandbox, disk, keys)
+    findings = [check() for check in checks]
+    return findings if skyrl_tx_url is None else [*findings, server(skyrl_tx_url)]
+
+
+def python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info >= MIN_PYTHON:
+        return Finding(name="Python", figure=f"{version} ({sys.executable})")
+    required = ".".join(map(str, MIN_PYTHON))
+    return Finding(name="Python", figure=f"{version}; {required} is needed", command="scripts/setup.sh")
+
+
+def jax_devices() -> Finding:
+    """List the devices of JAX, without reserving their memory."""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", JAX_PROGRAM],
+            capture_output=True,
+            text=True,
+            timeout=JAX_TIMEOUT_S,
+            check=False,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        figure = f"JAX did not answer within {JAX_TIMEOUT_S:g} s; another process may hold the device"
+        return Finding(name="JAX devices", figure=figure, command="nvidia-smi")
+    if done.returncode == 0:
+        return Finding(name="JAX devices", figure=done.stdout.strip())
+    error = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return Finding(name="JAX devices", figure=error, command="scripts/setup.sh")
+
+
+def sandbox() -> Finding:
+    """Start a sandbox and ask the Docker engine."""
+    missing = {"bubblewrap": why_no_sandbox(), "Docker": why_no_engine()}
+    figure = "; ".join(f"{name}: {reason or 'works'}" for name, reason in missing.items())
+    if all(missing.values()):
+        return found(ProblemName.NO_SANDBOX, figure)
+    return Finding(name="sandbox", figure=figure)
+
+
+def disk() -> Finding:
+    folders = {Path.cwd(), Path(tempfile.gettempdir())}
+    free = {folder: shutil.disk_usage(folder).free / 2**30 for folder in sorted(folders)}
+    figure = ", ".join(f"{gib:.1f} GiB free in {folder}" for folder, gib in free.items())
+    low = [folder for folder, gib in free.items() if gib < MIN_FREE_GIB]
+    if not low:
+        return Finding(name="disk", figure=figure)
+    figure += f"; a run needs {MIN_FREE_GIB:g} GiB"
+    return Finding(name="disk", figure=figure, command=f"du -xh --max-depth=2 {low[0]} | sort -h | tail")
+
+
+def keys() -> Finding:
+    """Say which keys are set, without their values."""
+    present = (f"{name} {'yes' if os.environ.get(name) else 'no'}" for name in KEYS)
+    return Finding(name="keys", figure=", ".join(present))
+
+
+def server(url: str) -> Finding:
+    url = url.rstrip("/")
+    try:
+        asyncio.run(check_alive(url))
+    except BackendError as error:
+        return Finding(
+            name="server",
+            figure=str(error),
+            command="scripts/start_skyrl_tx.sh MODEL",
+        )
+    return Finding(name="server", figure=f"ready at {url}")

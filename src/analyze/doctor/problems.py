@@ -1,0 +1,136 @@
+"""The problems that `agent-trainer doctor` looks for. docs/how-to/troubleshooting.md has the same table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+MIN_STEPS = 9  # a trend compares thirds of the steps, and a standard error needs three values in each
+NOISE_ERRORS = 2.0  # standard errors; a difference below 2 is not significant at the usual level of 5 %
+SATURATED = 0.95  # share of the largest reward; above it a reward can hardly rise
+RECENT_STEPS = 10  # the state of a run is the mean of its last steps, because one batch is small
+MIN_MIXED_GROUPS = 0.2  # below it, four of five rollouts are played for groups without a gradient
+KL_GROWTH = 2.0  # from the first to the last third of the steps
+MAX_SAMPLER_KL = 0.01  # nats per token; Tinker's documentation calls training below it stable
+MAX_BASE_KL = 0.1  # nats per token: the probability of an answer of 100 tokens changes by e^10
+MAX_TRUNCATED = 0.1  # such answers are graded without their end, so their reward says little
+MAX_FAILED = 0.05  # with 8 trials per group, every third group then lacks a member
+MIN_FREE_GIB = (
+    5.0  # a training state of rank 32 of an 8B model takes about 1 GiB, and a save writes a new one
+)
+
+
+class ProblemName(StrEnum):
+    REWARD_FLAT = "reward flat"
+    GROUPS_ALIKE = "groups all alike"
+    KL_RISING = "KL rising"
+    TRUNCATED = "truncated answers"
+    FAILURES = "infrastructure failures"
+    NO_SANDBOX = "no sandbox"
+    OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    sign: str  # what is measured, and the threshold
+    meaning: str
+    command: str  # to type; the names in braces are those of PLACEHOLDERS
+
+
+PLACEHOLDERS = {
+    "run": "RUN",
+    "trial": "TRIAL",
+    "higher_rate": "TWICE_THE_RATE",
+    "lower_rate": "HALF_THE_RATE",
+    "more_tokens": "TWICE_THE_TOKENS",
+    "base_model": "MODEL",
+}
+"""What the page shows in place of the values of a run."""
+
+PROBLEMS: dict[ProblemName, Problem] = {
+    ProblemName.REWARD_FLAT: Problem(
+        sign=f"`env/all/reward/total` of the last third of at least {MIN_STEPS} steps exceeds that of the "
+        f"first third by less than {NOISE_ERRORS:g} standard errors and is below {SATURATED:.0%} of the "
+        "largest reward",
+        meaning="The policy does not improve. Read some trials; if they are sound, the learning rate is too "
+        "low.",
+        command="agent-trainer resume {run} learning_rate={higher_rate}",
+    ),
+    ProblemName.GROUPS_ALIKE: Problem(
+        sign=f"`env/all/by_group/frac_mixed` is below {MIN_MIXED_GROUPS:.0%} over the last {RECENT_STEPS} "
+        "steps",
+        meaning="The rewards of most groups are equal, so they have zero advantages and train nothing: the "
+        "tasks are too hard or too easy.",
+        command="agent-trainer resume {run} dynamic_sampling=filter",
+    ),
+    ProblemName.KL_RISING: Problem(
+        sign=f"`optim/kl_sample_train_v2` above {MAX_SAMPLER_KL:g} or `optim/kl_policy_base` above "
+        f"{MAX_BASE_KL:g} nats per token in the last third of at least {MIN_STEPS} steps, and at least "
+        f"{KL_GROWTH:g} times the value of the first third",
+        meaning="The updates are too large: the trained policy moves away from the policy that samples, or "
+        "from the base model.",
+        command="agent-trainer resume {run} learning_rate={lower_rate}",
+    ),
+    ProblemName.TRUNCATED: Problem(
+        sign=f"more than {MAX_TRUNCATED:.0%} of the graded trials of the last {RECENT_STEPS} steps ended "
+        "with the stop reason `length` or `context_length`",
+        meaning="Answers are cut at `max_tokens` or at the context before they are complete.",
+        command="agent-trainer resume {run} max_tokens={more_tokens}",
+    ),
+    ProblemName.FAILURES: Problem(
+        sign=f"more than {MAX_FAILED:.0%} of the trials could not be graded",
+        meaning="Sandbox, verifier, environment or server fail, and the groups lose members.",
+        command="agent-trainer show {run} {trial}",
+    ),
+    ProblemName.NO_SANDBOX: Problem(
+        sign="neither Docker nor bubblewrap starts on this machine",
+        meaning="Harbor trials cannot run here. tau-bench, `data=` and message environments need no sandbox.",
+        command="sudo apt-get install --yes bubblewrap tmux",
+    ),
+    ProblemName.OUT_OF_MEMORY: Problem(
+        sign="the log of the server or of the run reports `RESOURCE_EXHAUSTED` or `out of memory`",
+        meaning="A program of the server did not fit on the device. Lower `max_num_seqs` or "
+        "`train_tokens_per_batch` until the printed plan fits.",
+        command="agent-trainer serve base_model={base_model} max_num_seqs=16 train_tokens_per_batch=4096 "
+        "dry_run=true",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One checked thing. It is a problem if `problem` or `command` is given, else it is healthy."""
+
+    name: str
+    figure: str
+    problem: Problem | None = None
+    command: str = ""
+
+    @property
+    def is_problem(self) -> bool:
+        return self.problem is not None or bool(self.command)
+
+    def lines(self) -> list[str]:
+        """Return what is printed: the figure and, for a problem, its meaning and the command."""
+        lines = [f"{'problem' if self.is_problem else 'ok':8}{self.name}: {self.figure}"]
+        if self.problem is not None:
+            lines.append(f"{'':8}{self.problem.meaning}")
+        if self.is_problem:
+            lines.append(f"{'':8}type: {self.command}")
+        return lines
+
+
+def found(name: ProblemName, figure: str, **values: str) -> Finding:
+    """Return the finding of a problem. `values` replace the placeholders of its command."""
+    problem = PROBLEMS[name]
+    command = problem.command.format_map(values).strip()
+    return Finding(name=name, figure=figure, problem=problem, command=command)
+
+
+def problem_table() -> str:
+    """Return the table as it is in the page."""
+    rows = ["| problem | sign | meaning | command |", "|---|---|---|---|"]
+    for name, problem in PROBLEMS.items():
+        command = problem.command.format_map(PLACEHOLDERS)
+        rows.append(f"| {name} | {problem.sign} | {problem.meaning} | `{command}` |")
+    return "\n".join(rows) + "\n"

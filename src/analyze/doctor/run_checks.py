@@ -1,0 +1,198 @@
+"""Checks of a run, from config.json, metrics.jsonl, the records of its trials and the log of its server."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, variance
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from src.analyze.doctor.machine_checks import sandbox
+from src.analyze.doctor.problems import (
+    KL_GROWTH,
+    MAX_BASE_KL,
+    MAX_FAILED,
+    MAX_SAMPLER_KL,
+    MAX_TRUNCATED,
+    MIN_MIXED_GROUPS,
+    MIN_STEPS,
+    NOISE_ERRORS,
+    RECENT_STEPS,
+    SATURATED,
+    Finding,
+    ProblemName,
+    found,
+)
+from src.analyze.show import RecordedTrial, recorded_trials
+from src.core.errors import ConfigError
+from src.core.option_aliases import present_options
+from src.core.trajectory import StopReason
+from src.records.journal import RunState, last_end
+from src.records.reading import read_document, unchanged
+from src.records.run_folder import CONFIG_FILE, METRICS_FILE
+from src.records.tracking import recorded
+
+OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory", re.IGNORECASE)
+CUT = (StopReason.LENGTH, StopReason.CONTEXT_LENGTH)
+KL_LIMITS = {"optim/kl_sample_train_v2": MAX_SAMPLER_KL, "optim/kl_policy_base": MAX_BASE_KL}
+MAX_SHOWN = 200  # characters of an error message
+
+
+class CheckedRun:
+    """The files of a run that the checks read. Raises ConfigError if `folder` has no run."""
+
+    def __init__(self, folder: str, *, server_log: str | None = None) -> None:
+        self.path = Path(folder).expanduser().resolve()
+        if not (self.path / CONFIG_FILE).is_file():
+            raise ConfigError(f"{self.path} has no {CONFIG_FILE}; give the folder of a run")
+        document = read_document(self.path / CONFIG_FILE, TypeAdapter(dict[str, Any]), unchanged)
+        self.options: Mapping[str, Any] = present_options(document)
+        self.trials = [trial for trial in recorded_trials(self.path) if not trial.name.startswith("eval_")]
+        side_files = self.path.with_name(f"{self.path.name}.server")
+        self.server_log = Path(server_log).expanduser() if server_log else side_files / "server.log"
+        if server_log and not self.server_log.is_file():
+            raise ConfigError(f"server_log={server_log}: no such file; give the log of the server")
+        self.base_model = _base_model(side_files / "server.json") or str(self.options.get("model_name"))
+
+    def metric(self, name: str) -> list[float]:
+        """Return the values of a metric in the training steps, in order."""
+        values = recorded(self.path / METRICS_FILE, name)
+        return [value for step, value in sorted(values.items()) if step > 0]
+
+    def recent_trials(self) -> list[RecordedTrial]:
+        first = max((trial.step for trial in self.trials), default=0) - RECENT_STEPS
+        return [trial for trial in self.trials if trial.step > first]
+
+    def scaled_rate(self, factor: float) -> str:
+        return f"{float(self.options.get('learning_rate') or 1e-4) * factor:g}"
+
+
+def run_findings(run: CheckedRun) -> list[Finding]:
+    """Return the findings of all checks that concern the run."""
+    findings = [check(run) for check in CHECKS]
+    if run.options.get("tasks_dir"):  # Harbor tasks run in sandboxes
+        findings.append(sandbox())
+    return findings
+
+
+def reward(run: CheckedRun) -> Finding:
+    """Compare the rewards of the last third of the steps with those of the first."""
+    values, name = run.metric("env/all/reward/total"), ProblemName.REWARD_FLAT
+    if len(values) < MIN_STEPS:
+        return Finding(name="reward", figure=f"{len(values)} steps; a trend needs {MIN_STEPS}")
+    first, last = thirds(values)
+    gain = fmean(last) - fmean(first)
+    error = (variance(first) / len(first) + variance(last) / len(last)) ** 0.5
+    figure = f"{fmean(first):.3f} in the first third of {len(values)} steps, {fmean(last):.3f} in the last"
+    largest = max(run.metric("env/all/reward/max"), default=0.0)
+    is_solved = largest > 0 and fmean(last) >= SATURATED * largest
+    if is_solved or gain > NOISE_ERRORS * error:
+        return Finding(name="reward", figure=figure)
+    figure += f" (standard error of the difference {error:.3f})"
+    return found(name, figure, run=str(run.path), higher_rate=run.scaled_rate(2))
+
+
+def groups(run: CheckedRun) -> Finding:
+    """Compare the share of groups with differing rewards with its minimum."""
+    mixed = run.metric("env/all/by_group/frac_mixed")[-RECENT_STEPS:]
+    if not mixed:
+        return Finding(name="groups", figure="no graded step yet")
+    figure = f"{fmean(mixed):.0%} of the groups of the last {len(mixed)} steps have differing rewards"
+    if fmean(mixed) >= MIN_MIXED_GROUPS:
+        return Finding(name="groups", figure=figure)
+    shares = {
+        kind: run.metric(f"env/all/by_group/{name}")[-RECENT_STEPS:]
+        for kind, name in (("low", "frac_all_bad"), ("high", "frac_all_good"))
+    }
+    parts = [f"{fmean(values):.0%} are all {kind}" for kind, values in shares.items() if values]
+    return found(ProblemName.GROUPS_ALIKE, "; ".join([figure, *parts]), run=str(run.path))
+
+
+def kl(run: CheckedRun) -> Finding:
+    """Compare the divergences of the last third of the steps with their limits and the first third."""
+    figures = []
+    for name, limit in KL_LIMITS.items():
+        values = run.metric(name)
+        if len(values) < MIN_STEPS:
+            continue
+        first, last = (fmean(third) for third in thirds(values))
+        figure = f"{name} {first:.2g} in the first third of the steps, {last:.2g} in the last"
+        if last > limit and last >= KL_GROWTH * first:
+            return found(ProblemName.KL_RISING, figure, run=str(run.path), lower_rate=run.scaled_rate(0.5))
+        figures.append(figure)
+    return Finding(name="KL", figure="; ".join(figures) or f"a trend needs {MIN_STEPS} steps")
+
+
+def truncated(run: CheckedRun) -> Finding:
+    """Compare the share of cut trials with its maximum."""
+    graded = [trial.line for trial in run.recent_trials() if "failure" not in trial.line]
+    if not graded:
+        return Finding(name="answers", figure="no graded trial yet")
+    num_cut = sum(line.get("stop_reason") in CUT for line in graded)
+    figure = f"{num_cut} of the last {len(graded)} trials were cut by a length limit"
+    if num_cut <= MAX_TRUNCATED * len(graded):
+        return Finding(name="answers", figure=figure)
+    more = str(2 * int(run.options.get("max_tokens") or 1024))
+    return found(ProblemName.TRUNCATED, figure, run=str(run.path), more_tokens=more)
+
+
+def failures(run: CheckedRun) -> Finding:
+    """Compare the share of ungraded trials with its maximum."""
+    ungraded = [trial.line for trial in run.trials if "failure" in trial.line]
+    end = last_end(run.path)
+    if end is not None and end.state == RunState.TOO_MANY_FAILURES and not ungraded:
+        return found(
+            ProblemName.FAILURES, f"the run ended: {end.cause[:MAX_SHOWN]}", run=str(run.path), trial=""
+        )
+    if not run.trials:
+        return Finding(name="failures", figure="no finished step yet")
+    figure = f"{len(ungraded)} of {len(run.trials)} trials could not be graded"
+    if len(ungraded) <= MAX_FAILED * len(run.trials):
+        return Finding(name="failures", figure=figure)
+    (kind, count), *_ = Counter(line.get("failure", "") for line in ungraded).most_common(1)
+    line = next(line for line in ungraded if line.get("failure") == kind)
+    message = (line.get("message", "").splitlines() or [""])[0][:MAX_SHOWN]
+    figure += f", {count} of kind {kind}: {message}"
+    return found(ProblemName.FAILURES, figure, run=str(run.path), trial=line["trial"] or line["task"])
+
+
+def memory(run: CheckedRun) -> Finding:
+    """Search the logs of the server and the run for failed allocations."""
+    logs = [path for path in (run.server_log, run.path / "logs.log") if path.is_file()]
+    for path in logs:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            lines = [(number, line) for number, line in enumerate(file, 1) if OUT_OF_MEMORY.search(line)]
+        if lines:
+            number, line = lines[-1]
+            figure = f"{len(lines)} lines of {path}, the last is line {number}: {line.strip()[:MAX_SHOWN]}"
+            return found(ProblemName.OUT_OF_MEMORY, figure, base_model=run.base_model)
+    searched = ", ".join(path.name for path in logs) or "no log; give server_log=FILE"
+    return Finding(name="memory", figure=f"no failed allocation in {searched}" if logs else searched)
+
+
+CHECKS: Sequence[Callable[[CheckedRun], Finding]] = (reward, groups, kl, truncated, failures, memory)
+
+
+def thirds(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the first and the last third.
+
+    >>> thirds([1, 2, 3, 4, 5, 6, 7])
+    ([1, 2], [6, 7])
+    """
+    count = len(values) // 3
+    return values[:count], values[-count:]
+
+
+def _base_model(server_file: Path) -> str | None:
+    """Return the base model of the server that the launcher started for the run; None if there is none."""
+    try:
+        arguments = json.loads(server_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    texts = [argument for argument in arguments if isinstance(argument, str)]
+    return next((text.partition("=")[2] for text in texts if text.startswith("base_model=")), None)

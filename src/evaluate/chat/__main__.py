@@ -1,0 +1,98 @@
+"""Command line of the chat: `agent-trainer chat RUN`, or `python -m src.evaluate.chat key=value ...`.
+
+Exit status: 0 (/exit or end of input), 2 (wrong options), 130 (interrupted), or that of a lost server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+from src.cli.command_line import help_for, help_words, parse_as, print_help
+from src.cli.config_file import with_config_files
+from src.cli.environment_variables import load_environment, with_local_model, with_server_from_environment
+from src.core.errors import INTERRUPTED, BackendError, TrainerError
+from src.core.log_setup import set_log_levels
+from src.core.process import deadline, exit_process
+from src.evaluate.chat.config import ChatConfig
+from src.evaluate.chat.conversation import COMMANDS, Answer, Conversation, talk
+from src.policy.backend import connect
+from src.policy.chat import load_chat
+from src.records.checkpoints import sampler_path
+
+TITLE = [
+    "python -m src.evaluate.chat key=value ...",
+    "",
+    "Chat with a checkpoint or the base model. agent-trainer chat RUN takes all options from a run.",
+    "Commands in the chat: " + ", ".join(f"{name} {text}" for name, text in COMMANDS.items()) + ".",
+]
+PROMPT = "you> "
+
+
+@asynccontextmanager
+async def opened(config: ChatConfig) -> AsyncIterator[Conversation]:
+    """Connect to the endpoint and open the policy."""
+    checkpoint = sampler_path(config.checkpoint)
+    limit_s = config.request_timeout_s
+    chat = load_chat(config.tokenizer or config.model_name, enable_thinking=config.enable_thinking)
+    async with connect(config) as endpoint:
+        async with deadline(limit_s, BackendError, f"the server opened no policy within {limit_s:g} s"):
+            policy = await endpoint.open_policy(checkpoint)
+        yield Conversation(policy, chat, config)
+
+
+def read_line() -> str:
+    return input(PROMPT if sys.stdin.isatty() else "")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def chat(config: ChatConfig) -> None:
+    """Chat until the end of input. The event loop runs only while it connects, answers or closes, so that the
+    terminal's line editing and Ctrl-C work as in other programs.
+    """
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        try:
+            conversation = runner.run(stack.enter_async_context(opened(config)))
+            say(f"chatting with {config.checkpoint or config.model_name}; {', '.join(COMMANDS)}, Ctrl-D")
+            limit_s = config.request_timeout_s
+
+            async def answer(text: str) -> Answer:
+                async with deadline(limit_s, BackendError, f"the server gave no answer within {limit_s:g} s"):
+                    return await conversation.answer(text)
+
+            talk(lambda text: runner.run(answer(text)), conversation.reset, read=read_line, write=say)
+        finally:
+            runner.run(stack.aclose())
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the chat and return the exit status. Errors are one line."""
+    if (words := help_words(argv)) is not None:
+        print_help(help_for(ChatConfig, title=TITLE, words=words))
+        return 0
+    try:
+        argv = with_config_files(argv)
+        load_environment(argv)
+        argv = with_server_from_environment(argv, names=["skyrl_tx_url"])
+        config = parse_as(ChatConfig, with_local_model(argv))
+        with suppress(ImportError):
+            import readline  # noqa: F401  gives `input` line editing and a history
+        set_log_levels()
+        chat(config)
+        return 0
+    except KeyboardInterrupt:
+        say("")  # the terminal shows ^C on the line of the prompt
+        return INTERRUPTED
+    except TrainerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    exit_process(main(sys.argv[1:]))

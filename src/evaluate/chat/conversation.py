@@ -1,0 +1,117 @@
+"""A conversation of a user with a policy, and the loop that reads messages and writes answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from src.core.errors import ConfigError
+from src.core.trajectory import StopReason, Turn
+from src.evaluate.chat.config import ChatConfig
+from src.policy.chat import Chat
+from src.policy.sampling_policy import Policy, SampleRequest
+from src.policy.tool_messages import Message
+
+COMMANDS = {"/reset": "forgets the conversation", "/exit": "ends the chat, as Ctrl-D does"}
+MAX_SEED = 2**31
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    text: str
+    is_cut: bool  # at the limit of an answer or of the context
+
+
+class Conversation:
+    """The messages so far, as the token ids that were sampled."""
+
+    def __init__(self, policy: Policy, chat: Chat, config: ChatConfig) -> None:
+        self._policy = policy
+        self._chat = chat
+        self._config = config
+        self._last: Turn | None = None
+        self._num_answers = 0
+
+    def reset(self) -> None:
+        """Forget all messages."""
+        self._last = None
+
+    async def answer(self, text: str) -> Answer:
+        """Return the policy's answer to the user's message `text`.
+
+        Raises ConfigError if the message does not fit into the context, and BackendError. The conversation is
+        then as before.
+        """
+        config = self._config
+        message: Message = {"role": "user", "content": text}
+        if self._last is None:
+            system: list[Message] = [{"role": "system", "content": config.system}] if config.system else []
+            prompt_ids: Sequence[int] = self._chat.render([*system, message])
+        else:
+            prompt_ids = self._chat.extend(self._last.prompt_ids, self._last.completion_ids, [message])
+        max_tokens = config.length_limits.max_new_tokens(len(prompt_ids))
+        if max_tokens == 0:
+            raise ConfigError(
+                f"the conversation has {len(prompt_ids)} tokens, which leaves no room for an answer in "
+                f"context_limit={config.context_limit}; type /reset, or a shorter message"
+            )
+        turn = await self._policy.sample(
+            SampleRequest(
+                prompt_ids=prompt_ids,
+                max_tokens=max_tokens,
+                temperature=config.temperature,
+                top_p=config.top_p,
+                seed=(config.seed + self._num_answers) % MAX_SEED,
+                stop_token_ids=self._chat.stop_token_ids,
+            )
+        )
+        self._last = turn
+        self._num_answers += 1
+        return Answer(
+            text=self._chat.decode(turn.completion_ids), is_cut=turn.stop_reason == StopReason.LENGTH
+        )
+
+
+def talk(
+    answer: Callable[[str], Answer],
+    reset: Callable[[], None],
+    *,
+    read: Callable[[], str],
+    write: Callable[[str], None],
+) -> None:
+    """Answer the lines that `read` returns until it raises EOFError or returns /exit.
+
+    A line that cannot be answered is reported, and the next one is read. Raises BackendError.
+    """
+    while True:
+        try:
+            line = read().strip()
+        except EOFError:
+            return
+        except UnicodeDecodeError:
+            write("error: the line is not UTF-8 text; type it again")
+            continue
+        if line == "/exit":
+            return
+        if line == "/reset":
+            reset()
+            write("the conversation is forgotten")
+        elif re.fullmatch(r"/\w*", line.partition(" ")[0]):
+            write(f"error: unknown command {line.partition(' ')[0]}; commands are {' and '.join(COMMANDS)}")
+        elif line:
+            try:
+                reply = answer(line)
+            except ConfigError as error:
+                write(f"error: {error}")
+                continue
+            write(shown(reply.text) + (" [cut at the token limit]" if reply.is_cut else ""))
+
+
+def shown(text: str) -> str:
+    """Return the text without control characters, which a terminal would execute.
+
+    >>> shown("a\\x1b[2Jb")
+    'a[2Jb'
+    """
+    return "".join(character for character in text if character.isprintable() or character in "\n\t")
