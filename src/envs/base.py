@@ -50,15 +50,15 @@ class TaskSource(Protocol):
     def trial(self, task: Task, *, directory: Path, seed: int, temperature: float, member: int = 0) -> Trial:
         """Create a trial of `task` that writes its files below `directory`.
 
-        `seed` makes the sampling reproducible. `member` is the index of the trial in its group; whatever an
-        environment randomizes depends on the task and on `member` only, and is therefore equal in every step.
+        `seed` makes the sampling reproducible. `member` is the index of the trial in its group; everything
+        that an environment randomizes depends only on the task and `member`, so it is equal in every step.
         """
         ...
 
     async def noop_baseline(self, task: Task) -> float | None:
         """Return the reward of an agent that does nothing, or None if the environment cannot measure it.
 
-        Raises what an attempt at the task can raise.
+        Raises the same errors as an attempt at the task.
         """
         ...
 
@@ -76,8 +76,8 @@ class TaskSource(Protocol):
 
 
 async def close_quietly(source: TaskSource) -> None:
-    """Close the source. An error or a timeout is logged and not raised, so that it does not hide how the run
-    went."""
+    """Close the source. Errors and timeouts are logged, not raised, so that they do not replace the result of
+    the run."""
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await source.close()

@@ -1,9 +1,9 @@
-"""`python -m src.envs.cleanup`: remove what ended runs of this user have left on the machine.
+"""`python -m src.envs.cleanup`: remove the files and Docker objects that ended runs of this user left.
 
 The kernel ends the processes of sandboxes together with their trainer. Directories of sandboxes and, with
 Docker, containers, networks, volumes and images of trials can remain. All of them have a run label. A run has
-ended if its lock is free and its process does not exist. The command reports as removed only what does not
-exist afterwards, and its exit status is 1 if it could not remove something.
+ended if its lock is free and its process does not exist. The command reports an object as removed only if the
+object does not exist afterwards. Its exit status is 1 if it could not remove an object.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from src.envs.sandbox.run_directory import live_run_labels, remove_ended_runs
 
 
 def clean() -> CleanupReport:
-    """Remove what ended runs left and return what was done."""
-    # Before anything is listed: a run that starts after this call is protected by the check of its process.
+    """Remove the directories and Docker objects of ended runs, and return the names of the removed ones."""
+    # List the live runs first. The check of its process protects a run that starts after this call.
     live_labels = live_run_labels()
     directories = [f"sandbox directory {label}" for label in remove_ended_runs()]
     report = remove_ended(keep=live_labels) if why_no_engine() is None else CleanupReport()

@@ -31,20 +31,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvSpec:
-    """The declaration of a kind of message environment: its tasks, and how to make the environment of one
-    attempt.
-    """
+    """The declaration of a kind of message environment: its tasks and a function that makes an
+    environment."""
 
     tasks: Sequence[Task]
     # Makes the environment of one attempt from the task and a seed. The nth trial of a task has the same seed
-    # in every step, so a user simulator that is drawn from it stays the same person.
+    # in every step, so the seed selects the same simulated user in every step.
     make: Callable[[Task, int], MessageEnv]
     # The test split of the benchmark. If it is empty, eval_split and eval_tasks choose held-out tasks among
     # `tasks`.
     held_out: Sequence[Task] = ()
-    # Plays an environment as an agent that does nothing and returns the reward. None: it cannot be measured.
+    # Returns the reward of an agent that does nothing. None: the reward cannot be measured.
     noop_baseline: Callable[[MessageEnv], Awaitable[float]] | None = None
-    # Frees what the environments share. None: they share nothing.
+    # Frees the resources that the environments share. None: they share no resources.
     close: Callable[[], Awaitable[None]] | None = None
 
 
@@ -110,7 +109,7 @@ class EpisodeTasks:
             await self._spec.close()
 
     def batch_ended(self, directory: Path) -> None:
-        """Do nothing: rollouts/ already has everything about these trials."""
+        """Do nothing: rollouts/ already contains all data of these trials."""
 
     def text(self, token_ids: Sequence[int], clean: bool) -> str:
         return self._chat.tokenizer.decode(

@@ -4,8 +4,8 @@ The rules are those of SkyRL's skyrl_gym_generator in its multi-turn mode:
 
 - The context is measured before each answer. A context of exactly `max_input_length` tokens is still
   answered.
-- An answer that is cut at `max_generate_length` tokens is an answer like any other. Only the stop reason of
-  the last answer becomes that of the episode.
+- An answer that is cut at `max_generate_length` tokens is treated as a complete answer. The stop reason of
+  the episode is that of its last answer.
 - An episode whose context exceeds the limit is not graded. It keeps the rewards that it has received.
 - Messages after the last answer are not part of the trajectory.
 - An empty answer is passed to the environment, but it adds no turn to the trajectory.
@@ -68,17 +68,17 @@ class MessageEnv(Protocol):
     async def start(self) -> ResetResult:
         """Return the first messages.
 
-        Every exception becomes a `TrialFailure` of kind `env_init_failed`, EnvServerError one of kind
-        `env_server`, whose trial is repeated.
+        Every exception becomes a `TrialFailure` of kind `env_init_failed`. An EnvServerError becomes one of
+        kind `env_server`, and the trial is repeated.
         """
         ...
 
     async def step(self, answer: str) -> StepResult:
         """React to an answer, which may be empty or cut off. Return an observation for an invalid answer too.
 
-        ConnectionError, TimeoutError and the errors of `src.core.errors` declare a failure that no answer can
-        cause; the trial becomes a failure. Any other exception is attributed to the answer; the trial has the
-        reward 0 with the reason `env_error`.
+        ConnectionError, TimeoutError and the errors of `src.core.errors` except AgentFault report a failure
+        that the answer did not cause: the trial becomes a `TrialFailure`. Any other exception is attributed
+        to the answer: the trial has reward 0 with the reason `env_error`, or the reason of the AgentFault.
         """
         ...
 
@@ -89,14 +89,14 @@ class MessageEnv(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeSettings:
-    """How one episode is played. The same seed and the same policy give the same answers."""
+    """The settings of one episode. The same seed and the same policy give the same answers."""
 
     temperature: float
     seed: int
     max_turns: int | None = None
     # Let the chat template render the tools of an environment that permits it.
     use_native_tool_calling: bool = False
-    # Render the whole history for each answer, as the template shows it then, instead of extending the
+    # Before each answer, render the whole conversation with the chat template instead of extending the
     # tokens.
     step_wise: bool = False
 
@@ -142,7 +142,7 @@ class _Episode:
     def __init__(
         self, env: MessageEnv, policy: Policy, chat: Chat, limits: LengthLimits, settings: EpisodeSettings
     ) -> None:
-        # The kind of failure if the environment raises an exception now.
+        # The failure kind of an exception that the environment raises in the current phase.
         self.failure_kind = FailureKind.ENV_INIT_FAILED
         self.stop_reason = StopReason.STOP
         self.conversation: list[Message] = []

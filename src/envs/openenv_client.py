@@ -44,7 +44,8 @@ class OpenEnvResult(Protocol):
 
 
 class OpenEnvClient(Protocol):
-    """The methods that are used of the package's EnvClient. They are awaitable while an event loop runs."""
+    """The methods of the package's EnvClient that `OpenEnv` calls. They return awaitables in an event
+    loop."""
 
     def reset(self, **options: object) -> Awaitable[OpenEnvResult]: ...
 
@@ -72,8 +73,8 @@ class OpenEnv:
         self._client: OpenEnvClient | None = None
 
     async def start(self) -> ResetResult:
-        """Open a session. Waits while the server has its maximum number of sessions, then raises
-        RuntimeError.
+        """Open a session. If the server has its maximum number of sessions, this method waits for at most
+        CAPACITY_TIMEOUT_S seconds and then raises RuntimeError.
         """
         deadline = time.monotonic() + CAPACITY_TIMEOUT_S
         while True:

@@ -1,6 +1,6 @@
 """Options of environments and of their trials. A factory of `env=...` takes `EnvironmentOptions`.
 
-Options that only training uses are in classes of their own, because `python -m src.evaluate` lacks them.
+Options that only training uses are in separate classes, because `python -m src.evaluate` does not have them.
 """
 
 from __future__ import annotations

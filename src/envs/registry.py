@@ -28,7 +28,7 @@ BUILT_IN = {  # A module is imported when its environment is used, because impor
     "openenv": "src.envs.openenv_client:open_openenv",
     "data": "src.envs.data.environment:open_data",
 }
-CHECKS = {"data": "src.envs.data.environment:check_data"}  # of the files that an environment reads
+CHECKS = {"data": "src.envs.data.environment:check_data"}  # functions that check the input files
 
 
 def open_task_source(config: EnvironmentOptions, chat: Chat) -> TaskSource:
@@ -55,7 +55,7 @@ def known_environments() -> dict[str, str]:
 def check_environment(config: EnvironmentOptions) -> None:
     """Raises ConfigError for an unknown environment and for task files that it cannot use.
 
-    It needs no server, so that a run reports these mistakes before it connects to one or starts one.
+    The check needs no server, so a run reports these errors before it connects to a server or starts one.
     """
     find_factory(config.env)
     if (check := CHECKS.get(config.env)) is not None:
@@ -64,8 +64,8 @@ def check_environment(config: EnvironmentOptions) -> None:
 
 
 def find_factory(name: str) -> Factory:
-    """Return the factory of an environment. Raises ConfigError if there is none; the message lists the known
-    names.
+    """Return the factory of an environment. Raises ConfigError, which lists the known names, if there is
+    none.
     """
     environments = known_environments()
     place = environments.get(name, name)

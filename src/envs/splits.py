@@ -54,9 +54,7 @@ def chosen_tasks(tasks: Sequence[Task], patterns: Sequence[str] | None) -> list[
 
 
 def require_unique_ids(tasks: Sequence[Task]) -> None:
-    """Raise ConfigError if two tasks share an id, because groups, journal and metrics identify a task by its
-    id.
-    """
+    """Raise ConfigError if two tasks share an id. Groups, journal and metrics identify a task by its id."""
     seen: dict[str, Task] = {}
     for task in tasks:
         if task.id in seen:

@@ -1,6 +1,7 @@
 """`python -m src.envs.try_env data=FILE|env=NAME|tasks_dir=DIR`: play a few trials of an environment.
 
-The command prints each conversation with its reward, and then the pass rate. Who answers is `policy`:
+The command prints each conversation with its reward, and then the pass rate. The option `policy` selects the
+source of the answers:
 
     policy=model     a model of a Tinker endpoint or of an OpenAI-compatible endpoint; the default with
                      model_name
@@ -55,7 +56,7 @@ TITLE = [
     "",
     "Plays a few trials of an environment and prints them with their rewards and the pass rate.",
 ]
-NO_SERVER = "http://unused"  # typed and scripted answers need no server, but the options name one
+NO_SERVER = "http://unused"  # for typed and scripted answers; the options require an address
 
 PolicyFor = Callable[[Task], Policy]
 
@@ -97,7 +98,7 @@ class TryConfig(HarborOptions, TauBenchOptions):
 
     @property
     def kind(self) -> str:
-        """The policy that `auto` stands for."""
+        """The kind of policy; `auto` is resolved."""
         if self.policy != "auto":
             return self.policy
         if self.model_name:
@@ -151,11 +152,11 @@ class AnsweringPolicy:
 
 
 def scripted(lines: Sequence[str]) -> Policy:
-    """Return a policy that says the lines in order and repeats the last one."""
+    """Return a policy that answers with the lines in order and repeats the last one."""
 
     def answer(messages: Sequence[dict[str, str]]) -> str:
-        num_said = sum(message["role"] == "assistant" for message in messages)
-        return lines[min(num_said, len(lines) - 1)]
+        num_answers = sum(message["role"] == "assistant" for message in messages)
+        return lines[min(num_answers, len(lines) - 1)]
 
     return AnsweringPolicy(answer)
 
@@ -164,8 +165,8 @@ def typed(console: Console) -> Policy:
     """Return a policy that shows the new messages and reads the answer from the terminal."""
 
     def answer(messages: Sequence[dict[str, str]]) -> str:
-        said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        for message in messages[said[-1] + 1 if said else 0 :]:
+        answer_indices = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        for message in messages[answer_indices[-1] + 1 if answer_indices else 0 :]:
             console.print(message_text(message["role"], message["content"]))
         try:
             return console.input("[bold green]answer>[/] ")

@@ -1,4 +1,4 @@
-"""Functions of the user's own that an option names as `module:function`."""
+"""The user's own functions, which an option names as `module:function`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def load_function(name: str, *, option: str, value: str | None = None) -> Callab
     `value` is the option's value in error messages, if it is not `name`. Raises ConfigError if the module
     cannot be imported or has no such function.
     """
-    given, (module_name, _, function_name) = f"{option}={value or name}", name.partition(":")
+    setting, (module_name, _, function_name) = f"{option}={value or name}", name.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"{given}: cannot import {module_name} ({error}); is it installed, or on PYTHONPATH?"
+            f"{setting}: cannot import {module_name} ({error}); is it installed, or on PYTHONPATH?"
         ) from error
     except Exception as error:  # The user's module can raise anything while it is imported.
         raise ConfigError(
-            f"{given}: cannot import {module_name} ({type(error).__name__}: {error}); fix the module"
+            f"{setting}: cannot import {module_name} ({type(error).__name__}: {error}); fix the module"
         ) from error
     function = vars(module).get(function_name)
     if function is None:
-        raise ConfigError(f"{given}: {module_name} has no function {function_name}")
+        raise ConfigError(f"{setting}: {module_name} has no function {function_name}")
     if not callable(function):
-        raise ConfigError(f"{given}: {function_name} of {module_name} is not a function")
+        raise ConfigError(f"{setting}: {function_name} of {module_name} is not a function")
     return function

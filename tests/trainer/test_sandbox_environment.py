@@ -64,7 +64,7 @@ def test_a_task_has_harbors_default_network(
         parsed = EnvironmentConfig.model_validate(config)
     for reason, expected in ((None, available), ("it needs a package", lacking)):
         monkeypatch.setattr("src.envs.sandbox.task_requirements.why_no_network", lambda reason=reason: reason)
-        assert network_access(parsed, given=requested) is expected
+        assert network_access(parsed, has_network_option=requested) is expected
 
 
 async def test_files_are_uploaded_and_downloaded(tmp_path: Path) -> None:

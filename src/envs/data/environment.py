@@ -1,4 +1,4 @@
-"""env=data: questions with reference answers from files, without a class.
+"""env=data: questions with reference answers from files. It needs no environment class.
 
     data=train.jsonl test_data=test.parquet reward=number
     data=tasks.jsonl reward=my_module:grade environment_kwargs=question=problem,answer=result,attempts=3
@@ -53,13 +53,15 @@ class DataEnv:
 
     async def step(self, answer: str) -> StepResult:
         if self._follow_ups:
-            return StepResult(messages=[_user(self._follow_ups.pop(0))])
+            return StepResult(messages=[_user_message(self._follow_ups.pop(0))])
         graded = await self._reward.grade(without_thoughts(answer), self._question)
         if graded.message:
-            return StepResult(messages=[_user(graded.message)], reward=graded.reward, metrics=graded.metrics)
+            return StepResult(
+                messages=[_user_message(graded.message)], reward=graded.reward, metrics=graded.metrics
+            )
         self._num_attempts_left -= 1
         if graded.reward < SOLVED and self._num_attempts_left > 0:
-            return StepResult(messages=[_user(RETRY_MESSAGE)], metrics=graded.metrics)
+            return StepResult(messages=[_user_message(RETRY_MESSAGE)], metrics=graded.metrics)
         return StepResult(reward=graded.reward, is_done=True, metrics=graded.metrics)
 
     async def close(self) -> None:
@@ -67,7 +69,7 @@ class DataEnv:
 
 
 def open_data(config: EnvironmentOptions, chat: Chat) -> TaskSource:
-    """Return the tasks of `data` and `test_data`. Raises ConfigError as `read_tasks` does."""
+    """Return the tasks of `data` and `test_data`. Raises the errors of `read_tasks`."""
     reward = open_reward(str(config.reward))
     tasks, held_out = read_tasks(config, reward)
     options = config.environment_options
@@ -98,7 +100,7 @@ def read_tasks(config: EnvironmentOptions, reward: Reward) -> tuple[list[Task], 
     """Return the tasks of `data` and those of `test_data`.
 
     Raises ConfigError with file and line for a row that has no question, that `reward` cannot grade, or whose
-    question is in both.
+    question is in both `data` and `test_data`.
     """
     options = config.environment_options
     read = partial(
@@ -106,18 +108,19 @@ def read_tasks(config: EnvironmentOptions, reward: Reward) -> tuple[list[Task], 
     )
     tasks = [task for text in config.data or () for task in read(text)]
     tests = [task for text in config.test_data or () for task in read(text, may_be_named=True)]
-    trained = {task.instruction: task for task in tasks}
+    training_tasks = {task.instruction: task for task in tasks}
     for test in tests:
-        if test.instruction in trained:
+        if test.instruction in training_tasks:
             raise ConfigError(
-                f"{_where(test)}: the question is also in {_where(trained[test.instruction])}; remove it "
-                "from data or from test_data"
+                f"{_where(test)}: the question is also in {_where(training_tasks[test.instruction])}; "
+                "remove it from data or from test_data"
             )
     return tasks, tests
 
 
 def read_system(path: str | None) -> str:
-    """Return the system message in a file; empty without a file."""
+    """Return the system message in the file `path`, or "" without a path. Raises ConfigError if it cannot be
+    read."""
     try:
         return "" if path is None else Path(path).expanduser().read_text().strip()
     except (OSError, ValueError) as error:
@@ -150,5 +153,5 @@ def _where(task: Task) -> str:
     return question.record.where
 
 
-def _user(text: str) -> Message:
+def _user_message(text: str) -> Message:
     return {"role": "user", "content": text}

@@ -4,8 +4,8 @@ are lines of JSON.
     {"id": 1, "timeout_s": 10, "reference": "1/2", "answer": "It is 0.5."}
     {"id": 1, "equal": true}
 
-Both comparisons can run for ever on an answer such as 9^9^9^9, and neither can be interrupted from Python.
-SIGALRM therefore ends the process at the deadline of a request, and its memory is limited.
+A comparison may not end for an answer such as 9^9^9^9, and Python cannot interrupt it. SIGALRM therefore ends
+the process at the deadline of a request, and its memory is limited.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_MEMORY_BYTES = 2 << 30
 
 
 def open_comparison(name: str) -> Callable[[str, str], bool]:
-    """Return the function of reference and answer that says whether the answer is right.
+    """Return a function that takes reference and answer and returns whether the answer is correct.
 
     `regex`: the answer has a match of the reference. `math`: both have the same value (package math-verify).
     """
@@ -32,7 +32,7 @@ def open_comparison(name: str) -> Callable[[str, str], bool]:
     from math_verify import parse, verify  # imports sympy, which takes a second
 
     def has_same_value(reference: str, answer: str) -> bool:
-        # SIGALRM is the timeout; the package's own one would replace its handler.
+        # SIGALRM is the timeout; the timeout of math-verify would replace its handler.
         gold = parse(f"${reference}$", parsing_timeout=0) or parse(reference, parsing_timeout=0)
         return verify(gold, parse(answer, parsing_timeout=0), timeout_seconds=0)
 

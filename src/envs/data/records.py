@@ -1,4 +1,4 @@
-"""Records of .jsonl and .parquet files. Each record knows its file and line, for error messages."""
+"""Records of .jsonl and .parquet files. Each record has its file and line for error messages."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
 def without_nulls(value: object) -> object:
     """Return a value of a table without its null fields.
 
-    In a table all records have the union of their fields.
+    In a parquet table, every record has all fields that occur in any record.
 
     >>> without_nulls([{"name": "cancel", "arguments": {"order": "W1", "items": None}}])
     [{'name': 'cancel', 'arguments': {'order': 'W1'}}]

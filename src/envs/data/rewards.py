@@ -1,4 +1,4 @@
-"""The reward functions of `env=data`: `reward=exact|number|regex|math`, or a function of the user's own.
+"""The reward functions of `env=data`: `reward=exact|number|regex|math`, or the user's own function.
 
     def grade(answer: str, row: Mapping[str, Any]) -> float: ...        # reward=my_module:grade
 
@@ -25,7 +25,7 @@ from src.envs.service.subprocess_pool import WorkerLost, WorkerPool, WorkerSetti
 from src.envs.user_code import load_function
 
 BUILT_IN = ("exact", "number", "regex", "math")
-MARKER = "####"  # GSM8K writes the result of a solution after it
+MARKER = "####"  # GSM8K writes the result of a solution after this marker
 BOXED = re.compile(r"\\boxed\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 NUMBER = re.compile(
     r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|(?<![\w.])[-+]?\.\d+"
@@ -76,8 +76,8 @@ def open_reward(name: str) -> Reward:
 
 
 def marked(text: str) -> str:
-    r"""Return the final result of a solution: what follows the last `####`, or else is in the last
-    `\boxed{}`, or else the whole text.
+    r"""Return the final result of a solution: the text after the last `####`, else the content of the last
+    `\boxed{}`, else the whole text.
 
     >>> marked("6 * 7 = 42 #### 42"), marked(r"so \boxed{\frac{1}{2}}."), marked(" 42\n")
     ('42', '\\frac{1}{2}', '42')
@@ -174,7 +174,7 @@ class WorkerReward:
     async def _is_equal(self, request: Mapping[str, object]) -> bool:
         while True:
             worker = await self._pool.worker()
-            worker.num_sessions += 1  # by which the pool chooses the least loaded worker
+            worker.num_sessions += 1  # the pool chooses the worker with the fewest sessions
             try:
                 reply = await worker.ask(request, timeout_s=GRADING_TIMEOUT_S)
             finally:
@@ -184,7 +184,7 @@ class WorkerReward:
 
 
 class FunctionReward:
-    """A function of the user's own. Implements `Reward`."""
+    """The user's own function. Implements `Reward`."""
 
     def __init__(self, function: Callable[[str, Mapping[str, Any]], Awaitable[Any] | Any]) -> None:
         self._function = function

@@ -4,8 +4,8 @@
     {"prompt": [{"role": "user", "content": "..."}], "reward_spec": {"ground_truth": "42"}}  as in SkyRL
     {"messages": [{"role": "user", ...}, {"role": "assistant", "content": "42"}]}          as in chat data
 
-The messages may contain assistant messages, which the agent sees as the earlier conversation. If several
-user messages follow the last of them, each is sent after the agent has answered the one before.
+The messages may contain assistant messages, which the agent sees as the earlier conversation. If several user
+messages follow the last assistant message, each is sent after the agent has answered the previous one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """The columns that the user names. None: the first of the usual names that a row has."""
+    """The columns that the user selects. None: the first of the default columns that the row has."""
 
     question: str | None = None
     answer: str | None = None
@@ -50,8 +50,8 @@ class Question:
     @property
     def text(self) -> str:
         """The user's messages, by which repeated rows are recognised."""
-        asked = [str(message["content"]) for message in self.opening if message["role"] != "system"]
-        return "\n".join([*asked, *self.follow_ups])
+        user_texts = [str(message["content"]) for message in self.opening if message["role"] != "system"]
+        return "\n".join([*user_texts, *self.follow_ups])
 
 
 def read_questions(path: Path, columns: Columns) -> list[Question]:
@@ -77,11 +77,11 @@ def question_of(record: Record, columns: Columns) -> Question:
         reference = answer if reference is None else reference
     if messages[-1]["role"] != "user":
         raise ConfigError(f"{record.where}: {column} does not end with a user message; correct it")
-    first = max(i for i, message in enumerate(messages) if i == 0 or message["role"] == "assistant")
-    first = next(i for i in range(first, len(messages)) if messages[i]["role"] == "user")
+    last_answer = max(i for i, message in enumerate(messages) if i == 0 or message["role"] == "assistant")
+    last_opening = next(i for i in range(last_answer, len(messages)) if messages[i]["role"] == "user")
     return Question(
-        opening=messages[: first + 1],
-        follow_ups=[str(message["content"]) for message in messages[first + 1 :]],
+        opening=messages[: last_opening + 1],
+        follow_ups=[str(message["content"]) for message in messages[last_opening + 1 :]],
         reference=reference,
         record=record,
     )
@@ -150,13 +150,15 @@ def _reference(record: Record, columns: Columns) -> str | None:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _missing(record: Record, column: str | None, usual: Sequence[str], *, option: str) -> ConfigError:
-    there = ", ".join(record.values) or "none"
+def _missing(
+    record: Record, column: str | None, default_columns: Sequence[str], *, option: str
+) -> ConfigError:
+    columns = ", ".join(record.values) or "none"
     if column is not None:
-        return ConfigError(f"{record.where}: there is no column {column}; its columns are {there}")
+        return ConfigError(f"{record.where}: there is no column {column}; its columns are {columns}")
     return ConfigError(
-        f"{record.where}: there is none of the columns {', '.join(usual)}; its columns are {there}; "
-        f"name one with environment_kwargs={option}=COLUMN"
+        f"{record.where}: there is none of the columns {', '.join(default_columns)}; its columns are "
+        f"{columns}; name one with environment_kwargs={option}=COLUMN"
     )
 
 

@@ -62,7 +62,7 @@ class FleetSettings:
         )
 
     async def connect(self, url: str) -> McpSession:
-        """Raises EnvServerError."""
+        """Open a session. Raises EnvServerError."""
         return await McpSession.connect(url, headers=self.headers, call_timeout_s=self.call_timeout_s)
 
 
@@ -121,8 +121,8 @@ class FleetEpisode:
     async def _call_for_agent(self, call: ToolCall) -> ToolResult:
         """Return the result of a call, or an error that the agent reads.
 
-        A call without a valid result is an error for the agent as long as the server answers afterwards,
-        because the arguments can cause it. Raises EnvServerError if the server does not answer.
+        A call without a valid result becomes an error for the agent if the server still answers, because the
+        arguments may be the cause. Raises EnvServerError if the server does not answer.
         """
         if call.name not in self._tools:
             return _error(f"there is no tool {call.name}; the tools are {', '.join(self._tools)}")
@@ -215,7 +215,7 @@ async def check(settings: FleetSettings, urls: Sequence[str]) -> None:
 
 
 def shortened(text: str, max_chars: int) -> str:
-    """Return at most `max_chars` characters and how many were left out.
+    """Truncate a text to `max_chars` characters and append the number of omitted characters.
 
     >>> shortened("abcd", 3)
     'abc\\n[1 more characters are not shown]'

@@ -1,7 +1,7 @@
 """A session with an MCP server over streamable HTTP (modelcontextprotocol.io, revision 2025-06-18).
 
-The module uses httpx and not the package `mcp`: a trial needs the HTTP status and a limit on the size of a
-response, which that package hides, in order to distinguish a failed call from a failed server.
+The module uses httpx and not the package `mcp`: that package gives access to neither the HTTP status nor a
+limit on the size of a response. A trial needs both to distinguish a failed call from a failed server.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CONNECT_TIMEOUT_S = 10.0
 PING_TIMEOUT_S = 10.0
 MAX_RESPONSE_BYTES = 8 * 2**20
 MAX_PAGES = 100  # of the list of tools
-# HTTP statuses that say that the server or its gateway does not work. 404: the session has ended.
+# HTTP statuses of a server or gateway that does not work. 404: the session has ended.
 UNAVAILABLE = frozenset({401, 403, 404, 408, 429, 502, 503, 504})
 
 
 class CallFailed(Exception):
-    """A request has no valid result. The server may still work: `McpSession.ping` tells."""
+    """A request has no valid result. The server may still work; `McpSession.ping` checks this."""
 
 
 class CallRejected(CallFailed):
@@ -61,7 +61,7 @@ class McpSession:
 
     @classmethod
     async def connect(cls, url: str, *, headers: Mapping[str, str], call_timeout_s: float) -> McpSession:
-        """Open a session. Raises EnvServerError if the server cannot be reached or is no MCP server."""
+        """Open a session. Raises EnvServerError if the server cannot be reached or is not an MCP server."""
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         client = httpx.AsyncClient(
             headers=dict(headers), timeout=timeout, follow_redirects=True, verify=_ssl_context()
@@ -101,7 +101,7 @@ class McpSession:
             raise CallFailed(f"the result is invalid: {error}") from error
 
     async def ping(self) -> None:
-        """Raises EnvServerError unless the server answers in this session."""
+        """Check that the server answers in this session. Raises EnvServerError if it does not."""
         try:
             await self._request("ping", {}, timeout_s=PING_TIMEOUT_S)
         except CallRejected:
@@ -177,7 +177,7 @@ class McpSession:
 
 
 def openai_schema(tool: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the OpenAI schema of a tool of `tools/list`. Raises ValueError if its schema is no object.
+    """Return the OpenAI schema of a tool of `tools/list`. Raises ValueError if its schema is not an object.
 
     >>> openai_schema({"name": "f", "inputSchema": {"type": "object"}})["function"]
     {'name': 'f', 'description': '', 'parameters': {'type': 'object'}}

@@ -1,4 +1,4 @@
-"""Runs the verifier of a Fleet task in a sandbox of its own.
+"""Runs the verifier of a Fleet task in a separate sandbox.
 
 The sandbox has no network, an empty environment, and read-only system directories. An agent reaches neither
 the process nor its files: the verifier receives the final answer as text and calls tools through the trainer.
@@ -38,7 +38,7 @@ async def verify(task: Task, final_answer: str, call_tool: CallTool, *, timeout_
     """Return the reward of `task`. `timeout_s` limits the time without the tool calls.
 
     Raises AgentFault if the verifier gives no reward, SandboxError if its process cannot start or is killed,
-    and what `call_tool` raises.
+    and the errors of `call_tool`.
     """
     async with contextlib.AsyncExitStack() as stack:
         process = await _start(stack)
@@ -131,7 +131,7 @@ async def _start(stack: contextlib.AsyncExitStack) -> asyncio.subprocess.Process
 
 
 async def _exchange(process: asyncio.subprocess.Process, request: Mapping[str, object]) -> object:
-    """Send a message and return the reply. Raises AgentFault if the verifier ends without one."""
+    """Send a message and return the reply. Raises AgentFault if the verifier ends without a reply."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(ConnectionError):  # the process has ended; `readline` reports it
         process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -151,6 +151,6 @@ async def _exchange(process: asyncio.subprocess.Process, request: Mapping[str, o
 async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
-            # `process.kill()` would take the exit status of an ended process away from the event loop.
+            # `process.kill()` would reap an ended process, and the event loop would lose its exit status.
             os.killpg(process.pid, signal.SIGKILL)
     await process.communicate()

@@ -24,7 +24,7 @@ class ToolError(Exception):
 
 
 class Environment:
-    """What a verifier sees of the environment: the task's fields, and the tools of the trial's session."""
+    """The environment of a verifier: the task's fields, and the tools of the trial's session."""
 
     def __init__(self, task, exchange):
         self.task = task
@@ -67,7 +67,7 @@ def as_reply(value):
 def main():
     requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):  # what the verifier prints is no reply
+    for descriptor in (0, 1, 2):  # output of the verifier must not enter the replies
         os.dup2(null, descriptor)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))

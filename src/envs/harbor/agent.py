@@ -1,5 +1,4 @@
-"""Terminus-2 with a `TinkerLLM`. However an episode ends, it has a stop reason, and the verifier runs
-afterwards.
+"""Terminus-2 with a `TinkerLLM`. Every episode that can be graded has a stop reason.
 
 Harbor constructs agents from JSON, which cannot contain a language model. `register_session` therefore stores
 the model of each trial under a key, and the agent receives the key.
@@ -126,7 +125,7 @@ class TrainingTerminus2(Terminus2):
 
     @override
     def _limit_output_length(self, output: str, max_bytes: int = 10000) -> str:
-        """Return Harbor's result without encoding the whole output, which can have 16 MiB, four times."""
+        """Return the same result as Harbor, without encoding the whole output (up to 16 MiB) four times."""
         if len(output) <= 2 * max_bytes:
             return super()._limit_output_length(output, max_bytes)
         half = max_bytes // 2
@@ -138,7 +137,8 @@ class TrainingTerminus2(Terminus2):
 
     @override
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
-        """Play the episode. Raises only errors that prevent grading: of the back end or of the sandbox."""
+        """Play the episode. Raises TrainerError if grading is impossible, and unexpected errors of
+        Terminus-2."""
         self._num_answers = 0
         self._is_confirmed = False
         try:
@@ -164,7 +164,7 @@ class TrainingTerminus2(Terminus2):
         return StopReason.SESSION_CLOSED if self._num_answers < self._n_episodes else StopReason.MAX_TURNS
 
     async def _attribute_error(self, error: Exception, environment: BaseEnvironment) -> None:
-        """Attribute a terminal that stopped working: to the agent if its sandbox runs commands, else to the
+        """Attribute an error of the terminal to the agent if its sandbox still runs commands, else to the
         sandbox.
 
         An agent that broke its own machine (`rm -rf /`, `kill -9 -1`) is graded on the state that remains.

@@ -1,9 +1,9 @@
 """The files of an agent that are carried over into the fresh environment that grades its trial.
 
 This module runs on the host. It reads a listing and an archive from the agent's environment, in which the
-agent may have replaced every program, so both are untrusted data. Whatever they contain, the result is a set
-of files that the agent could have created itself, without the paths in `SEARCHED` and `STARTUP`, from which
-the programs of a verifier load code.
+agent may have replaced every program. Both are therefore untrusted data. The result contains only files that
+the agent could have created itself. It omits the paths in `SEARCHED` and `STARTUP`, from which the programs
+of a verifier load code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STARTUP = (  # what programs read when they start
     "/etc/npmrc", "/etc/ruby*", "/etc/php*", "/etc/R", "/etc/pip.conf", "/etc/uv", "/etc/gitconfig",
     "/etc/ssl/openssl.cnf", "/etc/ssh", "/etc/tmux.conf", "/etc/screenrc", "/etc/vim", "/etc/inputrc",
     "/etc/wgetrc", "/etc/curlrc",
-    "/home/*/.*", "/root/.*",  # hidden files: of shells, git and pip, and ~/.local with modules
+    "/home/*/.*", "/root/.*",  # hidden files of shells, git and pip, and modules in ~/.local
     *(
         f"{directory}/{name}"  # pytest looks for these in the parent directories of the tests
         for directory in ("", "/root", "/home/*")
@@ -123,7 +123,7 @@ class CarryRules:
         if entry.kind != "d" and (
             path in self._parents or (entry.kind == "l" and re.fullmatch(r"/home/[^/]+", path))
         ):
-            return False  # It would replace a directory that contains an excluded path.
+            return False  # The entry would replace a directory that contains an excluded path.
         in_path = str(PurePosixPath(path).parent) in self._path_directories
         return not (in_path and (entry.kind == "l" or (entry.kind == "f" and entry.mode & 0o111)))
 
@@ -207,9 +207,7 @@ def check_limits(num_members: int, num_bytes: int) -> None:
 
 
 class FilteredArchive:
-    """A tar archive that receives only members that the rules carry over. Its methods block; call them in a
-    thread.
-    """
+    """A tar archive of the members that the rules carry over. Its methods block; call them in a thread."""
 
     def __init__(self, target: IO[bytes], rules: CarryRules, changes: FileChanges) -> None:
         self._archive = tarfile.TarFile(
@@ -280,7 +278,7 @@ class FilteredArchive:
 def leads_to_verifier(path: str, target: str) -> bool:
     """Return whether a symbolic link at `path` leads to, into or above one of `VERIFIER_PATHS`.
 
-    A target with `..` after a name counts as one that does, because where it leads depends on other links.
+    A target with `..` after a name also counts, because its destination depends on other links.
 
     >>> targets = ("answer.txt", "/tests/a", "../tests/a", "..", "x/../../tests/a")
     >>> [leads_to_verifier("/app/link", target) for target in targets]

@@ -39,7 +39,7 @@ MODIFIED, ADDED, REMOVED = 0, 1, 2  # the kinds of changes that the engine repor
 class DockerFiles:
     """The files of one agent in the main container of its compose project. Implements `AgentFiles`.
 
-    No program of that container is run to export them.
+    The export runs no program of that container.
     """
 
     def __init__(self, environment: BaseEnvironment) -> None:
@@ -132,7 +132,7 @@ class DockerFiles:
         )
 
     def _add(self, filtered: FilteredArchive, container: Any, path: str, *, is_new: bool) -> bool:
-        """Add `path` to the archive. Returns whether everything below `path` was added with it."""
+        """Add `path` to the archive. Returns whether all files below `path` were added too."""
         try:
             stream, _ = container.get_archive(path)
         except NotFound:
@@ -183,7 +183,7 @@ def compose_project(session_id: str) -> str:
 def can_carry_files(environment: BaseEnvironment) -> bool:
     """Return whether the files of an environment's container can be carried over to a fresh one.
 
-    They cannot if the task's compose project has services of its own or if the engine does not respond.
+    This is impossible if the task has its own docker-compose.yaml or if the engine does not respond.
     """
     if (environment.environment_dir / "docker-compose.yaml").is_file():
         return False

@@ -214,8 +214,8 @@ def trial_environment(
                 )
         case harbor_type:
             options["type"] = harbor_type
-    # With the default, /tmp, an agent that runs `rm -rf /tmp/*` ends its own terminal. All users can write to
-    # /var/tmp.
+    # With tmux's default directory, /tmp, an agent that runs `rm -rf /tmp/*` ends its own terminal. All users
+    # can write to /var/tmp.
     options["env"] = {"TMUX_TMPDIR": "/var/tmp"}
     return options
 

@@ -1,4 +1,4 @@
-"""A second environment of a trial's task, created in the same way as Harbor creates the agent's."""
+"""A second environment for a trial's task, created in the same way as the agent's environment."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""The grading of a trial, in a fresh environment that has the agent's files only, or in the agent's
-environment.
+"""The grading of a trial: in a fresh environment with the agent's files only, or in the agent's environment.
 
-    agent starts       The files of its environment are listed. agent ends         The processes of a sandbox
-    are killed. A fresh environment of the same task starts. verification       A container is killed. The
-    files that the agent changed are unpacked in the fresh environment,
-                       in which the verifier then runs.
+    agent starts   The files of the agent's environment are listed.
+    agent ends     The processes of a sandbox are killed. A fresh environment of the same task starts.
+    verification   A container is killed. The files that the agent changed are unpacked in the fresh
+                   environment, in which the verifier then runs.
 
 An error after the agent has acted is attributed to the agent, with the reward 0, unless the same error occurs
-without the agent. A second fresh environment is started at once to determine this.
+without the agent. To determine this, a second fresh environment is started.
 """
 
 from __future__ import annotations
@@ -77,12 +76,12 @@ class AgentFiles(Protocol):
 
 
 class Grading:
-    """The grading of one trial. `environment` is where the verifier runs, once verification has started."""
+    """The grading of one trial. `environment` is that of the verifier, once verification has started."""
 
     def __init__(self, trial: Trial, method: GradingMethod) -> None:
         self.environment: BaseEnvironment = trial.agent_environment
         self.fault: AgentFault | None = None
-        self.extra_s = 0.0  # the time of grading without that of the verifier
+        self.extra_s = 0.0  # seconds of grading, without the time of the verifier
         self.agent_ended_at: float | None = None  # by the monotonic clock
         self._trial = trial
         self._method = method
@@ -102,7 +101,7 @@ class Grading:
     async def attribute(self, reason: ZeroReason) -> ZeroReason | None:
         """Return the graded-zero reason of an error, or None if the error also occurs without the agent.
 
-        `reason` is used unless the grading itself has a more precise one.
+        If the grading itself has failed, the reason of its fault replaces `reason`.
         """
         if self.fault is not None:
             reason = self.fault.reason
@@ -137,7 +136,7 @@ class Grading:
 
     @property
     def _is_separate(self) -> bool:
-        """Whether the task has an environment of its own for the verifier, which Harbor starts."""
+        """Whether the task has a separate verifier environment, which Harbor starts."""
         return resolve_task_verifier_mode(self._trial.task.config) is VerifierEnvironmentMode.SEPARATE
 
     async def _agent_starts(self, _: TrialHookEvent) -> None:
@@ -151,8 +150,8 @@ class Grading:
         """Stop a sandbox that does not respond. Start the fresh environment while the agent's logs are
         collected.
 
-        The processes of a sandbox that is graded elsewhere end here, so collecting its logs needs no other
-        check.
+        If the trial is graded in a fresh sandbox, the processes of the agent's sandbox are killed here, so
+        collecting its logs needs no further check.
         """
         environment = self._trial.agent_environment
         self.agent_ended_at = time.monotonic()
@@ -205,7 +204,7 @@ class Grading:
         self.environment = fresh
 
     async def _await_fresh(self, starting: asyncio.Task[BaseEnvironment]) -> BaseEnvironment:
-        """Return the fresh environment. If its start fails, which a load by the agent can cause, start
+        """Return the fresh environment. If it did not start, for example because of the agent's load, start
         another one.
         """
         try:
@@ -306,7 +305,7 @@ async def graded(trial: Trial, method: GradingMethod) -> AsyncIterator[Grading]:
 
 
 def _clear(directory: Path) -> None:
-    """Remove what a container wrote to a directory that it shared with the host, without following links."""
+    """Remove the contents of a directory that a container shared with the host, without following links."""
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -1,5 +1,5 @@
-"""How each task is graded: as `environment_kwargs` says, else as `validate` recorded, else in a fresh
-environment.
+"""The grading method of each task. `environment_kwargs` or the record of `validate` selects it; the default
+is a fresh environment.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class GradingMethod:
     """How the trials of one task are graded."""
 
     mode: GradingMode = GradingMode.FRESH
-    keep_processes: bool = False  # in place: The verifier needs processes that the agent started.
-    is_recorded: bool = False  # `validate` observed that the verifier of the task works.
+    keep_processes: bool = False  # in place only: the verifier needs processes that the agent started
+    is_recorded: bool = False  # `validate` observed that the verifier of the task works
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class GradingMethod:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradingOption:
-    """What `environment_kwargs` says about grading. Without `method`, the record of each task decides."""
+    """The grading option of `environment_kwargs`. Without `method`, the record of each task is used."""
 
     method: GradingMethod | None = None
 
@@ -113,8 +113,8 @@ def write_records(directory: Path, environment_type: str, methods: Mapping[Task,
 def recorded_method(task: Task, environment_type: str) -> GradingMethod | None:
     """Return the recorded grading method of a task.
 
-    Returns None if there is no record, or, with a warning, if the task has changed since. Raises ConfigError
-    if the record cannot be read.
+    Returns None if there is no record, or, with a warning, if the task has changed after `validate` recorded
+    it. Raises ConfigError if the record cannot be read.
     """
     for path in (task.path.parent / RECORD_NAME, task.path / RECORD_NAME):
         record = _records(path).get(task.path.name)
@@ -159,7 +159,7 @@ def _records(path: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def _read_records(path: Path, _modified_ns: int) -> dict[str, Any]:
-    """Read a record file. The cache makes one read serve all tasks of the folder."""
+    """Read a record file. The cache avoids one read per task."""
     try:
         records = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -8,8 +8,8 @@ from src.envs.harbor.carried_files import STARTUP
 from src.envs.harbor.grading_method import GradingMethod
 from src.envs.sandbox.environment import SandboxEnvironment
 
-# Removes files that changed after the agent started: start-up files, modules that Python imports by itself,
-# and programs in /usr/local that take precedence over a system program of the same name.
+# Removes files that changed after the agent started: start-up files, modules that Python imports
+# automatically, and programs in /usr/local that take precedence over a system program of the same name.
 SCRIPT = """
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
 unset BASH_ENV ENV LD_PRELOAD LD_LIBRARY_PATH LD_AUDIT PYTHONPATH PYTHONSTARTUP PYTHONHOME
@@ -29,7 +29,7 @@ TIMEOUT_S = 120
 
 
 async def clean_in_place(environment: BaseEnvironment, method: GradingMethod, *, since: float) -> None:
-    """Remove the files of the agent that a verifier would load implicitly. This cannot find all of them.
+    """Remove the files of the agent that a verifier would load implicitly. Some of these files may remain.
 
     Changes after the time `since`, in seconds since the epoch, are attributed to the agent.
     """

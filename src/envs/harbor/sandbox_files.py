@@ -1,6 +1,4 @@
-"""The files that an agent changed in a bubblewrap sandbox: their export, and their unpacking in a fresh
-sandbox.
-"""
+"""The files that an agent changed in a bubblewrap sandbox: export, and unpacking in a fresh sandbox."""
 
 from __future__ import annotations
 
@@ -34,8 +32,8 @@ LIST = (
     "find / /usr/local /dev/shm -xdev \\( -path /.sandbox -o -path /tests -o -path /logs/verifier \\) "
     f"-prune -o -printf '{LISTING_FORMAT}' 2>/dev/null | head -c {MAX_LISTING_BYTES}"
 )
-# Root has no capabilities in the sandbox, so it needs the permission to read a file. The archive gets the
-# modes of the listing, which was made before.
+# Root has no capabilities in the sandbox, so it needs read permission for each file. The archive gets the
+# modes of the listing, which precedes the chmod.
 PACK = (
     "cd /; xargs -0 -r chmod -f u+r < {unreadable}; "
     "tar --no-recursion --null -T {names} -cf - 2>/dev/null | head -c {limit}"
@@ -133,7 +131,7 @@ class SandboxFiles:
         ):
             names_path.write_bytes(_null_terminated(f".{path}" for path in changes.carried))
             unreadable_path.write_bytes(_null_terminated(unreadable_files))
-            # `changes_between` has checked the size of the contents. Names and headers come on top of it.
+            # `changes_between` has checked the size of the contents. Names and headers add to this size.
             limit = MAX_BYTES + 8 * MAX_LISTING_BYTES
             script = PACK.format(names=names, unreadable=unreadable, limit=limit)
             completed = await environment.run_script(script, timeout_s=TRANSFER_TIMEOUT_S, stdout=packed)

@@ -38,7 +38,7 @@ USE_HARBOR = "run it with `harbor run`"
 
 
 def load_tasks(directory: Path, *, check: Check) -> list[Task]:
-    """Return the tasks of a folder in the order of their names, or the one task that the folder itself is.
+    """Return the tasks of a folder in the order of their names. A folder with a task.toml is one task.
 
     Raises ConfigError with one line for each reason why a task cannot be run.
     """
@@ -155,8 +155,11 @@ def check_for_sandbox(folder: Path, config: TaskConfig, *, options: Mapping[str,
         read_build_plan(definition.directory, definition.config)
         verifier_environment = definition.config
     kwargs = options.get("kwargs")
-    given = isinstance(kwargs, Mapping) and kwargs.get("network") is True
-    networks = [network_access(config, given=given) for config in (environment, verifier_environment)]
+    has_network_option = isinstance(kwargs, Mapping) and kwargs.get("network") is True
+    networks = [
+        network_access(config, has_network_option=has_network_option)
+        for config in (environment, verifier_environment)
+    ]
     if NetworkAccess.REFUSED in networks:
         raise ConfigError(
             f"{folder}: it requires a public network, which a sandbox on this machine cannot have: "

@@ -17,7 +17,7 @@ class TimedPolicy(PolicyWrapper):
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
-        self.unanswered_s = 0.0  # how long the last cancelled call had waited
+        self.unanswered_s = 0.0  # the waiting time of the last cancelled call
         self.spent = TrialTime(started=time.monotonic())
         self._last_prompt: Sequence[int] = ()
 

@@ -9,7 +9,7 @@ the following turns become a new datum.
     turn 2   prompt P1 + C1 + "user: ..." + ...    -> completion C2      recorded; extends turn 1
 
 Harbor suppresses and retries exceptions of a language model in several places. An `EpisodeEnd` is therefore
-not an Exception, and reaches our agent.
+not an Exception, so it reaches `TrainingTerminus2`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class TinkerLLM(BaseLLM):
 
     @override
     def get_model_context_limit(self) -> int:
-        """Return the shortest context that is not answered. Terminus-2 computes from it when to summarize."""
+        """Return the length of the shortest context that is not answered; Terminus-2 uses it to plan
+        summaries."""
         return self._limits.lengths.max_input_length + 1
 
     @override
@@ -131,7 +132,7 @@ class TinkerLLM(BaseLLM):
 
     @contextmanager
     def subagent_calls(self) -> Iterator[None]:
-        """Record the calls that are made in the block as those of a sub-agent."""
+        """Record the calls in the block as those of a sub-agent."""
         self._is_subagent = True
         try:
             yield

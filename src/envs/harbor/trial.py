@@ -234,12 +234,12 @@ class HarborTrial:
 
 
 def sampler_timeout_s(result: TrialResult, running: RunningTrial) -> float:
-    """Return how long the last call waited if the agent reached its time limit because of the sampler, else
-    0.
+    """Return the waiting time of the last call if the agent reached its time limit because of the sampler,
+    else 0.
 
     This is the case if the call took more than half of the agent's time, or if the agent has no answer at
-    all. Harbor grades an agent at its time limit, but the work of an agent that waited for a lost server
-    means nothing.
+    all. Harbor grades an agent that reached its time limit, but an agent that waited for a lost server must
+    not be graded.
     """
     if not timed_out(result):
         return 0.0

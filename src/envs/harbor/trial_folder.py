@@ -29,7 +29,7 @@ MAX_LOG_BYTES = 2**20  # the limit of each file in LOGS when the quota is used u
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderSummary:
-    """What remains of a trial's folder."""
+    """The state of a trial's folder after the limits were applied."""
 
     size: int  # bytes
     is_complete: bool  # no file was left out, here or in a download
@@ -130,7 +130,7 @@ def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
         try:
             with os.scandir(directory) as iterator:
                 entries = [*iterator]
-        except OSError:  # It was removed meanwhile, or its path is too long and its parent will be removed.
+        except OSError:  # The directory was removed, or its path is too long and its parent is removed.
             continue
         for entry in entries:
             yield entry, depth

@@ -1,4 +1,4 @@
-"""What Harbor's result of a trial says: failure kinds, graded-zero reasons, error messages and durations."""
+"""Failure kinds, graded-zero reasons, error messages and durations from Harbor's result of a trial."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ZERO_REASONS = {  # by the type of the exception that Harbor recorded
     "RewardFileNotFoundError": ZeroReason.NO_REWARD,
     "RewardFileEmptyError": ZeroReason.NO_REWARD,
     "VerifierOutputParseError": ZeroReason.UNREADABLE_REWARD,
-    "AgentFault": ZeroReason.UNREADABLE_REWARD,  # by TrainingVerifier; `Grading` knows the reason of others
+    "AgentFault": ZeroReason.UNREADABLE_REWARD,  # of TrainingVerifier; `Grading.fault` has the others
     "SandboxError": ZeroReason.SANDBOX_BROKEN,
     "CommandTimeout": ZeroReason.SANDBOX_BROKEN,
 }
@@ -28,8 +28,8 @@ ZERO_REASONS = {  # by the type of the exception that Harbor recorded
 async def run_with_deadline[T](work: asyncio.Future[T] | object, deadline_s: float | None) -> T:
     """Await `work` and cancel it at the deadline or with its caller. Raises TimeoutError.
 
-    Cancelled work has `CANCEL_GRACE_S` to free its resources, because Harbor limits neither the time to stop
-    an environment nor the time to collect logs.
+    Cancelled work has `CANCEL_GRACE_S` seconds to free its resources, because Harbor limits neither the time
+    to stop an environment nor the time to collect logs.
     """
     task: asyncio.Task[T] = asyncio.ensure_future(work)  # type: ignore[arg-type]
     try:
@@ -88,7 +88,7 @@ def describe_exception(result: TrialResult) -> str:
     if not lines:
         return f"{info.exception_type}: no message"
     summary, is_command, _ = lines[0].partition(". Command: ")
-    if is_command and len(lines) > 1:  # The last line of a build's output says why it failed.
+    if is_command and len(lines) > 1:  # The last line of a build's output contains the cause.
         return f"{info.exception_type}: {summary}: {lines[-1].strip(' .')}"
     return f"{info.exception_type}: {lines[0].strip()}"
 

@@ -26,7 +26,7 @@ SOLUTION = "solution/solve.sh"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskValidation:
-    """The scores of a task's solution and of doing nothing. A string says why there is no score."""
+    """The scores of a task's solution and of doing nothing. A string is the reason for a missing score."""
 
     task: Task
     oracle: float | str | None  # None: the task has no solution
@@ -70,9 +70,9 @@ async def validate(
 ) -> list[TaskValidation]:
     """Play each task with its solution and with an agent that does nothing.
 
-    `report` receives the results in the order of the tasks, each as soon as it and those before it are known.
-    `method` grades all tasks. Without it, the method of each task is determined from the scores of its
-    solution.
+    `report` receives the results in the order of the tasks, each as soon as it and all earlier results are
+    known. All tasks are graded with `method`. If it is None, the scores of a task's solution determine its
+    method.
     """
     slots = asyncio.Semaphore(n_parallel)
 
@@ -108,7 +108,8 @@ async def validate(
 async def _play(
     task: Task, agent: str, method: GradingMethod, *, environment: Mapping[str, object], directory: Path
 ) -> float | str | None:
-    """Return the score of one of Harbor's agents, or why there is none, or None without a solution."""
+    """Return the score of one of Harbor's agents, the reason for a missing score, or None without a
+    solution."""
     if agent == "oracle" and not (task.path / SOLUTION).is_file():
         return None
     config = TrialConfig(

@@ -21,9 +21,7 @@ MAX_REWARD_BYTES = 2**20
 
 
 class TrainingVerifier(Verifier):
-    """The verifier of all trials. A task with a verifier environment of its own is graded there, as Harbor
-    does.
-    """
+    """The verifier of all trials. As in Harbor, a separate verifier environment of a task is used."""
 
     @override
     async def verify(self) -> VerifierResult:

@@ -1,4 +1,4 @@
-"""The reward of a trial, computed from what its verifier wrote."""
+"""The reward of a trial, computed from the rewards that its verifier wrote."""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@
 
 The requests directory is bound read-only; writing to a FIFO needs no writable mount. The sandbox therefore
 has no file of the host that it can fill, replace by a link, or delete. Pid 1 ends when its stdin closes, and
-bubblewrap asks the kernel to kill it when the trainer dies. The kernel kills every process of a pid namespace
-together with its pid 1, so no process survives the trainer, even after `kill -9`. For the kernel, "the
-trainer" is the thread that started bubblewrap: start sandboxes from the thread of the event loop, never from
-a worker thread.
+bubblewrap requests that the kernel kills it when the trainer ends. The kernel kills every process of a pid
+namespace together with its pid 1, so no process survives the trainer, even after `kill -9`. The kernel
+applies the request to the thread that started bubblewrap, not to the process. Start sandboxes from the thread
+of the event loop, never from a worker thread.
 
 Root inside the sandbox is an unprivileged user of the host (`user`) without capabilities. The seccomp filter
 (`system_calls`) refuses the system calls that no task needs. `resource_limits` bounds memory, storage and
@@ -76,8 +76,8 @@ class Bubblewrap:
     async def start(
         cls, directory: Path, *, skeleton: Path, hostname: str, share_network: bool, limits: SandboxLimits
     ) -> Bubblewrap:
-        """Start a sandbox. `directory` holds its host files; it must not exist yet and lies in the directory
-        of a run.
+        """Start a sandbox. `directory` is created for its host files. It must not exist, and its parent must
+        be the directory of a run.
 
         With `share_network`, the sandbox reaches the public network, but neither the network namespace nor
         the loopback addresses of the host. Raises SandboxError if the sandbox does not start.
@@ -159,7 +159,7 @@ class Bubblewrap:
             ) from error
 
     async def path_kind(self, path: str) -> PathKind:
-        """Return what is at an absolute path inside. Starts no process."""
+        """Return the kind of file at an absolute path inside. Starts no process."""
         try:
             return PathKind(await self._request("stat", path.encode("utf-8", "surrogateescape").hex()))
         except TimeoutError as error:
@@ -197,7 +197,7 @@ class Bubblewrap:
 
     def stage_path(self, name: str) -> tuple[Path, str]:
         """Return the path of a new file on the host and its read-only path inside. Commands that start after
-        it was written can read it.
+        the file was written can read it.
         """
         path = self._launch.requests / name
         self._staged.add(path)

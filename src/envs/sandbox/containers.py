@@ -1,10 +1,12 @@
-"""Harbor's Docker environment without bind mounts of the host, and with labels on everything that it creates.
+"""Harbor's Docker environment without bind mounts of the host, and with labels on all objects that it
+creates.
 
-Harbor mounts the trial's folder into the container, where an agent can fill the host's disk, plant links and
-leave files that only root can remove. Here `/logs` is part of the container. If the task has services of its
-own, which may share `/logs`, it consists of volumes of the trial's compose project. A thread downloads its
-files through the engine, within the same limits as those of a sandbox (`file_copy`). Every service, network
-and volume is created with the labels of the run, so that a clean-up finds what a killed trainer left.
+Harbor mounts the trial's folder into the container, where an agent can fill the host's disk, create links and
+leave files that only root can remove. Here `/logs` is part of the container. If the task has its own
+services, which may share `/logs`, the directory consists of volumes of the trial's compose project. A thread
+downloads its files through the engine, within the same limits as those of a sandbox (`file_copy`). Every
+service, network and volume is created with the labels of the run, so that a clean-up finds the objects that a
+killed trainer left.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ class ContainerEnvironment(DockerEnvironment):
 
     @override
     def _compose_infra_env_vars(self) -> dict[str, str]:
-        # The compose file of a task may mount the same logs elsewhere, by the variables that Harbor sets.
+        # The compose file of a task may mount the same logs elsewhere, through the variables that Harbor
+        # sets.
         binds: Any = [{**mount, "source": _volume_name(str(mount["target"]))} for mount in self._shared_logs]
         return super()._compose_infra_env_vars() | legacy_log_mount_env_vars(binds, host_value="source")
 
@@ -151,7 +154,7 @@ class ContainerEnvironment(DockerEnvironment):
         )
 
     def _labels(self) -> dict[str, object]:
-        """Return a compose file that labels everything that compose creates for this trial."""
+        """Return a compose file that labels all objects that compose creates for this trial."""
         labels = {"labels": run_labels(self._run_label)}
         sections: dict[str, dict[str, object]] = {
             "services": {MAIN_SERVICE_NAME: labels},
@@ -162,14 +165,14 @@ class ContainerEnvironment(DockerEnvironment):
             sections["services"][self._EGRESS_CONTROL_SERVICE_NAME] = labels
         for path in self._user_compose_paths():
             document = yaml.safe_load(path.read_text())
-            for section, named in sections.items():
-                given = document.get(section) if isinstance(document, dict) else None
-                for name, definition in (given if isinstance(given, dict) else {}).items():
+            for section, labelled in sections.items():
+                definitions = document.get(section) if isinstance(document, dict) else None
+                for name, definition in (definitions if isinstance(definitions, dict) else {}).items():
                     if isinstance(definition, dict) and definition.get("external"):
-                        named.pop(name, None)  # compose does not create it
+                        labelled.pop(name, None)  # compose does not create it
                     else:
-                        named[name] = labels
-        return {section: named for section, named in sections.items() if named}
+                        labelled[name] = labels
+        return {section: labelled for section, labelled in sections.items() if labelled}
 
     def _collect(self, source: str, target: Path, service: str) -> None:
         """Download a directory of a container, within the limits of the trial. Blocks."""

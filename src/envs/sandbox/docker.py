@@ -1,8 +1,8 @@
-"""Check whether a Docker engine answers, and remove the objects that ended runs have left there.
+"""Check whether a Docker engine answers, and remove the objects that ended runs left in it.
 
 Every container, network and volume of a trial is created with labels for its run, its user and the process of
-its trainer. A run has ended if its lock is free and its process does not exist. Everything in a compose
-project of an ended run is removed.
+its trainer. A run has ended if its lock is free and its process does not exist. All objects in a compose
+project of an ended run are removed.
 """
 
 from __future__ import annotations
@@ -79,14 +79,12 @@ def run_labels(run_label: str) -> dict[str, str]:
 
 
 def process_name(pid: int) -> str:
-    """Return a name that no other process of this machine gets: host, pid and start time. A pid alone can be
-    reused.
-    """
+    """Return a unique name of a process: host, pid and start time. A pid alone can be reused."""
     return f"{socket.gethostname()}:{pid}:{_start_time(pid) or 0}"
 
 
 def remove_ended(*, keep: Iterable[str]) -> CleanupReport:
-    """Remove what ended runs of this user have left in the engine. Skips the runs in `keep` and those whose
+    """Remove the objects of ended runs of this user from the engine. Skips the runs in `keep` and those whose
     process exists.
     """
     kept = set(keep)

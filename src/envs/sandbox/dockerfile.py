@@ -4,7 +4,7 @@ that need no network.
     FROM (any image; the host's /usr replaces it)  ARG  ENV  WORKDIR  COPY  ADD of local files  RUN  USER root
     ignored: CMD ENTRYPOINT EXPOSE LABEL MAINTAINER SHELL VOLUME HEALTHCHECK STOPSIGNAL
 
-Any other instruction raises a ConfigError with the line number before anything is built.
+Any other instruction raises a ConfigError with the line number before the build starts.
 """
 
 from __future__ import annotations
@@ -114,15 +114,15 @@ def parse_dockerfile(path: Path) -> BuildPlan:
 
 
 def why_not_runnable(script: str) -> str | None:
-    """Return what a RUN script does that the sandbox cannot do, such as installing a missing package, or
-    None.
+    """Return the first action of a RUN script that the sandbox cannot do, such as installing a missing
+    package, or None.
     """
     for words in commands(script):
         missing = [package for package in apt_packages(words) if not is_installed(package.split("=")[0])]
         if missing:
             return f"install {' '.join(missing)}"
-        if reaching := needs_network(words):
-            return f"reach the network for `{reaching}`"
+        if network_command := needs_network(words):
+            return f"reach the network for `{network_command}`"
     return None
 
 
@@ -164,8 +164,8 @@ def _instructions(path: Path) -> list[tuple[int, str, str]]:
                 )
             # `RUN <<EOF` runs the body. With a command before the marker, the body is the input of that
             # command.
-            before = value[: marker.start()].strip()
-            value = "\n".join(body) if not before else f"{value}\n" + "\n".join([*body, marker.group(2)])
+            command = value[: marker.start()].strip()
+            value = "\n".join(body) if not command else f"{value}\n" + "\n".join([*body, marker.group(2)])
         instructions.append((first + 1, name.upper(), value.strip()))
     return instructions
 
@@ -193,14 +193,14 @@ def _words(value: str) -> list[str]:
     return words
 
 
-def _refusal(path: Path, line: int, what: str) -> ConfigError:
-    return ConfigError(f"{path}:{line}: the sandbox cannot {what}; {USE_DOCKER}")
+def _refusal(path: Path, line: int, action: str) -> ConfigError:
+    return ConfigError(f"{path}:{line}: the sandbox cannot {action}; {USE_DOCKER}")
 
 
 def _copy(
     path: Path, line: int, value: str, known: Mapping[str, str], workdir: str, *, unpacks: bool
 ) -> Copy:
-    """Parse COPY or ADD. `unpacks` says that Docker would unpack an archive, which is refused."""
+    """Parse COPY or ADD. With `unpacks`, Docker would unpack archives, so archives are refused."""
     mode, value = _copy_options(path, line, value)
     words = [_expand(word, known) for word in _words(value)]
     if len(words) < 2:

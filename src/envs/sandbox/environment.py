@@ -102,7 +102,7 @@ class SandboxEnvironment(BaseEnvironment):
 
     @property
     def shares_network(self) -> bool:
-        network = network_access(self.task_env_config, given=self._has_network_option)
+        network = network_access(self.task_env_config, has_network_option=self._has_network_option)
         if network is NetworkAccess.REFUSED:
             raise SandboxError(f"no public network for the sandbox: {why_no_network()}; {USE_DOCKER}")
         return network is NetworkAccess.PUBLIC
@@ -340,18 +340,18 @@ class SandboxEnvironment(BaseEnvironment):
     async def _upload(
         self,
         files: Sequence[tuple[Path, str]],
-        what: str,
+        target: str,
         *,
         mode: int | None = None,
         directory_wins: str | None = None,
         directories: Sequence[str] = (),
         directory_mode: int | None = 0o777,
     ) -> None:
-        """Create `directories` and copy host files to absolute paths inside. `what` names the target in error
+        """Create `directories` and copy host files to absolute paths inside. `target` appears in error
         messages.
 
-        `directory_wins` is the name of a single file that goes into `what` if `what` is a directory, as in
-        `cp`.
+        `directory_wins` is the name of a single file that goes into `target` if `target` is a directory, as
+        in `cp`.
         """
         if not files and not directories:
             return
@@ -364,7 +364,7 @@ class SandboxEnvironment(BaseEnvironment):
         try:
             if files:
                 await asyncio.to_thread(write_archive, host_path, files, mode)
-                commands.append(_unpacking(inside_path, what, directory_wins))
+                commands.append(_unpacking(inside_path, target, directory_wins))
             completed = await self._bubblewrap.run("\n".join(commands), shell="sh")
         finally:
             host_path.unlink(missing_ok=True)
@@ -373,14 +373,14 @@ class SandboxEnvironment(BaseEnvironment):
                 f"cannot create {quoted} in the sandbox: {_last_line(completed.stderr)}; {USE_DOCKER}"
             )
         if completed.status != 0:
-            raise SandboxError(f"cannot upload to {what}: {_last_line(completed.stderr)}")
+            raise SandboxError(f"cannot upload to {target}: {_last_line(completed.stderr)}")
 
 
-def _unpacking(archive: str, what: str, directory_wins: str | None) -> str:
+def _unpacking(archive: str, target: str, directory_wins: str | None) -> str:
     script = f"tar -C / --no-same-owner --overwrite -xf {archive}"
     if directory_wins is None:
         return script
-    path, name = shlex.quote(what), shlex.quote(directory_wins)
+    path, name = shlex.quote(target), shlex.quote(directory_wins)
     return (
         f"if [ -d {path} ]; then tar -xOf {archive} > {path}/{name}; "
         f'else mkdir -p "$(dirname {path})" && {script}; fi'
@@ -397,8 +397,8 @@ def is_infrastructure_failure(status: int, environment: BaseEnvironment) -> bool
 
 
 def command_script(command: str, *, cwd: str, environment: Mapping[str, str]) -> str:
-    """Return a bash script that runs `command` in `cwd` with `environment`. It uses / if the agent removed
-    `cwd`, so that verifiers still run.
+    """Return a bash script that runs `command` in `cwd` with `environment`. The script runs in / if the agent
+    removed `cwd`, so that verifiers still run.
     """
     quoted = shlex.quote(cwd)
     lines = [f"cd -- {quoted} 2>/dev/null || cd /"]

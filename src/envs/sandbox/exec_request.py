@@ -27,8 +27,8 @@ CANNOT_START_STATUS = 126
 
 @dataclass(slots=True)
 class Stream:
-    """The bytes received from a FIFO, written to `file` if it is given and kept in `data` otherwise. Bytes
-    beyond the limit are dropped.
+    """The bytes received from a FIFO, written to `file` if it is not None, else kept in `data`. Bytes beyond
+    the limit are dropped.
     """
 
     descriptor: int

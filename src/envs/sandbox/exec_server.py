@@ -1,10 +1,10 @@
 """The program that runs as pid 1 of a sandbox. It starts commands, reports their exit status and reaps
 orphaned processes.
 
-An agent cannot read its memory, write to it or trace it: the program makes itself non-dumpable before the
-first command starts, and no process of the sandbox has capabilities. Signals from inside have no effect,
-because the kernel delivers a signal to pid 1 of a pid namespace only if pid 1 has a handler for it. The
-seccomp filter denies `prlimit` and scheduling calls that address pid 1.
+An agent cannot trace the program or access its memory: the program makes itself non-dumpable before the first
+command starts, and no process of the sandbox has capabilities. Signals from inside have no effect, because
+the kernel delivers a signal to pid 1 of a pid namespace only if pid 1 has a handler for it. The seccomp
+filter denies `prlimit` and scheduling calls that address pid 1.
 
 The program reads one request per line from stdin and writes one answer per line to stdout. No other process
 has these pipes, so no command can report the status of another one:

@@ -2,7 +2,8 @@
 and never trusted.
 
 Operations whose time grows with the agent's files run in a thread. The limits hold per trial. Files beyond
-them are omitted; that is logged, noted in the trial's folder and counted, and does not fail the trial.
+the limits are omitted. An omission is logged, noted in the trial's folder and counted. It does not fail the
+trial.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Readable(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class DownloadBudget:
-    """How many files and bytes a download may still write."""
+    """The numbers of files and bytes that a download may still write."""
 
     files: int = MAX_FILES
     size: int = MAX_BYTES
@@ -58,8 +59,8 @@ class DownloadBudget:
 
 
 class TrialDownloads:
-    """The files that were downloaded from one environment of a trial. The file `NOTE` in `folder` lists what
-    was omitted.
+    """The files that were downloaded from one environment of a trial. The file `NOTE` in `folder` lists
+    incomplete downloads.
     """
 
     def __init__(self, folder: Path, *, files: int = MAX_FILES, size: int = MAX_BYTES) -> None:
@@ -70,8 +71,8 @@ class TrialDownloads:
         self.downloaded: set[Path] = set()  # host paths; uploads omit them, because the environment has them
 
     def budget_for(self, source: str) -> DownloadBudget:
-        """Return the budget of a download: a share of the limits for a directory of logs, else what is left
-        of them.
+        """Return the budget of a download: a share of the limits for a directory of logs, else the remaining
+        limits.
         """
         share = (
             LOG_SHARE
@@ -83,7 +84,7 @@ class TrialDownloads:
         )
 
     def unpack(self, archive: Readable, target: Path, left: DownloadBudget) -> bool:
-        """Call `unpack` and remember the files that it wrote. Blocks."""
+        """Call `unpack` and record the files that it wrote. Blocks."""
         return unpack(archive, target, left, self.downloaded)
 
     def host_files(self, source: Path, target: str) -> list[tuple[Path, str]]:
@@ -101,7 +102,7 @@ class TrialDownloads:
         return any(path.is_relative_to(target.absolute()) for path in self.downloaded)
 
     def record(self, source: str, budget: DownloadBudget, left: DownloadBudget, *, is_whole: bool) -> None:
-        """Subtract what a download used of its budget from the limits of the trial. Note a download that is
+        """Subtract the used part of a download's budget from the limits of the trial. Note a download that is
         not complete.
         """
         self._left.files -= budget.files - left.files
@@ -314,7 +315,7 @@ def _unpack_member(
 
 
 def _rename_cut_file(path: Path, *, is_reward: bool) -> Path:
-    """Mark a truncated file by its name, so that it is not mistaken for the complete one. Remove a truncated
+    """Mark a truncated file by its name, so that it is not mistaken for the complete file. Remove a truncated
     reward file.
     """
     if is_reward:

@@ -44,57 +44,22 @@ BASE_ENVIRONMENT = {
 USERLAND = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 HOST_SETTINGS = ("alternatives", "ssl/certs", "perl", "terminfo")
 # The directories of a Debian image. /app is not among them, because `RUN mkdir /app` in a Dockerfile must
-# succeed. fmt: off
+# succeed.
+# fmt: off
 PRIVATE_DIRECTORIES = (
-    "etc",
-    "home",
-    "media",
-    "mnt",
-    "opt",
-    "root",
-    "run",
-    "srv",
-    "usr/local",
-    "var/lib",
-    "var/log",
+    "etc", "home", "media", "mnt", "opt", "root", "run", "srv", "usr/local", "var/lib", "var/log",
 )
 # fmt: on
 SHARED_DIRECTORIES = ("run/lock", "tmp", "var/tmp")
 # Entries of /proc, besides the processes, that are harmless to read. All others are masked unless their mode
-# already denies access to an unprivileged user: what Docker masks (keys, acpi, ...), iomem, cmdline, and
-# entries that later kernels add. fmt: off
+# already denies access to an unprivileged user: the entries that Docker masks (keys, acpi, ...), iomem,
+# cmdline, and entries that later kernels add.
+# fmt: off
 VISIBLE_IN_PROC = (
-    "buddyinfo",
-    "cgroups",
-    "config.gz",
-    "consoles",
-    "cpuinfo",
-    "crypto",
-    "devices",
-    "diskstats",
-    "dma",
-    "driver",
-    "execdomains",
-    "filesystems",
-    "loadavg",
-    "meminfo",
-    "misc",
-    "mounts",
-    "net",
-    "partitions",
-    "pressure",
-    "self",
-    "softirqs",
-    "stat",
-    "swaps",
-    "sys",
-    "sysvipc",
-    "thread-self",
-    "tty",
-    "uptime",
-    "version",
-    "vmstat",
-    "zoneinfo",
+    "buddyinfo", "cgroups", "config.gz", "consoles", "cpuinfo", "crypto", "devices", "diskstats", "dma",
+    "driver", "execdomains", "filesystems", "loadavg", "meminfo", "misc", "mounts", "net", "partitions",
+    "pressure", "self", "softirqs", "stat", "swaps", "sys", "sysvipc", "thread-self", "tty", "uptime",
+    "version", "vmstat", "zoneinfo",
 )
 # fmt: on
 
@@ -257,8 +222,8 @@ def bubblewrap_command(
 
 @cache
 def _proc_masks() -> tuple[str, ...]:
-    """Return options that mount /proc/sys read-only and mask what an unprivileged user could read in /proc of
-    the host.
+    """Return options that mount /proc/sys read-only and mask the host's /proc entries that an unprivileged
+    user could read.
     """
     masks = ["--ro-bind", "/proc/sys", "/proc/sys"]
     for entry in sorted(Path("/proc").iterdir()):

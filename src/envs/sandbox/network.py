@@ -1,4 +1,4 @@
-"""The public network of a sandbox, which slirp4netns forwards from a network namespace of its own.
+"""The public network of a sandbox, which slirp4netns forwards from a separate network namespace.
 
 The sandbox never shares the network namespace of the host, so it has no access to the host's loopback
 addresses and abstract unix sockets. slirp4netns runs without its alias for the host's loopback address and
@@ -34,7 +34,8 @@ PROGRAMS = "/usr/sbin:/usr/bin:/sbin:/bin"
 # Clouds serve the metadata and credentials of a machine at link-local addresses.
 LINK_LOCAL = "169.254.0.0/16"
 
-# Without udev, only root can open the device. slirp4netns gets a copy of it in a mount namespace of its own.
+# Without udev, only root can open the device. slirp4netns gets a copy of the device in a separate mount
+# namespace.
 _OPEN_TUN = (
     "mount -t tmpfs -o mode=755 tmpfs /dev/net && mknod -m 666 /dev/net/tun c 10 200 && mount -o "
     "remount,ro /dev/net && " + 'exec "$@"'

@@ -3,7 +3,7 @@
 A control group counts all processes of a sandbox together with the files in its tmpfs file systems. If the
 trainer can create control groups (cgroup v2: as root, or below a cgroup that systemd delegated; cgroup v1: as
 root), they limit memory and processes. Otherwise only limits per process and per user apply.
-`limits_enforced_by` reports which of the two is the case.
+`limits_enforced_by` reports which limits apply.
 
 The directory of each sandbox lists its cgroups, so that a later run can remove them if the trainer was
 killed.
@@ -40,9 +40,8 @@ class SandboxLimits:
     """The resource limits of one sandbox. None means unlimited."""
 
     processes: int | None = 2048
-    memory_mb: int | None = (
-        8192  # for all processes and files; without a cgroup, for the data of each process
-    )
+    # For all processes and files; without a cgroup, for the data of each process.
+    memory_mb: int | None = 8192
     storage_mb: int = 4096  # for all files together, and for each file
 
     @property
@@ -103,7 +102,7 @@ class CgroupParents:
 
 
 def limits_enforced_by() -> str:
-    """Return a clause that says which mechanism enforces the limits of sandboxes on this machine."""
+    """Return a clause that describes which limits of sandboxes this machine can enforce."""
     parents = cgroup_parents()
     if parents is None:
         return (

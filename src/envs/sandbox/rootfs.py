@@ -1,4 +1,4 @@
-"""The initial files of every sandbox besides the host's /usr: an /etc of its own and a replacement of apt."""
+"""The initial files of every sandbox besides the host's /usr: its /etc and a replacement for apt."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def build_rootfs(directory: Path) -> Path:
     packages.parent.mkdir(parents=True)
     packages.write_text("".join(f"{package}\n" for package in sorted(installed_packages())))
     for path in (building, *building.rglob("*")):
-        if not path.is_symlink():  # the unprivileged user of a sandbox must read it, whatever the umask is
+        if not path.is_symlink():  # the unprivileged user of a sandbox must read it under any umask
             path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
     building.rename(skeleton)
     return skeleton

@@ -1,9 +1,9 @@
 """The host directory of a run's sandboxes. It is locked while the trainer runs, and later runs remove it if
 the trainer was killed.
 
-A sandbox needs a few host files (its requests and the initial files of its root). They lie in `<root>/<run
+A sandbox needs a few host files (its requests and the initial files of its root). They are in `<root>/<run
 label>/`. The trainer holds an exclusive lock on the file `lock` there. The kernel releases the lock whenever
-the process ends, so another trainer can distinguish a dead run from a live one without pid files.
+the process ends, so another trainer can distinguish an ended run from a live run without pid files.
 
 All trainers of a user have the same root, whatever their environment variables are, and no other user can
 create it first.
@@ -179,12 +179,12 @@ def remove_ended_runs() -> list[str]:
     """Remove the directories of runs whose trainer has ended. Return their labels."""
     root = root_directory()
     with _exclusive(root / ".lock"):
-        dead = [
+        ended_directories = [
             directory for directory in _runs(root) if not _is_locked(directory) and _remove_run(directory)
         ]
-    if dead:
-        logger.info("removed the sandbox directories of %d ended runs", len(dead))
-    return [directory.name for directory in dead]
+    if ended_directories:
+        logger.info("removed the sandbox directories of %d ended runs", len(ended_directories))
+    return [directory.name for directory in ended_directories]
 
 
 def remove_tree(directory: Path) -> None:
@@ -194,9 +194,9 @@ def remove_tree(directory: Path) -> None:
         if isinstance(error, FileNotFoundError):
             return
         parent = os.path.dirname(path)
-        for locked in (parent, path):
-            if not os.path.islink(locked):
-                os.chmod(locked, 0o700)
+        for protected in (parent, path):
+            if not os.path.islink(protected):
+                os.chmod(protected, 0o700)
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         else:

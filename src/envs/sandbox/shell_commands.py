@@ -1,7 +1,7 @@
 """Find the commands that a shell script runs, and which of them need the network or install a package.
 
-The lexer knows quotes, escapes, comments, here-documents, substitutions, redirections and separators. It does
-not expand variables. Names of programs in comments and strings do not count as commands.
+The lexer handles quotes, escapes, comments, here-documents, substitutions, redirections and separators. It
+does not expand variables. Names of programs in comments and strings do not count as commands.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def commands(script: str) -> list[list[str]]:
     """
     lexer = _Lexer(script)
     lexer.run()
-    return lexer.found
+    return lexer.commands
 
 
 def needs_network(words: Sequence[str]) -> str | None:
@@ -91,7 +91,7 @@ def apt_packages(words: Sequence[str]) -> list[str]:
 
 class _Lexer:
     def __init__(self, script: str) -> None:
-        self.found: list[list[str]] = []
+        self.commands: list[list[str]] = []
         self._text = script
         self._at = 0
         self._word: str | None = None  # None between two words
@@ -156,9 +156,9 @@ class _Lexer:
         if not words:
             return
         if words[0].rpartition("/")[2] in SHELLS and (script := _inline_script(words)) is not None:
-            self.found += commands(script)
+            self.commands += commands(script)
         else:
-            self.found.append(words)
+            self.commands.append(words)
 
     def _double_quoted(self) -> None:
         text = self._text
@@ -178,7 +178,7 @@ class _Lexer:
         text, start = self._text, self._at
         if text[start] == "`":
             end = _find(text, "`", start + 1)
-            self.found += commands(text[start + 1 : end])
+            self.commands += commands(text[start + 1 : end])
             self._at = end + 1
             return
         depth, at = 0, start + 1
@@ -188,7 +188,7 @@ class _Lexer:
             if depth == 0:
                 break
         if not text.startswith("$((", start):
-            self.found += commands(text[start + 2 : at - 1])
+            self.commands += commands(text[start + 2 : at - 1])
         self._at = at
 
     def _redirection(self) -> None:
@@ -213,7 +213,7 @@ class _Lexer:
             end = re.compile(rf"^[ \t]*{re.escape(marker)}[ \t]*$", re.MULTILINE).search(self._text, self._at)
             body = self._text[self._at : end.start() if end else len(self._text)]
             if is_script:
-                self.found += commands(body)
+                self.commands += commands(body)
             self._at = end.end() if end else len(self._text)
         self._here = []
 
@@ -249,7 +249,7 @@ def _inline_script(words: Sequence[str]) -> str | None:
     return None
 
 
-def _find(text: str, what: str, start: int) -> int:
-    """Return the position of `what`, or the end of the text."""
-    found = text.find(what, start)
-    return len(text) if found < 0 else found
+def _find(text: str, substring: str, start: int) -> int:
+    """Return the position of `substring`, or the end of the text."""
+    position = text.find(substring, start)
+    return len(text) if position < 0 else position

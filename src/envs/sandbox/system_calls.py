@@ -107,8 +107,8 @@ DENIED = (
 UNAVAILABLE = ("io_uring_enter", "io_uring_register", "io_uring_setup")
 """Calls that fail with ENOSYS, so that libraries use other calls."""
 SOCKET_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink
-# Calls that change another process of the same user -> position of the process id among the arguments. Their
-# use on pid 1 is denied.
+# Calls that change another process of the same user -> position of the process id among the arguments. The
+# filter denies these calls on pid 1.
 OF_ANOTHER_PROCESS = {
     "prlimit64": 0,
     "sched_setaffinity": 0,
@@ -128,7 +128,8 @@ type Instruction = tuple[int, int, int, int]  # code, jump if true, jump if fals
 
 
 def call_numbers(names: Sequence[str]) -> list[int]:
-    """Return the numbers of system calls here. Raises SandboxError if the architecture is unknown."""
+    """Return the numbers of system calls on this machine's architecture. Raises SandboxError if the
+    architecture is unknown."""
     column = list(ARCHITECTURES).index(_architecture())
     numbers = (NUMBERS[name][column] for name in names)
     return [number for number in numbers if number is not None]

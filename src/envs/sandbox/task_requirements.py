@@ -1,4 +1,4 @@
-"""What a task requires of a sandbox: the image to build and the network."""
+"""The requirements of a task on its sandbox: the image to build and the network."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ class NetworkAccess(StrEnum):
 
     PUBLIC = "public"
     OFF = "off"  # the task requests no network
-    LACKING = (
-        "lacking"  # this machine has no public network to offer, and the task does not request it explicitly
-    )
-    REFUSED = "refused"  # this machine has no public network to offer, but the task or the user requests it
+    # This machine cannot provide a public network. The task does not request one explicitly (LACKING), or the
+    # task or the user requests it (REFUSED).
+    LACKING = "lacking"
+    REFUSED = "refused"
 
 
-def network_access(config: EnvironmentConfig, *, given: bool) -> NetworkAccess:
-    """Return the network for a task. `given` says that the user set `network=true`, which overrides
-    task.toml.
-    """
-    if (config.network_mode != NetworkMode.PUBLIC or config.allow_internet is False) and not given:
+def network_access(config: EnvironmentConfig, *, has_network_option: bool) -> NetworkAccess:
+    """Return the network for a task. `has_network_option` (`network=true`) overrides task.toml."""
+    if (
+        config.network_mode != NetworkMode.PUBLIC or config.allow_internet is False
+    ) and not has_network_option:
         return NetworkAccess.OFF
     if why_no_network() is None:
         return NetworkAccess.PUBLIC
     # Harbor converts allow_internet to network_mode, and sets allow_internet to None in every configuration.
-    is_requested = given or "network_mode" in config.model_fields_set or config.allow_internet is True
+    is_requested = (
+        has_network_option or "network_mode" in config.model_fields_set or config.allow_internet is True
+    )
     return NetworkAccess.REFUSED if is_requested else NetworkAccess.LACKING
 
 
 def read_build_plan(environment_dir: Path, config: EnvironmentConfig) -> BuildPlan:
-    """Read how to build the image of a task. Raises ConfigError if the sandbox cannot replace the image."""
+    """Read the build plan of a task's image. Raises ConfigError if the sandbox cannot replace the image."""
     if (environment_dir / "docker-compose.yaml").exists():
         raise ConfigError(
             f"{environment_dir}/docker-compose.yaml: the sandbox cannot run several services; {USE_DOCKER}"

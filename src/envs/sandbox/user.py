@@ -71,7 +71,7 @@ class SandboxUser:
 
 
 def claim_user(directory: Path) -> SandboxUser:
-    """Reserve a uid for one sandbox until `release` is called. The lock file lies in `directory`."""
+    """Reserve a uid for one sandbox until `release` is called. The lock file is in `directory`."""
     if os.geteuid() != 0:
         return SandboxUser(uid=None, lock=None)
     uids = available_uids(Path("/proc/self/uid_map").read_text())

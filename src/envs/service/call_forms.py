@@ -1,6 +1,7 @@
 """The forms of tool calls that are not JSON alone: those of DeepSeek, Llama 3.1 and Qwen3-Coder.
 
-The functions take an answer apart. `src/envs/service/tool_calls.py` parses and checks the arguments.
+The functions split an answer into its text and its calls. `src/envs/service/tool_calls.py` parses and checks
+the arguments.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def deepseek_calls(text: str) -> WrittenCalls | None:
 def function_calls(text: str, *, text_parameters: Mapping[str, Collection[str]]) -> WrittenCalls | None:
     """Return the calls of the form `<function=f>...</function>`, or None if there are none.
 
-    `text_parameters` has, for each tool, the parameters whose value is text. The values of other parameters
-    are JSON, or text if they are not valid JSON.
+    `text_parameters` maps each tool to the parameters whose value is text. The values of other parameters are
+    JSON, or text if they are not valid JSON.
 
     >>> written = function_calls("<function=f><parameter=n>1</parameter></function>", text_parameters={})
     >>> written.calls[0].arguments

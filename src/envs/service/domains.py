@@ -1,4 +1,4 @@
-"""Service domains of the user's own, in addition to the built-in ones.
+"""Service domains that users define, in addition to the built-in domains.
 
 A domain is a function that returns a `ServiceDomain`. `environment_kwargs=domain=module:function` names the
 function, or an installed package registers it as an entry point of the group `agent_trainer.service_domains`.
@@ -31,7 +31,7 @@ from src.envs.user_code import load_function
 
 ENTRY_POINTS = "agent_trainer.service_domains"
 TRAIN, TEST = "train", "test"  # the splits that domain=NAME trains on and holds out
-USER_INSTRUCTIONS = (  # for a model that plays the user
+USER_INSTRUCTIONS = (  # for a model that simulates the user
     "You talk to a service agent. {}\n"
     "Say one short thing at a time and only what is asked or needed. Once you have what you want, or the "
     "agent says that it is not possible, answer ###STOP### and nothing else."
@@ -44,10 +44,10 @@ async def release_nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DomainContext:
-    """What the run gives to the function that opens a domain."""
+    """The argument of the function that opens a domain."""
 
     options: dict[str, str]  # of environment_kwargs; the function removes those that it reads
-    user_model: UserModel | None  # plays the users; None: they follow scripts
+    user_model: UserModel | None  # simulates the users; None: the users follow scripts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +57,8 @@ class ServiceDomain:
     name: str  # in the rows of task files and in metrics
     splits: Mapping[str, Sequence[Task]]  # `train`, and optionally `test` and others
     episode: Callable[[Task, int], ServiceEpisode]  # of a task and a seed
-    # Makes the task with an id that a row of a task file defines. None: rows can only name tasks.
-    # Raises ConfigError for gold actions that cannot be executed.
+    # Makes the task that a row of a task file defines, from its id and definition. None: rows can only name
+    # tasks. Raises ConfigError for gold actions that cannot be executed.
     defined: Callable[[str, TaskDefinition], Task] | None = None
     close: Callable[[], Awaitable[None]] = release_nothing
 
@@ -92,7 +92,7 @@ def tool_domain(
     path: Path,
     context: DomainContext,
 ) -> ServiceDomain:
-    """Return a domain with tools over a JSON database, graded as toy_retail is.
+    """Return a domain with tools over a JSON database, with the grading of toy_retail.
 
     Rows have the keys of toy_retail's tasks.json: id, split, instruction, scripts, actions and communicate.
     `path` is the file that defines the domain. Raises ConfigError if a gold action fails.

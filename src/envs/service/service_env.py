@@ -1,9 +1,9 @@
 """`ServiceEnv`: a service agent talks to a simulated user and calls tools until the conversation ends and
 is graded.
 
-`ServiceEnv` is the message environment of all service domains. It parses the agent's answers, counts errors
-and ends hopeless episodes. A `ServiceEpisode` supplies the rest: `ToyRetailEpisode` in this process,
-`Tau2Episode` in a worker process.
+`ServiceEnv` is the message environment of all service domains. It parses the agent's answers, counts errors,
+and ends episodes with too many errors. A `ServiceEpisode` supplies the tools, the user simulator and the
+grading. `ToyRetailEpisode` runs in this process, `Tau2Episode` in a worker process.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class ServiceEpisode(Protocol):
 
 
 class ServiceEnv:
-    """Implements `MessageEnv`. As in tau2, an episode that a limit ends has the reward 0."""
+    """An attempt at a task of a service domain. Implements `MessageEnv`. As in tau2, an episode that a limit
+    ends has the reward 0."""
 
     def __init__(self, episode: ServiceEpisode, *, parallel_tool_calls: bool = False) -> None:
         """Without `parallel_tool_calls`, only the first call of an answer is executed."""
@@ -135,7 +136,7 @@ def tool_fields(
     """Return `Trajectory.tool_fields` of an answer (index 0) and of the messages after it (from index 1).
 
     `content` is the text beside the calls, and `num_earlier` is the number of calls of earlier answers.
-    Arguments are objects, as chat templates take them.
+    Arguments are objects, because chat templates require objects.
     """
     if not calls:
         return {}

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 GRACE_S = 5.0  # added to the deadline that the worker itself enforces
 START_TIMEOUT_S = 180.0
 MAX_LINE_BYTES = 1 << 27
-MAX_LOSSES = 1  # workers that an episode may lose to its own requests and continue
+MAX_LOSSES = 1  # workers that the requests of an episode may end before it fails
 
 WorkerReply = Mapping[str, Any]
 
@@ -66,9 +66,9 @@ class Worker:
     async def ask(self, request: Mapping[str, object], *, timeout_s: float) -> WorkerReply | None:
         """Return the reply, or None if the worker was lost before it received the request.
 
-        Raises WorkerLost if this request lost it.
+        Raises WorkerLost if this request caused the loss.
         """
-        # Shielded, so that the reply to a cancelled caller is read too.
+        # Shielded, so that the reply is read even if the caller is cancelled.
         return await asyncio.shield(asyncio.create_task(self._exchange(request, timeout_s=timeout_s)))
 
     async def wait_until_ready(self) -> None:
@@ -134,14 +134,14 @@ class WorkerSession:
 
     def __init__(self, pool: WorkerPool, close_request: Mapping[str, object]) -> None:
         self._pool = pool
-        self._farewell = close_request
+        self._close_request = close_request
         self._worker: Worker | None = None
         self._exchanges: list[tuple[Mapping[str, object], WorkerReply]] = []
         self._num_losses = 0
 
     async def ask(self, request: Mapping[str, object]) -> WorkerReply:
-        """Raises WorkerLost if this episode has lost too many workers, SandboxError if the worker replies
-        with an error.
+        """Return the reply to a request. Raises WorkerLost if this episode has lost too many workers,
+        SandboxError if the worker replies with an error.
         """
         while True:
             try:
@@ -165,17 +165,17 @@ class WorkerSession:
             return reply
 
     async def close(self) -> None:
-        """Tell the worker to discard the episode. A closed session must not be used again."""
+        """Request the worker to discard the episode. A closed session must not be used again."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
         worker.num_sessions -= 1
         with suppress(WorkerLost):
-            await worker.ask(self._farewell, timeout_s=self._pool.settings.step_timeout_s)
+            await worker.ask(self._close_request, timeout_s=self._pool.settings.step_timeout_s)
 
     async def _restored(self) -> Worker | None:
-        """Return a worker with the state of this episode, or None if another episode lost that worker
-        during the replay.
+        """Return a worker with the state of this episode, or None if another episode ended that worker during
+        the replay.
         """
         if self._worker is not None and not self._worker.is_lost:
             return self._worker
@@ -214,7 +214,7 @@ class WorkerPool:
     def session(self, *, close_request: Mapping[str, object]) -> WorkerSession:
         """Open the session of one episode, which the caller closes.
 
-        `close_request` tells a worker to discard the episode.
+        With `close_request`, a worker discards the episode.
         """
         return WorkerSession(self, close_request)
 

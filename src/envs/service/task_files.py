@@ -58,7 +58,7 @@ class TaskProvider(Protocol):
 
 
 def tasks_of(rows: Sequence[Row], providers: Mapping[str, TaskProvider], *, path: Path) -> list[Task]:
-    """Return the task of each row, in order; `providers` are by domain.
+    """Return the task of each row, in order. `providers` maps domains to providers.
 
     Raises ConfigError for a task that its domain does not have.
     """
@@ -135,9 +135,7 @@ def _definition(record: Mapping[str, Any], info: Mapping[str, Any], *, where: st
 
 
 def _as_list(value: object) -> list[Any] | None:
-    """Return a list, which may be given as JSON text, as is usual in parquet tables; None for any other
-    value.
-    """
+    """Return a list or a list in JSON text, which is usual in parquet tables; None for any other value."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

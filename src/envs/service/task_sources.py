@@ -66,11 +66,11 @@ def named(tasks: Sequence[Task], name: str) -> list[Task]:
 
 
 def require_disjoint(tasks: Sequence[Task], held_out: Sequence[Task]) -> None:
-    """Raises ConfigError if a task id, which includes the domain, occurs in both."""
-    trained = {task.id for task in tasks}
-    if both := [task.id for task in held_out if task.id in trained]:
-        more = f" (and {len(both) - 1} more)" if len(both) > 1 else ""
+    """Raises ConfigError if a task id, which includes the domain, occurs in both lists."""
+    training_ids = {task.id for task in tasks}
+    if shared_ids := [task.id for task in held_out if task.id in training_ids]:
+        more = f" (and {len(shared_ids) - 1} more)" if len(shared_ids) > 1 else ""
         raise ConfigError(
-            f"held-out tasks are also training tasks: {both[0]}{more}; remove them from train_data or "
+            f"held-out tasks are also training tasks: {shared_ids[0]}{more}; remove them from train_data or "
             "test_data"
         )

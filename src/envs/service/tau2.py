@@ -1,6 +1,5 @@
-"""Sierra's tau2-bench.
-
-Its tasks, tools and grading run in worker processes of its own Python; user simulators run in this process.
+"""Sierra's tau2-bench. Its tasks, tools and grading run in worker processes with a separate Python
+environment. User simulators run in this process.
 
 scripts/setup_tau.sh creates the folder that `tau2_home` names (docs/tau-bench.md). This module does not
 import tau2: the package of that name on PyPI is unrelated, and the benchmark's pinned dependencies conflict
@@ -36,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 WORKER_MEMORY_MB = 4096
 LISTING_TIMEOUT_S = 300.0
-NUM_CONSENTS = 6  # that a scripted user gives before it ends the conversation
-STOP_REASONS = {"max_steps": StopReason.MAX_TURNS}  # for the termination reasons of tau2 that a limit causes
+NUM_CONSENTS = 6  # messages in which a scripted user agrees before it ends the conversation
+STOP_REASONS = {"max_steps": StopReason.MAX_TURNS}  # for the termination reasons of tau2 that are limits
 
 Grading = Literal["all", "env"]
 GRADINGS: tuple[Grading, ...] = ("all", "env")
@@ -110,7 +109,7 @@ class Tau2Episode:
         the reward 0."""
         errors_before = self._num_tool_errors
         try:
-            state = await self._say(content, calls)
+            state = await self._send_message(content, calls)
         except WorkerTimeout:
             if not calls:
                 raise
@@ -165,7 +164,7 @@ class Tau2Episode:
     async def _ask(self, op: str, **arguments: object) -> WorkerReply:
         return await self._session.ask({"op": op, "episode": self._name, **arguments})
 
-    async def _say(self, content: str, calls: Sequence[ToolCall]) -> WorkerReply:
+    async def _send_message(self, content: str, calls: Sequence[ToolCall]) -> WorkerReply:
         """Send the message of the agent or of the user, whichever speaks next."""
         record = [{"name": call.name, "arguments": call.arguments} for call in calls]
         state = await self._ask("step", content=content or None, tool_calls=record)
@@ -173,7 +172,7 @@ class Tau2Episode:
         return state
 
     async def _until_agent(self, state: WorkerReply) -> WorkerReply:
-        """Let the user simulator speak until it is the agent's turn or the conversation is over.
+        """Send messages of the user simulator until it is the agent's turn or the conversation is over.
 
         Return the last state.
         """
@@ -185,9 +184,9 @@ class Tau2Episode:
             texts = text_parameters(self._user_tools)
             parsed = parse(text, set(texts), text_parameters=texts) if texts else None
             state = (
-                await self._say(parsed.content, parsed.calls)
+                await self._send_message(parsed.content, parsed.calls)
                 if parsed and parsed.calls
-                else await self._say(text, ())
+                else await self._send_message(text, ())
             )
             if state["speaker"] == tau2_worker.OVER:
                 state = {**state, "messages": [{"role": "user", "content": text}]}
@@ -235,7 +234,7 @@ def official_tasks(settings: WorkerSettings, domain: str, split: str | None) -> 
 
     Blocks. Raises ConfigError with the benchmark's message.
     """
-    return _tasks(settings, domain, what=f"the {split or 'official'} tasks", split=split)
+    return _tasks(settings, domain, description=f"the {split or 'official'} tasks", split=split)
 
 
 def defined_tasks(
@@ -246,14 +245,16 @@ def defined_tasks(
     Blocks. Raises ConfigError for gold actions that the domain does not have.
     """
     records = {name: {"id": name, **asdict(definition)} for name, definition in definitions.items()}
-    tasks = _tasks(settings, domain, what="the defined tasks", split=None, definitions=list(records.values()))
+    tasks = _tasks(
+        settings, domain, description="the defined tasks", split=None, definitions=list(records.values())
+    )
     return [
         replace(task, row={**task.row, "definition": record})
         for task, record in zip(tasks, records.values(), strict=True)
     ]
 
 
-def _tasks(settings: WorkerSettings, domain: str, *, what: str, **arguments: object) -> list[Task]:
+def _tasks(settings: WorkerSettings, domain: str, *, description: str, **arguments: object) -> list[Task]:
     """List tasks with a worker process that ends afterwards."""
     request = {"id": 1, "timeout_s": LISTING_TIMEOUT_S, "op": "tasks", "domain": domain, **arguments}
     environment = {**os.environ, **settings.environment}
@@ -270,7 +271,7 @@ def _tasks(settings: WorkerSettings, domain: str, *, what: str, **arguments: obj
         [] if len(replies) == 2 else [listing.stderr[-300:]]
     )
     if problems:
-        raise ConfigError(f"tau2 cannot list {what} of {domain}: {problems[0]}")
+        raise ConfigError(f"tau2 cannot list {description} of {domain}: {problems[0]}")
     path = Path(settings.environment["TAU2_DATA_DIR"]) / "tau2" / "domains" / domain / "tasks.json"
     rows = [{**row, "domain": domain, "task": row["id"]} for row in replies[1]["tasks"]]
     return [

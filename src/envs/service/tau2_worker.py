@@ -51,7 +51,7 @@ class JudgeError(Exception):
 
 
 class ScriptedParticipant:
-    """An agent or user for the orchestrator that says `next_message`."""
+    """An agent or user for the orchestrator, whose next message is `next_message`."""
 
     def __init__(self, stop_token: str | None) -> None:
         self.next_message: Any = None
@@ -71,7 +71,7 @@ class ScriptedParticipant:
         )
 
     def stop(self, message: Any = None, state: None = None) -> None:
-        """Nothing runs that would have to be stopped."""
+        """Do nothing: no resources are held."""
 
 
 class Episode:
@@ -186,7 +186,7 @@ class EpisodeServer:
     ) -> dict[str, Any]:
         """Return the official tasks of a split (None: of all splits), or a task for each definition.
 
-        The gold actions are included because checks replay them. The rest of the grading criteria is not.
+        The records contain the gold actions, because checks replay them.
         """
         environment = environment_of(domain)
         tasks = (
@@ -244,8 +244,8 @@ class EpisodeServer:
         return self._state(current)
 
     def finish(self, *, episode: str, grading: str, judge_reply: str | None) -> dict[str, Any]:
-        """Return the official evaluator's result, or the request to a judge (`judge_request`) that it
-        needs before.
+        """Return the official evaluator's result, or the messages for a judge (`judge_request`) whose reply
+        the evaluator needs.
         """
         current = self.episodes[episode]
         run = current.orchestrator._finalize()
@@ -326,15 +326,15 @@ def require_callable(action: dict[str, Any], tools: dict[str, dict[str, Any]], *
     if action["name"] not in tools:
         raise ValueError(f"{task}: there is no tool {action['name']}")
     parameters = tools[action["name"]]
-    known, required, given = (
+    parameter_names, required, argument_names = (
         parameters.get("properties", {}).keys(),
         set(parameters.get("required", ())),
         action["arguments"].keys(),
     )
-    if not required <= given or not given <= known:
+    if not required <= argument_names or not argument_names <= parameter_names:
         raise ValueError(
-            f"{task}: {action['name']} takes {', '.join(known) or 'nothing'}, not "
-            f"{', '.join(given) or 'nothing'}"
+            f"{task}: {action['name']} takes {', '.join(parameter_names) or 'nothing'}, not "
+            f"{', '.join(argument_names) or 'nothing'}"
         )
 
 
@@ -411,8 +411,8 @@ def prepare() -> None:
         package = "tau2 of sierra-research/tau2-bench (PyPI's tau2 is an unrelated package)"
         raise ImportError(f"{sys.executable} has no {package}: {error}; run scripts/setup_tau.sh") from error
     assert registry.get_domains()
-    # Pydantic creates new records from the parsed text, so each episode has its own copy, and faster than
-    # with a deep copy.
+    # Pydantic creates new records from the parsed text, so each episode has its own copy. This is faster than
+    # a deep copy.
     tau2.environment.db.load_file = functools.cache(tau2.environment.db.load_file)
 
 

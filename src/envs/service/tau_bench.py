@@ -86,9 +86,9 @@ def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     names = [opened[name].name if name in opened else name for name in names]
     own_domains = {domain.name: domain for domain in opened.values()}
     known = [*SPLITS, *{**own_domains, **registered}]
-    trained = [read_source(text, known) for text in config.train_data or ()]
+    training_sources = [read_source(text, known) for text in config.train_data or ()]
     held_out = [read_source(text, known, may_be_named=True) for text in config.test_data or ()]
-    domains = {*names, *(domain for source in (*trained, *held_out) for domain in source.domains)}
+    domains = {*names, *(domain for source in (*training_sources, *held_out) for domain in source.domains)}
     if unknown := sorted(domains - set(known)):
         where = "environment_kwargs" if unknown[0] in names else "train_data or test_data:"
         raise ConfigError(
@@ -113,7 +113,7 @@ def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
             f"environment_kwargs: domain={'+'.join(sorted(domains))} has no option {option}; remove it"
         )
     tasks = [task for name in names for task in providers[name].official(name, splits[name][0])]
-    tasks += [task for source in trained for task in source.tasks(providers)]
+    tasks += [task for source in training_sources for task in source.tasks(providers)]
     if held_out:
         tests = [task for source in held_out for task in source.tasks(providers)]
     else:
@@ -149,7 +149,7 @@ def open_tau_bench(config: EnvironmentOptions, chat: Chat) -> TaskSource:
 
 
 def provider_of(domain: ServiceDomain) -> DomainProvider:
-    """Return the provider of a domain of the user's own."""
+    """Return the provider of a user-defined domain."""
 
     def completed(task: Task) -> Task:
         return replace(task, domain=task.domain or domain.name, row={**task.row, "domain": domain.name})
@@ -174,7 +174,7 @@ def provider_of(domain: ServiceDomain) -> DomainProvider:
 
 
 def with_new_names(options: Options) -> Options:
-    """Return the options under their present names, with a warning for each former name."""
+    """Return the options under their current names, and log a warning for each former name."""
     for old in options.keys() & RENAMED_OPTIONS.keys():
         logger.warning("environment_kwargs: %s is now called %s", old, RENAMED_OPTIONS[old])
     return {RENAMED_OPTIONS.get(name, name): value for name, value in options.items()}
@@ -296,10 +296,10 @@ def tau2_user_factory(model: UserModel | None) -> tau2.UserSimulatorFactory:
     if model is None:
         return tau2.scripted_user
 
-    def played(instructions: str, tools: Tools, seed: int) -> UserSimulator:
+    def simulator(instructions: str, tools: Tools, seed: int) -> UserSimulator:
         return ModelUserSimulator(model, instructions, seed=seed, tools=tools)
 
-    return played
+    return simulator
 
 
 def open_user_model(config: EnvironmentOptions, options: Options) -> UserModel | None:
@@ -336,7 +336,7 @@ def one_of[Choice: str](options: Options, name: str, choices: tuple[Choice, ...]
 def number(options: Options, name: str, default: float) -> float:
     """Remove and return an option that must be above 0, or at least 0 if the default is 0.
 
-    Raises ConfigError.
+    Raises ConfigError for any other value.
     """
     text = options.pop(name, str(default))
     try:

@@ -12,7 +12,7 @@
     bare_name  the name of a known tool and nothing else
 
 Any other answer is a message to the user. If the closing brackets of a JSON object are missing, the parser
-adds them and counts the repair. JSON that ends inside a string or number is a parse failure, and nothing is
+adds them and counts the repair. JSON that ends inside a string or number is a parse failure, and no tool is
 called. DEBUG_PARSER=1 logs every parse.
 """
 
@@ -133,7 +133,7 @@ def parse(
 
 
 def without_thoughts(answer: str) -> str:
-    """Return the answer without special tokens and without thoughts, also if a thought is unfinished."""
+    """Return the answer without special tokens and thoughts, including an unfinished thought."""
     text = THOUGHT.sub("", answer)
     return DEEPSEEK_SPECIAL.sub("", SPECIAL.sub("", text.rpartition("</think>")[2])).strip()
 
@@ -238,7 +238,7 @@ def _read(parts: Sequence[str], strategy: Strategy, *, content: str) -> ParsedAn
 
 
 def _read_written(written: WrittenCalls, strategy: Strategy) -> ParsedAnswer:
-    """Parse calls that are written in a form of their own. If one cannot be read, no call is made."""
+    """Parse calls in a form of `call_forms`. If a call cannot be read, no call is made."""
     problems = [call.problem for call in written.calls if call.problem]
     if problems:
         return ParsedAnswer(content=written.content, strategy=strategy, problem="; ".join(problems))
@@ -251,7 +251,7 @@ def _parsed(
 ) -> ParsedAnswer:
     """Validate parsed calls.
 
-    Arguments that are not an object are replaced by no arguments and reported as a problem.
+    Arguments that are not an object are replaced by {} and reported as a problem.
     """
     calls, problems = [], []
     for value in values:

@@ -1,7 +1,7 @@
 """toy_retail, a small service domain: eight tools over a JSON database, a written policy, scripted users
 and tau2's grading.
 
-A folder contains the domain (datasets/toy_retail, or another folder of the same form):
+The domain is a folder, by default datasets/toy_retail:
 
     db.json       {"orders": {id: {...}}, "products": {name: {...}}, "customers": {id: {...}}}
     policy.md     the rules for the agent, which the tools do not enforce
@@ -220,7 +220,7 @@ class ToyRetailEpisode:
         self._tools = tools
         self._policy = policy
         self._user = user
-        self._before = database
+        self._initial_database = database
         self._database = copy.deepcopy(database)
         self._conversation: list[Message] = []
         self._has_written = False
@@ -253,7 +253,8 @@ class ToyRetailEpisode:
             str(message["content"]) for message in self._conversation if message["role"] == "assistant"
         ]
         database = float(
-            content_hash(self._database) == content_hash(after_gold(self._before, self._row, self._tools))
+            content_hash(self._database)
+            == content_hash(after_gold(self._initial_database, self._row, self._tools))
         )
         communicate = float(all(communicates(answers, fact) for fact in self._row["communicate"]))
         metrics = {
@@ -289,8 +290,8 @@ def scripted(row: Mapping[str, Any], seed: int) -> UserSimulator:
 def played_by(
     model: UserModel, instructions: str = INSTRUCTIONS
 ) -> Callable[[Mapping[str, Any], int], UserSimulator]:
-    """Return a factory of user simulators that use a model. `{}` in `instructions` is the instruction of the
-    task."""
+    """Return a factory of user simulators that use a model. The instruction of the task replaces `{}` in
+    `instructions`."""
     return lambda row, seed: ModelUserSimulator(model, instructions.format(row["instruction"]), seed=seed)
 
 

@@ -1,8 +1,8 @@
-"""User simulators: the other side of the conversation of a service agent.
+"""User simulators, with which service agents talk.
 
-A user simulator follows a script, or is played by a language model behind an OpenAI-compatible or a Tinker
-endpoint. The model is not trained, and its seeds depend only on the task, the group member and the length of
-the conversation, so that a simulator behaves the same throughout a run. Its messages are observations of the
+A user simulator follows a script or uses a language model behind an OpenAI-compatible or a Tinker endpoint.
+The model is not trained, and its seeds depend only on the task, the group member and the length of the
+conversation, so that a simulator behaves the same throughout a run. Its messages are observations of the
 agent and contribute no training tokens.
 """
 
@@ -25,10 +25,10 @@ from src.policy.tool_messages import Tools, with_json_arguments
 STOP = "###STOP###"
 TRANSFER = "###TRANSFER###"
 OUT_OF_SCOPE = "###OUT-OF-SCOPE###"
-END_MARKERS = (STOP, TRANSFER, OUT_OF_SCOPE)  # each ends the conversation if the user simulator says it
+END_MARKERS = (STOP, TRANSFER, OUT_OF_SCOPE)  # each ends the conversation if the user sends it
 MAX_TOKENS = 512  # per message of a model
 MAX_TRIES = 3  # to get a message that is not empty
-# Shown to a simulator that has to speak first.
+# The conversation for a simulator that sends the first message.
 GREETING: Sequence[Message] = ({"role": "assistant", "content": "Hi! How can I help you today?"},)
 
 
@@ -52,19 +52,19 @@ def ends(text: str) -> bool:
 
 
 class ScriptedUserSimulator:
-    """Says its lines in order, whatever the agent answers, and then ends the conversation."""
+    """A user that sends fixed lines in order, independently of the agent, and then ends the conversation."""
 
     def __init__(self, lines: Sequence[str], *, goodbye: str = "Thanks.") -> None:
         self._lines = lines
         self._goodbye = goodbye
 
     async def reply(self, conversation: Sequence[Message]) -> str:
-        num_said = sum(message["role"] == "user" for message in conversation)
-        return self._lines[num_said] if num_said < len(self._lines) else f"{self._goodbye} {STOP}"
+        num_sent = sum(message["role"] == "user" for message in conversation)
+        return self._lines[num_sent] if num_sent < len(self._lines) else f"{self._goodbye} {STOP}"
 
 
 class UserModel(Protocol):
-    """A language model with fixed weights that plays users.
+    """A language model with fixed weights that simulates users.
 
     The same request and seed give the same message.
     """
@@ -77,7 +77,7 @@ class UserModel(Protocol):
 
 
 class ModelUserSimulator:
-    """A user that a language model plays according to `instructions`."""
+    """A user that a language model simulates according to `instructions`."""
 
     def __init__(self, model: UserModel, instructions: str, *, seed: int, tools: Tools = ()) -> None:
         self._model = model
@@ -86,8 +86,8 @@ class ModelUserSimulator:
         self._tools = tools
 
     async def reply(self, conversation: Sequence[Message]) -> str:
-        """Raises SandboxError if every reply of the model is empty. This is an infrastructure failure, which
-        the agent cannot cause.
+        """Return the model's next message. Raises SandboxError if every reply of the model is empty. This is
+        an infrastructure failure, which the agent cannot cause.
         """
         messages = [
             self._instructions,
