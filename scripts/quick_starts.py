@@ -7,7 +7,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "datasets" / "quickstart"
-ARITHMETIC = ROOT / "datasets" / "arithmetic"
 
 QUICKSTART_OPTIONS = {
     "logs_dir": "./runs",
@@ -76,29 +75,5 @@ QUICKSTARTS = {
             "n_parallel_envs": "32",
         },
     ),
-    "arithmetic": QuickStart(
-        name="arithmetic",
-        base_model="smollm2-135m",
-        message="SmolLM2-135M learns word problems by GRPO on this machine; about 15 minutes on two CPU "
-        "cores",
-        options={
-            "data": str(ARITHMETIC / "train.jsonl"),
-            "test_data": str(ARITHMETIC / "heldout.jsonl"),
-            "reward": "number",
-            "learning_rate": "5e-4",
-            "batch_size": "16",
-            "max_tokens": "16",
-            "trial_timeout_s": "600",
-            "context_limit": "512",
-            "eval_group_size": "2",
-            "n_parallel_envs": "64",
-        },
-        server=(
-            "max_lora_rank=16",
-            "max_num_seqs=64",
-            "max_context_length=512",
-            "train_tokens_per_batch=2048",
-        ),
-    ),
 }
-"""The quick starts by the value of `quickstart=`."""
+"""By the value of `quickstart=`."""

@@ -1,15 +1,10 @@
-"""The quick starts of `./run_skyrl_tx.sh`, and the word problems of `quickstart=arithmetic`."""
+"""The quick starts of `./run_skyrl_tx.sh`."""
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
-
 import pytest
 
-from scripts.quick_starts import ARITHMETIC, QUICKSTART_OPTIONS, QUICKSTARTS
-from scripts.quickstart import make_arithmetic
+from scripts.quick_starts import QUICKSTART_OPTIONS, QUICKSTARTS
 from scripts.run_skyrl_tx import chosen_quick_start
 from src.cli.command_line import parse
 from src.core.errors import ConfigError
@@ -27,7 +22,7 @@ def test_every_quick_start_is_a_valid_run(name: str) -> None:
     [
         ({}, "terminal"),
         ({"env": "tau_bench"}, "tau_bench"),
-        ({"quickstart": "arithmetic"}, "arithmetic"),
+        ({"quickstart": "tau_bench"}, "tau_bench"),
     ],
 )
 def test_a_quick_start_has_a_name_or_an_environment(given: dict[str, str], name: str) -> None:
@@ -35,25 +30,5 @@ def test_a_quick_start_has_a_name_or_an_environment(given: dict[str, str], name:
 
 
 def test_an_unknown_quick_start_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^quickstart=math is none of terminal, tau_bench, arithmetic$"):
+    with pytest.raises(ConfigError, match=r"^quickstart=math is none of terminal, tau_bench$"):
         chosen_quick_start({"quickstart": "math"})
-
-
-def test_the_committed_problems_are_those_of_the_script(tmp_path: Path) -> None:
-    make_arithmetic.main(tmp_path)
-    for name in ("train.jsonl", "heldout.jsonl"):
-        assert (tmp_path / name).read_text() == (ARITHMETIC / name).read_text()
-
-
-def test_held_out_problems_are_of_other_families() -> None:
-    rows = {
-        name: [json.loads(line) for line in (ARITHMETIC / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("train", "heldout")
-    }
-    families = {name: {row["id"].rsplit("-", 1)[0] for row in of} for name, of in rows.items()}
-    assert len(families["train"]) == 10 and len(families["heldout"]) == 6
-    assert not families["train"] & families["heldout"]
-    sentences = {
-        name: {re.sub(r"\d+|[A-Z]\w+", "", row["question"]) for row in of} for name, of in rows.items()
-    }
-    assert not sentences["train"] & sentences["heldout"]

@@ -322,10 +322,9 @@ async def test_a_native_gold_episode_trains_the_agents_answers(chat):
 
 @pytest.mark.seed_behaviour(8)
 def test_the_tau_quick_start_uses_native_tools():
-    options = QUICKSTARTS["tau_bench"].options | RECIPE_OF_KIND["tau_bench"] | {"env": "tau_bench"}
-    assert parse(
-        [*BASE[1:3], *(f"{name}={value}" for name, value in options.items())]
-    ).use_native_tool_calling
+    options = QUICKSTARTS["tau_bench"].options | RECIPE_OF_KIND["tau_bench"]
+    arguments = [f"{name}={value}" for name, value in options.items()]
+    assert parse([*BASE[:3], *arguments]).use_native_tool_calling
 
 
 @pytest.mark.seed_behaviour(4)
