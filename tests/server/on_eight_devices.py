@@ -73,13 +73,13 @@ RANK = 4
 
 def main(directory: Path) -> None:
     divided = replace(DENSE, mesh=make_mesh(MeshShape(data=2, tensor=2)))
-    found = {**trained(SPARSE, SHAPE, directory), **cached(divided), "decoded": decoded(divided)}
-    found["sent"] = max(
+    report = {**trained(SPARSE, SHAPE, directory), **cached(divided), "decoded": decoded(divided)}
+    report["sent"] = max(
         most_sent(SPARSE, SHAPE),
         most_sent(DENSE, MeshShape(fsdp=2, tensor=2)),
         most_sent(LATENT, MeshShape(fsdp=2)),
     )
-    print(json.dumps(found))
+    print(json.dumps(report))
 
 
 def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str, float]:

@@ -123,9 +123,9 @@ def test_adapters_side_by_side_equal_them_one_by_one(
         )
         for size in (None, 3)
     )
-    for expected, found in zip(one, several, strict=True):
+    for expected, actual in zip(one, several, strict=True):
         assert np.any(expected)
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_an_expert_has_its_share_of_the_rank_and_one_at_least() -> None:

@@ -35,9 +35,14 @@ def test_sequences_of_one_rank_share_full_pages() -> None:
 def test_full_prefix_pages_are_shared_and_the_last_is_copied() -> None:
     home, text = PrefixCache(first=0, count=10), np.arange(2 * PAGE_SIZE, dtype=np.int32)
     cached(home, text[: PAGE_SIZE + 9])
-    found = home.find("w", text)
+    cached_prefix = home.find("w", text)
     tables = allocate_block_tables(
-        [home] * 2, 2 * PAGE_SIZE, prefix=found, prefix_cache=home, spare_pages={}, text_length=2 * PAGE_SIZE
+        [home] * 2,
+        2 * PAGE_SIZE,
+        prefix=cached_prefix,
+        prefix_cache=home,
+        spare_pages={},
+        text_length=2 * PAGE_SIZE,
     )
     assert tables.tables == [[1, 3], [1, 3]] and (tables.copies_before, tables.copies_after) == ([(2, 3)], [])
     assert home.references == {1: 3, 2: 1, 3: 2}
@@ -45,11 +50,11 @@ def test_full_prefix_pages_are_shared_and_the_last_is_copied() -> None:
 
 def test_a_sequence_of_another_rank_gets_copies_of_all_pages() -> None:
     home, other = PrefixCache(first=0, count=10), PrefixCache(first=10, count=10)
-    found = Prefix(pages=home.allocate(1) or (), length=PAGE_SIZE)
+    cached_prefix = Prefix(pages=home.allocate(1) or (), length=PAGE_SIZE)
     tables = allocate_block_tables(
         [home, other, other],
         PAGE_SIZE + 1,
-        prefix=found,
+        prefix=cached_prefix,
         prefix_cache=home,
         spare_pages={},
         text_length=PAGE_SIZE + 1,
@@ -57,7 +62,12 @@ def test_a_sequence_of_another_rank_gets_copies_of_all_pages() -> None:
     assert tables.tables == [[1, 2], [11, 12], [11, 13]]
     assert (tables.copies_before, tables.copies_after) == ([], [(1, 11), (2, 12), (2, 13)])
     away = allocate_block_tables(
-        [other], PAGE_SIZE + 1, prefix=found, prefix_cache=home, spare_pages={}, text_length=PAGE_SIZE + 1
+        [other],
+        PAGE_SIZE + 1,
+        prefix=cached_prefix,
+        prefix_cache=home,
+        spare_pages={},
+        text_length=PAGE_SIZE + 1,
     )
     assert away.tables == [[14, 15]] and away.copies_before == [(1, 14)]
 
@@ -67,12 +77,12 @@ def test_too_few_pages_or_spare_pages_allocate_nothing(length: int, spare: int) 
     home, other = PrefixCache(first=0, count=20), PrefixCache(first=20, count=4)
     text = np.arange(PAGE_SIZE, dtype=np.int32)
     cached(home, text)
-    found = home.find("w", text)
+    cached_prefix = home.find("w", text)
     with pytest.raises(CapacityError, match="no KV pages for 999 tokens, 192 tokens are free"):
         allocate_block_tables(
             [home, other],
             length,
-            prefix=found,
+            prefix=cached_prefix,
             prefix_cache=home,
             spare_pages={other: spare},
             text_length=999,

@@ -162,9 +162,9 @@ async def test_a_dropped_snapshot_is_unloaded_after_its_samples(
     elsewhere: ExternalSampling, sampler: ExternalSampler, root: Path
 ) -> None:
     saved = elsewhere.submit(SaveSampler(model_id="m", weights="short"))
-    asked = elsewhere.submit(sample("short"))  # at once: both wait for what was asked before them
+    second_sample = elsewhere.submit(sample("short"))  # at once: both wait for what was asked before them
     dropped = elsewhere.submit(DropSnapshot(weights="short"))
-    await asyncio.gather(*(asyncio.wrap_future(future) for future in (saved, asked, dropped)))
+    await asyncio.gather(*(asyncio.wrap_future(future) for future in (saved, second_sample, dropped)))
     await asyncio.to_thread(sampler.wait_until, lambda: not sampler.adapters)
     assert sampler.seen[0]["adapter"].startswith("skyrl-")
     with pytest.raises(NotFoundError, match="freed with their session"):

@@ -229,7 +229,7 @@ def test_latent_attention_samples_what_its_forward_pass_computes(tmp_path: Path)
     prompt = np.random.default_rng(0).integers(0, 101, 130).astype(np.int32)
     futures = {weights: sample(weights, prompt, 12) for weights in adapters}
     tokens = {weights: checked(weights, prompt, future.result(120)) for weights, future in futures.items()}
-    assert len({tuple(found) for found in tokens.values()}) == 3
+    assert len({tuple(sequence_tokens) for sequence_tokens in tokens.values()}) == 3
     last = list(tokens)[-1]
     turn = np.concatenate([prompt, tokens[last]])
     again = sample(last, turn, 2).result(120)

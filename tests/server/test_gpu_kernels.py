@@ -107,10 +107,10 @@ def test_tree_kernels_and_loop_have_equal_values_and_gradients(
         out, log_total = prefix_tree_kernel.forward(layout, *arrays, **options)
         return out, *prefix_tree_kernel.backward(layout, *arrays, out, log_total, grad_out, **options)
 
-    for found, wanted in zip(by_kernels(q, k, v), (expected, *pull_back(grad_out)), strict=True):
-        assert found.dtype == wanted.dtype
+    for actual, desired in zip(by_kernels(q, k, v), (expected, *pull_back(grad_out)), strict=True):
+        assert actual.dtype == desired.dtype
         np.testing.assert_allclose(
-            np.asarray(found, np.float32), np.asarray(wanted, np.float32), atol=tolerance, rtol=tolerance
+            np.asarray(actual, np.float32), np.asarray(desired, np.float32), atol=tolerance, rtol=tolerance
         )
 
 
@@ -130,8 +130,8 @@ def test_a_sequence_attends_only_to_its_own_pages() -> None:
     keys = keys.at[5].set(jnp.nan).at[4, :, :, 1:].set(jnp.nan)
     splits = kv_splits_of(tables, lengths, group=heads // kv_heads, page=page)
     exact = INTERPRETED(q, keys, values, tables, splits, scale=head_dim**-0.5)
-    for found, wanted in zip(exact, expected, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-5)
+    for actual, desired in zip(exact, expected, strict=True):
+        np.testing.assert_allclose(actual, desired, rtol=2e-5, atol=1e-5)
     halves = [array.astype(jnp.bfloat16) for array in (q, keys, values)]
     rounded = INTERPRETED(*halves, tables, splits, scale=head_dim**-0.5)
     np.testing.assert_allclose(
@@ -176,9 +176,9 @@ def test_a_sequence_does_not_depend_on_those_sharing_its_pages() -> None:
     together = kv_splits_of(tables, lengths, group=heads // kv_heads, page=page)
     assert together.num_parts.tolist() == [3, 3, 3, 4, 3, 4, 2, 0, 10]
     assert together.rows[: together.counts[0]].tolist()[:2] == [[0, 1, 2, 3], [4, 5, 6, -1]]
-    found = INTERPRETED(q, keys, values, tables, together, scale=head_dim**-0.5)
+    actual = INTERPRETED(q, keys, values, tables, together, scale=head_dim**-0.5)
     expected = reference(*(np.asarray(array, np.float64) for array in (q, keys, values)), tables, lengths)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-5)
     for row in range(9):
         alone = np.where(np.arange(9) == row, lengths, 0)
@@ -190,7 +190,7 @@ def test_a_sequence_does_not_depend_on_those_sharing_its_pages() -> None:
             kv_splits_of(tables, alone, group=heads // kv_heads, page=page),
             scale=head_dim**-0.5,
         )
-        assert all(np.array_equal(one[row], other[row]) for one, other in zip(own, found, strict=True)), row
+        assert all(np.array_equal(one[row], other[row]) for one, other in zip(own, actual, strict=True)), row
 
 
 @pytest.mark.parametrize(
@@ -217,13 +217,13 @@ def test_prefill_attention_of_kernel_and_loop_are_equal(
         keys=cache.keys.at[:, 5, :, :, 40:].set(jnp.nan), values=cache.values.at[:, 5, :, 40:].set(jnp.nan)
     )
     attend = jax.jit(partial(prefill_attention.attend_by_kernel, attention_spec(24), interpret=True))
-    found = np.asarray(attend(cache, jnp.int32(1), tiles, q))
+    actual = np.asarray(attend(cache, jnp.int32(1), tiles, q))
     for tile, length in enumerate(tiles.lengths):
-        np.testing.assert_allclose(found[tile, :length], expected[tile, :length], atol=1e-5)
+        np.testing.assert_allclose(actual[tile, :length], expected[tile, :length], atol=1e-5)
     others = normal(3, 5, PREFILL_TILE, heads, 24).at[0].set(q[0])
     starts = np.array([70, 3, 0, 0, 0], np.int32)
     in_company = np.asarray(attend(cache, jnp.int32(1), replace(tiles, starts=starts), others))
-    np.testing.assert_array_equal(in_company[0], found[0])
+    np.testing.assert_array_equal(in_company[0], actual[0])
 
 
 @pytest.mark.parametrize(
@@ -235,11 +235,11 @@ def test_grouped_products_equal_each_tile_times_its_expert(
     blocks, experts = normal(0, 6, rows, inputs), np.array([0, 0, 3, 4, 4, 1], np.int32)
     weight = normal(1, 5, inputs, outputs) if transposed else normal(1, 5, outputs, inputs)
     multiply = partial(grouped_kernel.grouped_products, transposed=transposed, interpret=True)
-    found = jax.jit(multiply)(blocks, weight, experts, jnp.int32(4))
+    actual = jax.jit(multiply)(blocks, weight, experts, jnp.int32(4))
     assert grouped_kernel.fits(blocks, weight)
     expected = jnp.einsum("nbi,nio->nbo" if transposed else "nbi,noi->nbo", blocks, weight[experts])
-    np.testing.assert_allclose(found[:4], expected[:4], rtol=1e-5, atol=1e-4)
-    assert not np.any(found[4:])
+    np.testing.assert_allclose(actual[:4], expected[:4], rtol=1e-5, atol=1e-4)
+    assert not np.any(actual[4:])
 
 
 def test_the_kernel_and_the_loop_compute_equal_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,8 +280,8 @@ def test_the_kernel_and_the_loop_compute_equal_mixtures(monkeypatch: pytest.Monk
     kernel = partial(grouped_kernel.grouped_products, interpret=True)
     monkeypatch.setattr(experts, "_products", kernel)
     monkeypatch.setattr(experts, "on_gpu", lambda: True)
-    for found, wanted in zip(everything(), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    for actual, desired in zip(everything(), expected, strict=True):
+        np.testing.assert_allclose(actual, desired, rtol=1e-4, atol=1e-5)
 
 
 def test_decode_attention_over_pages_equals_that_over_segments() -> None:
@@ -294,10 +294,10 @@ def test_decode_attention_over_pages_equals_that_over_segments() -> None:
     past = read_positions(config, cache, tables, (2 * PAGE_SIZE,))[1]
     masks = [(jnp.arange(2 * PAGE_SIZE) < lengths[:, None])[:, None, None], visible]
     expected = attend_over_segments(attention_spec(16), q, [*past, recent], masks)
-    found = attend_over_pages(
+    actual = attend_over_pages(
         config, attention_spec(16), cache, 1, q, jnp.asarray(tables), splits, recent, visible, interpret=True
     )
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_a_server_with_the_kernel_samples_the_same_tokens(
@@ -342,13 +342,13 @@ def test_a_server_with_the_kernel_samples_the_same_tokens(
         prefill_attention, "attend_by_loop", partial(prefill_attention.attend_by_kernel, interpret=True)
     )
     jax.clear_caches()  # otherwise a program without the kernel would be reused
-    found = sampled("kernel")
+    actual = sampled("kernel")
     jax.clear_caches()
     assert rows_read_for == {1, 5}
-    for one, another in zip(found, expected, strict=True):
+    for one, another in zip(actual, expected, strict=True):
         assert one.tokens.tolist() == another.tokens.tolist()
         np.testing.assert_allclose(one.logprobs, another.logprobs, atol=1e-4)
-    assert found[0].tokens.tolist() == found[1].tokens.tolist(), (
+    assert actual[0].tokens.tolist() == actual[1].tokens.tolist(), (
         "a member of a group samples what it does alone"
     )
 

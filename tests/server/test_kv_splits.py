@@ -32,23 +32,23 @@ def test_every_part_is_read_once_by_sequences_with_its_pages(
     batch: tuple[np.ndarray, np.ndarray], devices: int, group: int
 ) -> None:
     tables, lengths = batch
-    found = kv_splits_of(tables, lengths, group=group, devices=devices)
+    splits = kv_splits_of(tables, lengths, group=group, devices=devices)
     own = ROWS // devices
     assert (
-        found.rows.shape == (devices * own * max_parts(WIDTH), sequences_per_split(group))
-        and found.num_parts.max() <= MAX_PARTS
+        splits.rows.shape == (devices * own * max_parts(WIDTH), sequences_per_split(group))
+        and splits.num_parts.max() <= MAX_PARTS
     )
     positions: dict[tuple[int, int], tuple[int, int]] = {}  # by sequence and split
     for device in range(devices):
-        for at in device * own * max_parts(WIDTH) + np.arange(found.counts[device]):
-            members = device * own + found.rows[at][found.rows[at] >= 0]
-            pages = tables[members, found.first[at] : -(-found.end[at] // PAGE_SIZE)]
+        for at in device * own * max_parts(WIDTH) + np.arange(splits.counts[device]):
+            members = device * own + splits.rows[at][splits.rows[at] >= 0]
+            pages = tables[members, splits.first[at] : -(-splits.end[at] // PAGE_SIZE)]
             assert len(members) and (pages == pages[0]).all()
             for row in members.tolist():
-                assert (row, found.part[at]) not in positions
-                positions[row, found.part[at]] = (found.first[at] * PAGE_SIZE, found.end[at])
+                assert (row, splits.part[at]) not in positions
+                positions[row, splits.part[at]] = (splits.first[at] * PAGE_SIZE, splits.end[at])
     for row in range(ROWS):
-        spans = [positions.pop((row, part)) for part in range(found.num_parts[row])]
+        spans = [positions.pop((row, part)) for part in range(splits.num_parts[row])]
         assert [first for first, _ in spans] == [0, *(end for _, end in spans)][: len(spans)]
         assert (spans[-1][1] if spans else 0) == lengths[row]
     assert not positions
@@ -57,20 +57,20 @@ def test_every_part_is_read_once_by_sequences_with_its_pages(
 @given(batches())
 def test_shared_parts_are_read_as_few_times_as_possible(batch: tuple[np.ndarray, np.ndarray]) -> None:
     tables, lengths = batch
-    found = kv_splits_of(tables, lengths, group=2)
+    splits = kv_splits_of(tables, lengths, group=2)
     readings = {
         (part, first, end, tables[rows[0], first : -(-end // PAGE_SIZE)].tobytes()): 0
-        for part, first, end, rows in _stretches(found)
+        for part, first, end, rows in _stretches(splits)
     }
-    for part, first, end, rows in _stretches(found):
+    for part, first, end, rows in _stretches(splits):
         readings[part, first, end, tables[rows[0], first : -(-end // PAGE_SIZE)].tobytes()] += 1
     assert set(readings.values()) <= {1}, "eight rows fit one stretch of a group of two"
 
 
 def test_sequences_beyond_the_width_of_a_split_get_another() -> None:
     """Five equal sequences, four of which fill a matrix product."""
-    found = kv_splits_of(np.tile(np.arange(8, dtype=np.int32), (5, 1)), np.full(5, 500, np.int32), group=4)
-    assert [rows[rows >= 0].tolist() for *_, rows in _stretches(found)] == [[0, 1, 2, 3], [4]]
+    splits = kv_splits_of(np.tile(np.arange(8, dtype=np.int32), (5, 1)), np.full(5, 500, np.int32), group=4)
+    assert [rows[rows >= 0].tolist() for *_, rows in _stretches(splits)] == [[0, 1, 2, 3], [4]]
 
 
 def test_the_host_work_does_not_depend_on_the_number_of_parts() -> None:
@@ -96,9 +96,11 @@ def test_the_host_work_does_not_depend_on_the_number_of_parts() -> None:
 
 
 def test_free_slots_have_no_parts() -> None:
-    found = kv_splits_of(np.zeros((3, 9), np.int32), np.zeros(3, np.int32), group=4)
-    assert not found.counts.any() and not found.num_parts.any() and (found.rows == -1).all()
+    splits = kv_splits_of(np.zeros((3, 9), np.int32), np.zeros(3, np.int32), group=4)
+    assert not splits.counts.any() and not splits.num_parts.any() and (splits.rows == -1).all()
 
 
-def _stretches(found) -> list[tuple[int, int, int, np.ndarray]]:
-    return [(found.part[at], found.first[at], found.end[at], found.rows[at]) for at in range(found.counts[0])]
+def _stretches(splits) -> list[tuple[int, int, int, np.ndarray]]:
+    return [
+        (splits.part[at], splits.first[at], splits.end[at], splits.rows[at]) for at in range(splits.counts[0])
+    ]

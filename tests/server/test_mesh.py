@@ -31,7 +31,7 @@ LATENT = load_model_config(ROOT / "tests" / "fixtures" / "families" / "deepseek_
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
     flags = f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count=8"
     # Threads, see `__main__`.
     environment = os.environ | {
@@ -45,28 +45,28 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def test_eight_devices_train_as_one(found: dict) -> None:
-    assert found["logprobs"] <= 1e-4 and found["loss"] <= 1e-5 and found["gradient"] <= 1e-4
+def test_eight_devices_train_as_one(report: dict) -> None:
+    assert report["logprobs"] <= 1e-4 and report["loss"] <= 1e-5 and report["gradient"] <= 1e-4
 
 
-def test_each_device_holds_the_part_that_was_planned(found: dict) -> None:
-    assert found["held"] == found["planned"] < 0.4 * found["whole"]
+def test_each_device_holds_the_part_that_was_planned(report: dict) -> None:
+    assert report["held"] == report["planned"] < 0.4 * report["whole"]
 
 
-def test_host_memory_holds_one_shard_of_one_field_at_a_time(found: dict) -> None:
-    assert found["largest read"] == found["largest held"]
+def test_host_memory_holds_one_shard_of_one_field_at_a_time(report: dict) -> None:
+    assert report["largest read"] == report["largest held"]
 
 
-def test_decoding_sends_activations_and_no_weights(found: dict) -> None:
-    assert found["sent"] < 0.5
+def test_decoding_sends_activations_and_no_weights(report: dict) -> None:
+    assert report["sent"] < 0.5
 
 
-def test_slots_of_several_devices_are_written_and_read_as_on_one(found: dict) -> None:
-    assert found["written"] and found["read"] and found["attended"]
+def test_slots_of_several_devices_are_written_and_read_as_on_one(report: dict) -> None:
+    assert report["written"] and report["read"] and report["attended"]
 
 
-def test_the_decode_kernel_on_several_devices_equals_one(found: dict) -> None:
-    assert found["decoded"] <= 1e-6
+def test_the_decode_kernel_on_several_devices_equals_one(report: dict) -> None:
+    assert report["decoded"] <= 1e-6
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,6 @@ def test_each_device_holds_a_share_of_every_fused_part() -> None:
 
 
 def test_one_device_reads_an_array_whole() -> None:
-    asked = []
-    place(DENSE, (4, 6), PartitionSpec("tensor"), lambda part: asked.append(part) or np.zeros((4, 6)))
-    assert asked == [(slice(0, 4), slice(0, 6))]
+    requested = []
+    place(DENSE, (4, 6), PartitionSpec("tensor"), lambda part: requested.append(part) or np.zeros((4, 6)))
+    assert requested == [(slice(0, 4), slice(0, 6))]

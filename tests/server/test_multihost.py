@@ -247,7 +247,7 @@ def test_the_loss_of_process_0_is_detected_during_a_call() -> None:
 
 
 def test_every_process_gets_the_value_of_process_0(started: _Started) -> None:
-    found = []
+    received = []
 
     def refused() -> int:
         raise UserError("no such checkpoint")
@@ -256,7 +256,7 @@ def test_every_process_gets_the_value_of_process_0(started: _Started) -> None:
         raise OSError(116, "Stale file handle")
 
     def ask(worker: WorkerRank) -> None:
-        found.append(worker.broadcast_from_rank0(lambda: 1))
+        received.append(worker.broadcast_from_rank0(lambda: 1))
         with pytest.raises(UserError, match="no such checkpoint"):
             worker.broadcast_from_rank0(lambda: 2)
         # An intended error, which concerns only its operation.
@@ -270,7 +270,7 @@ def test_every_process_gets_the_value_of_process_0(started: _Started) -> None:
     with pytest.raises(ServerError, match=r"OSError: .*Stale file handle"):
         pair.rank0.broadcast_from_rank0(away)
     pair.run(CREATE)
-    assert found == [7] and pair.other.log == pair.own.log
+    assert received == [7] and pair.other.log == pair.own.log
 
 
 def test_process_0_that_stops_early_ends_the_others(started: _Started) -> None:

@@ -122,11 +122,11 @@ def test_gpu_batches_are_compiled_for_1_4_or_all_adapters() -> None:
     """A batch of four tiles has at most four adapters; one of sixteen tiles has up to all nine LoRA slots,
     whatever the number of decode slots."""
     layout = replace(LAYOUT, shapes=GPU_PREFILL, num_slots=3, num_lora_slots=9)
-    found = [
+    buckets = [
         (len(batch.tokens), batch.adapters.max_loras, batch.sequence_adapters.max_loras)
         for batch, _ in layout.dummy_batches()
     ]
-    assert found == [(4, 1, 1), (4, 4, 4), (16, 1, 1), (16, 4, 4), (16, 9, 9)]
+    assert buckets == [(4, 1, 1), (4, 4, 4), (16, 1, 1), (16, 4, 4), (16, 9, 9)]
     mixed = [
         (len(batch.tokens), batch.adapters.max_loras, batch.sequence_adapters.max_loras)
         for batch, _ in layout.batches([chunk(9, 0), chunk(9, 1)])

@@ -175,12 +175,12 @@ def test_every_page_is_free_held_or_cached_after_any_sequence(data: st.DataObjec
             pages.free(own)
             continue
         tokens = text(data.draw(st.integers(1, 3 * PAGE_SIZE)), seed=data.draw(st.integers(0, 3)))
-        found = pages.find("w", tokens)
-        for index, page in enumerate(found.pages):
-            chunk = tokens[index * PAGE_SIZE : min((index + 1) * PAGE_SIZE, found.length)].tobytes()
+        cached_prefix = pages.find("w", tokens)
+        for index, page in enumerate(cached_prefix.pages):
+            chunk = tokens[index * PAGE_SIZE : min((index + 1) * PAGE_SIZE, cached_prefix.length)].tobytes()
             assert contents[page].startswith(chunk)
-        whole = found.length // PAGE_SIZE
-        shared = list(found.pages[:whole])
+        whole = cached_prefix.length // PAGE_SIZE
+        shared = list(cached_prefix.pages[:whole])
         pages.incref(shared)
         new = pages.allocate(-(-len(tokens) // PAGE_SIZE) - whole)
         if new is None:

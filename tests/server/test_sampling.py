@@ -528,24 +528,28 @@ def test_top_k_logprobs_equal_those_of_the_model(engine: Engine):
 
 def test_target_tokens_are_scored_in_their_own_layout(engine: Engine):
     prompt = tokens(12, seed=92)
-    wanted = np.full((11, 3), -1, np.int32)
-    wanted[0, 2], wanted[4], wanted[10, 1] = 7, (9, 8, 8), 200
+    requested_tokens = np.full((11, 3), -1, np.int32)
+    requested_tokens[0, 2], requested_tokens[4], requested_tokens[10, 1] = 7, (9, 8, 8), 200
     dense = run(
         engine,
         request(
-            prompt, weights="second", target_prompt_tokens=CsrMatrix(values=wanted.reshape(-1), shape=(11, 3))
+            prompt,
+            weights="second",
+            target_prompt_tokens=CsrMatrix(values=requested_tokens.reshape(-1), shape=(11, 3)),
         ),
     )
     scores = dense.target_prompt_logprobs.dense()
-    assert scores.shape == (11, 3) and np.all((scores == 0) == (wanted < 0))
-    for row, column in zip(*np.nonzero(wanted >= 0), strict=True):
-        (expected,) = forward_logprobs(engine, [np.append(prompt[: row + 1], wanted[row, column])], "second")
+    assert scores.shape == (11, 3) and np.all((scores == 0) == (requested_tokens < 0))
+    for row, column in zip(*np.nonzero(requested_tokens >= 0), strict=True):
+        (expected,) = forward_logprobs(
+            engine, [np.append(prompt[: row + 1], requested_tokens[row, column])], "second"
+        )
         assert scores[row, column] == pytest.approx(expected[-1], abs=1e-4)
 
-    rows, columns = np.nonzero(wanted >= 0)
+    rows, columns = np.nonzero(requested_tokens >= 0)
     crow_indices = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=11))])
     sparse = CsrMatrix(
-        values=wanted[rows, columns],
+        values=requested_tokens[rows, columns],
         shape=(11, 1 << 30),
         crow_indices=crow_indices,
         col_indices=columns * 1_000_000,

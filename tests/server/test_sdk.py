@@ -331,15 +331,15 @@ def test_weights_are_downloaded_in_pefts_layout(
     training = client.create_lora_training_client(MODEL, rank=4).result()
     saved = training.save_weights_external("e1", ttl_seconds=3600).result()
     assert saved.path == f"tinker://{training.model_id}/external_weights/e1"
-    found = rest.get_external_weights_urls(saved.path).result()
-    assert timedelta(minutes=55) < found.expires - datetime.now(UTC) < timedelta(minutes=65)
-    files = {name: httpx.get(address) for name, address in found.urls.items()}
+    reply = rest.get_external_weights_urls(saved.path).result()
+    assert timedelta(minutes=55) < reply.expires - datetime.now(UTC) < timedelta(minutes=65)
+    files = {name: httpx.get(address) for name, address in reply.urls.items()}
     assert json.loads(files["adapter_config.json"].content)["r"] == 4
     tensors = safetensors.numpy.load(files["adapter_model.safetensors"].content)
     assert tensors.keys() == FACTORS.keys()
     for response in files.values():
         assert int(response.headers["content-length"]) == len(response.content)
-    address = found.urls["adapter_config.json"]
+    address = reply.urls["adapter_config.json"]
     # The URL has a later expiry with the old signature.
     assert httpx.get(address.replace("ends=", "ends=9")).status_code == 404
     assert httpx.get(address.replace("adapter_config.json", "..%2Fcheckpoint.json")).status_code == 404

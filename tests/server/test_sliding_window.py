@@ -149,9 +149,9 @@ def test_gradients_equal_hugging_faces() -> None:
         select_loss(LossFn.CROSS_ENTROPY),
         config=config,
     )
-    found = adapter_to_arrays(gradient, config, spec)
+    actual = adapter_to_arrays(gradient, config, spec)
     for name, expected in parts["gradient"].items():
-        np.testing.assert_allclose(found[name], expected, rtol=2e-3, atol=2e-4)
+        np.testing.assert_allclose(actual[name], expected, rtol=2e-3, atol=2e-4)
 
 
 def test_a_gpu_decodes_sliding_windows_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,20 +111,20 @@ class Tenant:
 
     def outcome(self, folder: Path) -> dict[str, np.ndarray]:
         """Compares losses, gradient norms, sampled tokens, logprobs, weights and optimizer state."""
-        found: dict[str, np.ndarray] = {}
+        arrays: dict[str, np.ndarray] = {}
         for at, future in enumerate(self.futures):
             result = future.result(TIMEOUT_S)
             for name, value in getattr(result, "metrics", {}).items():
-                found[f"{at} {name}"] = np.asarray(value)
+                arrays[f"{at} {name}"] = np.asarray(value)
             for number, row in enumerate(getattr(result, "logprobs", ())):
-                found[f"{at} logprobs {number}"] = row
+                arrays[f"{at} logprobs {number}"] = row
             for number, sequence in enumerate(getattr(result, "sequences", ())):
-                found[f"{at} tokens {number}"], found[f"{at} sampled logprobs {number}"] = (
+                arrays[f"{at} tokens {number}"], arrays[f"{at} sampled logprobs {number}"] = (
                     sequence.tokens,
                     sequence.logprobs,
                 )
         saved = self.engine.submit(SaveWeights(model_id=self.model_id, name="end")).result(TIMEOUT_S)
-        return found | CheckpointStore(folder, "local/tiny").read(saved.path)[1]
+        return arrays | CheckpointStore(folder, "local/tiny").read(saved.path)[1]
 
 
 def test_a_model_trained_among_seven_others_is_bit_identical(model_dir: Path, tmp_path: Path):

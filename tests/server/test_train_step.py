@@ -102,10 +102,10 @@ def test_lora_gradients_equal_torch_autograds(model: str) -> None:
         config=config,
     )
     assert float(output.loss) == pytest.approx(float(arrays["loss"][0]), rel=1e-5)
-    for found, expected in zip(
+    for actual, expected in zip(
         unpack([batch], [np.asarray(output.logprobs)]), arrays["logprobs"], strict=True
     ):
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+        np.testing.assert_allclose(actual, expected, atol=1e-4)
     ours, torchs = adapter_to_arrays(grads, config, spec), tensors(arrays, "gradient.")
     assert ours.keys() == torchs.keys()
     for name, expected in torchs.items():
@@ -215,8 +215,8 @@ def test_several_targets_equal_as_many_data_with_one_target() -> None:
     expected_grads, expected_loss, expected = gradient(singles)
     assert [entry.shape for entry in logprobs] == [(30, 3), (20,), (25, 5)]
     columns = [column for entry in logprobs for column in entry.reshape(len(entry), -1).T]
-    for column, wanted in zip(columns, expected, strict=True):
-        np.testing.assert_allclose(column, wanted, atol=1e-5)
+    for column, desired in zip(columns, expected, strict=True):
+        np.testing.assert_allclose(column, desired, atol=1e-5)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_close(grads, expected_grads, relative=1e-4)
     exact = -sum(
@@ -430,8 +430,8 @@ def test_adam_equals_a_float64_reference(settings: AdamSettings) -> None:
         )
         assert report.tolist() == [pytest.approx(norm, rel=1e-5), 1.0]
     assert int(state.step) == 4
-    for leaf, wanted, where in zip(jax.tree.leaves(jax.device_get(adapter)), expected, trained, strict=True):
-        np.testing.assert_allclose(leaf[where], wanted[where], rtol=2e-5, atol=2e-6)
+    for leaf, desired, where in zip(jax.tree.leaves(jax.device_get(adapter)), expected, trained, strict=True):
+        np.testing.assert_allclose(leaf[where], desired[where], rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("off", ["train_attn", "train_mlp", "train_unembed"])

@@ -82,7 +82,7 @@ def killed_at(directory: Path, at: int) -> tuple[int, bool]:
     return done, os.waitpid(child, 0)[1] == 0
 
 
-def found(store: CheckpointStore) -> int:
+def saved_version(store: CheckpointStore) -> int:
     try:
         return version_on_disk(store, PATH)
     except NotFoundError:
@@ -92,13 +92,13 @@ def found(store: CheckpointStore) -> int:
 def check(directory: Path, done: int) -> None:
     store = store_at(directory)
     versions = [GONE, *(version for version, _ in steps(store))]
-    version = found(store)
+    version = saved_version(store)
     assert version in versions[done : done + 2], f"version {version} after {done} acknowledged steps"
     assert [info.step for info in store.list()] == ([] if version == GONE else [version])
     if version != GONE:
         assert archived(store) == version, "the archive contains another version"
     save_version(store, PATH, 9)
-    assert (found(store), archived(store)) == (9, 9)
+    assert (saved_version(store), archived(store)) == (9, 9)
     assert len(list((directory / "run" / "weights" / "last").iterdir())) == 2, (
         "the folder of the checkpoint contains other files"
     )

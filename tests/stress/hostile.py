@@ -197,12 +197,12 @@ class Watch:
         began = time.monotonic()
         with httpx.Client(base_url=self._url, timeout=60) as http, contextlib.suppress(psutil.NoSuchProcess):
             while not self._over.wait(1):
-                asked = time.monotonic()
+                sent_at = time.monotonic()
                 with contextlib.suppress(httpx.HTTPError):  # counted as the slowest answer
                     http.get("/api/v1/healthz")
-                self.health_ms.append(1e3 * (time.monotonic() - asked))
-                if not self.rss or asked - began - self.rss[-1][0] >= RSS_EVERY_S:
-                    self.rss.append((asked - began, self._process.memory_info().rss / 2**20))
+                self.health_ms.append(1e3 * (time.monotonic() - sent_at))
+                if not self.rss or sent_at - began - self.rss[-1][0] >= RSS_EVERY_S:
+                    self.rss.append((sent_at - began, self._process.memory_info().rss / 2**20))
                     with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
                         engine = http.get("/api/v1/stats", headers=self._headers).json()["engine"]
                         held = int(engine["models"]) + int(engine["snapshots_in_host_memory"])

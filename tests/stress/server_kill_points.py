@@ -246,11 +246,11 @@ def check(store: CheckpointStore, job: Job, figures: Figures) -> None:
     listed: list[CheckpointInfo] = store.list()
     for info in listed:
         try:
-            found = digest(store, info.path)
+            actual = digest(store, info.path)
         except Exception as error:
             figures.torn.append(f"{info.path}: {error}")
             continue
-        if job.digests.get(info.path, found) != found:
+        if job.digests.get(info.path, actual) != actual:
             figures.lost.append(f"{info.path} is not what was saved")
     paths = {info.path for info in listed}
     figures.lost += [path for path in job.digests if path not in paths]
