@@ -8,8 +8,11 @@
 #                                          the full recipe; starts a server unless one serves this model
 #
 # `.venv/bin/python -m src.train --help` lists all options.
+# Relative paths and modules (reward=module:function) are those of the folder from which the script is called.
 set -euo pipefail
+caller=$PWD
 cd "$(dirname "$0")"
 ulimit -n 65536 2>/dev/null || ulimit -n "$(ulimit -Hn)"
 scripts/setup.sh
+export AGENT_TRAINER_CALLER_DIR="$caller" PYTHONPATH="$caller${PYTHONPATH:+:$PYTHONPATH}"
 exec .venv/bin/python -m scripts.run_skyrl_tx "$@"

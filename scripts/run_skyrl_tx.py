@@ -32,6 +32,7 @@ from pathlib import Path
 import httpx
 from dotenv import load_dotenv
 
+from scripts.caller_paths import with_absolute_paths
 from scripts.quick_starts import QUICKSTART, QUICKSTART_OPTIONS, QUICKSTARTS, QuickStart
 from scripts.recipe_options import (
     DEFAULT_TASKS,
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> int:
     if (words := help_words(argv)) is not None:
         return subprocess.call([sys.executable, "-m", "src.train", "--help", *words])
     try:
-        argv = with_config_files(argv)
+        argv = with_config_files(with_absolute_paths(argv, ROOT))
     except ConfigError as error:
         return fail(str(error))
     given = dict(present_argument(argument).split("=", 1) for argument in argv if "=" in argument)

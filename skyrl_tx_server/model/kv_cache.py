@@ -98,14 +98,15 @@ def keep_cache(config: ModelConfig, cache: KVCache) -> KVCache:
 
 
 def read_positions(
-    config: ModelConfig, cache: KVCache, tables_BW: ArrayLike, ends: Sequence[int]
-) -> list[list[Segment]]:
-    """Return for each layer the cached positions of each sequence, in segments that end at `ends` (multiples
-    of PAGE_SIZE)."""
+    config: ModelConfig, cache: KVCache, layer: ArrayLike | int, tables_BW: ArrayLike, ends: Sequence[int]
+) -> list[Segment]:
+    """Return the cached positions of each sequence in one layer, in segments that end at `ends` (multiples of
+    PAGE_SIZE)."""
     read = partial(_read_own_positions, config, ends)
     if config.mesh is not None:
-        read = shard_map_over(config, read, (PAGES, PartitionSpec(BATCH)), BATCH_HEADS)
-    return read(cache, jnp.asarray(tables_BW))
+        read = shard_map_over(config, read, (PAGES, EVERYWHERE, PartitionSpec(BATCH)), BATCH_HEADS)
+        layer = jnp.asarray(layer)
+    return read(cache, layer, jnp.asarray(tables_BW))
 
 
 def write_layer(
@@ -169,22 +170,19 @@ def own_pages(config: ModelConfig, cache: KVCache, page: jax.Array) -> tuple[jax
 
 
 def _read_own_positions(
-    config: ModelConfig, ends: Sequence[int], cache: KVCache, tables_BW: jax.Array
-) -> list[list[Segment]]:
+    config: ModelConfig, ends: Sequence[int], cache: KVCache, layer: ArrayLike | int, tables_BW: jax.Array
+) -> list[Segment]:
     batch, (_, _, heads, head_dim, _) = tables_BW.shape[0], cache.keys.shape
     local, _ = own_pages(config, cache, tables_BW)
 
-    def segment(layer: int, first: int, end: int) -> Segment:
+    def segment(first: int, end: int) -> Segment:
         pages = local[:, first // PAGE_SIZE : end // PAGE_SIZE]
         keys = cache.keys[layer, pages].transpose(0, 2, 3, 1, 4).reshape(batch, heads, head_dim, -1)
         # takes two thirds of the time of a transposition of pages
         values = cache.values[layer, pages[:, None], jnp.arange(heads)[None, :, None]]
         return Segment(keys=keys, values=values.reshape(batch, heads, -1, head_dim))
 
-    return [
-        [segment(layer, first, end) for first, end in pairwise((0, *ends))]
-        for layer in range(cache.keys.shape[0])
-    ]
+    return [segment(first, end) for first, end in pairwise((0, *ends))]
 
 
 def read_pages(cache: KVCache, layer: ArrayLike, own_BP: jax.Array) -> Segment:

@@ -27,6 +27,7 @@ class DecodeProgram:
     width: int  # sequences of each data-parallel rank
     ends: tuple[int, ...] | None  # ends of the segments; None: a kernel reads the pages in place
     max_loras: int | None  # maximum number of adapters in the batch; None: any number
+    rolled: bool = False  # whether a loop runs the layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,9 @@
-"""The compiled programs of narrow decode batches.
+"""The decode programs that a background thread compiles.
 
-A background thread compiles a program after several dispatches could have used it. Until then a wider program
-computes the same sequences, with the same tokens and logprobs.
+The compilation of a program takes time in proportion to the layers of the model. Until a program is ready,
+another program computes the same sequences, with the same tokens and logprobs:
+- a wider program in place of a narrow one, which is compiled after several dispatches could have used it;
+- a rolled program in place of the widest one. Its compilation takes about as long as that of a few layers.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from jax.stages import Compiled, Lowered
 from skyrl_tx_server.sampling.decode_batch import DecodeProgram
 
 USES_BEFORE_COMPILATION = 16
-"""A program is compiled after this number of dispatches could have used it, because a compilation takes as
-long as many dispatches."""
+"""A narrow program is compiled after this number of dispatches could have used it, because a compilation
+takes as long as many dispatches."""
+MIN_ROLLED_LAYERS = 8
+"""A model of fewer layers has no rolled programs, because its unrolled programs are compiled as fast."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +38,18 @@ class DecodePrograms:
     def get(self, program: DecodeProgram) -> Compiled | None:
         return self._compiled.get(program)
 
-    def request(self, program: DecodeProgram) -> Compiled | None:
-        """Return the compiled program. If it is not compiled yet, count the request and return None."""
+    def request(self, program: DecodeProgram, *, uses_before: int | None = None) -> Compiled | None:
+        """Return the compiled program. If it is not compiled yet, count the request and return None. The
+        compilation begins after `uses_before` requests (default: USES_BEFORE_COMPILATION)."""
         if program in self._compiled:
             return self._compiled[program]
         self._uses[program] += 1
         busy = self._thread is not None and self._thread.is_alive()
-        if self._uses[program] >= USES_BEFORE_COMPILATION and not busy:
+        needed = USES_BEFORE_COMPILATION if uses_before is None else uses_before
+        if self._uses[program] >= needed and not busy:
             self._uses[program] = -(2**31)  # a program that fails to compile is not compiled again
             # Not a daemon thread: XLA cannot interrupt a compilation, so the process waits for it at exit.
-            self._thread = threading.Thread(target=self._compile, args=(program,), name="compile-narrow")
+            self._thread = threading.Thread(target=self._compile, args=(program,), name="compile-decode")
             self._thread.start()
         return None
 
@@ -57,7 +63,7 @@ class DecodePrograms:
             self._compiled[program] = self._lower(program).compile()
         except Exception as error:
             logger.warning(
-                "cannot compile the decode program for %d sequences; a wider one is used: %s",
+                "cannot compile the decode program for %d sequences; a slower one is used: %s",
                 program.width,
                 error,
             )

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.decode_attention import HEADS, attend_over_pages, attend_over_segments
 from skyrl_tx_server.model.attention.kv_splits import KVSplits
-from skyrl_tx_server.model.families.table import stacks_of
 from skyrl_tx_server.model.kv_cache import (
     KVCache,
     Segment,
@@ -25,19 +24,17 @@ from skyrl_tx_server.model.kv_cache import (
     write_positions,
 )
 from skyrl_tx_server.model.layers import rms_norm
-from skyrl_tx_server.model.lora.adapter import Adapter, slot_layers
+from skyrl_tx_server.model.lora.adapter import Adapter
 from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
 from skyrl_tx_server.model.mesh import BATCH, constrain, keep_replicated, weight_stationary
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import (
     COMPILER_OPTIONS,
     Params,
-    by_layer,
     head_logits,
-    layer,
-    reads_in_place,
     ropes_of,
 )
+from skyrl_tx_server.sampling.decode_layers import DecodeModel, rolled_layers, unrolled_layers
 from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
 
 
@@ -87,14 +84,14 @@ class _LoopState:
 
     last: jax.Array  # [B] int32, the last token of each sequence
     remaining: jax.Array  # [B] int32
-    recent: list[Segment]  # one per layer: keys and values of this dispatch
+    recent: list[Segment] | Segment  # keys and values of this dispatch by layer; a Segment: stacked
     tokens: jax.Array  # [B, steps] int32, outputs
     logprobs: jax.Array  # [B, steps] float32
 
 
 @partial(
     jax.jit,
-    static_argnames=("config", "steps", "ends", "tempered"),
+    static_argnames=("config", "steps", "ends", "tempered", "rolled"),
     donate_argnames=("cache",),
     compiler_options=COMPILER_OPTIONS,
 )
@@ -109,6 +106,7 @@ def decode_steps(
     steps: int,
     ends: tuple[int, ...] | None,
     tempered: bool,
+    rolled: bool = False,
 ) -> tuple[KVCache, DecodeOutputs]:
     """Sample up to `steps` tokens for every sequence. A sequence that ends early stays idle until the end of
     the dispatch.
@@ -117,56 +115,67 @@ def decode_steps(
     be below the last end. The number of segments does not change a single bit of the results. With
     `ends=None` a GPU kernel reads the pages in place, in the KV splits of `batch.splits`.
 
+    With `rolled`, a loop runs the layers. It copies the weights of each layer out of `params`, so decoding is
+    slower, but the time of the compilation does not grow with the number of layers. The results are the same.
+
     The keys and values of the dispatch are written to the cache only at the end of the dispatch. Each step
     therefore writes all sequences at the same index of a small array, and pages are read and written once per
     dispatch instead of once per step.
     """
     config, slots = weight_stationary(config), batch.tokens.shape[0]
     adapter = replace(lora_slots, head=replace(lora_slots.head, indices=batch.adapters))
-    stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
-    adapters = slot_layers(lora_slots, batch.adapters)
-    unstacked = None if reads_in_place(config) else by_layer(config, params)
     tables = jnp.asarray(batch.tables)
-    past = None if ends is None else read_positions(config, cache, tables, ends)
     past_positions = [jnp.arange(first, end)[None] for first, end in pairwise((0, *(ends or ())))]
     past_masks = [(keys < batch.positions[:, None])[:, None, None] for keys in past_positions]
     empty = jnp.zeros((slots, steps, config.num_kv_heads, config.head_dim), cache.keys.dtype)
-    recent = [segment_of(empty, empty)] * config.num_layers
+
+    def read_past(number: ArrayLike | int) -> list[Segment] | None:
+        return None if ends is None else read_positions(config, cache, number, tables, ends)
+
+    def attend(
+        number: ArrayLike | int,
+        past: list[Segment] | None,
+        recent: Segment,
+        index: jax.Array,
+        spec: AttentionSpec,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+    ) -> tuple[jax.Array, Segment]:
+        """Attend in layer `number` in step `index`. `past` and `recent` are the segments of the layer."""
+        recent, visible = _append(recent, index, k, v), (jnp.arange(steps) <= index)[None, None, None]
+        if past is None:
+            assert batch.splits is not None
+            attended = attend_over_pages(
+                config, spec, cache, number, q, tables, batch.splits, recent, visible
+            )
+            return attended, recent
+        q, masks = constrain(config.mesh, q, HEADS), [*past_masks, visible]
+        if spec.sliding_window is not None:
+            recent_positions = batch.positions[:, None] + jnp.arange(steps)
+            first = (batch.positions + index - spec.sliding_window + 1)[:, None]
+            masks = [
+                mask & (keys >= first)[:, None, None]
+                for mask, keys in zip(masks, [*past_positions, recent_positions], strict=True)
+            ]
+        return attend_over_segments(spec, q, [*past, recent], masks), recent
+
+    model = DecodeModel(
+        config=config,
+        params=params,
+        lora_slots=lora_slots,
+        indices=batch.adapters,
+        read_past=read_past,
+        attend=attend,
+    )
+    recent = segment_of(empty, empty)
+    run_layers = rolled_layers(model) if rolled else unrolled_layers(model)
 
     def step(index: jax.Array, state: _LoopState) -> _LoopState:
         positions = batch.positions + index
         x = params.embed[state.last][:, None]
         ropes = ropes_of(config, positions[:, None], x.dtype)
-        visible = (jnp.arange(steps) <= index)[None, None, None]
-        written = []
-        # Outside the loop, a slice of the stacked weights would be a copy.
-        layers = by_layer(config, params) if unstacked is None else unstacked
-        for number, (stack, layer_weights, layer_adapter) in enumerate(
-            zip(stacks, layers, adapters, strict=True)
-        ):
-
-            def attend(
-                spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, number: int = number
-            ) -> tuple[jax.Array, Segment]:
-                recent = _append(state.recent[number], index, k, v)
-                if past is None:
-                    assert batch.splits is not None
-                    return attend_over_pages(
-                        config, spec, cache, number, q, tables, batch.splits, recent, visible
-                    ), recent
-                q = constrain(config.mesh, q, HEADS)
-                masks = [*past_masks, visible]
-                if spec.sliding_window is not None:
-                    recent_positions = batch.positions[:, None] + jnp.arange(steps)
-                    first = (positions - spec.sliding_window + 1)[:, None]
-                    masks = [
-                        mask & (keys >= first)[:, None, None]
-                        for mask, keys in zip(masks, [*past_positions, recent_positions], strict=True)
-                    ]
-                return attend_over_segments(spec, q, [*past[number], recent], masks), recent
-
-            x, layer_recent = layer(config, stack, x, layer_weights, layer_adapter, ropes, attend)
-            written.append(layer_recent)
+        x, written = run_layers(x, ropes, state.recent, index)
         hidden = rms_norm(x, params.final_norm, config.rms_norm_eps)
         logits = constrain(
             config.mesh, head_logits(config, params, adapter, hidden)[:, 0], PartitionSpec(BATCH)
@@ -186,17 +195,27 @@ def decode_steps(
     start = _LoopState(
         last=jnp.where(carried, batch.before.tokens, batch.tokens),
         remaining=jnp.where(carried & ~batch.before.active, 0, batch.remaining),
-        recent=recent,
+        recent=_repeated(recent, config.num_layers) if rolled else [recent] * config.num_layers,
         tokens=jnp.full((slots, steps), -1, jnp.int32),
         logprobs=jnp.zeros((slots, steps), jnp.float32),
     )
     end = jax.lax.fori_loop(0, steps, step, start)
     counts = jnp.where(start.remaining > 0, steps, 0)
     cache = write_positions(
-        config, cache, stacked(end.recent), batch.tables, batch.positions, counts, scatter=past is None
+        config,
+        cache,
+        end.recent if isinstance(end.recent, Segment) else stacked(end.recent),
+        batch.tables,
+        batch.positions,
+        counts,
+        scatter=ends is None,
     )
     carry = keep_replicated(config, Carry(tokens=end.last, active=end.remaining > 0))
     return keep_cache(config, cache), DecodeOutputs(tokens=end.tokens, logprobs=end.logprobs, carry=carry)
+
+
+def _repeated(segment: Segment, layers: int) -> Segment:
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (layers, *leaf.shape)), segment)
 
 
 def _append(recent: Segment, index: jax.Array, k: jax.Array, v: jax.Array) -> Segment:

@@ -30,7 +30,7 @@ from skyrl_tx_server.model.shapes import (
 from skyrl_tx_server.model.transformer import Params, unstack_layers
 from skyrl_tx_server.sampling.adapter_cache import AdapterCache
 from skyrl_tx_server.sampling.decode_batch import DecodeDispatch, DecodeLayout, DecodeProgram
-from skyrl_tx_server.sampling.decode_programs import DecodePrograms
+from skyrl_tx_server.sampling.decode_programs import MIN_ROLLED_LAYERS, DecodePrograms
 from skyrl_tx_server.sampling.decode_step import Carry, DecodeBatch, DecodeOutputs, decode_steps
 from skyrl_tx_server.sampling.prefill_batch import ChunkOutputs, PrefillChunk, PrefillLayout
 from skyrl_tx_server.sampling.prefill_step import PrefillOutputs, prefill
@@ -124,7 +124,8 @@ class ModelRunner:
             vocab_size=config.vocab_size,
             num_lora_slots=num_lora_slots,
         )
-        self._narrow_programs = DecodePrograms(self._lower_decode)
+        self._rolls = jax.process_count() == 1 and config.num_layers >= MIN_ROLLED_LAYERS
+        self._programs = DecodePrograms(self._lower_decode)
         self._cache = self._empty_cache()
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> list[ChunkOutputs]:
@@ -151,37 +152,41 @@ class ModelRunner:
 
     def first_dispatch(self, sequences: Sequence[tuple[int, SequenceState]]) -> DecodeDispatch:
         """Return a dispatch of these (slot, sequence) pairs for the narrowest compiled program that holds
-        them."""
-        layout, programs = self.decode_layout, self._narrow_programs
+        them, or for the widest program. A rolled program replaces the widest one until it is compiled."""
+        layout, programs = self.decode_layout, self._programs
         width = layout.width_of([slot for slot, _ in sequences])
         while True:
             dispatch = layout.dispatch(sequences, width=width)
-            if width == layout.widths[-1] or programs.get(dispatch.program):
+            if programs.get(dispatch.program):
                 return dispatch
+            if width == layout.widths[-1]:
+                break
             width = layout.widths[layout.widths.index(width) + 1]
+        if self._rolls and programs.request(dispatch.program, uses_before=2) is None:
+            return replace(dispatch, program=replace(dispatch.program, rolled=True))
+        return dispatch
 
     def can_narrow(self, dispatch: DecodeDispatch) -> bool:
         """Return whether a narrower compiled program can hold the sequences of `dispatch` after they have
         moved to the first slots."""
         width = self.decode_layout.width_of([slot for _, slot, _ in dispatch.sequences], compacted=True)
         narrow = replace(dispatch.program, width=width)
-        return width < dispatch.program.width and self._narrow_programs.request(narrow) is not None
+        return width < dispatch.program.width and self._programs.request(narrow) is not None
 
     def decode(self, dispatch: DecodeDispatch, carry: Carry) -> DecodeOutputs:
         """Start a dispatch on the device without waiting for it. `carry` is the carry of the previous
         dispatch."""
-        arguments = self._decode_arguments(replace(dispatch.batch, before=carry), dispatch.settings)
-        if dispatch.program.width == self.decode_layout.widths[-1]:
-            self._cache, outputs = decode_steps(*arguments, **self._decode_options(dispatch.program.ends))
+        program = dispatch.program
+        arguments = self._decode_arguments(replace(dispatch.batch, before=carry), dispatch.settings, program)
+        if compiled := self._programs.get(program):
+            self._cache, outputs = compiled(*arguments)
         else:
-            program = self._narrow_programs.get(dispatch.program)
-            assert program is not None
-            self._cache, outputs = program(*arguments)
+            self._cache, outputs = decode_steps(*arguments, **self._decode_options(program))
         return outputs
 
     def wait_for_compilation(self) -> None:
-        """Wait until no narrow program is being compiled."""
-        self._narrow_programs.wait()
+        """Wait until no decode program is being compiled in the background."""
+        self._programs.wait()
 
     def score_prompt(self, op: Sample, adapter_slot: int) -> tuple[TopkLogprobs | None, CsrMatrix | None]:
         """Return (likeliest tokens, logprobs of the target tokens) at every prompt position. An element that
@@ -256,16 +261,24 @@ class ModelRunner:
     def _lower_decode(self, program: DecodeProgram) -> Lowered:
         idle = self.decode_layout.dispatch([], width=program.width)
         batch = replace(idle.batch, adapters=replace(idle.batch.adapters, max_loras=program.max_loras))
-        options = self._decode_options(program.ends)
-        return decode_steps.lower(*self._decode_arguments(batch, idle.settings), **options)
+        arguments = self._decode_arguments(batch, idle.settings, program)
+        return decode_steps.lower(*arguments, **self._decode_options(program))
 
-    def _decode_arguments(self, batch: DecodeBatch, settings: BatchSettings) -> tuple[object, ...]:
-        return self._cache, self._unstacked_params, self._adapters.arrays, batch, settings
+    def _decode_arguments(
+        self, batch: DecodeBatch, settings: BatchSettings, program: DecodeProgram
+    ) -> tuple[object, ...]:
+        params = self._params if program.rolled else self._unstacked_params
+        return self._cache, params, self._adapters.arrays, batch, settings
 
-    def _decode_options(self, ends: tuple[int, ...] | None) -> dict[str, object]:
+    def _decode_options(self, program: DecodeProgram) -> dict[str, object]:
         """The static arguments of `decode_steps`."""
-        tempered = self._processed_logprobs
-        return {"config": self._config, "steps": self.steps, "ends": ends, "tempered": tempered}
+        return {
+            "config": self._config,
+            "steps": self.steps,
+            "ends": program.ends,
+            "tempered": self._processed_logprobs,
+            "rolled": program.rolled,
+        }
 
     def _empty_cache(self) -> KVCache:
         return empty_cache(config=self._config, pages=self._num_pages, dtype=self._dtype)

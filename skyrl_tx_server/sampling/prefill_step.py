@@ -15,7 +15,7 @@ from skyrl_tx_server.model.families.layer_spec import LayerParams, Stack
 from skyrl_tx_server.model.families.table import stacks_of
 from skyrl_tx_server.model.kv_cache import KVCache, copy_pages, keep_cache, segment_of, write_layer
 from skyrl_tx_server.model.layers import rms_norm
-from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter
+from skyrl_tx_server.model.lora.adapter import Adapter, LayerAdapter, slot_layer
 from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraIndices
 from skyrl_tx_server.model.mesh import weight_stationary
 from skyrl_tx_server.model.model_config import ModelConfig
@@ -94,10 +94,7 @@ def prefill(
     ) -> tuple[tuple[jax.Array, KVCache], None]:
         x, cache = state
         index, layer_params = weights
-        adapter = {
-            field: replace(module, indices=batch.adapters, layer=index - stack.layers.start)
-            for field, module in modules.items()
-        }
+        adapter = slot_layer(modules, batch.adapters, index - stack.layers.start)
 
         def attend(
             spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array

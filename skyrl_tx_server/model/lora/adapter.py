@@ -157,14 +157,10 @@ def adapter_size(config: ModelConfig, max_rank: int) -> int:
     return sum(jax.tree.leaves(sizes))
 
 
-def slot_layers(lora_slots: Adapter, indices: LoraIndices) -> list[LayerAdapter]:
-    """Return the LoRA slots of each layer of the model. Every leaf of `lora_slots` has a leading axis of
-    slots."""
-    return [
-        {field: replace(module, indices=indices, layer=np.int32(index)) for field, module in modules.items()}
-        for modules in lora_slots.layers
-        for index in range(next(iter(modules.values())).scale.shape[1])
-    ]
+def slot_layer(modules: LayerAdapter, indices: LoraIndices, layer: ArrayLike) -> LayerAdapter:
+    """Return the LoRA slots of one layer of a stack. Every leaf of `modules` has leading axes of slots and of
+    layers."""
+    return {field: replace(module, indices=indices, layer=layer) for field, module in modules.items()}
 
 
 def adapter_shardings(config: ModelConfig, adapter: Adapter) -> Adapter | None:

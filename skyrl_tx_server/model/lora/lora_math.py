@@ -24,8 +24,6 @@ type ArrayLike = jax.Array | np.ndarray
 """An array on the device or in host memory."""
 
 SEVERAL = 4
-ROWS_PER_PRODUCT = 8
-"""The number of rows of a product with an adapter's factor in decoding on a CPU."""
 
 
 @jax.tree_util.register_dataclass
@@ -166,7 +164,7 @@ def low_rank_deltas(x: jax.Array, module: LoraWeights) -> tuple[jax.Array, ...]:
     if module.indices is not None and module.indices.max_loras not in (None, 1):
         return _deltas_of_several(x, module, module.indices)
     decodes = module.indices is not None and x.shape[1] == 1
-    product = _product_in_blocks if decodes and not on_gpu() else _product
+    product = _product_by_output if decodes and not on_gpu() else _product
     return apply_lora(module, lambda weights: _deltas(x, weights, product))
 
 
@@ -191,16 +189,18 @@ def _deltas(x: jax.Array, module: LoraWeights, product: Callable[..., jax.Array]
     )
 
 
-def _product_in_blocks(x: jax.Array, weight: ArrayLike) -> jax.Array:
-    """Return x [B, 1, in] @ weight [in, out], in products of ROWS_PER_PRODUCT rows.
+def _product_by_output(x: jax.Array, weight: ArrayLike) -> jax.Array:
+    """Return x [B, 1, in] @ weight [in, out] as a product with the transposed weight [out, in].
 
-    On a CPU, the order of summation in such a product depends on the number of its rows. With equal blocks
-    the result of a sequence does not depend on the width of the decode batch.
+    On a CPU, the order of summation in a product with a narrow weight [in, out] depends on the number of
+    rows of x. With a weight [out, in] of at least two rows it does not, so the result of a sequence does not
+    depend on the width of the decode batch.
     """
-    count = len(x)
-    padded = jnp.pad(x[:, 0], ((0, -count % ROWS_PER_PRODUCT), (0, 0)))
-    blocks = [padded[first : first + ROWS_PER_PRODUCT] for first in range(0, count, ROWS_PER_PRODUCT)]
-    return jnp.concatenate([block @ weight for block in blocks])[:count, None]
+    by_output = jnp.asarray(weight).T
+    if len(by_output) == 1:
+        by_output = jnp.concatenate([by_output, by_output])
+    # Without the barrier, XLA would remove the transposition.
+    return jnp.einsum("bti,oi->bto", x, jax.lax.optimization_barrier(by_output))[..., : weight.shape[1]]
 
 
 @jax.custom_vjp

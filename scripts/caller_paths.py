@@ -1,0 +1,36 @@
+"""Relative paths on the command line of `./run_skyrl_tx.sh`.
+
+The script runs in the folder of the repository. Paths are relative to the folder from which it was called.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CALLER_DIR = "AGENT_TRAINER_CALLER_DIR"
+"""The environment variable with the folder from which the script was called."""
+READ = {
+    *("config", "data", "test_data", "train_data", "eval_data", "tasks_dir", "eval_tasks", "model_name"),
+    *("base_model", "tokenizer", "load_checkpoint_path", "resume", "evaluate", "chat"),
+}
+"""Options that name existing files or folders, alone or separated by commas. Their values may also be names
+that are no paths."""
+WRITTEN = {"log_path", "logs_dir", "export_path"}
+
+
+def with_absolute_paths(arguments: list[str], root: Path) -> list[str]:
+    """Return the `name=value` arguments with absolute paths if the script was called from another folder than
+    `root`. A value of `READ` that does not exist in that folder is returned as it is."""
+    caller = Path(os.environ.get(CALLER_DIR) or root)
+    return arguments if caller == root else [_absolute(argument, caller) for argument in arguments]
+
+
+def _absolute(argument: str, caller: Path) -> str:
+    name, _, value = argument.partition("=")
+    if name in WRITTEN:
+        return f"{name}={caller / value}"
+    if name not in READ:
+        return argument
+    paths = [str(caller / part) if (caller / part).exists() else part for part in value.split(",")]
+    return f"{name}={','.join(paths)}"

@@ -1,0 +1,73 @@
+"""A rolled program decodes until the unrolled program is compiled, with the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.operations import SampledSequence
+from skyrl_tx_server.model.config_json import load_model_config
+from skyrl_tx_server.sampling import model_runner
+from skyrl_tx_server.sampling.decode_batch import DecodeDispatch
+from skyrl_tx_server.sampling.decode_programs import DecodePrograms
+from skyrl_tx_server.sampling.decode_step import Carry, DecodeOutputs
+from tests.fakes.tiny_model import CONFIG, make_model
+from tests.server.test_executor import TIMEOUT_S, create, running, sample_op, snapshot, train
+from tests.server.test_families import FAMILIES
+
+
+@pytest.fixture
+def rolled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the program of each dispatch was rolled, in order. Every dispatch first waits for compilations
+    in the background."""
+    monkeypatch.setattr(model_runner, "MIN_ROLLED_LAYERS", 1)
+    seen: list[bool] = []
+    decode = model_runner.ModelRunner.decode
+
+    def record(runner: model_runner.ModelRunner, dispatch: DecodeDispatch, carry: Carry) -> DecodeOutputs:
+        runner.wait_for_compilation()
+        seen.append(dispatch.program.rolled)
+        return decode(runner, dispatch, carry)
+
+    monkeypatch.setattr(model_runner.ModelRunner, "decode", record)
+    return seen
+
+
+def sample(engine: Engine) -> Sequence[SampledSequence]:
+    """Sample with two adapters and with none."""
+    ops = [
+        replace(sample_op(weights, max_tokens=70, seed=seed), num_samples=2)
+        for seed, weights in enumerate(("a", "b", None))
+    ]
+    futures = [engine.submit(op) for op in ops]
+    return [sequence for future in futures for sequence in future.result(TIMEOUT_S).sequences]
+
+
+@pytest.mark.parametrize("family", ["qwen3_sliding_window", "qwen3_moe", "deepseek_v3", "llama"])
+def test_rolled_programs_change_no_bit(
+    family: str, tmp_path: Path, rolled: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(load_model_config(FAMILIES / family), vocab_size=CONFIG.vocab_size)
+    with running(
+        make_model(tmp_path / "model", config), tmp_path, max_num_seqs=8, max_context_length=192
+    ) as engine:
+        for seed, model_id in enumerate("ab"):
+            create(engine, model_id)
+            train(engine, model_id, seed=seed)
+            snapshot(engine, model_id, model_id)
+        with monkeypatch.context() as never_compiled:
+            never_compiled.setattr(DecodePrograms, "request", lambda *_, **__: None)
+            expected = sample(engine)
+        assert rolled and all(rolled)
+        rolled.clear()
+        sequences = sample(engine)
+    assert rolled[:2] == [True, True], "the unrolled program is compiled after the first dispatch"
+    assert not any(rolled[2:])
+    for first, second in zip(expected, sequences, strict=True):
+        np.testing.assert_array_equal(first.tokens, second.tokens)
+        np.testing.assert_array_equal(first.logprobs, second.logprobs)

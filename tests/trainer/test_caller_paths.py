@@ -1,0 +1,44 @@
+"""Relative paths of ./run_skyrl_tx.sh belong to the folder from which it is called."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.caller_paths import CALLER_DIR, with_absolute_paths
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_existing_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CALLER_DIR, str(tmp_path))
+    (tmp_path / "a.jsonl").touch()
+    given = ["data=a.jsonl,b.jsonl", "model_name=Qwen/Qwen3-4B", "log_path=runs/one", "env=a.jsonl", "seed=1"]
+    assert with_absolute_paths(given, ROOT) == [
+        f"data={tmp_path}/a.jsonl,b.jsonl",
+        "model_name=Qwen/Qwen3-4B",
+        f"log_path={tmp_path}/runs/one",
+        "env=a.jsonl",
+        "seed=1",
+    ]
+
+
+def test_paths_are_unchanged_in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CALLER_DIR, str(ROOT))
+    assert with_absolute_paths(["log_path=runs/one"], ROOT) == ["log_path=runs/one"]
+
+
+def test_the_script_reads_a_file_of_the_calling_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("no_such_option: 1\n")
+    process = subprocess.run(
+        [ROOT / "run_skyrl_tx.sh", "config=mine.yaml", "quickstart=terminal"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode != 0
+    assert "no_such_option" in process.stdout + process.stderr
