@@ -1,18 +1,26 @@
-"""Counts XLA programs by name as jax compiles them or reads them from the persistent cache."""
+"""Counts and logs XLA programs as jax compiles them or reads them from the persistent cache."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from functools import cache
 
 import jax
 
+logger = logging.getLogger(__name__)
+
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"  # includes reads of the persistent cache
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+_MIN_LOGGED_S = 0.1
+"""The minimum time to lower a program whose compilation is logged. Small programs are compiled quickly."""
 
 _programs: Counter[str] = Counter()
 _seconds: defaultdict[str, float] = defaultdict(float)
 _cache_hits: Counter[str] = Counter()
+_being_compiled: set[str] = set()
 
 
 @cache
@@ -38,10 +46,16 @@ def cache_hits() -> int:
 
 
 def _on_duration(event: str, duration_secs: float, **details: str | int) -> None:
+    name = str(details.get("fun_name", "unnamed"))
+    if event == _LOWERED and duration_secs >= _MIN_LOGGED_S:
+        _being_compiled.add(name)
+        logger.info("compiling %s", name)
     if event == _BACKEND_COMPILE:
-        name = str(details.get("fun_name", "unnamed"))
         _programs[name] += 1
         _seconds[name] += duration_secs
+        if name in _being_compiled:
+            _being_compiled.discard(name)
+            logger.info("compiled %s in %.1f s", name, duration_secs)
 
 
 def _on_event(event: str, **details: str | int) -> None:

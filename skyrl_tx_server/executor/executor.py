@@ -10,6 +10,7 @@ This file is long because it has one method for each operation and the set-up of
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -90,6 +91,8 @@ from skyrl_tx_server.training.training_model_pool import (
     available_host_bytes,
 )
 
+logger = logging.getLogger(__name__)
+
 
 class DeviceExecutor:
     """Implements `Executor` on the devices of this process, or of several ranks that make the same calls (see
@@ -105,6 +108,7 @@ class DeviceExecutor:
             # by default NVIDIA GPUs round the factors of a float32 product to TF32
             jax.config.update("jax_default_matmul_precision", "highest")
         self._config = model.config
+        logger.info("loading %s", settings.model_dir)
         self._params = load_params(settings.model_dir, self._config, dtype)
         self._store = CheckpointStore(
             settings.checkpoints_path,
