@@ -367,7 +367,7 @@ def test_unsuitable_checkpoints_are_refused(model_dir: Path, checkpoints_dir: Pa
 
 
 def test_a_snapshot_samples_the_same_after_an_eviction(engine: Engine):
-    """The engine has two LoRA slots. Ephemeral snapshots are reloaded from host memory, named ones from disk."""
+    """With two LoRA slots, ephemeral snapshots are reloaded from host memory and named ones from disk."""
     create(engine, "a")
     expected_by_weights = {}
     for number, weights in enumerate(
@@ -624,7 +624,7 @@ def test_a_non_finite_optimizer_step_does_not_change_the_model(engine: Engine, c
 
 
 def test_a_diverged_model_fails_only_its_own_samples(engine: Engine):
-    """NaN in the KV pages of the failed sequences must not affect the next sequences that use the pages."""
+    """The failed sequences leave NaN in their slots and KV pages, which must not affect later sequences."""
     expected = run(engine, sample_op(None, max_tokens=60)).sequences[0].tokens.tolist()
     create(engine, "diverged")
     accumulate(engine, "diverged", data())
@@ -647,7 +647,7 @@ def test_a_diverged_model_fails_only_its_own_samples(engine: Engine):
 def test_the_number_of_slots_is_reduced_to_the_free_memory(
     model_dir: Path, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    # of 600 tokens, the maximum context
+    # the KV pages of a sequence of 600 tokens, the maximum context
     sequence_bytes = -(-600 // PAGE_SIZE) * page_bytes(CONFIG, np.dtype(np.float32))
     monkeypatch.setattr(device_memory, "cache_budget_bytes", lambda *_: 7.5 * sequence_bytes)
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""The future store: waiting on events, idempotency keys, bounded retention."""
+"""The future store: polls, idempotency keys and bounded retention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl_tx_server.errors import FutureLostError, UserError
 
 
 class Work:
-    """Counts how often it is started; each start is one engine future."""
+    """Submits an operation to the engine. `futures` contains the engine future of each call."""
 
     def __init__(self) -> None:
         self.futures: list[Future[OpResult]] = []
@@ -100,17 +100,15 @@ async def test_an_engine_error_is_the_outcome_of_its_future() -> None:
 
 
 async def test_when_done_runs_before_any_client_can_see_the_result() -> None:
-    seen: list[Outcome] = []
+    recorded: list[Outcome] = []
     store, work = FutureStore(Retention()), Work()
-    request_id = store.submit(work, kind="create_model", key=None, when_done=seen.append)
+    request_id = store.submit(work, kind="create_model", key=None, when_done=recorded.append)
     work.futures[0].set_result(Done())
     outcome = await store.wait(request_id)
-    assert seen == [outcome]
+    assert recorded == [outcome]
 
 
-async def test_a_run_index_that_cannot_be_written_is_an_error(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_an_error_of_when_done_is_the_outcome_of_the_request() -> None:
     def full_disk(outcome: Outcome) -> None:
         raise OSError(28, "No space left on device")
 
@@ -124,7 +122,7 @@ async def test_a_run_index_that_cannot_be_written_is_an_error(
 
 async def test_an_unknown_id_is_reported_as_lost() -> None:
     with pytest.raises(FutureLostError, match="restarted"):
-        await FutureStore(Retention()).wait("optim_step-of-another-life")
+        await FutureStore(Retention()).wait("optim_step-before-a-restart")
 
 
 async def test_a_delivered_result_is_kept_for_the_grace_period() -> None:
@@ -140,14 +138,16 @@ async def test_a_delivered_result_is_kept_for_the_grace_period() -> None:
     store.prune()
     with pytest.raises(FutureLostError):
         await store.wait(request_id)
-    assert submit(store, work, seq_id=1) == request_id, "forgotten results must not run again"
+    assert submit(store, work, seq_id=1) == request_id, (
+        "an operation does not run again after its result is dropped"
+    )
     assert store.stats() == {"pending": 0, "finished": 0, "finished_bytes": 0, "evicted_undelivered": 0}
 
 
-async def test_the_limit_of_bytes_drops_delivered_results_first() -> None:
+async def test_the_byte_limit_drops_delivered_results_first() -> None:
     store, work = FutureStore(Retention(max_bytes=9_000)), Work()
     ids = [submit(store, work) for _ in range(3)]
-    # The entries have 4,300 bytes.
+    # each result takes about 4,300 bytes
     result = ForwardBackwardResult(logprobs=(np.zeros(1000, np.float32),), metrics={"loss:sum": 0.0})
     work.futures[0].set_result(result)
     work.futures[1].set_result(result)
@@ -159,7 +159,7 @@ async def test_the_limit_of_bytes_drops_delivered_results_first() -> None:
         await store.wait(ids[1])
 
 
-async def test_the_newest_result_is_kept_at_any_size() -> None:
+async def test_the_newest_result_is_kept_whatever_its_size() -> None:
     store, work = FutureStore(Retention(max_bytes=1)), Work()
     request_id = submit(store, work)
     work.futures[0].set_result(Done())
@@ -175,7 +175,7 @@ async def test_the_oldest_key_is_removed_beyond_the_limit(monkeypatch: pytest.Mo
     assert submit(store, work, seq_id=0) != ids[0]
 
 
-async def test_the_limit_on_results_counts_unfetched_ones() -> None:
+async def test_the_limit_on_results_counts_undelivered_results() -> None:
     store, work = FutureStore(Retention(max_finished=2)), Work()
     ids = [submit(store, work) for _ in range(4)]
     for future in work.futures:
@@ -230,14 +230,14 @@ async def test_closing_ends_every_waiting_poll() -> None:
 
 
 async def _eventually(store: FutureStore, request_id: str) -> Outcome | None:
-    """With a short hold time, the hand-over from the engine thread may take more than one poll."""
+    """Poll until the result has arrived from the engine thread. None: not after 100 polls."""
     for _ in range(100):
         if (outcome := await store.wait(request_id)) is not None:
             return outcome
     return None
 
 
-async def test_cancelling_withdraws_a_started_operation() -> None:
+async def test_the_end_of_a_session_withdraws_its_started_operations() -> None:
     store, work = FutureStore(Retention()), Work()
     withdrawn: list[str] = []
     for session_id in ("one", "other"):
@@ -253,7 +253,7 @@ async def test_cancelling_withdraws_a_started_operation() -> None:
     assert withdrawn == ["one"]
 
 
-async def test_keys_of_samples_are_pruned_and_those_of_steps_kept() -> None:
+async def test_keys_of_samples_are_pruned_and_keys_of_steps_are_kept() -> None:
     store, work = FutureStore(Retention(max_finished=0)), Work()
     for kind in ("sample", "optim_step"):
         for seq_id in range(3):
