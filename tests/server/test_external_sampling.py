@@ -1,4 +1,4 @@
-"""Sampling by an external vLLM or SGLang. The sampler is a numpy implementation behind real HTTP, and the
+"""Sampling by an external vLLM or SGLang. The sampler is a numpy implementation with real HTTP, and the
 engine is real."""
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ async def test_a_dropped_snapshot_is_unloaded_after_its_samples(
     external: ExternalSampling, sampler: ExternalSampler, checkpoints_dir: Path
 ) -> None:
     saved = external.submit(SaveSampler(model_id="m", weights="short"))
-    sampled = external.submit(sample("short"))  # at once: both wait for what was asked first_result them
+    sampled = external.submit(sample("short"))  # waits for the save, which is not awaited here
     dropped = external.submit(DropSnapshot(weights="short"))
     await asyncio.gather(*(asyncio.wrap_future(future) for future in (saved, sampled, dropped)))
     await asyncio.to_thread(sampler.wait_until, lambda: not sampler.adapters)
@@ -223,9 +223,8 @@ async def test_a_restarted_sampler_gets_its_adapters_again(
         await run_op(external, sample("kept"))
     with pytest.raises(SamplerError, match="cannot be reached"):
         await run_op(external, sample("kept"))
-    await run_op(
-        external, SaveSampler(model_id="m", weights="meanwhile")
-    )  # snapshots can be saved without the sampler
+    # snapshots can be saved while the sampler is down
+    await run_op(external, SaveSampler(model_id="m", weights="meanwhile"))
     with sampling(sampler, port=int(url.rpartition(":")[2])):
         for weights in ("kept", "meanwhile"):
             results = await asyncio.gather(*(run_op(external, sample(weights)) for _ in range(3)))
