@@ -217,8 +217,8 @@ def compare_kv_cache(config: ModelConfig) -> dict[str, bool]:
 
 
 def largest_message(config: ModelConfig, shape: MeshShape) -> float:
-    """Return the elements of the largest message between devices in a dispatch of decode steps, divided by
-    the elements of the attention output matrix `o` of a layer."""
+    """Return the number of elements of the largest message between devices in a dispatch of decode steps,
+    divided by that of the attention output matrix `o` of a layer."""
     config, rows = replace(config, mesh=make_mesh(shape)), 4
     bank = jax.tree.map(lambda leaf: np.stack([leaf]), zero_adapter(config, RANK))
     batch = DecodeBatch(

@@ -565,16 +565,16 @@ async def test_only_expired_checkpoints_are_deleted(
 
     restarted = fake_context(tmp_path)
     transport = httpx.ASGITransport(build_app(StartupState(state=restarted)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as again:
-        (checkpoint,) = (await again.get("checkpoints")).json()["checkpoints"]
+    async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as client:
+        (checkpoint,) = (await client.get("checkpoints")).json()["checkpoints"]
         assert (checkpoint["tinker_path"], checkpoint["expires_at"] is not None) == (kept["path"], True)
-        (run,) = (await again.get("training_runs", params={"limit": 5})).json()["training_runs"]
+        (run,) = (await client.get("training_runs", params={"limit": 5})).json()["training_runs"]
         assert (run["training_run_id"], run["lora_rank"], run["last_checkpoint"]["checkpoint_id"]) == (
             model_id,
             4,
             "weights/kept",
         )
-        assert (await again.get("training_runs/none")).status_code == 404
+        assert (await client.get("training_runs/none")).status_code == 404
     fake_engine(restarted).stop()
 
 
@@ -597,7 +597,7 @@ async def test_stats_count_registered_objects(http: httpx.AsyncClient) -> None:
     assert stats["futures"]["finished"] == 1 and stats["engine"] == {"ops_finished": 1}
 
 
-async def test_a_request_is_one_log_line_and_polls_are_debug(
+async def test_a_request_logs_one_line_and_polls_log_at_debug_level(
     http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="skyrl_tx_server.http")
@@ -616,12 +616,12 @@ async def test_a_bug_of_the_server_is_reported_once_and_not_retried(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def broken(op: object) -> None:
+    def fail(op: object) -> None:
         raise KeyError("a bug in the engine")
 
     session_id = await open_session(http)
     model_id = await make_model(http, session_id)
-    monkeypatch.setattr(context.engine, "submit", broken)
+    monkeypatch.setattr(context.engine, "submit", fail)
     response = await http.post("optim_step", json={"model_id": model_id, "seq_id": 1, "adam_params": {}})
     assert (response.status_code, response.json()["category"]) == (400, "server")
     assert "a bug in the engine" in caplog.text

@@ -102,8 +102,8 @@ def test_a_failed_write_leaves_only_the_old_checkpoint(
 def test_a_full_disk_while_writing_loses_no_earlier_save(store: CheckpointStore):
     """A limit on the file size makes the kernel refuse writes in the middle of the arrays."""
     path = write(store).path
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard_limit))
     try:
         for overwrite, name in ((True, "one"), (False, "two")):
             with pytest.raises(
@@ -111,7 +111,7 @@ def test_a_full_disk_while_writing_loses_no_earlier_save(store: CheckpointStore)
             ):
                 write(store, name, overwrite=overwrite)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
     np.testing.assert_array_equal(store.read(path)[1]["scale"], np.float32(0.5))
     assert [info.name for info in store.list()] == ["one"]
     assert len(list((Path(store.root) / RUN / "weights" / "one").iterdir())) == 2
@@ -122,16 +122,16 @@ def test_files_are_synced_before_they_are_renamed(store: CheckpointStore, monkey
     events: list[str] = []
     fsync, replace_file = os.fsync, os.replace
 
-    def syncing(descriptor: int) -> None:
+    def record_sync(descriptor: int) -> None:
         events.append(re.split("[-.]", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))[0])
         fsync(descriptor)
 
-    def renaming(source: Path, target: Path) -> None:
+    def record_rename(source: Path, target: Path) -> None:
         events.append("rename")
         replace_file(source, target)
 
-    monkeypatch.setattr(os, "fsync", syncing)
-    monkeypatch.setattr(os, "replace", renaming)
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "replace", record_rename)
     write(store)
     assert events == ["arrays", "checkpoint", "rename", "one"]  # `one` is the directory
 

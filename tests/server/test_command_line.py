@@ -155,8 +155,8 @@ def test_a_numeric_option_must_be_finite_and_within_its_bounds(name: str) -> Non
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         assert main(["base_model=no-such-directory", f"port={port}", f"checkpoints_dir={tmp_path}"]) == 2
     assert f"port={port}: Address already in use" in capsys.readouterr().err
 

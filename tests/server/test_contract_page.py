@@ -19,7 +19,7 @@ def test_the_page_lists_exactly_the_routes_of_the_application():
     section = PAGE.read_text().split("## Routes", 1)[1].split("\n## ", 1)[0]
     listed = re.findall(r"`((?:GET|POST|PUT|DELETE) [^`]+)`", section)
     assert sorted(route.replace("CHECKPOINT", CHECKPOINT) for route in listed) == sorted(
-        f"{e.method} {e.path}" for e in ENDPOINTS
+        f"{endpoint.method} {endpoint.path}" for endpoint in ENDPOINTS
     )
 
 

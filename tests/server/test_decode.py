@@ -48,7 +48,7 @@ REQUESTS += [
 
 @dataclass
 class Driver:
-    """Calls the executor in the place of the engine, so that a test controls the order of the calls."""
+    """Calls the executor instead of the engine, so that a test controls the order of the calls."""
 
     executor: DeviceExecutor
     finished: dict[tuple[int, int], SampledSequence] = field(default_factory=dict)
@@ -162,12 +162,12 @@ def test_samples_do_not_depend_on_other_requests(driver: Driver, alone: dict, se
 
 
 def test_the_requests_cover_all_ways_to_end(alone: dict) -> None:
-    """The test above depends on this."""
-    ways = {
+    """`test_samples_do_not_depend_on_other_requests` needs such requests."""
+    ends = {
         (REQUESTS[request_id].settings.stop_strings != (), sequence.stop_reason)
         for (request_id, _), sequence in alone.items()
     }
-    assert ways >= {(True, StopReason.STOP), (False, StopReason.STOP), (False, StopReason.LENGTH)}
+    assert ends >= {(True, StopReason.STOP), (False, StopReason.STOP), (False, StopReason.LENGTH)}
 
 
 def fail_second_dispatch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
@@ -202,7 +202,7 @@ def test_a_dispatch_that_fails_to_start_keeps_earlier_results(
     assert not driver.executor.sampler.num_running
 
 
-def test_a_dispatch_that_fails_to_start_spares_later_requests(
+def test_a_dispatch_that_fails_to_start_fails_no_later_request(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver.admit(LONG)

@@ -90,7 +90,7 @@ def test_a_request_can_have_more_samples_than_slots():
         result = engine.submit(replace(sample(10, num_samples=5), prompt_logprobs=True)).result(TIMEOUT_S)
     assert isinstance(result, SampleResult)
     assert [list(sequence.tokens) for sequence in result.sequences] == [[11, 12, 13, 14]] * 5
-    # as for the first sample
+    # as in the first sample
     assert result.prompt_logprobs is not None and result.prompt_cache_hit_tokens == 0
     stats = engine.stats()
     assert (stats["tokens_prefilled"], stats["tokens_from_prefix_cache"]) == (2 + 1 + 1, 1 + 1)
@@ -186,7 +186,7 @@ def test_lost_sequences_fail_only_running_samples(entry: str, error: Exception):
         assert len(engine.submit(sample()).result(TIMEOUT_S).sequences) == 1
 
 
-def test_a_sample_without_room_waits_for_a_sequence_to_end():
+def test_a_sample_without_a_lora_slot_waits_for_one():
     class OneAtATime(FakeExecutor):
         def prefill(self, requests):
             if self.num_running:
@@ -198,7 +198,7 @@ def test_a_sample_without_room_waits_for_a_sequence_to_end():
         assert [future.result(TIMEOUT_S).sequences[0].tokens[0] for future in futures] == [2, 3, 4]
 
 
-def test_a_sample_starts_after_a_withdrawn_one_makes_room():
+def test_a_waiting_sample_starts_after_another_is_withdrawn():
     class OneAtATime(FakeExecutor):
         def prefill(self, requests):
             if self.num_running:
@@ -445,7 +445,7 @@ class TokenRecorder:
         return len(self.calls) < self._patience
 
 
-def test_a_watcher_gets_tokens_once_and_not_those_of_the_result():
+def test_a_watcher_gets_all_tokens_once_before_the_last_dispatch():
     with running(FakeExecutor(block=2)) as engine:
         recorder = TokenRecorder()
         result = engine.submit(sample(10, num_samples=2, max_tokens=5), recorder).result(TIMEOUT_S)

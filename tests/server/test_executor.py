@@ -526,7 +526,7 @@ def test_a_prefill_that_fails_asynchronously_recovers(engine: Engine, monkeypatc
     donated KV cache is lost, and the server creates a new one."""
     expected = sample_one(engine, None)
     real_prefill, real_cache = model_runner.prefill, model_runner.empty_cache
-    lost: list[KVCache] = []
+    lost_caches: list[KVCache] = []
 
     def raise_if_broken(_: np.ndarray) -> np.ndarray:
         if broken.is_set():
@@ -550,11 +550,11 @@ def test_a_prefill_that_fails_asynchronously_recovers(engine: Engine, monkeypatc
             slow_product(np.ones((300, 300), np.float32)),
         )
         cache, outputs = jax.tree.map(lambda leaf: add_callback(leaf, matrix), returned)
-        lost.append(cache)
+        lost_caches.append(cache)
         return cache, outputs
 
     def cache_after_deletion(**options):
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(lost))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(lost_caches))
         return real_cache(**options)
 
     broken = threading.Event()

@@ -39,7 +39,9 @@ def mixture(x, router: Router, gate_up, down, modules, *, experts: Experts = EXP
     return mix_experts(experts, x, route(experts, router, x), gate_up, down, modules)
 
 
-def dense(x: jax.Array, router: Router, gate_up, down, modules: tuple[LoraWeights, LoraWeights]) -> jax.Array:
+def dense_mixture(
+    x: jax.Array, router: Router, gate_up, down, modules: tuple[LoraWeights, LoraWeights]
+) -> jax.Array:
     """Apply every expert to every token, and return the weighted sum of the outputs of the chosen experts."""
 
     def low_rank(x: jax.Array, module: LoraWeights) -> jax.Array:
@@ -71,7 +73,7 @@ def test_grouped_products_and_gradients_equal_the_dense_ones(length: int) -> Non
         )
 
     value, (grad_x, grad_modules) = loss(mixture)(x, factors())
-    expected, (expected_x, expected_modules) = loss(dense)(x, factors())
+    expected, (expected_x, expected_modules) = loss(dense_mixture)(x, factors())
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     np.testing.assert_allclose(grad_x, expected_x, atol=2e-4)
     for leaf, (path, expected_leaf) in zip(
@@ -89,7 +91,7 @@ def test_adapters_in_a_stack_equal_each_adapter_alone() -> None:
     banks = tuple(replace(bank, indices=lora_indices(rows), layer=np.int32(0)) for bank in banks)
     mixed = jax.jit(lambda x, modules: mixture(x, *weights(), modules))(x, banks)
     for row, adapter in enumerate(rows):
-        alone = dense(jnp.asarray(x[row : row + 1]), *weights(), adapters[adapter])
+        alone = dense_mixture(jnp.asarray(x[row : row + 1]), *weights(), adapters[adapter])
         np.testing.assert_allclose(mixed[row : row + 1], alone, atol=1e-4)
 
 
@@ -97,11 +99,11 @@ def test_every_assignment_is_in_a_tile_of_its_expert() -> None:
     for seed, tile in ((0, 1), (1, 3), (2, 8)):
         local = np.random.default_rng(seed).integers(-2, COUNT + 2, 50)  # <0 or >= COUNT: on other devices
         layout = lay_out_tiles(jnp.asarray(local), COUNT, tile=tile)
-        places, here = np.asarray(layout.places), (local >= 0) & (local < COUNT)
-        assert len(set(places[here])) == here.sum()
-        assert np.array_equal(np.asarray(layout.groups)[places[here] // tile], local[here])
-        assert places[here].max() < int(layout.used) * tile <= len(layout.groups) * tile
-        assert (places[~here] >= len(layout.groups) * tile).all()
+        places, is_local = np.asarray(layout.places), (local >= 0) & (local < COUNT)
+        assert len(set(places[is_local])) == is_local.sum()
+        assert np.array_equal(np.asarray(layout.groups)[places[is_local] // tile], local[is_local])
+        assert places[is_local].max() < int(layout.used) * tile <= len(layout.groups) * tile
+        assert (places[~is_local] >= len(layout.groups) * tile).all()
 
 
 def test_all_tokens_can_choose_the_same_expert() -> None:

@@ -1,4 +1,4 @@
-"""An export to PEFT or Hugging Face and an import keep the trained weights. Errors are one line."""
+"""An export to PEFT or Hugging Face and an import keep the trained weights. An error is one line."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_default_adapter_names_and_rslora_are_imported(tmp_path: Path) -> None:
         for name, array in arrays.items()
     }
     save_file(renamed, tmp_path / "peft" / "adapter_model.safetensors")
-    change(tmp_path / "peft", use_rslora=True, lora_alpha=10)
+    change_config(tmp_path / "peft", use_rslora=True, lora_alpha=10)
     imported_path = "tinker://imported/sampler_weights/one"
     assert (
         main(
@@ -242,7 +242,7 @@ def test_default_adapter_names_and_rslora_are_imported(tmp_path: Path) -> None:
     assert imported.keys() == arrays.keys()
 
 
-def change(adapter: Path, **changes: object) -> None:
+def change_config(adapter: Path, **changes: object) -> None:
     config = adapter / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
 
@@ -259,14 +259,14 @@ def with_unknown_modules(adapter: Path) -> None:
     ("damage", "message"),
     [
         (with_unknown_modules, "the adapter has model.layers.0.self_attn.g_proj"),
-        (lambda adapter: change(adapter, use_dora=True), "use_dora is not supported"),
-        (lambda adapter: change(adapter, r=2), "require (2,"),
-        (lambda adapter: change(adapter, r=0), "are not valid"),
+        (lambda adapter: change_config(adapter, use_dora=True), "use_dora is not supported"),
+        (lambda adapter: change_config(adapter, r=2), "require (2,"),
+        (lambda adapter: change_config(adapter, r=0), "are not valid"),
         (
-            lambda adapter: change(adapter, lora_alpha=0),
+            lambda adapter: change_config(adapter, lora_alpha=0),
             "rank 3, alpha 0 and dropout 0 are not valid",
         ),
-        (lambda adapter: change(adapter, lora_dropout=1.0001), "dropout 1.0001 are not valid"),
+        (lambda adapter: change_config(adapter, lora_dropout=1.0001), "dropout 1.0001 are not valid"),
         (lambda adapter: (adapter / "adapter_config.json").unlink(), "not a PEFT adapter"),
     ],
 )

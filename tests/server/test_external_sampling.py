@@ -208,7 +208,7 @@ async def test_adapters_are_evicted_and_reloaded_from_checkpoints(
     foreign_dir = checkpoints_dir / "sampler_adapters" / "foreign"
     foreign_dir.mkdir()
     async with connected(url, engine, checkpoints_dir, model_dir):
-        assert not sampler.adapters, "a server unloads the adapters of its predecessor at its start"
+        assert not sampler.adapters, "a new server unloads the adapters of the previous one"
         assert [*foreign_dir.parent.iterdir()] == [foreign_dir], "the files of those adapters are deleted"
     foreign_dir.rmdir()
 
@@ -319,7 +319,7 @@ async def test_samples_end_at_the_same_tokens_as_in_the_engine(
     assert len(stopped.tokens) <= 10 and stopped.stop_reason is StopReason.STOP
 
     def add_two_tokens(answer: dict) -> None:
-        """vLLM may return tokens after a stop string, because it searches for it once per block of tokens."""
+        """vLLM may return tokens after a stop string, because it checks stop strings per block of tokens."""
         answer["choices"][0]["token_ids"] += [65, 66]
         answer["choices"][0]["logprobs"]["token_logprobs"] += [-1.0, -1.0]
 

@@ -302,7 +302,7 @@ def test_an_unsupported_config_gives_one_clear_line(
 def test_the_config_of_deepseeks_checkpoints_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has the rotary settings of transformers 4, and multi-token-prediction layers, which are not used."""
+    """DeepSeek's config has the rotary settings of transformers 4, and layers for multi-token prediction."""
     config = load_model_config(FAMILIES / "deepseek_v3")
     scaling = {
         "type": "yarn",

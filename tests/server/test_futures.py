@@ -77,11 +77,11 @@ async def test_one_seq_id_for_two_kinds_of_request_is_refused() -> None:
 async def test_a_failed_submission_leaves_no_state() -> None:
     store = FutureStore(Retention())
 
-    def fails() -> Future[OpResult]:
+    def fail() -> Future[OpResult]:
         raise UserError("no")
 
     with pytest.raises(UserError):
-        submit(store, fails, seq_id=1)
+        submit(store, fail, seq_id=1)
     work = Work()
     submit(store, work, seq_id=1)
     assert len(work.futures) == 1
@@ -93,7 +93,11 @@ async def test_an_engine_error_is_the_outcome_of_its_future() -> None:
     work.futures[0].set_exception(UserError("too odd"))
     work.futures[1].set_exception(KeyError("lost"))
     outcomes = [await store.wait(first), await store.wait(second)]
-    assert [(str(o.error), o.error.category) for o in outcomes if o is not None and o.error is not None] == [
+    assert [
+        (str(outcome.error), outcome.error.category)
+        for outcome in outcomes
+        if outcome is not None and outcome.error is not None
+    ] == [
         ("too odd", "user"),
         ("optim_step failed on the server: KeyError: 'lost'", "server"),
     ]
@@ -190,7 +194,7 @@ async def test_the_end_of_a_session_withdraws_its_waiting_operations() -> None:
     now = [0.0]
     store, work = FutureStore(Retention(grace_s=10, hold_s=30), clock=lambda: now[0]), Work()
     ids = [store.submit(work, kind="sample", key=None, session_id="s") for _ in range(3)]
-    other = store.submit(work, kind="sample", key=None, session_id="t")
+    other_session = store.submit(work, kind="sample", key=None, session_id="t")
     work.futures[0].set_result(Done())
     assert work.futures[1].set_running_or_notify_cancel()
     assert await store.wait(ids[0]) is not None
@@ -204,7 +208,7 @@ async def test_the_end_of_a_session_withdraws_its_waiting_operations() -> None:
     store.prune()
     assert store.stats() == {"pending": 1, "finished": 0, "finished_bytes": 0, "evicted_undelivered": 0}
     work.futures[3].set_result(Done())
-    assert await store.wait(other) is not None
+    assert await store.wait(other_session) is not None
 
 
 async def test_a_result_after_its_session_is_kept_for_the_grace_period() -> None:
@@ -230,7 +234,7 @@ async def test_closing_ends_every_waiting_poll() -> None:
 
 
 async def _eventually(store: FutureStore, request_id: str) -> Outcome | None:
-    """Poll until the result has arrived from the engine thread. None: not after 100 polls."""
+    """Poll until the result has arrived from the engine thread. Return None if 100 polls time out."""
     for _ in range(100):
         if (outcome := await store.wait(request_id)) is not None:
             return outcome
@@ -261,10 +265,10 @@ async def test_keys_of_samples_are_pruned_and_keys_of_steps_are_kept() -> None:
             work.futures[-1].set_result(Done())
             await store.wait(request_id)
     store.prune()
-    known = {
+    is_known = {
         kind: [
             store.find(RequestKey(scope=kind, seq_id=seq_id), kind=kind) is not None for seq_id in range(3)
         ]
         for kind in ("sample", "optim_step")
     }
-    assert known == {"sample": [False] * 3, "optim_step": [True] * 3}
+    assert is_known == {"sample": [False] * 3, "optim_step": [True] * 3}

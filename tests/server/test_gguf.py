@@ -138,7 +138,7 @@ def test_the_tokenizer_and_the_chat_template_come_from_the_file(tmp_path: Path) 
 def test_every_pre_tokenizer_decodes_to_the_encoded_text(tmp_path: Path, pre_tokenizer: str) -> None:
     from gguf import GGUFWriter
 
-    alphabet = sorted(bytes_as_tokens())
+    alphabet = sorted(byte_alphabet())
     path = tmp_path / "tokenizer.gguf"
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")
@@ -158,7 +158,7 @@ def test_every_pre_tokenizer_decodes_to_the_encoded_text(tmp_path: Path, pre_tok
     assert ("12" in encoded.tokens) is (pre_tokenizer in ("gpt-2", "llama-bpe"))  # the others split digits
 
 
-def bytes_as_tokens() -> set[str]:
+def byte_alphabet() -> set[str]:
     from tokenizers import pre_tokenizers
 
     return {*pre_tokenizers.ByteLevel.alphabet(), "12"}

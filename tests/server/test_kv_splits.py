@@ -31,7 +31,7 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(batches(), st.sampled_from([1, 2, 4]), st.integers(1, 8))
-def test_every_part_is_read_once_by_sequences_with_its_pages(
+def test_every_part_is_in_one_split_of_sequences_with_its_pages(
     batch: tuple[np.ndarray, np.ndarray], devices: int, group: int
 ) -> None:
     tables, lengths = batch
@@ -79,7 +79,7 @@ def test_more_sequences_than_a_split_holds_get_a_second_split() -> None:
 
 
 def test_the_host_work_does_not_depend_on_the_number_of_parts() -> None:
-    def calls(rows: int) -> int:
+    def count_function_calls(rows: int) -> int:
         """Return the number of function calls for `rows` sequences of 8,192 tokens, in groups of four."""
         tables = np.arange(rows * 128, dtype=np.int32).reshape(rows, 128)
         tables[:, :96] = tables[np.arange(rows) // 4 * 4, :96]
@@ -96,8 +96,8 @@ def test_the_host_work_does_not_depend_on_the_number_of_parts() -> None:
             sys.setprofile(None)
         return count
 
-    calls(8)  # the first call imports modules
-    assert calls(256) == calls(8)
+    count_function_calls(8)  # the first call imports modules
+    assert count_function_calls(256) == count_function_calls(8)
 
 
 def test_free_slots_have_no_parts() -> None:
