@@ -43,11 +43,14 @@ def running(executor: FakeExecutor) -> Iterator[Engine]:
 
 
 def sample(
-    last: int = 1, *, num_samples: int = 1, max_tokens: int | None = None, weights: str | None = None
+    last_token: int = 1, *, num_samples: int = 1, max_tokens: int | None = None, weights: str | None = None
 ) -> Sample:
     settings = SamplingSettings(max_tokens=max_tokens)
     return Sample(
-        weights=weights, prompt=np.array([7, last], np.int32), settings=settings, num_samples=num_samples
+        weights=weights,
+        prompt=np.array([7, last_token], np.int32),
+        settings=settings,
+        num_samples=num_samples,
     )
 
 

@@ -213,26 +213,26 @@ def test_the_alias_of_a_file_is_its_name() -> None:
 
 def damaged(path: Path) -> dict[str, bytes]:
     """Return damaged file contents, by the error message that each must cause."""
-    good = path.read_bytes()
+    valid = path.read_bytes()
     metadata = 4 + 4 + 8 + 8  # magic, version, counts
     string = struct.pack("<Q", 3) + b"abc"
     huge_array = struct.pack("<II", GGUFValueType.ARRAY, GGUFValueType.UINT8) + struct.pack("<Q", 2**60)
     return {
-        "does not begin with GGUF": b"GGML" + good[4:],
-        "its version is 9": good[:4] + struct.pack("<I", 9) + good[8:],
-        "ends within the 1152921504606846976 metadata fields": good[:16] + struct.pack("<Q", 2**60),
+        "does not begin with GGUF": b"GGML" + valid[4:],
+        "its version is 9": valid[:4] + struct.pack("<I", 9) + valid[8:],
+        "ends within the 1152921504606846976 metadata fields": valid[:16] + struct.pack("<Q", 2**60),
         "ends within the table of 1152921504606846976 tensors": (
-            good[:8] + struct.pack("<QQ", 2**60, 0) + bytes(64)
+            valid[:8] + struct.pack("<QQ", 2**60, 0) + bytes(64)
         ),
         "ends within the metadata field 'abc': 1152921504606846976 bytes": (
-            good[:8] + struct.pack("<QQ", 0, 1) + string + huge_array
+            valid[:8] + struct.pack("<QQ", 0, 1) + string + huge_array
         ),
-        "has the unknown value type 77": good[:8]
+        "has the unknown value type 77": valid[:8]
         + struct.pack("<QQ", 0, 1)
         + string
         + struct.pack("<II", 77, 0),
-        "it is truncated: tensor": good[:-100],
-        "it ends within": good[: metadata + 40],
+        "it is truncated: tensor": valid[:-100],
+        "it ends within": valid[: metadata + 40],
         "cannot mmap an empty file": b"",
     }
 
@@ -256,15 +256,15 @@ def test_a_damaged_file_gives_one_line_and_allocates_nothing(
 
 def test_an_unknown_architecture_or_tensor_type_gives_one_line(tmp_path: Path, _cache: Path) -> None:
     path = write_tiny_gguf(tmp_path)
-    good = path.read_bytes()
-    path.write_bytes(good.replace(b"llama", b"mamba"))
+    valid = path.read_bytes()
+    path.write_bytes(valid.replace(b"llama", b"mamba"))
     with pytest.raises(ConfigError, match=r"general.architecture is 'mamba'; supported are llama, qwen2"):
         convert_gguf(path)
-    entry = good.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 2 * 8
-    path.write_bytes(good[:entry] + struct.pack("<I", 99) + good[entry + 4 :])
+    entry = valid.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 2 * 8
+    path.write_bytes(valid[:entry] + struct.pack("<I", 99) + valid[entry + 4 :])
     with pytest.raises(ConfigError, match=r"tensor token_embd.weight has the unknown type 99"):
         convert_gguf(path)
-    path.write_bytes(good[:entry] + struct.pack("<I", GGMLQuantizationType.I32) + good[entry + 4 :])
+    path.write_bytes(valid[:entry] + struct.pack("<I", GGMLQuantizationType.I32) + valid[entry + 4 :])
     with pytest.raises(ConfigError, match=r"token_embd.weight has type I32, which cannot be dequantised"):
         convert_gguf(path)
     assert not _cache.exists()
