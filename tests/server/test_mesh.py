@@ -115,7 +115,7 @@ def test_a_mesh_with_too_many_devices_is_refused() -> None:
 
 
 def test_each_device_holds_a_share_of_every_fused_part() -> None:
-    """Check the example in the docstring of `Weight`: 4 outputs of q, 2 of k and 2 of v on two devices."""
+    """q has 4 outputs, k and v have 2 each. Each of two devices holds half of every part."""
     weight = Weight(names=("q", "k", "v"), widths=(4, 2, 2), inputs=3, split=ShardAxis.OUTPUTS)
     assert weight.spec == PartitionSpec(None, ("tensor", "fsdp"), None)
     pieces = [(name, part) for name, _, part in _outputs(weight, slice(4, 8), shards=2)]

@@ -36,7 +36,8 @@ BANK = jax.tree.map(
 
 
 def rounding() -> float:
-    """Return the tolerance: 0 if the bits of a product's row do not depend on the number of rows, else 1e-5."""
+    """Return the tolerance: 0 if the bits of a row of a matrix product do not depend on the number of rows,
+    else 1e-5."""
     sequences, weights = (
         jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in ((256, 128), (128, 640))
     )
