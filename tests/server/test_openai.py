@@ -239,7 +239,8 @@ def test_closing_a_stream_withdraws_the_request(client: openai.OpenAI, engine: T
     stream = client.completions.create(model=MODEL, prompt="x", stream=True)
     next(stream)
     stream.close()
-    with pytest.raises(openai.NotFoundError):  # the server has noticed the closed connection
+    # After this reply the server has noticed the closed connection.
+    with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")
     engine.gate.set()
     assert engine.withdrawn.wait(60)

@@ -32,7 +32,7 @@ def test_find_returns_the_longest_prefix_of_the_same_weights():
     branch = computed(pages, second)
     assert pages.find("w", first).length == len(first) and list(pages.find("w", first).pages) == page_ids
     assert pages.find("w", first[: PAGE_SIZE + 3]).length == PAGE_SIZE + 3
-    # Both sequences use the same first page.
+    # The cache keeps the first page of the first sequence and no second copy.
     assert list(pages.find("w", np.concatenate([second, text(99)])).pages[:2]) == [
         page_ids[0],
         branch[1],
@@ -93,8 +93,8 @@ def test_inserting_cached_tokens_counts_as_use() -> None:
 
 
 def test_the_parent_of_a_held_page_is_not_evicted() -> None:
-    """The sequence computed its first page a second time; the cached copy is the parent of its second
-    page."""
+    """The sequence computed its first page a second time. The cached copy is the parent of its
+    second page."""
     pages = PrefixCache(first=0, count=4)
     whole = text(2 * PAGE_SIZE)
     computed(pages, whole[:PAGE_SIZE])
@@ -113,9 +113,9 @@ def test_find_returns_the_branch_with_the_longest_match() -> None:
     for tokens in branches:
         computed(pages, tokens)
     for number, tokens in enumerate(branches):
-        other = np.concatenate([prefix, ends[number][: number + 1], [7, 7]]).astype(np.int32)
+        diverging = np.concatenate([prefix, ends[number][: number + 1], [7, 7]]).astype(np.int32)
         assert pages.find("w", tokens).length == len(tokens)
-        assert pages.find("w", other).length == len(prefix) + number + 1
+        assert pages.find("w", diverging).length == len(prefix) + number + 1
 
 
 def calls(run: Callable[[], object]) -> int:

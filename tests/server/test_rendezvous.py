@@ -40,7 +40,7 @@ def hosts(tmp_path: Path) -> Iterator[ProcessOptions]:
 
 @pytest.fixture
 def leading(hosts: ProcessOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Process 0 waits for a matching process, which connects at the end."""
+    """Process 0 waits for a matching process, which connects after the test."""
     monkeypatch.setattr("skyrl_tx_server.distributed.rendezvous._start_jax", lambda hosts, address: None)
     thread = threading.Thread(target=lambda: lead(hosts, SETTINGS, print).stop())
     thread.start()

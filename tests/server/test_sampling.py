@@ -47,7 +47,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> DeviceExecutor:
 
 @pytest.fixture(scope="module")
 def engine(executor: DeviceExecutor) -> Iterator[Engine]:
-    """An engine with two separately trained models, each with a snapshot of the same name."""
+    """An engine with two separately trained models, each with a snapshot that has the name of the model."""
     engine = Engine(executor)
     engine.start()
     for seed, name in enumerate(MODELS):
@@ -161,8 +161,8 @@ def test_a_conversation_prefills_only_its_new_tokens(engine: Engine):
         hits.append(result.prompt_cache_hit_tokens)
         sampled.append((len(history), sequence.logprobs))
         history = np.concatenate([history, sequence.tokens, tokens(30, seed=60 + turn)])
-        for other in range(3):  # sequences in other slots must not change the cached pages
-            run(engine, request(tokens(40, seed=70 + other), weights="second", max_tokens=30))
+        for number in range(3):  # sequences in other slots must not change the cached pages
+            run(engine, request(tokens(40, seed=70 + number), weights="second", max_tokens=30))
     assert hits == [0, 300 + 19, 300 + 20 + 30 + 19]
     (logprobs,) = forward_logprobs(engine, [history])
     for start, sampled_logprobs in sampled:
@@ -251,7 +251,7 @@ def test_a_long_prompt_is_prefilled_in_chunks(
 
 
 def test_preempted_sequences_give_the_same_samples(engine: Engine, tmp_path: Path):
-    """With a cache for 1,024 tokens, 8 sequences of up to 380 tokens equal those of a large cache."""
+    """A cache for 1,024 tokens gives 8 sequences of up to 380 tokens the same results as a large cache."""
     prompts = [tokens(60 + 40 * row, seed=200 + row) for row in range(5)]
     requests = [request(prompt, weights=None, max_tokens=160, seed=row) for row, prompt in enumerate(prompts)]
     requests.append(request(prompts[0], weights=None, max_tokens=160, seed=9, num_samples=3))

@@ -715,7 +715,7 @@ def test_ten_thousand_waiting_requests_cost_little_more():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_request_of_a_random_workload_is_served(seed: int) -> None:
-    """Tenants start and stop, and some of their samples wait for a snapshot that is being saved."""
+    """Tenants start and stop, and some of their samples wait until a snapshot is saved."""
     draw = random.Random(seed)
     simulation = Simulation(slots=4, max_partial_prefill_tokens=2048)
     request_ids: list[int] = []
