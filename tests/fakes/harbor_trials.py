@@ -56,7 +56,7 @@ async def play(
 def variant(
     tmp_path: Path, *, test: str | None = None, task_toml: str | None = None, dockerfile: str | None = None
 ) -> Path:
-    """Copy the hello task, replace its verifier, configuration or image, and return the folder of the copy."""
+    """Copy the hello task with another verifier, configuration or image, and return the folder."""
     folder = tmp_path / "tasks" / "variant"
     shutil.copytree(HELLO, folder)
     if test is not None:

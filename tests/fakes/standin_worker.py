@@ -5,7 +5,7 @@ hang {episode}           never answers
 alarm {episode}          runs until SIGALRM ends the process, as in tau2's worker
 die {episode}            exits during a request, with a message on stderr
 nonsense {episode}       writes a line that is not a reply
-once {episode, how, flag}  creates the file `flag` and fails as the operation `how`, or adds 0 if the file exists
+once {episode, how, flag}  creates the file `flag` and fails as operation `how`; adds 0 if the file exists
 forget {episode}         discards the sum of the episode
 known {episode}          {"episodes": [...]}, all episodes that have a sum
 """

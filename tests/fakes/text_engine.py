@@ -42,7 +42,7 @@ TEMPLATE = """\
 
 
 def save_tokenizer(directory: Path) -> Path:
-    """Save a tokenizer of bytes and `<|im_end|>`, with a chat template that renders every field of a message."""
+    """Save a tokenizer of bytes and `<|im_end|>`. Its chat template renders every field of a message."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(["<|im_end|>"])
