@@ -151,7 +151,7 @@ def valid_message(loss_fn: str, *inputs: str, sparse: bool = False) -> bytes:
     datum = request.data.add()
     datum.model_input.add().encoded_text.tokens = np.array([1, 2, 3], "<i4").tobytes()
     for name in inputs:
-        dtype, kind = (pb.DTYPE_INT64, "<i8") if name == "target_tokens" else (pb.DTYPE_FLOAT32, "<f4")
+        dtype, numpy_dtype = (pb.DTYPE_INT64, "<i8") if name == "target_tokens" else (pb.DTYPE_FLOAT32, "<f4")
         tensor = pb.Tensor(dtype=dtype, shape=[3, 4] if sparse else [3])
         if sparse:
             crow_indices, col_indices = (
@@ -159,11 +159,13 @@ def valid_message(loss_fn: str, *inputs: str, sparse: bool = False) -> bytes:
                 np.array([3, 0], "<i8").tobytes(),
             )
             csr = pb.SparseCsr(
-                values=np.array([1, 2], kind).tobytes(), crow_indices=crow_indices, col_indices=col_indices
+                values=np.array([1, 2], numpy_dtype).tobytes(),
+                crow_indices=crow_indices,
+                col_indices=col_indices,
             )
             tensor.sparse_csr.CopyFrom(csr)
         else:
-            tensor.dense = np.array([1, 2, 3], kind).tobytes()
+            tensor.dense = np.array([1, 2, 3], numpy_dtype).tobytes()
         datum.loss_fn_inputs[name].CopyFrom(tensor)
     return request.SerializeToString()
 

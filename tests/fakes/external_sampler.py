@@ -96,7 +96,7 @@ class NumpyQwen3:
 
 
 @dataclass(kw_only=True)
-class Draw:
+class Completion:
     """One sampled completion."""
 
     tokens: list[int]
@@ -194,23 +194,23 @@ class ExternalSampler:
             body["logprobs"],
             body["add_special_tokens"],
         ) == (True, True, 0, False)
-        draws = await self._draws(
+        completions = await self._complete_all(
             request, body, body["prompt"], body["n"], body["max_tokens"], body["seed"], adapter=body["model"]
         )
         choices = [
             {
                 "index": index,
-                "text": self.tokenizer.decode(draw.tokens, skip_special_tokens=False),
-                "finish_reason": draw.finish,
+                "text": self.tokenizer.decode(completion.tokens, skip_special_tokens=False),
+                "finish_reason": completion.finish,
                 "stop_reason": None,
-                "token_ids": draw.tokens,
+                "token_ids": completion.tokens,
                 "prompt_token_ids": body["prompt"],
                 "logprobs": {
-                    "tokens": [f"token_id:{token}" for token in draw.tokens],
-                    "token_logprobs": draw.logprobs,
+                    "tokens": [f"token_id:{token}" for token in completion.tokens],
+                    "token_logprobs": completion.logprobs,
                 },
             }
-            for index, draw in enumerate(draws)
+            for index, completion in enumerate(completions)
         ]
         return self._answer(
             {"object": "text_completion", "model": body["model"], "choices": choices, "usage": {}}
@@ -224,7 +224,7 @@ class ExternalSampler:
             )
         settings = body["sampling_params"]
         settings = settings | ({"stop_token_ids": []} if settings["ignore_eos"] else {})
-        draws = await self._draws(
+        completions = await self._complete_all(
             request,
             settings,
             body["input_ids"],
@@ -236,23 +236,23 @@ class ExternalSampler:
         replies = [
             {
                 "text": "",
-                "output_ids": draw.tokens,
+                "output_ids": completion.tokens,
                 "meta_info": {
                     "prompt_tokens": len(body["input_ids"]),
-                    "completion_tokens": len(draw.tokens),
+                    "completion_tokens": len(completion.tokens),
                     "cached_tokens": 3,
-                    "finish_reason": {"type": draw.finish},
+                    "finish_reason": {"type": completion.finish},
                     "output_token_logprobs": [
                         [logprob, token, None]
-                        for logprob, token in zip(draw.logprobs, draw.tokens, strict=True)
+                        for logprob, token in zip(completion.logprobs, completion.tokens, strict=True)
                     ],
                 },
             }
-            for draw in draws
+            for completion in completions
         ]
         return self._answer({"replies": replies} if len(replies) > 1 else replies[0])
 
-    async def _draws(
+    async def _complete_all(
         self,
         request: Request,
         settings: dict,
@@ -262,7 +262,7 @@ class ExternalSampler:
         seed: int | None,
         *,
         adapter: str,
-    ) -> list[Draw]:
+    ) -> list[Completion]:
         with self.changed:
             self.seen.append(settings | {"adapter": adapter})
             self.changed.notify_all()
@@ -278,10 +278,14 @@ class ExternalSampler:
         # Without a seed, the number of requests is the seed, so that results are deterministic.
         seeds = [(len(self.seen) if seed is None else seed) + index for index in range(count)]
         return await asyncio.to_thread(
-            lambda: [self._draw(weights, prompt, settings, max_tokens, sample_seed) for sample_seed in seeds]
+            lambda: [
+                self._complete(weights, prompt, settings, max_tokens, sample_seed) for sample_seed in seeds
+            ]
         )
 
-    def _draw(self, weights: Weights, prompt: list[int], settings: dict, max_tokens: int, seed: int) -> Draw:
+    def _complete(
+        self, weights: Weights, prompt: list[int], settings: dict, max_tokens: int, seed: int
+    ) -> Completion:
         random, tokens, logprobs = np.random.default_rng(seed), list[int](), list[float]()
         while len(tokens) < max_tokens:
             next_logprobs = self.model.logprobs(weights, prompt + tokens)[-1]
@@ -290,8 +294,8 @@ class ExternalSampler:
             logprobs.append(float(next_logprobs[token]))
             text = self.tokenizer.decode(tokens, skip_special_tokens=False)
             if token in settings["stop_token_ids"] or any(stop in text for stop in settings["stop"]):
-                return Draw(tokens=tokens, logprobs=logprobs, finish="stop")
-        return Draw(tokens=tokens, logprobs=logprobs, finish="length")
+                return Completion(tokens=tokens, logprobs=logprobs, finish="stop")
+        return Completion(tokens=tokens, logprobs=logprobs, finish="length")
 
     def _answer(self, answer: dict) -> Response:
         self.spoil(answer)

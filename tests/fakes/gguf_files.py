@@ -83,13 +83,13 @@ def stored_tensors(config: Mapping[str, Any], weights: Mapping[str, np.ndarray])
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         for name, value in weights.items():
-            module, _, kind = name.removeprefix(prefix).rpartition(".")
+            module, _, suffix = name.removeprefix(prefix).rpartition(".")
             if not name.startswith(prefix) or module not in PARTS:
                 continue
             if config["model_type"] == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj"):
                 count = heads[module[len("self_attn.")]]  # "q" or "k"
                 value = value.reshape(count, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
-            stored[f"blk.{layer}.{PARTS[module]}.{kind}"] = value
+            stored[f"blk.{layer}.{PARTS[module]}.{suffix}"] = value
         for part in ("gate", "up", "down"):
             names = [
                 f"{prefix}mlp.experts.{expert}.{part}_proj.weight" for expert in range(num_experts(config))

@@ -1,4 +1,4 @@
-"""Runs of the real trainer on a bandit, killed with SIGKILL at chosen points and resumed.
+"""Runs the real trainer on a bandit backend, kills it with SIGKILL at chosen points and resumes it.
 
     python -m tests.fakes.killable DIR POINTS SEED MODE [OPTION ...]
 
@@ -58,14 +58,14 @@ CURSED = "say-03"  # the task whose trials always fail, so that it is quarantine
 
 @dataclass(kw_only=True)
 class Killer:
-    """Counts points and kills this process at point `at`. A write at this point writes half of its data."""
+    """Counts points and kills this process at `kill_point`, after half of a write that is this point."""
 
-    at: int | None
+    kill_point: int | None
     count: int = 0
 
     def tick(self, torn: tuple[int, bytes] | None = None) -> None:
         self.count += 1
-        if self.count == self.at:
+        if self.count == self.kill_point:
             if torn is not None:
                 os_write(torn[0], torn[1][: len(torn[1]) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
@@ -74,9 +74,9 @@ class Killer:
 os_write = os.write
 
 
-def play_in_child(path: Path, at: int | None, *options: str) -> int:
+def play_in_child(path: Path, kill_point: int | None, *options: str) -> int:
     """Call `play` in a child process. Returns the number of points, or 0 if the child was killed."""
-    return count_in_child(lambda: play(path, at, *options))
+    return count_in_child(lambda: play(path, kill_point, *options))
 
 
 def count_in_child(run: Callable[[], int]) -> int:
@@ -102,7 +102,7 @@ def count_in_child(run: Callable[[], int]) -> int:
 
 
 def count_writes(killer: Killer) -> None:
-    """Make every write of a record and every replaced file of this process a point."""
+    """Make every write of a record and every replacement of a file in this process a point."""
 
     def write(descriptor: int, data: bytes) -> int:
         is_record = data.startswith(b"{")
@@ -125,9 +125,9 @@ def count_writes(killer: Killer) -> None:
     os.write, Path.replace = write, ticking_replace  # type: ignore[assignment]
 
 
-def play(path: Path, at: int | None, *options: str) -> int:
-    """Run the trainer in `path` and kill this process at point `at`. Returns the number of points."""
-    killer = Killer(at=at)
+def play(path: Path, kill_point: int | None, *options: str) -> int:
+    """Run the trainer in `path` and kill this process at `kill_point`. Returns the number of points."""
+    killer = Killer(kill_point=kill_point)
     count_writes(killer)
     tries: Counter[int] = Counter()
 
@@ -164,7 +164,7 @@ class Outcome:
 
     metrics: list[dict[str, object]]
     trained: Counter[tuple[int, str]]
-    seen_by_server: list[str]
+    seen_by_server: list[str]  # hashes of the batches, in the order of training
     final_state: str
 
 
@@ -207,9 +207,9 @@ def faults_of(path: Path, kills: list[int], unbroken: Outcome, mode: str, *optio
     trained is compared.
     """
     faults = []
-    for at in [*kills, None]:
+    for kill_point in [*kills, None]:
         before, num_records = finished_places(path), len(records(path / "run" / "journal.jsonl"))
-        num_points = play_in_child(path, at, *MODES[mode], *options)
+        num_points = play_in_child(path, kill_point, *MODES[mode], *options)
         if repeated := before & admitted_since(path, num_records):
             faults.append(f"{len(repeated)} finished rollouts were played again")
         if lost := before - finished_places(path):
@@ -218,7 +218,7 @@ def faults_of(path: Path, kills: list[int], unbroken: Outcome, mode: str, *optio
             break
     resumed = outcome(path)
     if mode != "synchronous":
-        return faults + inexact(resumed)
+        return faults + training_faults(resumed)
     if json.dumps(resumed.metrics) != json.dumps(unbroken.metrics):
         faults.append("metrics differ")
     if set(resumed.trained.values()) != {1} or resumed.trained != unbroken.trained:
@@ -228,8 +228,8 @@ def faults_of(path: Path, kills: list[int], unbroken: Outcome, mode: str, *optio
     return faults
 
 
-def inexact(resumed: Outcome) -> list[str]:
-    """Return an error unless every task of three epochs, except CURSED, was trained once."""
+def training_faults(resumed: Outcome) -> list[str]:
+    """Return a fault unless every task except CURSED was trained exactly once in each of the three epochs."""
     expected = Counter({f"say-{number:02d}": 3 for number in range(5)})
     del expected[CURSED]
     trained = Counter(task for _, task in resumed.trained.elements())
@@ -249,7 +249,10 @@ def main(directory: Path, num_points: int, seed: int, mode: str, *options: str) 
     unbroken = outcome(directory / "unbroken")
     rng = random.Random(seed)
     points = sorted(rng.sample(range(1, total + 1), num_points))
-    faults = {at: faults_of(directory / f"kill-{at}", [at], unbroken, mode, *options) for at in points}
+    faults = {
+        kill_point: faults_of(directory / f"kill-{kill_point}", [kill_point], unbroken, mode, *options)
+        for kill_point in points
+    }
     chain = [rng.randrange(1, total // 3) for _ in range(num_points)]
     faults[-1] = faults_of(directory / "chain", chain, unbroken, mode, *options)
     num_kills = (
@@ -257,9 +260,9 @@ def main(directory: Path, num_points: int, seed: int, mode: str, *options: str) 
         + sum(record["event"] == "started" for record in records(directory / "chain/run/journal.jsonl"))
         - 1
     )
-    for at, lines in faults.items():
+    for kill_point, lines in faults.items():
         for line in lines:
-            print(f"kill at {at}: {line}")
+            print(f"kill at {kill_point}: {line}")
     num_bad = sum(map(bool, faults.values()))
     as_expected = "the uninterrupted run" if mode == "synchronous" else "expected"
     print(

@@ -1,4 +1,4 @@
-"""Runs of `src.sft` on a unigram model, killed with SIGKILL at chosen points and resumed.
+"""Runs `src.sft` on a unigram model, kills it with SIGKILL at chosen points and resumes it.
 
 python -m tests.fakes.killable_sft DIR POINTS SEED [OPTION ...]
 """
@@ -146,8 +146,8 @@ def write_chats(path: Path, count: int = 9) -> Path:
     return path
 
 
-def play(path: Path, at: int | None, *options: str) -> int:
-    killer = Killer(at=at)
+def play(path: Path, kill_point: int | None, *options: str) -> int:
+    killer = Killer(kill_point=kill_point)
     data = write_chats(path / "chats.jsonl")
     count_writes(killer)
     asyncio.run(SftRun(path, tick=killer.tick).go(f"data={data}", *OPTIONS, *options))
@@ -167,10 +167,13 @@ def main(folder: Path, num_points: int, seed: int, *options: str) -> int:
     total = count_in_child(lambda: play(folder / "unbroken", None, *options))
     unbroken, rng, num_bad = result(folder / "unbroken"), random.Random(seed), 0
     chain = [rng.randrange(1, total // 2) for _ in range(num_points)]
-    for kills in [*([at] for at in sorted(rng.sample(range(1, total + 1), num_points))), chain]:
+    for kills in [
+        *([kill_point] for kill_point in sorted(rng.sample(range(1, total + 1), num_points))),
+        chain,
+    ]:
         path = folder / f"kill-{'-'.join(map(str, kills))}"[:60]
-        for at in [*kills, None]:
-            if count_in_child(lambda path=path, at=at: play(path, at, *options)):
+        for kill_point in [*kills, None]:
+            if count_in_child(lambda path=path, kill_point=kill_point: play(path, kill_point, *options)):
                 break
         if result(path) != unbroken:
             num_bad += 1

@@ -37,14 +37,14 @@ class ScriptedPolicy:
     ) -> None:
         self.version = version
         self.prompts: list[list[int]] = []
-        self.was_asked = asyncio.Event()
+        self.is_sampling = asyncio.Event()  # set at the first request
         self.seeds: list[int | None] = []
         self._chat = chat
         self._scripts = scripts
 
     async def sample(self, request: SampleRequest) -> Turn:
         self.prompts.append(list(request.prompt_ids))
-        self.was_asked.set()
+        self.is_sampling.set()
         self.seeds.append(request.seed)
         text = self._chat.tokenizer.decode(
             request.prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False

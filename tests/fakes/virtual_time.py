@@ -22,7 +22,7 @@ from tests.fakes.backend import BanditBackend, BanditTrainingClient
 from tests.fakes.run import FakeRun, groups_trained
 from tests.fakes.trials import FakeTasks, task, trajectory
 
-TURNS = 20
+TURNS = 20  # per trial
 SLOWEST = 0.1  # the share of the tasks, by duration, that `Result.slowest` contains
 
 

@@ -53,10 +53,10 @@ def mutate(rng: random.Random, value: object) -> object:
     """Return `value` with one element replaced, removed, renamed or duplicated."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         name = rng.choice(sorted(value))
-        kind = rng.random()
-        if kind < 0.2:
+        choice = rng.random()
+        if choice < 0.2:
             return {key: entry for key, entry in value.items() if key != name}
-        if kind < 0.3:
+        if choice < 0.3:
             return {f"{key}x" if key == name else key: entry for key, entry in value.items()}
         return value | {name: mutate(rng, value[name])}
     if isinstance(value, list) and value and rng.random() < 0.8:

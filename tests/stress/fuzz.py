@@ -8,7 +8,7 @@
 | target     | input                                                                                      |
 |------------|--------------------------------------------------------------------------------------------|
 | `bytes`    | a protobuf training request                                                                |
-| `text`     | a JSON document, which is given to every parser of request bodies                          |
+| `text`     | a JSON document for every parser of request bodies                                         |
 | `messages` | mutated valid protobuf training requests, drawn by the strategies of `tests/fakes`         |
 | `json`     | mutated valid JSON request bodies                                                          |
 | `routes`   | a body for a route of the server: byte 0 selects the route, byte 1 the encoding            |
@@ -164,7 +164,7 @@ def route_seeds() -> list[bytes]:
     from skyrl_tx_server.http.app import ENDPOINTS
     from tests.fakes.bodies import VALID, VALID_MESSAGES
 
-    plain = {
+    small_bodies = {
         "create_session": {"tags": ["a"], "user_metadata": {"a": "b"}},
         "create_model": {
             "session_id": "s",
@@ -185,7 +185,7 @@ def route_seeds() -> list[bytes]:
     }
     bodies: dict[str, object] = {
         **VALID,
-        **plain,
+        **small_bodies,
         "chat/completions": VALID["chat"],
         "completions": VALID["completion"],
     }

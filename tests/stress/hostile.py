@@ -242,7 +242,7 @@ class Watch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hostilities:
+class AttackReport:
     """The output of `hostile_requests`."""
 
     attacks: dict[str, int]
@@ -256,7 +256,7 @@ class Disturbed:
 
     steps: list[Step]
     watch: Watch
-    hostile: Hostilities
+    hostile: AttackReport
     remaining: dict[str, int]  # the result of `remaining_objects`
     survived: bool  # the server was running at the end, and the attacks ended with status 0
     exit_status: int
@@ -282,13 +282,13 @@ def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_
         watch.stop()
         remaining = remaining_objects(running.url)
         survived = running.process.poll() is None and hostile_status == 0
-    hostilities = Hostilities(**json.loads(report.read_text().splitlines()[-1]))
+    attack_report = AttackReport(**json.loads(report.read_text().splitlines()[-1]))
     tracebacks = running.log.read_text(errors="replace").count("Traceback (most recent call last)")
     exit_status = running.process.returncode
     return Disturbed(
         steps=steps,
         watch=watch,
-        hostile=hostilities,
+        hostile=attack_report,
         remaining=remaining,
         survived=survived,
         exit_status=exit_status,

@@ -83,7 +83,7 @@ async def wild_training(world: World) -> None:
 
 
 async def diverged(world: World) -> None:
-    """Makes the weights of a model diverge and fills all slots with samples from it."""
+    """Makes the weights of a model diverge and requests 16 samples from it."""
     tenant = await new_tenant(world)
     await world.send(
         "POST",

@@ -57,7 +57,7 @@ class Victim:
 
 
 async def huge_sample(world: World) -> None:
-    """Requests more samples than there are slots, each as long as the context, and never retrieves them."""
+    """Requests more samples than there are slots, each almost as long as the context, and retrieves none."""
     tenant = await tenant_of(world)
     settings = {"max_tokens": 480, "temperature": 1.0}
     await world.post(

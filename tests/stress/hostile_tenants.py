@@ -39,7 +39,7 @@ import numpy as np
 from scripts.run_skyrl_tx import ROOT
 from tests.stress.hostile import (
     MAX_SLOPE_MIB_PER_HOUR,
-    Hostilities,
+    AttackReport,
     Step,
     Watch,
     num_equal,
@@ -138,7 +138,7 @@ class Run:
 
     steps: list[Step]
     watch: Watch
-    hostile: Hostilities
+    hostile: AttackReport
     alone_s: list[float]  # latencies of the probe before the other clients start
     beside_s: list[float]  # latencies of the probe beside the other clients
     probe_failures: list[str]
@@ -199,7 +199,7 @@ def run_with_tenants(
         watch.stop()
         remaining = remaining_objects(running.url, {"x-api-key": operator_key})
         survived = running.process.poll() is None and hostile_status == 0
-    hostile = Hostilities(**json.loads(report.read_text().splitlines()[-1]))
+    hostile = AttackReport(**json.loads(report.read_text().splitlines()[-1]))
     log = running.log.read_text(errors="replace")
     return Run(
         steps=steps,

@@ -19,7 +19,7 @@ ANSWER_WITHIN_S = 120.0
 VOCABULARY = 640
 PROTOBUF = {"content-type": "application/x-protobuf"}
 JSON = {"content-type": "application/json"}
-NASTY: tuple[object, ...] = (
+SPECIAL_VALUES: tuple[object, ...] = (
     *(
         None,
         True,
@@ -250,13 +250,13 @@ def mutated_json(world: World, value: object) -> object:
             case 0:
                 return {key: entry for key, entry in value.items() if key != name}
             case 1:
-                return value | {str(rng.choice(NASTY))[:50]: rng.choice(NASTY)}
+                return value | {str(rng.choice(SPECIAL_VALUES))[:50]: rng.choice(SPECIAL_VALUES)}
             case _:
                 return value | {name: mutated_json(world, value[name])}
     if isinstance(value, list) and value and rng.random() < 0.8:
         index = rng.randrange(len(value))
         return [*value[:index], mutated_json(world, value[index]), *value[index + rng.choice((0, 1, 1)) :]]
-    return rng.choice(NASTY)
+    return rng.choice(SPECIAL_VALUES)
 
 
 def mutated_bytes(world: World, body: bytes) -> bytes:

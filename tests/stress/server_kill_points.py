@@ -54,8 +54,8 @@ EARLY_KILLS = 0.2
 
 
 @dataclass(kw_only=True)
-class Site:
-    """The port, the directories and the current process of a server."""
+class RestartableServer:
+    """A server that is killed and started again with the same port and directories."""
 
     folder: Path
     model: Path
@@ -103,10 +103,10 @@ class Site:
 
 
 @contextlib.contextmanager
-def site(folder: Path, model: Path) -> Iterator[Site]:
+def running_server(folder: Path, model: Path) -> Iterator[RestartableServer]:
     """Start a server in a new folder and kill it at the end."""
     folder.mkdir(parents=True)
-    running = Site(folder=folder, model=model, port=free_port())
+    running = RestartableServer(folder=folder, model=model, port=free_port())
     try:
         running.start()
         yield running
@@ -119,7 +119,7 @@ def site(folder: Path, model: Path) -> Iterator[Site]:
 
 @dataclass(kw_only=True)
 class Job:
-    """The state of the client. The server has acknowledged all of it."""
+    """The results of the training job, all of which the server has acknowledged."""
 
     losses: list[float] = field(default_factory=list)  # one per step
     states: list[str] = field(default_factory=list)  # path of the training checkpoint after each step
@@ -141,7 +141,7 @@ def datum(step: int) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)  # pyright: ignore[reportArgumentType]
 
 
-def work(server: Site, job: Job, *, until: int, stepped: threading.Event) -> None:
+def work(server: RestartableServer, job: Job, *, until: int, stepped: threading.Event) -> None:
     """Resume from the last acknowledged state and take steps until the job has `until` steps. Every step sets
     `stepped`.
     """
@@ -182,7 +182,7 @@ def digest(store: CheckpointStore, path: str) -> str:
 
 
 @contextlib.contextmanager
-def neighbours(url: str) -> Iterator[None]:
+def background_clients(url: str) -> Iterator[None]:
     """Run clients that sample from the base model continuously and ignore errors."""
     is_stopping = threading.Event()
 
@@ -222,13 +222,13 @@ class Figures:
     unacknowledged: int = 0  # complete checkpoints whose save was not acknowledged
 
 
-def killed_run(server: Site, points: int, seed: int) -> tuple[Job, Figures]:
+def killed_run(server: RestartableServer, points: int, seed: int) -> tuple[Job, Figures]:
     """Kill and restart the server `points` times while a job runs, then take STEPS_AFTER_LAST_KILL steps."""
     rng, job, figures = random.Random(seed), Job(), Figures()
     for _ in range(points):
         stepped = threading.Event()
         worker = threading.Thread(target=_until_killed, args=(server, job, stepped), daemon=True)
-        with neighbours(server.url):
+        with background_clients(server.url):
             worker.start()
             if rng.random() < EARLY_KILLS:
                 time.sleep(rng.uniform(0.1, 5.0))
@@ -244,7 +244,7 @@ def killed_run(server: Site, points: int, seed: int) -> tuple[Job, Figures]:
     return job, figures
 
 
-def _until_killed(server: Site, job: Job, stepped: threading.Event) -> None:
+def _until_killed(server: RestartableServer, job: Job, stepped: threading.Event) -> None:
     with contextlib.suppress(tinker.TinkerError, RetryableException, httpx.HTTPError, TimeoutError, OSError):
         work(server, job, until=sys.maxsize, stepped=stepped)
 
@@ -266,10 +266,10 @@ def check(store: CheckpointStore, job: Job, figures: Figures) -> None:
 
 
 def kill_points(folder: Path, model: Path, *, points: int, seed: int) -> int:
-    with site(folder / "killed", model) as server:
+    with running_server(folder / "killed", model) as server:
         job, figures = killed_run(server, points, seed)
         killed_digest = digest(server.store, job.states[-1])
-    with site(folder / "alone", model) as server:
+    with running_server(folder / "alone", model) as server:
         uninterrupted = Job()
         work(server, uninterrupted, until=job.steps, stepped=threading.Event())
         expected_digest = digest(server.store, uninterrupted.states[-1])
