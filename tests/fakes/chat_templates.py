@@ -156,7 +156,7 @@ def check_thinking_is_off(family: Family, tokenizer: PreTrainedTokenizerFast) ->
     chat = Chat(tokenizer)
     after_question = tokenizer.decode(chat.render(OPENING))
     after_result = tokenizer.decode(chat.render([*OPENING, _assistant(family.call), RESULTS[0]]))
-    assert after_question.endswith(QUESTION["content"] + _between(family) + family.generation_prompt)
+    assert after_question.endswith(QUESTION["content"] + _user_turn_end(family) + family.generation_prompt)
     assert after_result.endswith(
         family.generation_prompt if family.after_result is None else family.after_result
     )
@@ -224,7 +224,7 @@ def _assistant(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
-def _between(family: Family) -> str:
+def _user_turn_end(family: Family) -> str:
     """Return the end of a user's message."""
     if family.name == "deepseek_v3_1":
         return ""

@@ -29,7 +29,7 @@ Weights = dict[str, np.ndarray]
 
 
 class NumpyQwen3:
-    """A forward pass in float64 that shares no code with the server."""
+    """A Qwen3 in float64 that shares no code with the server."""
 
     def __init__(self, model_dir: Path) -> None:
         self.config = json.loads((model_dir / "config.json").read_text())

@@ -58,7 +58,7 @@ CURSED = "say-03"  # the task whose trials always fail, so that it is quarantine
 
 @dataclass(kw_only=True)
 class Killer:
-    """Counts points and kills this process at `kill_point`, after half of a write that is this point."""
+    """Counts points and kills this process at `kill_point`. A write at this point stores half of its data."""
 
     kill_point: int | None
     count: int = 0

@@ -43,7 +43,7 @@ START = (
 
 
 class Fault(StrEnum):
-    """How the server handles a bad request."""
+    """How the server handles a request that `is_bad` accepts."""
 
     HANGS = "hangs"
     FAILS = "answers 500"

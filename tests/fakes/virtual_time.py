@@ -89,8 +89,8 @@ class SlowFuture:
 
 
 class SlowTrainingClient(BanditTrainingClient):
-    """Trains on `num_datums` datums in `train_s` seconds. `ages` contains the age of every trained token, in
-    optimizer updates.
+    """Trains at a speed of `num_datums` datums per `train_s` seconds. `ages` contains the age of every
+    trained token, in optimizer updates.
     """
 
     def __init__(self, train_s: float, num_datums: int) -> None:

@@ -202,7 +202,7 @@ class Watch:
         with httpx.Client(base_url=self._url, timeout=60) as http, contextlib.suppress(psutil.NoSuchProcess):
             while not self._is_stopping.wait(1):
                 sent_at = time.monotonic()
-                with contextlib.suppress(httpx.HTTPError):  # the time until the error is recorded
+                with contextlib.suppress(httpx.HTTPError):  # an error counts as an answer
                     http.get("/api/v1/healthz")
                 self.health_ms.append(1e3 * (time.monotonic() - sent_at))
                 if not self.rss or sent_at - began - self.rss[-1][0] >= RSS_EVERY_S:
