@@ -34,7 +34,7 @@ class BanditTrainingClient:
         self.logits = np.zeros(VOCAB)
         self.gradient = np.zeros(VOCAB)
         self.events: list[str] = []
-        self.sent: list[list[tinker.Datum]] = []
+        self.sent: list[list[tinker.Datum]] = []  # the data of every forward_backward
         self.adam: list[tinker.AdamParams] = []
 
     def forward(self, data, loss_fn, loss_fn_config=None):

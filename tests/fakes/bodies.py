@@ -1,7 +1,7 @@
 """Mutated request bodies, and the checks that every parser must pass for them.
 
-Imports hypothesis but no test framework and no jax, so that `tests.stress.fuzz` can run the same checks with
-atheris.
+This module imports hypothesis but neither a test framework nor jax, so that `tests.stress.fuzz` can run the
+same checks with atheris.
 """
 
 from __future__ import annotations
@@ -146,12 +146,12 @@ VALID: dict[str, object] = {
 
 
 def valid_message(loss_fn: str, *inputs: str, sparse: bool = False) -> bytes:
-    """A ForwardBackwardRequest of one datum with three tokens."""
+    """Return a serialized ForwardBackwardRequest with one datum of three tokens."""
     request = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn=loss_fn)
     datum = request.data.add()
     datum.model_input.add().encoded_text.tokens = np.array([1, 2, 3], "<i4").tobytes()
     for name in inputs:
-        dtype, kind = (pb.DTYPE_INT64, "<i8") if name == "target_tokens" else (pb.DTYPE_FLOAT32, "<f4")
+        dtype, numpy_dtype = (pb.DTYPE_INT64, "<i8") if name == "target_tokens" else (pb.DTYPE_FLOAT32, "<f4")
         tensor = pb.Tensor(dtype=dtype, shape=[3, 4] if sparse else [3])
         if sparse:
             crow_indices, col_indices = (
@@ -159,11 +159,13 @@ def valid_message(loss_fn: str, *inputs: str, sparse: bool = False) -> bytes:
                 np.array([3, 0], "<i8").tobytes(),
             )
             csr = pb.SparseCsr(
-                values=np.array([1, 2], kind).tobytes(), crow_indices=crow_indices, col_indices=col_indices
+                values=np.array([1, 2], numpy_dtype).tobytes(),
+                crow_indices=crow_indices,
+                col_indices=col_indices,
             )
             tensor.sparse_csr.CopyFrom(csr)
         else:
-            tensor.dense = np.array([1, 2, 3], kind).tobytes()
+            tensor.dense = np.array([1, 2, 3], numpy_dtype).tobytes()
         datum.loss_fn_inputs[name].CopyFrom(tensor)
     return request.SerializeToString()
 
@@ -217,14 +219,16 @@ def _changed(draw: st.DrawFn, value: object) -> object:
             case _:
                 return value | {name: _changed(draw, value[name])}
     if isinstance(value, list) and value and draw(st.integers(0, 5)):
-        at = draw(st.integers(0, len(value) - 1))
-        return [*value[:at], _changed(draw, value[at]), *value[at + draw(st.integers(0, 1)) :]]
+        index = draw(st.integers(0, len(value) - 1))
+        return [*value[:index], _changed(draw, value[index]), *value[index + draw(st.integers(0, 1)) :]]
     return draw(values)
 
 
 @st.composite
 def messages(draw: st.DrawFn) -> bytes:
-    """Return a ForwardBackwardRequest whose arrays have consistent lengths in about half of the cases."""
+    """Return a serialized ForwardBackwardRequest with random fields, possibly truncated or with inserted
+    bytes.
+    """
     arrays = st.one_of(
         st.just(np.array([1, 2, 3], "<i8").tobytes()),
         st.just(np.array([0, 1, 2], "<f4").tobytes()),
@@ -270,12 +274,15 @@ def messages(draw: st.DrawFn) -> bytes:
                 csr = pb.SparseCsr(values=draw(arrays), crow_indices=draw(arrays), col_indices=draw(arrays))
                 tensor.sparse_csr.CopyFrom(csr)
     body = request.SerializeToString()
-    at = draw(st.integers(0, len(body)))
-    return draw(st.sampled_from((body, body[:at], body[:at] + draw(st.binary(max_size=6)) + body[at:])))
+    position = draw(st.integers(0, len(body)))
+    inserted = draw(st.binary(max_size=6))
+    return draw(st.sampled_from((body, body[:position], body[:position] + inserted + body[position:])))
 
 
 def json_holds(name: str, body: object) -> bool:
-    """Return whether the parser accepted the body. Any error except a `UserError` is a bug and is raised."""
+    """Return whether the parser `name` accepts the body. Any error except a `UserError` is a bug and is
+    raised.
+    """
     try:
         parsed = PARSERS[name](body)
     except UserError as error:
@@ -287,6 +294,7 @@ def json_holds(name: str, body: object) -> bool:
 
 
 def protobuf_holds(body: bytes) -> bool:
+    """Check the protobuf parser in the same way as `json_holds`."""
     try:
         check_training(parse_training_proto(body, LIMITS).op)
     except UserError as error:
@@ -296,7 +304,7 @@ def protobuf_holds(body: bytes) -> bool:
 
 
 def check_training(op: ForwardBackward) -> None:
-    """Check the conditions that the losses rely on."""
+    """Check the conditions on which the losses rely."""
     assert op.data and op.model_id
     for datum in op.data:
         assert 0 < len(datum.tokens) == len(datum.target_tokens) <= LIMITS.max_context_length

@@ -16,7 +16,7 @@ def channels(*, process: int = 1) -> tuple[Channel, Channel]:
 
 
 def over(ours: socket.socket, theirs: socket.socket, *, process: int = 1) -> tuple[Channel, Channel]:
-    """Return both ends over connected sockets."""
+    """Authenticate a connection over two connected sockets and return its ends, as `channels` does."""
     with ThreadPoolExecutor(1) as threads:
         accepting = threads.submit(accept, ours, KEY, timeout_s=60)
         joined = connect(theirs, KEY, process=process, timeout_s=60)

@@ -1,7 +1,7 @@
 """Tokenizers with the chat templates of model families, and the checks that each template must pass.
 
 The templates in tests/fixtures/chat_templates have the special tokens, the order and the call form of the
-published ones. Their sentences around the tools are our own.
+published ones. The sentences that introduce the tools are original.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ OPENING = [SYSTEM, QUESTION]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    name: str  # of the file of the template
+    name: str  # the name of the template's file without the extension
     special_tokens: Sequence[str]
     bos: str | None = None
     turn_end: str
     generation_prompt: str  # with thinking off
-    after_result: str | None = None  # the generation prompt after the result of a tool; None: the same
-    thinking_prompt: str | None = None  # with thinking on; None: the template does not know thinking
+    after_result: str | None = None  # the prompt after a tool's result; None: `generation_prompt`
+    thinking_prompt: str | None = None  # with thinking on; None: the template has no thinking
     call: str  # a call of ORDER
     strategy: Strategy
     shows_tools: bool = True
@@ -128,7 +128,7 @@ FAMILIES = (
 
 
 def family_tokenizer(family: Family, template: str | None = None) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer with the special tokens of the family, and `template` or ours."""
+    """Return a byte-level tokenizer of the family. `template=None` selects the family's own template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([*family.special_tokens, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -156,7 +156,7 @@ def check_thinking_is_off(family: Family, tokenizer: PreTrainedTokenizerFast) ->
     chat = Chat(tokenizer)
     after_question = tokenizer.decode(chat.render(OPENING))
     after_result = tokenizer.decode(chat.render([*OPENING, _assistant(family.call), RESULTS[0]]))
-    assert after_question.endswith(QUESTION["content"] + _between(family) + family.generation_prompt)
+    assert after_question.endswith(QUESTION["content"] + _user_turn_end(family) + family.generation_prompt)
     assert after_result.endswith(
         family.generation_prompt if family.after_result is None else family.after_result
     )
@@ -169,10 +169,10 @@ def check_thinking_is_off(family: Family, tokenizer: PreTrainedTokenizerFast) ->
 
 
 def check_extend_equals_render(family: Family, tokenizer: PreTrainedTokenizerFast) -> None:
-    """`extend` gives the ids of a full rendering.
+    """Check that `extend` returns the ids of a full rendering.
 
-    Only the empty thoughts of earlier generation prompts, which Qwen3's template leaves out of the history,
-    stay in extended prompts.
+    Extended prompts also contain the empty thoughts of earlier generation prompts, which Qwen3's template
+    removes from the history.
     """
     chat = Chat(tokenizer)
     steps = [(family.call, RESULTS), ("It is on its way.", [REPLY]), (family.call, RESULTS[:1])]
@@ -206,12 +206,12 @@ def check_calls_are_read_back(family: Family, tokenizer: PreTrainedTokenizerFast
 
 
 def conversations() -> Mapping[str, Sequence[Message]]:
-    """Return conversations in which our templates are compared with the published ones."""
-    said = [*OPENING, _assistant("It is on its way."), REPLY]
+    """Return the conversations with which the templates here are compared with the published ones."""
+    replied = [*OPENING, _assistant("It is on its way."), REPLY]
     return {
         "question": OPENING,
-        "reply": said,
-        "answered": [*said, _assistant("It left, too.")],
+        "reply": replied,
+        "answered": [*replied, _assistant("It left, too.")],
         "thought": [*OPENING, _assistant("<think>\nWhich?\n</think>\n\nThis one."), REPLY],
         "thought_at_the_end": [*OPENING, _assistant("<think>\nWhich?\n</think>\n\nThis one.")],
         "text_call": [*OPENING, _assistant('<tool_call>{"name": "f"}</tool_call>'), *RESULTS],
@@ -224,7 +224,7 @@ def _assistant(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
-def _between(family: Family) -> str:
+def _user_turn_end(family: Family) -> str:
     """Return the end of a user's message."""
     if family.name == "deepseek_v3_1":
         return ""

@@ -1,4 +1,4 @@
-"""A bandit server whose checkpoints are files that record every datum it was trained on."""
+"""A bandit backend with checkpoints on disk, which contain a hash of every batch of the training."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from src.policy.backend import SavedPaths
 from src.policy.sampling_policy import TinkerPolicy
 from tests.fakes.backend import VOCAB, BanditSampler, BanditTrainingClient, Ready
 
-Tick = Callable[[], None]  # called before and after every operation that a crash may separate
+Tick = Callable[[], None]  # called at every moment at which a crash is tested
 
 
 class DiskBanditClient(BanditTrainingClient):
-    """Has momentum, so that a missing restore of the optimizer state changes the result."""
+    """A bandit with momentum, so that the result changes if the optimizer state is not restored. `history`
+    contains a hash of every batch.
+    """
 
     def __init__(self, tick: Tick) -> None:
         super().__init__()
@@ -53,7 +55,7 @@ class TickingSampler(BanditSampler):
 
 
 class DiskBandit:
-    """Loads the state `load`, or starts from zero if it is None."""
+    """Implements `Backend`. Loads the checkpoint `load`, or starts from zero logits if it is None."""
 
     def __init__(self, directory: Path, *, load: str | None = None, tick: Tick = lambda: None) -> None:
         self.training_client = DiskBanditClient(tick)

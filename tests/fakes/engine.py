@@ -1,4 +1,4 @@
-"""A fake engine with deterministic answers, real checkpoints, and a gate that holds operations back."""
+"""A fake engine with deterministic answers, real checkpoints, and a gate that delays operations."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ from skyrl_tx_server.files.checkpoints import CheckpointStore
 UNLUCKY_TOKEN = 13
 """A prompt or datum that begins with this token fails in the engine."""
 
-
 FACTORS = {
     "base_model.model.lm_head.lora_A.weight": np.ones((4, 2), np.float32),
     "base_model.model.lm_head.lora_B.weight": np.zeros((3, 4), np.float32),
 }
-"""Return the arrays of an adapter, which are equal for all models."""
+"""The arrays of every adapter."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,9 +58,10 @@ class FakeModel:
 class FakeEngine:
     """Executes operations in submission order on one thread, as the real engine does for each model.
 
-    The state of a model is its number of optimizer steps. Sampling continues the prompt by counting up,
-    shifted by the number of steps of the sampler, so that tests can see which weights were used. Every token
-    has the logprob -0.5. Training returns -target/10 per position.
+    The state of a model is its number of optimizer steps. The tokens of sample i count up from the last
+    prompt token, shifted by i plus the number of steps of the sampler's weights, so that tests can check
+    which weights were used. Every sampled token has the logprob -0.5. Training returns the logprob -target/10
+    at each position.
     """
 
     def __init__(self, checkpoints: CheckpointStore, *, base_model: str = "local/fake") -> None:

@@ -28,8 +28,8 @@ def ending(reward: float = 1.0) -> StepResult:
 class ScriptedEnv:
     """Starts with `opening` and returns one result of the script per answer.
 
-    Raises the exceptions that the script contains. An answer after the end of the script is an error of the
-    test. Step number `hang_at`, counted from 1, never returns.
+    Raises the exceptions that the script contains, and IndexError after its end. Step number `hang_at`,
+    counted from 1, never returns.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Time of a thread without the time for which it waited for a CPU."""
+"""A clock that excludes the time for which a thread waits for a CPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def unloaded_clock() -> Callable[[], float]:
-    """Return a clock in seconds for the calling thread. It stands still while the thread is ready to run but
-    has no CPU, so that a loaded machine does not change what it measures.
+    """Return a clock in seconds for the calling thread. It does not advance while the thread is ready to run
+    but has no CPU, so that the load of the machine does not change the measured times.
     """
     schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
 

@@ -1,5 +1,5 @@
-"""An executor without devices. Every operation succeeds unless `errors` contains an error for it, and `log`
-records it.
+"""A fake executor without devices. It records every operation in `log`, and an operation succeeds unless
+`errors` contains an error for its entry.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from skyrl_tx_server.files.checkpoint_record import is_on_disk
 
 @dataclass(kw_only=True)
 class FakeExecutor:
-    """Samples count up from the last prompt token, a ForwardBackward takes one step per datum, and all
-    logprobs are -1.
+    """The tokens of a sample count up from the last prompt token, and all logprobs are -1. A ForwardBackward
+    yields between its datums.
 
-    A dispatch adds `block` tokens to every sequence, which ends after `max_tokens` (default 4) tokens.
+    A dispatch adds `block` tokens to every sequence. A sequence ends after `max_tokens` (default 4) tokens.
     """
 
     num_slots: int = 4
@@ -62,9 +62,10 @@ class FakeExecutor:
     # Maps an entry of `log` to the error that is raised instead.
     errors: dict[str, Exception] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
-    dispatched_next: list[bool] = field(default_factory=list)  # one per dispatch
+    dispatched_next: list[bool] = field(default_factory=list)  # the argument of every `poll`
     threads: set[int] = field(default_factory=set)  # ids of the threads that made calls
     models: dict[str, LoraSpec] = field(default_factory=dict)
+    # Maps (request id, sample index) to the operation and the number of sampled tokens.
     active: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
 
     _paused: dict[tuple[int, int], tuple[Sample, int]] = field(default_factory=dict)
@@ -141,9 +142,9 @@ class FakeExecutor:
         if op.prompt_logprobs and first == 0:
             logprobs = np.full(len(op.prompt), -1.0, np.float32)
             logprobs[0] = np.nan
-        # The later samples of a request find its prompt in the prefix cache.
-        known = len(op.prompt) - 1 if first else 0
-        return PrefillResult(prompt_logprobs=logprobs, prompt_cache_hit_tokens=known, finished=())
+        # The prefix cache contains the prompt for all samples of a request except the first.
+        num_cached = len(op.prompt) - 1 if first else 0
+        return PrefillResult(prompt_logprobs=logprobs, prompt_cache_hit_tokens=num_cached, finished=())
 
     def decode(self) -> bool:
         try:
@@ -184,11 +185,11 @@ class FakeExecutor:
         return [
             RunningSequence(
                 index=index,
-                tokens=[int(op.prompt[-1]) + 1 + at for at in range(sampled)],
+                tokens=[int(op.prompt[-1]) + 1 + offset for offset in range(sampled)],
                 logprobs=[-1.0] * sampled,
             )
-            for (of, index), (op, sampled) in {**self.active, **self._paused}.items()
-            if of == request_id
+            for (key_id, index), (op, sampled) in {**self.active, **self._paused}.items()
+            if key_id == request_id
         ]
 
     def release(self, request_id: int) -> None:

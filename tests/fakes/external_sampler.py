@@ -1,6 +1,6 @@
-"""A small replacement for vLLM or SGLang: the routes that the server uses, with a Qwen3 in numpy.
+"""A fake vLLM or SGLang: the routes that the server uses, with a Qwen3 in numpy.
 
-The weights are read from files in the formats of Hugging Face and PEFT.
+The base weights are read from Hugging Face files and adapters from PEFT folders.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Weights = dict[str, np.ndarray]
 
 
 class NumpyQwen3:
-    """The forward pass in float64, written independently of the server's code."""
+    """A Qwen3 in float64 that shares no code with the server."""
 
     def __init__(self, model_dir: Path) -> None:
         self.config = json.loads((model_dir / "config.json").read_text())
@@ -55,7 +55,7 @@ class NumpyQwen3:
         return weights
 
     def logprobs(self, weights: Weights, tokens: list[int]) -> np.ndarray:
-        """Return the logprobs [T, V] of the token after each position."""
+        """Return the logprobs [T, V] of the token that follows each position."""
         config, width = self.config, self.config["head_dim"]
         hidden = weights["model.embed_tokens.weight"][tokens]
         theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
@@ -80,7 +80,7 @@ class NumpyQwen3:
                 for name in ("q", "k", "v")
             )
             q, k = rotate(norm(q, f"{layer}.self_attn.q_norm")), rotate(norm(k, f"{layer}.self_attn.k_norm"))
-            k, v = (np.repeat(each, q.shape[1] // each.shape[1], axis=1) for each in (k, v))
+            k, v = (np.repeat(heads, q.shape[1] // heads.shape[1], axis=1) for heads in (k, v))
             scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(width)
             scores = np.where(np.tril(np.ones(scores.shape[1:], bool)), scores, -np.inf)
             attended = np.einsum("hqk,khd->qhd", np.exp(_log_softmax(scores)), v).reshape(len(tokens), -1)
@@ -96,15 +96,18 @@ class NumpyQwen3:
 
 
 @dataclass(kw_only=True)
-class Draw:
+class Completion:
+    """One sampled completion."""
+
     tokens: list[int]
     logprobs: list[float]
     finish: str
 
 
 class ExternalSampler:
-    """The routes of both servers. `kind` selects which of them it reports to be. `seen` contains every
-    request."""
+    """Serves the routes of vLLM and SGLang. `kind` selects the server that it reports and the adapter routes.
+    `seen` contains the sampling parameters of every request.
+    """
 
     def __init__(
         self,
@@ -120,15 +123,15 @@ class ExternalSampler:
         self.adapters: dict[str, tuple[str, Weights]] = {}
         self.seen: list[dict] = []
         self.spoil: Callable[[dict], object] = lambda answer: None  # changes an answer before it is sent
-        self.leaves_adapters_out = False
-        self.loads_adapters = True
+        self.leaves_adapters_out = False  # if true, samples use the base weights only
+        self.loads_adapters = True  # if false, the adapter routes do not exist
         self.hold = False  # if true, completions never return
         self.changed = threading.Condition()
         self.aborted = 0  # number of completions whose client disconnected
 
-    def wait_until(self, true: Callable[[], object], timeout_s: float = 20.0) -> None:
+    def wait_until(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
         with self.changed:
-            assert self.changed.wait_for(true, timeout_s)
+            assert self.changed.wait_for(condition, timeout_s)
 
     def app(self) -> Starlette:
         routes = [
@@ -191,23 +194,23 @@ class ExternalSampler:
             body["logprobs"],
             body["add_special_tokens"],
         ) == (True, True, 0, False)
-        draws = await self._draws(
+        completions = await self._complete_all(
             request, body, body["prompt"], body["n"], body["max_tokens"], body["seed"], adapter=body["model"]
         )
         choices = [
             {
                 "index": index,
-                "text": self.tokenizer.decode(draw.tokens, skip_special_tokens=False),
-                "finish_reason": draw.finish,
+                "text": self.tokenizer.decode(completion.tokens, skip_special_tokens=False),
+                "finish_reason": completion.finish,
                 "stop_reason": None,
-                "token_ids": draw.tokens,
+                "token_ids": completion.tokens,
                 "prompt_token_ids": body["prompt"],
                 "logprobs": {
-                    "tokens": [f"token_id:{token}" for token in draw.tokens],
-                    "token_logprobs": draw.logprobs,
+                    "tokens": [f"token_id:{token}" for token in completion.tokens],
+                    "token_logprobs": completion.logprobs,
                 },
             }
-            for index, draw in enumerate(draws)
+            for index, completion in enumerate(completions)
         ]
         return self._answer(
             {"object": "text_completion", "model": body["model"], "choices": choices, "usage": {}}
@@ -219,49 +222,49 @@ class ExternalSampler:
             return self._refused(
                 400, f"The following requested LoRA adapters are not loaded: {body['lora_path']}"
             )
-        asked = body["sampling_params"]
-        asked = asked | ({"stop_token_ids": []} if asked["ignore_eos"] else {})
-        draws = await self._draws(
+        settings = body["sampling_params"]
+        settings = settings | ({"stop_token_ids": []} if settings["ignore_eos"] else {})
+        completions = await self._complete_all(
             request,
-            asked,
+            settings,
             body["input_ids"],
-            asked["n"],
-            asked["max_new_tokens"],
+            settings["n"],
+            settings["max_new_tokens"],
             None,
             adapter=body["lora_path"] or self.name,
         )
         replies = [
             {
                 "text": "",
-                "output_ids": draw.tokens,
+                "output_ids": completion.tokens,
                 "meta_info": {
                     "prompt_tokens": len(body["input_ids"]),
-                    "completion_tokens": len(draw.tokens),
+                    "completion_tokens": len(completion.tokens),
                     "cached_tokens": 3,
-                    "finish_reason": {"type": draw.finish},
+                    "finish_reason": {"type": completion.finish},
                     "output_token_logprobs": [
                         [logprob, token, None]
-                        for logprob, token in zip(draw.logprobs, draw.tokens, strict=True)
+                        for logprob, token in zip(completion.logprobs, completion.tokens, strict=True)
                     ],
                 },
             }
-            for draw in draws
+            for completion in completions
         ]
         return self._answer({"replies": replies} if len(replies) > 1 else replies[0])
 
-    async def _draws(
+    async def _complete_all(
         self,
         request: Request,
-        asked: dict,
+        settings: dict,
         prompt: list[int],
         count: int,
         max_tokens: int,
         seed: int | None,
         *,
         adapter: str,
-    ) -> list[Draw]:
+    ) -> list[Completion]:
         with self.changed:
-            self.seen.append(asked | {"adapter": adapter})
+            self.seen.append(settings | {"adapter": adapter})
             self.changed.notify_all()
         if self.hold:
             while (await request.receive())["type"] != "http.disconnect":
@@ -272,23 +275,27 @@ class ExternalSampler:
             return []
         plain = adapter == self.name or self.leaves_adapters_out
         weights = self.model.base if plain else self.adapters[adapter][1]
-        # Results are deterministic.
+        # Without a seed, the number of requests is the seed, so that results are deterministic.
         seeds = [(len(self.seen) if seed is None else seed) + index for index in range(count)]
         return await asyncio.to_thread(
-            lambda: [self._draw(weights, prompt, asked, max_tokens, each) for each in seeds]
+            lambda: [
+                self._complete(weights, prompt, settings, max_tokens, sample_seed) for sample_seed in seeds
+            ]
         )
 
-    def _draw(self, weights: Weights, prompt: list[int], asked: dict, max_tokens: int, seed: int) -> Draw:
+    def _complete(
+        self, weights: Weights, prompt: list[int], settings: dict, max_tokens: int, seed: int
+    ) -> Completion:
         random, tokens, logprobs = np.random.default_rng(seed), list[int](), list[float]()
         while len(tokens) < max_tokens:
-            model = self.model.logprobs(weights, prompt + tokens)[-1]
-            token = int(random.choice(len(model), p=_filtered(model, asked)))
+            next_logprobs = self.model.logprobs(weights, prompt + tokens)[-1]
+            token = int(random.choice(len(next_logprobs), p=_filtered(next_logprobs, settings)))
             tokens.append(token)
-            logprobs.append(float(model[token]))
+            logprobs.append(float(next_logprobs[token]))
             text = self.tokenizer.decode(tokens, skip_special_tokens=False)
-            if token in asked["stop_token_ids"] or any(stop in text for stop in asked["stop"]):
-                return Draw(tokens=tokens, logprobs=logprobs, finish="stop")
-        return Draw(tokens=tokens, logprobs=logprobs, finish="length")
+            if token in settings["stop_token_ids"] or any(stop in text for stop in settings["stop"]):
+                return Completion(tokens=tokens, logprobs=logprobs, finish="stop")
+        return Completion(tokens=tokens, logprobs=logprobs, finish="length")
 
     def _answer(self, answer: dict) -> Response:
         self.spoil(answer)
@@ -314,15 +321,15 @@ def sampling(sampler: ExternalSampler, *, port: int = 0) -> Iterator[str]:
         sampler.adapters.clear()
 
 
-def _filtered(logprobs: np.ndarray, asked: dict) -> np.ndarray:
-    """Return probabilities after temperature, top-k and top-p."""
-    if asked["temperature"] == 0:
+def _filtered(logprobs: np.ndarray, settings: dict) -> np.ndarray:
+    """Return the probabilities after the temperature, top-k and top-p are applied."""
+    if settings["temperature"] == 0:
         return np.eye(len(logprobs))[int(np.argmax(logprobs))]
-    probabilities = np.exp(_log_softmax(logprobs / asked["temperature"]))
+    probabilities = np.exp(_log_softmax(logprobs / settings["temperature"]))
     order = np.argsort(-probabilities)
-    kept = order[: asked["top_k"] if asked["top_k"] > 0 else None]
+    kept = order[: settings["top_k"] if settings["top_k"] > 0 else None]
     before = np.cumsum(probabilities[kept]) - probabilities[kept]
-    kept = kept[before < asked["top_p"]]
+    kept = kept[before < settings["top_p"]]
     filtered = np.zeros_like(probabilities)
     filtered[kept] = probabilities[kept]
     return filtered / filtered.sum()

@@ -47,7 +47,9 @@ def write_gguf(
     metadata: Mapping[str, Any] = MappingProxyType({}),
     tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> None:
-    """Write a Hugging Face model. `metadata` and `tensors` are added; matrices are stored as `kind`."""
+    """Write a Hugging Face model as a GGUF file. Matrices are stored as `kind`. `metadata` and `tensors` are
+    additional entries; a value of `metadata` contains the further arguments of `GGUFWriter.add_key_value`.
+    """
     architecture = ARCHITECTURES[config["model_type"]]
     writer = GGUFWriter(path, architecture)
     _add_config(writer, config)
@@ -73,19 +75,21 @@ def write_gguf(
 
 
 def stored_tensors(config: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the tensors under their GGUF names, with the rows of q and k in the order of `llama` files."""
+    """Return the tensors under their GGUF names. For `llama`, the rows of q and k are permuted as in GGUF
+    files.
+    """
     stored = {TOP[name]: value for name, value in weights.items() if name in TOP}
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         for name, value in weights.items():
-            module, _, kind = name.removeprefix(prefix).rpartition(".")
+            module, _, suffix = name.removeprefix(prefix).rpartition(".")
             if not name.startswith(prefix) or module not in PARTS:
                 continue
             if config["model_type"] == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj"):
                 count = heads[module[len("self_attn.")]]  # "q" or "k"
                 value = value.reshape(count, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
-            stored[f"blk.{layer}.{PARTS[module]}.{kind}"] = value
+            stored[f"blk.{layer}.{PARTS[module]}.{suffix}"] = value
         for part in ("gate", "up", "down"):
             names = [
                 f"{prefix}mlp.experts.{expert}.{part}_proj.weight" for expert in range(num_experts(config))

@@ -33,7 +33,9 @@ def harbor_tasks(tasks_dir: Path = HELLO, **options: object) -> HarborTasks:
 
 
 def remaining_files(tasks: HarborTasks) -> set[str]:
-    """The names in the directory of the run. After its trials, only the lock and shared files may remain."""
+    """Return the file names in the directory of the run. After its trials, only the lock and shared files may
+    remain.
+    """
     return {path.name for path in run_directory(tasks.run_label).iterdir()}
 
 
@@ -54,7 +56,7 @@ async def play(
 def variant(
     tmp_path: Path, *, test: str | None = None, task_toml: str | None = None, dockerfile: str | None = None
 ) -> Path:
-    """A copy of the hello task with another verifier, configuration or image."""
+    """Copy the hello task with another verifier, configuration or image, and return the folder."""
     folder = tmp_path / "tasks" / "variant"
     shutil.copytree(HELLO, folder)
     if test is not None:

@@ -1,9 +1,10 @@
-"""Runs of the real trainer on a bandit, killed with SIGKILL at chosen points and resumed.
+"""Runs the real trainer on a bandit backend, kills it with SIGKILL at chosen points and resumes it.
 
     python -m tests.fakes.killable DIR POINTS SEED MODE [OPTION ...]
 
 A point is a moment just before or after a write to disk, a sampling call, an optimizer call or a checkpoint.
-Every run is a forked child, so the kill is real and the resumed run knows only what is on disk.
+Every run is a forked child process, so SIGKILL ends it without cleanup, and the resumed run has only the
+files on disk.
 """
 
 from __future__ import annotations
@@ -52,19 +53,19 @@ MODES = {
         "kl_penalty_coef=0",
     ),
 }
-CURSED = "say-03"  # its trials always fail, so it is quarantined
+CURSED = "say-03"  # the task whose trials always fail, so that it is quarantined
 
 
 @dataclass(kw_only=True)
 class Killer:
-    """Counts points and kills this process at point `at`. A write at this point is cut in half."""
+    """Counts points and kills this process at `kill_point`. A write at this point stores half of its data."""
 
-    at: int | None
+    kill_point: int | None
     count: int = 0
 
     def tick(self, torn: tuple[int, bytes] | None = None) -> None:
         self.count += 1
-        if self.count == self.at:
+        if self.count == self.kill_point:
             if torn is not None:
                 os_write(torn[0], torn[1][: len(torn[1]) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
@@ -73,9 +74,9 @@ class Killer:
 os_write = os.write
 
 
-def play_in_child(path: Path, at: int | None, *options: str) -> int:
-    """Run in a child process. Returns the number of points, or 0 if the child was killed."""
-    return count_in_child(lambda: play(path, at, *options))
+def play_in_child(path: Path, kill_point: int | None, *options: str) -> int:
+    """Call `play` in a child process. Returns the number of points, or 0 if the child was killed."""
+    return count_in_child(lambda: play(path, kill_point, *options))
 
 
 def count_in_child(run: Callable[[], int]) -> int:
@@ -93,15 +94,15 @@ def count_in_child(run: Callable[[], int]) -> int:
             os._exit(1)
         os._exit(0)
     os.close(writer)
-    with os.fdopen(reader) as answer:
-        text = answer.read()
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
     _, status = os.waitpid(child, 0)
     assert status in (0, signal.SIGKILL), f"the run failed instead of being killed: status {status}"
     return int(text) if status == 0 else 0
 
 
 def count_writes(killer: Killer) -> None:
-    """Make every write of a record and every replaced file of this process a point."""
+    """Make every write of a record and every replacement of a file in this process a point."""
 
     def write(descriptor: int, data: bytes) -> int:
         is_record = data.startswith(b"{")
@@ -124,12 +125,13 @@ def count_writes(killer: Killer) -> None:
     os.write, Path.replace = write, ticking_replace  # type: ignore[assignment]
 
 
-def play(path: Path, at: int | None, *options: str) -> int:
-    killer = Killer(at=at)
+def play(path: Path, kill_point: int | None, *options: str) -> int:
+    """Run the trainer in `path` and kill this process at `kill_point`. Returns the number of points."""
+    killer = Killer(kill_point=kill_point)
     count_writes(killer)
     tries: Counter[int] = Counter()
 
-    async def sometimes_lost(trial, policy):
+    async def sometimes_failing(trial, policy):
         tries[trial.seed] += 1
         if (
             trial.task.id == CURSED
@@ -143,16 +145,16 @@ def play(path: Path, at: int | None, *options: str) -> int:
     source = FakeTasks(
         train=[task(f"say-{number:02d}") for number in range(5)],
         eval=[task("held-1"), task("held-2")],
-        play=sometimes_lost,
+        play=sometimes_failing,
     )
 
-    def parts(config: TrainerConfig) -> Dependencies:
+    def dependencies(config: TrainerConfig) -> Dependencies:
         return Dependencies(
             source=source,
             backend=DiskBandit(path / "server", load=config.load_checkpoint_path, tick=killer.tick),
         )
 
-    asyncio.run(FakeRun(path / "run", parts).go(*OPTIONS, *options))
+    asyncio.run(FakeRun(path / "run", dependencies).go(*OPTIONS, *options))
     return killer.count
 
 
@@ -162,7 +164,7 @@ class Outcome:
 
     metrics: list[dict[str, object]]
     trained: Counter[tuple[int, str]]
-    seen_by_server: list[str]
+    seen_by_server: list[str]  # hashes of the batches, in the order of training
     final_state: str
 
 
@@ -187,6 +189,9 @@ def finished_places(path: Path) -> set[tuple[str, str, int]]:
 
 
 def admitted_since(path: Path, num_records: int) -> set[tuple[str, str, int]]:
+    """Return the rollouts that started after the first `num_records` records of the journal, as (file, task,
+    member).
+    """
     return {
         (f"{record['purpose']}_{record['step']:06d}.jsonl", str(record["task"]), int(record["member"]))
         for record in records(path / "run" / "journal.jsonl")[num_records:]
@@ -195,70 +200,74 @@ def admitted_since(path: Path, num_records: int) -> set[tuple[str, str, int]]:
 
 
 def faults_of(path: Path, kills: list[int], unbroken: Outcome, mode: str, *options: str) -> list[str]:
-    """Kill a fresh run at each of `kills` in turn, let it finish, and return its differences from the
+    """Kill a new run at each point of `kills` in turn, let it finish, and return its differences from the
     uninterrupted run.
 
-    In asynchronous modes, time decides which groups form a step, so only the number of times that each group
-    was trained is compared.
+    In asynchronous modes, the groups of a step depend on timing. Only the number of times that each group was
+    trained is compared.
     """
-    wrong = []
-    for at in [*kills, None]:
+    faults = []
+    for kill_point in [*kills, None]:
         before, num_records = finished_places(path), len(records(path / "run" / "journal.jsonl"))
-        passed = play_in_child(path, at, *MODES[mode], *options)
-        if lost := before & admitted_since(path, num_records):
-            wrong.append(f"{len(lost)} finished rollouts were played again")
+        num_points = play_in_child(path, kill_point, *MODES[mode], *options)
+        if repeated := before & admitted_since(path, num_records):
+            faults.append(f"{len(repeated)} finished rollouts were played again")
         if lost := before - finished_places(path):
-            wrong.append(f"{len(lost)} finished rollouts are gone")
-        if passed:
+            faults.append(f"{len(lost)} finished rollouts were lost")
+        if num_points:
             break
-    found = outcome(path)
+    resumed = outcome(path)
     if mode != "synchronous":
-        return wrong + inexact(found)
-    if json.dumps(found.metrics) != json.dumps(unbroken.metrics):
-        wrong.append("metrics differ")
-    if set(found.trained.values()) != {1} or found.trained != unbroken.trained:
-        wrong.append("groups were not trained exactly once")
-    if found.seen_by_server != unbroken.seen_by_server or found.final_state != unbroken.final_state:
-        wrong.append("the final weights were trained on other data")
-    return wrong
+        return faults + training_faults(resumed)
+    if json.dumps(resumed.metrics) != json.dumps(unbroken.metrics):
+        faults.append("metrics differ")
+    if set(resumed.trained.values()) != {1} or resumed.trained != unbroken.trained:
+        faults.append("groups were not trained exactly once")
+    if resumed.seen_by_server != unbroken.seen_by_server or resumed.final_state != unbroken.final_state:
+        faults.append("the final weights were trained on other data")
+    return faults
 
 
-def inexact(found: Outcome) -> list[str]:
-    """Return an error unless every task of three epochs, except CURSED, was trained once."""
+def training_faults(resumed: Outcome) -> list[str]:
+    """Return a fault unless every task except CURSED was trained exactly once in each of the three epochs."""
     expected = Counter({f"say-{number:02d}": 3 for number in range(5)})
     del expected[CURSED]
-    trained = Counter(task for _, task in found.trained.elements())
+    trained = Counter(task for _, task in resumed.trained.elements())
     return (
         []
-        if set(found.trained.values()) == {1} and trained == expected
+        if set(resumed.trained.values()) == {1} and trained == expected
         else ["groups were not trained exactly once"]
     )
 
 
 def main(directory: Path, num_points: int, seed: int, mode: str, *options: str) -> int:
-    """Kill runs once at random points, then one run repeatedly. Prints a summary and each fault. Returns 0 if
-    there is none."""
+    """Kill one run at each of `num_points` random points, and one run repeatedly. Prints every fault and a
+    summary. Returns 0 if there is no fault.
+    """
     started = time.monotonic()
     total = play_in_child(directory / "unbroken", None, *MODES[mode], *options)
     unbroken = outcome(directory / "unbroken")
-    draw = random.Random(seed)
-    points = sorted(draw.sample(range(1, total + 1), num_points))
-    found = {at: faults_of(directory / f"kill-{at}", [at], unbroken, mode, *options) for at in points}
-    chain = [draw.randrange(1, total // 3) for _ in range(num_points)]
-    found[-1] = faults_of(directory / "chain", chain, unbroken, mode, *options)
+    rng = random.Random(seed)
+    points = sorted(rng.sample(range(1, total + 1), num_points))
+    faults = {
+        kill_point: faults_of(directory / f"kill-{kill_point}", [kill_point], unbroken, mode, *options)
+        for kill_point in points
+    }
+    chain = [rng.randrange(1, total // 3) for _ in range(num_points)]
+    faults[-1] = faults_of(directory / "chain", chain, unbroken, mode, *options)
     num_kills = (
         num_points
         + sum(record["event"] == "started" for record in records(directory / "chain/run/journal.jsonl"))
         - 1
     )
-    for at, wrong in found.items():
-        for line in wrong:
-            print(f"kill at {at}: {line}")
-    num_bad = sum(map(bool, found.values()))
+    for kill_point, lines in faults.items():
+        for line in lines:
+            print(f"kill at {kill_point}: {line}")
+    num_bad = sum(map(bool, faults.values()))
     as_expected = "the uninterrupted run" if mode == "synchronous" else "expected"
     print(
         f"{mode}: {num_kills} SIGKILLs over {total} points in {time.monotonic() - started:.0f} s: "
-        f"{len(found) - num_bad} of {len(found)} "
+        f"{len(faults) - num_bad} of {len(faults)} "
         f"runs ended as {as_expected} ({len(unbroken.metrics)} lines of metrics, "
         f"{unbroken.trained.total()} groups, "
         f"{unbroken.metrics[-1]['tasks/quarantined']:g} task quarantined)"

@@ -1,4 +1,4 @@
-"""Runs of `src.sft` on a unigram model, killed with SIGKILL at chosen points and resumed.
+"""Runs `src.sft` on a unigram model, kills it with SIGKILL at chosen points and resumes it.
 
 python -m tests.fakes.killable_sft DIR POINTS SEED [OPTION ...]
 """
@@ -83,7 +83,7 @@ class UnigramClient:
 
 
 class UnigramBackend:
-    """Implements `Backend`. Checkpoints are files that record every batch they were trained on."""
+    """Implements `Backend`. A checkpoint is a file that contains a hash of every batch of the training."""
 
     def __init__(
         self, folder: Path, *, load: str | None = None, tick: Callable[[], None] = lambda: None
@@ -136,7 +136,7 @@ class SftRun:
 
 
 def write_chats(path: Path, count: int = 9) -> Path:
-    """Write chats about a number, in which the answers repeat it."""
+    """Write chats in which the user names a number and the answer repeats it."""
     chats = [
         [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"{n} {n}"}]
         for n in range(count)
@@ -146,8 +146,8 @@ def write_chats(path: Path, count: int = 9) -> Path:
     return path
 
 
-def play(path: Path, at: int | None, *options: str) -> int:
-    killer = Killer(at=at)
+def play(path: Path, kill_point: int | None, *options: str) -> int:
+    killer = Killer(kill_point=kill_point)
     data = write_chats(path / "chats.jsonl")
     count_writes(killer)
     asyncio.run(SftRun(path, tick=killer.tick).go(f"data={data}", *OPTIONS, *options))
@@ -155,20 +155,25 @@ def play(path: Path, at: int | None, *options: str) -> int:
 
 
 def result(path: Path) -> list[object]:
-    """Return what a finished run leaves, without times."""
+    """Return the metrics without times, the trained groups and the final state of a finished run."""
     state = max((path / "server").glob("0*")).read_text()
     return [json.dumps(untimed(path / "run")), groups_trained(path / "run"), state]
 
 
 def main(folder: Path, num_points: int, seed: int, *options: str) -> int:
-    """Kill runs at single points and one run at many, and compare each with an unbroken run."""
+    """Kill one run at each of `num_points` random points and one run repeatedly, and compare each with an
+    unbroken run. Returns 0 if there is no difference.
+    """
     total = count_in_child(lambda: play(folder / "unbroken", None, *options))
-    unbroken, draw, num_bad = result(folder / "unbroken"), random.Random(seed), 0
-    chain = [draw.randrange(1, total // 2) for _ in range(num_points)]
-    for kills in [*([at] for at in sorted(draw.sample(range(1, total + 1), num_points))), chain]:
+    unbroken, rng, num_bad = result(folder / "unbroken"), random.Random(seed), 0
+    chain = [rng.randrange(1, total // 2) for _ in range(num_points)]
+    for kills in [
+        *([kill_point] for kill_point in sorted(rng.sample(range(1, total + 1), num_points))),
+        chain,
+    ]:
         path = folder / f"kill-{'-'.join(map(str, kills))}"[:60]
-        for at in [*kills, None]:
-            if count_in_child(lambda path=path, at=at: play(path, at, *options)):
+        for kill_point in [*kills, None]:
+            if count_in_child(lambda path=path, kill_point=kill_point: play(path, kill_point, *options)):
                 break
         if result(path) != unbroken:
             num_bad += 1

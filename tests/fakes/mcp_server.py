@@ -1,8 +1,8 @@
-"""The MCP server of examples/fleet with further tools: keys, and tools that fail in several ways.
+"""The MCP server of examples/fleet with additional tools: one tool per key, and tools that fail.
 
     python -m tests.fakes.mcp_server PORT [MARKER NUMBER]
 
-With a marker file that does not exist, the server creates the file and ends at tool call NUMBER.
+If the file MARKER does not exist, the server creates it at tool call NUMBER and exits.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from examples.fleet.inventory_server import TOOLS, Inventory, McpServer, Tool, s
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = string.ascii_letters + string.digits + "!#$%&*+-=?@^_~.:;/|"
 FLOOD_BYTES = 20 * 2**20
-PAGE = 40  # tools
-API_KEY = "k-1"  # of /locked/mcp
+PAGE = 40  # tools per page of tools/list
+API_KEY = "k-1"  # required by /locked/mcp
 
 
 def press(key: str) -> Tool:
-    """A tool that counts how often its key was pressed, and returns the pressed keys."""
+    """Return a tool that counts how often `key` was pressed and returns the distinct keys pressed so far."""
 
     def function(inventory: Inventory) -> str:
         inventory.stock[key] = inventory.stock.get(key, 0) + 1
@@ -67,8 +67,10 @@ HOSTILE = {
 
 
 class FailingServer(McpServer):
-    """Answers on /streamed/mcp with server-sent events, on /stateless/mcp without sessions, on /closed/mcp
-    with the status 503, and on /locked/mcp only with a key.
+    """An `McpServer` whose path selects the behaviour: /streamed/mcp answers with server-sent events,
+    /stateless/mcp has no sessions, /closed/mcp returns the status 503, and /locked/mcp requires a key.
+
+    With `marker`, tool call `die_at` creates this file and ends the process, unless the file exists.
     """
 
     def __init__(self, marker: Path | None = None, die_at: int = 0) -> None:
@@ -78,7 +80,7 @@ class FailingServer(McpServer):
         self._num_calls = 0
 
     def answer(self, inventory: Inventory, method: str, params: dict) -> dict[str, object]:
-        """Return the list of tools in pages."""
+        """Answer as `McpServer` does, but return the list of tools in pages."""
         if method != "tools/list":
             return super().answer(inventory, method, params)
         start = int(params.get("cursor", "0"))
@@ -126,9 +128,7 @@ class FailingServer(McpServer):
 
 @contextmanager
 def mcp_server(*, program: str = "tests.fakes.mcp_server", options: tuple[str, ...] = ()) -> Iterator[str]:
-    """Run a server in a process, which is restarted on the same port when it ends. Yields
-    `http://127.0.0.1:PORT`.
-    """
+    """Run a server process and restart it on the same port whenever it ends. Yields `http://127.0.0.1:PORT`."""
     process, port = start(program, 0, options)
     is_stopping = threading.Event()
 
@@ -152,7 +152,7 @@ def mcp_server(*, program: str = "tests.fakes.mcp_server", options: tuple[str, .
 
 
 def start(program: str, port: int, options: tuple[str, ...]) -> tuple[subprocess.Popen[str], int]:
-    """Return the process of a server that listens, and its port."""
+    """Start a server, wait until it listens, and return its process and its port."""
     command = [sys.executable, "-m", program, str(port), *options]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

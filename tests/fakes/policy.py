@@ -10,7 +10,7 @@ from src.policy.sampling_policy import SampleRequest
 
 
 class FakePolicy:
-    """Samples `replies` in order, each cut at `max_tokens`, and repeats the last one.
+    """Samples `replies` in order, each truncated at `max_tokens`, and repeats the last one.
 
     Raises the exceptions that `replies` contains. Every token has the logprob -0.5. `calls` contains all
     requests.

@@ -36,7 +36,7 @@ class FakeRun:
         self._make = make
 
     async def go(self, *options: str) -> RunResult:
-        """Run with these options. A later option overrides an earlier one with the same name."""
+        """Run the trainer with these options. A later option overrides an earlier one with the same name."""
         config = parse([*OWN_SERVER, f"log_path={self.path}", *options])
         return await run(config, Display(Console(file=self.text, width=160)), connect=self.opened)
 

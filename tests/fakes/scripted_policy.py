@@ -1,7 +1,4 @@
-"""A policy that answers as a Terminus-2 agent from a script.
-
-One object can be used by any number of concurrent trials.
-"""
+"""A policy that returns scripted answers of a Terminus-2 agent. Concurrent trials can share one object."""
 
 from __future__ import annotations
 
@@ -29,9 +26,9 @@ def solving(*commands: str) -> list[str]:
 
 class ScriptedPolicy:
     """Samples from the first script whose key occurs in the prompt. The number of answers in the prompt is
-    the index of the reply.
+    the index of the reply, and the last reply is repeated.
 
-    Raises the exceptions that a script contains. Answers are cut at max_tokens, and every token has the
+    Raises the exceptions that a script contains. Replies are truncated at max_tokens, and every token has the
     logprob -0.5.
     """
 
@@ -40,14 +37,14 @@ class ScriptedPolicy:
     ) -> None:
         self.version = version
         self.prompts: list[list[int]] = []
-        self.was_asked = asyncio.Event()
+        self.is_sampling = asyncio.Event()  # set at the first request
         self.seeds: list[int | None] = []
         self._chat = chat
         self._scripts = scripts
 
     async def sample(self, request: SampleRequest) -> Turn:
         self.prompts.append(list(request.prompt_ids))
-        self.was_asked.set()
+        self.is_sampling.set()
         self.seeds.append(request.seed)
         text = self._chat.tokenizer.decode(
             request.prompt_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False

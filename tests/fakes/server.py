@@ -1,4 +1,6 @@
-"""The HTTP side on a fake engine: a context for tests of routes, and a loopback server for the SDK."""
+"""The HTTP server with a fake engine: an application state for tests of routes, and a loopback server for the
+SDK.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class LoopbackServer(uvicorn.Server):
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Reserve a port, which is not given to other processes. A socket with SO_REUSEADDR can listen on it."""
+    """Reserve a port, so that the kernel assigns it to no other process. A socket with SO_REUSEADDR can
+    listen on it.
+    """
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))

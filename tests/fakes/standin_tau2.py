@@ -1,7 +1,8 @@
 """A replacement for the tau2 worker: one small domain with the same requests, replies and failures.
 
-The reward is 1 if the agent has called `save`. `calculate` never returns, the task `judged` needs a judge,
-the task `broken` cannot be evaluated, and the tool `die` ends the worker.
+The reward is 1 if the agent has called `save`. The tool `calculate` ends the worker with SIGALRM, as a
+timeout does in the real worker, and the tool `die` ends it with the status 3. The task `judged` needs a
+judge, and the task `broken` cannot be evaluated.
 """
 
 import json
@@ -21,7 +22,7 @@ def schema(name: str) -> dict[str, Any]:
     }
 
 
-def row(name: str, split: str) -> dict[str, Any]:
+def task_row(name: str, split: str) -> dict[str, Any]:
     return {"id": f"{name}-{split}", "needs_judge": name == "judged", "has_writes": name != "judged"}
 
 
@@ -33,12 +34,16 @@ def tasks(
     if definitions is not None:
         return {
             "tasks": [
-                {"id": one["id"], "needs_judge": False, "has_writes": bool(one["actions"])}
-                for one in definitions
+                {
+                    "id": definition["id"],
+                    "needs_judge": False,
+                    "has_writes": bool(definition["actions"]),
+                }
+                for definition in definitions
             ]
         }
     splits = ("train", "test") if split is None else (split,)
-    return {"tasks": [row(name, split) for split in splits for name in ("save", "judged", "broken")]}
+    return {"tasks": [task_row(name, split) for split in splits for name in ("save", "judged", "broken")]}
 
 
 def reset(
@@ -68,41 +73,51 @@ def reset(
 
 
 def step(*, episode: str, content: str | None, tool_calls: list[dict[str, Any]]) -> dict[str, Any]:
-    playing = episodes[episode]
-    if playing["speaker"] == "user":
+    conversation = episodes[episode]
+    if conversation["speaker"] == "user":
         if tool_calls:
-            looked = {"role": "tool", "tool_call_id": "c1", "content": f"saw {tool_calls[0]['arguments']}"}
-            return state(episode, [{"role": "user", "content": "", "tool_calls": calls(tool_calls)}, looked])
-        playing["speaker"] = "over" if "###" in str(content) else "agent"
-        playing["user_messages"] = [{"role": "user", "content": content}]
-        opening, playing["opening"] = playing["opening"], []
-        return state(episode, [*opening, *playing["user_messages"]] if playing["speaker"] == "agent" else [])
+            tool_result = {
+                "role": "tool",
+                "tool_call_id": "c1",
+                "content": f"saw {tool_calls[0]['arguments']}",
+            }
+            return state(
+                episode, [{"role": "user", "content": "", "tool_calls": calls(tool_calls)}, tool_result]
+            )
+        conversation["speaker"] = "over" if "###" in str(content) else "agent"
+        conversation["user_messages"] = [{"role": "user", "content": content}]
+        opening, conversation["opening"] = conversation["opening"], []
+        return state(
+            episode, [*opening, *conversation["user_messages"]] if conversation["speaker"] == "agent" else []
+        )
     if not tool_calls:
-        playing["speaker"] = "user"
+        conversation["speaker"] = "user"
         # The result includes the messages of the user, as in tau2's worker.
-        return state(episode, [*playing["user_messages"], {"role": "assistant", "content": content}])
-    return state(episode, [{"role": "tool", "content": called(playing, call["name"])} for call in tool_calls])
+        return state(episode, [*conversation["user_messages"], {"role": "assistant", "content": content}])
+    return state(
+        episode, [{"role": "tool", "content": run_tool(conversation, call["name"])} for call in tool_calls]
+    )
 
 
-def called(playing: dict[str, Any], name: str) -> str:
+def run_tool(conversation: dict[str, Any], name: str) -> str:
     if name == "calculate":
         os.kill(os.getpid(), signal.SIGALRM)
     if name == "die":
         os._exit(3)
-    playing["saved"] += name == "save"
-    playing["errors"] += name != "save"
+    conversation["saved"] += name == "save"
+    conversation["errors"] += name != "save"
     return "saved" if name == "save" else "Error: no such tool"
 
 
 def finish(*, episode: str, grading: str, judge_reply: str | None) -> dict[str, Any]:
-    playing = episodes[episode]
-    if playing["task"].startswith("judged") and grading == "all":
+    conversation = episodes[episode]
+    if conversation["task"].startswith("judged") and grading == "all":
         if judge_reply is None:
             return {"judge_request": [{"role": "user", "content": "was it polite?"}]}
         if judge_reply != "yes":
             return {"error": "JudgeError: the judge's answer cannot be read"}
-    reward = float(playing["saved"] > 0)
-    if playing["task"].startswith("broken"):
+    reward = float(conversation["saved"] > 0)
+    if conversation["task"].startswith("broken"):
         return {
             "reward": 0.0,
             "breakdown": {},
@@ -125,12 +140,12 @@ def calls(tool_calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def state(episode: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    playing = episodes[episode]
+    conversation = episodes[episode]
     return {
-        "speaker": playing["speaker"],
+        "speaker": conversation["speaker"],
         "messages": messages,
-        "tool_errors": playing["errors"],
-        "writes": playing["saved"],
+        "tool_errors": conversation["errors"],
+        "writes": conversation["saved"],
     }
 
 

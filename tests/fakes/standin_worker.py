@@ -2,11 +2,12 @@
 
 add {episode, n}         {"total": ...}, the sum of the episode's numbers so far
 hang {episode}           never answers
-alarm {episode}          runs until SIGALRM ends it, as in tau2's worker
+alarm {episode}          runs until SIGALRM ends the process, as in tau2's worker
 die {episode}            exits during a request, with a message on stderr
 nonsense {episode}       writes a line that is not a reply
-once {episode, how, flag}  fails in the manner `how` unless the file `flag` exists, and creates the file
+once {episode, how, flag}  creates the file `flag` and fails as operation `how`; adds 0 if the file exists
 forget {episode}         discards the sum of the episode
+known {episode}          {"episodes": [...]}, all episodes that have a sum
 """
 
 import json

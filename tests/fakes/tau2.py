@@ -16,8 +16,8 @@ class FixedJudge:
 
     def __init__(self, answer: str) -> None:
         self.answer = answer
-        self.asked: list[object] = []
+        self.requests: list[object] = []
 
     async def reply(self, messages: object, *, temperature: float, seed: int | None) -> ChatReply:
-        self.asked.append(messages)
+        self.requests.append(messages)
         return ChatReply(text=self.answer)

@@ -1,5 +1,5 @@
-"""An engine that writes given texts, a few tokens at a time, and a tokenizer with a chat template, for OpenAI
-routes.
+"""A fake engine that returns fixed texts in blocks of tokens, and a tokenizer with a chat template, for tests
+of the OpenAI routes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TEMPLATE = """\
 
 
 def save_tokenizer(directory: Path) -> Path:
-    """Bytes and `<|im_end|>`, with a chat template that renders every field of a message."""
+    """Save a tokenizer of bytes and `<|im_end|>`. Its chat template renders every field of a message."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(["<|im_end|>"])
@@ -57,10 +57,11 @@ def save_tokenizer(directory: Path) -> Path:
 
 
 class TextEngine:
-    """Sample i of a request writes `texts[i]`, a block of tokens at a time, until its end, a stop string or
-    max_tokens.
+    """Samples `texts[i]` as sample i of a request and reports it in blocks of `block` tokens. A text ends
+    early at a stop string or at max_tokens.
 
-    Every token has the logprob -0.5. Each block except the first waits for `gate`.
+    Every token has the logprob -0.5. Each block except the first waits for `gate`. `seen` contains all
+    requests.
     """
 
     def __init__(self, texts: Sequence[str], *, block: int = 3, base_model: str = "local/fake") -> None:

@@ -29,7 +29,7 @@ CONFIG = ModelConfig(
 
 
 def make_model(directory: Path, config: ModelConfig = CONFIG) -> Path:
-    """Save a model with weights so large that its distributions are far from uniform."""
+    """Save a random model. Its weights are scaled up so that its distributions are far from uniform."""
     params = jax.jit(init_params, static_argnums=(0,))(config, jax.random.key(0))
     save_model(
         jax.tree.map(lambda leaf: np.asarray(leaf) * (6 if leaf.ndim > 1 else 1), params), config, directory
@@ -39,7 +39,7 @@ def make_model(directory: Path, config: ModelConfig = CONFIG) -> Path:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Token i is the i-th character of the byte-level alphabet, in sorted order."""
+    """Return a tokenizer whose token i is the i-th character of the sorted byte-level alphabet."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
         models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[])

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer with a ChatML template, built in memory. Every character is one token."""
+"""Two tokenizers with ChatML templates, built in memory: a byte-level one and `ToyTokenizer`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from src.policy.chat import Chat, Message
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 
-# As in Qwen3's template, earlier thinking is removed, and `enable_thinking=False` adds an empty block to
-# the generation prompt.
+# As in Qwen3's template, the thinking of assistant messages is removed, and `enable_thinking=False` adds an
+# empty thinking block to the generation prompt.
 TEMPLATE = (
     "{% for m in messages %}"
     "{% set content = m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content %}"
@@ -28,6 +28,7 @@ TEMPLATE = (
 
 @cache
 def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer in which every byte is one token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -44,8 +45,8 @@ def byte_chat() -> Chat:
 
 
 class ToyTokenizer:
-    """ChatML in single ids: 1 opens a message, 2 ends it, 3 is the newline, everything else is its code
-    point; a role is its first letter.
+    """Maps every character to one id: 1 begins a message, 2 ends it, and 3 is the newline. The id of any
+    other character is its code point. A role is rendered as its first letter.
 
     >>> ToyTokenizer().encode("\x01u\nob\x02\n", add_special_tokens=False)
     [1, 117, 3, 111, 98, 2, 3]

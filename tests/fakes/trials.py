@@ -49,9 +49,11 @@ async def say_a_token(trial: FakeTrial, policy: Policy) -> Trajectory:
     first = await policy.sample(
         SampleRequest(prompt_ids=prompt, max_tokens=1, temperature=trial.temperature, seed=trial.seed)
     )
-    again = [*prompt, *first.completion_ids, 7]
+    second_prompt = [*prompt, *first.completion_ids, 7]
     second = await policy.sample(
-        SampleRequest(prompt_ids=again, max_tokens=1, temperature=trial.temperature, seed=trial.seed + 1)
+        SampleRequest(
+            prompt_ids=second_prompt, max_tokens=1, temperature=trial.temperature, seed=trial.seed + 1
+        )
     )
     return trajectory(
         trial.task.id,

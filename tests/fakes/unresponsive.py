@@ -31,6 +31,7 @@ from src.policy.chat import Chat
 from src.policy.sampling_policy import Policy, SampleRequest
 from tests.fakes.trials import FakeTasks, task, trajectory
 
+# Requests of the SDK before the training client is opened
 START = (
     "/healthz",
     "/client/config",
@@ -42,7 +43,7 @@ START = (
 
 
 class Fault(StrEnum):
-    """How a bad request is answered."""
+    """How the server handles a request that `is_bad` accepts."""
 
     HANGS = "hangs"
     FAILS = "answers 500"
@@ -50,7 +51,9 @@ class Fault(StrEnum):
 
 
 class Unresponsive:
-    """An ASGI application that wraps another one. `reached` is set after the first bad request."""
+    """Wraps an ASGI application and applies `fault` to the requests whose path `is_bad` accepts. `reached` is
+    set at the first of them.
+    """
 
     def __init__(self, app: Callable, fault: Fault, is_bad: Callable[[str], bool]) -> None:
         self.reached = threading.Event()
@@ -86,7 +89,7 @@ class Unresponsive:
 def unresponsive(
     root: Path, fault: Fault, is_bad: Callable[[str], bool]
 ) -> Iterator[tuple[str, threading.Event]]:
-    """Yield the URL of a server and the event that is set after the first bad request."""
+    """Yield the URL of a server and the event that is set at the first bad request."""
     from skyrl_tx_server.http.app import build_app
     from skyrl_tx_server.http.http_handler import StartupState
     from tests.fakes.server import LoopbackServer, fake_context, fake_engine
@@ -107,7 +110,7 @@ def unresponsive(
 
 
 def open_one_answer(config: TrainerConfig, chat: Chat) -> FakeTasks:
-    """Return tasks of one turn, whose reward is the parity of the trial's seed."""
+    """Return tasks with one turn each. The reward of a trial is the parity of its seed."""
 
     async def play(trial, policy: Policy) -> Trajectory:
         turn = await policy.sample(
@@ -119,7 +122,7 @@ def open_one_answer(config: TrainerConfig, chat: Chat) -> FakeTasks:
 
 
 def open_never(config: TrainerConfig, chat: Chat) -> FakeTasks:
-    """An environment whose opening never returns."""
+    """Open an environment with a request that the server never answers."""
     with urllib.request.urlopen(f"{config.skyrl_tx_url}/opening") as reply:
         reply.read()
     raise AssertionError("the server answered")
@@ -149,16 +152,16 @@ def main() -> None:
 
     signal.signal(signal.SIGCHLD, reap)
     for number, line in enumerate(sys.stdin):
-        order = json.loads(line)
+        command = json.loads(line)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         pid = os.fork()
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-            log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            exit_process(programs[order["module"]](order["argv"]))
+            exit_process(programs[command["module"]](command["argv"]))
         numbers[pid] = number
         os.write(1, (json.dumps({"number": number, "pid": pid}) + "\n").encode())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})

@@ -1,4 +1,4 @@
-"""Checkpoints whose files all encode a version: version k determines the rank and every number."""
+"""Checkpoints whose files all encode a version, which determines the rank and every weight."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def save_version(store: CheckpointStore, path: str, version: int, *, columns: in
 
 
 def version_of(arrays: Mapping[str, np.ndarray], rank: int) -> int:
-    """Return the version of the arrays. Raises AssertionError if they are of several versions or do not fit
-    `rank`."""
+    """Return the version of the arrays. Raises ValueError if they are of several versions, and AssertionError
+    if `rank` or their shapes belong to another version.
+    """
     (version,) = {float(number) for array in arrays.values() for number in (array.min(), array.max())}
     assert rank == 1 + version % 7 == arrays[NAME.format("A")].shape[0], (
         f"rank {rank} with the weights of version {version}"

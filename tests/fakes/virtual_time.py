@@ -1,5 +1,5 @@
-"""Runs the real trainer on a clock that jumps to the next event, so that hours take seconds and are
-deterministic.
+"""Runs the real trainer on a virtual clock that advances directly to the next event. Hours of training take
+seconds, and the runs are deterministic.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from tests.fakes.backend import BanditBackend, BanditTrainingClient
 from tests.fakes.run import FakeRun, groups_trained
 from tests.fakes.trials import FakeTasks, task, trajectory
 
-TURNS = 20
-SLOWEST = 0.1  # share of the longest tasks, which `Result.slowest` contains
+TURNS = 20  # per trial
+SLOWEST = 0.1  # the share of the tasks, by duration, that `Result.slowest` contains
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose sleeps advance a virtual clock. Work of threads runs at once in the loop."""
+    """An event loop whose sleeps advance a virtual clock. Functions for executor threads run directly in the
+    loop.
+    """
 
     def __init__(self) -> None:
         self._now = 0.0
-        super().__init__(_Impatient(self))
+        super().__init__(_AdvancingSelector(self))
 
     def time(self) -> float:
         return self._now
@@ -49,7 +51,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return done
 
 
-class _Impatient(selectors.DefaultSelector):
+class _AdvancingSelector(selectors.DefaultSelector):
+    """Advances the virtual clock by the timeout instead of waiting."""
+
     def __init__(self, loop: VirtualTimeLoop) -> None:
         super().__init__()
         self._loop = loop
@@ -62,7 +66,7 @@ class _Impatient(selectors.DefaultSelector):
 
 
 def in_virtual_time[**P](test: Callable[P, Coroutine[object, object, None]]) -> Callable[P, None]:
-    """Run the test in virtual time, so that its waits take no time and end in order."""
+    """Decorate an async test to run in virtual time: its waits end in order and take no real time."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -73,7 +77,7 @@ def in_virtual_time[**P](test: Callable[P, Coroutine[object, object, None]]) -> 
 
 
 class SlowFuture:
-    """An answer of the server that is ready at the time `until`."""
+    """A future of the server that is done at the virtual time `until`, in seconds."""
 
     def __init__(self, value, until: float) -> None:
         self._value = value
@@ -85,7 +89,9 @@ class SlowFuture:
 
 
 class SlowTrainingClient(BanditTrainingClient):
-    """Each forward_backward of a whole batch takes `train_s`. `ages` has the age of every trained token."""
+    """Trains at a speed of `num_datums` datums per `train_s` seconds. `ages` contains the age of every
+    trained token, in optimizer updates.
+    """
 
     def __init__(self, train_s: float, num_datums: int) -> None:
         super().__init__()
@@ -95,7 +101,7 @@ class SlowTrainingClient(BanditTrainingClient):
         self._version = 0
 
     def forward_backward(self, data, loss_fn, loss_fn_config=None):
-        answer = super().forward_backward(data, loss_fn, loss_fn_config)
+        future = super().forward_backward(data, loss_fn, loss_fn_config)
         for datum in data:
             tokens = datum.model_input.to_ints()
             for position, advantage in enumerate(datum.loss_fn_inputs["advantages"].to_numpy()):
@@ -103,7 +109,7 @@ class SlowTrainingClient(BanditTrainingClient):
                     self.ages.append(self._version - (tokens[position] - FIRST_VERSION))
         now = asyncio.get_running_loop().time()
         self._free_at = max(now, self._free_at) + self._seconds_per_datum * len(data)
-        return SlowFuture(answer.value, self._free_at)
+        return SlowFuture(future.value, self._free_at)
 
     def optim_step(self, adam):
         self._version += 1
@@ -115,23 +121,26 @@ FIRST_VERSION = 100  # the last token of a prompt is FIRST_VERSION plus the vers
 
 @dataclass(kw_only=True)
 class Result:
+    """The outcome of a simulated run."""
+
     minutes_per_step: float
     num_steps: int
     played: Counter[str] = field(default_factory=Counter)  # task -> number of finished groups
-    trained: Counter[str] = field(default_factory=Counter)
-    slowest: set[str] = field(default_factory=set)
+    trained: Counter[str] = field(default_factory=Counter)  # task -> number of trained groups
+    slowest: set[str] = field(default_factory=set)  # the tasks with the longest durations
     ages: list[int] = field(default_factory=list)  # ages of trained tokens, in updates
     metrics: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def num_discarded(self) -> int:
-        """Number of groups that were played but none of whose tokens were trained."""
+        """The number of groups that were played but contributed no token to the training."""
         return sum((self.played - self.trained).values()) + int(
             sum(line.get("staleness/masked_trajectories", 0) for line in self.metrics)
         )
 
     @property
     def slowest_trained(self) -> float:
+        """The share of the tasks in `slowest` that were trained."""
         return sum(self.trained[name] > 0 for name in self.slowest) / len(self.slowest)
 
 
@@ -149,30 +158,33 @@ def simulate(
     seed: int = 0,
     turns: int = TURNS,
 ) -> Result:
-    """Run the real trainer over `num_steps * batch_size` tasks. `minutes` draws the duration of a group, and
-    all its turns take equally long."""
-    draw = random.Random(seed)
+    """Run the real trainer on `num_steps * batch_size` tasks with one trial each. `minutes` draws the
+    duration of a trial, all of whose turns are equally long. Training on a batch takes `train_minutes`.
+    """
+    rng = random.Random(seed)
     names = [f"task-{number}" for number in range(num_steps * batch_size)]
-    duration_s = {name: 60 * minutes(draw) for name in names}
+    duration_s = {name: 60 * minutes(rng) for name in names}
     played: Counter[str] = Counter()
 
     async def play(trial, policy):
-        said = []
+        sampled = []
         for _ in range(turns):
             await asyncio.sleep(duration_s[trial.task.id] / turns)
             version = policy.version
             prompt = [
-                *(said[-1].prompt_ids + said[-1].completion_ids if said else []),
+                *(sampled[-1].prompt_ids + sampled[-1].completion_ids if sampled else []),
                 FIRST_VERSION + version,
             ]
             turn = await policy.sample(
-                SampleRequest(prompt_ids=prompt, max_tokens=1, temperature=1.0, seed=trial.seed + len(said))
+                SampleRequest(
+                    prompt_ids=prompt, max_tokens=1, temperature=1.0, seed=trial.seed + len(sampled)
+                )
             )
             assert turn.policy_version == version
-            said.append(turn)
+            sampled.append(turn)
         if trial.directory.name.startswith("step"):
             played[trial.task.id] += 1
-        return trajectory(trial.task.id, 1.0, said, name=f"{trial.task.id}-{trial.seed}")
+        return trajectory(trial.task.id, 1.0, sampled, name=f"{trial.task.id}-{trial.seed}")
 
     backend = BanditBackend()
     backend.training_client = SlowTrainingClient(60 * train_minutes, batch_size)
@@ -191,10 +203,10 @@ def simulate(
         "request_timeout_s=1e6",
         "trial_timeout_s=1e9",
     ]
-    played_out = FakeRun(path, lambda config: Dependencies(source=source, backend=backend))
+    fake_run = FakeRun(path, lambda config: Dependencies(source=source, backend=backend))
     loop = VirtualTimeLoop()
     try:
-        loop.run_until_complete(played_out.go(*required, f"batch_size={batch_size}", *options))
+        loop.run_until_complete(fake_run.go(*required, f"batch_size={batch_size}", *options))
         elapsed_s = loop.time()
     finally:
         loop.close()
@@ -206,7 +218,7 @@ def simulate(
         trained=Counter(name for _, name in groups_trained(path).elements()),
         slowest=set(by_length[-max(1, int(len(names) * SLOWEST)) :]),
         ages=backend.training_client.ages,
-        metrics=played_out.lines("metrics.jsonl"),
+        metrics=fake_run.lines("metrics.jsonl"),
     )
 
 
@@ -255,13 +267,13 @@ class Schedule:
 
     def faults(self, result: Result) -> list[str]:
         """Return the violations of the staleness limit and of training each group once."""
-        wrong = []
+        violations = []
         if max(result.ages, default=0) > self.max_staleness:
-            wrong.append(f"trained a token {max(result.ages)} updates old")
+            violations.append(f"trained a token {max(result.ages)} updates old")
         if (
             set(result.trained.values()) != {1}
             or result.trained != result.played
             or len(result.trained) != 6 * self.batch_size
         ):
-            wrong.append("not every group was trained exactly once")
-        return wrong
+            violations.append("not every group was trained exactly once")
+        return violations

@@ -26,11 +26,11 @@ def records(path: Path) -> Iterator[Record]:
         if rest_of_block < HEADER.size:
             position += rest_of_block
             continue
-        _, length, kind = HEADER.unpack_from(data, position)
+        _, length, chunk_type = HEADER.unpack_from(data, position)
         position += HEADER.size
         parts.append(data[position : position + length])
         position += length
-        if kind in (FULL, LAST):
+        if chunk_type in (FULL, LAST):
             yield Record.FromString(b"".join(parts))
             parts = []
 

@@ -1,4 +1,4 @@
-"""`wandb` without a network."""
+"""A fake `wandb` module that does not use the network."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import types
 
 
 class FakeWandb(types.ModuleType):
-    """Keeps the ids under which runs began, and the metrics that they logged."""
+    """Records the ids of all runs in `ids` and their (step, metrics) in `logged`. `finish` waits up to 10
+    seconds for `released`.
+    """
 
     Error = RuntimeError
 

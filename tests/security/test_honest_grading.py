@@ -497,7 +497,7 @@ def container_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tr
     for name, (test, attack) in DOCKER_FORGERIES.items():
         trials[name] = ContainerTrial(test=test, commands=("printf wrong > /app/answer.txt", attack))
     for name, (attack, _) in DOCKER_VOIDS.items():
-        trials[name] = ContainerTrial(test=RUNS_A_PROGRAM, commands=(attack,), timeout=6)
+        trials[name] = ContainerTrial(test=RUNS_A_PROGRAM, commands=(attack,), timeout=20)
 
     async def play_all() -> dict[str, Trajectory | TrialFailure]:
         at_once = asyncio.Semaphore(CONTAINERS_AT_ONCE)

@@ -1,6 +1,4 @@
-"""Compares several meshes of 8 virtual devices with one device. Prints the differences as JSON for
-test_mesh.py.
-"""
+"""Compare meshes of 8 virtual devices with one device, and print the differences as JSON for test_mesh.py."""
 
 from __future__ import annotations
 
@@ -72,21 +70,27 @@ RANK = 4
 
 
 def main(directory: Path) -> None:
-    divided = replace(DENSE, mesh=make_mesh(MeshShape(data=2, tensor=2)))
-    report = {**trained(SPARSE, SHAPE, directory), **cached(divided), "decoded": decoded(divided)}
+    sharded = replace(DENSE, mesh=make_mesh(MeshShape(data=2, tensor=2)))
+    report = {
+        **compare_training(SPARSE, SHAPE, directory),
+        **compare_kv_cache(sharded),
+        "decoded": compare_decode_attention(sharded),
+    }
     report["sent"] = max(
-        most_sent(SPARSE, SHAPE),
-        most_sent(DENSE, MeshShape(fsdp=2, tensor=2)),
-        most_sent(LATENT, MeshShape(fsdp=2)),
+        largest_message(SPARSE, SHAPE),
+        largest_message(DENSE, MeshShape(fsdp=2, tensor=2)),
+        largest_message(LATENT, MeshShape(fsdp=2)),
     )
     print(json.dumps(report))
 
 
-def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str, float]:
-    """Run one forward_backward from a model directory, on one device and on the mesh."""
-    made = jax.jit(init_params, static_argnums=(0,))(config, jax.random.key(0))
+def compare_training(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str, float]:
+    """Compare one forward_backward on the mesh with one device, and measure the bytes of the parameters."""
+    random_params = jax.jit(init_params, static_argnums=(0,))(config, jax.random.key(0))
     save_model(
-        jax.tree.map(lambda leaf: np.asarray(leaf) * (3 if leaf.ndim > 1 else 1), made), config, model_dir
+        jax.tree.map(lambda leaf: np.asarray(leaf) * (3 if leaf.ndim > 1 else 1), random_params),
+        config,
+        model_dir,
     )
     random = np.random.default_rng(0)
     fresh = init_adapter(config, LoraSpec(rank=RANK, seed=1), RANK)
@@ -95,9 +99,9 @@ def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str,
     )
     tokens = random.integers(0, config.vocab_size, (6, 41)).astype(np.int32)
     data = tuple(TrainDatum(tokens=row[:-1], target_tokens=row[1:]) for row in tokens)
-    trained = [np.ones(len(datum.tokens), bool) for datum in data]
+    trained_masks = [np.ones(len(datum.tokens), bool) for datum in data]
     (packed,) = pack(
-        data, trained, train_shapes(max_context_length=128, tokens_per_batch=512, dp_ranks=shape.batch)
+        data, trained_masks, train_shapes(max_context_length=128, tokens_per_batch=512, dp_ranks=shape.batch)
     )
 
     def step(config: ModelConfig) -> tuple[Adapter, np.ndarray, float]:
@@ -112,38 +116,38 @@ def trained(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str,
         )
         return jax.device_get(gradient), np.asarray(outputs.logprobs), float(outputs.loss)
 
-    shared = replace(config, mesh=make_mesh(shape))
-    (expected, logprobs, loss), (gradient, shared_logprobs, shared_loss) = step(config), step(shared)
+    sharded = replace(config, mesh=make_mesh(shape))
+    (expected, logprobs, loss), (gradient, sharded_logprobs, sharded_loss) = step(config), step(sharded)
     pairs = list(zip(jax.tree.leaves(expected), jax.tree.leaves(gradient), strict=True))
-    parts: list[int] = []
-    with patch.object(weights, "place", partial(_noting_parts, parts)):
-        params = load_params(model_dir, shared, "float32")
+    part_sizes: list[int] = []
+    with patch.object(weights, "place", partial(_place_and_record_sizes, part_sizes)):
+        params = load_params(model_dir, sharded, "float32")
     return {
-        "largest read": max(parts),
+        "largest read": max(part_sizes),
         "largest held": max(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params)),
-        "logprobs": float(np.abs(logprobs - shared_logprobs).max()),
-        "loss": abs(loss - shared_loss) / abs(loss),
+        "logprobs": float(np.abs(logprobs - sharded_logprobs).max()),
+        "loss": abs(loss - sharded_loss) / abs(loss),
         "gradient": max(
-            float(np.abs(one - other).max() / np.abs(one).max()) for one, other in pairs if np.any(one)
+            float(np.abs(alone - leaf).max() / np.abs(alone).max()) for alone, leaf in pairs if np.any(alone)
         ),
-        "planned": bytes_per_device(param_shapes(shared, np.dtype("float32"))),
+        "planned": bytes_per_device(param_shapes(sharded, np.dtype("float32"))),
         "held": sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params)),
         "whole": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
     }
 
 
-def _noting_parts(parts: list[int], config, shape, spec, read) -> jax.Array:
-    def noted(part: tuple[slice, ...]) -> np.ndarray:
-        host = read(part)
-        parts.append(host.nbytes)
-        return host
+def _place_and_record_sizes(part_sizes: list[int], config, shape, spec, read) -> jax.Array:
+    def read_and_record(part: tuple[slice, ...]) -> np.ndarray:
+        array = read(part)
+        part_sizes.append(array.nbytes)
+        return array
 
-    return place(config, shape, spec, noted)
+    return place(config, shape, spec, read_and_record)
 
 
-def cached(config: ModelConfig) -> dict[str, bool]:
-    """Pages of several devices keep what is written into them, attention reads it, and other pages do not
-    change."""
+def compare_kv_cache(config: ModelConfig) -> dict[str, bool]:
+    """Compare KV pages on the mesh with one device: writes, copies, reads and prefill attention. Pages that
+    are not written must not change."""
     random = np.random.default_rng(0)
 
     def values(*shape: int) -> np.ndarray:
@@ -156,7 +160,7 @@ def cached(config: ModelConfig) -> dict[str, bool]:
     block = Segment(keys=values(layers, 4, heads, head_dim, 4), values=values(layers, 4, heads, 4, head_dim))
     tables = np.array([[1, 3, 4], [2, 5, 0], [9, 10, 11], [12, 8, 8]], np.int32)  # pages 0 and 8 are padding
     starts, counts = np.array([126, 0, 130, 3], np.int32), np.array([4, 0, 4, 4], np.int32)
-    # Tiles of two prompts on different devices, and padding.
+    # tiles of two prompts on different data-parallel ranks, and a padding tile
     queries = values(3, PREFILL_TILE, config.num_heads, head_dim)
     tiles = PrefillTiles(
         starts=np.array([60, 70, 0], np.int32),
@@ -169,11 +173,11 @@ def cached(config: ModelConfig) -> dict[str, bool]:
         cache: KVCache, *, config: ModelConfig
     ) -> tuple[KVCache, KVCache, list[list[Segment]], jax.Array]:
         for layer in range(layers):
-            own = jax.tree.map(lambda leaf, layer=layer: leaf[layer], prompts)
+            new = jax.tree.map(lambda leaf, layer=layer: leaf[layer], prompts)
             cache = write_layer(
-                config, cache, np.int32(layer), own, tables[[0, 3]], np.array([0, 10]), np.array([140, 50])
+                config, cache, np.int32(layer), new, tables[[0, 3]], np.array([0, 10]), np.array([140, 50])
             )
-        cache = copy_pages(config, cache, np.stack([tables[0], tables[2]], axis=1))  # to the other devices
+        cache = copy_pages(config, cache, np.stack([tables[0], tables[2]], axis=1))  # from rank 0 to rank 1
         scattered = write_positions(config, cache, block, tables, starts, counts, scatter=True)
         cache = write_positions(config, cache, block, tables, starts, counts)
         rows = read_positions(config, cache, tables, (PAGE_SIZE, 3 * PAGE_SIZE))
@@ -186,35 +190,38 @@ def cached(config: ModelConfig) -> dict[str, bool]:
             ),
         )
 
-    def everything(config: ModelConfig) -> list[list[np.ndarray]]:
+    def results_on(config: ModelConfig) -> list[list[np.ndarray]]:
         cache, scattered, rows, attended = run(
             empty_cache(config=config, pages=16, dtype=np.dtype("float32")), config=config
         )
-        owned = [page for page in range(16) if page not in (0, 8)]
-        kept, again = (
-            [leaf[:, owned] for leaf in jax.device_get(jax.tree.leaves(each))] for each in (cache, scattered)
+        used_pages = [page for page in range(16) if page not in (0, 8)]
+        written, written_by_scatter = (
+            [leaf[:, used_pages] for leaf in jax.device_get(jax.tree.leaves(kv_cache))]
+            for kv_cache in (cache, scattered)
         )
-        assert all(np.array_equal(one, other) for one, other in zip(kept, again, strict=True)), (
-            "both ways to write rows"
-        )
-        seen = [own[:length] for own, length in zip(np.asarray(attended), tiles.lengths, strict=True)]
-        return [kept, [rows_of[[0, 2]] for rows_of in jax.device_get(jax.tree.leaves(rows))], seen]
+        assert all(
+            np.array_equal(first, second) for first, second in zip(written, written_by_scatter, strict=True)
+        ), "scatter=True writes the same positions"
+        attention = [
+            outputs[:length] for outputs, length in zip(np.asarray(attended), tiles.lengths, strict=True)
+        ]
+        return [written, [leaf[[0, 2]] for leaf in jax.device_get(jax.tree.leaves(rows))], attention]
 
-    alone, shared = everything(replace(config, mesh=None)), everything(config)
-    assert all(np.all(np.any(own, axis=(1, 2))) for own in alone[2])
+    alone, sharded = results_on(replace(config, mesh=None)), results_on(config)
+    assert all(np.all(np.any(outputs, axis=(1, 2))) for outputs in alone[2])
     equal = [
-        all(np.array_equal(one, other) for one, other in zip(*pair, strict=True))
-        for pair in zip(alone, shared, strict=True)
+        all(np.array_equal(first, second) for first, second in zip(*arrays, strict=True))
+        for arrays in zip(alone, sharded, strict=True)
     ]
     return {"written": equal[0], "read": equal[1], "attended": equal[2]}
 
 
-def most_sent(config: ModelConfig, shape: MeshShape) -> float:
-    """Return the size of the longest message between devices in a decode dispatch, in shares of a layer's
-    matrix."""
+def largest_message(config: ModelConfig, shape: MeshShape) -> float:
+    """Return the number of elements of the largest message between devices in a dispatch of decode steps,
+    divided by that of the attention output matrix `o` of a layer."""
     config, rows = replace(config, mesh=make_mesh(shape)), 4
     bank = jax.tree.map(lambda leaf: np.stack([leaf]), zero_adapter(config, RANK))
-    row = DecodeBatch(
+    batch = DecodeBatch(
         tokens=np.zeros(rows, np.int32),
         before=Carry.empty(rows),
         positions=np.zeros(rows, np.int32),
@@ -229,38 +236,37 @@ def most_sent(config: ModelConfig, shape: MeshShape) -> float:
         batch_settings([None] * rows, config.vocab_size),
     )
     params = param_shapes(config, np.dtype("float32"))
-    block = decode_steps.lower(
+    lowered = decode_steps.lower(
         cache,
         params,
         place_adapter(config, bank),
-        row,
+        batch,
         settings,
         config=config,
         steps=16,
         ends=(PAGE_SIZE,),
         tempered=False,
     )
-    program = block.compile().as_text()
+    program = lowered.compile().as_text()
     assert program is not None
-    sent = re.findall(
+    message_shapes = re.findall(
         r"\w+\[([\d,]+)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(",
         program,
     )
-    assert sent
-    return max(prod(map(int, message.split(","))) for message in sent) / prod(params.layers[0]["o"].shape[1:])
+    assert message_shapes
+    largest = max(prod(map(int, shape.split(","))) for shape in message_shapes)
+    return largest / prod(params.layers[0]["o"].shape[1:])
 
 
-def decoded(config: ModelConfig) -> float:
-    """Return the difference between the GPU's decode attention, interpreted, and one device.
-
-    Sequences of the same device share pages.
-    """
+def compare_decode_attention(config: ModelConfig) -> float:
+    """Return the largest difference between the decode attention of the mesh and of one device. Both run the
+    GPU kernel in interpret mode. Sequences of the same data-parallel rank share pages."""
     random = np.random.default_rng(0)
 
     def values(*shape: int) -> np.ndarray:
         return random.normal(size=shape).astype(np.float32)
 
-    layers, heads, kv_heads, head_dim, width, half = (
+    layers, heads, kv_heads, head_dim, width, pages_per_rank = (
         config.num_layers,
         config.num_heads,
         config.num_kv_heads,
@@ -269,13 +275,13 @@ def decoded(config: ModelConfig) -> float:
         32,
     )
     cache = KVCache(
-        keys=values(layers, 2 * half, kv_heads, head_dim, PAGE_SIZE),
-        values=values(layers, 2 * half, kv_heads, PAGE_SIZE, head_dim),
+        keys=values(layers, 2 * pages_per_rank, kv_heads, head_dim, PAGE_SIZE),
+        values=values(layers, 2 * pages_per_rank, kv_heads, PAGE_SIZE, head_dim),
     )
-    first = np.arange(1, 1 + 2 * width).reshape(2, width)
-    first[1, :8] = first[0, :8]
+    rank_0_tables = np.arange(1, 1 + 2 * width).reshape(2, width)
+    rank_0_tables[1, :8] = rank_0_tables[0, :8]
     tables, lengths = (
-        np.concatenate([first, half + first]).astype(np.int32),
+        np.concatenate([rank_0_tables, pages_per_rank + rank_0_tables]).astype(np.int32),
         np.array([560, 620, 0, 513], np.int32),
     )
     q, recent = (

@@ -1,4 +1,4 @@
-"""The losses in float64 numpy, written from the table of the contract as a reference for the server's.
+"""Reference implementations of the losses in float64 numpy, from the table in docs/server-contract.md.
 
 Each function takes one sequence: `lp` are the logprobs, `frozen` the logprobs under a stop-gradient.
 """
@@ -71,17 +71,17 @@ def total(
     """Return the summed loss of one sequence. `frozen_logprobs` default to `logprobs`, `options` to the
     server's defaults."""
 
-    def wide(array: ArrayLike | None) -> np.ndarray:
+    def to_float64(array: ArrayLike | None) -> np.ndarray:
         return np.zeros(len(logprobs)) if array is None else np.asarray(array, np.float64)
 
     settings = {**asdict(LossSettings()), **(options or {})}
     terms = Terms(
-        lp=wide(logprobs),
-        frozen=wide(logprobs if frozen_logprobs is None else frozen_logprobs),
-        weights=wide(weights),
-        q=wide(sampler_logprobs),
-        advantages=wide(advantages),
-        mask=wide(sequence_ratio_mask),
+        lp=to_float64(logprobs),
+        frozen=to_float64(logprobs if frozen_logprobs is None else frozen_logprobs),
+        weights=to_float64(weights),
+        q=to_float64(sampler_logprobs),
+        advantages=to_float64(advantages),
+        mask=to_float64(sequence_ratio_mask),
         low=settings["clip_low_threshold"],
         high=settings["clip_high_threshold"],
         beta=settings["beta"],
@@ -90,6 +90,6 @@ def total(
 
 
 def sequence_log_ratio(logprobs: np.ndarray, sampler_logprobs: ArrayLike, mask: np.ndarray) -> float:
-    """Return gspo's s: the mean log-ratio of a sequence over the tokens that its mask counts."""
+    """Return the mean log-ratio of a sequence over the tokens that `mask` selects."""
     difference = np.asarray(logprobs, np.float64) - np.asarray(sampler_logprobs, np.float64)
     return float(np.mean(difference[np.asarray(mask) != 0]))

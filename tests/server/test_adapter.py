@@ -25,7 +25,7 @@ def modules(adapter):
 
 
 @pytest.mark.seed_behaviour(90)
-def test_a_new_adapter_has_random_a_zero_b_and_its_scale() -> None:
+def test_a_new_adapter_has_a_random_a_and_a_zero_b() -> None:
     for field, module in modules(init_adapter(CONFIG, SPEC, MAX_RANK)).items():
         used = module.a.reshape(*module.a.shape[:-1], -1, MAX_RANK)
         assert np.all(used[..., : SPEC.rank] != 0), field
@@ -35,10 +35,12 @@ def test_a_new_adapter_has_random_a_zero_b_and_its_scale() -> None:
         np.testing.assert_allclose(module.scale, 32 / 3)
 
 
-def test_the_seed_decides_a() -> None:
-    first, again, other = (init_adapter(CONFIG, replace(SPEC, seed=seed), MAX_RANK) for seed in (1, 1, 2))
+def test_a_depends_on_the_seed_and_the_module() -> None:
+    first, same_seed, other_seed = (
+        init_adapter(CONFIG, replace(SPEC, seed=seed), MAX_RANK) for seed in (1, 1, 2)
+    )
     for one, same, different in zip(
-        modules(first).values(), modules(again).values(), modules(other).values(), strict=True
+        modules(first).values(), modules(same_seed).values(), modules(other_seed).values(), strict=True
     ):
         np.testing.assert_array_equal(one.a, same.a)
         assert np.any(one.a != different.a)
@@ -47,15 +49,17 @@ def test_the_seed_decides_a() -> None:
     ) == len(modules(first))
 
 
-@pytest.mark.parametrize("off", ["train_attn", "train_mlp", "train_unembed"])
-def test_a_part_switched_off_is_zero_and_changes_no_other(off: str) -> None:
-    spec = replace(SPEC, **{off: False})
-    whole = modules(init_adapter(CONFIG, SPEC, MAX_RANK))
+@pytest.mark.parametrize("untrained", ["train_attn", "train_mlp", "train_unembed"])
+def test_an_untrained_part_is_zero_and_changes_no_other_part(untrained: str) -> None:
+    spec = replace(SPEC, **{untrained: False})
+    all_trained = modules(init_adapter(CONFIG, SPEC, MAX_RANK))
     for field, module in modules(init_adapter(CONFIG, spec, MAX_RANK)).items():
-        np.testing.assert_array_equal(module.a, whole[field].a if is_trained(spec, WEIGHTS[field]) else 0)
+        np.testing.assert_array_equal(
+            module.a, all_trained[field].a if is_trained(spec, WEIGHTS[field]) else 0
+        )
 
 
-def test_every_adapter_has_one_shape() -> None:
+def test_all_adapters_have_the_same_shapes() -> None:
     shapes = {
         str(jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), adapter))
         for adapter in (
@@ -79,7 +83,7 @@ def test_the_mask_covers_exactly_the_rank_of_the_trained_parts() -> None:
         assert not np.any(mask[field].scale)
 
 
-def test_a_sequence_in_a_lora_slot_equals_its_adapter_exactly() -> None:
+def test_a_sequence_uses_the_adapter_of_its_lora_slot() -> None:
     random = np.random.default_rng(0)
     x = random.normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
     weight = random.normal(size=(sum(CONFIG.qkv_widths), CONFIG.hidden_size)).astype(np.float32)
@@ -90,45 +94,43 @@ def test_a_sequence_in_a_lora_slot_equals_its_adapter_exactly() -> None:
     bank = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
     apply = jax.jit(lambda x, module: project(CONFIG, x, weight, CONFIG.qkv_widths, module))
 
-    def used_by(*entries: int):
-        return apply(x, replace(bank, indices=lora_indices(np.array(entries, np.int32))))
+    def apply_slots(*slots: int):
+        return apply(x, replace(bank, indices=lora_indices(np.array(slots, np.int32))))
 
-    mixed = used_by(2, 0, 1)
-    for row, entry in enumerate((2, 0, 1)):
-        for part, together, alone in zip(
-            mixed, used_by(entry, entry, entry), apply(x, layers[entry]), strict=True
+    mixed = apply_slots(2, 0, 1)
+    for row, slot in enumerate((2, 0, 1)):
+        for part, same_slot, alone in zip(
+            mixed, apply_slots(slot, slot, slot), apply(x, layers[slot]), strict=True
         ):
-            np.testing.assert_array_equal(part[row], together[row])
+            np.testing.assert_array_equal(part[row], same_slot[row])
             np.testing.assert_allclose(part[row], alone[row], atol=2e-5)
 
 
-@pytest.mark.parametrize("entries", [(2, 0, 1), (1, 2, 1), (2, 2, 2)])
-def test_adapters_side_by_side_equal_them_one_by_one(
-    entries: tuple[int, ...],
-) -> None:
-    """As in programs for a GPU, which are compiled for one adapter or for the whole stack."""
+@pytest.mark.parametrize("slots", [(2, 0, 1), (1, 2, 1), (2, 2, 2)])
+def test_the_compiled_number_of_adapters_changes_no_result(slots: tuple[int, ...]) -> None:
+    """With `num_lora_slots`, as on a GPU, programs are compiled for certain numbers of adapters."""
     x = np.random.default_rng(0).normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
     bank = jax.tree.map(
         lambda *leaves: np.stack(leaves),
-        *(each.layers[0]["qkv"] for each in (zeros(), tiny_qwen3.adapter(), doubled())),
+        *(adapter.layers[0]["qkv"] for adapter in (zeros(), tiny_qwen3.adapter(), doubled())),
     )
-    one, several = (
+    without_bucket, with_bucket = (
         jax.jit(low_rank_deltas)(
             x,
             replace(
                 bank,
-                indices=lora_indices(np.array(entries, np.int32), num_lora_slots=size),
+                indices=lora_indices(np.array(slots, np.int32), num_lora_slots=num_lora_slots),
                 layer=np.int32(1),
             ),
         )
-        for size in (None, 3)
+        for num_lora_slots in (None, 3)
     )
-    for expected, actual in zip(one, several, strict=True):
+    for expected, actual in zip(without_bucket, with_bucket, strict=True):
         assert np.any(expected)
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_an_expert_has_its_share_of_the_rank_and_one_at_least() -> None:
+def test_an_expert_has_a_share_of_the_rank_and_at_least_one() -> None:
     assert [expert_rank(rank, 8) for rank in (32, 8, 2)] == [4, 1, 1]
 
 

@@ -11,16 +11,16 @@ from skyrl_tx_server.model.lora.adapter import Adapter, zero_adapter
 from skyrl_tx_server.sampling.adapter_cache import BASE_SLOT, HOST_RESERVE_BYTES, AdapterCache
 from tests.fakes.tiny_model import CONFIG
 
-NOTHING = zero_adapter(CONFIG, 2)
-EACH = sum(leaf.nbytes for leaf in jax.tree.leaves(NOTHING))
+ZERO_ADAPTER = zero_adapter(CONFIG, 2)
+ADAPTER_BYTES = sum(leaf.nbytes for leaf in jax.tree.leaves(ZERO_ADAPTER))
 
 
 def adapter(value: float) -> Adapter:
-    return jax.tree.map(lambda leaf: np.full_like(leaf, value), NOTHING)
+    return jax.tree.map(lambda leaf: np.full_like(leaf, value), ZERO_ADAPTER)
 
 
 def open_cache(free_host_bytes: Callable[[AdapterCache], int] = lambda cache: 1 << 60) -> AdapterCache:
-    """A cache with two LoRA slots and no checkpoints on disk."""
+    """Return a cache with two LoRA slots and no checkpoints on disk."""
 
     def read(path: str):
         raise NotFoundError(f"no checkpoint {path}")
@@ -54,7 +54,7 @@ def pinned_values(cache: AdapterCache, weights: str | None) -> set[float]:
         cache.unpin(weights)
 
 
-def test_every_snapshot_is_found_as_it_was_saved() -> None:
+def test_every_snapshot_has_the_values_it_was_saved_with() -> None:
     cache = open_cache()
     save(cache, *"abcd")
     for name in "abcdba":
@@ -63,14 +63,14 @@ def test_every_snapshot_is_found_as_it_was_saved() -> None:
     assert cache.stats() == {"snapshots_on_device": 2, "snapshots_in_host_memory": 4}
 
 
-def test_a_name_saved_again_means_the_new_weights() -> None:
+def test_saving_a_name_again_replaces_its_weights() -> None:
     cache = open_cache()
     keys = []
     for value in (1.0, 2.0, 3.0):
         cache.put("s", adapter(value))
         keys.append(cache.key("s"))
         assert pinned_values(cache, "s") == {value}
-    assert len(set(keys)) == 3, "keys differ, so cached pages of the old weights are not reused"
+    assert len(set(keys)) == 3, "each save has its own key, so KV pages of old weights are not reused"
     save(cache, "t")
     assert {cache.pin("s"), cache.pin("t")} == {1, 2}
 
@@ -110,11 +110,11 @@ def test_a_pinned_snapshot_is_dropped_when_it_is_unpinned() -> None:
             use("a")
     save(cache, "a")
     assert pinned_values(cache, "a") == {97.0}
-    assert pinned_values(cache, "a") == {97.0}, "it is not dropped again"
+    assert pinned_values(cache, "a") == {97.0}, "the earlier drop does not apply to the new snapshot"
 
 
-def test_full_host_memory_drops_the_least_recently_used() -> None:
-    cache = open_cache(lambda cache: HOST_RESERVE_BYTES + (3 - len(cache.in_host_memory)) * EACH)
+def test_full_host_memory_drops_the_least_recently_used_snapshot() -> None:
+    cache = open_cache(lambda cache: HOST_RESERVE_BYTES + (3 - len(cache.in_host_memory)) * ADAPTER_BYTES)
     save(cache, *"abc")
     cache.pin("a")
     for name in "bcb":
@@ -123,7 +123,7 @@ def test_full_host_memory_drops_the_least_recently_used() -> None:
     assert cache.in_host_memory == ["a", "b", "d"]
     cache.unpin("a")
     cache.put("tinker://run/sampler_weights/e", adapter(5.0))
-    assert len(cache.in_host_memory) == 3, "its copy is on disk"
+    assert len(cache.in_host_memory) == 3, "a tinker:// snapshot has no copy in host memory"
     for _ in range(2):
         save(cache, "d")  # replaces the earlier snapshot of this name
     assert cache.in_host_memory == ["a", "b", "d"]

@@ -1,4 +1,4 @@
-"""Routes without a socket: statuses, refusals, the end of sessions, and requests that the SDK never sends."""
+"""Routes, called without a socket: statuses, refused requests, ends of sessions and old clients."""
 
 from __future__ import annotations
 
@@ -119,30 +119,29 @@ async def test_nothing_is_served_before_the_engine_is_ready(context: AppState) -
     fake_engine(context).stop()
 
 
-async def test_the_client_is_told_to_send_chunks_in_order(http: httpx.AsyncClient) -> None:
+async def test_the_client_config_makes_the_sdk_send_chunks_in_order(http: httpx.AsyncClient) -> None:
     config = await post(http, "client/config", sdk_version="0.38.0")
     assert (config["parallel_fwdbwd_chunks"], config["pjwt_auth_enabled"]) == (False, False)
     assert (await post(http, "client/dynamic_config", sdk_version="0.38.0"))["sample_cancel_enabled"] is True
 
 
-async def test_over_https_the_sdk_accepts_self_signed_certificates(
-    context: AppState,
-) -> None:
+async def test_over_https_the_sdk_must_not_use_pyqwest(context: AppState) -> None:
+    """pyqwest refuses self-signed certificates."""
     transport = httpx.ASGITransport(build_app(StartupState(state=context)))
-    for scheme, told in (("http", None), ("https", False)):
+    for scheme, use_pyqwest in (("http", None), ("https", False)):
         async with httpx.AsyncClient(transport=transport, base_url=f"{scheme}://server/api/v1/") as http:
             assert (await post(http, "client/config", sdk_version="0.38.0")).get(
                 "use_pyqwest_transport"
-            ) is told
+            ) is use_pyqwest
     fake_engine(context).stop()
 
 
 async def test_headers_select_protobuf_or_json(http: httpx.AsyncClient) -> None:
     model_id = await make_model(http, await open_session(http))
-    sent = await http.post(
+    submitted = await http.post(
         "forward_backward", content=training_bytes(model_id), headers={"content-type": PROTO}
     )
-    request_id = sent.json()["request_id"]
+    request_id = submitted.json()["request_id"]
     in_json = await result(http, {"request_id": request_id})
     assert in_json["metrics"] == {"loss:sum": pytest.approx(0.5)}
     in_proto = await http.post(
@@ -159,21 +158,21 @@ async def test_headers_select_protobuf_or_json(http: httpx.AsyncClient) -> None:
         "data": [{"model_input": {"chunks": [{"tokens": [1, 2]}]}, "loss_fn_inputs": tensors}],
         "loss_fn": "cross_entropy",
     }
-    old = await post(http, "forward", model_id=model_id, seq_id=2, forward_input=inner)
-    assert (await result(http, old))["metrics"] == in_json["metrics"]
+    json_request = await post(http, "forward", model_id=model_id, seq_id=2, forward_input=inner)
+    assert (await result(http, json_request))["metrics"] == in_json["metrics"]
 
 
-async def test_a_zstd_body_is_unpacked_and_a_bad_one_refused(
+async def test_a_zstd_body_is_decompressed_and_an_invalid_one_refused(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     model_id = await make_model(http, await open_session(http))
     headers = {"content-type": PROTO, "content-encoding": "zstd"}
-    packed = zstandard.ZstdCompressor().compress(training_bytes(model_id))
-    reply = await http.post("forward_backward", content=packed, headers=headers)
+    compressed = zstandard.ZstdCompressor().compress(training_bytes(model_id))
+    reply = await http.post("forward_backward", content=compressed, headers=headers)
     assert (await result(http, reply.json()))["metrics"]
     assert len(engine.of_type(ForwardBackward)) == 1
-    bad = await http.post("forward_backward", content=b"not zstd", headers=headers)
-    assert (bad.status_code, "not valid zstd" in bad.text) == (400, True)
+    invalid = await http.post("forward_backward", content=b"not zstd", headers=headers)
+    assert (invalid.status_code, "not valid zstd" in invalid.text) == (400, True)
     bomb = zstandard.ZstdCompressor().compress(bytes(10_000_000))
     assert len(bomb) < 20_000
     large = await http.post("forward_backward", content=bomb, headers=headers)
@@ -192,22 +191,27 @@ async def test_an_invalid_json_body_is_a_clear_400(http: httpx.AsyncClient) -> N
     for content in (b"{", b"[" * 19_000, b"\xff"):
         response = await http.post("create_session", content=content, headers=JSON)
         assert (response.status_code, response.json()["category"]) == (400, "user")
-    half_a_pair = await http.post("get_info", content=b'{"model_id": "\\uD800"}', headers=JSON)
-    assert (half_a_pair.status_code, "surrogate" in half_a_pair.text) == (400, True)
-    whole = await http.post("get_info", content=b'{"model_id": "\\ud83d\\ude00"}', headers=JSON)
-    assert (whole.status_code, "no model \U0001f600" in whole.json()["detail"]) == (404, True)
+    lone_surrogate = await http.post("get_info", content=b'{"model_id": "\\uD800"}', headers=JSON)
+    assert (lone_surrogate.status_code, "surrogate" in lone_surrogate.text) == (400, True)
+    surrogate_pair = await http.post("get_info", content=b'{"model_id": "\\ud83d\\ude00"}', headers=JSON)
+    assert (surrogate_pair.status_code, "no model \U0001f600" in surrogate_pair.json()["detail"]) == (
+        404,
+        True,
+    )
     response = await http.post("create_session", json=[1])
     assert "expected a JSON object" in response.json()["detail"]
 
 
-async def test_a_disconnect_during_a_request_is_no_server_error(
+async def test_a_disconnect_during_a_request_is_not_a_server_error(
     context: AppState, caplog: pytest.LogCaptureFixture
 ) -> None:
-    parts = iter([{"type": "http.request", "body": b'{"a', "more_body": True}, {"type": "http.disconnect"}])
+    messages = iter(
+        [{"type": "http.request", "body": b'{"a', "more_body": True}, {"type": "http.disconnect"}]
+    )
     sent = []
 
     async def receive() -> dict[str, object]:
-        return next(parts)
+        return next(messages)
 
     async def send(message: dict[str, object]) -> None:
         sent.append(message)
@@ -227,10 +231,10 @@ async def test_a_disconnect_during_a_request_is_no_server_error(
     fake_engine(context).stop()
 
 
-async def test_an_endless_body_is_refused(tmp_path: Path) -> None:
+async def test_a_stalled_body_is_refused(tmp_path: Path) -> None:
     context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, stalled_s=0.05))
 
-    async def half() -> AsyncIterator[bytes]:
+    async def stalled_body() -> AsyncIterator[bytes]:
         yield b"{"
         await asyncio.Event().wait()
 
@@ -239,14 +243,12 @@ async def test_an_endless_body_is_refused(tmp_path: Path) -> None:
         httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http,
         asyncio.timeout(10),
     ):
-        response = await http.post("asample", content=half())
+        response = await http.post("asample", content=stalled_body())
     assert (response.status_code, "no byte for 0.05 s" in response.text) == (400, True)
     fake_engine(context).stop()
 
 
-async def test_engine_failures_are_results_with_a_category(
-    http: httpx.AsyncClient,
-) -> None:
+async def test_engine_errors_are_results_with_a_category(http: httpx.AsyncClient) -> None:
     session_id = await open_session(http)
     sampler = await post(
         http, "create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model=MODEL
@@ -277,8 +279,8 @@ async def test_a_pending_future_is_a_408_and_an_unknown_one_a_410(
     assert pending.json() == {"type": "try_again", "request_id": reply["request_id"], "queue_state": "active"}
     engine.gate.set()
     assert await result(http, reply) == {"metrics": {"grad_norm": 1.5}}
-    lost = await http.post("retrieve_future", json={"request_id": "optim_step-of-another-life"})
-    assert (lost.status_code, "restarted" in lost.json()["detail"]) == (410, True)
+    unknown = await http.post("retrieve_future", json={"request_id": "optim_step-before-a-restart"})
+    assert (unknown.status_code, "restarted" in unknown.json()["detail"]) == (410, True)
 
 
 async def test_a_request_sent_twice_runs_once(http: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -290,27 +292,27 @@ async def test_a_request_sent_twice_runs_once(http: httpx.AsyncClient, engine: F
     save = {"model_id": model_id, "seq_id": 2, "path": "0001"}
     saved = await post(http, "save_weights", **save)
     await result(http, saved)
-    assert await post(http, "save_weights", **save) == saved, "the name is taken now, by this very request"
+    assert await post(http, "save_weights", **save) == saved, "the name exists, but the same request saved it"
     snapshot = {"model_id": model_id, "seq_id": 3, "sampling_session_seq_id": 0}
-    made = await post(http, "save_weights_for_sampler", **snapshot)
-    assert await post(http, "save_weights_for_sampler", **snapshot) == made
-    await result(http, made)
+    sampler = await post(http, "save_weights_for_sampler", **snapshot)
+    assert await post(http, "save_weights_for_sampler", **snapshot) == sampler
+    await result(http, sampler)
     sample = {
         "sampling_session_id": f"{session_id}:sample:0",
         "seq_id": 0,
         "sampling_params": {},
         "prompt": {"chunks": [{"tokens": [1]}]},
     }
-    once = await post(http, "asample", **sample)
-    assert await post(http, "asample", **sample) == once
-    await result(http, once)
-    kinds = [type(op).__name__ for op in engine.executed]
-    assert kinds == ["CreateModel", "OptimStep", "SaveWeights", "SaveSampler", "Sample"]
-    other_kind = await http.post("save_weights", json={"model_id": model_id, "seq_id": 1, "path": "x"})
-    assert (other_kind.status_code, "seq_id 1" in other_kind.text) == (400, True)
+    sampled = await post(http, "asample", **sample)
+    assert await post(http, "asample", **sample) == sampled
+    await result(http, sampled)
+    op_types = [type(op).__name__ for op in engine.executed]
+    assert op_types == ["CreateModel", "OptimStep", "SaveWeights", "SaveSampler", "Sample"]
+    other_op_type = await http.post("save_weights", json={"model_id": model_id, "seq_id": 1, "path": "x"})
+    assert (other_op_type.status_code, "seq_id 1" in other_op_type.text) == (400, True)
 
 
-async def test_a_model_that_could_not_be_made_does_not_exist(
+async def test_a_model_whose_creation_failed_does_not_exist(
     http: httpx.AsyncClient, context: AppState
 ) -> None:
     session_id = await open_session(http)
@@ -327,7 +329,7 @@ async def test_a_model_that_could_not_be_made_does_not_exist(
 
 
 async def test_permanent_errors_have_statuses_without_retries(http: httpx.AsyncClient) -> None:
-    """The SDK would repeat a 409 or 5xx for five minutes."""
+    """The SDK would retry a 409 or 5xx for five minutes."""
     session_id = await open_session(http)
     model_id = await make_model(http, session_id)
     await result(http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="0001"))
@@ -417,7 +419,7 @@ async def test_permanent_errors_have_statuses_without_retries(http: httpx.AsyncC
         )
 
 
-async def test_a_model_takes_only_checkpoints_of_its_own_shape(http: httpx.AsyncClient) -> None:
+async def test_a_model_loads_only_checkpoints_with_its_lora_config(http: httpx.AsyncClient) -> None:
     session_id = await open_session(http)
     model_id = await make_model(http, session_id)
     saved = await result(http, await post(http, "save_weights", model_id=model_id, seq_id=1, path="0001"))
@@ -438,9 +440,7 @@ async def test_a_model_takes_only_checkpoints_of_its_own_shape(http: httpx.Async
 
 
 @pytest.mark.seed_behaviour(129)
-async def test_the_tokenizer_is_offered_to_local_clients_only(
-    http: httpx.AsyncClient, context: AppState
-) -> None:
+async def test_only_local_clients_get_the_tokenizer_path(http: httpx.AsyncClient, context: AppState) -> None:
     model_id = await make_model(http, await open_session(http))
     info = await post(http, "get_info", model_id=model_id)
     assert info["model_data"] == {
@@ -448,13 +448,13 @@ async def test_the_tokenizer_is_offered_to_local_clients_only(
         "model_name": MODEL,
         "tokenizer_id": str(context.settings.model_dir),
     }
-    far = httpx.ASGITransport(build_app(StartupState(state=context)), client=("10.0.0.7", 1234))
-    async with httpx.AsyncClient(transport=far, base_url="http://server/api/v1/") as remote:
+    remote_transport = httpx.ASGITransport(build_app(StartupState(state=context)), client=("10.0.0.7", 1234))
+    async with httpx.AsyncClient(transport=remote_transport, base_url="http://server/api/v1/") as remote:
         info = await post(remote, "get_info", model_id=model_id)
     assert info["model_data"] == {"arch": "qwen3", "model_name": MODEL, "tokenizer_id": None}
 
 
-async def test_a_silent_session_is_freed_by_housekeeping(tmp_path: Path) -> None:
+async def test_housekeeping_frees_a_session_without_heartbeats(tmp_path: Path) -> None:
     context = fake_context(tmp_path, session_timeout_s=0.0, retention=Retention(hold_s=0.05))
     engine = fake_engine(context)
     transport = httpx.ASGITransport(build_app(StartupState(state=context)))
@@ -479,17 +479,17 @@ async def test_a_silent_session_is_freed_by_housekeeping(tmp_path: Path) -> None
     assert engine.of_type(DropSnapshot) == [DropSnapshot(weights=f"{session_id}:sample:0")]
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    while not holds():
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
         time.sleep(0.005)
 
 
-def records(folder: Path) -> list[Path]:
+def checkpoint_records(folder: Path) -> list[Path]:
     return list(folder.rglob("checkpoint.json"))
 
 
 async def test_the_end_of_a_session_cancels_its_running_samples(tmp_path: Path) -> None:
-    """Running samples end, and so do samples of the same request that wait for a slot."""
+    """Samples of the same request that wait for a slot are cancelled too."""
     gate = threading.Event()
     gate.set()
     executor = FakeExecutor(num_slots=2, block=1, gate=gate)
@@ -513,7 +513,7 @@ async def test_the_end_of_a_session_cancels_its_running_samples(tmp_path: Path) 
         await post(http, "asample", sampling_session_id=sampler["sampling_session_id"], seq_id=0, **body)
         engine.start()
         await asyncio.to_thread(wait_until, lambda: "decode" in executor.log)
-        gate.clear()  # one turn may have passed the gate, and the next one may wait at it
+        gate.clear()  # one dispatch may have passed the gate, and the next one may wait at it
         dispatches = executor.log.count("decode")
         await http.post(f"sessions/{session_id}/finish", json={"reason": {"type": "success"}})
         gate.set()
@@ -522,7 +522,7 @@ async def test_the_end_of_a_session_cancels_its_running_samples(tmp_path: Path) 
     assert executor.log.count("decode") <= dispatches + 2 and not executor.num_running
 
 
-async def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(
+async def test_other_checkpoints_expire_if_one_cannot_be_deleted(
     http: httpx.AsyncClient, context: AppState, tmp_path: Path
 ) -> None:
     model_id = await make_model(http, await open_session(http))
@@ -541,14 +541,14 @@ async def test_a_checkpoint_that_cannot_be_deleted_keeps_no_other(
         )
         paths.append(str(saved["path"]))
         context.run_index.set_expiry(paths[-1], datetime.now(UTC) - timedelta(seconds=2 - number))
-    damaged, _ = sorted(records(tmp_path))
+    damaged, _ = sorted(checkpoint_records(tmp_path))
     damaged.write_text("{")
     await housekeep(context)
     assert context.run_index.expired() == []
-    assert records(tmp_path) == [damaged]
+    assert checkpoint_records(tmp_path) == [damaged]
 
 
-async def test_an_expired_checkpoint_is_deleted_and_others_survive(
+async def test_only_expired_checkpoints_are_deleted(
     http: httpx.AsyncClient, context: AppState, tmp_path: Path
 ) -> None:
     model_id = await make_model(http, await open_session(http))
@@ -565,16 +565,16 @@ async def test_an_expired_checkpoint_is_deleted_and_others_survive(
 
     restarted = fake_context(tmp_path)
     transport = httpx.ASGITransport(build_app(StartupState(state=restarted)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as again:
-        (checkpoint,) = (await again.get("checkpoints")).json()["checkpoints"]
+    async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as client:
+        (checkpoint,) = (await client.get("checkpoints")).json()["checkpoints"]
         assert (checkpoint["tinker_path"], checkpoint["expires_at"] is not None) == (kept["path"], True)
-        (run,) = (await again.get("training_runs", params={"limit": 5})).json()["training_runs"]
+        (run,) = (await client.get("training_runs", params={"limit": 5})).json()["training_runs"]
         assert (run["training_run_id"], run["lora_rank"], run["last_checkpoint"]["checkpoint_id"]) == (
             model_id,
             4,
             "weights/kept",
         )
-        assert (await again.get("training_runs/none")).status_code == 404
+        assert (await client.get("training_runs/none")).status_code == 404
     fake_engine(restarted).stop()
 
 
@@ -590,14 +590,14 @@ async def test_checkpoints_are_listed_in_pages(http: httpx.AsyncClient) -> None:
     assert (await http.get("checkpoints", params={"limit": "x"})).status_code == 400
 
 
-async def test_stats_count_existing_objects(http: httpx.AsyncClient) -> None:
+async def test_stats_count_registered_objects(http: httpx.AsyncClient) -> None:
     await make_model(http, await open_session(http))
     stats = (await http.get("stats")).json()
     assert stats["registry"] == {"sessions": 1, "models": 1, "samplers": 0, "snapshots": 0}
     assert stats["futures"]["finished"] == 1 and stats["engine"] == {"ops_finished": 1}
 
 
-async def test_a_request_is_one_log_line_and_polls_are_debug(
+async def test_a_request_logs_one_line_and_polls_log_at_debug_level(
     http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="skyrl_tx_server.http")
@@ -616,15 +616,15 @@ async def test_a_bug_of_the_server_is_reported_once_and_not_retried(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def broken(op: object) -> None:
-        raise KeyError("nobody thought of this")
+    def fail(op: object) -> None:
+        raise KeyError("a bug in the engine")
 
     session_id = await open_session(http)
     model_id = await make_model(http, session_id)
-    monkeypatch.setattr(context.engine, "submit", broken)
+    monkeypatch.setattr(context.engine, "submit", fail)
     response = await http.post("optim_step", json={"model_id": model_id, "seq_id": 1, "adam_params": {}})
     assert (response.status_code, response.json()["category"]) == (400, "server")
-    assert "nobody thought of this" in caplog.text
+    assert "a bug in the engine" in caplog.text
 
 
 async def test_requests_run_in_the_order_of_arrival(http: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -633,10 +633,10 @@ async def test_requests_run_in_the_order_of_arrival(http: httpx.AsyncClient, eng
     replies = []
     for seq_id in range(1, 5):
         if seq_id % 2:
-            sent = await http.post(
+            response = await http.post(
                 "forward_backward", content=training_bytes(model_id, seq_id), headers={"content-type": PROTO}
             )
-            replies.append(sent.json())
+            replies.append(response.json())
         else:
             replies.append(await post(http, "optim_step", model_id=model_id, seq_id=seq_id, adam_params={}))
     engine.gate.set()
@@ -645,10 +645,10 @@ async def test_requests_run_in_the_order_of_arrival(http: httpx.AsyncClient, eng
     assert order == [ForwardBackward, OptimStep, ForwardBackward, OptimStep]
 
 
-async def test_a_name_or_path_can_be_sampled_without_a_session(
+async def test_a_model_name_or_path_is_sampled_without_a_session(
     http: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
-    """The low-level resource of older SDKs."""
+    """Older SDKs send such requests."""
     model_id = await make_model(http, await open_session(http))
     saved = await result(
         http, await post(http, "save_weights_for_sampler", model_id=model_id, seq_id=1, path="s")
@@ -671,7 +671,7 @@ async def test_a_name_or_path_can_be_sampled_without_a_session(
 async def test_an_unserializable_reply_has_a_status_without_retries(
     http: httpx.AsyncClient, context: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The SDK would repeat retrieve_future at once and without end after a 5xx."""
+    """After a 5xx the SDK would repeat retrieve_future immediately and without a limit."""
     monkeypatch.setattr(context.engine, "stats", lambda: {"cannot be written": object()})
     response = await http.get("stats")
     assert (response.status_code, "not JSON serializable" in response.text) == (400, True)
@@ -702,19 +702,19 @@ async def test_a_sample_cancelled_while_it_waits_never_runs(
 ) -> None:
     body = {"base_model": MODEL, "sampling_params": {"max_tokens": 1}}
     engine.gate.clear()
-    begun, waiting, other = [
+    running, cancelled, last = [
         await post(http, "asample", **body, prompt={"chunks": [{"tokens": [token]}]}) for token in (1, 2, 3)
     ]
-    for request_id in (waiting["request_id"], waiting["request_id"], "sample-unknown"):
+    for request_id in (cancelled["request_id"], cancelled["request_id"], "sample-unknown"):
         assert (await http.post("cancel_future", json={"request_id": request_id})).status_code == 204
     engine.gate.set()
-    assert "sequences" in await result(http, begun) and "sequences" in await result(http, other)
-    assert "withdrawn" in str((await result(http, waiting))["error"])
+    assert "sequences" in await result(http, running) and "sequences" in await result(http, last)
+    assert "withdrawn" in str((await result(http, cancelled))["error"])
     assert [int(op.prompt[0]) for op in engine.of_type(Sample)] == [1, 3]
 
 
 async def test_a_signed_download_opens_without_the_api_key(tmp_path: Path) -> None:
-    """The command line fetches the files with nothing but their URLs."""
+    """The command line of the SDK downloads the files with their signed URLs only."""
     context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, api_key="tml-secret"))
     transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     key = {"x-api-key": "tml-secret"}
@@ -732,7 +732,7 @@ async def test_a_signed_download_opens_without_the_api_key(tmp_path: Path) -> No
 
 
 async def test_an_archive_of_a_checkpoint_is_a_tar_behind_a_redirect(http: httpx.AsyncClient) -> None:
-    """SDKs up to 0.35 request this. scripts/sdk_smoke.py tests real ones."""
+    """SDKs up to 0.35 request archives. scripts/sdk_smoke.py runs such SDKs."""
     model_id = await make_model(http, await open_session(http))
     await result(http, await post(http, "save_weights", model_id=model_id, path="w1"))
     await result(http, await post(http, "save_weights_for_sampler", model_id=model_id, path="s1"))
@@ -749,8 +749,10 @@ async def test_an_archive_of_a_checkpoint_is_a_tar_behind_a_redirect(http: httpx
             assert tar.getnames() == ["adapter_config.json", "adapter_model.safetensors"]
             config, weights = (file.read() for name in tar.getnames() if (file := tar.extractfile(name)))
         assert json.loads(config)["r"] == 4 and safetensors.numpy.load(weights).keys() == FACTORS.keys()
-        another = reply.headers["location"].replace(
+        other_checkpoint_url = reply.headers["location"].replace(
             checkpoint_id, "weights/w1" if "sampler" in checkpoint_id else "sampler_weights/s1"
         )
-        assert (await http.get(another)).status_code == 404  # a signature opens one checkpoint
+        assert (
+            await http.get(other_checkpoint_url)
+        ).status_code == 404  # a signature is valid for one checkpoint
     assert (await http.get(f"training_runs/{model_id}/checkpoints/weights/none/archive")).status_code == 404

@@ -23,7 +23,7 @@ STEPS, CONTEXT = 16, 192
 
 @pytest.fixture
 def runner(tmp_path: Path) -> BatchRunner:
-    """Each of two ranks has two slots and five pages; a whole context is three pages."""
+    """Return a runner with two slots and five pages per rank. A maximum context takes three pages."""
     model_dir = make_model(tmp_path / "model")
     config = load_model_config(model_dir)
     dtype = np.dtype("float32")
@@ -49,7 +49,7 @@ def runner(tmp_path: Path) -> BatchRunner:
 
 
 def begin(runner: BatchRunner, requests: Sequence[tuple[int, int]]) -> None:
-    """Start requests with (prompt length, max_tokens); all prompts differ."""
+    """Start one request for each (prompt length, max_tokens). Prompts have no common prefix."""
     for request_id, (length, max_tokens) in enumerate(requests, 1):
         prompt = np.random.default_rng(request_id).integers(0, 256, length).astype(np.int32)
         settings = SamplingSettings(max_tokens=max_tokens, seed=request_id, stop_at_eos=False)
@@ -71,17 +71,14 @@ def finish(runner: BatchRunner, request_id: int) -> None:
         runner.poll(dispatch_next=False)
 
 
-def test_sequences_are_spread_over_the_ranks(
-    runner: BatchRunner,
-) -> None:
+def test_sequences_are_spread_over_the_ranks(runner: BatchRunner) -> None:
     begin(runner, [(60, 130), (60, 130)])  # three pages each
     finish(runner, 2)
     assert runner.stats()["num_preemptions"] == 0
 
 
 def test_a_preempted_sequence_waits_for_pages_of_its_own_rank(runner: BatchRunner) -> None:
-    """The first and the third are in one rank, where the third is preempted until the first ends. The others
-    have enough pages."""
+    """Sequences 1 and 3 share a rank, and 3 is preempted until 1 ends. The other rank has enough pages."""
     begin(runner, [(60, 75), (5, 120), (60, 130), (6, 120)])
     finish(runner, 1)
     assert (runner.stats()["num_preemptions"], runner.stats()["sequences_preempted"]) == (1, 1)

@@ -9,8 +9,8 @@ from skyrl_tx_server.sampling.prefix_cache import Prefix, PrefixCache
 NO_PREFIX = Prefix()
 
 
-def cached(cache: PrefixCache, text: np.ndarray) -> None:
-    """Cache `text` in the first free pages, as when a sequence ends."""
+def cache_text(cache: PrefixCache, text: np.ndarray) -> None:
+    """Cache the tokens `text` in free pages, as at the end of a sequence."""
     pages = cache.allocate(-(-len(text) // PAGE_SIZE))
     assert pages is not None
     cache.insert("w", text, pages)
@@ -18,101 +18,101 @@ def cached(cache: PrefixCache, text: np.ndarray) -> None:
 
 
 def test_sequences_of_one_rank_share_full_pages() -> None:
-    home = PrefixCache(first=0, count=10)
+    rank_0 = PrefixCache(first=0, count=10)
     tables = allocate_block_tables(
-        [home] * 3,
+        [rank_0] * 3,
         2 * PAGE_SIZE + 1,
         prefix=NO_PREFIX,
-        prefix_cache=home,
+        prefix_cache=rank_0,
         spare_pages={},
         text_length=2 * PAGE_SIZE + 1,
     )
     assert tables.tables == [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
     assert (tables.copies_before, tables.copies_after) == ([], [(3, 4), (3, 5)])
-    assert home.references == {1: 3, 2: 3, 3: 1, 4: 1, 5: 1}
+    assert rank_0.references == {1: 3, 2: 3, 3: 1, 4: 1, 5: 1}
 
 
 def test_full_prefix_pages_are_shared_and_the_last_is_copied() -> None:
-    home, text = PrefixCache(first=0, count=10), np.arange(2 * PAGE_SIZE, dtype=np.int32)
-    cached(home, text[: PAGE_SIZE + 9])
-    cached_prefix = home.find("w", text)
+    rank_0, text = PrefixCache(first=0, count=10), np.arange(2 * PAGE_SIZE, dtype=np.int32)
+    cache_text(rank_0, text[: PAGE_SIZE + 9])
+    cached_prefix = rank_0.find("w", text)
     tables = allocate_block_tables(
-        [home] * 2,
+        [rank_0] * 2,
         2 * PAGE_SIZE,
         prefix=cached_prefix,
-        prefix_cache=home,
+        prefix_cache=rank_0,
         spare_pages={},
         text_length=2 * PAGE_SIZE,
     )
     assert tables.tables == [[1, 3], [1, 3]] and (tables.copies_before, tables.copies_after) == ([(2, 3)], [])
-    assert home.references == {1: 3, 2: 1, 3: 2}
+    assert rank_0.references == {1: 3, 2: 1, 3: 2}
 
 
-def test_a_sequence_of_another_rank_gets_copies_of_all_pages() -> None:
-    home, other = PrefixCache(first=0, count=10), PrefixCache(first=10, count=10)
-    cached_prefix = Prefix(pages=home.allocate(1) or (), length=PAGE_SIZE)
+def test_a_sequence_in_another_rank_gets_copies_of_all_pages() -> None:
+    rank_0, rank_1 = PrefixCache(first=0, count=10), PrefixCache(first=10, count=10)
+    cached_prefix = Prefix(pages=rank_0.allocate(1) or (), length=PAGE_SIZE)
     tables = allocate_block_tables(
-        [home, other, other],
+        [rank_0, rank_1, rank_1],
         PAGE_SIZE + 1,
         prefix=cached_prefix,
-        prefix_cache=home,
+        prefix_cache=rank_0,
         spare_pages={},
         text_length=PAGE_SIZE + 1,
     )
     assert tables.tables == [[1, 2], [11, 12], [11, 13]]
     assert (tables.copies_before, tables.copies_after) == ([], [(1, 11), (2, 12), (2, 13)])
-    away = allocate_block_tables(
-        [other],
+    remote_tables = allocate_block_tables(
+        [rank_1],
         PAGE_SIZE + 1,
         prefix=cached_prefix,
-        prefix_cache=home,
+        prefix_cache=rank_0,
         spare_pages={},
         text_length=PAGE_SIZE + 1,
     )
-    assert away.tables == [[14, 15]] and away.copies_before == [(1, 14)]
+    assert remote_tables.tables == [[14, 15]] and remote_tables.copies_before == [(1, 14)]
 
 
 @pytest.mark.parametrize(("length", "spare"), [(4 * PAGE_SIZE, 0), (3 * PAGE_SIZE, 1)])
 def test_too_few_pages_or_spare_pages_allocate_nothing(length: int, spare: int) -> None:
-    home, other = PrefixCache(first=0, count=20), PrefixCache(first=20, count=4)
+    rank_0, rank_1 = PrefixCache(first=0, count=20), PrefixCache(first=20, count=4)
     text = np.arange(PAGE_SIZE, dtype=np.int32)
-    cached(home, text)
-    cached_prefix = home.find("w", text)
+    cache_text(rank_0, text)
+    cached_prefix = rank_0.find("w", text)
     with pytest.raises(CapacityError, match="no KV pages for 999 tokens, 192 tokens are free"):
         allocate_block_tables(
-            [home, other],
+            [rank_0, rank_1],
             length,
             prefix=cached_prefix,
-            prefix_cache=home,
-            spare_pages={other: spare},
+            prefix_cache=rank_0,
+            spare_pages={rank_1: spare},
             text_length=999,
         )
-    assert (home.num_free, other.num_free, home.references, other.references) == (18, 3, {1: 1}, {})
+    assert (rank_0.num_free, rank_1.num_free, rank_0.references, rank_1.references) == (18, 3, {1: 1}, {})
 
 
 def test_an_allocation_does_not_evict_its_own_prefix() -> None:
-    home, text = PrefixCache(first=0, count=3), np.arange(PAGE_SIZE, dtype=np.int32)
-    cached(home, text)
+    rank_0, text = PrefixCache(first=0, count=3), np.arange(PAGE_SIZE, dtype=np.int32)
+    cache_text(rank_0, text)
     with pytest.raises(CapacityError, match="64 tokens are free"):
         allocate_block_tables(
-            [home],
+            [rank_0],
             2 * PAGE_SIZE,
-            prefix=home.find("w", text),
-            prefix_cache=home,
-            spare_pages={home: 1},
+            prefix=rank_0.find("w", text),
+            prefix_cache=rank_0,
+            spare_pages={rank_0: 1},
             text_length=2 * PAGE_SIZE,
         )
-    assert home.find("w", text).length == PAGE_SIZE
+    assert rank_0.find("w", text).length == PAGE_SIZE
 
 
 def test_spare_pages_stay_free() -> None:
-    home = PrefixCache(first=0, count=5)
+    rank_0 = PrefixCache(first=0, count=5)
     allocate_block_tables(
-        [home],
+        [rank_0],
         2 * PAGE_SIZE,
         prefix=NO_PREFIX,
-        prefix_cache=home,
-        spare_pages={home: 2},
+        prefix_cache=rank_0,
+        spare_pages={rank_0: 2},
         text_length=2 * PAGE_SIZE,
     )
-    assert home.num_free == 2
+    assert rank_0.num_free == 2

@@ -83,7 +83,7 @@ def test_a_taken_name_is_a_conflict_unless_overwritten(store: CheckpointStore):
     assert len(list((Path(store.root) / RUN / "weights" / "one").iterdir())) == 2
 
 
-def test_a_failed_write_leaves_the_old_checkpoint_only(
+def test_a_failed_write_leaves_only_the_old_checkpoint(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ):
     path = write(store).path
@@ -100,10 +100,10 @@ def test_a_failed_write_leaves_the_old_checkpoint_only(
 
 
 def test_a_full_disk_while_writing_loses_no_earlier_save(store: CheckpointStore):
-    """The kernel refuses to write more bytes in the middle of the arrays."""
+    """A limit on the file size makes the kernel refuse writes in the middle of the arrays."""
     path = write(store).path
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard_limit))
     try:
         for overwrite, name in ((True, "one"), (False, "two")):
             with pytest.raises(
@@ -111,7 +111,7 @@ def test_a_full_disk_while_writing_loses_no_earlier_save(store: CheckpointStore)
             ):
                 write(store, name, overwrite=overwrite)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
     np.testing.assert_array_equal(store.read(path)[1]["scale"], np.float32(0.5))
     assert [info.name for info in store.list()] == ["one"]
     assert len(list((Path(store.root) / RUN / "weights" / "one").iterdir())) == 2
@@ -122,21 +122,23 @@ def test_files_are_synced_before_they_are_renamed(store: CheckpointStore, monkey
     events: list[str] = []
     fsync, replace_file = os.fsync, os.replace
 
-    def syncing(descriptor: int) -> None:
+    def record_sync(descriptor: int) -> None:
         events.append(re.split("[-.]", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))[0])
         fsync(descriptor)
 
-    def renaming(source: Path, target: Path) -> None:
+    def record_rename(source: Path, target: Path) -> None:
         events.append("rename")
         replace_file(source, target)
 
-    monkeypatch.setattr(os, "fsync", syncing)
-    monkeypatch.setattr(os, "replace", renaming)
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "replace", record_rename)
     write(store)
-    assert events == ["arrays", "checkpoint", "rename", "one"]  # the last one is the directory
+    assert events == ["arrays", "checkpoint", "rename", "one"]  # `one` is the directory
 
 
-def test_nothing_is_written_to_a_full_disk(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+def test_a_save_to_a_full_disk_is_refused_before_it_writes(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda directory: SimpleNamespace(free=disk.SLACK_BYTES))
     with pytest.raises(ServerError, match="not enough disk space"):
         write(store)
@@ -156,7 +158,7 @@ def test_the_quota_counts_an_overwritten_checkpoint_once(tmp_path: Path):
     assert sorted(info.name for info in store.list()) == ["three", "two"]
 
 
-def test_a_write_killed_before_its_rename_is_no_checkpoint(store: CheckpointStore):
+def test_a_write_killed_before_its_rename_makes_no_checkpoint(store: CheckpointStore):
     directory = Path(store.root) / RUN / "weights" / "one"
     directory.mkdir(parents=True)
     (directory / "arrays-dead.safetensors").write_bytes(b"half")
@@ -185,9 +187,9 @@ def test_a_write_killed_before_its_rename_is_no_checkpoint(store: CheckpointStor
 def test_incomplete_and_foreign_checkpoints_are_refused(store: CheckpointStore, damage, message: str):
     path = write(store).path
     damage(Path(store.root) / RUN / "weights" / "one")
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as error:
         store.read(path)
-    assert path in str(caught.value)
+    assert path in str(error.value)
 
 
 def flip_last_byte(file: Path) -> None:
@@ -201,12 +203,12 @@ def change_record(directory: Path, **changes: object) -> None:
     (directory / "checkpoint.json").write_text(json.dumps(record | changes))
 
 
-def test_another_base_models_checkpoint_is_refused(store: CheckpointStore):
+def test_a_checkpoint_of_another_base_model_is_refused(store: CheckpointStore):
     path = write(store).path
-    other = CheckpointStore(store.root, "org/other")
-    assert other.info(path).base_model == "org/model"
+    other_model = CheckpointStore(store.root, "org/other")
+    assert other_model.info(path).base_model == "org/model"
     with pytest.raises(UserError, match="made from base model org/model, this server runs org/other"):
-        other.read(path)
+        other_model.read(path)
 
 
 def test_delete_removes_a_checkpoint(store: CheckpointStore):
@@ -221,14 +223,14 @@ def test_delete_removes_a_checkpoint(store: CheckpointStore):
 def test_a_delete_during_a_save_loses_no_accepted_checkpoint(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, moment: str
 ):
-    """Either the save fails, or it came first and was deleted. No accepted save is lost or incomplete."""
+    """The save fails if the delete precedes its rename. Otherwise the delete removes the new checkpoint."""
     path = write(store).path
-    real = os.replace
+    os_replace = os.replace
 
     def replace_during_a_delete(source: object, target: object) -> None:
         if moment == "before its rename":
             store.delete(path)
-        real(source, target)  # type: ignore[arg-type]
+        os_replace(source, target)  # type: ignore[arg-type]
         if moment == "after its rename":
             store.delete(path)
 
@@ -249,7 +251,9 @@ def test_a_read_or_delete_after_a_delete_is_not_found(
     path = write(store).path
     record = read_record(path, store.root / RUN / "weights" / "one" / RECORD_NAME)
     store.delete(path)
-    monkeypatch.setattr(checkpoints, "read_record", lambda *_: record)  # as if read before the first delete
+    monkeypatch.setattr(
+        checkpoints, "read_record", lambda *_: record
+    )  # as if it was read before the first delete
     with pytest.raises(NotFoundError, match="no checkpoint"):
         store.delete(path)
     with pytest.raises(UserError, match="is missing"):
@@ -264,12 +268,12 @@ def test_a_read_or_delete_after_a_delete_is_not_found(
         *("tinker:///weights/one", "tinker://run/weights/a b"),
     ],
 )
-def test_paths_outside_the_grammar_are_refused(path: str):
+def test_malformed_checkpoint_paths_are_refused(path: str):
     with pytest.raises(UserError):
         parse_path(path)
 
 
-def test_names_outside_the_grammar_are_refused_at_write(store: CheckpointStore):
+def test_malformed_checkpoint_names_are_refused(store: CheckpointStore):
     for name in ("a/b", "..", "", "a b", "x" * 201):
         with pytest.raises(UserError):
             write(store, name)

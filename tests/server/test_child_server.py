@@ -1,4 +1,4 @@
-"""`serve`: a server in a child process."""
+"""`serve` runs a server in a child process."""
 
 import subprocess
 import sys
@@ -29,21 +29,21 @@ def test_the_child_parses_the_same_configuration() -> None:
     assert parse(arguments_of(config)) == config
 
 
-def test_keys_are_not_on_the_command_line() -> None:
+def test_api_keys_are_not_on_the_command_line() -> None:
     config = ServerConfig(**OPTIONS, api_key="tml-secret")
     assert not [argument for argument in arguments_of(config) if "secret" in argument]
 
 
-async def test_a_refused_model_is_an_error_of_one_line(
+async def test_an_invalid_model_gives_an_error_of_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """JAX has threads in this process, so a fork of it would warn."""
+    """JAX has started threads in this process. `serve` must not fork it, because Python would warn."""
     jnp.zeros(1).block_until_ready()
     config = ServerConfig(base_model=str(tmp_path), port=0, checkpoints_dir=str(tmp_path / "checkpoints"))
-    with pytest.raises(ConfigError, match=r"^the server stopped with status 2: .*config\.json") as raised:
+    with pytest.raises(ConfigError, match=r"^the server stopped with status 2: .*config\.json") as error:
         async with serve(config):
             pass
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(error.value)
 
 
 def test_the_server_stops_when_its_parent_is_killed(tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def test_the_server_stops_when_its_parent_is_killed(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_is_fast() -> None:
-    """It must load neither jax nor the HTTP application."""
-    check = (
+    """The import must not load jax or the HTTP application."""
+    program = (
         "import sys, skyrl_tx_server as s; s.serve; print(sorted({'jax', 'starlette'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""Mistakes on the command line give one line and exit status 2, and start nothing."""
+"""The command line of the server: options and their errors, flags of SkyRL's server, help and dry runs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from skyrl_tx_server.model.weights import load_params
 from tests.fakes.tiny_model import make_settings
 from tests.server.tiny_qwen3 import FIXTURES
 
-NUMBERS = {
+NUMERIC_OPTIONS = {
     name: field
     for name, field in chz.chz_fields(ServerConfig).items()
     if {int, float} & {field.final_type, *get_args(field.final_type)}
 }
-TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel=2"]
+TWO_PROCESSES = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel=2"]
 
 
 @pytest.mark.parametrize(
@@ -88,28 +88,31 @@ TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel
         ),
         (["base_model=x", "coordinator_address=a:1"], "coordinator_address and num_processes"),
         (
-            ["base_model=x", *TWO, "warmup=true"],
+            ["base_model=x", *TWO_PROCESSES, "warmup=true"],
             "warmup=true: several processes must compile together",
         ),
         (
-            ["base_model=x", *TWO, "process_id=2"],
+            ["base_model=x", *TWO_PROCESSES, "process_id=2"],
             "process_id=2: must lie between 0 and num_processes - 1, which is 1",
         ),
         (
-            ["base_model=x", *TWO, "tensor_parallel=1"],
+            ["base_model=x", *TWO_PROCESSES, "tensor_parallel=1"],
             "num_processes=2: must divide the 1 devices",
         ),
-        (["base_model=x", *TWO, "coordinator_address=localhost"], "must be host:port, as in 10.0.0.1:7000"),
         (
-            ["base_model=x", *TWO],
+            ["base_model=x", *TWO_PROCESSES, "coordinator_address=localhost"],
+            "must be host:port, as in 10.0.0.1:7000",
+        ),
+        (
+            ["base_model=x", *TWO_PROCESSES],
             "several processes need a common secret: cluster_key_file=FILE, or",
         ),
         (
-            ["base_model=x", *TWO, "cluster_key_file=no-such-file"],
+            ["base_model=x", *TWO_PROCESSES, "cluster_key_file=no-such-file"],
             "cluster_key_file=no-such-file: cannot be read: No such file",
         ),
         (
-            ["base_model=x", *TWO, "cluster_key_file=/dev/null"],
+            ["base_model=x", *TWO_PROCESSES, "cluster_key_file=/dev/null"],
             "has 0 characters; at least 32 random characters are needed",
         ),
         (["base_model=x", "ssl_certfile=cert.pem"], "https needs both"),
@@ -123,11 +126,13 @@ TWO = ["coordinator_address=127.0.0.1:7000", "num_processes=2", "tensor_parallel
         ),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(
+def test_an_invalid_command_line_gives_one_line_and_status_2(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    where = [] if any("checkpoints_dir" in argument for argument in argv) else [f"checkpoints_dir={tmp_path}"]
-    assert main([*argv, *where]) == 2
+    default_dir = (
+        [] if any("checkpoints_dir" in argument for argument in argv) else [f"checkpoints_dir={tmp_path}"]
+    )
+    assert main([*argv, *default_dir]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("skyrl-tx server: ") and printed.err.count("\n") == 1
@@ -135,23 +140,23 @@ def test_a_mistake_is_one_line_and_status_2(
 
 
 def test_every_numeric_option_declares_its_bounds() -> None:
-    assert NUMBERS and all(BOUNDS in (field.metadata or {}) for field in NUMBERS.values())
+    assert NUMERIC_OPTIONS and all(BOUNDS in (field.metadata or {}) for field in NUMERIC_OPTIONS.values())
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", NUMERIC_OPTIONS)
 def test_a_numeric_option_must_be_finite_and_within_its_bounds(name: str) -> None:
-    is_float = float in {NUMBERS[name].final_type, *get_args(NUMBERS[name].final_type)}
+    is_float = float in {NUMERIC_OPTIONS[name].final_type, *get_args(NUMERIC_OPTIONS[name].final_type)}
     for value in ("nan", "inf", "-inf", "1e300") if is_float else ("9" * 30, "-1"):
-        given = {} if name == "port" else {"port": "0"}
+        port = [] if name == "port" else ["port=0"]
         with pytest.raises(ConfigError, match=rf"^{name}=.*: must "):
-            parse(["base_model=x", f"{name}={value}", *(f"{key}={number}" for key, number in given.items())])
+            parse(["base_model=x", f"{name}={value}", *port])
 
 
-def test_a_port_in_use_is_known_before_the_model_is_loaded(
+def test_a_port_in_use_is_refused_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         assert main(["base_model=no-such-directory", f"port={port}", f"checkpoints_dir={tmp_path}"]) == 2
     assert f"port={port}: Address already in use" in capsys.readouterr().err
 
@@ -167,18 +172,18 @@ def test_help_names_every_option_and_its_default(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("program", "argv"), [(main, ["--help"]), (export.main, ["--help"]), (export.main, ["merge", "--help"])]
 )
-def test_help_into_a_closed_pipe_is_no_traceback(
+def test_help_into_a_closed_pipe_prints_no_traceback(
     program: Callable[[list[str]], int], argv: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as nobody:
-        monkeypatch.setattr(sys, "stdout", nobody)
+    with open(writer, "w") as closed_pipe:
+        monkeypatch.setattr(sys, "stdout", closed_pipe)
         assert program(argv) == 0
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "arguments"),
     [
         ([], "base_model=Qwen/Qwen3-4B tensor_parallel=1"),
         (["port=9"], "base_model=Qwen/Qwen3-4B tensor_parallel=1 port=9"),
@@ -188,18 +193,23 @@ def test_help_into_a_closed_pipe_is_no_traceback(
     ],
 )
 @pytest.mark.seed_behaviour(112)
-def test_the_start_script_takes_arguments_in_order(words: list[str], says: str, tmp_path: Path) -> None:
+def test_the_start_script_passes_a_model_a_size_and_options(
+    words: list[str], arguments: str, tmp_path: Path
+) -> None:
     for name, text in (("setup.sh", ""), ("gpu_flags.sh", ""), ("python", 'echo "${@:3}"')):
         path = tmp_path / (".venv/bin" if name == "python" else "scripts") / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/usr/bin/env bash\n{text}\n")
         path.chmod(0o755)
     script = Path(__file__).resolve().parents[2] / "scripts" / "start_skyrl_tx.sh"
-    copied = shutil.copy(script, tmp_path / "scripts")
-    assert subprocess.run([copied, *words], capture_output=True, text=True, check=True).stdout == says + "\n"
+    script_copy = shutil.copy(script, tmp_path / "scripts")
+    assert (
+        subprocess.run([script_copy, *words], capture_output=True, text=True, check=True).stdout
+        == arguments + "\n"
+    )
 
 
-def test_the_alias_follows_the_model(tmp_path: Path) -> None:
+def test_the_default_alias_is_the_name_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     assert ServerConfig(base_model=str(tmp_path / "tiny")).alias == "local/tiny"
     assert ServerConfig(base_model="Qwen/Qwen3-4B").alias == "Qwen/Qwen3-4B"
@@ -208,7 +218,7 @@ def test_the_alias_follows_the_model(tmp_path: Path) -> None:
     )
 
 
-def test_a_dry_run_prints_the_memory_plan_and_touches_nothing(
+def test_a_dry_run_prints_the_memory_plan_and_writes_no_files(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     model, checkpoints = FIXTURES / "tied", tmp_path / "checkpoints"
@@ -227,17 +237,17 @@ def test_a_dry_run_prints_the_memory_plan_and_touches_nothing(
 
 
 def test_virtual_devices_have_enough_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA reads this variable when it starts, which has already happened in this process."""
+    """`main` sets NPROC, which XLA reads when it starts. In this process XLA has started already."""
     monkeypatch.setenv("NPROC", "1")
     monkeypatch.delenv("NPROC")
     assert main([f"base_model={FIXTURES / 'tied'}", "data_parallel=32", "dry_run=true"]) == 2, (
-        "there are not as many"
+        "this machine has fewer devices"
     )
     assert int(os.environ["NPROC"]) >= 4 * 32
 
 
 @pytest.mark.seed_behaviour(82)
-def test_a_plan_that_does_not_fit_names_the_options_to_lower(
+def test_a_plan_that_does_not_fit_names_an_option_to_lower(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = [f"base_model={FIXTURES / 'tied'}", "dry_run=true", "compilation_cache_dir=none"]
@@ -247,7 +257,7 @@ def test_a_plan_that_does_not_fit_names_the_options_to_lower(
     assert "the model does not fit into memory; lower cache_tokens (" in printed.err
 
 
-def test_the_plan_counts_the_weights_and_the_cache_to_the_byte() -> None:
+def test_the_memory_plan_is_exact_for_weights_cache_and_adapters() -> None:
     settings = make_settings(FIXTURES / "tied", Path("unused"), max_num_seqs=3)
     plan = plan_memory(settings)
     config = load_model_config(FIXTURES / "tied")
@@ -263,7 +273,7 @@ def test_the_plan_counts_the_weights_and_the_cache_to_the_byte() -> None:
 
 
 @pytest.mark.parametrize(
-    ("former", "present"),
+    ("old_option", "new_option"),
     [
         ("decode_slots=3", "max_num_seqs=3"),
         ("decode_block=8", "decode_steps_per_dispatch=8"),
@@ -274,16 +284,16 @@ def test_the_plan_counts_the_weights_and_the_cache_to_the_byte() -> None:
         ("compile_ahead=false", "warmup=false"),
     ],
 )
-def test_a_former_option_name_is_accepted_with_one_notice(
-    former: str, present: str, capsys: pytest.CaptureFixture[str]
+def test_an_old_option_name_is_accepted_with_one_notice(
+    old_option: str, new_option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert parse(["base_model=x", former]) == parse(["base_model=x", present])
+    assert parse(["base_model=x", old_option]) == parse(["base_model=x", new_option])
     printed = capsys.readouterr().err
-    assert printed.count("\n") == 1 and former in printed and present in printed
+    assert printed.count("\n") == 1 and old_option in printed and new_option in printed
 
 
 @pytest.mark.seed_behaviour(82, 127)
-def test_flags_of_skyrls_server_are_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_skyrls_server_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--base-model Qwen/Qwen3-30B-A3B --tensor-parallel-size 4 --max-lora-rank 32 "
     flags += (
         "--gradient-checkpointing --train-micro-batch-size 2 --sample-max-num-sequences=64 --yarn --port 9"
@@ -301,24 +311,24 @@ def test_flags_of_skyrls_server_are_options(capsys: pytest.CaptureFixture[str]) 
     assert parse(["base_model=a", "port=1", "--base-model", "b", "port=2"]).base_model == "b"
 
 
-def test_the_flag_of_a_key_file_protects_the_server(tmp_path: Path) -> None:
+def test_the_flag_api_key_file_sets_the_api_key(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("tml-secret\n")
     flags = ["--base-model", "x", "--api-key-file", str(tmp_path / "key")]
     assert parse(with_secrets(flags, {})).api_key == "tml-secret"
 
 
-def test_every_flag_stands_for_an_option_or_none() -> None:
+def test_every_flag_maps_to_an_option_or_has_no_effect() -> None:
     options = chz.chz_fields(ServerConfig)
     assert all(new in options and old not in options for old, new in OPTION_OF_FLAG.items())
     assert not WITHOUT_EFFECT.keys() & options.keys()
 
 
-def test_every_former_name_stands_for_an_option() -> None:
+def test_every_old_option_name_maps_to_an_option() -> None:
     options = chz.chz_fields(ServerConfig)
     assert all(new in options and old not in options for old, new in RENAMED_OPTIONS.items())
 
 
 @pytest.mark.parametrize("value", ["", "none", "None", "null", "NULL"])
-def test_an_empty_value_none_and_null_mean_none(value: str) -> None:
+def test_an_empty_value_none_and_null_are_parsed_as_none(value: str) -> None:
     assert parse(["base_model=x", f"max_context_length={value}"]).max_context_length is None
     assert parse(["base_model=x", f"compilation_cache_dir={value}"]).compilation_cache_dir is None

@@ -1,4 +1,4 @@
-"""A dispatch of decode steps can start before the last one was read, without changing samples."""
+"""A dispatch of decode steps can start before the host has read the previous one. No sample changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_tx_server.sampling.decode import InFlightBatch
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 
 MODEL = replace(CONFIG, hidden_size=64, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=64)
-"""From this width on, the number of rows of a matrix product does not change the bits of a row."""
+"""With hidden_size 64 or more, each row of a matrix product has the same bits in batches of all sizes."""
 STEPS, SLOTS = 8, 4
 rng = np.random.default_rng(5)
 REQUESTS = [
@@ -48,7 +48,7 @@ REQUESTS += [
 
 @dataclass
 class Driver:
-    """Makes the calls of an engine at times that the test chooses."""
+    """Calls the executor instead of the engine, so that a test controls the order of the calls."""
 
     executor: DeviceExecutor
     finished: dict[tuple[int, int], SampledSequence] = field(default_factory=dict)
@@ -79,13 +79,13 @@ class Driver:
             if isinstance(row, FailedSequence):
                 self.failed.append(row.error)
             else:
-                assert (row.request_id, row.index) not in self.finished, "a sequence finishes once"
+                assert (row.request_id, row.index) not in self.finished, "a sequence finished twice"
                 self.finished[row.request_id, row.index] = row.sequence
 
 
 @pytest.fixture(scope="module", params=[None, 448], ids=["enough pages", "too few pages"])
 def driver(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Driver:
-    folder = tmp_path_factory.mktemp("ahead")
+    folder = tmp_path_factory.mktemp("decode")
     settings = make_settings(
         make_model(folder / "model", MODEL),
         folder,
@@ -98,8 +98,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 
 @pytest.fixture(autouse=True)
-def idle(driver: Driver) -> Iterator[None]:
-    if driver.executor.sampler.pipeline.in_flight is not None:  # its sequences were released
+def drained(driver: Driver) -> Iterator[None]:
+    """Start each test without a dispatch in flight, and check that each test ends all its sequences."""
+    if driver.executor.sampler.pipeline.in_flight is not None:
         driver.dispatch(dispatch_next=False)
     driver.finished.clear()
     yield
@@ -110,7 +111,7 @@ def idle(driver: Driver) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def alone(driver: Driver) -> dict[tuple[int, int], SampledSequence]:
-    """Return the samples of each request alone, without dispatches ahead."""
+    """Return the samples of each request when it runs alone. Each dispatch waits for the previous one."""
     for request_id in range(len(REQUESTS)):
         driver.admit(request_id)
         while driver.executor.sampler.num_running:
@@ -120,8 +121,8 @@ def alone(driver: Driver) -> dict[tuple[int, int], SampledSequence]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_samples_do_not_depend_on_other_requests(driver: Driver, alone: dict, seed: int) -> None:
-    """Requests start, are released and finish (by length, stop token, stop string) during dispatches, and are
-    preempted if the cache is too small for all."""
+    """Requests start, are released or finish by length, stop token or stop string, in random order. If the
+    cache is too small, sequences are preempted."""
     executor, random = driver.executor, np.random.default_rng(seed)
     before, released = executor.stats(), set()
     waiting = random.permutation(len(REQUESTS)).tolist()
@@ -160,28 +161,28 @@ def test_samples_do_not_depend_on_other_requests(driver: Driver, alone: dict, se
         assert sequence.stop_reason is alone[key].stop_reason
 
 
-def test_the_requests_end_in_every_way(alone: dict) -> None:
-    """Shows that the test above covers every way to end."""
-    ways = {
+def test_the_requests_cover_all_ways_to_end(alone: dict) -> None:
+    """`test_samples_do_not_depend_on_other_requests` needs such requests."""
+    ends = {
         (REQUESTS[request_id].settings.stop_strings != (), sequence.stop_reason)
         for (request_id, _), sequence in alone.items()
     }
-    assert ways >= {(True, StopReason.STOP), (False, StopReason.STOP), (False, StopReason.LENGTH)}
+    assert ends >= {(True, StopReason.STOP), (False, StopReason.STOP), (False, StopReason.LENGTH)}
 
 
-def failing_second(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """Make the second dispatch from here on fail to start. Return the list of all dispatches."""
+def fail_second_dispatch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Make the second dispatch after this call fail to start. Return a list that grows with each dispatch."""
     runner = driver.executor.sampler.runner
-    decode, begun = runner.decode, []
+    decode, dispatches = runner.decode, []
 
-    def failing(*arguments: object) -> object:
-        begun.append(arguments)
-        if len(begun) == 2:
+    def decode_or_fail(*arguments: object) -> object:
+        dispatches.append(arguments)
+        if len(dispatches) == 2:
             raise RuntimeError("RESOURCE_EXHAUSTED")
         return decode(*arguments)
 
-    monkeypatch.setattr(runner, "decode", failing)
-    return begun
+    monkeypatch.setattr(runner, "decode", decode_or_fail)
+    return dispatches
 
 
 def test_a_dispatch_that_fails_to_start_keeps_earlier_results(
@@ -189,9 +190,9 @@ def test_a_dispatch_that_fails_to_start_keeps_earlier_results(
 ) -> None:
     driver.admit(SHORT)
     driver.admit(LONG)
-    begun = failing_second(driver, monkeypatch)
+    dispatches = fail_second_dispatch(driver, monkeypatch)
     driver.dispatch(dispatch_next=True)
-    assert {request_id for request_id, _ in driver.finished} == {SHORT} and len(begun) == 2
+    assert {request_id for request_id, _ in driver.finished} == {SHORT} and len(dispatches) == 2
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         driver.executor.sampler.decode()
     assert not driver.executor.sampler.num_running
@@ -201,21 +202,21 @@ def test_a_dispatch_that_fails_to_start_keeps_earlier_results(
     assert not driver.executor.sampler.num_running
 
 
-def test_a_dispatch_that_fails_to_start_spares_later_requests(
+def test_a_dispatch_that_fails_to_start_fails_no_later_request(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver.admit(LONG)
-    begun = failing_second(driver, monkeypatch)
+    dispatches = fail_second_dispatch(driver, monkeypatch)
     driver.dispatch(dispatch_next=True)
     driver.executor.sampler.release(LONG)
     driver.admit(SHORT)
     driver.dispatch(dispatch_next=True)
-    assert {request_id for request_id, _ in driver.finished} == {SHORT} and len(begun) == 3
+    assert {request_id for request_id, _ in driver.finished} == {SHORT} and len(dispatches) == 3
 
 
 def test_no_dispatch_starts_when_all_sequences_have_ended(driver: Driver, alone: dict) -> None:
     before = driver.executor.stats()["decode_dispatches_ahead"]
-    # The sequence had not reached its end.
+    # a stop token that LONG samples within its first dispatch
     settings = replace(REQUESTS[LONG].settings, stop_token_ids=(int(alone[LONG, 0].tokens[4]),))
     for op in (REQUESTS[SHORT], replace(REQUESTS[LONG], settings=settings)):
         driver.executor.sampler.prefill([PrefillRequest(request_id=99, op=op, first=0, count=1)])
@@ -225,9 +226,9 @@ def test_no_dispatch_starts_when_all_sequences_have_ended(driver: Driver, alone:
 
 
 def test_a_preempted_sequence_keeps_its_slot_and_is_restored(driver: Driver) -> None:
-    """Four sequences of two pages each share seven pages; two of them end."""
+    """With 7 pages, one of four sequences of two pages is preempted, and restored when two have ended."""
     executor = driver.executor
-    is_small = executor.stats()["cache_pages"] == 7
+    is_small_cache = executor.stats()["cache_pages"] == 7
     for request_id, length in enumerate((40, 40, 100, 100), start=101):
         prompt = np.random.default_rng(request_id).integers(0, 256, 40).astype(np.int32)
         op = Sample(
@@ -238,11 +239,11 @@ def test_a_preempted_sequence_keeps_its_slot_and_is_restored(driver: Driver) -> 
         executor.sampler.prefill([PrefillRequest(request_id=request_id, op=op, first=0, count=1)])
     for _ in range(4):
         driver.dispatch(dispatch_next=True)
-    assert executor.stats()["sequences_preempted"] == is_small
+    assert executor.stats()["sequences_preempted"] == is_small_cache
     assert executor.sampler.num_running == SLOTS and all(
         len(executor.sampler.running(request_id)) == 1 for request_id in (101, 102, 103, 104)
     )
-    if is_small:
+    if is_small_cache:
         with pytest.raises(CapacityError, match="are restored before"):
             driver.admit(SHORT)
     while len(driver.finished) < 2:
@@ -276,7 +277,7 @@ def test_a_preempted_sequence_can_be_released(driver: Driver) -> None:
     assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"]
 
 
-def test_a_sequence_that_ended_samples_nothing_in_flight(driver: Driver, alone: dict) -> None:
+def test_an_ended_sequence_samples_nothing_in_the_next_dispatch(driver: Driver, alone: dict) -> None:
     stop = int(alone[LONG, 0].tokens[4])
     settings = replace(REQUESTS[LONG].settings, max_tokens=100, stop_token_ids=(stop,))
     driver.admit(LONG)

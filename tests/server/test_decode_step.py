@@ -1,5 +1,4 @@
-"""In bfloat16 prefill, decode and training compute the same numbers, because they round at the same
-places."""
+"""In bfloat16, prefill, decode and training give the same logprobs, because they round the same tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from skyrl_tx_server.training.train_step import forward
 from tests.server import tiny_qwen3
 from tests.server.tiny_qwen3 import CONFIG
 
-CHUNK, LENGTH, NEW = 2 * PAGE_SIZE, 2 * PAGE_SIZE + 50, 8
+CHUNK, PROMPT_LENGTH, NEW_TOKENS = 2 * PAGE_SIZE, 2 * PAGE_SIZE + 50, 8
 TABLE = np.arange(1, 5, dtype=np.int32)
 LAYOUT = PrefillLayout(
     shapes=PrefillShapes(short=1, long=2, long_from=1, max_tiles_between_decodes=2),
@@ -36,12 +35,12 @@ LAYOUT = PrefillLayout(
 
 
 def test_sampler_and_trainer_agree_in_bfloat16() -> None:
-    """A prompt in two chunks and a dispatch of decode steps give the logprobs of one forward pass over the
+    """Prefill in two chunks and a dispatch of decode steps give the logprobs of one forward pass over the
     whole text."""
     params = jax.device_put(tiny_qwen3.params("bfloat16"))
     adapter = tiny_qwen3.adapter()
     lora_slots = jax.tree.map(lambda leaf: leaf[None].astype("bfloat16"), adapter)
-    prompt = np.random.default_rng(0).integers(0, CONFIG.vocab_size, LENGTH).astype(np.int32)
+    prompt = np.random.default_rng(0).integers(0, CONFIG.vocab_size, PROMPT_LENGTH).astype(np.int32)
     sequence = SequenceState(
         request_id=1,
         index=0,
@@ -51,7 +50,7 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
         seed=0,
         stop_tokens=(),
         prompt=prompt,
-        max_tokens=NEW,
+        max_tokens=NEW_TOKENS,
         topk=0,
     )
 
@@ -59,7 +58,7 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
         chunk = PrefillChunk(
             tokens=prompt,
             cached=cached,
-            length=min(cached + CHUNK, LENGTH),
+            length=min(cached + CHUNK, PROMPT_LENGTH),
             weights=None,
             adapter_slot=0,
             wants_logprobs=True,
@@ -67,7 +66,7 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
             tables=(TABLE,),
             copies_before=(),
             copies_after=(),
-            sequences=[sequence] if cached + CHUNK >= LENGTH else (),
+            sequences=[sequence] if cached + CHUNK >= PROMPT_LENGTH else (),
         )
         ((batch, settings),) = LAYOUT.batches([chunk])
         cache, outputs = prefill(cache, params, lora_slots, batch, settings, config=CONFIG, tempered=False)
@@ -78,8 +77,8 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
     batch = DecodeBatch(
         tokens=np.array(second.first_tokens, np.int32),
         before=Carry.empty(1),
-        positions=np.array([LENGTH], np.int32),
-        remaining=np.array([NEW], np.int32),
+        positions=np.array([PROMPT_LENGTH], np.int32),
+        remaining=np.array([NEW_TOKENS], np.int32),
         tables=TABLE[None],
         splits=None,
         adapters=lora_indices(np.zeros(1, np.int32)),
@@ -92,7 +91,7 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
         batch,
         batch_settings([sequence], CONFIG.vocab_size),
         config=CONFIG,
-        steps=NEW,
+        steps=NEW_TOKENS,
         ends=(4 * PAGE_SIZE,),
         tempered=False,
     )
@@ -100,11 +99,11 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
     sampled = np.concatenate(
         [first.logprobs, second.logprobs[:-1], second.first_logprobs, decoded.logprobs[0]]
     )
-    np.testing.assert_allclose(sampled, trained(params, adapter, tokens), atol=1e-4)
+    np.testing.assert_allclose(sampled, trainer_logprobs(params, adapter, tokens), atol=1e-4)
 
 
-def trained(params: Params, adapter: Adapter, tokens: np.ndarray) -> np.ndarray:
-    """Return the trainer's logprob of every token except the first."""
+def trainer_logprobs(params: Params, adapter: Adapter, tokens: np.ndarray) -> np.ndarray:
+    """Return the trainer's logprobs of all tokens except the first, [T - 1]."""
     shape = BucketShape(streams=1, length=256)
     datum = TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])
     (batch,) = pack((datum,), [np.ones(len(datum.tokens), bool)], BucketShapes(shapes=(shape,), budget=shape))

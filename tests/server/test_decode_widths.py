@@ -1,4 +1,4 @@
-"""A narrow decode program takes over when few sequences remain, with the same results."""
+"""When few sequences remain, a narrow decode program replaces the wide one. Samples do not change."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ SLOTS = 16
 
 @pytest.fixture
 def widths(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The width of each dispatch, in order."""
-    seen: list[int] = []
+    """Return a list of the widths of all dispatches, in order."""
+    dispatched: list[int] = []
     runner = driver.executor.sampler.runner
     decode = runner.decode
 
     def record(dispatch: DecodeDispatch, carry: object) -> object:
-        seen.append(dispatch.program.width)
+        dispatched.append(dispatch.program.width)
         return decode(dispatch, carry)  # type: ignore[arg-type]
 
     monkeypatch.setattr(runner, "decode", record)
-    return seen
+    return dispatched
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     return Driver(DeviceExecutor(make_settings(make_model(folder / "model", MODEL), folder, **sizes)))
 
 
-def play(driver: Driver) -> dict[tuple[int, int], tuple[list[int], list[float]]]:
-    """Start all requests as slots become free. Returns the tokens and logprobs of each sequence."""
+def sample_all(driver: Driver) -> dict[tuple[int, int], tuple[list[int], list[float]]]:
+    """Start all requests as slots become free. Return the tokens and logprobs of each sequence."""
     driver.finished.clear()
     waiting = list(range(len(REQUESTS)))
     while waiting or driver.executor.sampler.num_running:
@@ -60,14 +60,14 @@ def play(driver: Driver) -> dict[tuple[int, int], tuple[list[int], list[float]]]
     }
 
 
-def test_narrow_programs_change_no_bit(
+def test_narrow_programs_give_the_same_bits(
     driver: Driver, widths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wide = play(driver)
-    assert set(widths) == {SLOTS}, "a program is not compiled for a single use"
+    wide = sample_all(driver)
+    assert set(widths) == {SLOTS}, "few uses do not cause a compilation"
     monkeypatch.setattr(decode_programs, "USES_BEFORE_COMPILATION", 1)
     widths.clear()
-    narrow = play(driver)
+    narrow = sample_all(driver)
     assert set(widths) == {4, 8, SLOTS}
     assert narrow == wide
 
@@ -86,7 +86,7 @@ def test_sequences_move_to_the_first_slots(driver: Driver) -> None:
         driver.dispatch(dispatch_next=False)
 
 
-def test_width_counts_sequences_of_each_rank(driver: Driver) -> None:
+def test_the_width_covers_the_highest_slot_or_all_sequences(driver: Driver) -> None:
     layout = driver.executor.sampler.runner.decode_layout
     assert layout.widths == (4, 8, 16)
     assert layout.width_of([0, 9]) == 16
@@ -94,7 +94,9 @@ def test_width_counts_sequences_of_each_rank(driver: Driver) -> None:
     assert np.shape(layout.dispatch([], width=8).batch.tables)[0] == 8
 
 
-def test_adapters_sample_the_same_in_narrow_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_adapters_are_equal_in_narrow_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Eight samples with two trained adapters end at different times, so the batch becomes narrow."""
     monkeypatch.setattr(decode_programs, "USES_BEFORE_COMPILATION", 10_000)
     config = replace(load_model_config(FAMILIES / "qwen3_moe"), vocab_size=CONFIG.vocab_size)
@@ -115,23 +117,23 @@ def test_adapters_sample_the_same_in_narrow_batches(tmp_path: Path, monkeypatch:
 
         wide = sample()
         monkeypatch.setattr(decode_programs, "USES_BEFORE_COMPILATION", 1)
-        seen = set()
-        lowered = model_runner.ModelRunner.decode
+        widths = set()
+        decode = model_runner.ModelRunner.decode
 
         def record(runner: model_runner.ModelRunner, dispatch: DecodeDispatch, carry: Carry) -> DecodeOutputs:
             runner.wait_for_compilation()
-            seen.add(dispatch.program.width)
-            return lowered(runner, dispatch, carry)
+            widths.add(dispatch.program.width)
+            return decode(runner, dispatch, carry)
 
         monkeypatch.setattr(model_runner.ModelRunner, "decode", record)
         sample()
         narrow = sample()
-    assert seen == {4, 8}
-    for first, second in zip(wide, narrow, strict=True):
-        np.testing.assert_array_equal(first.tokens, second.tokens)
-        np.testing.assert_array_equal(first.logprobs, second.logprobs)
+    assert widths == {4, 8}
+    for in_wide, in_narrow in zip(wide, narrow, strict=True):
+        np.testing.assert_array_equal(in_wide.tokens, in_narrow.tokens)
+        np.testing.assert_array_equal(in_wide.logprobs, in_narrow.logprobs)
 
 
-def test_latent_attention_decodes_with_one_width(tmp_path: Path) -> None:
+def test_latent_attention_has_one_decode_width(tmp_path: Path) -> None:
     settings = make_settings(FAMILIES / "deepseek_v3", tmp_path, max_num_seqs=SLOTS, max_context_length=192)
     assert DeviceExecutor(settings).sampler.runner.decode_layout.widths == (SLOTS,)

@@ -43,11 +43,14 @@ def running(executor: FakeExecutor) -> Iterator[Engine]:
 
 
 def sample(
-    last: int = 1, *, num_samples: int = 1, max_tokens: int | None = None, weights: str | None = None
+    last_token: int = 1, *, num_samples: int = 1, max_tokens: int | None = None, weights: str | None = None
 ) -> Sample:
     settings = SamplingSettings(max_tokens=max_tokens)
     return Sample(
-        weights=weights, prompt=np.array([7, last], np.int32), settings=settings, num_samples=num_samples
+        weights=weights,
+        prompt=np.array([7, last_token], np.int32),
+        settings=settings,
+        num_samples=num_samples,
     )
 
 
@@ -65,7 +68,7 @@ def optim(model_id: str) -> OptimStep:
     return OptimStep(model_id=model_id, adam=AdamSettings())
 
 
-def test_one_thread_does_the_work_and_resolves_the_futures():
+def test_one_thread_runs_operations_and_resolves_futures():
     executor = FakeExecutor()
     with running(executor) as engine:
         futures = [engine.submit(create("a")), engine.submit(train("a", 2)), engine.submit(optim("a"))]
@@ -85,12 +88,12 @@ def test_one_thread_does_the_work_and_resolves_the_futures():
     assert len(executor.threads) == 1 and threading.get_ident() not in executor.threads
 
 
-def test_samples_of_a_request_return_in_order_with_few_slots():
+def test_a_request_can_have_more_samples_than_slots():
     with running(FakeExecutor(num_slots=2)) as engine:
         result = engine.submit(replace(sample(10, num_samples=5), prompt_logprobs=True)).result(TIMEOUT_S)
     assert isinstance(result, SampleResult)
     assert [list(sequence.tokens) for sequence in result.sequences] == [[11, 12, 13, 14]] * 5
-    # The values are the same as for the first sample.
+    # as in the first sample
     assert result.prompt_logprobs is not None and result.prompt_cache_hit_tokens == 0
     stats = engine.stats()
     assert (stats["tokens_prefilled"], stats["tokens_from_prefix_cache"]) == (2 + 1 + 1, 1 + 1)
@@ -103,20 +106,20 @@ def test_training_runs_between_dispatches_of_a_long_generation():
         forward = engine.submit(train("a", 3))
         executor.gate.set()
         long.result(TIMEOUT_S), forward.result(TIMEOUT_S)
-    turns = [entry.split()[0] for entry in executor.log]
-    last = max(at for at, turn in enumerate(turns) if turn == "forward_backward")
-    between = turns[turns.index("decode") : last + 1]
+    calls = [entry.split()[0] for entry in executor.log]
+    last = max(index for index, call in enumerate(calls) if call == "forward_backward")
+    during_training = calls[calls.index("decode") : last + 1]
     assert all(
         pair in (["decode", "forward_backward"], ["forward_backward", "decode"])
-        for pair in map(list, pairwise(between))
+        for pair in map(list, pairwise(during_training))
     )
-    beside = between.count("decode")
-    assert executor.dispatched_next == [False] * beside + [True] * (len(executor.dispatched_next) - beside), (
-        "the next block waits for who is next"
-    )
+    num_decodes = during_training.count("decode")
+    assert executor.dispatched_next == [False] * num_decodes + [True] * (
+        len(executor.dispatched_next) - num_decodes
+    ), "no dispatch starts ahead while training waits"
 
 
-def test_a_dispatch_follows_unless_a_waiting_sample_gets_a_slot():
+def test_no_dispatch_starts_ahead_if_a_waiting_sample_can_start():
     executor = FakeExecutor(num_slots=1, block=2, gate=threading.Event())
     with running(executor) as engine:
         futures = [engine.submit(sample(max_tokens=6)) for _ in range(2)]
@@ -124,11 +127,11 @@ def test_a_dispatch_follows_unless_a_waiting_sample_gets_a_slot():
         for future in futures:
             future.result(TIMEOUT_S)
     assert executor.dispatched_next == [True, True, False, True, True, True], (
-        "the third block ended the first sample"
+        "the first sample ends in the third dispatch"
     )
 
 
-def test_an_expected_error_reaches_only_its_caller_unchanged():
+def test_a_known_error_is_passed_on_and_fails_only_its_operation():
     error = NotFoundError("no model a")
     with running(FakeExecutor(errors={"optim a": error})) as engine:
         failing, good = engine.submit(optim("a")), engine.submit(optim("b"))
@@ -136,9 +139,7 @@ def test_an_expected_error_reaches_only_its_caller_unchanged():
         assert good.result(TIMEOUT_S).metrics == {"grad_norm": 1.0}
 
 
-def test_an_unexpected_error_becomes_a_server_error(
-    caplog: pytest.LogCaptureFixture,
-):
+def test_an_unexpected_error_becomes_a_server_error(caplog: pytest.LogCaptureFixture):
     with running(FakeExecutor(errors={"forward_backward a 1": RuntimeError("out of memory")})) as engine:
         error = engine.submit(train("a", 3)).exception(TIMEOUT_S)
         after = engine.submit(optim("a")).result(TIMEOUT_S)
@@ -151,21 +152,21 @@ def test_an_unexpected_error_becomes_a_server_error(
     assert "Traceback" in caplog.text
 
 
-def test_out_of_memory_says_what_to_lower(caplog: pytest.LogCaptureFixture):
+def test_out_of_memory_names_the_options_to_lower(caplog: pytest.LogCaptureFixture):
     exhausted = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
     with running(FakeExecutor(errors={"forward_backward a 1": exhausted})) as engine:
         error = engine.submit(train("a", 3)).exception(TIMEOUT_S)
     assert "start the server with smaller max_num_seqs" in str(error) and "allocating 9 bytes" in str(error)
 
 
-def test_a_sample_that_cannot_be_honoured_fails_alone():
+def test_an_invalid_sample_fails_alone():
     with running(FakeExecutor()) as engine:
         good, bad = engine.submit(sample(max_tokens=20)), engine.submit(sample(max_tokens=63))
         assert isinstance(bad.exception(TIMEOUT_S), UserError)
         assert len(good.result(TIMEOUT_S).sequences[0].tokens) == 20
 
 
-def test_a_failed_sequence_fails_its_request_only():
+def test_a_failed_sequence_fails_only_its_request():
     executor = FakeExecutor(num_slots=2, errors={"admit s 2+1": RuntimeError("boom")})
     with running(executor) as engine:
         bad, good = engine.submit(sample(num_samples=3, weights="s")), engine.submit(sample(5))
@@ -177,7 +178,7 @@ def test_a_failed_sequence_fails_its_request_only():
 @pytest.mark.parametrize(
     "entry, error", [("decode", RuntimeError("lost")), ("admit other 0+1", SequencesLostError("lost"))]
 )
-def test_a_lost_cache_fails_running_samples_only(entry: str, error: Exception):
+def test_lost_sequences_fail_only_running_samples(entry: str, error: Exception):
     executor = FakeExecutor(num_slots=2, errors={entry: error}, gate=threading.Event())
     with running(executor) as engine:
         first = engine.submit(sample(max_tokens=20))
@@ -188,11 +189,11 @@ def test_a_lost_cache_fails_running_samples_only(entry: str, error: Exception):
         assert len(engine.submit(sample()).result(TIMEOUT_S).sequences) == 1
 
 
-def test_a_sample_without_room_waits_for_a_sequence_to_end():
+def test_a_sample_without_a_lora_slot_waits_for_one():
     class OneAtATime(FakeExecutor):
         def prefill(self, requests):
             if self.num_running:
-                raise CapacityError("bank is full")
+                raise CapacityError("no free LoRA slot")
             return super().prefill(requests)
 
     with running(OneAtATime()) as engine:
@@ -200,36 +201,36 @@ def test_a_sample_without_room_waits_for_a_sequence_to_end():
         assert [future.result(TIMEOUT_S).sequences[0].tokens[0] for future in futures] == [2, 3, 4]
 
 
-def test_a_sample_starts_after_a_withdrawn_one_makes_room():
+def test_a_waiting_sample_starts_after_another_is_withdrawn():
     class OneAtATime(FakeExecutor):
         def prefill(self, requests):
             if self.num_running:
-                raise CapacityError("bank is full")
+                raise CapacityError("no free LoRA slot")
             return super().prefill(requests)
 
     with running(OneAtATime(block=2)) as engine:
-        forsaken = engine.submit(sample(1, max_tokens=50), Notes(patience=2))
+        withdrawn = engine.submit(sample(1, max_tokens=50), TokenRecorder(patience=2))
         waiting = engine.submit(sample(2))
         with pytest.raises(WithdrawnError):
-            forsaken.result(TIMEOUT_S)
+            withdrawn.result(TIMEOUT_S)
         assert waiting.result(TIMEOUT_S).sequences[0].tokens[0] == 3
 
 
-class Together(FakeExecutor):
-    """Computes two prompts at once.
+class TwoPromptExecutor(FakeExecutor):
+    """Prefills two prompts in a batch.
 
     A prompt with the weights "poison" fails the batch, and one with "huge" never fits. `withdraw` is called
-    during the computation.
+    during the prefill.
     """
 
     def __init__(self, **options) -> None:
         super().__init__(num_slots=8, gate=threading.Event(), **options)
-        self.offered: list[list[int]] = []
+        self.prefill_calls: list[list[int]] = []
         self.withdraw: Callable[[], object] = lambda: None
 
     def prefill(self, requests):
         self.gate.wait()
-        self.offered.append([int(request.op.prompt[-1]) for request in requests])
+        self.prefill_calls.append([int(request.op.prompt[-1]) for request in requests])
         if requests[0].op.weights == "huge":
             self.withdraw()
             raise CapacityError("no room")
@@ -243,80 +244,84 @@ class Together(FakeExecutor):
         return admissions
 
 
-def test_prompts_are_offered_together_and_a_bad_one_fails_alone():
-    executor = Together()
+def test_a_prompt_that_fails_a_prefill_batch_fails_alone():
+    executor = TwoPromptExecutor()
     with running(executor) as engine:
-        held = engine.submit(create("holds the thread until all have been submitted"))
+        blocker = engine.submit(create("blocks the engine until all operations are submitted"))
         futures = [
             engine.submit(sample(last, weights="poison" if last == 2 else None)) for last in (1, 2, 3, 4, 5)
         ]
         executor.gate.set()
-        held.result(TIMEOUT_S)
+        blocker.result(TIMEOUT_S)
         assert "boom" in str(futures.pop(1).exception(TIMEOUT_S))
         assert [int(future.result(TIMEOUT_S).sequences[0].tokens[0]) for future in futures] == [2, 4, 5, 6]
         assert engine.stats()["ops_pending"] == 0
-    assert executor.offered == [[1, 2, 3, 4, 5], [1], [2, 3, 4, 5], [2], [3, 4, 5], [5]]
+    assert executor.prefill_calls == [[1, 2, 3, 4, 5], [1], [2, 3, 4, 5], [2], [3, 4, 5], [5]]
 
 
 @pytest.mark.parametrize("withdrawn", [False, True])
 def test_a_sample_that_never_fits_fails_alone(withdrawn: bool):
-    executor = Together()
+    executor = TwoPromptExecutor()
     with running(executor) as engine:
-        held = engine.submit(create("holds the thread until all have been submitted"))
+        blocker = engine.submit(create("blocks the engine until all operations are submitted"))
         huge, *others = [
-            engine.submit(sample(last, weights="huge" if last == 1 else None), Notes()) for last in (1, 2, 3)
+            engine.submit(sample(last, weights="huge" if last == 1 else None), TokenRecorder())
+            for last in (1, 2, 3)
         ]
         executor.withdraw = huge.cancel if withdrawn else lambda: None
         executor.gate.set()
-        held.result(TIMEOUT_S)
+        blocker.result(TIMEOUT_S)
         assert [int(future.result(TIMEOUT_S).sequences[0].tokens[0]) for future in others] == [3, 4]
         assert huge.cancelled() if withdrawn else isinstance(huge.exception(TIMEOUT_S), CapacityError)
         assert engine.stats()["ops_pending"] == 0
-    assert executor.offered == [[1, 2, 3], [2, 3]]
+    assert executor.prefill_calls == [[1, 2, 3], [2, 3]]
 
 
 def test_a_withdrawn_sample_is_removed_completely():
-    executor = Together()
+    executor = TwoPromptExecutor()
     with running(executor) as engine:
-        held = engine.submit(create("holds the thread until all have been submitted"))
-        computed, kept, waiting = [
-            engine.submit(sample(last, max_tokens=50 if last == 1 else None), Notes()) for last in (1, 2, 3)
+        blocker = engine.submit(create("blocks the engine until all operations are submitted"))
+        prefilled, kept, waiting = [
+            engine.submit(sample(last, max_tokens=50 if last == 1 else None), TokenRecorder())
+            for last in (1, 2, 3)
         ]
-        executor.withdraw = lambda: (computed.cancel(), waiting.cancel())
+        executor.withdraw = lambda: (prefilled.cancel(), waiting.cancel())
         executor.gate.set()
-        held.result(TIMEOUT_S)
+        blocker.result(TIMEOUT_S)
         assert int(kept.result(TIMEOUT_S).sequences[0].tokens[0]) == 3
-        assert computed.cancelled() and waiting.cancelled()
+        assert prefilled.cancelled() and waiting.cancelled()
         assert (engine.stats()["ops_pending"], engine.stats()["slots_used"]) == (0, 0)
-    assert executor.offered == [[1, 2, 3]] and executor.log.count("decode") == 2
+    assert executor.prefill_calls == [[1, 2, 3]] and executor.log.count("decode") == 2
 
 
-class Pieces(FakeExecutor):
-    """Computes a long prompt in three prefill chunks."""
+class ChunkedExecutor(FakeExecutor):
+    """Prefills the weights "long" in three chunks."""
 
     def prefill(self, requests):
         (request,) = requests
-        if request.op.weights == "long" and self.log.count("piece") < 2:
-            self.log.append("piece")
+        if request.op.weights == "long" and self.log.count("chunk") < 2:
+            self.log.append("chunk")
             return [None]
         return super().prefill(requests)
 
 
 def test_the_engine_decodes_between_two_prefill_chunks():
-    executor = Pieces(num_slots=2, gate=threading.Event())
+    executor = ChunkedExecutor(num_slots=2, gate=threading.Event())
     with running(executor) as engine:
         futures = [engine.submit(sample(max_tokens=20, weights=weights)) for weights in ("short", "long")]
         executor.gate.set()
         for future in futures:
             future.result(TIMEOUT_S)
-    assert executor.log[:6] == ["admit short 0+1", "piece", "decode", "piece", "decode", "admit long 0+1"]
-    assert executor.dispatched_next[:3] == [False, False, True], "the next piece has its turn first"
+    assert executor.log[:6] == ["admit short 0+1", "chunk", "decode", "chunk", "decode", "admit long 0+1"]
+    assert executor.dispatched_next[:3] == [False, False, True], (
+        "no dispatch starts ahead while a prefill chunk waits"
+    )
 
 
-class Doctored(FakeExecutor):
-    """Samples end in reverse order, and their logprobs are their indices.
+class ReorderingExecutor(FakeExecutor):
+    """Completes samples in reverse order. The logprobs of a sample are its index.
 
-    The second sample of the weights "broken" fails, and one of "short" ends with its first token.
+    The second sample of the weights "broken" fails. Samples of "short" end with their first token.
     """
 
     def admit_one(self, request_id, op, *, first, count):
@@ -342,8 +347,8 @@ class Doctored(FakeExecutor):
         ]
 
 
-def test_results_keep_the_order_of_samples_that_end_in_any_order():
-    executor = Doctored(gate=threading.Event())
+def test_results_are_in_sample_order_if_samples_end_in_any_order():
+    executor = ReorderingExecutor(gate=threading.Event())
     with running(executor) as engine:
         good, bad = (
             engine.submit(sample(num_samples=2)),
@@ -383,8 +388,8 @@ def test_stop_fails_pending_operations_with_a_clear_error():
     assert executor.log == []
 
 
-class Entered(FakeExecutor):
-    """Sets `entered` when its first operation begins."""
+class SignallingExecutor(FakeExecutor):
+    """Sets the event `entered` when an operation begins."""
 
     def __init__(self) -> None:
         super().__init__(gate=threading.Event())
@@ -396,7 +401,7 @@ class Entered(FakeExecutor):
 
 
 def test_stop_waits_for_the_running_operation():
-    executor = Entered()
+    executor = SignallingExecutor()
     engine = Engine(executor)
     engine.start()
     future = engine.submit(create("a"))
@@ -406,8 +411,8 @@ def test_stop_waits_for_the_running_operation():
     assert future.result(0) == Done()
 
 
-def test_an_operation_abandoned_while_it_runs_resolves_once():
-    executor, threads = Entered(), set(threading.enumerate())
+def test_an_operation_abandoned_while_running_resolves_once():
+    executor, threads = SignallingExecutor(), set(threading.enumerate())
     with running(executor) as engine:
         future = engine.submit(create("a"))
         executor.entered.wait(TIMEOUT_S)
@@ -418,56 +423,58 @@ def test_an_operation_abandoned_while_it_runs_resolves_once():
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_bug_in_the_engine_thread_fails_all_futures():
-    class Broken(Notes):
+    class BrokenWatcher(TokenRecorder):
         def is_waiting(self) -> bool:
             raise KeyError("a bug")
 
     with running(FakeExecutor()) as engine:
-        futures = [engine.submit(sample(), Broken()), engine.submit(sample())]
+        futures = [engine.submit(sample(), BrokenWatcher()), engine.submit(sample())]
         assert all("stopping" in str(future.exception(TIMEOUT_S)) for future in futures)
 
 
-class Notes:
-    """A watcher that records its reports and is no longer wanted after `patience` of them."""
+class TokenRecorder:
+    """A watcher that records its tokens and withdraws its sample after `patience` calls."""
 
     streams_tokens = True
 
     def __init__(self, patience: int = 1000) -> None:
-        self.told: list[tuple[int, list[int], list[float]]] = []
+        self.calls: list[tuple[int, list[int], list[float]]] = []
         self._patience = patience
 
     def tokens(self, index, tokens, logprobs) -> None:
-        self.told.append((index, list(tokens), list(logprobs)))
+        self.calls.append((index, list(tokens), list(logprobs)))
 
     def is_waiting(self) -> bool:
-        return len(self.told) < self._patience
+        return len(self.calls) < self._patience
 
 
-def test_a_watcher_gets_every_token_once_except_the_last_ones():
+def test_a_watcher_gets_all_tokens_once_before_the_last_dispatch():
     with running(FakeExecutor(block=2)) as engine:
-        notes = Notes()
-        result = engine.submit(sample(10, num_samples=2, max_tokens=5), notes).result(TIMEOUT_S)
-        assert notes.told == [(index, ids, [-1.0, -1.0]) for ids in ([11, 12], [13, 14]) for index in (0, 1)]
+        recorder = TokenRecorder()
+        result = engine.submit(sample(10, num_samples=2, max_tokens=5), recorder).result(TIMEOUT_S)
+        assert recorder.calls == [
+            (index, ids, [-1.0, -1.0]) for ids in ([11, 12], [13, 14]) for index in (0, 1)
+        ]
         assert [sequence.tokens.tolist() for sequence in result.sequences] == [[11, 12, 13, 14, 15]] * 2
-        indifferent = Notes()
-        indifferent.streams_tokens = False
-        engine.submit(sample(10, max_tokens=5), indifferent).result(TIMEOUT_S)
-        assert not indifferent.told
+        without_tokens = TokenRecorder()
+        without_tokens.streams_tokens = False
+        engine.submit(sample(10, max_tokens=5), without_tokens).result(TIMEOUT_S)
+        assert not without_tokens.calls
 
 
 @pytest.mark.parametrize(("patience", "dispatches"), [(0, 0), (1, 1 + 1)])
-def test_a_sample_that_nobody_awaits_releases_its_slots(patience: int, dispatches: int):
+def test_a_sample_that_its_watcher_withdraws_releases_its_slots(patience: int, dispatches: int):
     executor = FakeExecutor(block=2)
     with running(executor) as engine:
         with pytest.raises(WithdrawnError):
-            engine.submit(sample(10, max_tokens=50), Notes(patience)).result(TIMEOUT_S)
+            engine.submit(sample(10, max_tokens=50), TokenRecorder(patience)).result(TIMEOUT_S)
         assert executor.num_running == 0 and executor.log.count("decode") == dispatches
         engine.submit(sample(10)).result(TIMEOUT_S)
 
 
-def test_a_sample_refused_before_it_starts_leaves_no_watcher():
+def test_the_engine_drops_the_watcher_of_a_refused_sample():
     with running(FakeExecutor()) as engine:
-        watcher = Notes()
+        watcher = TokenRecorder()
         reference = weakref.ref(watcher)
         with pytest.raises(UserError):
             engine.submit(sample(10, max_tokens=1000), watcher).result(TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The executor with the engine on a tiny random model: models, snapshots, checkpoints and failures."""
+"""The engine and the executor with a tiny random model: models, snapshots, checkpoints and failures."""
 
 import logging
 import threading
@@ -117,7 +117,7 @@ def assert_identical(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) 
 
 
 def test_a_checkpoint_loads_into_a_model_with_another_seed(engine: Engine, checkpoints_dir: Path):
-    """SDKs up to 0.36 restore with two requests: create_model with the rank, then load_weights."""
+    """SDKs up to 0.36 restore a model with two requests: create_model with the rank, then load_weights."""
     create(engine, "m")
     train(engine, "m")
     path = run(engine, SaveWeights(model_id="m", name="a")).path
@@ -130,9 +130,8 @@ def test_a_checkpoint_loads_into_a_model_with_another_seed(engine: Engine, check
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_gspo_ratios_use_the_current_weights(engine: Engine, forward_only: bool):
-    """The loss of six sequences in several micro-batches equals the float64 reference on the returned
-    logprobs."""
+def test_gspo_in_several_micro_batches_equals_the_reference(engine: Engine, forward_only: bool):
+    """The float64 reference computes the loss from the logprobs that the server returned."""
     create(engine, "m")
     rng = np.random.default_rng(6)
     batch = data(6, length=120)
@@ -140,11 +139,11 @@ def test_gspo_ratios_use_the_current_weights(engine: Engine, forward_only: bool)
     batch = tuple(
         replace(
             datum,
-            logprobs=(own + rng.normal(0.1, 0.3, own.shape)).astype(np.float32),
-            advantages=rng.normal(size=own.shape).astype(np.float32),
-            sequence_ratio_mask=(rng.random(own.shape) > 0.4).astype(np.float32),
+            logprobs=(current + rng.normal(0.1, 0.3, current.shape)).astype(np.float32),
+            advantages=rng.normal(size=current.shape).astype(np.float32),
+            sequence_ratio_mask=(rng.random(current.shape) > 0.4).astype(np.float32),
         )
-        for datum, own in zip(batch, logprobs, strict=True)
+        for datum, current in zip(batch, logprobs, strict=True)
     )
     settings = LossSettings(clip_high_threshold=1.1)
     op = ForwardBackward(
@@ -154,13 +153,13 @@ def test_gspo_ratios_use_the_current_weights(engine: Engine, forward_only: bool)
     expected = sum(
         reference_losses.total(
             LossFn.GSPO,
-            own,
+            returned,
             sampler_logprobs=datum.logprobs,
             advantages=datum.advantages,
             sequence_ratio_mask=datum.sequence_ratio_mask,
             options={"clip_high_threshold": 1.1},
         )
-        for datum, own in zip(batch, result.logprobs, strict=True)
+        for datum, returned in zip(batch, result.logprobs, strict=True)
     )
     assert result.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
 
@@ -181,10 +180,10 @@ def snapshot(engine: Engine, model_id: str, weights: str) -> WeightsSaved:
     return run(engine, SaveSampler(model_id=model_id, weights=weights))
 
 
-def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, checkpoints_dir: Path):
-    """Gradients, groups with partly shared pages, and later turns need no further programs."""
+def test_training_and_sampling_compile_each_function_once(model_dir: Path, checkpoints_dir: Path):
+    """Other prompt lengths, adapters and accumulated gradients compile no further programs."""
     before = Counter(compile_stats.programs())
-    # a size that no other test has compiled
+    # shapes that no other test compiles
     with running(
         model_dir,
         checkpoints_dir,
@@ -218,24 +217,24 @@ def test_training_and_sampling_need_one_program_of_each_kind(model_dir: Path, ch
                     prompt_logprobs=length == 100,
                 ),
             )
-    used = {
+    compiled = {
         name.removeprefix("jit(").removesuffix(")"): count
         for name, count in (Counter(compile_stats.programs()) - before).items()
     }
-    assert used == dict.fromkeys(
+    assert compiled == dict.fromkeys(
         ("empty_cache", "_write_slot", "prefill", "decode_steps", "forward_backward", "forward", "adam_step"),
         1,
     )
 
 
-def test_programs_compiled_ahead_are_those_that_are_used(model_dir: Path, checkpoints_dir: Path):
-    """The programs of prefill, decoding and training are compiled ahead, and requests compile no others."""
+def test_requests_compile_no_programs_after_warmup(model_dir: Path, checkpoints_dir: Path):
+    """Warmup compiles all programs of prefill, decoding and training."""
     sizes = {"max_lora_rank": 6, "max_num_seqs": 3, "max_context_length": 250, "train_tokens_per_batch": 128}
     before = Counter(compile_stats.programs())
     with running(model_dir, checkpoints_dir, warmup=True, **sizes) as engine:
         (thread,) = (thread for thread in threading.enumerate() if thread.name == "compile-ahead")
         thread.join(TIMEOUT_S)
-        ahead = Counter(compile_stats.programs()) - before
+        warmed_up = Counter(compile_stats.programs()) - before
         create(engine, "a")
         accumulate(engine, "a", data(5))
         run(
@@ -256,7 +255,7 @@ def test_programs_compiled_ahead_are_those_that_are_used(model_dir: Path, checkp
             )
     after = Counter(compile_stats.programs()) - before
     for name, count in {"prefill": 2, "decode_steps": 1, "forward_backward": 1, "forward": 1}.items():
-        assert (ahead[f"jit({name})"], after[f"jit({name})"]) == (count, count), name
+        assert (warmed_up[f"jit({name})"], after[f"jit({name})"]) == (count, count), name
 
 
 # --- training ---
@@ -269,7 +268,7 @@ def test_gradients_add_up_over_calls_until_the_optimizer_step(engine: Engine):
         assert sum(losses) == pytest.approx(4 * 39 * np.log(260), rel=0.3)
     norms = [step(engine, model_id) for model_id in ("whole", "halves")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    assert step(engine, "whole") == 0.0  # cleared
+    assert step(engine, "whole") == 0.0  # the first step cleared the gradient
 
 
 def test_forward_only_leaves_no_gradient(engine: Engine):
@@ -285,7 +284,7 @@ def test_models_do_not_affect_each_other(engine: Engine, checkpoints_dir: Path):
     assert_identical(state(engine, "b", checkpoints_dir), before)
 
 
-def test_unknown_taken_and_unloaded_models_are_refused_by_name(engine: Engine):
+def test_existing_and_unloaded_model_ids_are_refused(engine: Engine):
     create(engine, "a")
     with pytest.raises(ConflictError, match="model a exists already"):
         create(engine, "a")
@@ -304,14 +303,13 @@ def test_unknown_taken_and_unloaded_models_are_refused_by_name(engine: Engine):
 
 
 def test_save_and_load_restore_training_bit_for_bit(model_dir: Path, checkpoints_dir: Path):
-    """A run that is resumed in a new process equals the uninterrupted one: the next step gives identical
-    arrays."""
+    """The first step after a resume in a new engine gives the same arrays as an uninterrupted run."""
     with running(model_dir, checkpoints_dir) as engine:
         create(engine, "run:train:0")
         train(engine, "run:train:0", seed=1)
         saved = run(engine, SaveWeights(model_id="run:train:0", name="one", user_metadata={"epoch": "3"}))
         train(engine, "run:train:0", seed=2)
-        unbroken = state(engine, "run:train:0", checkpoints_dir)
+        uninterrupted = state(engine, "run:train:0", checkpoints_dir)
     assert saved.path == "tinker://run:train:0/weights/one" and saved.size_bytes > 0
     info = CheckpointStore(checkpoints_dir, "local/tiny").info(saved.path)
     assert (info.lora, info.step, info.user_metadata) == (LORA, 1, {"epoch": "3"})
@@ -320,7 +318,7 @@ def test_save_and_load_restore_training_bit_for_bit(model_dir: Path, checkpoints
         loaded = run(engine, LoadWeights(model_id="resumed", path=saved.path, optimizer=True, create=True))
         assert loaded == WeightsLoaded(model_id="resumed", lora=LORA)
         train(engine, "resumed", seed=2)
-        assert_identical(state(engine, "resumed", checkpoints_dir), unbroken)
+        assert_identical(state(engine, "resumed", checkpoints_dir), uninterrupted)
 
         run(engine, LoadWeights(model_id="fresh moments", path=saved.path, optimizer=False, create=True))
         assert int(state(engine, "resumed", checkpoints_dir)["optimizer.step"]) == 2
@@ -338,7 +336,7 @@ def test_loading_discards_an_accumulated_gradient(engine: Engine):
     assert step(engine, "a") == 0.0
 
 
-def test_checkpoints_that_do_not_fit_are_refused(model_dir: Path, checkpoints_dir: Path):
+def test_unsuitable_checkpoints_are_refused(model_dir: Path, checkpoints_dir: Path):
     with running(model_dir, checkpoints_dir) as engine:
         create(engine, "a", LoraSpec(rank=8)), create(engine, "b")
         path = run(engine, SaveWeights(model_id="a", name="one")).path
@@ -368,8 +366,8 @@ def test_checkpoints_that_do_not_fit_are_refused(model_dir: Path, checkpoints_di
 # --- snapshots ---
 
 
-def test_a_snapshot_never_changes_and_comes_back_after_eviction(engine: Engine):
-    """There are two LoRA slots. Ephemeral snapshots return from host memory, named ones from disk."""
+def test_a_snapshot_samples_the_same_after_an_eviction(engine: Engine):
+    """With two LoRA slots, ephemeral snapshots are reloaded from host memory and named ones from disk."""
     create(engine, "a")
     expected_by_weights = {}
     for number, weights in enumerate(
@@ -386,7 +384,7 @@ def test_a_snapshot_never_changes_and_comes_back_after_eviction(engine: Engine):
     assert engine.stats()["snapshots_on_device"] == 2
 
 
-def test_more_snapshots_than_lora_slots_are_all_served(engine: Engine):
+def test_samples_can_use_more_snapshots_than_lora_slots(engine: Engine):
     create(engine, "a")
     expected_by_weights = {}
     for weights in ("s0", "s1", "s2", "s3"):
@@ -398,7 +396,7 @@ def test_more_snapshots_than_lora_slots_are_all_served(engine: Engine):
         assert future.result(TIMEOUT_S).sequences[0].tokens.tolist() == expected_by_weights[weights][0]
 
 
-def test_full_host_memory_drops_the_oldest_snapshots(
+def test_full_host_memory_drops_unused_snapshots(
     model_dir: Path, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(executor_module, "available_host_bytes", lambda: 1 << 10)
@@ -423,7 +421,7 @@ def test_sampler_weights_outlive_the_server(model_dir: Path, checkpoints_dir: Pa
         assert sample_one(engine, path) == expected
 
 
-def test_a_sample_submitted_with_its_save_finds_the_snapshot(engine: Engine):
+def test_a_sample_can_be_submitted_before_its_snapshot_is_saved(engine: Engine):
     create(engine, "a")
     futures = [
         engine.submit(SaveSampler(model_id="a", weights="s")),
@@ -452,45 +450,45 @@ class DeviceError(RuntimeError):
     pass
 
 
-def test_a_failed_forward_backward_leaves_the_gradient_as_it_was(
+def test_a_failed_forward_backward_does_not_change_the_gradient(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    """The second of several micro-batches fails after it has donated the accumulated gradient."""
+    """The second micro-batch fails, and the gradient that was donated to it is lost."""
     create(engine, "a"), create(engine, "untouched")
     for model_id in ("a", "untouched"):
         accumulate(engine, model_id, data())
-    real, calls = executor_module.forward_backward, []
+    forward_backward, calls = executor_module.forward_backward, []
 
-    def failing(adapter, gradient, *args, **options):
+    def fail_in_second_call(adapter, gradient, *args, **options):
         calls.append(1)
         if len(calls) < 2:
-            return real(adapter, gradient, *args, **options)
+            return forward_backward(adapter, gradient, *args, **options)
         for leaf in jax.tree.leaves(gradient):
             leaf.delete()
         raise DeviceError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(executor_module, "forward_backward", failing)
+        patch.setattr(executor_module, "forward_backward", fail_in_second_call)
         with pytest.raises(ServerError, match="DeviceError: out of memory"):
             accumulate(engine, "a", data(40, seed=5))
     assert len(calls) == 2
     assert step(engine, "a") == step(engine, "untouched") > 0
 
 
-def test_a_failed_optimizer_step_leaves_the_model_as_it_was(
+def test_a_failed_optimizer_step_does_not_change_the_model(
     engine: Engine, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     create(engine, "a"), create(engine, "b")
     for model_id in ("a", "b"):
         accumulate(engine, model_id, data())
-    real = executor_module.adam_step
+    adam_step = executor_module.adam_step
 
-    def failing(*args):
-        real(*args)
+    def step_and_fail(*args):
+        adam_step(*args)
         raise DeviceError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(executor_module, "adam_step", failing)
+        patch.setattr(executor_module, "adam_step", step_and_fail)
         with pytest.raises(ServerError, match="out of memory"):
             step(engine, "a")
     assert step(engine, "a") == step(engine, "b")
@@ -504,18 +502,18 @@ def test_a_lost_kv_cache_fails_only_the_running_samples(
     create(engine, "a")
     snapshot(engine, "a", "s")
     expected = sample_one(engine, "s")
-    real, calls = getattr(model_runner, program), []
+    run_program, calls = getattr(model_runner, program), []
 
-    def failing(cache, *args, **options):
+    def fail_in_second_call(cache, *args, **options):
         calls.append(1)
         if len(calls) == 2:
             for leaf in jax.tree.leaves(cache):
                 leaf.delete()
             raise DeviceError("out of memory")
-        return real(cache, *args, **options)
+        return run_program(cache, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(model_runner, program, failing)
+        patch.setattr(model_runner, program, fail_in_second_call)
         futures = [engine.submit(sample_op("s", max_tokens=60)) for _ in range(2)]
         assert all("out of memory" in str(future.exception(TIMEOUT_S)) for future in futures)
     assert sample_one(engine, "s") == expected
@@ -523,48 +521,46 @@ def test_a_lost_kv_cache_fails_only_the_running_samples(
     run(engine, DropSnapshot(weights="s"))  # no snapshot is pinned
 
 
-def test_a_prefill_that_fails_late_fails_only_running_samples(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-):
-    """Fails like a GPU without memory for temporaries: the donated KV cache is lost and must be created
-    again."""
+def test_a_prefill_that_fails_asynchronously_recovers(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """The error is raised when the outputs are read, as on a GPU without memory for temporary arrays. The
+    donated KV cache is lost, and the server creates a new one."""
     expected = sample_one(engine, None)
     real_prefill, real_cache = model_runner.prefill, model_runner.empty_cache
-    lost: list[KVCache] = []
+    lost_caches: list[KVCache] = []
 
-    def check(_: np.ndarray) -> np.ndarray:
+    def raise_if_broken(_: np.ndarray) -> np.ndarray:
         if broken.is_set():
             raise DeviceError("out of memory")
         return np.zeros((), np.float32)
 
     @jax.jit
-    def late(matrix: jax.Array) -> jax.Array:
+    def slow_product(matrix: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, 200, lambda _, product: jnp.tanh(product @ matrix), matrix)
 
     @jax.jit
-    def checked(leaf: jax.Array, matrix: jax.Array) -> jax.Array:
-        return leaf + jax.pure_callback(check, jax.ShapeDtypeStruct((), np.float32), matrix[0, 0]).astype(
-            leaf.dtype
-        )
+    def add_callback(leaf: jax.Array, matrix: jax.Array) -> jax.Array:
+        return leaf + jax.pure_callback(
+            raise_if_broken, jax.ShapeDtypeStruct((), np.float32), matrix[0, 0]
+        ).astype(leaf.dtype)
 
-    def failing(*args, **options):
-        # Without the slow computation, a CPU raises at once.
+    def prefill_and_fail_later(*args, **options):
+        # without the slow product, a CPU raises the error in this call
         returned, matrix = (
             real_prefill(*args, **options),
-            late(np.ones((300, 300), np.float32)),
+            slow_product(np.ones((300, 300), np.float32)),
         )
-        cache, outputs = jax.tree.map(lambda leaf: checked(leaf, matrix), returned)
-        lost.append(cache)
+        cache, outputs = jax.tree.map(lambda leaf: add_callback(leaf, matrix), returned)
+        lost_caches.append(cache)
         return cache, outputs
 
-    def alone(**options):
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(lost))
+    def cache_after_deletion(**options):
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(lost_caches))
         return real_cache(**options)
 
     broken = threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(model_runner, "prefill", failing)
-        patch.setattr(model_runner, "empty_cache", alone)
+        patch.setattr(model_runner, "prefill", prefill_and_fail_later)
+        patch.setattr(model_runner, "empty_cache", cache_after_deletion)
         assert sample_one(engine, None) == expected
         broken.set()
         with pytest.raises(ServerError, match="out of memory"):
@@ -572,19 +568,19 @@ def test_a_prefill_that_fails_late_fails_only_running_samples(
     assert sample_one(engine, None) == expected
 
 
-def test_a_failed_prefill_fails_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    """The same holds if the prompt is computed together with others before and after it."""
+def test_a_failed_prefill_fails_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """The prompt that fails is in a prefill batch with others before and after it."""
     expected = run(engine, sample_op(None, max_tokens=60)).sequences[0].tokens.tolist()
-    real = model_runner.prefill
+    prefill = model_runner.prefill
 
-    def failing(cache, params, lora_slots, batch, *args, **options):
+    def prefill_or_fail(cache, params, lora_slots, batch, *args, **options):
         if (batch.tokens == 7).sum() >= 20:
             raise DeviceError("could not compile")
-        return real(cache, params, lora_slots, batch, *args, **options)
+        return prefill(cache, params, lora_slots, batch, *args, **options)
 
     failing_op = replace(sample_op(None), prompt=np.full(20, 7, np.int32))
     with monkeypatch.context() as patch:
-        patch.setattr(model_runner, "prefill", failing)
+        patch.setattr(model_runner, "prefill", prefill_or_fail)
         futures = [
             engine.submit(op)
             for op in (sample_op(None, max_tokens=60), failing_op, sample_op(None, max_tokens=60))
@@ -595,14 +591,14 @@ def test_a_failed_prefill_fails_one_request(engine: Engine, monkeypatch: pytest.
 
 
 def test_a_failed_top_k_fails_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    """The logprobs of a prompt are read when it starts, those of sampled tokens when their sequence ends."""
+    """Top-k logprobs of a prompt are computed after its prefill, those of a sample when the sequence ends."""
     expected = run(engine, sample_op(None, max_tokens=60)).sequences[0].tokens.tolist()
 
-    def failing(*args, **options):
+    def fail(*args, **options):
         raise DeviceError("RESOURCE_EXHAUSTED: out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(score_module, "score", failing)
+        patch.setattr(score_module, "score", fail)
         good = engine.submit(sample_op(None, max_tokens=60))
         bad = [
             engine.submit(replace(sample_op(None, max_tokens=12), topk_prompt_logprobs=2)),
@@ -614,7 +610,7 @@ def test_a_failed_top_k_fails_only_its_request(engine: Engine, monkeypatch: pyte
     assert engine.stats()["slots_used"] == 0
 
 
-def test_a_step_that_is_not_finite_is_not_taken(engine: Engine, checkpoints_dir: Path):
+def test_a_non_finite_optimizer_step_does_not_change_the_model(engine: Engine, checkpoints_dir: Path):
     create(engine, "a"), create(engine, "b")
     huge = tuple(replace(datum, weights=np.full(len(datum.tokens), 3e38, np.float32)) for datum in data())
     accumulate(engine, "a", huge)
@@ -628,18 +624,18 @@ def test_a_step_that_is_not_finite_is_not_taken(engine: Engine, checkpoints_dir:
 
 
 def test_a_diverged_model_fails_only_its_own_samples(engine: Engine):
-    """The sequences leave NaN in their slots, which must not affect the next sequences there."""
+    """The failed sequences leave NaN in their slots and KV pages, which must not affect later sequences."""
     expected = run(engine, sample_op(None, max_tokens=60)).sequences[0].tokens.tolist()
     create(engine, "diverged")
     accumulate(engine, "diverged", data())
     step(engine, "diverged", learning_rate=1e30)
     snapshot(engine, "diverged", "s")
-    other = engine.submit(sample_op(None, max_tokens=60))
+    base_sample = engine.submit(sample_op(None, max_tokens=60))
     long = replace(
         sample_op("s"), prompt=np.arange(500, dtype=np.int32) % 256, num_samples=engine.stats()["slots"]
     )
     assert "have diverged" in str(engine.submit(long).exception(TIMEOUT_S))
-    assert other.result(TIMEOUT_S).sequences[0].tokens.tolist() == expected
+    assert base_sample.result(TIMEOUT_S).sequences[0].tokens.tolist() == expected
     after = run(engine, replace(sample_op(None, max_tokens=60), num_samples=engine.stats()["slots"]))
     assert after.sequences[0].tokens.tolist() == expected
     assert all(np.isfinite(sequence.logprobs).all() for sequence in after.sequences)
@@ -648,21 +644,21 @@ def test_a_diverged_model_fails_only_its_own_samples(engine: Engine):
 # --- start ---
 
 
-def test_the_number_of_slots_shrinks_to_what_fits(
+def test_the_number_of_slots_is_reduced_to_the_free_memory(
     model_dir: Path, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    # the bytes of the KV pages of one sequence of 600 tokens, the maximum context
-    each = -(-600 // PAGE_SIZE) * page_bytes(CONFIG, np.dtype(np.float32))
-    monkeypatch.setattr(device_memory, "cache_budget_bytes", lambda *_: 7.5 * each)
+    # the KV pages of a sequence of 600 tokens, the maximum context
+    sequence_bytes = -(-600 // PAGE_SIZE) * page_bytes(CONFIG, np.dtype(np.float32))
+    monkeypatch.setattr(device_memory, "cache_budget_bytes", lambda *_: 7.5 * sequence_bytes)
     with caplog.at_level(logging.WARNING):
         assert DeviceExecutor(make_settings(model_dir, checkpoints_dir)).sampler.num_slots == 3
     assert "max_num_seqs=6: only 3 sequences of 600 tokens fit" in caplog.text
-    monkeypatch.setattr(device_memory, "cache_budget_bytes", lambda *_: 0.5 * each)
+    monkeypatch.setattr(device_memory, "cache_budget_bytes", lambda *_: 0.5 * sequence_bytes)
     with pytest.raises(ConfigError, match="set a smaller max_context_length"):
         DeviceExecutor(make_settings(model_dir, checkpoints_dir))
 
 
-def test_a_cache_too_small_for_one_sequence_is_refused(model_dir: Path, checkpoints_dir: Path):
+def test_a_kv_cache_below_one_sequence_is_refused(model_dir: Path, checkpoints_dir: Path):
     with pytest.raises(
         ConfigError,
         match=r"cache_tokens=640 is less than one 600-token sequence .* set cache_tokens=1024 or more",
@@ -670,12 +666,12 @@ def test_a_cache_too_small_for_one_sequence_is_refused(model_dir: Path, checkpoi
         DeviceExecutor(make_settings(model_dir, checkpoints_dir, cache_tokens=640))
 
 
-def test_a_context_beyond_the_models_own_is_refused(model_dir: Path, checkpoints_dir: Path):
+def test_a_context_above_the_limit_of_the_model_is_refused(model_dir: Path, checkpoints_dir: Path):
     with pytest.raises(ConfigError, match=r"max_context_length=601 is outside 1\.\.600"):
         DeviceExecutor(make_settings(model_dir, checkpoints_dir, max_context_length=601))
 
 
-def test_info_states_what_clients_may_request(model_dir: Path, checkpoints_dir: Path):
+def test_info_contains_the_limits_for_clients(model_dir: Path, checkpoints_dir: Path):
     info = DeviceExecutor(make_settings(model_dir, checkpoints_dir, max_context_length=100)).info
     assert (info.base_model, info.max_context_length, info.max_lora_rank, info.vocab_size) == (
         "local/tiny",

@@ -1,4 +1,4 @@
-"""Compares grouped expert products with applying every expert to every token."""
+"""Grouped expert products equal a dense computation, which applies every expert to every token."""
 
 from dataclasses import replace
 
@@ -39,8 +39,10 @@ def mixture(x, router: Router, gate_up, down, modules, *, experts: Experts = EXP
     return mix_experts(experts, x, route(experts, router, x), gate_up, down, modules)
 
 
-def dense(x: jax.Array, router: Router, gate_up, down, modules: tuple[LoraWeights, LoraWeights]) -> jax.Array:
-    """Apply every expert to every token and add the chosen ones."""
+def dense_mixture(
+    x: jax.Array, router: Router, gate_up, down, modules: tuple[LoraWeights, LoraWeights]
+) -> jax.Array:
+    """Apply every expert to every token, and return the weighted sum of the outputs of the chosen experts."""
 
     def low_rank(x: jax.Array, module: LoraWeights) -> jax.Array:
         inner = jnp.split(jnp.einsum("...ei,eir->...er", x, module.a) * module.scale, len(module.b), axis=-1)
@@ -49,8 +51,10 @@ def dense(x: jax.Array, router: Router, gate_up, down, modules: tuple[LoraWeight
             axis=-1,
         )
 
-    each = jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], COUNT, HIDDEN))
-    gate, up = jnp.split(jnp.einsum("...i,eoi->...eo", x, gate_up) + low_rank(each, modules[0]), 2, axis=-1)
+    per_expert = jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], COUNT, HIDDEN))
+    gate, up = jnp.split(
+        jnp.einsum("...i,eoi->...eo", x, gate_up) + low_rank(per_expert, modules[0]), 2, axis=-1
+    )
     inner = jax.nn.silu(gate) * up
     outputs = jnp.einsum("...ef,eof->...eo", inner, down) + low_rank(inner, modules[1])
     scores, chosen = route(EXPERTS, router, x)
@@ -69,17 +73,17 @@ def test_grouped_products_and_gradients_equal_the_dense_ones(length: int) -> Non
         )
 
     value, (grad_x, grad_modules) = loss(mixture)(x, factors())
-    expected, (expected_x, expected_modules) = loss(dense)(x, factors())
+    expected, (expected_x, expected_modules) = loss(dense_mixture)(x, factors())
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     np.testing.assert_allclose(grad_x, expected_x, atol=2e-4)
-    for leaf, (path, other) in zip(
+    for leaf, (path, expected_leaf) in zip(
         jax.tree.leaves(grad_modules), jax.tree_util.tree_flatten_with_path(expected_modules)[0], strict=True
     ):
         if "scale" not in str(path):  # the scale is not trained
-            np.testing.assert_allclose(leaf, other, atol=1e-3)
+            np.testing.assert_allclose(leaf, expected_leaf, atol=1e-3)
 
 
-def test_an_adapter_in_a_stack_equals_that_adapter_alone() -> None:
+def test_adapters_in_a_stack_equal_each_adapter_alone() -> None:
     x = np.random.default_rng(2).normal(size=(4, 1, HIDDEN)).astype(np.float32)
     adapters = [factors(seed) for seed in (1, 2, 3)]
     rows = np.array([2, 0, 2, 1], np.int32)
@@ -87,32 +91,32 @@ def test_an_adapter_in_a_stack_equals_that_adapter_alone() -> None:
     banks = tuple(replace(bank, indices=lora_indices(rows), layer=np.int32(0)) for bank in banks)
     mixed = jax.jit(lambda x, modules: mixture(x, *weights(), modules))(x, banks)
     for row, adapter in enumerate(rows):
-        alone = dense(jnp.asarray(x[row : row + 1]), *weights(), adapters[adapter])
+        alone = dense_mixture(jnp.asarray(x[row : row + 1]), *weights(), adapters[adapter])
         np.testing.assert_allclose(mixed[row : row + 1], alone, atol=1e-4)
 
 
-def test_every_assignment_lies_in_a_block_of_its_expert() -> None:
-    for seed, block in ((0, 1), (1, 3), (2, 8)):
-        local = np.random.default_rng(seed).integers(-2, COUNT + 2, 50)  # some belong to other devices
-        layout = lay_out_tiles(jnp.asarray(local), COUNT, tile=block)
-        places, here = np.asarray(layout.places), (local >= 0) & (local < COUNT)
-        assert len(set(places[here])) == here.sum()
-        assert np.array_equal(np.asarray(layout.groups)[places[here] // block], local[here])
-        assert places[here].max() < int(layout.used) * block <= len(layout.groups) * block
-        assert (places[~here] >= len(layout.groups) * block).all()
+def test_every_assignment_is_in_a_tile_of_its_expert() -> None:
+    for seed, tile in ((0, 1), (1, 3), (2, 8)):
+        local = np.random.default_rng(seed).integers(-2, COUNT + 2, 50)  # <0 or >= COUNT: on other devices
+        layout = lay_out_tiles(jnp.asarray(local), COUNT, tile=tile)
+        places, is_local = np.asarray(layout.places), (local >= 0) & (local < COUNT)
+        assert len(set(places[is_local])) == is_local.sum()
+        assert np.array_equal(np.asarray(layout.groups)[places[is_local] // tile], local[is_local])
+        assert places[is_local].max() < int(layout.used) * tile <= len(layout.groups) * tile
+        assert (places[~is_local] >= len(layout.groups) * tile).all()
 
 
-def test_all_tokens_may_choose_one_expert() -> None:
+def test_all_tokens_can_choose_the_same_expert() -> None:
     layout = lay_out_tiles(jnp.full(20, 3), COUNT, tile=8)
     assert int(layout.used) == 3 and sorted(np.asarray(layout.places)) == list(range(20))
 
 
-def test_blocks_grow_with_the_tokens_of_an_expert() -> None:
+def test_the_tile_size_grows_with_the_tokens_per_expert() -> None:
     assert [tile_size(assignments, 8) for assignments in (1, 64, 256, 1 << 20)] == [8, 8, 32, 128]
 
 
-def test_the_program_does_not_grow_with_the_experts() -> None:
-    def operations(count: int) -> int:
+def test_the_program_size_does_not_depend_on_the_experts() -> None:
+    def count_operations(count: int) -> int:
         x, experts = jnp.zeros((1, 16, HIDDEN)), Experts(count=count, per_token=2, normalized=False)
         shapes = (
             Router(jnp.zeros((count, HIDDEN))),
@@ -123,10 +127,10 @@ def test_the_program_does_not_grow_with_the_experts() -> None:
             jax.make_jaxpr(lambda x, *shapes: mixture(x, *shapes, None, experts=experts))(x, *shapes)
         ).count(" = ")
 
-    assert operations(4) == operations(64)
+    assert count_operations(4) == count_operations(64)
 
 
-def test_the_base_models_experts_take_no_gradient() -> None:
+def test_a_gradient_of_the_base_models_experts_is_refused() -> None:
     x = jnp.zeros((1, 4, HIDDEN))
     with pytest.raises(AssertionError, match="frozen"):
         jax.grad(lambda gate_up: mixture(x, weights()[0], gate_up, weights()[2], None).sum())(weights()[1])

@@ -1,4 +1,4 @@
-"""Export to PEFT and Hugging Face and import again keep the trained weights. Mistakes give one line."""
+"""An export to PEFT or Hugging Face and an import keep the trained weights. An error is one line."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ MAX_RANK = 4
 SAVED = "tinker://run/weights/last"
 
 
-def trained(base: Path, spec: LoraSpec) -> dict[str, np.ndarray]:
-    """Return the arrays of a checkpoint whose adapter is random."""
+def random_adapter_arrays(base: Path, spec: LoraSpec) -> dict[str, np.ndarray]:
+    """Return the arrays of an adapter as in a checkpoint, with random values."""
     config = load_model_config(base)
     random = np.random.default_rng(4)
     arrays = adapter_to_arrays(init_adapter(config, spec, MAX_RANK), config, spec)
@@ -39,7 +39,7 @@ def trained(base: Path, spec: LoraSpec) -> dict[str, np.ndarray]:
 
 
 def save(root: Path, base: Path, spec: LoraSpec, name: str = "fixture/base") -> dict[str, np.ndarray]:
-    arrays = trained(base, spec)
+    arrays = random_adapter_arrays(base, spec)
     store = CheckpointStore(root, name, fingerprint(base))
     store.write(
         "tinker://run/weights/last",
@@ -71,7 +71,7 @@ def logits(model_dir: Path, arrays: dict[str, np.ndarray] | None, spec: LoraSpec
         ("../families/qwen3_moe", LoraSpec(rank=4)),
     ],
 )
-def test_a_merged_model_computes_what_base_and_adapter_compute(
+def test_a_merged_model_equals_the_base_model_with_its_adapter(
     tmp_path: Path, model: str, spec: LoraSpec
 ) -> None:
     arrays = save(tmp_path, FIXTURES / model, spec)
@@ -82,16 +82,18 @@ def test_a_merged_model_computes_what_base_and_adapter_compute(
         f"output={tmp_path / 'merged'}",
     ]
     assert main(["merge", *options]) == 0
-    merged, both = logits(tmp_path / "merged", None, spec), logits(FIXTURES / model, arrays, spec)
-    assert np.abs(merged - both).max() < 1e-4 < np.abs(both - logits(FIXTURES / model, None, spec)).max()
+    merged, adapted = logits(tmp_path / "merged", None, spec), logits(FIXTURES / model, arrays, spec)
+    assert (
+        np.abs(merged - adapted).max() < 1e-4 < np.abs(adapted - logits(FIXTURES / model, None, spec)).max()
+    )
     assert load_model_config(tmp_path / "merged").tie_word_embeddings is False
 
 
 @pytest.mark.seed_behaviour(88)
-def test_an_adapter_goes_to_peft_and_comes_back_the_same(tmp_path: Path) -> None:
+def test_an_adapter_is_unchanged_after_export_and_import(tmp_path: Path) -> None:
     spec = LoraSpec(rank=3, alpha=7.5)
     arrays = save(tmp_path, FIXTURES / "tied", spec)
-    output, back = tmp_path / "peft", "tinker://imported/weights/one"
+    output, imported_path = tmp_path / "peft", "tinker://imported/weights/one"
     assert main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={output}"]) == 0
     written = load_file(output / "adapter_model.safetensors")
     assert written.keys() == arrays.keys() and {str(array.dtype) for array in written.values()} == {"float32"}
@@ -104,8 +106,10 @@ def test_an_adapter_goes_to_peft_and_comes_back_the_same(tmp_path: Path) -> None
     modules = ["down_proj", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert config["target_modules"] == modules
     base = [f"base_model={FIXTURES / 'tied'}", f"checkpoints_dir={tmp_path}"]
-    assert main(["import", f"adapter={output}", *base, f"checkpoint={back}"]) == 0
-    info, imported = CheckpointStore(tmp_path, "local/tied", fingerprint(FIXTURES / "tied")).read(back)
+    assert main(["import", f"adapter={output}", *base, f"checkpoint={imported_path}"]) == 0
+    info, imported = CheckpointStore(tmp_path, "local/tied", fingerprint(FIXTURES / "tied")).read(
+        imported_path
+    )
     assert info.lora == spec and info.step == 0
     for name, array in arrays.items():
         np.testing.assert_array_equal(imported[name], array)
@@ -118,24 +122,24 @@ def test_experts_survive_a_round_trip_through_peft(tmp_path: Path) -> None:
     arrays = save(tmp_path, base, spec)
     expert = "base_model.model.model.layers.1.mlp.experts.5.up_proj"
     a, b = (arrays[f"{expert}.lora_{side}.weight"] for side in "AB")
-    assert a.shape == (4 // 2, 40)  # two experts see a token
+    assert a.shape == (4 // 2, 40)  # a token has two experts, which share the rank
     assert (
         main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'peft'}"])
         == 0
     )
     written = load_file(tmp_path / "peft" / "adapter_model.safetensors")
-    wide_a, wide_b = (written[f"{expert}.lora_{side}.weight"] for side in "AB")
-    assert wide_a.shape == (4, 40)
-    np.testing.assert_allclose(spec.alpha / 4 * wide_b @ wide_a, spec.alpha / 2 * b @ a, rtol=1e-5)
-    into = [f"base_model={base}", f"checkpoints_dir={tmp_path}", "checkpoint=tinker://imported/weights/one"]
-    assert main(["import", f"adapter={tmp_path / 'peft'}", *into]) == 0
+    exported_a, exported_b = (written[f"{expert}.lora_{side}.weight"] for side in "AB")
+    assert exported_a.shape == (4, 40)
+    np.testing.assert_allclose(spec.alpha / 4 * exported_b @ exported_a, spec.alpha / 2 * b @ a, rtol=1e-5)
+    target = [f"base_model={base}", f"checkpoints_dir={tmp_path}", "checkpoint=tinker://imported/weights/one"]
+    assert main(["import", f"adapter={tmp_path / 'peft'}", *target]) == 0
     info, imported = CheckpointStore(tmp_path, "local/qwen3_moe", fingerprint(base)).read(
         "tinker://imported/weights/one"
     )
     assert info.lora == spec
     for name, array in arrays.items():
         np.testing.assert_array_equal(imported[name], array)
-    written[f"{expert}.lora_A.weight"] = np.ones_like(wide_a)
+    written[f"{expert}.lora_A.weight"] = np.ones_like(exported_a)
     save_file(written, tmp_path / "peft" / "adapter_model.safetensors")
     with pytest.raises(
         UserError, match=r"experts\.5\.up_proj\.lora_A\.weight has rank 4, experts of this server have rank 2"
@@ -148,10 +152,12 @@ def test_deepseek_adapters_survive_a_round_trip_through_peft(tmp_path: Path) -> 
         LoraSpec(rank=3),
         shutil.copytree(FIXTURES.parent / "families" / "deepseek_v3", tmp_path / "deepseek_v3"),
     )
-    # This tensor belongs to a multi-token-prediction layer.
-    ahead = {"model.layers.2.self_attn.o_proj.weight": np.zeros((40, 40), np.float32)}
+    # a tensor of a multi-token-prediction layer, which the server ignores
+    prediction_layer = {"model.layers.2.self_attn.o_proj.weight": np.zeros((40, 40), np.float32)}
     save_file(
-        load_file(base / "model.safetensors") | ahead, base / "model.safetensors", metadata={"format": "pt"}
+        load_file(base / "model.safetensors") | prediction_layer,
+        base / "model.safetensors",
+        metadata={"format": "pt"},
     )
     arrays = save(tmp_path, base, spec)
     assert (
@@ -164,23 +170,23 @@ def test_deepseek_adapters_survive_a_round_trip_through_peft(tmp_path: Path) -> 
     written = load_file(tmp_path / "peft" / "adapter_model.safetensors").keys()
     for module in ("0.mlp.up_proj", "1.mlp.experts.7.down_proj", "1.mlp.shared_experts.gate_proj"):
         assert f"base_model.model.model.layers.{module}.lora_A.weight" in written
-    into = [f"base_model={base}", f"checkpoints_dir={tmp_path}", "checkpoint=tinker://imported/weights/one"]
-    assert main(["import", f"adapter={tmp_path / 'peft'}", *into]) == 0
+    target = [f"base_model={base}", f"checkpoints_dir={tmp_path}", "checkpoint=tinker://imported/weights/one"]
+    assert main(["import", f"adapter={tmp_path / 'peft'}", *target]) == 0
     info, imported = CheckpointStore(tmp_path, "local/deepseek_v3", fingerprint(base)).read(
         "tinker://imported/weights/one"
     )
     assert info.lora == spec and imported.keys() >= arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_allclose(imported[name], array, rtol=1e-6)
-    merged = [
+    options = [
         f"checkpoint={SAVED}",
         f"checkpoints_dir={tmp_path}",
         f"base_model={base}",
         f"output={tmp_path / 'merged'}",
         "dtype=bfloat16",
     ]
-    assert main(["merge", *merged]) == 0
-    whole = load_file(tmp_path / "merged" / "model.safetensors")
+    assert main(["merge", *options]) == 0
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
     a, b = (
         arrays[f"base_model.model.model.layers.0.self_attn.kv_b_proj.lora_{side}.weight"] for side in "AB"
     )
@@ -189,25 +195,27 @@ def test_deepseek_adapters_survive_a_round_trip_through_peft(tmp_path: Path) -> 
         + spec.alpha / 3 * b @ a
     )
     np.testing.assert_allclose(
-        whole["model.layers.0.self_attn.kv_b_proj.weight"].astype(np.float32), expected, atol=1e-2
+        merged["model.layers.0.self_attn.kv_b_proj.weight"].astype(np.float32), expected, atol=1e-2
     )
-    exact = {name for name, array in whole.items() if array.dtype == np.float32}
-    assert exact == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    float32_names = {name for name, array in merged.items() if array.dtype == np.float32}
+    assert float32_names == {"model.layers.1.mlp.gate.e_score_correction_bias"}
 
 
 @pytest.mark.seed_behaviour(89)
-def test_every_tensor_has_the_dtype_asked_for(tmp_path: Path) -> None:
+def test_every_exported_tensor_has_the_requested_dtype(tmp_path: Path) -> None:
     save(tmp_path, FIXTURES / "untied", LoraSpec(rank=2))
-    here = [f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", "dtype=bfloat16"]
-    assert main(["adapter", *here, f"output={tmp_path / 'peft'}"]) == 0
-    assert main(["merge", *here, f"base_model={FIXTURES / 'untied'}", f"output={tmp_path / 'merged'}"]) == 0
+    options = [f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", "dtype=bfloat16"]
+    assert main(["adapter", *options, f"output={tmp_path / 'peft'}"]) == 0
+    assert (
+        main(["merge", *options, f"base_model={FIXTURES / 'untied'}", f"output={tmp_path / 'merged'}"]) == 0
+    )
     files = [*(tmp_path / "peft").glob("*.safetensors"), *(tmp_path / "merged").glob("*.safetensors")]
     assert len(files) == 1 + 2  # the base model has two shards
     assert {str(array.dtype) for file in files for array in load_file(file).values()} == {"bfloat16"}
 
 
 @pytest.mark.seed_behaviour(88)
-def test_pefts_in_memory_names_and_rslora_are_imported(tmp_path: Path) -> None:
+def test_default_adapter_names_and_rslora_are_imported(tmp_path: Path) -> None:
     arrays = save(tmp_path, FIXTURES / "tied", LoraSpec(rank=4, train_mlp=False, train_unembed=False))
     main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'peft'}"])
     renamed = {
@@ -215,8 +223,8 @@ def test_pefts_in_memory_names_and_rslora_are_imported(tmp_path: Path) -> None:
         for name, array in arrays.items()
     }
     save_file(renamed, tmp_path / "peft" / "adapter_model.safetensors")
-    change(tmp_path / "peft", use_rslora=True, lora_alpha=10)
-    back = "tinker://imported/sampler_weights/one"
+    change_config(tmp_path / "peft", use_rslora=True, lora_alpha=10)
+    imported_path = "tinker://imported/sampler_weights/one"
     assert (
         main(
             [
@@ -224,17 +232,17 @@ def test_pefts_in_memory_names_and_rslora_are_imported(tmp_path: Path) -> None:
                 f"adapter={tmp_path / 'peft'}",
                 f"base_model={FIXTURES / 'tied'}",
                 f"checkpoints_dir={tmp_path}",
-                f"checkpoint={back}",
+                f"checkpoint={imported_path}",
             ]
         )
         == 0
     )
-    info, imported = CheckpointStore(tmp_path, "local/tied").read(back)
+    info, imported = CheckpointStore(tmp_path, "local/tied").read(imported_path)
     assert info.lora == LoraSpec(rank=4, alpha=20.0, train_mlp=False, train_unembed=False)
     assert imported.keys() == arrays.keys()
 
 
-def change(adapter: Path, **changes: object) -> None:
+def change_config(adapter: Path, **changes: object) -> None:
     config = adapter / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
 
@@ -251,19 +259,19 @@ def with_unknown_modules(adapter: Path) -> None:
     ("damage", "message"),
     [
         (with_unknown_modules, "the adapter has model.layers.0.self_attn.g_proj"),
-        (lambda adapter: change(adapter, use_dora=True), "use_dora is not supported"),
-        (lambda adapter: change(adapter, r=2), "require (2,"),
-        (lambda adapter: change(adapter, r=0), "are not valid"),
+        (lambda adapter: change_config(adapter, use_dora=True), "use_dora is not supported"),
+        (lambda adapter: change_config(adapter, r=2), "require (2,"),
+        (lambda adapter: change_config(adapter, r=0), "are not valid"),
         (
-            lambda adapter: change(adapter, lora_alpha=0),
+            lambda adapter: change_config(adapter, lora_alpha=0),
             "rank 3, alpha 0 and dropout 0 are not valid",
         ),
-        (lambda adapter: change(adapter, lora_dropout=1.0001), "dropout 1.0001 are not valid"),
+        (lambda adapter: change_config(adapter, lora_dropout=1.0001), "dropout 1.0001 are not valid"),
         (lambda adapter: (adapter / "adapter_config.json").unlink(), "not a PEFT adapter"),
     ],
 )
 @pytest.mark.seed_behaviour(86)
-def test_an_adapter_this_server_cannot_train_is_refused(
+def test_an_unsupported_or_invalid_adapter_is_refused(
     tmp_path: Path, damage, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path, FIXTURES / "tied", LoraSpec(rank=3))
@@ -301,12 +309,12 @@ def test_an_adapter_this_server_cannot_train_is_refused(
         ),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_an_invalid_command_line_gives_one_line(
     tmp_path: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path, FIXTURES / "tied", LoraSpec(rank=3))
-    named = [argument.format(out=tmp_path / "out", full=tmp_path) for argument in argv]
-    assert main([*named, *([f"checkpoints_dir={tmp_path}"] if len(argv) > 1 else [])]) == 2
+    arguments = [argument.format(out=tmp_path / "out", full=tmp_path) for argument in argv]
+    assert main([*arguments, *([f"checkpoints_dir={tmp_path}"] if len(argv) > 1 else [])]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and message in printed.err
     assert not (tmp_path / "out").exists()
@@ -318,7 +326,7 @@ def test_a_checkpoint_of_other_weights_is_refused(tmp_path: Path) -> None:
         CheckpointStore(tmp_path, "org/model", fingerprint(FIXTURES / "untied")).read(SAVED)
 
 
-def test_the_fingerprint_depends_on_the_weights_alone(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_only_on_the_weights(tmp_path: Path) -> None:
     copy = shutil.copytree(FIXTURES / "tied", tmp_path / "copy")
     assert fingerprint(copy) == fingerprint(FIXTURES / "tied")
     weights = load_file(copy / "model.safetensors")

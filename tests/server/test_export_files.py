@@ -1,4 +1,4 @@
-"""Files of exports follow the umask and name the Hugging Face model; adapters of q and v are imported."""
+"""File modes and the model name of exports, and adapters that do not cover all projections of attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RANK, ALPHA = 4, 6.0
 
 @pytest.mark.parametrize("umask", [0o022, 0o027], ids=oct)
 @pytest.mark.parametrize("command", ["adapter", "merge"])
-def test_exported_files_are_readable_as_the_umask_says(tmp_path: Path, command: str, umask: int) -> None:
+def test_exported_files_have_the_mode_of_the_umask(tmp_path: Path, command: str, umask: int) -> None:
     save(tmp_path, BASE, LoraSpec(rank=2))
     options = [f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'out'}"]
     before = os.umask(umask)
@@ -64,7 +64,7 @@ def test_an_exported_adapter_names_its_hub_model(
 
 
 def query_and_value_adapter(directory: Path) -> dict[str, np.ndarray]:
-    """Write a PEFT adapter of q_proj and v_proj. Return alpha / rank * B @ A by the base model's tensor."""
+    """Write a PEFT adapter of q_proj and v_proj. Return alpha / rank * B @ A for each base model tensor."""
     directory.mkdir()
     random = np.random.default_rng(1)
     weights, tensors, deltas = load_file(BASE / "model.safetensors"), {}, {}
@@ -81,18 +81,18 @@ def query_and_value_adapter(directory: Path) -> dict[str, np.ndarray]:
     return deltas
 
 
-def test_an_adapter_of_q_and_v_computes_its_formula(tmp_path: Path) -> None:
+def test_an_imported_adapter_of_q_and_v_adds_its_deltas(tmp_path: Path) -> None:
     deltas = query_and_value_adapter(tmp_path / "peft")
     path = "tinker://imported/weights/one"
     files = [f"adapter={tmp_path / 'peft'}", f"base_model={BASE}", f"checkpoints_dir={tmp_path}"]
     assert main(["import", *files, f"checkpoint={path}"]) == 0
     info, arrays = CheckpointStore(tmp_path, "local/tied", fingerprint(BASE)).read(path)
     assert info.lora == LoraSpec(rank=RANK, alpha=ALPHA, train_mlp=False, train_unembed=False)
-    summed = shutil.copytree(BASE, tmp_path / "summed")
+    merged = shutil.copytree(BASE, tmp_path / "merged")
     weights = load_file(BASE / "model.safetensors")
     weights |= {name: weights[name].astype(np.float32) + delta for name, delta in deltas.items()}
-    save_file(weights, summed / "model.safetensors", metadata={"format": "pt"})
-    adapted, expected = logits(BASE, arrays, info.lora), logits(summed, None, info.lora)
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    adapted, expected = logits(BASE, arrays, info.lora), logits(merged, None, info.lora)
     assert np.abs(adapted - expected).max() < 1e-4 < np.abs(expected - logits(BASE, None, info.lora)).max()
 
 
@@ -104,7 +104,7 @@ def test_an_adapter_of_q_and_v_has_zeros_for_k_and_o(tmp_path: Path) -> None:
 
 
 def test_training_leaves_missing_projections_at_zero() -> None:
-    """Both factors are zero, and the gradient of each is a multiple of the other."""
+    """Both factors are zero, and the gradient of each factor is a multiple of the other factor."""
     spec = LoraSpec(rank=RANK, train_mlp=False, train_unembed=False)
     arrays = adapter_to_arrays(init_adapter(CONFIG, spec, MAX_RANK), CONFIG, spec)
     missing = {name for name in arrays if ".k_proj." in name or ".o_proj." in name}

@@ -1,5 +1,5 @@
-"""Rollouts by an external vLLM or SGLang: a stand-in that computes in numpy, real HTTP, and the real engine
-on the other side."""
+"""Sampling by an external vLLM or SGLang. The sampler is a numpy implementation with real HTTP, and the
+engine is real."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 
 PROMPT = np.array([72, 101, 108, 108, 111], np.int32)
 SPEC = LoraSpec(rank=4)
-FREE = SamplingSettings(max_tokens=20, stop_at_eos=False)
+TWENTY_TOKENS = SamplingSettings(max_tokens=20, stop_at_eos=False)
 
 
 @pytest.fixture(scope="module")
@@ -50,28 +50,28 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
 @pytest.fixture(scope="module")
-def engine(model_dir: Path, root: Path) -> Iterator[Engine]:
-    """With a model "m"."""
-    engine = Engine(DeviceExecutor(make_settings(model_dir, root)))
+def engine(model_dir: Path, checkpoints_dir: Path) -> Iterator[Engine]:
+    """An engine with the model "m"."""
+    engine = Engine(DeviceExecutor(make_settings(model_dir, checkpoints_dir)))
     engine.start()
     engine.submit(CreateModel(model_id="m", lora=SPEC)).result(120)
     yield engine
     engine.stop()
 
 
-def update(engine: Engine, root: Path, size: float, *, seed: int = 0) -> None:
-    """Give "m" a new random adapter, far from the base model; no training, whose programs would take longer
-    to compile than all else."""
-    random, name = np.random.default_rng(seed), uuid.uuid4().hex
+def load_random_adapter(engine: Engine, checkpoints_dir: Path, size: float, *, seed: int = 0) -> None:
+    """Load a random adapter with the standard deviation `size` into "m". Training would be slower, because
+    its programs must be compiled."""
+    random, checkpoint_name = np.random.default_rng(seed), uuid.uuid4().hex
     arrays = adapter_to_arrays(init_adapter(CONFIG, SPEC, 8), CONFIG, SPEC)
     arrays = {name: random.normal(0, size, array.shape).astype(np.float32) for name, array in arrays.items()}
-    store = CheckpointStore(root, "local/tiny")
-    path = f"tinker://m/weights/{name}"
+    store = CheckpointStore(checkpoints_dir, "local/tiny")
+    path = f"tinker://m/weights/{checkpoint_name}"
     store.write(path, arrays | initial_optimizer_state(arrays), lora=SPEC, step=0, user_metadata={})
     engine.submit(LoadWeights(model_id="m", path=path, optimizer=False)).result(60)
 
@@ -89,39 +89,47 @@ def url(sampler: ExternalSampler) -> Iterator[str]:
 
 @asynccontextmanager
 async def connected(
-    url: str, engine: Engine, root: Path, model_dir: Path, *, check: float = 0.0, max_adapters: int = 8
+    url: str,
+    engine: Engine,
+    checkpoints_dir: Path,
+    model_dir: Path,
+    *,
+    check: float = 0.0,
+    max_adapters: int = 8,
 ) -> AsyncIterator[ExternalSampling]:
-    adapters = root / "sampler_adapters"
+    adapters = checkpoints_dir / "sampler_adapters"
     options = SamplerOptions(sampler_url=url, sampler_timeout_s=60.0, sampler_check=check)
     async with connect(options, base_model="local/tiny", adapters=adapters) as server:
-        store = CheckpointStore(root, "local/tiny")
-        elsewhere = ExternalSampling(
+        store = CheckpointStore(checkpoints_dir, "local/tiny")
+        external = ExternalSampling(
             engine, server, store, options, adapters=adapters, max_adapters=max_adapters, model_dir=model_dir
         )
         try:
-            yield elsewhere
+            yield external
         finally:
-            await elsewhere.close()
+            await external.close()
 
 
 @pytest.fixture
-async def elsewhere(url: str, engine: Engine, root: Path, model_dir: Path) -> AsyncIterator[ExternalSampling]:
-    async with connected(url, engine, root, model_dir) as elsewhere:
-        yield elsewhere
+async def external(
+    url: str, engine: Engine, checkpoints_dir: Path, model_dir: Path
+) -> AsyncIterator[ExternalSampling]:
+    async with connected(url, engine, checkpoints_dir, model_dir) as external:
+        yield external
 
 
-async def done(elsewhere: ExternalSampling, op: Op) -> SampleResult:
-    result = await asyncio.wrap_future(elsewhere.submit(op))
+async def run_op(external: ExternalSampling, op: Op) -> SampleResult:
+    result = await asyncio.wrap_future(external.submit(op))
     assert not isinstance(op, Sample) or isinstance(result, SampleResult)
     return result  # type: ignore[return-value]
 
 
-def sample(weights: str | None = None, settings: SamplingSettings = FREE, **more: object) -> Sample:
+def sample(weights: str | None = None, settings: SamplingSettings = TWENTY_TOKENS, **more: object) -> Sample:
     return Sample(weights=weights, prompt=PROMPT, settings=settings, **more)  # type: ignore[arg-type]
 
 
-def scored(engine: Engine, weights: str | None, tokens: np.ndarray) -> np.ndarray:
-    """The engine's own log-probabilities of `tokens` after the prompt."""
+def engine_logprobs(engine: Engine, weights: str | None, tokens: np.ndarray) -> np.ndarray:
+    """Return the logprobs of `tokens` after PROMPT, computed by the engine."""
     text = np.concatenate([PROMPT, tokens])
     op = Sample(
         weights=weights,
@@ -135,125 +143,137 @@ def scored(engine: Engine, weights: str | None, tokens: np.ndarray) -> np.ndarra
 
 
 @pytest.mark.parametrize("sampler", ["vllm", "sglang"], indirect=True)
-async def test_samples_come_from_the_saved_adapter(
-    elsewhere: ExternalSampling, sampler: ExternalSampler, engine: Engine, root: Path
+async def test_samples_come_from_the_adapter_of_their_snapshot(
+    external: ExternalSampling, sampler: ExternalSampler, engine: Engine, checkpoints_dir: Path
 ) -> None:
-    update(engine, root, 0.05, seed=1)
-    await done(elsewhere, SaveSampler(model_id="m", weights="s1"))
-    before = await done(elsewhere, sample("s1", num_samples=2))
-    update(engine, root, 0.05, seed=2)
-    await done(elsewhere, SaveSampler(model_id="m", weights="s2"))
+    load_random_adapter(engine, checkpoints_dir, 0.05, seed=1)
+    await run_op(external, SaveSampler(model_id="m", weights="s1"))
+    first_result = await run_op(external, sample("s1", num_samples=2))
+    load_random_adapter(engine, checkpoints_dir, 0.05, seed=2)
+    await run_op(external, SaveSampler(model_id="m", weights="s2"))
     for weights, result in (
-        ("s1", before),
-        ("s2", await done(elsewhere, sample("s2"))),
-        ("s1", await done(elsewhere, sample("s1"))),
-        (None, await done(elsewhere, sample(None, replace(FREE, temperature=0.7, top_k=40, top_p=0.9)))),
+        ("s1", first_result),
+        ("s2", await run_op(external, sample("s2"))),
+        ("s1", await run_op(external, sample("s1"))),
+        (
+            None,
+            await run_op(
+                external, sample(None, replace(TWENTY_TOKENS, temperature=0.7, top_k=40, top_p=0.9))
+            ),
+        ),
     ):
         for sequence in result.sequences:
             assert len(sequence.tokens) == 20 and sequence.stop_reason is StopReason.LENGTH
-            np.testing.assert_allclose(sequence.logprobs, scored(engine, weights, sequence.tokens), atol=1e-4)
-    far = np.abs(before.sequences[0].logprobs - scored(engine, None, before.sequences[0].tokens)).mean()
-    assert far > 0.05, "the adapter makes no difference that this test could see"
+            np.testing.assert_allclose(
+                sequence.logprobs, engine_logprobs(engine, weights, sequence.tokens), atol=1e-4
+            )
+    adapter_effect = np.abs(
+        first_result.sequences[0].logprobs - engine_logprobs(engine, None, first_result.sequences[0].tokens)
+    ).mean()
+    assert adapter_effect > 0.05, "the adapter has a measurable effect"
     assert len({body["adapter"] for body in sampler.seen}) == 3 and len(sampler.seen) == 4
-    assert before.prompt_cache_hit_tokens == (3 if sampler.kind == "sglang" else 0)
+    assert first_result.prompt_cache_hit_tokens == (3 if sampler.kind == "sglang" else 0)
 
 
 async def test_a_dropped_snapshot_is_unloaded_after_its_samples(
-    elsewhere: ExternalSampling, sampler: ExternalSampler, root: Path
+    external: ExternalSampling, sampler: ExternalSampler, checkpoints_dir: Path
 ) -> None:
-    saved = elsewhere.submit(SaveSampler(model_id="m", weights="short"))
-    second_sample = elsewhere.submit(sample("short"))  # at once: both wait for what was asked before them
-    dropped = elsewhere.submit(DropSnapshot(weights="short"))
-    await asyncio.gather(*(asyncio.wrap_future(future) for future in (saved, second_sample, dropped)))
+    saved = external.submit(SaveSampler(model_id="m", weights="short"))
+    sampled = external.submit(sample("short"))  # waits for the save, which is not awaited here
+    dropped = external.submit(DropSnapshot(weights="short"))
+    await asyncio.gather(*(asyncio.wrap_future(future) for future in (saved, sampled, dropped)))
     await asyncio.to_thread(sampler.wait_until, lambda: not sampler.adapters)
     assert sampler.seen[0]["adapter"].startswith("skyrl-")
     with pytest.raises(NotFoundError, match="freed with their session"):
-        elsewhere.submit(sample("short"))
+        external.submit(sample("short"))
 
 
 async def test_adapters_are_evicted_and_reloaded_from_checkpoints(
-    url: str, sampler: ExternalSampler, engine: Engine, root: Path, model_dir: Path
+    url: str, sampler: ExternalSampler, engine: Engine, checkpoints_dir: Path, model_dir: Path
 ) -> None:
     path = "tinker://m/sampler_weights/named"
-    # An earlier run of the server saved it.
+    # as if an earlier run of the server saved it
     await asyncio.wrap_future(engine.submit(SaveSampler(model_id="m", weights=path)))
-    async with connected(url, engine, root, model_dir, max_adapters=1) as elsewhere:
-        await done(elsewhere, SaveSampler(model_id="m", weights="one"))
+    async with connected(url, engine, checkpoints_dir, model_dir, max_adapters=1) as external:
+        await run_op(external, SaveSampler(model_id="m", weights="one"))
         for weights in ("one", path, "one", path):
-            result = await done(elsewhere, sample(weights))
+            result = await run_op(external, sample(weights))
             np.testing.assert_allclose(
-                result.sequences[0].logprobs, scored(engine, weights, result.sequences[0].tokens), atol=1e-4
+                result.sequences[0].logprobs,
+                engine_logprobs(engine, weights, result.sequences[0].tokens),
+                atol=1e-4,
             )
             await asyncio.to_thread(sampler.wait_until, lambda: len(sampler.adapters) == 1)
-    assert len({body["adapter"] for body in sampler.seen}) == 4, "each was loaded anew"
-    kept = root / "sampler_adapters" / "somebody's"
-    kept.mkdir()
-    async with connected(url, engine, root, model_dir):
-        assert not sampler.adapters, "what a stopped server left loaded is unloaded by the next"
-        assert [*kept.parent.iterdir()] == [kept], "and its files are deleted"
-    kept.rmdir()
+    assert len({body["adapter"] for body in sampler.seen}) == 4, "each reload has a new adapter name"
+    foreign_dir = checkpoints_dir / "sampler_adapters" / "foreign"
+    foreign_dir.mkdir()
+    async with connected(url, engine, checkpoints_dir, model_dir):
+        assert not sampler.adapters, "a new server unloads the adapters of the previous one"
+        assert [*foreign_dir.parent.iterdir()] == [foreign_dir], "the files of those adapters are deleted"
+    foreign_dir.rmdir()
 
 
 async def test_a_restarted_sampler_gets_its_adapters_again(
-    sampler: ExternalSampler, engine: Engine, root: Path, model_dir: Path
+    sampler: ExternalSampler, engine: Engine, checkpoints_dir: Path, model_dir: Path
 ) -> None:
     with sampling(sampler) as url:
-        connection = connected(url, engine, root, model_dir)
-        elsewhere = await connection.__aenter__()
-        await done(elsewhere, SaveSampler(model_id="m", weights="kept"))
-        await done(elsewhere, sample("kept"))
+        connection = connected(url, engine, checkpoints_dir, model_dir)
+        external = await connection.__aenter__()
+        await run_op(external, SaveSampler(model_id="m", weights="kept"))
+        await run_op(external, sample("kept"))
     with pytest.raises(SamplerError, match="cannot be reached"):
-        await done(elsewhere, sample("kept"))
-    await done(elsewhere, SaveSampler(model_id="m", weights="meanwhile"))  # training and saving continue
+        await run_op(external, sample("kept"))
+    # snapshots can be saved while the sampler is down
+    await run_op(external, SaveSampler(model_id="m", weights="meanwhile"))
     with sampling(sampler, port=int(url.rpartition(":")[2])):
         for weights in ("kept", "meanwhile"):
-            results = await asyncio.gather(*(done(elsewhere, sample(weights)) for _ in range(3)))
+            results = await asyncio.gather(*(run_op(external, sample(weights)) for _ in range(3)))
             np.testing.assert_allclose(
                 results[0].sequences[0].logprobs,
-                scored(engine, weights, results[0].sequences[0].tokens),
+                engine_logprobs(engine, weights, results[0].sequences[0].tokens),
                 atol=1e-4,
             )
         assert len(sampler.adapters) == 2
         await connection.__aexit__(None, None, None)
 
 
-async def test_another_model_is_detected_before_its_samples_are_used(
-    engine: Engine, root: Path, model_dir: Path, sampler: ExternalSampler
+async def test_another_base_model_is_detected_before_samples_are_used(
+    engine: Engine, checkpoints_dir: Path, model_dir: Path, sampler: ExternalSampler
 ) -> None:
     sampler.model.base = sampler.model.base | {
         "model.norm.weight": sampler.model.base["model.norm.weight"][::-1]
         * np.linspace(-2, 2, CONFIG.hidden_size)
     }
     with sampling(sampler) as url:
-        async with connected(url, engine, root, model_dir) as elsewhere:
+        async with connected(url, engine, checkpoints_dir, model_dir) as external:
             for _ in range(2):
                 with pytest.raises(
                     SamplerError,
                     match=r"differ from this server's by \d+\.\d+ nats per token\. It runs another base",
                 ):
-                    await done(elsewhere, sample())
+                    await run_op(external, sample())
 
 
 async def test_an_ignored_adapter_is_detected(
-    elsewhere: ExternalSampling, sampler: ExternalSampler, engine: Engine, root: Path
+    external: ExternalSampling, sampler: ExternalSampler, engine: Engine, checkpoints_dir: Path
 ) -> None:
-    update(engine, root, 0.5)
+    load_random_adapter(engine, checkpoints_dir, 0.5)
     sampler.leaves_adapters_out = True
-    await done(elsewhere, SaveSampler(model_id="m", weights="ignored"))
-    await done(elsewhere, sample())
+    await run_op(external, SaveSampler(model_id="m", weights="ignored"))
+    await run_op(external, sample())
     with pytest.raises(SamplerError, match=r"probabilities of ignored differ .* does not apply the adapter"):
-        await done(elsewhere, sample("ignored"))
+        await run_op(external, sample("ignored"))
 
 
-def without(key: str) -> Callable[[dict], object]:
+def remove(key: str) -> Callable[[dict], object]:
     return lambda answer: answer["choices"][0].pop(key)
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (without("token_ids"), "no 'token_ids'"),
-        (without("logprobs"), "no 'logprobs'"),
+        (remove("token_ids"), "no 'token_ids'"),
+        (remove("logprobs"), "no 'logprobs'"),
         (lambda answer: answer["choices"][0]["token_ids"].pop(), "19 token ids and 20 log-probabilities"),
         (
             lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(3, None),
@@ -274,106 +294,108 @@ def without(key: str) -> Callable[[dict], object]:
         ),
     ],
 )
-async def test_an_incomplete_answer_fails_only_its_request(
-    elsewhere: ExternalSampling, sampler: ExternalSampler, spoil: Callable[[dict], object], message: str
+async def test_an_invalid_reply_fails_only_its_request(
+    external: ExternalSampling, sampler: ExternalSampler, spoil: Callable[[dict], object], message: str
 ) -> None:
     sampler.spoil = spoil
     with pytest.raises(SamplerError, match=message):
-        await done(elsewhere, sample())
+        await run_op(external, sample())
     sampler.spoil = lambda answer: None
-    await done(elsewhere, sample())
+    await run_op(external, sample())
 
 
-async def test_samples_end_where_the_engine_ends_them(
-    elsewhere: ExternalSampling, sampler: ExternalSampler
+async def test_samples_end_at_the_same_tokens_as_in_the_engine(
+    external: ExternalSampling, sampler: ExternalSampler
 ) -> None:
-    long = replace(FREE, max_tokens=60, seed=5)
-    whole = (await done(elsewhere, sample(None, long))).sequences[0].tokens
-    token = int(whole[10])
-    first = whole.tolist().index(token) + 1
-    stopped = (await done(elsewhere, sample(None, replace(long, stop_token_ids=(token,))))).sequences[0]
-    assert stopped.tokens.tolist() == whole[:first].tolist() and stopped.stop_reason is StopReason.STOP
+    long = replace(TWENTY_TOKENS, max_tokens=60, seed=5)
+    tokens = (await run_op(external, sample(None, long))).sequences[0].tokens
+    token = int(tokens[10])
+    end = tokens.tolist().index(token) + 1
+    stopped = (await run_op(external, sample(None, replace(long, stop_token_ids=(token,))))).sequences[0]
+    assert stopped.tokens.tolist() == tokens[:end].tolist() and stopped.stop_reason is StopReason.STOP
 
-    stop = sampler.tokenizer.decode(whole[8:10].tolist(), skip_special_tokens=False)
-    stopped = (await done(elsewhere, sample(None, replace(long, stop_strings=(stop,))))).sequences[0]
+    stop = sampler.tokenizer.decode(tokens[8:10].tolist(), skip_special_tokens=False)
+    stopped = (await run_op(external, sample(None, replace(long, stop_strings=(stop,))))).sequences[0]
     assert len(stopped.tokens) <= 10 and stopped.stop_reason is StopReason.STOP
 
-    def two_more(answer: dict) -> None:
-        """vLLM may return tokens after a stop string, because it searches between blocks of tokens."""
+    def add_two_tokens(answer: dict) -> None:
+        """vLLM may return tokens after a stop string, because it checks stop strings per block of tokens."""
         answer["choices"][0]["token_ids"] += [65, 66]
         answer["choices"][0]["logprobs"]["token_logprobs"] += [-1.0, -1.0]
 
-    sampler.spoil = two_more
-    again = (await done(elsewhere, sample(None, replace(long, stop_strings=(stop,))))).sequences[0]
-    assert again.tokens.tolist() == stopped.tokens.tolist() and len(again.logprobs) == len(again.tokens)
+    sampler.spoil = add_two_tokens
+    trimmed = (await run_op(external, sample(None, replace(long, stop_strings=(stop,))))).sequences[0]
+    assert trimmed.tokens.tolist() == stopped.tokens.tolist() and len(trimmed.logprobs) == len(trimmed.tokens)
 
 
 @pytest.mark.parametrize("sampler", ["vllm", "sglang"], indirect=True)
-async def test_the_engine_serves_what_the_sampler_cannot_give_exactly(
-    elsewhere: ExternalSampling, sampler: ExternalSampler
+async def test_the_engine_samples_what_the_sampler_cannot_do_exactly(
+    external: ExternalSampling, sampler: ExternalSampler
 ) -> None:
-    prompt_scored = await done(elsewhere, sample(None, replace(FREE, max_tokens=1), prompt_logprobs=True))
+    prompt_scored = await run_op(
+        external, sample(None, replace(TWENTY_TOKENS, max_tokens=1), prompt_logprobs=True)
+    )
     assert prompt_scored.prompt_logprobs is not None
-    topk = await done(elsewhere, sample(None, replace(FREE, max_tokens=1), topk_sample_logprobs=2))
+    topk = await run_op(external, sample(None, replace(TWENTY_TOKENS, max_tokens=1), topk_sample_logprobs=2))
     assert topk.sequences[0].topk is not None
     assert not sampler.seen
-    await done(elsewhere, sample(None, replace(FREE, max_tokens=1, seed=1)))
-    await done(elsewhere, sample(None, replace(FREE, max_tokens=1, stop_token_ids=(5,))))
+    await run_op(external, sample(None, replace(TWENTY_TOKENS, max_tokens=1, seed=1)))
+    await run_op(external, sample(None, replace(TWENTY_TOKENS, max_tokens=1, stop_token_ids=(5,))))
     assert len(sampler.seen) == (0 if sampler.kind == "sglang" else 2)
-    await done(elsewhere, sample(None, SamplingSettings(max_tokens=20)))
+    await run_op(external, sample(None, SamplingSettings(max_tokens=20)))
     assert sampler.seen[-1]["stop_token_ids"] == [257, 258] and sampler.seen[-1]["ignore_eos"] is (
         sampler.kind == "vllm"
     )
 
 
 async def test_cancelling_a_sample_closes_its_request(
-    elsewhere: ExternalSampling, sampler: ExternalSampler
+    external: ExternalSampling, sampler: ExternalSampler
 ) -> None:
     sampler.hold = True
-    future = elsewhere.submit(sample())
+    future = external.submit(sample())
     await asyncio.to_thread(sampler.wait_until, lambda: sampler.seen)
     future.cancel()
     await asyncio.to_thread(sampler.wait_until, lambda: sampler.aborted == 1)
 
 
 async def test_a_sampler_that_does_not_answer_times_out(
-    elsewhere: ExternalSampling, sampler: ExternalSampler
+    external: ExternalSampling, sampler: ExternalSampler
 ) -> None:
     sampler.hold = True
-    # The requests of `connect` may take longer, so the timeout is lowered after it.
-    elsewhere._server._client._timeout_s = 0.2
+    # lowered after `connect`, whose requests may take longer
+    external._server._client._timeout_s = 0.2
     with pytest.raises(SamplerError, match=r"did not reply within sampler_timeout_s=0\.2"):
-        await done(elsewhere, sample())
-    assert elsewhere.stats()["sampler_failed"] == 1
+        await run_op(external, sample())
+    assert external.stats()["sampler_failed"] == 1
 
 
 async def test_stopping_the_server_fails_waiting_samples(
-    elsewhere: ExternalSampling, sampler: ExternalSampler
+    external: ExternalSampling, sampler: ExternalSampler
 ) -> None:
     sampler.hold = True
-    future = elsewhere.submit(sample())
+    future = external.submit(sample())
     await asyncio.to_thread(sampler.wait_until, lambda: sampler.seen)
-    await elsewhere.close()
+    await external.close()
     with pytest.raises(ServerError, match=STOPPING):
         await asyncio.wrap_future(future)
 
 
-async def test_a_lasting_difference_is_logged_and_counted(
+async def test_a_persistent_difference_is_logged_and_counted(
     url: str,
     sampler: ExternalSampler,
     engine: Engine,
-    root: Path,
+    checkpoints_dir: Path,
     model_dir: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with connected(url, engine, root, model_dir, check=1.0) as elsewhere:
-        await done(elsewhere, sample())
+    async with connected(url, engine, checkpoints_dir, model_dir, check=1.0) as external:
+        await run_op(external, sample())
 
-        def off(answer: dict) -> None:
+        def lower_logprobs(answer: dict) -> None:
             logprobs = answer["choices"][0]["logprobs"]
             logprobs["token_logprobs"] = [logprob - 0.1 for logprob in logprobs["token_logprobs"]]
 
-        sampler.spoil = off
+        sampler.spoil = lower_logprobs
         with caplog.at_level(logging.WARNING, "skyrl_tx_server.external.logprob_mismatch"):
             while not (
                 warnings := [
@@ -382,14 +404,14 @@ async def test_a_lasting_difference_is_logged_and_counted(
                     if record.name == "skyrl_tx_server.external.logprob_mismatch"
                 ]
             ):
-                await done(elsewhere, sample())
+                await run_op(external, sample())
         (warning,) = warnings
         assert (
             "nats per token" in warning
             and "another base model" in warning
             and "SGLANG_RETURN_ORIGINAL_LOGPROB" in warning
         )
-        stats = elsewhere.stats()
+        stats = external.stats()
         assert (
             0.05
             < float(str(stats["sampler_difference_mean"]))
@@ -408,22 +430,22 @@ async def test_a_lasting_difference_is_logged_and_counted(
         ({"loads_adapters": False}, "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
     ],
 )
-async def test_an_unfit_sampler_is_refused_at_the_start(
-    model_dir: Path, engine: Engine, root: Path, changes: dict[str, object], message: str
+async def test_an_unsuitable_sampler_is_refused_at_the_start(
+    model_dir: Path, engine: Engine, checkpoints_dir: Path, changes: dict[str, object], message: str
 ) -> None:
     loads_adapters = bool(changes.pop("loads_adapters", True))
     sampler = ExternalSampler(model_dir, **changes)  # type: ignore[arg-type]
     sampler.loads_adapters = loads_adapters
     with sampling(sampler) as url, pytest.raises(ConfigError, match=message):
-        async with connected(url, engine, root, model_dir):
+        async with connected(url, engine, checkpoints_dir, model_dir):
             pass
 
 
 async def test_an_unreachable_sampler_is_refused_at_the_start(
-    engine: Engine, root: Path, model_dir: Path
+    engine: Engine, checkpoints_dir: Path, model_dir: Path
 ) -> None:
     with pytest.raises(
         ConfigError, match=r"sampler_url=http://127\.0\.0\.1:9: the sampler at .* cannot be reached"
     ):
-        async with connected("http://127.0.0.1:9", engine, root, model_dir):
+        async with connected("http://127.0.0.1:9", engine, checkpoints_dir, model_dir):
             pass

@@ -1,4 +1,4 @@
-"""Compares every model family with Hugging Face's logits, and runs it through the executor."""
+"""All model families give the logits of Hugging Face transformers, and run in the executor."""
 
 import json
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def _logits_of(config: ModelConfig, params: Params, tokens: jax.Array, adapter: 
 
 
 def difference(config: ModelConfig, name: str, params: Params | None = None) -> float:
-    """Return the difference of a fixture's logits, optionally with other `params`, from Hugging Face's."""
+    """Return the largest difference to Hugging Face's logits. `params` replace the weights of the fixture."""
     expected = np.load(FAMILIES / name / "expected.npz")
     logits = logits_of(config, params or load_params(FAMILIES / name, config, "float32"), expected["tokens"])
     return float(np.abs(logits[:, :: int(expected["stride"])] - expected["logits"]).max())
@@ -78,33 +78,33 @@ def difference(config: ModelConfig, name: str, params: Params | None = None) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.seed_behaviour(122)
-def test_logits_equal_hugging_faces(name: str) -> None:
+def test_logits_equal_those_of_hugging_face(name: str) -> None:
     assert difference(load_model_config(FAMILIES / name), name) <= 1e-4
 
 
-def test_the_llama3_fixture_would_notice_plain_rotary_angles() -> None:
+def test_the_llama3_fixture_detects_missing_rope_scaling() -> None:
     config = load_model_config(FAMILIES / "llama3")
     assert isinstance(config.rope_scaling, Llama3Scaling)
-    plain = ModelConfig(
+    unscaled = ModelConfig(
         **{**{name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}, "rope_scaling": None}
     )
-    assert difference(plain, "llama3") > 0.1
+    assert difference(unscaled, "llama3") > 0.1
 
 
-@pytest.mark.parametrize("part", ["score scale", "groups", "bias", "weights' scale", "pairs"])
-def test_the_deepseek_fixture_detects_each_missing_feature(part: str) -> None:
+@pytest.mark.parametrize("feature", ["score scale", "groups", "bias", "weights' scale", "pairs"])
+def test_the_deepseek_fixture_detects_each_missing_feature(feature: str) -> None:
     config = load_model_config(FAMILIES / "deepseek_v3")
     params = load_params(FAMILIES / "deepseek_v3", config, "float32")
     assert config.experts is not None and config.experts.groups is not None and config.latent is not None
     assert isinstance(config.rope_scaling, YarnScaling)
-    groups = {"groups": {"per_token": 4}, "weights' scale": {"scale": 1.0}}.get(part, {})
+    groups = {"groups": {"per_token": 4}, "weights' scale": {"scale": 1.0}}.get(feature, {})
     config = replace(config, experts=replace(config.experts, groups=replace(config.experts.groups, **groups)))
-    if part == "score scale":
+    if feature == "score scale":
         # type: ignore[type-var]
         config = replace(config, rope_scaling=replace(config.rope_scaling, mscale_all_dim=0.0))
-    if part == "pairs":
+    if feature == "pairs":
         config = replace(config, latent=replace(config.latent, interleaved=False))
-    if part == "bias":
+    if feature == "bias":
         params = replace(
             params,
             layers=tuple(
@@ -120,18 +120,18 @@ def test_every_family_in_the_table_has_a_fixture() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_saving_writes_what_was_read(tmp_path: Path, name: str) -> None:
+def test_a_saved_model_is_read_back_unchanged(tmp_path: Path, name: str) -> None:
     config = load_model_config(FAMILIES / name)
     params = load_params(FAMILIES / name, config, "float32")
     save_model(params, config, tmp_path)
     assert load_model_config(tmp_path) == config
-    again = load_params(tmp_path, config, "float32")
-    for left, right in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True):
+    saved = load_params(tmp_path, config, "float32")
+    for left, right in zip(jax.tree.leaves(saved), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(left, right)
 
 
 @pytest.fixture
-def mixture(tmp_path: Path) -> Iterator[Engine]:
+def moe_engine(tmp_path: Path) -> Iterator[Engine]:
     settings = make_settings(
         FAMILIES / "qwen3_moe", tmp_path, max_context_length=64, train_tokens_per_batch=128, max_num_seqs=4
     )
@@ -142,11 +142,11 @@ def mixture(tmp_path: Path) -> Iterator[Engine]:
 
 
 @pytest.mark.seed_behaviour(109)
-def test_a_mixture_samples_what_it_trains_under_each_adapter(mixture: Engine) -> None:
+def test_sampling_and_training_an_moe_agree_for_each_adapter(moe_engine: Engine) -> None:
     random = np.random.default_rng(0)
 
     def run(op):
-        return mixture.submit(op).result(120)
+        return moe_engine.submit(op).result(120)
 
     weights = {"untrained": None, "one": "memory://one", "two": "memory://two"}
     for seed, (model_id, snapshot) in enumerate(weights.items()):
@@ -163,7 +163,7 @@ def test_a_mixture_samples_what_it_trains_under_each_adapter(mixture: Engine) ->
     prompt = random.integers(0, 101, 50).astype(np.int32)
     settings = SamplingSettings(max_tokens=12, seed=5, stop_at_eos=False)
     samples = {
-        model_id: mixture.submit(Sample(prompt=prompt, weights=snapshot, num_samples=1, settings=settings))
+        model_id: moe_engine.submit(Sample(prompt=prompt, weights=snapshot, num_samples=1, settings=settings))
         for model_id, snapshot in weights.items()
     }
     logprobs = {}
@@ -171,12 +171,12 @@ def test_a_mixture_samples_what_it_trains_under_each_adapter(mixture: Engine) ->
         for sequence in future.result(120).sequences:
             text = np.concatenate([prompt, sequence.tokens])
             datum = TrainDatum(tokens=text[:-1], target_tokens=text[1:])
-            trained = run(
+            scored = run(
                 ForwardBackward(
                     model_id=model_id, data=(datum,), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True
                 )
             )
-            assert np.abs(trained.logprobs[0][len(prompt) - 1 :] - sequence.logprobs).max() <= 1e-4
+            assert np.abs(scored.logprobs[0][len(prompt) - 1 :] - sequence.logprobs).max() <= 1e-4
             logprobs[model_id] = sequence.logprobs
     assert not np.allclose(logprobs["untrained"], logprobs["one"], atol=1e-2)
     path = run(SaveWeights(model_id="one", name="state")).path
@@ -185,14 +185,14 @@ def test_a_mixture_samples_what_it_trains_under_each_adapter(mixture: Engine) ->
 
 
 def random_adapter(config: ModelConfig, spec: LoraSpec) -> dict[str, np.ndarray]:
-    """Return the arrays of a checkpoint with random factors."""
+    """Return the arrays of an adapter as in a checkpoint, with random values."""
     random = np.random.default_rng(spec.seed)
     fresh = adapter_to_arrays(init_adapter(config, spec, spec.rank), config, spec)
     return {name: random.normal(0, 0.05, array.shape).astype(np.float32) for name, array in fresh.items()}
 
 
-def test_latent_attention_samples_what_its_forward_pass_computes(tmp_path: Path) -> None:
-    """Samples with two adapters and the base model in one batch, with a partly cached prompt."""
+def test_latent_attention_logprobs_equal_the_forward_pass(tmp_path: Path) -> None:
+    """Two adapters and the base model sample in one batch. A second turn has a partly cached prompt."""
     directory, spec = FAMILIES / "deepseek_v3", LoraSpec(rank=8)
     config = load_model_config(directory)
     params, store = (
@@ -215,8 +215,8 @@ def test_latent_attention_samples_what_its_forward_pass_computes(tmp_path: Path)
         settings = SamplingSettings(max_tokens=max_tokens, seed=5, stop_at_eos=False)
         return engine.submit(Sample(prompt=prompt, weights=weights, num_samples=1, settings=settings))
 
-    def checked(weights: str | None, prompt: np.ndarray, result: SampleResult) -> np.ndarray:
-        """Compares the sampled tokens with the forward pass."""
+    def check_logprobs(weights: str | None, prompt: np.ndarray, result: SampleResult) -> np.ndarray:
+        """Compare the logprobs of a sample with the forward pass, and return its tokens."""
         (sequence,) = result.sequences
         text = np.concatenate([prompt, sequence.tokens])
         logits = logits_of(config, params, np.pad(text, (0, 160 - len(text)))[None], adapters[weights])[
@@ -228,13 +228,15 @@ def test_latent_attention_samples_what_its_forward_pass_computes(tmp_path: Path)
 
     prompt = np.random.default_rng(0).integers(0, 101, 130).astype(np.int32)
     futures = {weights: sample(weights, prompt, 12) for weights in adapters}
-    tokens = {weights: checked(weights, prompt, future.result(120)) for weights, future in futures.items()}
+    tokens = {
+        weights: check_logprobs(weights, prompt, future.result(120)) for weights, future in futures.items()
+    }
     assert len({tuple(sequence_tokens) for sequence_tokens in tokens.values()}) == 3
     last = list(tokens)[-1]
-    turn = np.concatenate([prompt, tokens[last]])
-    again = sample(last, turn, 2).result(120)
-    checked(last, turn, again)
-    assert again.prompt_cache_hit_tokens >= len(prompt)
+    second_prompt = np.concatenate([prompt, tokens[last]])
+    second_turn = sample(last, second_prompt, 2).result(120)
+    check_logprobs(last, second_prompt, second_turn)
+    assert second_turn.prompt_cache_hit_tokens >= len(prompt)
     engine.stop()
 
 
@@ -288,7 +290,7 @@ def write_config(directory: Path, name: str, **changes) -> Path:
     ],
 )
 @pytest.mark.seed_behaviour(122)
-def test_an_unsupported_config_is_one_clear_line(
+def test_an_unsupported_config_gives_one_clear_line(
     tmp_path: Path, name: str, changes: dict, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as error:
@@ -297,10 +299,10 @@ def test_an_unsupported_config_is_one_clear_line(
 
 
 @pytest.mark.seed_behaviour(136)
-def test_deepseek_is_read_as_its_own_checkpoints_write_it(
+def test_the_config_of_deepseeks_checkpoints_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The rotary settings of transformers 4, and omitted multi-token-prediction layers."""
+    """DeepSeek's config has the rotary settings of transformers 4, and layers for multi-token prediction."""
     config = load_model_config(FAMILIES / "deepseek_v3")
     scaling = {
         "type": "yarn",
@@ -332,7 +334,7 @@ def test_a_routers_bias_stays_in_float32() -> None:
     assert {field for field, leaf in mixtures.items() if leaf.dtype == np.float32} == {"router_bias"}
 
 
-def test_a_mixture_is_read_as_transformers_4_and_5_write_it(tmp_path: Path) -> None:
+def test_moe_configs_of_transformers_4_and_5_are_read(tmp_path: Path) -> None:
     config = load_model_config(FAMILIES / "qwen3_moe")
     assert config.experts is not None and config.experts.count == 6
     assert (

@@ -1,4 +1,4 @@
-"""The future store: waiting on events, idempotency keys, bounded retention."""
+"""The future store: polls, idempotency keys and bounded retention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyrl_tx_server.errors import FutureLostError, UserError
 
 
 class Work:
-    """Counts how often it is started; each start is one engine future."""
+    """Submits an operation to the engine. `futures` contains the engine future of each call."""
 
     def __init__(self) -> None:
         self.futures: list[Future[OpResult]] = []
@@ -77,11 +77,11 @@ async def test_one_seq_id_for_two_kinds_of_request_is_refused() -> None:
 async def test_a_failed_submission_leaves_no_state() -> None:
     store = FutureStore(Retention())
 
-    def fails() -> Future[OpResult]:
+    def fail() -> Future[OpResult]:
         raise UserError("no")
 
     with pytest.raises(UserError):
-        submit(store, fails, seq_id=1)
+        submit(store, fail, seq_id=1)
     work = Work()
     submit(store, work, seq_id=1)
     assert len(work.futures) == 1
@@ -93,24 +93,26 @@ async def test_an_engine_error_is_the_outcome_of_its_future() -> None:
     work.futures[0].set_exception(UserError("too odd"))
     work.futures[1].set_exception(KeyError("lost"))
     outcomes = [await store.wait(first), await store.wait(second)]
-    assert [(str(o.error), o.error.category) for o in outcomes if o is not None and o.error is not None] == [
+    assert [
+        (str(outcome.error), outcome.error.category)
+        for outcome in outcomes
+        if outcome is not None and outcome.error is not None
+    ] == [
         ("too odd", "user"),
         ("optim_step failed on the server: KeyError: 'lost'", "server"),
     ]
 
 
 async def test_when_done_runs_before_any_client_can_see_the_result() -> None:
-    seen: list[Outcome] = []
+    recorded: list[Outcome] = []
     store, work = FutureStore(Retention()), Work()
-    request_id = store.submit(work, kind="create_model", key=None, when_done=seen.append)
+    request_id = store.submit(work, kind="create_model", key=None, when_done=recorded.append)
     work.futures[0].set_result(Done())
     outcome = await store.wait(request_id)
-    assert seen == [outcome]
+    assert recorded == [outcome]
 
 
-async def test_a_run_index_that_cannot_be_written_is_an_error(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_an_error_of_when_done_is_the_outcome_of_the_request() -> None:
     def full_disk(outcome: Outcome) -> None:
         raise OSError(28, "No space left on device")
 
@@ -124,7 +126,7 @@ async def test_a_run_index_that_cannot_be_written_is_an_error(
 
 async def test_an_unknown_id_is_reported_as_lost() -> None:
     with pytest.raises(FutureLostError, match="restarted"):
-        await FutureStore(Retention()).wait("optim_step-of-another-life")
+        await FutureStore(Retention()).wait("optim_step-before-a-restart")
 
 
 async def test_a_delivered_result_is_kept_for_the_grace_period() -> None:
@@ -140,14 +142,16 @@ async def test_a_delivered_result_is_kept_for_the_grace_period() -> None:
     store.prune()
     with pytest.raises(FutureLostError):
         await store.wait(request_id)
-    assert submit(store, work, seq_id=1) == request_id, "forgotten results must not run again"
+    assert submit(store, work, seq_id=1) == request_id, (
+        "an operation does not run again after its result is dropped"
+    )
     assert store.stats() == {"pending": 0, "finished": 0, "finished_bytes": 0, "evicted_undelivered": 0}
 
 
-async def test_the_limit_of_bytes_drops_delivered_results_first() -> None:
+async def test_the_byte_limit_drops_delivered_results_first() -> None:
     store, work = FutureStore(Retention(max_bytes=9_000)), Work()
     ids = [submit(store, work) for _ in range(3)]
-    # The entries have 4,300 bytes.
+    # each result takes about 4,300 bytes
     result = ForwardBackwardResult(logprobs=(np.zeros(1000, np.float32),), metrics={"loss:sum": 0.0})
     work.futures[0].set_result(result)
     work.futures[1].set_result(result)
@@ -159,7 +163,7 @@ async def test_the_limit_of_bytes_drops_delivered_results_first() -> None:
         await store.wait(ids[1])
 
 
-async def test_the_newest_result_is_kept_at_any_size() -> None:
+async def test_the_newest_result_is_kept_whatever_its_size() -> None:
     store, work = FutureStore(Retention(max_bytes=1)), Work()
     request_id = submit(store, work)
     work.futures[0].set_result(Done())
@@ -175,7 +179,7 @@ async def test_the_oldest_key_is_removed_beyond_the_limit(monkeypatch: pytest.Mo
     assert submit(store, work, seq_id=0) != ids[0]
 
 
-async def test_the_limit_on_results_counts_unfetched_ones() -> None:
+async def test_the_limit_on_results_counts_undelivered_results() -> None:
     store, work = FutureStore(Retention(max_finished=2)), Work()
     ids = [submit(store, work) for _ in range(4)]
     for future in work.futures:
@@ -190,7 +194,7 @@ async def test_the_end_of_a_session_withdraws_its_waiting_operations() -> None:
     now = [0.0]
     store, work = FutureStore(Retention(grace_s=10, hold_s=30), clock=lambda: now[0]), Work()
     ids = [store.submit(work, kind="sample", key=None, session_id="s") for _ in range(3)]
-    other = store.submit(work, kind="sample", key=None, session_id="t")
+    other_session = store.submit(work, kind="sample", key=None, session_id="t")
     work.futures[0].set_result(Done())
     assert work.futures[1].set_running_or_notify_cancel()
     assert await store.wait(ids[0]) is not None
@@ -204,7 +208,7 @@ async def test_the_end_of_a_session_withdraws_its_waiting_operations() -> None:
     store.prune()
     assert store.stats() == {"pending": 1, "finished": 0, "finished_bytes": 0, "evicted_undelivered": 0}
     work.futures[3].set_result(Done())
-    assert await store.wait(other) is not None
+    assert await store.wait(other_session) is not None
 
 
 async def test_a_result_after_its_session_is_kept_for_the_grace_period() -> None:
@@ -230,14 +234,14 @@ async def test_closing_ends_every_waiting_poll() -> None:
 
 
 async def _eventually(store: FutureStore, request_id: str) -> Outcome | None:
-    """With a short hold time, the hand-over from the engine thread may take more than one poll."""
+    """Poll until the result has arrived from the engine thread. Return None if 100 polls time out."""
     for _ in range(100):
         if (outcome := await store.wait(request_id)) is not None:
             return outcome
     return None
 
 
-async def test_cancelling_withdraws_a_started_operation() -> None:
+async def test_the_end_of_a_session_withdraws_its_started_operations() -> None:
     store, work = FutureStore(Retention()), Work()
     withdrawn: list[str] = []
     for session_id in ("one", "other"):
@@ -253,7 +257,7 @@ async def test_cancelling_withdraws_a_started_operation() -> None:
     assert withdrawn == ["one"]
 
 
-async def test_keys_of_samples_are_pruned_and_those_of_steps_kept() -> None:
+async def test_keys_of_samples_are_pruned_and_keys_of_steps_are_kept() -> None:
     store, work = FutureStore(Retention(max_finished=0)), Work()
     for kind in ("sample", "optim_step"):
         for seq_id in range(3):
@@ -261,10 +265,10 @@ async def test_keys_of_samples_are_pruned_and_those_of_steps_kept() -> None:
             work.futures[-1].set_result(Done())
             await store.wait(request_id)
     store.prune()
-    known = {
+    is_known = {
         kind: [
             store.find(RequestKey(scope=kind, seq_id=seq_id), kind=kind) is not None for seq_id in range(3)
         ]
         for kind in ("sample", "optim_step")
     }
-    assert known == {"sample": [False] * 3, "optim_step": [True] * 3}
+    assert is_known == {"sample": [False] * 3, "optim_step": [True] * 3}

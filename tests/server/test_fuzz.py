@@ -1,6 +1,6 @@
-"""Every parser accepts mutated bodies or refuses them with one line, and no route reports an internal error.
+"""All parsers accept mutated bodies or refuse them with one line, and no route reports an internal error.
 
-The same checks run for hours under coverage guidance with `python -m tests.stress.fuzz`.
+`python -m tests.stress.fuzz` runs the same checks for hours with coverage guidance.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def test_every_valid_body_is_accepted(name: str) -> None:
 
 @FUZZED
 @given(body=st.one_of(messages(), st.binary(max_size=60)))
-def test_no_protobuf_body_breaks_the_parser(body: bytes) -> None:
+def test_a_protobuf_body_is_parsed_or_refused(body: bytes) -> None:
     protobuf_holds(body)
 
 
 @pytest.mark.parametrize("name", PARSERS)
 @FUZZED
 @given(data=st.data())
-def test_no_json_body_breaks_a_parser(name: str, data: st.DataObject) -> None:
+def test_a_json_body_is_parsed_or_refused(name: str, data: st.DataObject) -> None:
     json_holds(name, data.draw(st.one_of(mutated(VALID[name]), values)))
 
 
@@ -86,28 +86,28 @@ FIELDS: dict[str, object] = {
     body=st.sets(st.sampled_from(sorted(FIELDS))).flatmap(
         lambda names: mutated({name: FIELDS[name] for name in names})
     ),
-    alive=st.booleans(),
+    session_exists=st.booleans(),
 )
-def test_no_body_is_an_internal_error_of_any_route(
-    tmp_path_factory: pytest.TempPathFactory, route: str, body: object, alive: bool
+def test_no_body_causes_an_internal_error_in_a_route(
+    tmp_path_factory: pytest.TempPathFactory, route: str, body: object, session_exists: bool
 ) -> None:
-    """If `alive`, the session and the model that the body names exist."""
-    asyncio.run(_post(tmp_path_factory.mktemp("fuzz"), route, body, alive=alive))
+    """With `session_exists`, the session and the model of the body are created first."""
+    asyncio.run(_post(tmp_path_factory.mktemp("fuzz"), route, body, session_exists=session_exists))
 
 
-async def _post(folder: Path, route: str, body: object, *, alive: bool) -> None:
+async def _post(folder: Path, route: str, body: object, *, session_exists: bool) -> None:
     context = fake_context(folder, retention=Retention(hold_s=0.01))
     transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
-        if alive and isinstance(body, dict):
+        if session_exists and isinstance(body, dict):
             session_id = (await http.post("create_session", json={})).json()["session_id"]
-            make = {
+            create_model = {
                 "session_id": session_id,
                 "model_seq_id": 0,
                 "base_model": "local/fake",
                 "lora_config": {"rank": 4},
             }
-            await http.post("create_model", json=make)
+            await http.post("create_model", json=create_model)
             body = {
                 key: value.replace("s", session_id, 1) if value in ("s", "s:train:0") else value
                 for key, value in body.items()

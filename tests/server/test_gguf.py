@@ -1,6 +1,5 @@
-"""GGUF files as base models: the same model as the Hugging Face files that they were made of, and one line
-for every file that cannot be used.
-"""
+"""A GGUF file gives the same model as the Hugging Face files from which it was written. A file that cannot
+be used gives an error of one line."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ def tiny_weights() -> dict[str, np.ndarray]:
     return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def tiny(tmp_path: Path, config: Mapping[str, object] = MappingProxyType({}), **changes) -> Path:
+def write_tiny_gguf(tmp_path: Path, config: Mapping[str, object] = MappingProxyType({}), **changes) -> Path:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, {**TINY, **config}, tiny_weights(), **changes)
     return path
@@ -87,7 +86,7 @@ def weights_in(directory: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_file_is_the_model_that_it_was_made_of(tmp_path: Path, name: str) -> None:
+def test_a_converted_model_equals_its_hugging_face_files(tmp_path: Path, name: str) -> None:
     config, weights = read_fixture(FIXTURES / name)
     config.setdefault("rope_parameters", {"rope_theta": config.get("rope_theta")})
     config["vocab_size"] = len(weights["model.embed_tokens.weight"])
@@ -96,12 +95,17 @@ def test_a_file_is_the_model_that_it_was_made_of(tmp_path: Path, name: str) -> N
     converted = weights_in(directory)
     assert converted.keys() == weights.keys()
     assert all(np.array_equal(converted[name], weights[name]) for name in weights)
-    ours, theirs = load_model_config(directory), load_model_config(FIXTURES / name)
+    converted_config, original_config = load_model_config(directory), load_model_config(FIXTURES / name)
     for field in ("model_type", "hidden_size", "intermediate_size", "num_kv_heads", "head_dim", "rope_theta"):
-        assert getattr(ours, field) == getattr(theirs, field), field
-    assert ours.rms_norm_eps == theirs.rms_norm_eps and ours.experts == theirs.experts
+        assert getattr(converted_config, field) == getattr(original_config, field), field
+    assert (
+        converted_config.rms_norm_eps == original_config.rms_norm_eps
+        and converted_config.experts == original_config.experts
+    )
     expected = np.load(FIXTURES / name / "expected.npz")
-    logits = logits_of(ours, load_params(directory, ours, "float32"), expected["tokens"])
+    logits = logits_of(
+        converted_config, load_params(directory, converted_config, "float32"), expected["tokens"]
+    )
     assert np.abs(logits[:, :: int(expected["stride"])] - expected["logits"]).max() < 1e-4
 
 
@@ -109,7 +113,7 @@ def test_a_file_is_the_model_that_it_was_made_of(tmp_path: Path, name: str) -> N
 def test_stored_values_are_kept_exactly(tmp_path: Path, kind: GGMLQuantizationType) -> None:
     from gguf import dequantize
 
-    converted = weights_in(convert_gguf(tiny(tmp_path, kind=kind)))
+    converted = weights_in(convert_gguf(write_tiny_gguf(tmp_path, kind=kind)))
     for name, value in tiny_weights().items():
         expected = value if value.ndim == 1 else dequantize(quantize(value, kind), kind)
         assert np.array_equal(converted[name].astype(np.float32), expected.reshape(value.shape)), name
@@ -119,7 +123,7 @@ def test_stored_values_are_kept_exactly(tmp_path: Path, kind: GGMLQuantizationTy
 
 
 def test_the_tokenizer_and_the_chat_template_come_from_the_file(tmp_path: Path) -> None:
-    directory = convert_gguf(tiny(tmp_path))
+    directory = convert_gguf(write_tiny_gguf(tmp_path))
     tokenizer = load_tokenizer(directory)
     ids = tokenizer.encode("<|im_start|>abc ab<|im_end|>", add_special_tokens=False)
     assert [TOKENS[number] for number in ids] == ["<|im_start|>", "abc", "Ġ", "ab", "<|im_end|>"]
@@ -130,15 +134,15 @@ def test_the_tokenizer_and_the_chat_template_come_from_the_file(tmp_path: Path) 
     assert text == "<|im_start|>abc<|im_end|>"
 
 
-@pytest.mark.parametrize("split", ["smollm", "gpt-2", "qwen2", "llama-bpe"])
-def test_every_known_split_reads_back_its_text(tmp_path: Path, split: str) -> None:
+@pytest.mark.parametrize("pre_tokenizer", ["smollm", "gpt-2", "qwen2", "llama-bpe"])
+def test_every_pre_tokenizer_decodes_to_the_encoded_text(tmp_path: Path, pre_tokenizer: str) -> None:
     from gguf import GGUFWriter
 
-    alphabet = sorted(bytes_as_tokens())
+    alphabet = sorted(byte_alphabet())
     path = tmp_path / "tokenizer.gguf"
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(split)
+    writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list(alphabet)
     writer.add_token_merges(["a b"] if "ab" in alphabet else ["1 2"])
     writer.write_header_to_file()
@@ -151,47 +155,47 @@ def test_every_known_split_reads_back_its_text(tmp_path: Path, split: str) -> No
     text = "naïve café 東京 🙂 don't\n\n\t12345 x"
     encoded = tokenizer.encode(text)
     assert tokenizer.decode(encoded.ids) == text
-    assert ("12" in encoded.tokens) is (split in ("gpt-2", "llama-bpe"))  # the others split digits
+    assert ("12" in encoded.tokens) is (pre_tokenizer in ("gpt-2", "llama-bpe"))  # the others split digits
 
 
-def bytes_as_tokens() -> set[str]:
+def byte_alphabet() -> set[str]:
     from tokenizers import pre_tokenizers
 
     return {*pre_tokenizers.ByteLevel.alphabet(), "12"}
 
 
-def test_llama_3_scaling_is_found_from_its_frequencies(tmp_path: Path) -> None:
+def test_llama_3_scaling_is_derived_from_rope_freqs(tmp_path: Path) -> None:
     theta = {"rope_parameters": {"rope_theta": 5e5}}
     divisors = llama3_divisors(5e5, 8, factor=32.0, **LLAMA3_SCALING).astype(np.float32)
     assert divisors[0] == 1 and divisors[-1] == 32
-    path = tiny(tmp_path, theta, tensors={"rope_freqs.weight": divisors})
+    path = write_tiny_gguf(tmp_path, theta, tensors={"rope_freqs.weight": divisors})
     scaling = load_model_config(convert_gguf(path)).rope_scaling
     assert isinstance(scaling, Llama3Scaling) and scaling.factor == 32.0
-    path = tiny(tmp_path, theta, tensors={"rope_freqs.weight": np.arange(1, 5, dtype=np.float32)})
+    path = write_tiny_gguf(tmp_path, theta, tensors={"rope_freqs.weight": np.arange(1, 5, dtype=np.float32)})
     with pytest.raises(ConfigError, match=r"rope_freqs\.weight is not the scaling of Llama 3\.1"):
         convert_gguf(path)
 
 
 def test_yarn_is_read_and_other_scalings_are_refused(tmp_path: Path) -> None:
-    def scaled(kind: str) -> Path:
+    def write_scaled(rope_type: str) -> Path:
         metadata = {
-            "llama.rope.scaling.type": (kind, GGUFValueType.STRING),
+            "llama.rope.scaling.type": (rope_type, GGUFValueType.STRING),
             "llama.rope.scaling.factor": (4.0, GGUFValueType.FLOAT32),
             "llama.rope.scaling.original_context_length": (16, GGUFValueType.UINT32),
         }
-        return tiny(tmp_path, metadata=metadata)
+        return write_tiny_gguf(tmp_path, metadata=metadata)
 
-    scaling = load_model_config(convert_gguf(scaled("yarn"))).rope_scaling
+    scaling = load_model_config(convert_gguf(write_scaled("yarn"))).rope_scaling
     assert isinstance(scaling, YarnScaling) and scaling.factor == 4.0
     with pytest.raises(ConfigError, match=r"rope\.scaling\.type 'linear' is not supported"):
-        convert_gguf(scaled("linear"))
+        convert_gguf(write_scaled("linear"))
 
 
 def test_a_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _cache: Path) -> None:
-    path = tiny(tmp_path)
+    path = write_tiny_gguf(tmp_path)
     (_cache / "tiny-0.incomplete").mkdir(parents=True)
     directory = convert_gguf(path)
-    monkeypatch.setattr(gguf_model, "_write_weights", None)  # would raise
+    monkeypatch.setattr(gguf_model, "_write_weights", None)  # a conversion would raise
     assert convert_gguf(path) == directory == resolve_model(str(path))
     path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
     with pytest.raises(TypeError):
@@ -208,34 +212,36 @@ def test_the_alias_of_a_file_is_its_name() -> None:
 
 
 def damaged(path: Path) -> dict[str, bytes]:
-    """Return damaged contents by the message that each must give."""
-    good = path.read_bytes()
+    """Return damaged file contents, by the error message that each must cause."""
+    valid = path.read_bytes()
     metadata = 4 + 4 + 8 + 8  # magic, version, counts
     string = struct.pack("<Q", 3) + b"abc"
     huge_array = struct.pack("<II", GGUFValueType.ARRAY, GGUFValueType.UINT8) + struct.pack("<Q", 2**60)
     return {
-        "does not begin with GGUF": b"GGML" + good[4:],
-        "its version is 9": good[:4] + struct.pack("<I", 9) + good[8:],
-        "ends within the 1152921504606846976 metadata fields": good[:16] + struct.pack("<Q", 2**60),
+        "does not begin with GGUF": b"GGML" + valid[4:],
+        "its version is 9": valid[:4] + struct.pack("<I", 9) + valid[8:],
+        "ends within the 1152921504606846976 metadata fields": valid[:16] + struct.pack("<Q", 2**60),
         "ends within the table of 1152921504606846976 tensors": (
-            good[:8] + struct.pack("<QQ", 2**60, 0) + bytes(64)
+            valid[:8] + struct.pack("<QQ", 2**60, 0) + bytes(64)
         ),
         "ends within the metadata field 'abc': 1152921504606846976 bytes": (
-            good[:8] + struct.pack("<QQ", 0, 1) + string + huge_array
+            valid[:8] + struct.pack("<QQ", 0, 1) + string + huge_array
         ),
-        "has the unknown value type 77": good[:8]
+        "has the unknown value type 77": valid[:8]
         + struct.pack("<QQ", 0, 1)
         + string
         + struct.pack("<II", 77, 0),
-        "it is truncated: tensor": good[:-100],
-        "it ends within": good[: metadata + 40],
+        "it is truncated: tensor": valid[:-100],
+        "it ends within": valid[: metadata + 40],
         "cannot mmap an empty file": b"",
     }
 
 
 @pytest.mark.parametrize("number", range(9))
-def test_a_damaged_file_is_one_line_and_allocates_nothing(tmp_path: Path, number: int, _cache: Path) -> None:
-    path = tiny(tmp_path)
+def test_a_damaged_file_gives_one_line_and_allocates_nothing(
+    tmp_path: Path, number: int, _cache: Path
+) -> None:
+    path = write_tiny_gguf(tmp_path)
     message, content = list(damaged(path).items())[number]
     path.write_bytes(content)
     tracemalloc.start()
@@ -248,32 +254,32 @@ def test_a_damaged_file_is_one_line_and_allocates_nothing(tmp_path: Path, number
     assert not _cache.exists()
 
 
-def test_an_unknown_architecture_or_tensor_type_is_one_line(tmp_path: Path, _cache: Path) -> None:
-    path = tiny(tmp_path)
-    good = path.read_bytes()
-    path.write_bytes(good.replace(b"llama", b"mamba"))
+def test_an_unknown_architecture_or_tensor_type_gives_one_line(tmp_path: Path, _cache: Path) -> None:
+    path = write_tiny_gguf(tmp_path)
+    valid = path.read_bytes()
+    path.write_bytes(valid.replace(b"llama", b"mamba"))
     with pytest.raises(ConfigError, match=r"general.architecture is 'mamba'; supported are llama, qwen2"):
         convert_gguf(path)
-    entry = good.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 2 * 8
-    path.write_bytes(good[:entry] + struct.pack("<I", 99) + good[entry + 4 :])
+    entry = valid.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 2 * 8
+    path.write_bytes(valid[:entry] + struct.pack("<I", 99) + valid[entry + 4 :])
     with pytest.raises(ConfigError, match=r"tensor token_embd.weight has the unknown type 99"):
         convert_gguf(path)
-    path.write_bytes(good[:entry] + struct.pack("<I", GGMLQuantizationType.I32) + good[entry + 4 :])
+    path.write_bytes(valid[:entry] + struct.pack("<I", GGMLQuantizationType.I32) + valid[entry + 4 :])
     with pytest.raises(ConfigError, match=r"token_embd.weight has type I32, which cannot be dequantised"):
         convert_gguf(path)
     assert not _cache.exists()
 
 
-def test_a_file_that_claims_200_gb_allocates_nothing(tmp_path: Path, _cache: Path) -> None:
+def test_a_file_with_a_tensor_of_200_gb_allocates_nothing(tmp_path: Path, _cache: Path) -> None:
     path = tmp_path / "large.gguf"
     write_gguf(path, TINY, tiny_weights())
     entry = (data := path.read_bytes()).index(b"token_embd.weight") + len("token_embd.weight") + 4
-    claimed = data[:entry] + struct.pack("<QQ", 32, 200 * 2**30 // 128) + data[entry + 16 :]
-    path.write_bytes(claimed)
+    oversized = data[:entry] + struct.pack("<QQ", 32, 200 * 2**30 // 128) + data[entry + 16 :]
+    path.write_bytes(oversized)
     with pytest.raises(ConfigError, match=r"it is truncated: tensor token_embd.weight ends at byte 2147"):
         convert_gguf(path)
-    with path.open("r+b") as stream:  # a sparse file that is as large as it claims
-        stream.truncate(len(claimed) + 200 * 2**30)
+    with path.open("r+b") as stream:  # a sparse file of the declared size
+        stream.truncate(len(oversized) + 200 * 2**30)
     with pytest.raises(ConfigError, match=r"tokens|GiB free; free some space there"):
         convert_gguf(path)
     assert not list(_cache.glob("large*[0-9a-f]")) and not list(_cache.glob("*.incomplete"))
@@ -295,13 +301,15 @@ def test_a_file_that_claims_200_gb_allocates_nothing(tmp_path: Path, _cache: Pat
         ({"rms_norm_eps": float("nan")}, {}, "must be a positive number, not nan"),
     ],
 )
-def test_what_the_server_does_not_compute_is_refused(tmp_path: Path, config, changes, message: str) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path, config, changes, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        convert_gguf(tiny(tmp_path, config, **changes))
+        convert_gguf(write_tiny_gguf(tmp_path, config, **changes))
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_missing_file_or_package_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_or_package_gives_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=r"absent\.gguf: no such file"):
         converted_directory(str(tmp_path / "absent.gguf"))
     monkeypatch.setitem(PACKAGED, "packaged", ("no_such_package", "a.gguf", "scripts/setup.sh packaged"))
@@ -310,7 +318,7 @@ def test_a_missing_file_or_package_says_what_to_do(tmp_path: Path, monkeypatch: 
 
 
 def test_smollm2_equals_transformers(_cache: Path) -> None:
-    """tests/fixtures/gguf/smollm2.json is written by scripts/make_gguf_fixture.py with torch."""
+    """scripts/make_gguf_fixture.py writes tests/fixtures/gguf/smollm2.json with torch."""
     try:
         directory = converted_directory("smollm2-135m")
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""GPU kernels, run by the interpreter of Pallas and lowered for a GPU."""
+"""GPU kernels run in the interpreter of Pallas and are lowered for a GPU."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ from tests.server.tiny_qwen3 import attention_spec
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 INTERPRETED = jax.jit(partial(paged_attention, interpret=True), static_argnames="scale")
-TRITON_IS_LEAVING = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+TRITON_DEPRECATION = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 
 
-def forest(*, seed: int, rows: int) -> TrainBatch:
-    """Return streams of 512 tokens with shared prefixes and a padding block at the end."""
+def packed_batch(*, seed: int, rows: int) -> TrainBatch:
+    """Return a packed batch of `rows` streams of 512 tokens, with shared prefixes and padding at the end."""
     random = np.random.default_rng(seed)
     sequences: list[np.ndarray] = []
     for length in random.integers(20, 90, 6 * rows):
-        own = random.integers(0, 50, length)
+        tokens = random.integers(0, 50, length)
         if sequences and random.random() < 0.5:
-            own = np.concatenate([sequences[-1][: random.integers(16, 60)], own])
-        sequences.append(own.astype(np.int32))
+            tokens = np.concatenate([sequences[-1][: random.integers(16, 60)], tokens])
+        sequences.append(tokens.astype(np.int32))
     data = tuple(TrainDatum(tokens=tokens, target_tokens=tokens) for tokens in sequences)
     shape = BucketShape(streams=rows, length=512)
     (batch,) = pack(
@@ -93,7 +93,7 @@ def normal(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
 def test_tree_kernels_and_loop_have_equal_values_and_gradients(
     seed: int, rows: int, heads: int, kv_heads: int, head_dim: int, dtype: str, tolerance: float
 ) -> None:
-    layout = layout_of(forest(seed=seed, rows=rows))
+    layout = layout_of(packed_batch(seed=seed, rows=rows))
     q, grad_out = (normal(number, rows, 512, heads, head_dim, dtype=dtype) for number in (1, 2))
     k, v = (normal(number, rows, 512, kv_heads, head_dim, dtype=dtype) for number in (3, 4))
     expected, pull_back = jax.vjp(
@@ -115,8 +115,8 @@ def test_tree_kernels_and_loop_have_equal_values_and_gradients(
 
 
 def test_a_sequence_attends_only_to_its_own_pages() -> None:
-    """Return sequences with shared pages, of length 0 and with a partial page, an unused page, and NaN after
-    each end."""
+    """The batch has shared pages, a partly filled page, an unused page and an empty sequence. All positions
+    outside of the sequences are NaN."""
     heads, kv_heads, head_dim, page = 6, 2, 24, 16
     tables = np.array([[0, 1, 2, 5], [0, 1, 3, 5], [4, 5, 5, 5], [5, 5, 5, 5], [3, 2, 1, 0]], np.int32)
     lengths = np.array([48, 37, 1, 0, 64], np.int32)
@@ -143,27 +143,27 @@ def test_a_sequence_attends_only_to_its_own_pages() -> None:
 def reference(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, tables: np.ndarray, lengths: np.ndarray
 ) -> Attended:
-    """Compute one sequence and head after the other in float64."""
+    """Return the result of `paged_attention`, computed for one sequence and one head at a time in float64."""
     out, highest, total = np.zeros(q.shape), np.full(q.shape[:2], -1e30), np.zeros(q.shape[:2])
     for row, head in np.ndindex(*q.shape[:2]):
-        of, length = head // (q.shape[1] // keys.shape[1]), lengths[row]
+        kv_head, length = head // (q.shape[1] // keys.shape[1]), lengths[row]
         if length == 0:
             continue
-        own_keys = np.concatenate([keys[number, of] for number in tables[row]], axis=1)[:, :length]
-        own_values = np.concatenate([values[number, of] for number in tables[row]])[:length]
-        scores = q[row, head] @ own_keys * q.shape[2] ** -0.5 * np.log2(np.e)
+        row_keys = np.concatenate([keys[number, kv_head] for number in tables[row]], axis=1)[:, :length]
+        row_values = np.concatenate([values[number, kv_head] for number in tables[row]])[:length]
+        scores = q[row, head] @ row_keys * q.shape[2] ** -0.5 * np.log2(np.e)
         weights = 2.0 ** (scores - np.ceil(scores.max()))
         out[row, head], highest[row, head], total[row, head] = (
-            weights @ own_values,
+            weights @ row_values,
             np.ceil(scores.max()),
             weights.sum(),
         )
     return Attended(out, highest, total)  # type: ignore[arg-type]
 
 
-def test_a_sequence_does_not_depend_on_those_sharing_its_pages() -> None:
-    """Six sequences share two splits and a part of a third. Another one has only their first split, one page
-    is unused, and one sequence is longer than a split."""
+def test_a_result_does_not_depend_on_other_sequences_of_a_split() -> None:
+    """Sequences 0 to 5 share two parts of 8 pages and half of a third. Sequence 6 shares their first part,
+    sequence 7 is empty, and sequence 8 has parts of 16 pages."""
     heads, kv_heads, head_dim, page, width = 8, 2, 16, 16, 150
     tables = np.arange(9 * width, dtype=np.int32).reshape(9, width)
     tables[1:6, :20], tables[6, :8] = tables[0, :20], tables[0, :8]
@@ -173,35 +173,36 @@ def test_a_sequence_does_not_depend_on_those_sharing_its_pages() -> None:
         normal(1, tables.size, kv_heads, head_dim, page),
         normal(2, tables.size, kv_heads, page, head_dim),
     )
-    together = kv_splits_of(tables, lengths, group=heads // kv_heads, page=page)
-    assert together.num_parts.tolist() == [3, 3, 3, 4, 3, 4, 2, 0, 10]
-    assert together.rows[: together.counts[0]].tolist()[:2] == [[0, 1, 2, 3], [4, 5, 6, -1]]
-    actual = INTERPRETED(q, keys, values, tables, together, scale=head_dim**-0.5)
+    splits = kv_splits_of(tables, lengths, group=heads // kv_heads, page=page)
+    assert splits.num_parts.tolist() == [3, 3, 3, 4, 3, 4, 2, 0, 10]
+    assert splits.rows[: splits.counts[0]].tolist()[:2] == [[0, 1, 2, 3], [4, 5, 6, -1]]
+    actual = INTERPRETED(q, keys, values, tables, splits, scale=head_dim**-0.5)
     expected = reference(*(np.asarray(array, np.float64) for array in (q, keys, values)), tables, lengths)
-    for one, other in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-5)
+    for array, desired in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(array, desired, rtol=2e-5, atol=1e-5)
     for row in range(9):
-        alone = np.where(np.arange(9) == row, lengths, 0)
-        own = INTERPRETED(
+        only_row = np.where(np.arange(9) == row, lengths, 0)
+        alone = INTERPRETED(
             q,
             keys,
             values,
             tables,
-            kv_splits_of(tables, alone, group=heads // kv_heads, page=page),
+            kv_splits_of(tables, only_row, group=heads // kv_heads, page=page),
             scale=head_dim**-0.5,
         )
-        assert all(np.array_equal(one[row], other[row]) for one, other in zip(own, actual, strict=True)), row
+        for array, array_alone in zip(actual, alone, strict=True):
+            np.testing.assert_array_equal(array[row], array_alone[row])
 
 
 @pytest.mark.parametrize(
-    ("heads", "many"), [(4, 1), (4, 1000), (6, 1)]
+    ("heads", "many_tiles"), [(4, 1), (4, 1000), (6, 1)]
 )  # two heads per program, one head, an odd group size
-def test_prefill_attention_of_kernel_and_loop_are_equal(
-    heads: int, many: int, monkeypatch: pytest.MonkeyPatch
+def test_prefill_attention_by_kernel_and_by_loop_is_equal(
+    heads: int, many_tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return three prompts of different lengths, one with a cached prefix and NaN after its end, and a
-    padding block."""
-    monkeypatch.setattr(paged_kernel, "MANY_TILES", many)
+    """The tiles belong to a prompt with a cached prefix, a prompt of two tiles with NaN after its end, and a
+    short prompt. The last tile is padding."""
+    monkeypatch.setattr(paged_kernel, "MANY_TILES", many_tiles)
     cache = KVCache(keys=normal(0, 2, 12, 2, 24, PAGE_SIZE), values=normal(1, 2, 12, 2, PAGE_SIZE, 24))
     q = normal(2, 5, PREFILL_TILE, heads, 24)
     tables = np.array([[1, 2, 3], [4, 5, 6], [4, 5, 6], [7, 0, 0], [8, 0, 0]], np.int32)
@@ -220,10 +221,10 @@ def test_prefill_attention_of_kernel_and_loop_are_equal(
     actual = np.asarray(attend(cache, jnp.int32(1), tiles, q))
     for tile, length in enumerate(tiles.lengths):
         np.testing.assert_allclose(actual[tile, :length], expected[tile, :length], atol=1e-5)
-    others = normal(3, 5, PREFILL_TILE, heads, 24).at[0].set(q[0])
+    other_queries = normal(3, 5, PREFILL_TILE, heads, 24).at[0].set(q[0])
     starts = np.array([70, 3, 0, 0, 0], np.int32)
-    in_company = np.asarray(attend(cache, jnp.int32(1), replace(tiles, starts=starts), others))
-    np.testing.assert_array_equal(in_company[0], actual[0])
+    with_other_tiles = np.asarray(attend(cache, jnp.int32(1), replace(tiles, starts=starts), other_queries))
+    np.testing.assert_array_equal(with_other_tiles[0], actual[0])
 
 
 @pytest.mark.parametrize(
@@ -232,19 +233,18 @@ def test_prefill_attention_of_kernel_and_loop_are_equal(
 def test_grouped_products_equal_each_tile_times_its_expert(
     rows: int, inputs: int, outputs: int, transposed: bool
 ) -> None:
-    blocks, experts = normal(0, 6, rows, inputs), np.array([0, 0, 3, 4, 4, 1], np.int32)
+    tiles, experts = normal(0, 6, rows, inputs), np.array([0, 0, 3, 4, 4, 1], np.int32)
     weight = normal(1, 5, inputs, outputs) if transposed else normal(1, 5, outputs, inputs)
     multiply = partial(grouped_kernel.grouped_products, transposed=transposed, interpret=True)
-    actual = jax.jit(multiply)(blocks, weight, experts, jnp.int32(4))
-    assert grouped_kernel.fits(blocks, weight)
-    expected = jnp.einsum("nbi,nio->nbo" if transposed else "nbi,noi->nbo", blocks, weight[experts])
+    actual = jax.jit(multiply)(tiles, weight, experts, jnp.int32(4))
+    assert grouped_kernel.fits(tiles, weight)
+    expected = jnp.einsum("nbi,nio->nbo" if transposed else "nbi,noi->nbo", tiles, weight[experts])
     np.testing.assert_allclose(actual[:4], expected[:4], rtol=1e-5, atol=1e-4)
     assert not np.any(actual[4:])
 
 
-def test_the_kernel_and_the_loop_compute_equal_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the second layer of a stack: values and gradients with one adapter, and values with one adapter per
-    row."""
+def test_experts_by_kernel_and_by_loop_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare values and gradients with one adapter, and values with one adapter per row."""
     hidden, width, count, rank, choice = 32, 16, 5, 2, Experts(count=5, per_token=2, normalized=True)
     x = normal(0, 3, 7, hidden)
     routed = experts.route(choice, experts.Router(normal(1, count, hidden)), x)
@@ -258,33 +258,33 @@ def test_the_kernel_and_the_loop_compute_equal_mixtures(monkeypatch: pytest.Monk
             scale=np.full(lead, 0.5, np.float32),
         )
 
-    one = module(hidden, (width, width)), module(width, (hidden,))
+    adapter = module(hidden, (width, width)), module(width, (hidden,))
     indices, layer = lora_indices(np.array([2, 0, 2], np.int32)), np.int32(1)
     bank = tuple(
-        replace(each, indices=indices, layer=layer)
-        for each in (module(hidden, (width, width), 3, 2), module(width, (hidden,), 3, 2))
+        replace(lora, indices=indices, layer=layer)
+        for lora in (module(hidden, (width, width), 3, 2), module(width, (hidden,), 3, 2))
     )
 
-    def everything() -> list[np.ndarray]:
+    def results() -> list[np.ndarray]:
         mix = partial(experts.mix_experts, choice, layer=jnp.int32(1))
         loss = jax.jit(
             jax.value_and_grad(
-                lambda x, one: jnp.sin(mix(x, routed, gate_up, down, one)).sum(),
+                lambda x, adapter: jnp.sin(mix(x, routed, gate_up, down, adapter)).sum(),
                 argnums=(0, 1),
                 allow_int=True,
             )
         )
-        return jax.tree.leaves((loss(x, one), jax.jit(mix)(x, routed, gate_up, down, bank)))
+        return jax.tree.leaves((loss(x, adapter), jax.jit(mix)(x, routed, gate_up, down, bank)))
 
-    expected = everything()
+    expected = results()
     kernel = partial(grouped_kernel.grouped_products, interpret=True)
     monkeypatch.setattr(experts, "_products", kernel)
     monkeypatch.setattr(experts, "on_gpu", lambda: True)
-    for actual, desired in zip(everything(), expected, strict=True):
+    for actual, desired in zip(results(), expected, strict=True):
         np.testing.assert_allclose(actual, desired, rtol=1e-4, atol=1e-5)
 
 
-def test_decode_attention_over_pages_equals_that_over_segments() -> None:
+def test_decode_attention_over_pages_and_segments_is_equal() -> None:
     config = replace(tiny_qwen3.CONFIG, num_layers=2, num_kv_heads=2, head_dim=16)
     cache = KVCache(keys=normal(0, 2, 7, 2, 16, PAGE_SIZE), values=normal(1, 2, 7, 2, PAGE_SIZE, 16))
     q, recent = normal(2, 3, 1, 4, 16), Segment(keys=normal(3, 3, 2, 16, 8), values=normal(4, 3, 2, 8, 16))
@@ -303,38 +303,38 @@ def test_decode_attention_over_pages_equals_that_over_segments() -> None:
 def test_a_server_with_the_kernel_samples_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A group and a sample of another prompt. The prompt of the group is read once for several members."""
-    # The kernels use this format.
+    """Five samples of one prompt run together with a sample of another prompt, and share KV splits."""
+    # a head width that the kernels support
     model_dir = make_model(tmp_path / "model", replace(TINY, max_position_embeddings=1200, head_dim=16))
     random = np.random.default_rng(0)
-    prompt, other = (random.integers(0, 256, length).astype(np.int32) for length in (1000, 600))
+    prompt, other_prompt = (random.integers(0, 256, length).astype(np.int32) for length in (1000, 600))
 
-    def sampled(directory: str) -> list[SampledSequence]:
+    def sample_all(directory: str) -> list[SampledSequence]:
         engine = Engine(DeviceExecutor(make_settings(model_dir, tmp_path / directory)))
         engine.start()
         try:
             settings = SamplingSettings(max_tokens=20, seed=0, stop_at_eos=False)
-            ask = [
+            ops = [
                 Sample(weights=None, prompt=prompt, settings=settings, num_samples=5),
-                Sample(weights=None, prompt=other, settings=settings),
+                Sample(weights=None, prompt=other_prompt, settings=settings),
             ]
-            results = [future.result(120) for future in [engine.submit(op) for op in ask]]
+            results = [future.result(120) for future in [engine.submit(op) for op in ops]]
             alone = engine.submit(Sample(weights=None, prompt=prompt, settings=settings)).result(120)
             assert isinstance(alone, SampleResult)
             return [*alone.sequences, *(sequence for result in results for sequence in result.sequences)]
         finally:
             engine.stop()
 
-    expected = sampled("plain")
-    rows_read_for: set[int] = set()
+    expected = sample_all("loop")
+    split_sizes: set[int] = set()
 
-    def noted(*args: Any, **options: Any) -> KVSplits:
+    def record_split_sizes(*args: Any, **options: Any) -> KVSplits:
         splits = kv_splits_of(*args, **options)
-        rows_read_for.update((splits.rows[: splits.counts[0]] >= 0).sum(axis=1).tolist())
+        split_sizes.update((splits.rows[: splits.counts[0]] >= 0).sum(axis=1).tolist())
         return splits
 
     monkeypatch.setattr(model_runner, "on_gpu", lambda: True)
-    monkeypatch.setattr(decode_batch, "kv_splits_of", noted)
+    monkeypatch.setattr(decode_batch, "kv_splits_of", record_split_sizes)
     monkeypatch.setattr(
         decode_attention, "paged_attention", lambda *args, scale, interpret: INTERPRETED(*args, scale=scale)
     )
@@ -342,19 +342,19 @@ def test_a_server_with_the_kernel_samples_the_same_tokens(
         prefill_attention, "attend_by_loop", partial(prefill_attention.attend_by_kernel, interpret=True)
     )
     jax.clear_caches()  # otherwise a program without the kernel would be reused
-    actual = sampled("kernel")
+    actual = sample_all("kernel")
     jax.clear_caches()
-    assert rows_read_for == {1, 5}
-    for one, another in zip(actual, expected, strict=True):
-        assert one.tokens.tolist() == another.tokens.tolist()
-        np.testing.assert_allclose(one.logprobs, another.logprobs, atol=1e-4)
+    assert split_sizes == {1, 5}
+    for sequence, desired in zip(actual, expected, strict=True):
+        assert sequence.tokens.tolist() == desired.tokens.tolist()
+        np.testing.assert_allclose(sequence.logprobs, desired.logprobs, atol=1e-4)
     assert actual[0].tokens.tolist() == actual[1].tokens.tolist(), (
-        "a member of a group samples what it does alone"
+        "a sample in a group equals a sample alone with the same seed"
     )
 
 
-@pytest.mark.filterwarnings(TRITON_IS_LEAVING)
-def test_decode_steps_lower_for_a_gpu_with_one_kernel_a_layer() -> None:
+@pytest.mark.filterwarnings(TRITON_DEPRECATION)
+def test_decode_steps_lower_for_a_gpu_with_a_kernel_per_layer() -> None:
     config = replace(tiny_qwen3.CONFIG, head_dim=64)
     params = jax.eval_shape(partial(init_params, config, dtype=jnp.bfloat16), jax.random.key(0))
     bank = jax.tree.map(lambda leaf: np.stack([leaf] * 2), zero_adapter(config, tiny_qwen3.MAX_RANK))
@@ -374,23 +374,23 @@ def test_decode_steps_lower_for_a_gpu_with_one_kernel_a_layer() -> None:
     assert text.count('name = "paged_attention"') == config.num_layers
 
 
-@pytest.mark.filterwarnings(TRITON_IS_LEAVING)
+@pytest.mark.filterwarnings(TRITON_DEPRECATION)
 def test_the_training_step_and_the_paged_kernel_lower_for_a_gpu() -> None:
-    batch = forest(seed=0, rows=1)
+    batch = packed_batch(seed=0, rows=1)
     config = replace(tiny_qwen3.CONFIG, head_dim=64)
     params = jax.eval_shape(partial(init_params, config, dtype=jnp.bfloat16), jax.random.key(0))
     adapter = zero_adapter(config, tiny_qwen3.MAX_RANK)
     arguments = (adapter, adapter, params, batch, select_loss(LossFn.CROSS_ENTROPY))
     step = lowered(forward_backward, *arguments, config=config, remat=Remat.ACTIVATIONS)
     names = ("tree_attention_forward", "tree_attention_query_gradient", "tree_attention_key_gradient")
-    # Results of the forward pass are kept.
+    # The backward pass uses the stored results of the forward kernel.
     assert [step.count(f'name = "{name}"') for name in names] == [
         1,
         1,
         1,
     ]
     head = f"tensor<{config.vocab_size}x{config.hidden_size}x"
-    assert head + "bf16>" in step and head + "f32>" not in step, "the head is multiplied as it lies"
+    assert head + "bf16>" in step and head + "f32>" not in step, "the head is not converted to float32"
     pages = (
         jax.ShapeDtypeStruct((9, 2, 128, 64), jnp.bfloat16),
         jax.ShapeDtypeStruct((9, 2, 64, 128), jnp.bfloat16),

@@ -1,4 +1,4 @@
-"""The table of hardware in docs/devices.md is what `python -m scripts.hardware` prints."""
+"""The hardware table in docs/devices.md is the output of `python -m scripts.hardware`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PAGE = (ROOT / "docs" / "devices.md").read_text()
 
 
 @pytest.mark.seed_behaviour(82, 128)
-def test_the_table_of_hardware_is_the_memory_plans() -> None:
-    """In a process of its own: the script lets the server believe that there is a GPU."""
+def test_the_hardware_table_is_the_output_of_the_script() -> None:
+    """The script runs in its own process, because it makes the server assume a GPU."""
     command = [sys.executable, "-m", "scripts.hardware"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     printed = subprocess.run(
@@ -27,7 +27,7 @@ def test_the_table_of_hardware_is_the_memory_plans() -> None:
     assert printed.count("\n") > 10 and printed in PAGE
 
 
-def test_every_command_of_the_table_is_understood() -> None:
+def test_every_command_of_the_table_is_valid() -> None:
     commands = re.findall(r"^\| `scripts/start_skyrl_tx.sh (\S+) (\d+) ?(.*?)`", PAGE, re.MULTILINE)
     assert len(commands) > 10
     for model, tensor, options in commands:

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "add-a-loss.md").read_text()
-USE_IT = """
+USE_NEW_LOSS = """
 import json
 import numpy as np
 from skyrl_tx_server.engine.loss_spec import LossFn
@@ -58,18 +58,18 @@ def apply(patch: str, directory: Path) -> None:
     path = directory / header.splitlines()[1].removeprefix("+++ b/")
     for hunk in hunks:
         lines = hunk.splitlines(keepends=True)
-        before = "".join(line[1:] for line in lines if line[0] == " ")
+        context = "".join(line[1:] for line in lines if line[0] == " ")
         text = path.read_text()
-        assert text.count(before) == 1, f"{path.name}: the context must occur once:\n{before}"
-        path.write_text(text.replace(before, "".join(line[1:] for line in lines if line[0] in " +")))
+        assert text.count(context) == 1, f"{path.name}: the context must occur once:\n{context}"
+        path.write_text(text.replace(context, "".join(line[1:] for line in lines if line[0] in " +")))
 
 
 def run(directory: Path, *arguments: str) -> str:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *arguments], cwd=directory, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def test_the_page_changes_at_most_four_files() -> None:
@@ -77,7 +77,7 @@ def test_the_page_changes_at_most_four_files() -> None:
 
 
 def test_the_patched_server_accepts_and_computes_the_new_loss(patched: Path) -> None:
-    losses, message = run(patched, "-c", USE_IT).splitlines()
+    losses, message = run(patched, "-c", USE_NEW_LOSS).splitlines()
     gate = 1 / (1 + math.exp(-2 * (math.e - 1)))
     assert json.loads(losses) == pytest.approx([-6 * gate] * 2)
     assert message == "loss_fn_config: sharpness must be a finite number between 0.01 and 100, got 101.0"

@@ -20,7 +20,7 @@ FIXTURE = "qwen3_sliding_window"
 
 def test_the_family_of_the_page_equals_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(load_model_config(FAMILIES / FIXTURE), model_type="my_model", sliding_windows=())
-    # The page replaces it; monkeypatch removes it afterwards.
+    # the code of the page replaces this entry, and monkeypatch removes it after the test
     monkeypatch.setitem(TABLE, "my_model", qwen3.FAMILY)
     exec(compile(CODE, "add-a-model-family.md", "exec"), {})
     assert [stack.attention.sliding_window for stack in stacks_of(config)] == [None, 24]

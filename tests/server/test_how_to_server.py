@@ -1,4 +1,5 @@
-"""Apply the patches of the pages about routes and options to a copy of the server, and use what they add."""
+"""Apply the patches of add-a-route.md and add-a-server-option.md to a copy of the server. Use the new route
+and the new option."""
 
 import re
 import shutil
@@ -20,14 +21,14 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", copy)
     for name in ("add-a-route.md", "add-a-server-option.md"):
-        for patch in fenced(name, "diff"):
+        for patch in code_blocks(name, "diff"):
             apply(patch, copy)
-    (test,) = fenced("add-a-route.md", "python")
+    (test,) = code_blocks("add-a-route.md", "python")
     (copy / "tests" / "server" / "test_token_count.py").write_text(test)
     return copy
 
 
-def fenced(page: str, language: str) -> list[str]:
+def code_blocks(page: str, language: str) -> list[str]:
     text = (PAGES / page).read_text()
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
@@ -39,18 +40,18 @@ def apply(patch: str, directory: Path) -> None:
     path = directory / header.splitlines()[1].removeprefix("+++ b/")
     for hunk in hunks:
         lines = hunk.splitlines(keepends=True)
-        before = "".join(line[1:] for line in lines if line[0] in " -")
+        old_lines = "".join(line[1:] for line in lines if line[0] in " -")
         text = path.read_text()
-        assert text.count(before) == 1, f"{path.name}: these lines must occur once:\n{before}"
-        path.write_text(text.replace(before, "".join(line[1:] for line in lines if line[0] in " +")))
+        assert text.count(old_lines) == 1, f"{path.name}: these lines must occur once:\n{old_lines}"
+        path.write_text(text.replace(old_lines, "".join(line[1:] for line in lines if line[0] in " +")))
 
 
 def run(directory: Path, *arguments: str) -> str:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *arguments], cwd=directory, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def test_the_new_route_answers_and_is_in_the_contract(patched: Path) -> None:
@@ -59,7 +60,7 @@ def test_the_new_route_answers_and_is_in_the_contract(patched: Path) -> None:
 
 
 def test_the_new_option_is_parsed_within_its_bounds(patched: Path) -> None:
-    use_it = """
+    use_new_option = """
 from skyrl_tx_server import __main__
 from skyrl_tx_server.config.command_line import help_text, parse
 from skyrl_tx_server.errors import ConfigError
@@ -69,7 +70,7 @@ try:
 except ConfigError as error:
     print(error)
 """
-    assert run(patched, "-c", use_it).splitlines() == [
+    assert run(patched, "-c", use_new_option).splitlines() == [
         "5.0 True",
         "housekeeping_period_s=0.0: must be above 0",
     ]

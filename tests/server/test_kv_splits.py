@@ -1,4 +1,4 @@
-"""Every KV split of a sequence is read once, and no sequence reads pages of another one."""
+"""Every part of a sequence is in one KV split. The sequences of a split have the same pages in their part."""
 
 import sys
 
@@ -17,8 +17,11 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     """Draw sequences of any length, many of which share their first pages."""
     tables = np.arange(ROWS * WIDTH, dtype=np.int32).reshape(ROWS, WIDTH)
     for row in range(1, ROWS):
-        other, shared = draw(st.integers(0, row - 1)), draw(st.sampled_from([0, 1, 8, 9, 24, 130, WIDTH]))
-        tables[row, :shared] = tables[other, :shared]
+        source, num_shared = (
+            draw(st.integers(0, row - 1)),
+            draw(st.sampled_from([0, 1, 8, 9, 24, 130, WIDTH])),
+        )
+        tables[row, :num_shared] = tables[source, :num_shared]
     lengths = draw(
         st.lists(
             st.one_of(st.integers(0, 700), st.integers(0, WIDTH * PAGE_SIZE)), min_size=ROWS, max_size=ROWS
@@ -28,25 +31,25 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(batches(), st.sampled_from([1, 2, 4]), st.integers(1, 8))
-def test_every_part_is_read_once_by_sequences_with_its_pages(
+def test_every_part_is_in_one_split_of_sequences_with_its_pages(
     batch: tuple[np.ndarray, np.ndarray], devices: int, group: int
 ) -> None:
     tables, lengths = batch
     splits = kv_splits_of(tables, lengths, group=group, devices=devices)
-    own = ROWS // devices
+    rows_per_device = ROWS // devices
     assert (
-        splits.rows.shape == (devices * own * max_parts(WIDTH), sequences_per_split(group))
+        splits.rows.shape == (devices * rows_per_device * max_parts(WIDTH), sequences_per_split(group))
         and splits.num_parts.max() <= MAX_PARTS
     )
     positions: dict[tuple[int, int], tuple[int, int]] = {}  # by sequence and split
     for device in range(devices):
-        for at in device * own * max_parts(WIDTH) + np.arange(splits.counts[device]):
-            members = device * own + splits.rows[at][splits.rows[at] >= 0]
-            pages = tables[members, splits.first[at] : -(-splits.end[at] // PAGE_SIZE)]
+        for split in device * rows_per_device * max_parts(WIDTH) + np.arange(splits.counts[device]):
+            members = device * rows_per_device + splits.rows[split][splits.rows[split] >= 0]
+            pages = tables[members, splits.first[split] : -(-splits.end[split] // PAGE_SIZE)]
             assert len(members) and (pages == pages[0]).all()
             for row in members.tolist():
-                assert (row, splits.part[at]) not in positions
-                positions[row, splits.part[at]] = (splits.first[at] * PAGE_SIZE, splits.end[at])
+                assert (row, splits.part[split]) not in positions
+                positions[row, splits.part[split]] = (splits.first[split] * PAGE_SIZE, splits.end[split])
     for row in range(ROWS):
         spans = [positions.pop((row, part)) for part in range(splits.num_parts[row])]
         assert [first for first, _ in spans] == [0, *(end for _, end in spans)][: len(spans)]
@@ -55,44 +58,46 @@ def test_every_part_is_read_once_by_sequences_with_its_pages(
 
 
 @given(batches())
-def test_shared_parts_are_read_as_few_times_as_possible(batch: tuple[np.ndarray, np.ndarray]) -> None:
+def test_a_shared_part_is_in_one_split_if_all_sequences_fit(
+    batch: tuple[np.ndarray, np.ndarray],
+) -> None:
     tables, lengths = batch
     splits = kv_splits_of(tables, lengths, group=2)
-    readings = {
+    num_splits = {
         (part, first, end, tables[rows[0], first : -(-end // PAGE_SIZE)].tobytes()): 0
-        for part, first, end, rows in _stretches(splits)
+        for part, first, end, rows in _split_list(splits)
     }
-    for part, first, end, rows in _stretches(splits):
-        readings[part, first, end, tables[rows[0], first : -(-end // PAGE_SIZE)].tobytes()] += 1
-    assert set(readings.values()) <= {1}, "eight rows fit one stretch of a group of two"
+    for part, first, end, rows in _split_list(splits):
+        num_splits[part, first, end, tables[rows[0], first : -(-end // PAGE_SIZE)].tobytes()] += 1
+    assert set(num_splits.values()) <= {1}, "with group=2, a split holds all eight sequences"
 
 
-def test_sequences_beyond_the_width_of_a_split_get_another() -> None:
-    """Five equal sequences, four of which fill a matrix product."""
+def test_more_sequences_than_a_split_holds_get_a_second_split() -> None:
+    """With group=4, a split holds four sequences."""
     splits = kv_splits_of(np.tile(np.arange(8, dtype=np.int32), (5, 1)), np.full(5, 500, np.int32), group=4)
-    assert [rows[rows >= 0].tolist() for *_, rows in _stretches(splits)] == [[0, 1, 2, 3], [4]]
+    assert [rows[rows >= 0].tolist() for *_, rows in _split_list(splits)] == [[0, 1, 2, 3], [4]]
 
 
 def test_the_host_work_does_not_depend_on_the_number_of_parts() -> None:
-    def calls(rows: int) -> int:
-        """Return the number of function calls for `rows` sequences of 8,192 tokens, four of a group each."""
+    def count_function_calls(rows: int) -> int:
+        """Return the number of function calls for `rows` sequences of 8,192 tokens, in groups of four."""
         tables = np.arange(rows * 128, dtype=np.int32).reshape(rows, 128)
         tables[:, :96] = tables[np.arange(rows) // 4 * 4, :96]
         count = 0
 
-        def note(*_: object) -> None:
+        def count_call(*_: object) -> None:
             nonlocal count
             count += 1
 
-        sys.setprofile(note)
+        sys.setprofile(count_call)
         try:
             kv_splits_of(tables, np.full(rows, 8192, np.int32), group=4)
         finally:
             sys.setprofile(None)
         return count
 
-    calls(8)  # the first call imports modules
-    assert calls(256) == calls(8)
+    count_function_calls(8)  # the first call imports modules
+    assert count_function_calls(256) == count_function_calls(8)
 
 
 def test_free_slots_have_no_parts() -> None:
@@ -100,7 +105,8 @@ def test_free_slots_have_no_parts() -> None:
     assert not splits.counts.any() and not splits.num_parts.any() and (splits.rows == -1).all()
 
 
-def _stretches(splits) -> list[tuple[int, int, int, np.ndarray]]:
+def _split_list(splits) -> list[tuple[int, int, int, np.ndarray]]:
     return [
-        (splits.part[at], splits.first[at], splits.end[at], splits.rows[at]) for at in range(splits.counts[0])
+        (splits.part[split], splits.first[split], splits.end[split], splits.rows[split])
+        for split in range(splits.counts[0])
     ]

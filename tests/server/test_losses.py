@@ -33,6 +33,7 @@ CASES: list[tuple[LossFn, dict[str, float]]] = [
     ),
     *((loss_fn, CLIPS) for loss_fn in TOKEN_LOSSES if CLIPS.keys() <= LOSSES[loss_fn].options.keys()),
 ]
+# (options, offset of the logprobs)
 GSPO_CASES = [
     ({}, 0.0),
     ({}, 0.5),  # above the upper bound: clipped where the advantage is positive
@@ -42,7 +43,7 @@ GSPO_CASES = [
 ]
 
 
-def tokens(count: int = 200) -> tuple[np.ndarray, LossInputs]:
+def logprobs_and_inputs(count: int = 200) -> tuple[np.ndarray, LossInputs]:
     """Return logprobs near those of the sampler, so that ratios are below, between and above the clip
     bounds."""
     random = np.random.default_rng(1)
@@ -82,15 +83,15 @@ def loss_and_slope(selection, logprobs, inputs):
 @pytest.mark.parametrize(("loss_fn", "config"), CASES)
 @pytest.mark.seed_behaviour(121)
 def test_loss_and_gradient_match_the_float64_reference(loss_fn: LossFn, config: dict[str, float]) -> None:
-    logprobs, inputs = tokens()
+    logprobs, inputs = logprobs_and_inputs()
     loss, slope = loss_and_slope(select_loss(loss_fn, LossSettings(**config)), logprobs, inputs)
     assert float(loss) == pytest.approx(reference(loss_fn, config, logprobs, inputs), rel=1e-5)
     exact, step = logprobs.astype(np.float64), 1e-6
     for index in range(0, 200, 7):
-        nudge = np.zeros(200)
-        nudge[index] = step
+        shift = np.zeros(200)
+        shift[index] = step
         above, below = (
-            reference(loss_fn, config, exact + sign * nudge, inputs, frozen_logprobs=exact)
+            reference(loss_fn, config, exact + sign * shift, inputs, frozen_logprobs=exact)
             for sign in (1, -1)
         )
         assert float(slope[index]) == pytest.approx((above - below) / (2 * step), abs=1e-4)
@@ -98,7 +99,7 @@ def test_loss_and_gradient_match_the_float64_reference(loss_fn: LossFn, config: 
 
 @pytest.mark.parametrize(("config", "offset"), GSPO_CASES)
 def test_gspo_weighs_a_whole_sequence_by_one_ratio(config: dict[str, float], offset: float) -> None:
-    logprobs, inputs = tokens()
+    logprobs, inputs = logprobs_and_inputs()
     random = np.random.default_rng(2)
     mask = (random.random(200) > 0.3).astype(np.float32)
     logprobs = (logprobs + offset).astype(np.float32)
@@ -122,14 +123,14 @@ def test_gspo_weighs_a_whole_sequence_by_one_ratio(config: dict[str, float], off
 
     assert float(loss) == pytest.approx(exact(logprobs), rel=1e-5)
     for index in range(0, 200, 7):
-        nudge = np.zeros(200)
-        nudge[index] = 1e-6
+        shift = np.zeros(200)
+        shift[index] = 1e-6
         assert float(slope[index]) == pytest.approx(
-            (exact(logprobs + nudge) - exact(logprobs - nudge)) / 2e-6, abs=1e-4
+            (exact(logprobs + shift) - exact(logprobs - shift)) / 2e-6, abs=1e-4
         )
 
 
-def test_gspos_sequence_term_is_the_mean_over_its_mask() -> None:
+def test_the_sequence_term_of_gspo_is_the_mean_over_the_mask() -> None:
     (datum,) = tiny_qwen3.data((3,), advantages=True)
     sampler, logprobs = np.array([-1, -2, -3], np.float32), np.array([9, -1, -1], np.float32)
     for mask, mean in (([0, 1, 1], 1.5), ([0, 0, 0], 0)):
@@ -146,8 +147,8 @@ def test_the_options_of_every_loss_are_fields_of_its_settings() -> None:
     assert {name for spec in LOSSES.values() for name in spec.options} == set(asdict(LossSettings()))
 
 
-def test_several_targets_per_position_are_that_many_tokens() -> None:
-    logprobs, inputs = tokens()
+def test_targets_of_one_position_count_as_separate_tokens() -> None:
+    logprobs, inputs = logprobs_and_inputs()
     matrix = replace(
         inputs,
         weights=inputs.weights.reshape(50, 4),
@@ -162,7 +163,7 @@ def test_several_targets_per_position_are_that_many_tokens() -> None:
     np.testing.assert_array_equal(slope.reshape(-1), flat_slope)
 
 
-def test_every_loss_runs_in_one_program() -> None:
+def test_all_losses_share_one_program() -> None:
     traces: list[LossSelection] = []
 
     @jax.jit
@@ -170,7 +171,7 @@ def test_every_loss_runs_in_one_program() -> None:
         traces.append(selection)
         return token_losses(selection, logprobs, inputs)
 
-    logprobs, inputs = tokens()
+    logprobs, inputs = logprobs_and_inputs()
     for loss_fn, config in [*CASES, (LossFn.GSPO, {})]:
         run(select_loss(loss_fn, LossSettings(**config)), logprobs, inputs)
     assert len(traces) == 1
@@ -178,7 +179,7 @@ def test_every_loss_runs_in_one_program() -> None:
 
 @pytest.mark.parametrize("loss_fn", list(LossFn))
 def test_padding_and_overflowing_ratios_stay_finite(loss_fn: LossFn) -> None:
-    _, inputs = tokens(4)
+    _, inputs = logprobs_and_inputs(4)
     huge = 200 if loss_fn is LossFn.GSPO else -200  # a log-ratio, or the sampler's logprob
     inputs = replace(
         inputs,
@@ -192,7 +193,7 @@ def test_padding_and_overflowing_ratios_stay_finite(loss_fn: LossFn) -> None:
     assert slope[3] == 0
 
 
-def test_defaults_are_the_documented_ones() -> None:
+def test_the_page_documents_the_default_options() -> None:
     page = (Path(__file__).parents[2] / "docs" / "server-contract.md").read_text()
     for name, default in asdict(LossSettings()).items():
         assert f"`{name}` ({default})" in page

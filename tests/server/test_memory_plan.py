@@ -10,7 +10,7 @@ from tests.fakes.tiny_model import make_settings
 from tests.server.tiny_qwen3 import FIXTURES
 
 
-def test_a_context_beyond_the_batch_is_part_of_the_plan() -> None:
+def test_the_plan_covers_a_context_longer_than_the_batch() -> None:
     plan, config = (
         plan_memory(make_settings(FIXTURES / "tied", Path("unused"), train_tokens_per_batch=128)),
         load_model_config(FIXTURES / "tied"),

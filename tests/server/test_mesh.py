@@ -1,7 +1,7 @@
 """Several devices give the same results as one.
 
-The virtual devices are configured before jax starts, so they have their own process. `scripts/check_mesh.py`
-compares whole servers on more meshes with one device.
+The devices are virtual and must be configured before jax starts, so the calculations run in a subprocess.
+`scripts/check_mesh.py` compares whole servers on more meshes with a server on one device.
 """
 
 import json
@@ -33,7 +33,7 @@ LATENT = load_model_config(ROOT / "tests" / "fixtures" / "families" / "deepseek_
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
     flags = f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count=8"
-    # Threads, see `__main__`.
+    # NPROC is the number of XLA's threads. `__main__` explains why collectives need more than the default.
     environment = os.environ | {
         "XLA_FLAGS": flags,
         "JAX_PLATFORMS": "cpu",
@@ -49,7 +49,7 @@ def test_eight_devices_train_as_one(report: dict) -> None:
     assert report["logprobs"] <= 1e-4 and report["loss"] <= 1e-5 and report["gradient"] <= 1e-4
 
 
-def test_each_device_holds_the_part_that_was_planned(report: dict) -> None:
+def test_each_device_holds_the_planned_part_of_the_weights(report: dict) -> None:
     assert report["held"] == report["planned"] < 0.4 * report["whole"]
 
 
@@ -61,7 +61,7 @@ def test_decoding_sends_activations_and_no_weights(report: dict) -> None:
     assert report["sent"] < 0.5
 
 
-def test_slots_of_several_devices_are_written_and_read_as_on_one(report: dict) -> None:
+def test_kv_pages_on_several_devices_equal_those_on_one(report: dict) -> None:
     assert report["written"] and report["read"] and report["attended"]
 
 
@@ -95,7 +95,9 @@ def test_the_decode_kernel_on_several_devices_equals_one(report: dict) -> None:
     ],
 )
 @pytest.mark.seed_behaviour(128)
-def test_sizes_that_do_not_divide_are_one_clear_line(config, shape: MeshShape, message: str | None) -> None:
+def test_the_error_for_sizes_that_do_not_divide_is_one_line(
+    config, shape: MeshShape, message: str | None
+) -> None:
     if message is None:
         return check_divisible(config, shape, max_num_seqs=12)
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
@@ -103,7 +105,7 @@ def test_sizes_that_do_not_divide_are_one_clear_line(config, shape: MeshShape, m
     assert "\n" not in str(error.value)
 
 
-def test_too_many_devices_are_one_clear_line() -> None:
+def test_a_mesh_with_too_many_devices_is_refused() -> None:
     assert make_mesh(MeshShape()) is None
     with pytest.raises(
         ConfigError,
@@ -113,20 +115,20 @@ def test_too_many_devices_are_one_clear_line() -> None:
 
 
 def test_each_device_holds_a_share_of_every_fused_part() -> None:
-    """The worked example of `Weight`: q has 4 outputs, k and v 2 each, over two devices."""
+    """q has 4 outputs, k and v have 2 each. Each of two devices holds half of every part."""
     weight = Weight(names=("q", "k", "v"), widths=(4, 2, 2), inputs=3, split=ShardAxis.OUTPUTS)
     assert weight.spec == PartitionSpec(None, ("tensor", "fsdp"), None)
-    pieces = [(name, own) for name, _, own in _outputs(weight, slice(4, 8), shards=2)]
+    pieces = [(name, part) for name, _, part in _outputs(weight, slice(4, 8), shards=2)]
     assert pieces == [("q", slice(2, 4)), ("k", slice(1, 2)), ("v", slice(1, 2))]
     halves = [
-        (name, own)
+        (name, part)
         for half in (slice(4, 6), slice(6, 8))
-        for name, _, own in _outputs(weight, half, shards=2)
+        for name, _, part in _outputs(weight, half, shards=2)
     ]
-    assert halves == pieces, "of two devices that share them by fsdp"
+    assert halves == pieces, "two fsdp devices hold the halves of one tensor-parallel shard"
     fused = np.array([["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"]])
-    numbered = np.arange(8)[None]
-    q, k, v = split_parts(numbered, (4, 2, 2), shards=2)  # type: ignore[arg-type]
+    indices = np.arange(8)[None]
+    q, k, v = split_parts(indices, (4, 2, 2), shards=2)  # type: ignore[arg-type]
     assert [fused[0, part[0]].tolist() for part in (np.asarray(q), np.asarray(k), np.asarray(v))] == [
         ["q0", "q1", "q2", "q3"],
         ["k0", "k1"],
@@ -134,7 +136,7 @@ def test_each_device_holds_a_share_of_every_fused_part() -> None:
     ]
 
 
-def test_one_device_reads_an_array_whole() -> None:
+def test_one_device_reads_the_whole_array_at_once() -> None:
     requested = []
     place(DENSE, (4, 6), PartitionSpec("tensor"), lambda part: requested.append(part) or np.zeros((4, 6)))
     assert requested == [(slice(0, 4), slice(0, 6))]

@@ -1,4 +1,4 @@
-"""Sessions, models and samplers: ids, expiry, and what the end of a session frees."""
+"""Tests of sessions, models and samplers: their ids, their expiry and the resources that they free."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def open_session(registry: Registry) -> str:
     return registry.open_session(tags=[], user_metadata={}, display_name=None).session_id
 
 
-def test_ids_are_the_ones_the_sdk_derives() -> None:
+def test_ids_equal_those_that_the_sdk_derives() -> None:
     registry = Registry(session_timeout_s=10)
     session_id = open_session(registry)
     assert registry.model_id(session_id, 3) == f"{session_id}:train:3"
@@ -53,23 +53,23 @@ def test_ending_a_session_keeps_checkpoints_and_the_base_model() -> None:
 def test_a_silent_session_expires_and_any_request_keeps_it_alive() -> None:
     clock = Clock()
     registry = Registry(session_timeout_s=10, clock=clock)
-    silent, beating, polling, working = (open_session(registry) for _ in range(4))
+    silent, with_heartbeat, polling, working = (open_session(registry) for _ in range(4))
     registry.add_model(working, f"{working}:train:0", LoraSpec(rank=1))
     clock.now = 8
-    registry.heartbeat(beating)
+    registry.heartbeat(with_heartbeat)
     registry.touch(polling)
     registry.model(f"{working}:train:0")
-    registry.look_up(silent)  # a listing by another session does not keep it alive
+    registry.look_up(silent)  # a listing by another session does not keep this one alive
     clock.now = 11
     assert registry.expired() == [silent]
 
 
-def test_heartbeat_of_an_ended_session_tells_the_sdk_to_stop() -> None:
+def test_a_heartbeat_of_an_unknown_session_is_an_error() -> None:
     with pytest.raises(FutureLostError, match="restarted"):
         Registry(session_timeout_s=10).heartbeat("session-unknown")
 
 
-def test_a_sampler_may_be_added_twice_with_the_same_weights_only() -> None:
+def test_a_sampler_can_be_added_again_only_with_equal_weights() -> None:
     registry = Registry(session_timeout_s=10)
     session_id = open_session(registry)
     sampler_id = registry.sampler_id(session_id, 0)
@@ -79,6 +79,6 @@ def test_a_sampler_may_be_added_twice_with_the_same_weights_only() -> None:
         registry.add_sampler(session_id, sampler_id, model_path=None, weights=sampler_id)
 
 
-def test_a_model_of_another_server_names_the_way_back() -> None:
+def test_the_error_for_an_unknown_model_names_the_remedy() -> None:
     with pytest.raises(NotFoundError, match="create_training_client_from_state_with_optimizer"):
         Registry(session_timeout_s=10).model("session-x:train:0")

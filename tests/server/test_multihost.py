@@ -1,4 +1,4 @@
-"""Two server processes, as two threads with executors without devices."""
+"""Tests of two server processes, simulated by two threads whose executors have no devices."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ SAMPLE = Sample(
 
 @dataclass(kw_only=True)
 class Pair:
-    """The connection of process 0, and the end of the other process."""
+    """Process 0 with its multihost executor, and the fake executors of both processes."""
 
     rank0: RankZero
     executor: MultihostExecutor
-    own: FakeExecutor
-    other: FakeExecutor
-    lost: SimpleQueue[str]
-    end: SimpleQueue[Exception | None]  # how the other process ended
+    fake0: FakeExecutor
+    fake1: FakeExecutor
+    lost: SimpleQueue[str]  # the reasons of losses that process 0 reported
+    end: SimpleQueue[Exception | None]  # the error that ended process 1, or None
 
     def run(self, op: Op) -> object:
         job = self.executor.run(op)
@@ -58,18 +58,20 @@ class Pair:
 
 
 @dataclass(kw_only=True)
-class _Started:
+class _PairStarter:
+    """Start a new pair in each call. Process 1 calls `on_start` before it follows process 0."""
+
     pairs: list[Pair] = field(default_factory=list)
 
-    def __call__(self, find_out: Callable[[WorkerRank], object] | None = None) -> Pair:
+    def __call__(self, on_start: Callable[[WorkerRank], object] | None = None) -> Pair:
         ours, theirs = channels()
         lost, end = SimpleQueue[str](), SimpleQueue[Exception | None]()
-        own, other, worker = FakeExecutor(), FakeExecutor(), WorkerRank(theirs)
+        fake0, fake1, worker = FakeExecutor(), FakeExecutor(), WorkerRank(theirs)
 
         def start() -> FakeExecutor:
-            if find_out is not None:
-                find_out(worker)
-            return other
+            if on_start is not None:
+                on_start(worker)
+            return fake1
 
         def follow() -> None:
             try:
@@ -82,17 +84,22 @@ class _Started:
         threading.Thread(target=follow, daemon=True).start()
         rank0 = RankZero({1: ours}, lost.put)
         pair = Pair(
-            rank0=rank0, executor=MultihostExecutor(own, rank0), own=own, other=other, lost=lost, end=end
+            rank0=rank0,
+            executor=MultihostExecutor(fake0, rank0),
+            fake0=fake0,
+            fake1=fake1,
+            lost=lost,
+            end=end,
         )
         self.pairs.append(pair)
         return pair
 
 
 @pytest.fixture
-def started() -> Iterator[_Started]:
-    made = _Started()
-    yield made
-    for pair in made.pairs:
+def start_pair() -> Iterator[_PairStarter]:
+    starter = _PairStarter()
+    yield starter
+    for pair in starter.pairs:
         pair.rank0.stop()
 
 
@@ -104,21 +111,21 @@ def forward_backward(*lengths: int) -> ForwardBackward:
     return ForwardBackward(model_id="m", data=data, loss_fn=LossFn.CROSS_ENTROPY)
 
 
-def test_every_process_makes_the_same_calls_in_the_same_order(started: _Started) -> None:
-    pair = started()
+def test_every_process_makes_the_same_calls_in_the_same_order(start_pair: _PairStarter) -> None:
+    pair = start_pair()
     engine = Engine(pair.executor)
     engine.start()
-    waiting = [engine.submit(op) for op in (CREATE, SAMPLE, forward_backward(3, 4, 5), SAMPLE)]
-    results = [future.result(60) for future in waiting]
+    futures = [engine.submit(op) for op in (CREATE, SAMPLE, forward_backward(3, 4, 5), SAMPLE)]
+    results = [future.result(60) for future in futures]
     engine.stop()
     pair.rank0.stop()
     assert pair.end.get(timeout=60) is None
-    assert len(pair.own.log) >= 8 and pair.other.log == pair.own.log
+    assert len(pair.fake0.log) >= 8 and pair.fake1.log == pair.fake0.log
     assert len(results[2].logprobs) == 3 and len(results[3].sequences) == 2  # type: ignore[union-attr]
 
 
-class Submits:
-    """A watcher that submits a sample of another tenant after its first tokens."""
+class SubmittingWatcher:
+    """A watcher that submits a sample of another tenant when it receives its first tokens."""
 
     streams_tokens = True
 
@@ -134,11 +141,11 @@ class Submits:
         return True
 
 
-def test_sequences_are_paused_on_every_process(started: _Started) -> None:
-    pair = started()
+def test_sequences_are_paused_on_every_process(start_pair: _PairStarter) -> None:
+    pair = start_pair()
     engine = Engine(pair.executor)
     engine.start()
-    watcher = Submits(engine)
+    watcher = SubmittingWatcher(engine)
     large = replace(SAMPLE, settings=SamplingSettings(max_tokens=40), num_samples=8)
     result = engine.submit(large, watcher, tenant="a").result(60)
     assert watcher.submitted is not None
@@ -146,15 +153,15 @@ def test_sequences_are_paused_on_every_process(started: _Started) -> None:
     engine.stop()
     pair.rank0.stop()
     assert pair.end.get(timeout=60) is None
-    assert any(entry.startswith("pause") for entry in pair.own.log) and pair.other.log == pair.own.log
+    assert any(entry.startswith("pause") for entry in pair.fake0.log) and pair.fake1.log == pair.fake0.log
     assert isinstance(result, SampleResult)
     assert [list(sequence.tokens) for sequence in result.sequences] == [list(range(7, 47))] * 8
 
 
-def test_a_server_error_fails_only_its_operation(started: _Started) -> None:
-    pair = started()
+def test_a_server_error_fails_only_its_operation(start_pair: _PairStarter) -> None:
+    pair = start_pair()
     pair.run(CREATE)
-    for executor in (pair.own, pair.other):
+    for executor in (pair.fake0, pair.fake1):
         executor.errors["create n"] = UserError("not this one")
     with pytest.raises(UserError, match="not this one"):
         pair.run(CreateModel(model_id="n", lora=LoraSpec(rank=4)))
@@ -163,7 +170,7 @@ def test_a_server_error_fails_only_its_operation(started: _Started) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "other", "reason"),
+    ("error0", "error1", "reason"),
     [
         (None, RuntimeError("out of memory\nand so on"), "process 1 failed: RuntimeError: out of memory"),
         (RuntimeError("out of memory"), None, "process 0: RuntimeError: out of memory"),
@@ -177,36 +184,36 @@ def test_a_server_error_fails_only_its_operation(started: _Started) -> None:
     ],
 )
 def test_an_error_of_one_process_alone_stops_the_server(
-    started: _Started,
-    own: Exception | None,
-    other: Exception | None,
+    start_pair: _PairStarter,
+    error0: Exception | None,
+    error1: Exception | None,
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # After its own failure, process 0 waits for the other process or for nothing.
-    comes = isinstance(other, SequencesLostError)
-    monkeypatch.setattr("skyrl_tx_server.distributed.multihost.LAST_MESSAGE_S", 60 if comes else 0.2)
-    pair = started()
-    for executor, error in ((pair.own, own), (pair.other, other)):
+    # After its own failure, process 0 waits this long for the message of a failure of process 1.
+    both_fail = isinstance(error1, SequencesLostError)
+    monkeypatch.setattr("skyrl_tx_server.distributed.multihost.LAST_MESSAGE_S", 60 if both_fail else 0.2)
+    pair = start_pair()
+    for executor, error in ((pair.fake0, error0), (pair.fake1, error1)):
         if error is not None:
             executor.errors["create m"] = error
     with pytest.raises(RankLostError, match=reason):
         pair.run(CREATE)
     assert pair.lost.get(timeout=60) == reason
     assert isinstance(
-        pair.end.get(timeout=60), type(other) if reason.startswith("process 1 failed") else RankLostError
+        pair.end.get(timeout=60), type(error1) if reason.startswith("process 1 failed") else RankLostError
     )
 
 
 def test_a_lost_process_fails_waiting_operations_at_once() -> None:
     ours, theirs = channels()
-    # The devices of this process never return.
-    lost, own = (
+    # The devices of process 0 do not return until the gate opens.
+    lost, fake0 = (
         SimpleQueue[str](),
         FakeExecutor(gate=threading.Event()),
     )
     rank0 = RankZero({1: ours}, lost.put)
-    executor = MultihostExecutor(own, rank0)
+    executor = MultihostExecutor(fake0, rank0)
     engine = Engine(executor)
     engine.start()
     stuck, queued = engine.submit(CREATE), engine.submit(SAMPLE)
@@ -222,58 +229,58 @@ def test_a_lost_process_fails_waiting_operations_at_once() -> None:
     with pytest.raises(RankLostError, match=reason):
         executor.sampler.decode()
     executor.sampler.release(1)  # raises no error, because no sequence is held
-    assert own.gate is not None
-    own.gate.set()
+    assert fake0.gate is not None
+    fake0.gate.set()
     engine.stop()
     rank0.stop()
 
 
 def test_the_loss_of_process_0_is_detected_during_a_call() -> None:
     ours, theirs = channels()
-    # The devices of the other process never return.
-    lost, other = (
+    # The devices of process 1 do not return until the gate opens.
+    lost, fake1 = (
         SimpleQueue[str](),
         FakeExecutor(gate=threading.Event()),
     )
     worker = WorkerRank(theirs, lost.put)
     with ThreadPoolExecutor() as threads:
-        following = threads.submit(worker.follow, lambda: other)
+        following = threads.submit(worker.follow, lambda: fake1)
         ours.send_bytes(pickle.dumps(Call(method="run", args=(0, CREATE))))
         ours.close()
         assert lost.get(timeout=60) == "process 0 has disconnected"
-        assert not following.done() and other.gate is not None
-        other.gate.set()
+        assert not following.done() and fake1.gate is not None
+        fake1.gate.set()
         assert isinstance(following.exception(60), RankLostError | OSError)
 
 
-def test_every_process_gets_the_value_of_process_0(started: _Started) -> None:
+def test_every_process_gets_the_value_of_process_0(start_pair: _PairStarter) -> None:
     received = []
 
-    def refused() -> int:
+    def missing() -> int:
         raise UserError("no such checkpoint")
 
-    def away() -> int:
+    def stale() -> int:
         raise OSError(116, "Stale file handle")
 
-    def ask(worker: WorkerRank) -> None:
+    def receive(worker: WorkerRank) -> None:
         received.append(worker.broadcast_from_rank0(lambda: 1))
         with pytest.raises(UserError, match="no such checkpoint"):
             worker.broadcast_from_rank0(lambda: 2)
-        # An intended error, which concerns only its operation.
+        # An OSError of process 0 arrives as a ServerError, which fails only its operation.
         with pytest.raises(ServerError, match="Stale file handle"):
             worker.broadcast_from_rank0(lambda: 3)
 
-    pair = started(ask)
+    pair = start_pair(receive)
     assert pair.rank0.broadcast_from_rank0(lambda: 7) == 7
     with pytest.raises(UserError, match="no such checkpoint"):
-        pair.rank0.broadcast_from_rank0(refused)
+        pair.rank0.broadcast_from_rank0(missing)
     with pytest.raises(ServerError, match=r"OSError: .*Stale file handle"):
-        pair.rank0.broadcast_from_rank0(away)
+        pair.rank0.broadcast_from_rank0(stale)
     pair.run(CREATE)
-    assert received == [7] and pair.other.log == pair.own.log
+    assert received == [7] and pair.fake1.log == pair.fake0.log
 
 
-def test_process_0_that_stops_early_ends_the_others(started: _Started) -> None:
-    pair = started(lambda worker: worker.broadcast_from_rank0(lambda: 1))
+def test_an_early_stop_of_process_0_ends_the_others(start_pair: _PairStarter) -> None:
+    pair = start_pair(lambda worker: worker.broadcast_from_rank0(lambda: 1))
     pair.rank0.stop()
     assert isinstance(pair.end.get(timeout=60), RankLostError)

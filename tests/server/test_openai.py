@@ -1,5 +1,6 @@
-"""The official `openai` client and the OpenAI routes on a loopback port. The test gives the text of the
-model.
+"""Tests of the OpenAI routes with the official `openai` client on a loopback port.
+
+A `TextEngine` replaces the model and returns the texts that the test sets.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def engine() -> TextEngine:
 
 @pytest.fixture
 def context(tmp_path: Path, model_dir: Path, engine: TextEngine) -> AppState:
-    made = fake_context(tmp_path, settings=HttpSettings(model_dir=model_dir))
-    made.engine.stop()  # type: ignore[attr-defined]
-    return replace(made, engine=engine)
+    state = fake_context(tmp_path, settings=HttpSettings(model_dir=model_dir))
+    state.engine.stop()  # type: ignore[attr-defined]
+    return replace(state, engine=engine)
 
 
 @pytest.fixture
@@ -198,7 +199,7 @@ def test_every_sampled_token_has_a_logprob(client: openai.OpenAI) -> None:
     assert sum(counts) == len("Grüße, 世界!".encode()) + 1 and len(counts) > 3
 
 
-def test_token_ids_come_back_exactly_when_asked_for(client: openai.OpenAI, engine: TextEngine) -> None:
+def test_return_token_ids_adds_the_exact_token_ids(client: openai.OpenAI, engine: TextEngine) -> None:
     reply = client.chat.completions.create(
         model=MODEL, messages=HELLO, extra_body={"return_token_ids": True}
     ).model_dump()
@@ -220,7 +221,7 @@ def test_a_stream_sends_tokens_during_sampling(client: openai.OpenAI, engine: Te
     stream = client.completions.create(
         model=MODEL, prompt="x", stream=True, stream_options={"include_usage": True}
     )
-    # An incomplete character is held back; the engine waits at the gate.
+    # The server holds back the first byte of ü, and the engine waits for the gate.
     assert next(stream).choices[0].text == "Gr"
     engine.gate.set()
     rest = list(stream)
@@ -232,19 +233,20 @@ def test_a_stream_sends_tokens_during_sampling(client: openai.OpenAI, engine: Te
     assert "".join(chunk.choices[0].text for chunk in rest[:-1]) == "üße, 世界!"
 
 
-def test_a_client_that_leaves_a_stream_frees_the_engine(client: openai.OpenAI, engine: TextEngine) -> None:
+def test_closing_a_stream_withdraws_the_request(client: openai.OpenAI, engine: TextEngine) -> None:
     engine.texts = ["x" * 300]
     engine.gate.clear()
     stream = client.completions.create(model=MODEL, prompt="x", stream=True)
     next(stream)
     stream.close()
-    with pytest.raises(openai.NotFoundError):  # the server has noticed the closed connection
+    # After this reply the server has noticed the closed connection.
+    with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")
     engine.gate.set()
     assert engine.withdrawn.wait(60)
 
 
-def test_a_client_that_gives_up_waiting_frees_the_engine(client: openai.OpenAI, engine: TextEngine) -> None:
+def test_a_client_timeout_withdraws_the_request(client: openai.OpenAI, engine: TextEngine) -> None:
     engine.texts = ["x" * 300]
     engine.gate.clear()
     while not engine.seen:  # a client may time out before the server has read its request
@@ -278,9 +280,9 @@ def test_models_are_the_base_samplers_and_sampler_checkpoints(
         assert engine.seen[-1].weights == weights
     with pytest.raises(openai.BadRequestError, match="is a training checkpoint"):
         client.chat.completions.create(model="tinker://run/weights/last", messages=HELLO)
-    with pytest.raises(openai.NotFoundError, match="no model 'gpt-4'") as refused:
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt-4'") as error:
         client.chat.completions.create(model="gpt-4", messages=HELLO)
-    assert refused.value.code == "model_not_found"
+    assert error.value.code == "model_not_found"
 
 
 @pytest.mark.parametrize(
@@ -312,20 +314,20 @@ def test_models_are_the_base_samplers_and_sampler_checkpoints(
 def test_unsupported_parameters_have_openais_error_shape(
     client: openai.OpenAI, options: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError) as error:
         client.chat.completions.create(**({"model": MODEL, "messages": HELLO} | options))  # type: ignore[call-overload]
-    assert refused.value.type == "invalid_request_error" and message in refused.value.message
+    assert error.value.type == "invalid_request_error" and message in error.value.message
 
 
 def test_a_prompt_over_the_context_has_its_own_error_code(client: openai.OpenAI) -> None:
     with pytest.raises(
         openai.BadRequestError, match="This model's maximum context length is 400 tokens"
-    ) as refused:
+    ) as error:
         client.completions.create(model=MODEL, prompt="x" * 399, max_tokens=2)
-    assert refused.value.code == "context_length_exceeded"
+    assert error.value.code == "context_length_exceeded"
 
 
-def test_a_token_that_only_the_tokenizer_knows_is_refused(client: openai.OpenAI, engine: TextEngine) -> None:
+def test_a_token_outside_the_models_vocabulary_is_refused(client: openai.OpenAI, engine: TextEngine) -> None:
     engine.info = replace(engine.info, vocab_size=END)
     with pytest.raises(
         openai.BadRequestError, match=f"prompt: token {END} is outside this model's vocabulary of {END}"
@@ -345,7 +347,7 @@ def test_parameters_without_effect_are_accepted(client: openai.OpenAI) -> None:
     )
 
 
-def test_tools_are_refused_if_the_template_has_no_tools(
+def test_tools_are_refused_if_the_template_ignores_them(
     tmp_path: Path, context: AppState, engine: TextEngine, model_dir: Path
 ) -> None:
     directory = save_tokenizer(tmp_path / "plain")
@@ -368,14 +370,18 @@ def test_litellm_sends_its_own_answer_back_in_a_second_turn(
     engine.texts = [f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"]
 
     def turn(messages: list[object]) -> Any:
-        """Uses `extra_body`, because LiteLLM's handling of tools imports a package that is not installed."""
-        where = {
+        """Return the message of the reply.
+
+        The tools are in `extra_body`, because LiteLLM's handling of tools imports a package that is not
+        installed.
+        """
+        options = {
             "model": f"openai/{MODEL}",
             "api_base": str(client.base_url),
             "api_key": "none",
             "extra_body": {"tools": [LS]},
         }
-        reply: Any = litellm.completion(messages=messages, **where)
+        reply: Any = litellm.completion(messages=messages, **options)
         return reply.choices[0].message
 
     first = turn([*HELLO])
@@ -388,8 +394,8 @@ def test_litellm_sends_its_own_answer_back_in_a_second_turn(
     ]
     assert turn(messages).content == "Done."
     assert "I look." in engine.prompt_text() and "a b" in engine.prompt_text()
-    as_it_was = [*HELLO, first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "a b"}]
-    assert turn(as_it_was).content == "Done."
+    unchanged = [*HELLO, first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "a b"}]
+    assert turn(unchanged).content == "Done."
 
 
 @pytest.mark.parametrize(
@@ -413,7 +419,7 @@ def test_ignored_fields_of_returned_messages_are_accepted(
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"refusal": "I cannot."}, "put its text into content"),
         ({"audio": {"id": "a"}}, "audio"),
@@ -425,10 +431,10 @@ def test_ignored_fields_of_returned_messages_are_accepted(
     ],
 )
 def test_unsupported_fields_of_an_assistant_message_are_refused(
-    client: openai.OpenAI, fields: dict[str, object], says: str
+    client: openai.OpenAI, fields: dict[str, object], message: str
 ) -> None:
     messages: Any = [*HELLO, {"role": "assistant", "content": "Yes.", **fields}]
-    with pytest.raises(openai.BadRequestError, match=says):
+    with pytest.raises(openai.BadRequestError, match=message):
         client.chat.completions.create(model=MODEL, messages=messages)
 
 

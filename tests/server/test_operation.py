@@ -1,4 +1,4 @@
-"""Metrics, the API key and https."""
+"""Tests of the metrics and the API key."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ async def context(tmp_path: Path) -> AsyncIterator[AppState]:
     fake_engine(context).stop()
 
 
-def http_of(context: AppState) -> httpx.AsyncClient:
+def http_client(context: AppState) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         transport=httpx.ASGITransport(build_app(StartupState(state=context))), base_url="http://server"
     )
 
 
-TURNS = ("step", "prefill", "decode")
+WORK_KINDS = ("step", "prefill", "decode")
 
 
 async def test_metrics_are_prometheus_text_with_tokens_by_kind(
@@ -66,7 +66,7 @@ async def test_metrics_are_prometheus_text_with_tokens_by_kind(
     engine.stop()
     programs = {"programs": {"forward_backward": 2, 'a "quoted" one': 1}, "device_bytes_in_use": 7}
     monkeypatch.setattr(context.engine, "stats", lambda: engine.stats() | programs)
-    async with http_of(context) as http:
+    async with http_client(context) as http:
         await http.get("/metrics")  # without the key
         await http.get("/metrics", headers={"authorization": f"Bearer {KEY}"})
         reply = await http.get("/metrics", headers={"authorization": f"Bearer {KEY}"})
@@ -92,11 +92,11 @@ async def test_metrics_are_prometheus_text_with_tokens_by_kind(
     ):
         assert expected in lines, reply.text
     assert any(line.startswith("skyrl_tx_resident_memory_bytes ") for line in lines)
-    spent = {
-        turn: [line for line in lines if line.startswith(f'skyrl_tx_work_seconds_total{{work="{turn}"}}')]
-        for turn in TURNS
+    lines_by_kind = {
+        kind: [line for line in lines if line.startswith(f'skyrl_tx_work_seconds_total{{work="{kind}"}}')]
+        for kind in WORK_KINDS
     }
-    assert all(float(line.split()[1]) > 0 for (line,) in spent.values())
+    assert all(float(line.split()[1]) > 0 for (line,) in lines_by_kind.values())
 
 
 async def test_renamed_metrics_keep_their_former_names(
@@ -104,7 +104,7 @@ async def test_renamed_metrics_keep_their_former_names(
 ) -> None:
     values = {"decode_dispatches": 3, "cache_pages_cached": 2, "work_seconds": {"step": 1.5}}
     monkeypatch.setattr(context.engine, "stats", lambda: values)
-    async with http_of(context) as http:
+    async with http_client(context) as http:
         http.headers["x-api-key"] = KEY
         lines = (await http.get("/metrics")).text.splitlines()
         statistics = (await http.get("/api/v1/stats")).json()["engine"]
@@ -121,7 +121,7 @@ async def test_renamed_metrics_keep_their_former_names(
 
 
 async def test_every_route_except_health_needs_the_key(context: AppState) -> None:
-    async with http_of(context) as http:
+    async with http_client(context) as http:
         assert (await http.get("/api/v1/healthz")).status_code == 200
         for path in ("/metrics", "/v1/models", "/api/v1/stats", "/api/v1/get_server_capabilities"):
             for headers in ({}, {"x-api-key": "tml-wrong"}, {"authorization": "Bearer tml-secre"}):

@@ -29,10 +29,10 @@ def test_bucket_shapes_are_fractions_and_doubles_of_the_budget() -> None:
 
 def test_shared_tokens_are_in_the_stream_once() -> None:
     common = np.arange(20)
-    first, second, other = np.r_[common, 30, 31], np.r_[common, 40, 41, 42], np.array([50, 51])
+    first, second, unrelated = np.r_[common, 30, 31], np.r_[common, 40, 41, 42], np.array([50, 51])
     data = tuple(
         TrainDatum(tokens=tokens.astype(np.int32), target_tokens=tokens.astype(np.int32))
-        for tokens in (second, other, first)
+        for tokens in (second, unrelated, first)
     )
     (batch,) = packed(data)
     assert batch.arrays.tokens.shape == (1, 128)
@@ -41,15 +41,17 @@ def test_shared_tokens_are_in_the_stream_once() -> None:
     assert batch.arrays.layout.subtree_end[0, :28].tolist() == [25] * 20 + [22] * 2 + [25] * 3 + [27] * 2 + [
         28
     ]
-    # The shared prefix has equal targets and weights in both.
+    # The shared prefix has equal targets and weights in both sequences, so a position counts for both.
     assert batch.arrays.loss_inputs.counts[0, :28].tolist() == [2] * 20 + [1] * 7 + [0]
 
 
 def test_loss_positions_are_separate_where_losses_differ() -> None:
     tokens = np.arange(20, dtype=np.int32)
     weights = [np.ones(20, np.float32), np.r_[np.ones(15), np.zeros(5)].astype(np.float32)]
-    data = tuple(TrainDatum(tokens=tokens, target_tokens=tokens, weights=one) for one in weights)
-    (batch,) = pack(data, [one != 0 for one in weights], SHAPES)
+    data = tuple(
+        TrainDatum(tokens=tokens, target_tokens=tokens, weights=datum_weights) for datum_weights in weights
+    )
+    (batch,) = pack(data, [datum_weights != 0 for datum_weights in weights], SHAPES)
     assert batch.arrays.num_trained[0] == 20
     assert batch.arrays.loss_inputs.counts[0, :26].tolist() == [2] * 15 + [1] * 10 + [0]
     trained, rest = batch.arrays.loss_inputs.weights[0, :20], batch.arrays.loss_inputs.weights[0, 20:25]
@@ -62,11 +64,11 @@ def forests(draw) -> tuple[TrainDatum, ...]:
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     sequences: list[np.ndarray] = []
     for _ in range(draw(st.integers(1, 12))):
-        own = random.integers(0, 5, draw(st.integers(1, 300)))
+        tokens = random.integers(0, 5, draw(st.integers(1, 300)))
         if sequences and draw(st.booleans()):
             earlier = sequences[draw(st.integers(0, len(sequences) - 1))]
-            own = np.concatenate([earlier[: draw(st.integers(0, len(earlier)))], own])[:700]
-        sequences.append(own.astype(np.int32))
+            tokens = np.concatenate([earlier[: draw(st.integers(0, len(earlier)))], tokens])[:700]
+        sequences.append(tokens.astype(np.int32))
     return tuple(
         TrainDatum(
             tokens=tokens,
@@ -80,7 +82,7 @@ def forests(draw) -> tuple[TrainDatum, ...]:
 
 @given(data=forests(), rows=st.sampled_from([1, 2]))
 @settings(deadline=None, max_examples=40)
-def test_every_token_sees_only_its_own_sequence(data: tuple[TrainDatum, ...], rows: int) -> None:
+def test_every_token_attends_only_to_its_own_sequence(data: tuple[TrainDatum, ...], rows: int) -> None:
     shapes = train_shapes(max_context_length=700, tokens_per_batch=512, dp_ranks=rows)
     batches = pack(data, [datum.advantages != 0 for datum in data], shapes)
     assert sorted(span.datum for batch in batches for span in batch.spans) == list(range(len(data)))
@@ -119,8 +121,8 @@ def check_span(batch: TrainBatch, span: DatumSpan, datum: TrainDatum) -> None:
     np.testing.assert_array_equal(batch.tokens[span.stream, path], datum.tokens)
     np.testing.assert_array_equal(batch.positions[span.stream, path], np.arange(len(path)))
     last = path[-1]
-    (seen,) = np.nonzero((np.arange(len(ends)) <= last) & (last < ends))
-    np.testing.assert_array_equal(seen, path)  # so every earlier token sees its own prefix
+    (attended,) = np.nonzero((np.arange(len(ends)) <= last) & (last < ends))
+    np.testing.assert_array_equal(attended, path)  # so every earlier token attends to its own prefix
     blocks = batch.layout.key_blocks[
         span.stream,
         last // ATTENTION_TILE,
@@ -133,10 +135,10 @@ def test_a_group_contains_its_prompt_once() -> None:
     random = np.random.default_rng(0)
     prompt = random.integers(0, 50, 256)
     tokens = [np.concatenate([prompt, random.integers(0, 50, 32)]).astype(np.int32) for _ in range(8)]
-    (batch,) = packed(tuple(TrainDatum(tokens=one, target_tokens=one) for one in tokens))
+    (batch,) = packed(tuple(TrainDatum(tokens=sequence, target_tokens=sequence) for sequence in tokens))
     assert batch.arrays.tokens.shape == (1, 512)
     assert batch.arrays.layout.subtree_end[0, 511] == 512  # 256 + 8 * 32 tokens fill the stream
-    # The last four responses do not see the first four.
+    # The last four responses do not attend to the first four.
     assert batch.arrays.layout.num_key_blocks[0].tolist() == [
         1,
         2,
@@ -146,12 +148,12 @@ def test_a_group_contains_its_prompt_once() -> None:
 
 
 def test_no_batch_exceeds_the_budget_unless_a_sequence_does() -> None:
-    """A prefix of 256 tokens and 8 responses of 64 fit one stream of 1,024, or two of 512 with the prefix in
-    both."""
+    """A prefix of 256 tokens and 8 responses of 64 fit into one stream of 1,024 tokens, or into two of 512
+    tokens that both contain the prefix."""
     random = np.random.default_rng(0)
     prompt = random.integers(0, 50, 256)
     tokens = [np.concatenate([prompt, random.integers(0, 50, 64)]).astype(np.int32) for _ in range(8)]
-    data = tuple(TrainDatum(tokens=one, target_tokens=one) for one in tokens)
+    data = tuple(TrainDatum(tokens=sequence, target_tokens=sequence) for sequence in tokens)
     assert [
         batch.arrays.tokens.shape
         for batch in packed(data, train_shapes(max_context_length=1024, tokens_per_batch=512))
@@ -168,9 +170,9 @@ def test_many_short_sequences_fill_the_budget() -> None:
     assert [batch.arrays.tokens.shape for batch in packed(tiny_qwen3.data((60,) * 8))] == [(1, 512)]
 
 
-def test_loss_positions_limit_a_stream_too() -> None:
-    """The same 100 tokens with 8 different advantages have 100 tokens and 800 loss positions, of which a
-    stream of 512 has 640."""
+def test_the_loss_positions_of_a_stream_are_limited() -> None:
+    """Eight data with the same 100 tokens and different advantages need 800 loss positions. A stream of 512
+    tokens has only 640."""
     tokens = np.arange(100, dtype=np.int32) % 50
     for count in (4, 8):
         data = tuple(
@@ -185,8 +187,8 @@ def test_loss_positions_limit_a_stream_too() -> None:
             np.testing.assert_array_equal(values, datum.advantages)
 
 
-def test_groups_are_split_if_shorter_streams_have_less_padding() -> None:
-    """Two groups of 1,216 tokens fit one stream of 4,096, or three streams of 1,024."""
+def test_groups_are_split_if_that_reduces_the_padding() -> None:
+    """Two groups of 1,216 tokens fit into one stream of 4,096 tokens, or into three of 1,024."""
     random = np.random.default_rng(0)
     prompts = random.integers(0, 50, (2, 256))
     sequences = [

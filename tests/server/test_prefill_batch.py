@@ -1,4 +1,4 @@
-"""The results of a prompt do not depend on the other chunks of its batch or on the positions of the cuts."""
+"""The results of a prompt do not depend on the other prompts of its batch or on its division into chunks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ BANK = jax.tree.map(
 
 
 def rounding() -> float:
-    """Return 0 if the bits of a row do not depend on the number of rows of a matrix product."""
+    """Return the tolerance: 0 if the bits of a row of a matrix product do not depend on the number of rows,
+    else 1e-5."""
     sequences, weights = (
         jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in ((256, 128), (128, 640))
     )
@@ -92,7 +93,7 @@ def fresh() -> KVCache:
 
 
 def written(cache: KVCache, chunk: PrefillChunk) -> tuple[np.ndarray, np.ndarray]:
-    """Return the keys and values of a chunk's whole text in every layer."""
+    """Return the cached keys and values of all positions up to the end of a chunk, in every layer."""
     pages, length = np.array(chunk.tables[0]), chunk.length
     keys, values = np.asarray(cache.keys)[:, pages], np.asarray(cache.values)[:, pages]
     keys = keys.transpose(0, 2, 3, 1, 4).reshape(*keys.shape[:1], *keys.shape[2:4], -1)[..., :length]
@@ -119,8 +120,8 @@ def test_a_prefill_takes_as_many_prompts_as_the_scheduler_offers() -> None:
 
 
 def test_gpu_batches_are_compiled_for_1_4_or_all_adapters() -> None:
-    """A batch of four tiles has at most four adapters; one of sixteen tiles has up to all nine LoRA slots,
-    whatever the number of decode slots."""
+    """A batch of four tiles has at most four adapters. A batch of sixteen tiles has at most nine, one per
+    LoRA slot, for any number of decode slots."""
     layout = replace(LAYOUT, shapes=GPU_PREFILL, num_slots=3, num_lora_slots=9)
     buckets = [
         (len(batch.tokens), batch.adapters.max_loras, batch.sequence_adapters.max_loras)
@@ -135,20 +136,20 @@ def test_gpu_batches_are_compiled_for_1_4_or_all_adapters() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(50, 64, 20, 1), (130, 90, 40, 200, 30)])
-def test_a_prompt_among_others_is_computed_as_it_is_alone(lengths: tuple[int, ...]) -> None:
-    """Each prompt has its own adapter; batches have four tiles or one."""
+def test_a_prompt_in_a_batch_gives_the_same_results_as_alone(lengths: tuple[int, ...]) -> None:
+    """The prompts use up to three adapters, and a batch has one or four tiles."""
     together = [chunk(length, slot) for slot, length in enumerate(lengths)]
     cache, outputs = compute(fresh(), together)
-    for one, own in zip(together, outputs, strict=True):
-        alone, (expected,) = compute(fresh(), [one])
-        assert_same((cache, one, own), (alone, one, expected))
+    for prompt, output in zip(together, outputs, strict=True):
+        alone, (expected,) = compute(fresh(), [prompt])
+        assert_same((cache, prompt, output), (alone, prompt, expected))
 
 
 @pytest.mark.parametrize(
     "shapes", [CPU_PREFILL, PrefillShapes(short=1, long=2, long_from=2, max_tiles_between_decodes=8)]
 )
 @pytest.mark.parametrize("cut", [PAGE_SIZE, 70, 299])
-def test_a_prompt_in_chunks_is_computed_as_it_is_whole(cut: int, shapes: PrefillShapes) -> None:
+def test_a_prompt_in_chunks_gives_the_same_results_as_whole(cut: int, shapes: PrefillShapes) -> None:
     layout = replace(LAYOUT, shapes=shapes)
     whole, (expected,) = compute(fresh(), [chunk(300, 0)])
     cache, (first,) = compute(fresh(), [chunk(300, 0, end=cut)], layout)

@@ -16,25 +16,25 @@ def text(length: int, seed: int = 0) -> np.ndarray:
 
 
 def computed(pages: PrefixCache, tokens: np.ndarray, weights: str = "w") -> list[int]:
-    """Cache `tokens`, as when a sequence ends."""
-    own = pages.allocate(-(-len(tokens) // PAGE_SIZE))
-    assert own is not None
-    pages.insert(weights, tokens, own)
-    pages.free(own)
-    return own
+    """Cache `tokens` as a finished sequence does, and return the ids of its pages."""
+    page_ids = pages.allocate(-(-len(tokens) // PAGE_SIZE))
+    assert page_ids is not None
+    pages.insert(weights, tokens, page_ids)
+    pages.free(page_ids)
+    return page_ids
 
 
 def test_find_returns_the_longest_prefix_of_the_same_weights():
     pages = PrefixCache(first=0, count=20)
     first = text(3 * PAGE_SIZE + 10)
-    own = computed(pages, first)
-    other = np.concatenate([first[: PAGE_SIZE + 5], 3 - first[PAGE_SIZE + 5 : 2 * PAGE_SIZE]])
-    branch = computed(pages, other)
-    assert pages.find("w", first).length == len(first) and list(pages.find("w", first).pages) == own
+    page_ids = computed(pages, first)
+    second = np.concatenate([first[: PAGE_SIZE + 5], 3 - first[PAGE_SIZE + 5 : 2 * PAGE_SIZE]])
+    branch = computed(pages, second)
+    assert pages.find("w", first).length == len(first) and list(pages.find("w", first).pages) == page_ids
     assert pages.find("w", first[: PAGE_SIZE + 3]).length == PAGE_SIZE + 3
-    # The first page was cached already.
-    assert list(pages.find("w", np.concatenate([other, text(99)])).pages[:2]) == [
-        own[0],
+    # The cache keeps the first page of the first sequence and no second copy.
+    assert list(pages.find("w", np.concatenate([second, text(99)])).pages[:2]) == [
+        page_ids[0],
         branch[1],
     ]
     assert pages.find("w", 3 - first).length == 0 == len(pages.find("w", 3 - first).pages)
@@ -44,23 +44,23 @@ def test_find_returns_the_longest_prefix_of_the_same_weights():
 def test_a_page_that_fills_up_is_cached_once():
     pages = PrefixCache(first=0, count=10)
     whole = text(2 * PAGE_SIZE)
-    own = pages.allocate(2)
-    assert own is not None
+    page_ids = pages.allocate(2)
+    assert page_ids is not None
     for length in (5, 20, PAGE_SIZE, PAGE_SIZE + 7, 2 * PAGE_SIZE):
-        pages.insert("w", whole[:length], own)
+        pages.insert("w", whole[:length], page_ids)
     assert pages.num_cached == 2
-    pages.insert("w", whole[:10], own)  # a part of cached tokens adds no page
+    pages.insert("w", whole[:10], page_ids)  # a part of cached tokens adds no page
     assert pages.num_cached == 2 and pages.find("w", whole).length == 2 * PAGE_SIZE
 
 
 def test_a_page_that_filled_up_and_was_evicted_is_not_found():
     pages = PrefixCache(first=0, count=3)
     whole = text(PAGE_SIZE)
-    own = pages.allocate(1)
-    assert own is not None
+    page_ids = pages.allocate(1)
+    assert page_ids is not None
     for length in (5, PAGE_SIZE):
-        pages.insert("w", whole[:length], own)
-    pages.free(own)
+        pages.insert("w", whole[:length], page_ids)
+    pages.free(page_ids)
     assert pages.allocate(2) is not None and pages.num_cached == 0
     assert pages.find("w", whole).length == 0
 
@@ -71,7 +71,7 @@ def test_the_least_recently_used_free_page_is_evicted():
     computed(pages, old)
     computed(pages, new)
     pages.find("w", old)
-    held = pages.allocate(4)  # two are free
+    held = pages.allocate(4)  # two pages are free
     assert (
         held is not None and pages.find("w", old).length == 2 * PAGE_SIZE and pages.find("w", new).length == 0
     )
@@ -93,8 +93,8 @@ def test_inserting_cached_tokens_counts_as_use() -> None:
 
 
 def test_the_parent_of_a_held_page_is_not_evicted() -> None:
-    """The sequence computed its first page a second time; the cached copy is the parent of its second
-    page."""
+    """The sequence computed its first page a second time. The cached copy is the parent of its
+    second page."""
     pages = PrefixCache(first=0, count=4)
     whole = text(2 * PAGE_SIZE)
     computed(pages, whole[:PAGE_SIZE])
@@ -106,27 +106,27 @@ def test_the_parent_of_a_held_page_is_not_evicted() -> None:
     assert pages.allocate(3) is not None and pages.num_cached == 0
 
 
-def test_the_branch_with_most_common_tokens_is_found() -> None:
+def test_find_returns_the_branch_with_the_longest_match() -> None:
     pages = PrefixCache(first=0, count=50)
     prefix, ends = text(PAGE_SIZE + 10, seed=1), np.eye(40, dtype=np.int32)
     branches = [np.concatenate([prefix, end]) for end in ends]
     for tokens in branches:
         computed(pages, tokens)
     for number, tokens in enumerate(branches):
-        other = np.concatenate([prefix, ends[number][: number + 1], [7, 7]]).astype(np.int32)
+        diverging = np.concatenate([prefix, ends[number][: number + 1], [7, 7]]).astype(np.int32)
         assert pages.find("w", tokens).length == len(tokens)
-        assert pages.find("w", other).length == len(prefix) + number + 1
+        assert pages.find("w", diverging).length == len(prefix) + number + 1
 
 
 def calls(run: Callable[[], object]) -> int:
     """Return the number of function calls of `run`."""
     count = 0
 
-    def note(*_: object) -> None:
+    def count_call(*_: object) -> None:
         nonlocal count
         count += 1
 
-    sys.setprofile(note)
+    sys.setprofile(count_call)
     try:
         run()
     finally:
@@ -162,17 +162,16 @@ def test_eviction_costs_the_same_for_any_number_of_held_pages() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_every_page_is_free_held_or_cached_after_any_sequence(data: st.DataObject):
-    """Sequences begin, share pages and end. A prefix that is found always has the tokens that its pages
-    hold."""
+def test_random_operations_lose_no_page(data: st.DataObject):
+    """Sequences begin, share pages and end. The pages of a cached prefix always contain its tokens."""
     pages = PrefixCache(first=3, count=12)
     running: list[tuple[np.ndarray, list[int]]] = []
-    contents: dict[int, bytes] = {}  # what the device would hold
+    contents: dict[int, bytes] = {}  # the tokens that the device would hold, by page
     for _ in range(data.draw(st.integers(1, 40))):
         if running and data.draw(st.booleans()):
-            tokens, own = running.pop(data.draw(st.integers(0, len(running) - 1)))
-            pages.insert("w", tokens, own)
-            pages.free(own)
+            tokens, page_ids = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            pages.insert("w", tokens, page_ids)
+            pages.free(page_ids)
             continue
         tokens = text(data.draw(st.integers(1, 3 * PAGE_SIZE)), seed=data.draw(st.integers(0, 3)))
         cached_prefix = pages.find("w", tokens)
@@ -186,15 +185,15 @@ def test_every_page_is_free_held_or_cached_after_any_sequence(data: st.DataObjec
         if new is None:
             pages.free(shared)
             continue
-        own = [*shared, *new]
+        page_ids = [*shared, *new]
         contents |= {
             page: tokens[(whole + at) * PAGE_SIZE : (whole + at + 1) * PAGE_SIZE].tobytes()
             for at, page in enumerate(new)
         }
-        running.append((tokens, own))
-        held = {page for _, own in running for page in own}
+        running.append((tokens, page_ids))
+        held = {page for _, page_ids in running for page in page_ids}
         assert pages.null_page not in held and held <= set(range(4, 15))
-    for _, own in running:
-        pages.free(own)
+    for _, page_ids in running:
+        pages.free(page_ids)
     assert pages.num_free + pages.num_cached == 11
     assert pages.allocate(11) is not None

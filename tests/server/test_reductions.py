@@ -22,6 +22,6 @@ def test_rows_have_the_same_bits_in_every_batch(size: int) -> None:
             np.testing.assert_array_equal(np.asarray(compiled(values[:rows]))[: ROWS[0]], first, str(rows))
 
 
-def test_the_sum_is_the_sum() -> None:
+def test_sum_last_equals_numpys_sum() -> None:
     values = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     np.testing.assert_array_equal(sum_last(jnp.asarray(values)), values.sum(axis=-1, keepdims=True))

@@ -1,6 +1,4 @@
-"""Processes that do not fit together are refused before jax starts. test_two_processes.py tests matching
-ones.
-"""
+"""Processes with different options are refused before jax starts. test_two_processes.py tests equal ones."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def hosts(tmp_path: Path) -> Iterator[ProcessOptions]:
 
 @pytest.fixture
 def leading(hosts: ProcessOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Process 0 waits for a matching process, which connects at the end."""
+    """Process 0 waits for a matching process, which connects after the test."""
     monkeypatch.setattr("skyrl_tx_server.distributed.rendezvous._start_jax", lambda hosts, address: None)
     thread = threading.Thread(target=lambda: lead(hosts, SETTINGS, print).stop())
     thread.start()
@@ -75,7 +73,7 @@ def test_a_silent_listener_at_the_address_times_out(hosts: ProcessOptions) -> No
         join(chz.replace(hosts, process_id=1, initialization_timeout_s=1), SETTINGS, print)
 
 
-def test_a_disconnected_process_frees_its_number() -> None:
+def test_a_disconnected_process_frees_its_process_id() -> None:
     (one, first), (two, _second) = channels(), channels()
     joined = {1: one, 2: two}
     remove_disconnected(joined)
@@ -85,7 +83,7 @@ def test_a_disconnected_process_frees_its_number() -> None:
     assert set(joined) == {2}
 
 
-def test_an_address_of_another_host_is_one_line(hosts: ProcessOptions) -> None:
+def test_the_error_for_an_unusable_address_is_one_line(hosts: ProcessOptions) -> None:
     with pytest.raises(
         ConfigError,
         match=r"192.0.2.1:7000: Cannot assign requested address; use a free address of the host of process 0",
@@ -98,7 +96,7 @@ def test_an_address_of_another_host_is_one_line(hosts: ProcessOptions) -> None:
 
 @pytest.mark.usefixtures("leading")
 @pytest.mark.parametrize(
-    ("others", "settings", "message"),
+    ("process_options", "settings", "message"),
     [
         (
             {"cluster_key_file": str(FIXTURES / "tied" / "config.json")},
@@ -119,10 +117,14 @@ def test_an_address_of_another_host_is_one_line(hosts: ProcessOptions) -> None:
     ],
 )
 def test_a_process_with_other_options_is_refused(
-    hosts: ProcessOptions, others: dict, settings: dict, message: str
+    hosts: ProcessOptions, process_options: dict, settings: dict, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        join(chz.replace(hosts, **{"process_id": 1, **others}), chz.replace(SETTINGS, **settings), print)
+        join(
+            chz.replace(hosts, **{"process_id": 1, **process_options}),
+            chz.replace(SETTINGS, **settings),
+            print,
+        )
 
 
 def test_paths_may_differ_and_process_ids_may_not_repeat() -> None:

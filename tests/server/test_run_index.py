@@ -1,4 +1,4 @@
-"""The run index returns what was written, also after an incomplete last line."""
+"""The run index returns all complete records, also after an incomplete last line."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,7 +16,7 @@ def run_of(run_id: str) -> TrainingRun:
     )
 
 
-def test_a_new_index_reads_the_file_and_the_last_line_counts(tmp_path: Path) -> None:
+def test_a_reopened_index_returns_the_latest_values(tmp_path: Path) -> None:
     run_index = RunIndex(tmp_path / "ledger.jsonl")
     run_index.record_run(run_of("one"))
     for path in (PATH, OTHER):
@@ -24,10 +24,10 @@ def test_a_new_index_reads_the_file_and_the_last_line_counts(tmp_path: Path) -> 
         run_index.set_public(path, True)
     run_index.set_expiry(PATH, NOW + timedelta(hours=1))
     run_index.forget(OTHER)
-    for known in (run_index, RunIndex(tmp_path / "ledger.jsonl")):
-        assert known.runs == {"one": run_of("one")}
-        assert known.expiries == {PATH: NOW + timedelta(hours=1)} and known.public == {PATH}
-        assert known.expired() == []
+    for index in (run_index, RunIndex(tmp_path / "ledger.jsonl")):
+        assert index.runs == {"one": run_of("one")}
+        assert index.expiries == {PATH: NOW + timedelta(hours=1)} and index.public == {PATH}
+        assert index.expired() == []
     run_index.set_expiry(PATH, NOW - timedelta(hours=1))
     assert run_index.expired() == [PATH]
 

@@ -1,4 +1,4 @@
-"""Sampling through the engine on a tiny random model: tokens, logprobs, and the end of sequences."""
+"""Tests of sampling through the engine on a tiny random model: tokens, logprobs and the end of sequences."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -47,7 +47,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> DeviceExecutor:
 
 @pytest.fixture(scope="module")
 def engine(executor: DeviceExecutor) -> Iterator[Engine]:
-    """An engine with two separately trained models, each with a snapshot of the same name."""
+    """An engine with two separately trained models, each with a snapshot that has the name of the model."""
     engine = Engine(executor)
     engine.start()
     for seed, name in enumerate(MODELS):
@@ -79,9 +79,9 @@ def datum_of(sequence: np.ndarray) -> TrainDatum:
 
 def request(prompt: np.ndarray, *, weights: str | None = "first", **options) -> Sample:
     """Return a request. Options are fields of `Sample` or of `SamplingSettings`."""
-    of_sample = {name: options.pop(name) for name in list(options) if name in Sample.__dataclass_fields__}
+    sample_fields = {name: options.pop(name) for name in list(options) if name in Sample.__dataclass_fields__}
     settings = {"max_tokens": 12, "seed": 0, "stop_at_eos": False} | options
-    return Sample(weights=weights, prompt=prompt, settings=SamplingSettings(**settings), **of_sample)
+    return Sample(weights=weights, prompt=prompt, settings=SamplingSettings(**settings), **sample_fields)
 
 
 def sample(engine: Engine, prompt: np.ndarray, **options) -> SampledSequence:
@@ -102,7 +102,7 @@ def forward_logprobs(
 
 
 def test_logprobs_equal_forward_in_a_batch_of_mixed_lengths(engine: Engine):
-    """The largest difference in float32 is 1e-4. Lengths cross the boundaries of segments and blocks."""
+    """The logprobs differ by at most 1e-4. The lengths cross segment and dispatch boundaries."""
     rng = np.random.default_rng(1)
     histories = [
         tokens(int(length), seed=row)
@@ -128,8 +128,13 @@ def test_logprobs_equal_forward_in_a_batch_of_mixed_lengths(engine: Engine):
             histories[row] = np.concatenate([histories[row], sequence.tokens, observation])
     worst = 0.0
     for logprobs, turns in zip(forward_logprobs(engine, histories), sampled, strict=True):
-        for start, own in turns:
-            worst = max(worst, float(np.abs(logprobs[start - 1 : start - 1 + len(own)] - own).max()))
+        for start, sampled_logprobs in turns:
+            worst = max(
+                worst,
+                float(
+                    np.abs(logprobs[start - 1 : start - 1 + len(sampled_logprobs)] - sampled_logprobs).max()
+                ),
+            )
     assert worst <= 1e-4
 
 
@@ -156,16 +161,18 @@ def test_a_conversation_prefills_only_its_new_tokens(engine: Engine):
         hits.append(result.prompt_cache_hit_tokens)
         sampled.append((len(history), sequence.logprobs))
         history = np.concatenate([history, sequence.tokens, tokens(30, seed=60 + turn)])
-        for other in range(3):  # sequences in other slots must not change the cached pages
-            run(engine, request(tokens(40, seed=70 + other), weights="second", max_tokens=30))
+        for number in range(3):  # sequences in other slots must not change the cached pages
+            run(engine, request(tokens(40, seed=70 + number), weights="second", max_tokens=30))
     assert hits == [0, 300 + 19, 300 + 20 + 30 + 19]
     (logprobs,) = forward_logprobs(engine, [history])
-    for start, own in sampled:
-        np.testing.assert_allclose(own, logprobs[start - 1 : start - 1 + len(own)], atol=1e-4)
+    for start, sampled_logprobs in sampled:
+        np.testing.assert_allclose(
+            sampled_logprobs, logprobs[start - 1 : start - 1 + len(sampled_logprobs)], atol=1e-4
+        )
 
 
 def test_a_common_prefix_is_computed_once_per_snapshot(engine: Engine):
-    """The prompt of a group and a system prompt are shared. Another snapshot starts without them."""
+    """Equal prompts and a common system prompt use cached pages, but another snapshot does not."""
     system = tokens(400, seed=80)
     prompts = [
         system,
@@ -187,26 +194,28 @@ def test_a_common_prefix_is_computed_once_per_snapshot(engine: Engine):
 
 @pytest.mark.usefixtures("engine")
 def test_prompts_with_a_common_prefix_wait_for_the_first(executor: DeviceExecutor):
-    """Other prompts are computed together. The engine thread is idle."""
-    begin, others = tokens(200, seed=9000), [tokens(100, seed=9001 + number) for number in range(3)]
-    alike = [np.concatenate([begin, other]) for other in others[:2]]
-    admits = [
+    """Prompts without a common prefix share a batch. The engine thread is idle during the test."""
+    prefix, others = tokens(200, seed=9000), [tokens(100, seed=9001 + number) for number in range(3)]
+    with_prefix = [np.concatenate([prefix, other]) for other in others[:2]]
+    requests = [
         PrefillRequest(request_id=-number, op=request(prompt), first=0, count=1)
-        for number, prompt in enumerate([*others, *alike], start=1)
+        for number, prompt in enumerate([*others, *with_prefix], start=1)
     ]
     try:
-        assert [admission.prompt_cache_hit_tokens for admission in executor.sampler.prefill(admits[:2])] == [
+        assert [
+            admission.prompt_cache_hit_tokens for admission in executor.sampler.prefill(requests[:2])
+        ] == [
             0,
             0,
         ]
-        first, whole = executor.sampler.prefill(admits[2:])
-        assert (first.prompt_cache_hit_tokens, whole.prompt_cache_hit_tokens) == (0, 0)
-        (waited,) = executor.sampler.prefill(admits[4:])
-        assert waited.prompt_cache_hit_tokens == len(begin)
+        first, second = executor.sampler.prefill(requests[2:])
+        assert (first.prompt_cache_hit_tokens, second.prompt_cache_hit_tokens) == (0, 0)
+        (waited,) = executor.sampler.prefill(requests[4:])
+        assert waited.prompt_cache_hit_tokens == len(prefix)
     finally:
-        for admit in admits:
-            executor.sampler.release(admit.request_id)
-    assert executor.adapters.in_use == [], "the request that waits does not pin its snapshot"
+        for prefill_request in requests:
+            executor.sampler.release(prefill_request.request_id)
+    assert executor.adapters.in_use == [], "released requests do not pin their snapshots"
 
 
 @pytest.mark.parametrize("num_tiles", [CPU_PREFILL.max_tiles_between_decodes, 2])
@@ -237,13 +246,12 @@ def test_a_long_prompt_is_prefilled_in_chunks(
     for cache in executor.sampler.pages.caches:
         assert set(cache.references.values()) <= {1}, "only the prefix cache holds pages"
     assert not executor.sampler.prefiller.unfinished and executor.adapters.in_use == [], (
-        "a request that is withdrawn between two chunks leaves nothing"
+        "a request that is withdrawn between two chunks holds no adapter and no prefill state"
     )
 
 
 def test_preempted_sequences_give_the_same_samples(engine: Engine, tmp_path: Path):
-    """With a cache for 1,024 tokens, 6 sequences of up to 360 tokens get the same results as with a large
-    cache."""
+    """A cache for 1,024 tokens gives 8 sequences of up to 380 tokens the same results as a large cache."""
     prompts = [tokens(60 + 40 * row, seed=200 + row) for row in range(5)]
     requests = [request(prompt, weights=None, max_tokens=160, seed=row) for row, prompt in enumerate(prompts)]
     requests.append(request(prompts[0], weights=None, max_tokens=160, seed=9, num_samples=3))
@@ -253,41 +261,41 @@ def test_preempted_sequences_give_the_same_samples(engine: Engine, tmp_path: Pat
         )
     )
     small.start()
-    futures = [small.submit(each) for each in requests]
+    futures = [small.submit(op) for op in requests]
     results = [future.result(TIMEOUT_S) for future in futures]
     stats = small.stats()
     small.stop()
     assert stats["num_preemptions"] > 0
     assert stats["sequences_preempted"] == 0 and stats["slots_used"] == 0
     assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"] == 16
-    for each, result in zip(requests, results, strict=True):
-        for sequence, expected in zip(result.sequences, run(engine, each).sequences, strict=True):
+    for op, result in zip(requests, results, strict=True):
+        for sequence, expected in zip(result.sequences, run(engine, op).sequences, strict=True):
             np.testing.assert_array_equal(sequence.tokens, expected.tokens)
             np.testing.assert_allclose(sequence.logprobs, expected.logprobs, atol=1e-4)
 
 
-def test_greedy_takes_the_likeliest_token_every_time(engine: Engine):
+def test_greedy_sampling_takes_the_likeliest_token(engine: Engine):
     prompt = tokens(20)
     sequence = sample(engine, prompt, temperature=0.0, max_tokens=20)
     for at in range(len(sequence.tokens)):
         so_far = np.concatenate([prompt, sequence.tokens[:at]])
-        every = (
+        candidates = (
             forward_logprobs(engine, [np.append(so_far, token) for token in range(CONFIG.vocab_size)])
             if at in (0, 9, 19)
             else None
         )
-        if every is not None:
-            assert int(np.argmax([logprobs[-1] for logprobs in every])) == sequence.tokens[at]
+        if candidates is not None:
+            assert int(np.argmax([logprobs[-1] for logprobs in candidates])) == sequence.tokens[at]
 
 
-def test_a_seed_gives_the_same_tokens_whatever_the_batch(engine: Engine):
+def test_a_seed_gives_the_same_tokens_in_every_batch(engine: Engine):
     prompt = tokens(30)
     alone = sample(engine, prompt, seed=11)
-    crowd = [engine.submit(request(tokens(50, seed), seed=seed, max_tokens=30)) for seed in range(5)]
-    beside = sample(engine, prompt, seed=11)
-    for future in crowd:
+    others = [engine.submit(request(tokens(50, seed), seed=seed, max_tokens=30)) for seed in range(5)]
+    in_batch = sample(engine, prompt, seed=11)
+    for future in others:
         future.result(TIMEOUT_S)
-    np.testing.assert_array_equal(alone.tokens, beside.tokens)
+    np.testing.assert_array_equal(alone.tokens, in_batch.tokens)
     assert list(sample(engine, prompt, seed=12).tokens) != list(alone.tokens)
     assert list(sample(engine, prompt, seed=11 + (1 << 40)).tokens) != list(alone.tokens)
 
@@ -333,8 +341,8 @@ def test_the_first_token_can_be_the_stop_token(engine: Engine):
     assert list(stopped.tokens) == [stop] and stopped.stop_reason is StopReason.STOP
 
 
-def test_eos_of_the_model_stops_only_when_asked(engine: Engine):
-    """Some of 200 samples of a random model contain one of the two end tokens."""
+def test_eos_ends_a_sample_only_if_stop_at_eos_is_set(engine: Engine):
+    """Some of 40 samples of a random model end with one of its two end tokens."""
     ends = [
         {int(token) for token in sequence.tokens[-1:]}
         for sequence in run(
@@ -347,7 +355,7 @@ def test_eos_of_the_model_stops_only_when_asked(engine: Engine):
     assert all(sequence.stop_reason is StopReason.LENGTH for sequence in free)
 
 
-def test_a_stop_string_cuts_after_the_token_that_completes_it(engine: Engine):
+def test_a_sample_ends_with_the_token_of_its_stop_string(engine: Engine):
     free = sample(engine, tokens(20), max_tokens=30)
     text = [byte_tokenizer().decode([int(token)]) for token in free.tokens]
     at = next(
@@ -399,7 +407,7 @@ def test_new_settings_compile_nothing(engine: Engine):
     assert engine.stats()["programs"] == before
 
 
-# --- one step at a time ---
+# --- sampling of one token ---
 
 LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.04, 0.01], np.float32))
 
@@ -432,14 +440,14 @@ def draws(
         ({"temperature": 0.0}, [1, 0, 0, 0, 0]),
         ({"top_k": 2}, [5 / 8, 3 / 8, 0, 0, 0]),
         ({"top_k": 1}, [1, 0, 0, 0, 0]),
-        # 0.8 is not enough, so the third token is included.
+        # The two likeliest tokens have a sum of 0.8, so the third token is included.
         (
             {"top_p": 0.9},
             [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0, 0],
         ),
         ({"top_p": 0.01}, [1, 0, 0, 0, 0]),
         ({"top_p": 0.7, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),
-        ({"top_p": 0.82, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),  # of the sum of the three: 0.8 / 0.95
+        ({"top_p": 0.82, "top_k": 3}, [5 / 8, 3 / 8, 0, 0, 0]),  # the first two are 0.84 of the top three
     ],
 )
 def test_frequencies_follow_the_filtered_distribution(settings: dict, expected: list[float]):
@@ -453,8 +461,8 @@ def test_frequencies_follow_the_filtered_distribution(settings: dict, expected: 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(0.5, 2 * LOGITS), (2.0, LOGITS / 2), (0.0, LOGITS)])
 def test_processed_logprobs_are_those_after_temperature(temperature: float, expected: np.ndarray):
-    """The tokens do not change. A greedy sequence has the logprobs of the model, and filters are never
-    included."""
+    """The mode does not change the tokens. At temperature 0 the logprobs are those of the model. Filters do
+    not change logprobs."""
     chosen, logprobs = draws(500, temperature=temperature, tempered=True, top_k=2)
     np.testing.assert_array_equal(chosen, draws(500, temperature=temperature, top_k=2)[0])
     np.testing.assert_allclose(logprobs, (expected - np.log(np.exp(expected).sum()))[chosen], atol=1e-5)
@@ -464,18 +472,21 @@ def test_a_server_set_to_processed_logprobs_returns_them(tmp_path):
     model = make_model(tmp_path / "model", replace(CONFIG, num_layers=1, max_position_embeddings=64))
     executor = DeviceExecutor(make_settings(model, tmp_path, max_num_seqs=1, logprobs_mode="processed"))
     prompt = tokens(20)
-    of_base = {"weights": None, "topk_prompt_logprobs": CONFIG.vocab_size, "topk_sample_logprobs": 1}
+    base_options = {"weights": None, "topk_prompt_logprobs": CONFIG.vocab_size, "topk_sample_logprobs": 1}
     executor.sampler.prefill(
         [
             PrefillRequest(
-                request_id=1, op=request(prompt, temperature=0.5, max_tokens=3, **of_base), first=0, count=1
+                request_id=1,
+                op=request(prompt, temperature=0.5, max_tokens=3, **base_options),
+                first=0,
+                count=1,
             )
         ]
     )
     executor.sampler.decode()
     (finished,) = executor.sampler.poll(dispatch_next=False)
     sequence = finished.sequence
-    whole = request(np.concatenate([prompt, sequence.tokens]), max_tokens=1, **of_base)
+    whole = request(np.concatenate([prompt, sequence.tokens]), max_tokens=1, **base_options)
     (admission,) = executor.sampler.prefill([PrefillRequest(request_id=2, op=whole, first=0, count=1)])
     top = admission.topk_prompt_logprobs
     for at, (token, logprob) in enumerate(
@@ -489,8 +500,8 @@ def test_a_server_set_to_processed_logprobs_returns_them(tmp_path):
 
 def top_of(engine: Engine, context: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:
     """Return the likeliest tokens after `context` and their logprobs, computed by forward for every token."""
-    every = forward_logprobs(engine, [np.append(context, token) for token in range(CONFIG.vocab_size)])
-    logprobs = np.array([entry[-1] for entry in every])
+    candidates = forward_logprobs(engine, [np.append(context, token) for token in range(CONFIG.vocab_size)])
+    logprobs = np.array([entry[-1] for entry in candidates])
     order = np.argsort(-logprobs)[:count]
     return order.tolist(), logprobs[order]
 
@@ -526,7 +537,7 @@ def test_top_k_logprobs_equal_those_of_the_model(engine: Engine):
     np.testing.assert_array_equal(plain.sequences[1].tokens, result.sequences[1].tokens)
 
 
-def test_target_tokens_are_scored_in_their_own_layout(engine: Engine):
+def test_target_logprobs_have_the_layout_of_the_targets(engine: Engine):
     prompt = tokens(12, seed=92)
     requested_tokens = np.full((11, 3), -1, np.int32)
     requested_tokens[0, 2], requested_tokens[4], requested_tokens[10, 1] = 7, (9, 8, 8), 200
@@ -563,15 +574,15 @@ def test_target_tokens_are_scored_in_their_own_layout(engine: Engine):
 
 def test_prompt_logprobs_can_be_limited_to_the_last_tokens(engine: Engine):
     prompt = tokens(15, seed=93)
-    every = run(engine, request(prompt, prompt_logprobs=True, topk_prompt_logprobs=2))
+    full = run(engine, request(prompt, prompt_logprobs=True, topk_prompt_logprobs=2))
     last = run(
         engine, request(prompt, prompt_logprobs=True, topk_prompt_logprobs=2, prompt_logprobs_last_n=4)
     )
     assert np.isnan(last.prompt_logprobs[:11]).all()
-    np.testing.assert_array_equal(last.prompt_logprobs[11:], every.prompt_logprobs[11:])
+    np.testing.assert_array_equal(last.prompt_logprobs[11:], full.prompt_logprobs[11:])
     assert (last.topk_prompt_logprobs.logprobs[:11] == NO_LOGPROB).all()
     np.testing.assert_array_equal(
-        last.topk_prompt_logprobs.token_ids[11:], every.topk_prompt_logprobs.token_ids[11:]
+        last.topk_prompt_logprobs.token_ids[11:], full.topk_prompt_logprobs.token_ids[11:]
     )
 
 
@@ -595,7 +606,7 @@ def test_find_stop_looks_back_only_as_far_as_a_stop_string():
     assert find_stop(tokenizer, [], ("x",), new=0) is None
 
 
-def test_results_are_whole(engine: Engine):
+def test_results_have_the_right_types_and_lengths(engine: Engine):
     result = run(engine, request(tokens(5), num_samples=2))
     assert isinstance(result, SampleResult) and result.prompt_logprobs is None
     for sequence in result.sequences:
@@ -603,7 +614,7 @@ def test_results_are_whole(engine: Engine):
         assert len(sequence.tokens) == len(sequence.logprobs) == 12 and (sequence.logprobs <= 0).all()
 
 
-def test_a_streamed_sample_is_the_same_sample(engine: Engine):
+def test_streaming_does_not_change_the_sample(engine: Engine):
     class Parts:
         streams_tokens = True
 

@@ -48,8 +48,8 @@ def queue(*ops: Op) -> Scheduler:
 
 
 def run_steps(scheduler: Scheduler) -> list[int]:
-    """Return request ids in the order in which they run if every operation takes one step and nothing
-    samples."""
+    """Return request ids in the order in which they run if every operation takes one step and no
+    sequence is sampled."""
     order = []
     while isinstance(turn := scheduler.next(free_slots=0, num_running=0), Step):
         order.append(turn.request_id)
@@ -107,15 +107,15 @@ def test_a_forward_waits_for_at_most_one_decode_dispatch():
 
 
 def run_shared(scheduler: Scheduler, seconds: float, *, step_s: float, dispatch_s: float) -> float:
-    """Run training and decoding for this time, and return the time of training."""
+    """Run training and decoding for `seconds`, and return the seconds that training used."""
     training_s = total_s = 0.0
     while total_s < seconds:
         turn = scheduler.next(free_slots=0, num_running=2)
         assert isinstance(turn, Step | Decode)
-        took_s = step_s if isinstance(turn, Step) else dispatch_s
-        training_s += took_s * isinstance(turn, Step)
-        total_s += took_s
-        scheduler.count_time(turn, took_s)
+        duration_s = step_s if isinstance(turn, Step) else dispatch_s
+        training_s += duration_s * isinstance(turn, Step)
+        total_s += duration_s
+        scheduler.count_time(turn, duration_s)
     return training_s
 
 
@@ -144,17 +144,17 @@ def test_time_without_work_does_not_count_for_the_share():
     assert run_shared(scheduler, 20, step_s=1.0, dispatch_s=1.0) == pytest.approx(10, abs=1)
 
 
-def test_a_dispatch_goes_ahead_while_training_waits_for_its_share():
+def test_dispatches_continue_while_training_waits():
     scheduler = Scheduler(train_share=0.5)
     scheduler.add(1, forward("a"))
-    ahead = []
+    continued = []
     for _ in range(10):
         turn = scheduler.next(free_slots=0, num_running=2)
         assert isinstance(turn, Step | Decode)
         if isinstance(turn, Decode):
-            ahead.append(not scheduler.interrupts(free_slots=0))
+            continued.append(not scheduler.interrupts(free_slots=0))
         scheduler.count_time(turn, 4.0 if isinstance(turn, Step) else 1.0)
-    assert ahead[1:8] == [True, True, False, True, True, True, False]
+    assert continued[1:8] == [True, True, False, True, True, True, False]
 
 
 def test_a_compilation_counts_for_a_limited_time():
@@ -238,7 +238,7 @@ def test_requests_that_end_in_prefill_do_not_starve_training():
     turns = [next_turn(scheduler, free_slots=4, num_running=0) for _ in range(PREFILLS_PER_DISPATCH + 1)]
     assert [type(turn) for turn in turns] == [PrefillRequest] * PREFILLS_PER_DISPATCH + [Step]
     assert isinstance(next_turn(scheduler, free_slots=4, num_running=0), PrefillRequest), (
-        "nor does training starve them"
+        "training does not starve prefill"
     )
 
 
@@ -386,8 +386,8 @@ def long_sample(num_samples: int, *, prompt_tokens: int = 1, max_tokens: int | N
 
 @dataclass(kw_only=True)
 class Simulation:
-    """Runs a scheduler as an engine with `slots` slots does. Samples end only if their request has a number
-    of dispatches."""
+    """Run a scheduler as an engine with `slots` slots does. Samples end after the `dispatches` of their
+    request."""
 
     slots: int
     max_partial_prefill_tokens: int = 0
@@ -398,10 +398,10 @@ class Simulation:
         default_factory=dict
     )  # remaining dispatches by request id and index
     paused: dict[tuple[int, int], int] = field(default_factory=dict)
-    lengths: dict[int, int] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)  # dispatches of a sample by request id
     tenants: dict[int, str] = field(default_factory=dict)
     prompts: Counter[int] = field(default_factory=Counter)  # computed tokens by request id
-    ended: dict[int, int] = field(default_factory=dict)  # request id -> block in which its last sample ended
+    ended: dict[int, int] = field(default_factory=dict)  # number of dispatches at the end, by request id
     dispatches: int = 0
     turns: list[Step | Prefill | Decode | Pause] = field(default_factory=list)
 
@@ -423,10 +423,10 @@ class Simulation:
             pass
 
     def dispatches_until_end(self, request_id: int, *, at_most: int = 1000) -> int:
-        began = self.dispatches
-        while request_id not in self.ended and self.dispatches < began + at_most and self.turn():
+        start = self.dispatches
+        while request_id not in self.ended and self.dispatches < start + at_most and self.turn():
             pass
-        return self.dispatches - began
+        return self.dispatches - start
 
     def turn(self) -> bool:
         turn = self.scheduler.next(free_slots=self.slots - len(self.running), num_running=len(self.running))
@@ -473,10 +473,10 @@ class Simulation:
 
     def _decode(self) -> None:
         self.dispatches += 1
-        over = [row for row, left in self.running.items() if left == 1]
-        self.scheduler.interrupts(free_slots=self.slots - len(self.running) + bool(over))
-        self.running = {row: left - 1 for row, left in self.running.items() if left > 1}
-        for request_id, index in over:
+        finished = [row for row, remaining in self.running.items() if remaining == 1]
+        self.scheduler.interrupts(free_slots=self.slots - len(self.running) + bool(finished))
+        self.running = {row: remaining - 1 for row, remaining in self.running.items() if remaining > 1}
+        for request_id, index in finished:
             self.scheduler.sequence_finished(request_id, index)
             if not any(key[0] == request_id for key in (*self.running, *self.paused)):
                 self.ended[request_id] = self.dispatches
@@ -572,7 +572,7 @@ def test_a_small_request_does_not_wait_for_a_large_one():
     assert simulation.dispatches_until_end(simulation.submit(long_sample(1, max_tokens=4), dispatches=1)) <= 3
 
 
-def test_a_request_with_all_slots_yields_to_its_tenants_next():
+def test_the_next_request_of_a_tenant_shares_its_slots():
     simulation = Simulation(slots=32)
     simulation.submit(long_sample(4096))
     simulation.run(10)
@@ -634,17 +634,17 @@ def test_nothing_is_paused_during_a_decode_dispatch():
     )
 
 
-def test_long_prompts_delay_another_tenants_short_one_briefly():
+def test_long_prompts_delay_another_tenants_prompt_briefly():
     simulation = Simulation(slots=32, max_partial_prefill_tokens=100_000)
     for _ in range(50):
         simulation.submit(long_sample(1, prompt_tokens=30_000), "hostile")
     for _ in range(20):
         simulation.turn()
-    began = len(simulation.turns)
+    start = len(simulation.turns)
     short = simulation.submit(long_sample(1, prompt_tokens=100), "neighbour", dispatches=1)
     simulation.dispatches_until_end(short)
-    pieces = [turn for turn in simulation.turns[began:] if isinstance(turn, Prefill)]
-    assert len(pieces) <= 2
+    prefills = [turn for turn in simulation.turns[start:] if isinstance(turn, Prefill)]
+    assert len(prefills) <= 2
 
 
 @pytest.mark.parametrize("prompt_tokens", [700, 1500, 30_000])
@@ -669,9 +669,9 @@ def test_prompts_computed_in_part_stay_within_their_limit():
     giant = simulation.submit(long_sample(1, prompt_tokens=30_000), "giant", dispatches=1)
     while len(simulation.ended) < 7 and simulation.turn():
         unfinished = [
-            len_of
-            for request_id, len_of in simulation.prompts.items()
-            if len_of < (30_000 if request_id == giant else 4000)
+            num_computed
+            for request_id, num_computed in simulation.prompts.items()
+            if num_computed < (30_000 if request_id == giant else 4000)
         ]
         assert len(unfinished) <= 2
     assert set(simulation.ended) == {*request_ids, giant}
@@ -686,10 +686,10 @@ def test_tenants_take_turns_in_training_and_so_do_their_models():
     assert run_steps(scheduler)[:6] == [1, 101, 2, 102, 3, 103]
 
 
-def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
+def test_ten_thousand_waiting_requests_cost_little_more():
     def operations(waiting: int) -> int:
-        """Return the number of Python function calls in 100 dispatches. Each block ends a sequence, adds a
-        request and withdraws one."""
+        """Return the number of Python function calls in 100 dispatches. Before each dispatch a request is
+        withdrawn and another is submitted."""
         simulation = Simulation(slots=32)
         for number in range(waiting):
             simulation.submit(long_sample(1), f"tenant {number % 4}", dispatches=1 + number % 32)
@@ -714,8 +714,8 @@ def test_ten_thousand_waiting_requests_cost_no_more_than_a_few():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_request_is_served_whatever_comes_before_it(seed: int) -> None:
-    """Tenants start and stop, and some of their samples wait for a snapshot that is being saved."""
+def test_every_request_of_a_random_workload_is_served(seed: int) -> None:
+    """Tenants start and stop, and some of their samples wait until a snapshot is saved."""
     draw = random.Random(seed)
     simulation = Simulation(slots=4, max_partial_prefill_tokens=2048)
     request_ids: list[int] = []

@@ -1,4 +1,4 @@
-"""The unmodified SDK and the HTTP side with a fake engine on a loopback port."""
+"""Tests of the HTTP server with the unmodified Tinker SDK and a fake engine on a loopback port."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_rl_losses_send_their_inputs_and_settings(client: tinker.ServiceClient, 
 
 
 def test_many_datums_arrive_in_order(client: tinker.ServiceClient, engine: FakeEngine) -> None:
-    """The SDK sends a batch in chunks. If they were sent in parallel, the first one would arrive last."""
+    """The SDK sends a batch in several requests. Their operations must run in the order of the data."""
     training = client.create_lora_training_client(MODEL, rank=4).result()
     output = training.forward_backward(
         [datum([1 + i % 10, 2]) for i in range(2500)], "cross_entropy"
@@ -241,7 +241,7 @@ def test_metadata_survives_save_and_restore(
     assert (weights.base_model, weights.lora_rank, weights.train_mlp) == (MODEL, 4, True)
 
 
-def test_checkpoints_can_be_listed_sampled_aged_and_deleted(
+def test_checkpoints_can_be_listed_sampled_and_deleted(
     client: tinker.ServiceClient, rest: tinker.RestClient
 ) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
@@ -262,8 +262,8 @@ def test_checkpoints_can_be_listed_sampled_aged_and_deleted(
     assert [c.expires_at is not None for c in listed] == [True, False]
     rest.set_checkpoint_ttl_from_tinker_path(state, None).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
-    left = rest.list_user_checkpoints().result().checkpoints
-    assert [(c.tinker_path, c.expires_at) for c in left] == [(state, None)]
+    remaining = rest.list_user_checkpoints().result().checkpoints
+    assert [(c.tinker_path, c.expires_at) for c in remaining] == [(state, None)]
     (run,) = rest.list_training_runs().result().training_runs
     assert (
         run.last_checkpoint is not None
@@ -299,7 +299,7 @@ def test_a_published_checkpoint_is_marked_until_unpublished(
         rest.publish_checkpoint_from_tinker_path(path).result()
 
 
-def test_the_tinker_command_line(client: tinker.ServiceClient, url: str) -> None:
+def test_the_tinker_command_line_manages_checkpoints(client: tinker.ServiceClient, url: str) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     path = training.save_state("0001").result().path
     run_id = training.model_id
@@ -321,8 +321,8 @@ def test_the_tinker_command_line(client: tinker.ServiceClient, url: str) -> None
     assert "Yes" in command("checkpoint", "info", path)
     command("checkpoint", "unpublish", path)
     command("checkpoint", "delete", "--yes", sampler)
-    (left,) = json.loads(command("-f", "json", "checkpoint", "list"))["checkpoints"]
-    assert left["tinker_path"] == path and left["expires_at"] is not None
+    (remaining,) = json.loads(command("-f", "json", "checkpoint", "list"))["checkpoints"]
+    assert remaining["tinker_path"] == path and remaining["expires_at"] is not None
 
 
 def test_weights_are_downloaded_in_pefts_layout(
@@ -340,7 +340,7 @@ def test_weights_are_downloaded_in_pefts_layout(
     for response in files.values():
         assert int(response.headers["content-length"]) == len(response.content)
     address = reply.urls["adapter_config.json"]
-    # The URL has a later expiry with the old signature.
+    # The signature covers the expiry.
     assert httpx.get(address.replace("ends=", "ends=9")).status_code == 404
     assert httpx.get(address.replace("adapter_config.json", "..%2Fcheckpoint.json")).status_code == 404
     (listed,) = rest.list_checkpoints(training.model_id).result().checkpoints
@@ -349,7 +349,9 @@ def test_weights_are_downloaded_in_pefts_layout(
     assert httpx.get(address).status_code == 404
 
 
-def test_capabilities_and_sessions(client: tinker.ServiceClient, rest: tinker.RestClient) -> None:
+def test_the_sdk_reads_capabilities_and_sessions(
+    client: tinker.ServiceClient, rest: tinker.RestClient
+) -> None:
     (model,) = rest.get_server_capabilities().result().supported_models
     assert (model.model_name, model.max_context_length, model.trainable, model.sampleable) == (
         MODEL,
@@ -373,8 +375,8 @@ def test_leaving_the_with_block_frees_models_and_snapshots(url: str, engine: Fak
     assert engine.of_type(UnloadModel)
 
 
-def test_a_bad_request_fails_alone_beside_good_ones(client: tinker.ServiceClient) -> None:
-    """Requests before and after are unaffected, whether the error is found at submit or in the engine."""
+def test_a_bad_request_does_not_affect_other_requests(client: tinker.ServiceClient) -> None:
+    """The HTTP side refuses one bad request, and the engine refuses another."""
     sampler = client.create_sampling_client(base_model=MODEL).result()
     params = types.SamplingParams(max_tokens=2)
     firsts = [1, 99, 2, UNLUCKY_TOKEN, 3]
@@ -501,8 +503,8 @@ def test_a_request_whose_reply_was_lost_runs_once(url: str, engine: FakeEngine, 
     )
 
 
-def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
-    """Its pending request is answered with 410. The next error names a remedy, which then works."""
+def test_a_client_of_a_restarted_server_gets_clear_errors(tmp_path: Path) -> None:
+    """The server answers the pending request with 410. The next error names a remedy, which works."""
     first = fake_context(tmp_path, retention=Retention(hold_s=0.2))
     with serving(StartupState(state=first)) as url:
         client = tinker.ServiceClient(base_url=url, api_key="tml-dummy")
@@ -526,6 +528,7 @@ def test_a_client_of_a_restarted_server_is_told_so(tmp_path: Path) -> None:
         client.close("interrupted").result(20)  # its heartbeat would continue during later tests
 
 
+# By name: a call with the training, sampling and REST clients, and a part of its error message.
 REFUSALS = {
     "gspo without its mask": (
         lambda t, s, r: t.forward_backward([rl_datum([1, 2])], "gspo"),

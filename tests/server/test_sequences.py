@@ -52,7 +52,7 @@ def test_batch_settings_split_seeds_and_leave_free_slots_greedy() -> None:
     assert batch_settings([sequence()], 10).top_k.tolist() == [10]
 
 
-def test_a_sequence_ends_by_a_stop_token_or_by_its_length() -> None:
+def test_a_sequence_ends_at_a_stop_token_or_at_max_tokens() -> None:
     ends = sequence()
     assert ends.extend([1], [-1.0], None) is None and (ends.position, ends.remaining) == (4, 2)
     ends.pending_tokens = 2
@@ -77,15 +77,15 @@ def test_a_stop_string_ends_at_the_token_that_completes_it() -> None:
 def test_too_many_stop_tokens_or_strings_are_refused() -> None:
     """The model's two end tokens count if `stop_at_eos` is set."""
     texts = ("a" * MAX_STOP_LENGTH,) * MAX_STOP_STRINGS
-    most = SamplingSettings(stop_strings=texts, stop_token_ids=tuple(range(14)), stop_at_eos=True)
-    assert stop_tokens_of(most, CONFIG) == (*range(14), 257, 258)
-    assert stop_tokens_of(replace(most, stop_token_ids=tuple(range(16)), stop_at_eos=False), CONFIG) == tuple(
-        range(16)
-    )
-    for more, message in (
+    at_limits = SamplingSettings(stop_strings=texts, stop_token_ids=tuple(range(14)), stop_at_eos=True)
+    assert stop_tokens_of(at_limits, CONFIG) == (*range(14), 257, 258)
+    assert stop_tokens_of(
+        replace(at_limits, stop_token_ids=tuple(range(16)), stop_at_eos=False), CONFIG
+    ) == tuple(range(16))
+    for changes, message in (
         ({"stop_token_ids": tuple(range(15))}, "17 stop tokens; at most 16"),
         ({"stop_strings": (*texts, "a")}, "at most 64 stop strings"),
         ({"stop_strings": ("a" * (MAX_STOP_LENGTH + 1),)}, "at most 1024 characters"),
     ):
         with pytest.raises(UserError, match=message):
-            stop_tokens_of(replace(most, **more), CONFIG)  # type: ignore[arg-type]
+            stop_tokens_of(replace(at_limits, **changes), CONFIG)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The simulator runs the real engine, and the scheduler keeps its bars on the simulated devices."""
+"""Tests of the simulator, and of the real engine and scheduler on simulated devices."""
 
 import math
 from dataclasses import replace
@@ -21,26 +21,27 @@ H200 = DEVICES["h200-fixed"]
 @pytest.mark.parametrize(
     ("prompt_tokens", "slots"), [(900, 64), (8192, 32)], ids=["64 x 900 tokens", "32 x 8192 tokens"]
 )
-def test_long_prompts_take_at_most_a_quarter_longer_than_fill_first(prompt_tokens: int, slots: int) -> None:
+def test_long_prompts_take_at_most_25_percent_longer(prompt_tokens: int, slots: int) -> None:
+    """The baseline computes all prompts before the first decode dispatch."""
     config = SimulateConfig(prompt_tokens=prompt_tokens, slots=slots, agents=slots)
-    ours = simulate(config, H200).outcome.total_s
+    total_s = simulate(config, H200).outcome.total_s
     fill_first = simulate(chz.replace(config, prefills_per_dispatch=math.inf), H200)
     assert fill_first.num_decoding == pytest.approx(slots)
-    assert ours <= 1.25 * fill_first.outcome.total_s
+    assert total_s <= 1.25 * fill_first.outcome.total_s
 
 
-def test_decoding_and_training_keep_their_speeds_beside_each_other() -> None:
+def test_decoding_and_training_each_keep_45_percent_of_speed() -> None:
     config = SimulateConfig(agents=32, slots=32, prompt_tokens=2048, training_ops=400, train_share=0.5)
-    beside = simulate(config, H200).outcome
-    sampling = simulate(chz.replace(config, training_ops=0), H200).outcome
-    assert beside.training_s > beside.sampling_s
-    trained_s = sum(H200.training_s(tokens) for at, tokens in beside.trained_at if at <= beside.sampling_s)
-    assert trained_s >= 0.45 * beside.sampling_s
-    assert sampling.sampling_s >= 0.45 * beside.sampling_s
+    shared = simulate(config, H200).outcome
+    sampling_alone = simulate(chz.replace(config, training_ops=0), H200).outcome
+    assert shared.training_s > shared.sampling_s
+    trained_s = sum(H200.training_s(tokens) for at, tokens in shared.trained_at if at <= shared.sampling_s)
+    assert trained_s >= 0.45 * shared.sampling_s
+    assert sampling_alone.sampling_s >= 0.45 * shared.sampling_s
 
 
 def test_the_time_of_one_agent_is_the_sum_of_its_programs() -> None:
-    """One agent: two prefill batches of 1,024 tokens, and 32 dispatches."""
+    """The agent needs two prefill batches of 1,024 tokens and 32 decode dispatches of 16 steps."""
     config = SimulateConfig(agents=1, prompt_tokens=2048, new_tokens=513)
     result = simulate(config, H200)
     assert (result.num_decoding, result.num_dispatches) == (1, 32)
@@ -71,11 +72,11 @@ def test_measured_times_depend_on_sequences_and_segment() -> None:
     assert measured.training_s(600) == 3.0
 
 
-def test_the_operations_of_a_step_are_those_of_its_program(
+def test_the_predicted_flops_of_a_step_match_its_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """XLA counts the body of the loop over decode steps once. The program computes every slot up to the end
-    of its segment, and low-rank products in addition."""
+    """XLA counts the body of the loop over decode steps once. The program attends in every slot up to the
+    end of the segment, and it also computes the LoRA products."""
     monkeypatch.setattr(reductions, "on_gpu", lambda: True)  # on a CPU, sums are products with 16 columns
     config = replace(CONFIG, hidden_size=128, intermediate_size=256, head_dim=32)
     settings = make_settings(
@@ -95,7 +96,7 @@ def test_the_operations_of_a_step_are_those_of_its_program(
 
 
 def test_a_4b_model_has_the_predicted_times_on_an_h200() -> None:
-    """The predictions of docs/performance.md: 13.8 and 34 ms for a step, 24 ms for 1,024 tokens of prompt."""
+    """The predictions of docs/performance.md: 13.8 and 34 ms per step, and 24 ms for 1,024 prompt tokens."""
     costs = DEVICES["h200"]
     steps = [costs.decode_s(np.full(rows, 2048).tolist(), steps=1, slots=rows) for rows in (64, 256)]
     assert steps == pytest.approx([13.8e-3, 34e-3], rel=0.05)

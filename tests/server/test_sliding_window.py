@@ -75,7 +75,7 @@ def test_consecutive_layers_with_equal_attention_are_one_stack() -> None:
 
 
 @pytest.mark.parametrize("windows", [(), (None, WINDOW + 1, WINDOW + 1), (WINDOW, WINDOW, WINDOW)])
-def test_the_fixture_would_notice_another_window(windows: tuple[int | None, ...]) -> None:
+def test_another_window_gives_different_logits(windows: tuple[int | None, ...]) -> None:
     config = replace(load_model_config(FIXTURE), sliding_windows=windows)
     assert difference(config, "qwen3_sliding_window") > 0.01
 
@@ -89,7 +89,7 @@ def test_prefill_gives_hugging_faces_prompt_logprobs(engine: Engine, decoding: d
 def test_decoding_gives_hugging_faces_tokens_and_logprobs(
     engine: Engine, decoding: dict[str, np.ndarray]
 ) -> None:
-    """After a prompt longer than the window, over more tokens than the window and several KV pages."""
+    """The prompt and the completion are longer than the window, and the sequence has several KV pages."""
     (sequence,) = greedy(engine, decoding["prompt"], len(decoding["tokens"])).sequences
     assert sequence.tokens.tolist() == decoding["tokens"].tolist()
     np.testing.assert_allclose(sequence.logprobs, decoding["logprobs"], atol=1e-4)
@@ -106,18 +106,18 @@ def test_a_cached_prompt_continues_with_the_same_tokens(
 
 
 def test_training_gives_hugging_faces_logprobs(engine: Engine, decoding: dict[str, np.ndarray]) -> None:
-    """Return two sequences that share their prompt, so that they are one tree in the packed batch."""
+    """Two of the sequences share their prompt, so that the packed batch contains them as one tree."""
     text = np.concatenate([decoding["prompt"], decoding["tokens"]])
     expected = np.concatenate([decoding["prompt_logprobs"], decoding["logprobs"]])
     lengths = (len(text), len(text) - 20)
     data = tuple(TrainDatum(tokens=text[: length - 1], target_tokens=text[1:length]) for length in lengths)
-    other = np.concatenate([text[:90], text[:40]])
-    data += (TrainDatum(tokens=other[:-1], target_tokens=other[1:]),)
+    third = np.concatenate([text[:90], text[:40]])
+    data += (TrainDatum(tokens=third[:-1], target_tokens=third[1:]),)
     engine.submit(CreateModel(model_id="m", lora=LoraSpec(rank=4))).result(600)
     op = ForwardBackward(model_id="m", data=data, loss_fn=LossFn.CROSS_ENTROPY)
     logprobs = engine.submit(op).result(600).logprobs
-    for length, own in zip((*lengths, 90), logprobs, strict=True):
-        np.testing.assert_allclose(own[: length - 1], expected[: length - 1], atol=1e-4)
+    for length, actual in zip((*lengths, 90), logprobs, strict=True):
+        np.testing.assert_allclose(actual[: length - 1], expected[: length - 1], atol=1e-4)
 
 
 def test_gradients_equal_hugging_faces() -> None:
@@ -180,7 +180,7 @@ def test_layer_types_and_max_window_layers_mean_the_same(tmp_path: Path) -> None
         ),
     ],
 )
-def test_an_unsupported_window_is_one_clear_line(
+def test_the_error_for_an_unsupported_window_is_one_line(
     tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as error:

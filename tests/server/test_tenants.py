@@ -1,4 +1,4 @@
-"""A model that is trained among seven others ends bit-identical to training alone."""
+"""A model that is trained beside seven others has exactly the same results as one that is trained alone."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ ALONE = (0, 5, 7)  # models that are also trained alone
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # XLA sums rows of less than 64 numbers in an order that depends on how many rows there are
+    # XLA sums rows of fewer than 64 numbers in an order that depends on the number of rows
     return make_model(
         tmp_path_factory.mktemp("model") / "tiny", replace(CONFIG, hidden_size=64, num_heads=2, head_dim=64)
     )
@@ -64,8 +64,8 @@ def lora(tenant: int) -> LoraSpec:
 
 
 def batch(tenant: int, step: int) -> tuple[TrainDatum, ...]:
-    """Return several micro-batches of one shape, so that other models run in between and few programs are
-    compiled."""
+    """Return the data of a request. They fill several micro-batches of one shape, so that other models run in
+    between and few programs are compiled."""
     rng = np.random.default_rng((tenant, step))
     sequences = [rng.integers(0, 256, rng.integers(110, 200)).astype(np.int32) for _ in range(6)]
     return tuple(
@@ -80,7 +80,7 @@ def batch(tenant: int, step: int) -> tuple[TrainDatum, ...]:
 
 
 class Tenant:
-    """Yield all operations of a client, each of which is submitted without waiting for others."""
+    """Submits the operations of one model without waiting for their results."""
 
     def __init__(self, engine: Engine, number: int) -> None:
         self.engine, self.number, self.model_id = engine, number, f"m{number}"
@@ -110,7 +110,7 @@ class Tenant:
         ]
 
     def outcome(self, folder: Path) -> dict[str, np.ndarray]:
-        """Compares losses, gradient norms, sampled tokens, logprobs, weights and optimizer state."""
+        """Return losses, gradient norms, sampled tokens, logprobs, weights and optimizer state by name."""
         arrays: dict[str, np.ndarray] = {}
         for at, future in enumerate(self.futures):
             result = future.result(TIMEOUT_S)
@@ -130,7 +130,8 @@ class Tenant:
 def test_a_model_trained_among_seven_others_is_bit_identical(model_dir: Path, tmp_path: Path):
     """Eight models share three places on the device and three LoRA slots.
 
-    They take turns and are mixed in every decode batch. A model that returns to the device compiles nothing.
+    Models of all tenants move to the device and back, and share the decode batches. A model that returns to
+    the device needs no new program.
     """
     before = Counter(compile_stats.programs())
     with running(model_dir, tmp_path / "together") as engine:
@@ -142,8 +143,8 @@ def test_a_model_trained_among_seven_others_is_bit_identical(model_dir: Path, tm
         stats = engine.stats()
     assert (stats["models_on_device"], stats["models_in_host_memory"]) == (ON_DEVICE, TENANTS - ON_DEVICE)
     compiled = Counter(compile_stats.programs()) - before
-    at_most = {"forward_backward": 1, "adam_step": 1, "_write_slot": 1, "decode_steps": 2}  # two widths
-    assert all(compiled[f"jit({name})"] <= count for name, count in at_most.items()), compiled
+    max_programs = {"forward_backward": 1, "adam_step": 1, "_write_slot": 1, "decode_steps": 2}  # two widths
+    assert all(compiled[f"jit({name})"] <= count for name, count in max_programs.items()), compiled
     for number in ALONE:
         folder = tmp_path / f"alone{number}"
         with running(model_dir, folder) as engine:
@@ -158,7 +159,7 @@ def test_a_model_trained_among_seven_others_is_bit_identical(model_dir: Path, tm
         assert not different, f"model {number}: {different}"
 
 
-def test_a_model_that_does_not_fit_is_refused_for_now(
+def test_a_model_is_refused_while_memory_is_full(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with running(model_dir, tmp_path) as engine:

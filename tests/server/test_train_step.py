@@ -106,9 +106,9 @@ def test_lora_gradients_equal_torch_autograds(model: str) -> None:
         unpack([batch], [np.asarray(output.logprobs)]), arrays["logprobs"], strict=True
     ):
         np.testing.assert_allclose(actual, expected, atol=1e-4)
-    ours, torchs = adapter_to_arrays(grads, config, spec), tensors(arrays, "gradient.")
-    assert ours.keys() == torchs.keys()
-    for name, expected in torchs.items():
+    ours, expected_grads = adapter_to_arrays(grads, config, spec), tensors(arrays, "gradient.")
+    assert ours.keys() == expected_grads.keys()
+    for name, expected in expected_grads.items():
         assert np.linalg.norm(ours[name] - expected) <= 1e-4 * np.linalg.norm(expected), name
 
 
@@ -130,10 +130,7 @@ def tensors(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]
 def test_gradients_match_differences_of_the_float64_reference(
     loss_fn: LossFn, config: dict[str, float]
 ) -> None:
-    """Along the gradient of each parameter, the loss must rise by the norm of that gradient.
-
-    The loss is that of the reference.
-    """
+    """The slope of the reference loss along the gradient of a parameter must equal the gradient's norm."""
     adapter = tiny_qwen3.adapter()
     data = tiny_qwen3.data((30, 20), weights=loss_fn is LossFn.CROSS_ENTROPY)
     start = logprobs_of(adapter, data)
@@ -169,7 +166,7 @@ def test_gradients_match_differences_of_the_float64_reference(
     checked = 0
     for index, slope in enumerate(np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(grads))):
         norm = float(np.linalg.norm(slope))
-        if norm == 0:  # the scale
+        if norm == 0:  # the LoRA scale is not trained
             continue
         step = 2e-3 * min(1.0, 5 / norm)
         above, below = (reference(moved(adapter, index, sign * step / norm * slope)) for sign in (1, -1))
@@ -179,14 +176,14 @@ def test_gradients_match_differences_of_the_float64_reference(
 
 
 def moved(adapter: Adapter, index: int, by: np.ndarray) -> Adapter:
-    """Return the adapter with one leaf displaced."""
+    """Return the adapter with `by` added to one leaf."""
     leaves, structure = jax.tree.flatten(jax.device_get(adapter))
     leaves[index] = (leaves[index] + by).astype(np.float32)
     return jax.tree.unflatten(structure, leaves)
 
 
 def several_targets(lengths: tuple[int, ...], widths: tuple[int | None, ...]) -> tuple[TrainDatum, ...]:
-    """Return data with `targets` targets per position, or with plain targets if None."""
+    """Return data with `widths[i]` targets per position in datum i, or with targets [T] if it is None."""
     random = np.random.default_rng(8)
     data = []
     for datum, width in zip(tiny_qwen3.data(lengths, weights=True), widths, strict=True):
@@ -245,7 +242,7 @@ def test_gspo_ratios_do_not_depend_on_the_packing() -> None:
         replace(datum, sequence_ratio_mask=(random.random(len(datum.tokens)) > 0.5).astype(np.float32))
         for datum in tiny_qwen3.data((50, 60, 40), advantages=True)
     )
-    # the distance from the sampler differs by sequence, so that some ratios are within the bounds
+    # the offset from the sampler's logprobs differs by sequence, so that some ratios are within the bounds
     data = tuple(
         replace(datum, logprobs=logprobs - np.float32(offset))
         for datum, logprobs, offset in zip(
@@ -255,8 +252,8 @@ def test_gspo_ratios_do_not_depend_on_the_packing() -> None:
     together, loss, _ = gradient(data, LossFn.GSPO)
     apart, losses = None, 0.0
     for datum in data:
-        apart, one, _ = gradient((datum,), LossFn.GSPO, grad_sum=apart)
-        losses += one
+        apart, datum_loss, _ = gradient((datum,), LossFn.GSPO, grad_sum=apart)
+        losses += datum_loss
     assert loss == pytest.approx(losses, rel=1e-5)
     assert_close(together, apart, relative=1e-4)
 
@@ -276,8 +273,8 @@ def test_splitting_a_batch_leaves_the_gradient_unchanged() -> None:
 def test_two_calls_add_up_and_one_batch_equals_its_micro_batches() -> None:
     data = tiny_qwen3.data((50, 60), weights=True)
     once, loss, _ = gradient(data)
-    twice, again, _ = gradient(data, grad_sum=gradient(data)[0])
-    assert again == pytest.approx(loss)
+    twice, second_loss, _ = gradient(data, grad_sum=gradient(data)[0])
+    assert second_loss == pytest.approx(loss)
     assert_close(jax.tree.map(lambda leaf: leaf / 2, twice), once, relative=1e-5)
     alone, _, _ = gradient(data[:1])
     both, _, _ = gradient(data[1:], grad_sum=alone)
@@ -285,9 +282,9 @@ def test_two_calls_add_up_and_one_batch_equals_its_micro_batches() -> None:
 
 
 def test_a_group_with_one_prompt_trains_as_its_members_alone() -> None:
-    """Equal within 1e-5. The prompt is computed once, and its gradient is the sum over the group.
+    """The results are equal within 1e-5, although the prompt of the group is computed only once.
 
-    The end of the prompt is trained too, with different weights per sequence.
+    The last ten tokens of the prompt have different weights in each sequence.
     """
     random = np.random.default_rng(3)
     prompt, common = (
@@ -304,13 +301,15 @@ def test_a_group_with_one_prompt_trains_as_its_members_alone() -> None:
         )
     data = (*data, data[1], replace(data[0], weights=np.r_[common, np.ones(30)].astype(np.float32)))
     (batch,) = packed(data)
-    assert np.count_nonzero(batch.arrays.layout.num_key_blocks) == 2  # 90 + 76 tokens, not five times 90
+    assert (
+        np.count_nonzero(batch.arrays.layout.num_key_blocks) == 2
+    )  # 166 tokens, because the prompt is stored once
     together, loss, logprobs = gradient(data)
     apart, losses = None, 0.0
-    for datum, own in zip(data, logprobs, strict=True):
-        apart, one, alone = gradient((datum,), grad_sum=apart)
-        losses += one
-        np.testing.assert_allclose(own, alone[0], atol=1e-5)
+    for datum, member_logprobs in zip(data, logprobs, strict=True):
+        apart, datum_loss, alone = gradient((datum,), grad_sum=apart)
+        losses += datum_loss
+        np.testing.assert_allclose(member_logprobs, alone[0], atol=1e-5)
     assert loss == pytest.approx(losses, rel=1e-5)
     assert_close(together, apart, relative=1e-5)
 
@@ -336,16 +335,16 @@ def test_forward_and_forward_backward_return_equal_logprobs() -> None:
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
-def test_a_large_vocabulary_goes_through_the_head_in_chunks(monkeypatch) -> None:
+def test_head_chunks_do_not_change_loss_or_gradient(monkeypatch) -> None:
     data = tiny_qwen3.data((100, 60, 128), weights=True)
     whole, loss, logprobs = gradient(data)
     (batch,) = packed(data, shapes=train_shapes(max_context_length=128, tokens_per_batch=384))
     # No other test compiles this shape.
     monkeypatch.setattr(train_step, "MAX_CHUNK_LOGITS", 25 * CONFIG.vocab_size)
-    nothing = jax.device_put(zero_adapter(CONFIG, MAX_RANK))
+    zeros = jax.device_put(zero_adapter(CONFIG, MAX_RANK))
     chunked, output = forward_backward(
         tiny_qwen3.adapter(),
-        nothing,
+        zeros,
         tiny_qwen3.params(),
         batch.arrays,
         select_loss(LossFn.CROSS_ENTROPY),
@@ -372,8 +371,8 @@ def test_the_head_never_holds_every_logit_at_once() -> None:
 
 
 def numpy_adam(value, grads_per_step, settings: AdamSettings):
-    """Adam with decoupled weight decay and global-norm clipping in float64 (Loshchilov and Hutter,
-    arXiv:1711.05101)."""
+    """Return (values, gradient norms) of Adam with decoupled weight decay and global-norm clipping in float64
+    (Loshchilov and Hutter, arXiv:1711.05101)."""
     value = [np.asarray(leaf, np.float64) for leaf in value]
     first, second = ([np.zeros_like(leaf) for leaf in value] for _ in range(2))
     norms = []
@@ -435,7 +434,7 @@ def test_adam_equals_a_float64_reference(settings: AdamSettings) -> None:
 
 
 @pytest.mark.parametrize("off", ["train_attn", "train_mlp", "train_unembed"])
-def test_parts_switched_off_and_rank_padding_never_move(off: str) -> None:
+def test_untrained_parts_and_rank_padding_never_change(off: str) -> None:
     spec = replace(SPEC, **{off: False})
     fresh = init_adapter(CONFIG, spec, MAX_RANK)
     mask = trainable_mask(CONFIG, spec, MAX_RANK)

@@ -54,7 +54,7 @@ def test_logits_equal_hugging_faces(name: str) -> None:
     assert np.abs(logits[:, :: int(expected["stride"])] - expected["logits"]).max() <= 1e-4
 
 
-def test_the_yarn_fixture_would_notice_missing_yarn() -> None:
+def test_logits_differ_without_yarn() -> None:
     config = load_model_config(FIXTURES / "yarn")
     expected = np.load(FIXTURES / "yarn" / "expected.npz")
     plain = ModelConfig(
@@ -64,7 +64,7 @@ def test_the_yarn_fixture_would_notice_missing_yarn() -> None:
     assert np.abs(logits[:, :: int(expected["stride"])] - expected["logits"]).max() > 0.1
 
 
-def test_yarn_extends_the_context_as_qwens_model_cards_say() -> None:
+def test_yarn_extends_the_context_as_in_qwens_model_cards() -> None:
     plain = ModelConfig(
         **{
             **{name: getattr(CONFIG, name) for name in ModelConfig.__dataclass_fields__},
@@ -84,7 +84,7 @@ def test_yarn_extends_the_context_as_qwens_model_cards_say() -> None:
         yarn_context(stretched, 200_000)
 
 
-def test_a_fresh_adapter_changes_nothing() -> None:
+def test_a_fresh_adapter_does_not_change_logits() -> None:
     tokens = np.arange(20, dtype=np.int32).reshape(2, 10)
     fresh = init_adapter(CONFIG, tiny_qwen3.SPEC, tiny_qwen3.MAX_RANK)
     assert np.array_equal(
@@ -161,7 +161,7 @@ def test_old_and_new_rope_keys_mean_the_same(tmp_path) -> None:
     assert old.context_length == 256
 
 
-def test_generation_config_names_the_stop_tokens(tmp_path) -> None:
+def test_generation_config_overrides_the_stop_tokens(tmp_path) -> None:
     write_config(tmp_path, eos_token_id=3)
     assert load_model_config(tmp_path).eos_token_ids == (3,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 3]}')
@@ -182,28 +182,29 @@ def test_generation_config_names_the_stop_tokens(tmp_path) -> None:
         ({"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
     ],
 )
-def test_an_unsupported_config_is_one_clear_line(tmp_path, changes: dict, message: str) -> None:
+def test_the_error_for_an_unsupported_config_is_one_line(tmp_path, changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         load_model_config(write_config(tmp_path, **changes))
     assert "\n" not in str(error.value) and str(error.value).count(str(tmp_path)) == 1
 
 
-def test_a_missing_model_directory_is_one_clear_line(tmp_path) -> None:
+def test_a_missing_model_directory_is_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_model_config(tmp_path / "nothing")
 
 
-def test_layers_apart_are_the_same_layers_and_the_same_memory() -> None:
+def test_unstacked_layers_share_the_memory_of_the_stack() -> None:
     config = ModelConfig(
         **{**{name: getattr(CONFIG, name) for name in ModelConfig.__dataclass_fields__}, "num_layers": 3}
     )
     params = jax.jit(lambda key: init_params(config, key))(jax.random.key(0))
-    apart = unstack_layers(config, params)
-    for whole, own in zip(by_layer(config, params), by_layer(config, apart), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, whole, own)
+    unstacked = unstack_layers(config, params)
+    for stacked_layer, layer in zip(by_layer(config, params), by_layer(config, unstacked), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, stacked_layer, layer)
     (stack,) = params.layers
     matrix = stack["gate_up"]
     starts = [
-        layer["gate_up"].unsafe_buffer_pointer() - matrix.unsafe_buffer_pointer() for layer in apart.layers
+        layer["gate_up"].unsafe_buffer_pointer() - matrix.unsafe_buffer_pointer()
+        for layer in unstacked.layers
     ]
     assert starts == [0, matrix.nbytes // 3, 2 * matrix.nbytes // 3]

@@ -28,7 +28,7 @@ def assert_same(one, other) -> None:
 
 
 @pytest.mark.parametrize("name", ["tied", "untied", "yarn"])
-def test_saving_writes_the_tensors_hugging_face_wrote(tmp_path, name: str) -> None:
+def test_saved_tensors_equal_those_of_hugging_face(tmp_path, name: str) -> None:
     config = load_model_config(FIXTURES / name)
     save_model(load_params(FIXTURES / name, config, "float32"), config, tmp_path)
     assert load_model_config(tmp_path) == config
@@ -59,11 +59,11 @@ def test_bfloat16_weights_survive_a_round_trip(tmp_path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_missing_or_misshapen_tensor_is_one_clear_line(tmp_path) -> None:
+def test_a_missing_or_misshapen_tensor_is_refused(tmp_path) -> None:
     config = load_model_config(FIXTURES / "tied")
     tensors = load_file(FIXTURES / "tied" / "model.safetensors")
-    lacking = {key: value for key, value in tensors.items() if key != "model.layers.1.mlp.up_proj.weight"}
-    save_file(lacking, tmp_path / "model.safetensors")
+    incomplete = {key: value for key, value in tensors.items() if key != "model.layers.1.mlp.up_proj.weight"}
+    save_file(incomplete, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"no tensor model\.layers\.1\.mlp\.up_proj\.weight"):
         load_params(tmp_path, config, "float32")
     save_file(tensors | {"model.norm.weight": np.ones(7, np.float32)}, tmp_path / "model.safetensors")
@@ -92,13 +92,13 @@ def test_eight_bit_weights_without_quantization_are_refused(tmp_path, dtype, nam
         load_params(tmp_path, config, "float32")
 
 
-def test_a_local_model_is_its_directory_and_a_wrong_path_says_so(tmp_path) -> None:
+def test_a_model_path_must_be_an_existing_directory(tmp_path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
     with pytest.raises(ConfigError, match="no such directory"):
         resolve_model(str(tmp_path / "absent"))
 
 
-def test_a_hub_model_that_cannot_be_fetched_is_one_clear_line(monkeypatch) -> None:
+def test_the_error_for_a_failed_hub_download_is_one_line(monkeypatch) -> None:
     def refuse(*args, **kwargs):
         raise OSError("offline\nsecond line")
 

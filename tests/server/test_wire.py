@@ -1,4 +1,4 @@
-"""Parsing of both wire formats, and the requests that they refuse."""
+"""Tests of the two wire formats, JSON and protobuf: parsed requests, refused requests and results."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def json_tensor(tensor: types.TensorData) -> dict[str, object]:
     ("targets", "weights"),
     [(DENSE_TARGETS, DENSE_WEIGHTS), (SPARSE_TARGETS, SPARSE_WEIGHTS), (DENSE_TARGETS, SPARSE_WEIGHTS)],
 )
-def test_both_formats_have_several_targets_per_position(
+def test_both_formats_accept_several_targets_per_position(
     targets: types.TensorData, weights: types.TensorData
 ) -> None:
     from_proto = parse_training_proto(sdk_bytes(matrix_datum([1, 2, 3], targets, weights)), LIMITS).op.data[0]
@@ -322,7 +322,7 @@ def test_training_results_reach_the_sdk_datum_by_datum() -> None:
     assert output.metrics == {"loss:sum": 6.0}
 
 
-def test_a_metric_without_a_reduction_is_a_server_error() -> None:
+def test_a_metric_without_a_reduction_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="name:reduction"):
         result_to_proto(ForwardBackwardResult(logprobs=(np.zeros(1, np.float32),), metrics={"loss": 1.0}))
 
@@ -522,7 +522,7 @@ def test_values_at_every_limit_are_accepted() -> None:
     assert parse_lora({}, replace(LIMITS, max_lora_rank=32)).rank == 32
 
 
-def test_a_given_stop_replaces_the_default() -> None:
+def test_stop_replaces_the_end_tokens_of_the_model() -> None:
     for stop in ("\n", ["\n"], [7], []):
         assert not parse_sampling_params({"stop": stop}, LIMITS).stop_at_eos
     assert parse_sampling_params({}, LIMITS).stop_at_eos
@@ -539,14 +539,14 @@ def test_disabled_options_are_accepted() -> None:
     assert parse_sample(sample_body(**off), LIMITS).op.prompt_logprobs is False
 
 
-def test_a_lora_without_seed_gets_its_own_seed() -> None:
+def test_a_lora_without_a_seed_gets_a_random_seed() -> None:
     seeds = {parse_lora({"rank": 4}, LIMITS).seed for _ in range(3)}
     assert len(seeds) == 3
     assert parse_lora({"rank": 4, "seed": 0}, LIMITS).seed == 0
 
 
 @pytest.mark.seed_behaviour(84)
-def test_the_metadata_of_a_model_may_choose_its_alpha() -> None:
+def test_lora_alpha_in_the_metadata_of_a_model_sets_alpha() -> None:
     assert parse_lora({"rank": 4}, LIMITS, {"lora_alpha": "64", "other": "x"}).alpha == 64
     assert parse_lora({"rank": 4}, LIMITS, {"other": "x"}).alpha == 32
     for text in ("0", "-1", "nan", "inf", "many"):
@@ -570,11 +570,11 @@ def test_an_unsupported_lora_is_refused(body: dict[str, object], message: str) -
         parse_lora(body, LIMITS)
 
 
-def test_adam_defaults_are_tinkers_and_every_field_counts() -> None:
+def test_adam_defaults_are_tinkers_and_every_field_is_read() -> None:
     default = parse_adam(JsonReader({"adam_params": {}}, "optim_step"))
     assert (default.learning_rate, default.beta1, default.beta2, default.eps) == (1e-4, 0.9, 0.95, 1e-12)
     assert (default.weight_decay, default.grad_clip_norm) == (0, 0)
-    given = {
+    fields = {
         "learning_rate": 1,
         "beta1": 0.1,
         "beta2": 0.2,
@@ -582,8 +582,8 @@ def test_adam_defaults_are_tinkers_and_every_field_counts() -> None:
         "weight_decay": 0.4,
         "grad_clip_norm": 0.5,
     }
-    adam = parse_adam(JsonReader({"adam_params": given}, "optim_step"))
-    assert {name: getattr(adam, name) for name in given} == given
+    adam = parse_adam(JsonReader({"adam_params": fields}, "optim_step"))
+    assert {name: getattr(adam, name) for name in fields} == fields
 
 
 @pytest.mark.parametrize(

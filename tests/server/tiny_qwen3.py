@@ -43,12 +43,12 @@ def attention_spec(head_dim: int, *, sliding_window: int | None = None) -> Atten
 @lru_cache
 def params(dtype: str = "float32") -> Params:
     """Return weights that are larger than those of a fresh model, so that logits differ between tokens."""
-    made = jax.jit(partial(init_params, CONFIG))(jax.random.key(0))
+    fresh = jax.jit(partial(init_params, CONFIG))(jax.random.key(0))
     return jax.tree.map(
         lambda leaf: (np.asarray(leaf) * (8.0 if leaf.ndim > 2 or leaf.shape[0] == 53 else 1.0)).astype(
             dtype
         ),
-        made,
+        fresh,
     )
 
 
@@ -70,11 +70,12 @@ def adapter(spec: LoraSpec = SPEC, *, b_scale: float = 0.02) -> Adapter:
 def data(
     lengths: tuple[int, ...], *, seed: int = 0, weights: bool = False, advantages: bool = False
 ) -> tuple[TrainDatum, ...]:
+    """Return one datum with random tokens per length. `advantages` also adds logprobs of the sampler."""
     random = np.random.default_rng(seed)
-    made = []
+    drawn = []
     for length in lengths:
         tokens = random.integers(0, CONFIG.vocab_size, length + 1).astype(np.int32)
-        made.append(
+        drawn.append(
             TrainDatum(
                 tokens=tokens[:-1],
                 target_tokens=tokens[1:],
@@ -83,4 +84,4 @@ def data(
                 advantages=random.normal(size=length).astype(np.float32) if advantages else None,
             )
         )
-    return tuple(made)
+    return tuple(drawn)

@@ -3,8 +3,8 @@
     python -m tests.stress.compare_requests OTHER_TREE [bodies=15000] [seed=0]
 
 OTHER_TREE is a checkout, or a `git archive`, of another commit. Every body is given to the same parser or
-route of both versions. Both must return the same operation or the same error. `TERMS` lists texts that differ
-on purpose.
+route of both versions. Both must return the same operation or the same error, except for the differences that
+`TERMS` lists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 TERMS: tuple[tuple[str, str], ...] = ()
-"""Pairs of a text of the other tree and the text of this tree."""
+"""Intended differences: pairs of a text of the other tree and its replacement in this tree."""
 SPECIAL = (
     None,
     True,
@@ -53,26 +53,26 @@ def mutate(rng: random.Random, value: object) -> object:
     """Return `value` with one element replaced, removed, renamed or duplicated."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         name = rng.choice(sorted(value))
-        kind = rng.random()
-        if kind < 0.2:
+        choice = rng.random()
+        if choice < 0.2:
             return {key: entry for key, entry in value.items() if key != name}
-        if kind < 0.3:
+        if choice < 0.3:
             return {f"{key}x" if key == name else key: entry for key, entry in value.items()}
         return value | {name: mutate(rng, value[name])}
     if isinstance(value, list) and value and rng.random() < 0.8:
-        at = rng.randrange(len(value))
-        return [*value[:at], mutate(rng, value[at]), *value[at + rng.randrange(2) :]]
+        index = rng.randrange(len(value))
+        return [*value[:index], mutate(rng, value[index]), *value[index + rng.randrange(2) :]]
     return rng.choice(SPECIAL)
 
 
 def outcomes(number: int, seed: int) -> list[str]:
-    """Return the outcome of every body in the version that `sys.path` finds."""
+    """Return the outcomes of `number` bodies in the version that `sys.path` contains."""
     bodies = importlib.import_module("tests.fakes.bodies")
     errors = importlib.import_module("skyrl_tx_server.errors")
     fuzz = importlib.import_module("tests.server.test_fuzz")
     rng, results = random.Random(seed), []
     request = bodies.pb.ForwardBackwardRequest
-    valid_messages = [  # otherwise the order of the entries of a map is arbitrary
+    valid_messages = [  # deterministic=True fixes the order of map entries
         request.FromString(message).SerializeToString(deterministic=True) for message in bodies.VALID_MESSAGES
     ]
     for _ in range(int(number * (1 - ROUTES_SHARE))):
@@ -80,7 +80,7 @@ def outcomes(number: int, seed: int) -> list[str]:
         try:
             if name == "protobuf":
                 message = bytearray(rng.choice(valid_messages))
-                # Only one byte: of two wrong inputs, the parser reports the one that comes first in the map.
+                # Change only one byte: the order of a map decides which of two invalid inputs is reported.
                 message[rng.randrange(len(message))] = rng.randrange(256)
                 parsed = bodies.parse_training_proto(bytes(message), bodies.LIMITS)
             else:
@@ -91,7 +91,8 @@ def outcomes(number: int, seed: int) -> list[str]:
             result = re.sub(r"seed=\d{3,}", "seed=", repr(parsed))
         except errors.UserError as error:
             result = f"{type(error).__name__}: {error}"
-            if name == "protobuf":  # without tokens every input is wrong, and the order of a map is arbitrary
+            if name == "protobuf":
+                # Without tokens every input is invalid, and the order of the map decides which is reported.
                 result = re.sub(r": \w+ has (\d+) entries for 0", r": an input has \1 entries for 0", result)
         results.append(f"{name}: {result}")
     return results + asyncio.run(replies(rng, number - len(results), bodies.ROUTES, fuzz.FIELDS))
@@ -100,6 +101,7 @@ def outcomes(number: int, seed: int) -> list[str]:
 async def replies(
     rng: random.Random, number: int, routes: tuple[str, ...], fields: dict[str, object]
 ) -> list[str]:
+    """Return the status and the text of the responses to `number` requests."""
     server = importlib.import_module("tests.fakes.server")
     futures = importlib.import_module("skyrl_tx_server.engine.futures")
     app = importlib.import_module("skyrl_tx_server.http.app")
@@ -125,19 +127,19 @@ def main(argv: list[str]) -> int:
     options = {"bodies": "15000", "seed": "0"} | dict(argument.split("=", 1) for argument in argv[1:])
     results = []
     for tree in (Path(argv[0]).resolve(), ROOT):
-        run = [sys.executable, __file__, "outcomes", options["bodies"], options["seed"]]
-        done = subprocess.run(
-            run, cwd=tree, env={"PYTHONPATH": str(tree), "PATH": ""}, stdout=subprocess.PIPE, check=True
+        command = [sys.executable, __file__, "outcomes", options["bodies"], options["seed"]]
+        process = subprocess.run(
+            command, cwd=tree, env={"PYTHONPATH": str(tree), "PATH": ""}, stdout=subprocess.PIPE, check=True
         )
-        results.append(json.loads(done.stdout))
+        results.append(json.loads(process.stdout))
     different = 0
-    for former, present in zip(*results, strict=True):
-        expected = former
+    for other_result, result in zip(*results, strict=True):
+        expected = other_result
         for old, new in TERMS:
             expected = expected.replace(old, new)
-        if expected != present:
+        if expected != result:
             different += 1
-            print(f"- {former[:400]}\n+ {present[:400]}")
+            print(f"- {other_result[:400]}\n+ {result[:400]}")
     accepted = sum("Error: " not in result and ": 4" not in result for result in results[1])
     print(f"{len(results[1])} bodies, {accepted} accepted, {different} different")
     return int(different > 0)

@@ -8,7 +8,7 @@
 | target     | input                                                                                      |
 |------------|--------------------------------------------------------------------------------------------|
 | `bytes`    | a protobuf training request                                                                |
-| `text`     | a JSON document, which is given to every parser of request bodies                          |
+| `text`     | a JSON document for every parser of request bodies                                         |
 | `messages` | mutated valid protobuf training requests, drawn by the strategies of `tests/fakes`         |
 | `json`     | mutated valid JSON request bodies                                                          |
 | `routes`   | a body for a route of the server: byte 0 selects the route, byte 1 the encoding            |
@@ -64,7 +64,7 @@ def resident_mib() -> float:
 
 @dataclass(kw_only=True, slots=True)
 class Growth:
-    """Compares resident memory with its value after the first quarter of the time."""
+    """Checks that resident memory grows by less than MAX_GROWTH_MIB after the first quarter of `total_s`."""
 
     total_s: float
     began: float = field(default_factory=time.monotonic)
@@ -78,9 +78,9 @@ class Growth:
         if self.settled_mib is None and time.monotonic() > self.began + self.total_s / 4:
             self.settled_mib = resident_mib()
         if self.settled_mib is not None:
-            grown = resident_mib() - self.settled_mib
-            assert grown < MAX_GROWTH_MIB, (
-                f"resident memory grew by {grown:.0f} MiB within {self.inputs} inputs"
+            growth_mib = resident_mib() - self.settled_mib
+            assert growth_mib < MAX_GROWTH_MIB, (
+                f"resident memory grew by {growth_mib:.0f} MiB within {self.inputs} inputs"
             )
 
 
@@ -95,7 +95,7 @@ ENCODINGS: tuple[dict[bytes, bytes], ...] = (
 
 
 def route_target(folder: Path) -> Callable[[bytes], object]:
-    """Send a body to one route of the application, on the fake engine of the tests."""
+    """Return a function that sends an input to a route of the application, which uses the fake engine."""
     from skyrl_tx_server.engine.futures import Retention
     from skyrl_tx_server.http.app import ENDPOINTS, build_app
     from skyrl_tx_server.http.http_handler import StartupState
@@ -160,10 +160,11 @@ def route_target(folder: Path) -> Callable[[bytes], object]:
 
 
 def route_seeds() -> list[bytes]:
+    """Return valid inputs of the target `routes`."""
     from skyrl_tx_server.http.app import ENDPOINTS
     from tests.fakes.bodies import VALID, VALID_MESSAGES
 
-    plain = {
+    small_bodies = {
         "create_session": {"tags": ["a"], "user_metadata": {"a": "b"}},
         "create_model": {
             "session_id": "s",
@@ -184,7 +185,7 @@ def route_seeds() -> list[bytes]:
     }
     bodies: dict[str, object] = {
         **VALID,
-        **plain,
+        **small_bodies,
         "chat/completions": VALID["chat"],
         "completions": VALID["completion"],
     }
@@ -201,9 +202,8 @@ def route_seeds() -> list[bytes]:
 
 
 def file_readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
-    """Return every reader of a file that may exist before the program starts, by name.
-
-    A reader takes the content of the file.
+    """Return the readers of all files that may exist when a program starts, by name. A reader takes the
+    content of the file.
     """
     from skyrl_tx_server.files.checkpoints import CheckpointStore
     from skyrl_tx_server.files.run_index import RunIndex
@@ -214,7 +214,7 @@ def file_readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
     from src.records.journal import Journal
     from src.records.rollout_store import FinishedRollouts
 
-    def at(name: str, content: bytes) -> Path:
+    def write_file(name: str, content: bytes) -> Path:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -223,28 +223,30 @@ def file_readers(folder: Path) -> dict[str, Callable[[bytes], object]]:
     store = CheckpointStore(folder / "store", "local/fake")
 
     def checkpoint_record(content: bytes) -> None:
-        at("store/run/weights/a/checkpoint.json", content)
+        write_file("store/run/weights/a/checkpoint.json", content)
         store.list()
         store.read("tinker://run/weights/a")
 
     def rows(content: bytes) -> None:
-        read_rows(at("rows.jsonl", content))
+        read_rows(write_file("rows.jsonl", content))
 
-    def finished(content: bytes) -> None:
-        run = at("finished_run/finished/step_000001.jsonl", content).parent.parent
+    def finished_rollouts(content: bytes) -> None:
+        run = write_file("finished_run/finished/step_000001.jsonl", content).parent.parent
         FinishedRollouts(run, Journal(run)).load("step", 1)
 
     return {
         "checkpoint record": checkpoint_record,
-        "ledger": lambda content: RunIndex(at("ledger.jsonl", content)).expired(),
-        "model configuration": lambda content: load_model_config(at("model/config.json", content).parent),
-        "journal": lambda content: Journal(at("run/journal.jsonl", content).parent).states_until(10),
-        "checkpoints of a run": lambda content: checkpoints.last(
-            at("run2/checkpoints.jsonl", content).parent
+        "ledger": lambda content: RunIndex(write_file("ledger.jsonl", content)).expired(),
+        "model configuration": lambda content: load_model_config(
+            write_file("model/config.json", content).parent
         ),
-        "finished rollouts": finished,
+        "journal": lambda content: Journal(write_file("run/journal.jsonl", content).parent).states_until(10),
+        "checkpoints of a run": lambda content: checkpoints.last(
+            write_file("run2/checkpoints.jsonl", content).parent
+        ),
+        "finished rollouts": finished_rollouts,
         "task rows": rows,
-        "Dockerfile": lambda content: parse_dockerfile(at("environment/Dockerfile", content)),
+        "Dockerfile": lambda content: parse_dockerfile(write_file("environment/Dockerfile", content)),
     }
 
 
@@ -301,6 +303,7 @@ FILE_SEEDS: dict[str, object] = {
 
 
 def file_target(folder: Path) -> Callable[[bytes], object]:
+    """Return a function that passes an input to a reader of `file_readers`."""
     from skyrl_tx_server.errors import ServerError
     from src.core.errors import TrainerError
 
@@ -319,6 +322,7 @@ def file_target(folder: Path) -> Callable[[bytes], object]:
 
 
 def file_seeds(folder: Path) -> list[bytes]:
+    """Return valid inputs of the target `files`."""
     contents = (FILE_SEEDS[name] for name in file_readers(folder))
     texts = (content if isinstance(content, str) else json.dumps(content) + "\n" for content in contents)
     return [bytes([number]) + text.encode() for number, text in enumerate(texts)]
@@ -327,13 +331,14 @@ def file_seeds(folder: Path) -> list[bytes]:
 # --- the run ---
 
 
-def parse_everywhere(parsers: Iterable[str], holds: Callable[[str, object], bool], data: bytes) -> None:
+def parse_everywhere(parsers: Iterable[str], check: Callable[[str, object], bool], data: bytes) -> None:
+    """Call `check` for every parser if `data` is a JSON document."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
         return
     for parser in parsers:
-        holds(parser, body)
+        check(parser, body)
 
 
 def fuzz(name: str, options: list[str]) -> None:
@@ -391,8 +396,8 @@ def fuzz(name: str, options: list[str]) -> None:
             target(data)
             growth.check()
 
-        one_file = any(Path(option).is_file() for option in options)
-        inputs = [] if one_file else [corpus]
+        runs_one_file = any(Path(option).is_file() for option in options)
+        inputs = [] if runs_one_file else [corpus]
         limits = ["-print_final_stats=1", "-rss_limit_mb=6000"]
         atheris.Setup([sys.argv[0], *inputs, *limits, *options], one_input)
         atheris.Fuzz()
@@ -413,13 +418,16 @@ def fuzz_all(*, minutes: float, targets: list[str]) -> int:
                 check=False,
                 env=os.environ | {"TMPDIR": folder},
             )
-        figures = [
+        input_counts = [
             line.rpartition(":")[2].strip()
             for line in process.stderr.splitlines()
             if "number_of_executed_units" in line
         ]
         verdict = "no finding" if process.returncode == 0 else f"FINDING (status {process.returncode})"
-        print(f"{name:9} {minutes:g} min, {figures[-1] if figures else '?'} inputs: {verdict}", flush=True)
+        print(
+            f"{name:9} {minutes:g} min, {input_counts[-1] if input_counts else '?'} inputs: {verdict}",
+            flush=True,
+        )
         if process.returncode:
             status = 1
             print(finding_report(process.stdout, process.stderr), flush=True)
@@ -441,9 +449,9 @@ def finding_report(stdout: str, stderr: str) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["all"]:
-        given = dict(argument.split("=", 1) for argument in sys.argv[2:])
-        chosen = given.get("targets", ",".join(TARGETS)).split(",")
-        sys.exit(fuzz_all(minutes=float(given.get("minutes", "10")), targets=chosen))
+        options = dict(argument.split("=", 1) for argument in sys.argv[2:])
+        chosen = options.get("targets", ",".join(TARGETS)).split(",")
+        sys.exit(fuzz_all(minutes=float(options.get("minutes", "10")), targets=chosen))
     if sys.argv[1:2] and sys.argv[1] in TARGETS:
         fuzz(sys.argv[1], sys.argv[2:])
     else:

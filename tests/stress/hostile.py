@@ -3,11 +3,11 @@ result.
 
     python -m tests.stress.hostile [minutes=60] [rate=5] [seed=0] [step_every_s=2] [folder=DIR]
 
-The server runs the model of the quick start. `hostile_requests` sends the attacks from its own process while
-the loop trains, saves and samples. A fresh server then repeats the same steps without any other client. The
-exit status is 0 only if
+The server runs the model of the quick start. `hostile_requests` sends the attacks from a separate process
+while the loop trains, saves and samples. A new server then repeats the same steps without any other client.
+The exit status is 0 only if
 
-- the server lived, gave no answer that a correct server never gives and logged no traceback,
+- the server survived, sent no response that a correct server never sends and logged no traceback,
 - losses, gradient norms and sampled tokens equal those of the undisturbed run, bit for bit,
 - the minimum of resident memory rose by less than MAX_SLOPE_MIB_PER_HOUR, and the server holds no objects
   after all sessions have ended.
@@ -63,12 +63,15 @@ class Step:
 
 
 class Server:
+    """A server process, its URL and its log file."""
+
     def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         self.process, self.url, self.log = process, url, log
 
 
 @contextlib.contextmanager
 def server(folder: Path, name: str, *more_options: str, api_key: str | None = None) -> Iterator[Server]:
+    """Run a server with the files `name` and `name`.log in `folder`. Yields it when it is ready."""
     url, log = f"http://127.0.0.1:{free_port()}", folder / f"{name}.log"
     options = (
         f"base_model={QUICKSTART / 'model'}",
@@ -100,11 +103,11 @@ def server(folder: Path, name: str, *more_options: str, api_key: str | None = No
         process.kill()
 
 
-# --- the loop ---
+# --- the training loop ---
 
 
 def batch(step: int) -> tuple[list[types.Datum], list[types.Datum]]:
-    """Return the data of a step for cross_entropy and for importance_sampling, the same in every run."""
+    """Return datums for cross_entropy and for importance_sampling, which depend only on `step`."""
     random = np.random.default_rng(step)
     plain, rewarded = [], []
     for length in random.integers(8, 160, 4):
@@ -131,15 +134,18 @@ def training_loop(
     num_steps: int | None,
     pace_s: float,
     api_key: str = "tml-dummy",
-    began_with: Callable[[str], None] = lambda model_id: None,
+    on_start: Callable[[str], None] = lambda model_id: None,
 ) -> list[Step]:
-    """Take `num_steps` steps, or as many as fit into the time. `began_with` is called with the model id."""
+    """Take `num_steps` steps, or steps until the monotonic time `until`, one every `pace_s` seconds.
+
+    `on_start` is called with the model id before the first step.
+    """
     steps: list[Step] = []
     with tinker.ServiceClient(base_url=url, api_key=api_key) as service:
         training = service.create_lora_training_client("local/quickstart", rank=8, seed=11).result(
             timeout=TIMEOUT_S
         )
-        began_with(training.get_info().model_id)
+        on_start(training.get_info().model_id)
         began = time.monotonic()
         while (num_steps is None or len(steps) < num_steps) and (until is None or time.monotonic() < until):
             steps.append(one_step(training, len(steps)))
@@ -155,7 +161,7 @@ def one_step(training: tinker.TrainingClient, number: int) -> Step:
         training.forward_backward(plain, "cross_entropy"),
         training.forward_backward(rewarded, "importance_sampling"),
     ]
-    stepped = training.optim_step(types.AdamParams(learning_rate=1e-3)).result(timeout=TIMEOUT_S)
+    update = training.optim_step(types.AdamParams(learning_rate=1e-3)).result(timeout=TIMEOUT_S)
     losses = tuple(future.result(timeout=TIMEOUT_S).metrics["loss:sum"] for future in futures)
     tokens: tuple[int, ...] = ()
     if number % SNAPSHOT_EVERY == SNAPSHOT_EVERY - 1:
@@ -167,10 +173,10 @@ def one_step(training: tinker.TrainingClient, number: int) -> Step:
         tokens = tuple(token for sequence in sampled.sequences for token in sequence.tokens)
     if number % SAVE_EVERY == SAVE_EVERY - 1:
         training.save_state("last", overwrite=True).result(timeout=TIMEOUT_S)
-    return Step(losses=losses, grad_norm=(stepped.metrics or {})["grad_norm"], tokens=tokens)
+    return Step(losses=losses, grad_norm=(update.metrics or {})["grad_norm"], tokens=tokens)
 
 
-# --- watching ---
+# --- monitoring ---
 
 
 class Watch:
@@ -182,23 +188,21 @@ class Watch:
 
     def __init__(self, running: Server, headers: Mapping[str, str] | None = None) -> None:
         self._headers = dict(headers or {})
-        self._process, self._url, self._over = (
-            psutil.Process(running.process.pid),
-            running.url,
-            threading.Event(),
-        )
+        self._process = psutil.Process(running.process.pid)
+        self._url = running.url
+        self._is_stopping = threading.Event()
         self.rss: list[tuple[float, float]] = []  # (seconds, MiB)
         self.objects: list[tuple[float, float, int]] = []  # (seconds, MiB, models and snapshots held)
         self.health_ms: list[float] = []
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._observe, daemon=True)
         self._thread.start()
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         began = time.monotonic()
         with httpx.Client(base_url=self._url, timeout=60) as http, contextlib.suppress(psutil.NoSuchProcess):
-            while not self._over.wait(1):
+            while not self._is_stopping.wait(1):
                 sent_at = time.monotonic()
-                with contextlib.suppress(httpx.HTTPError):  # counted as the slowest answer
+                with contextlib.suppress(httpx.HTTPError):  # an error counts as an answer
                     http.get("/api/v1/healthz")
                 self.health_ms.append(1e3 * (time.monotonic() - sent_at))
                 if not self.rss or sent_at - began - self.rss[-1][0] >= RSS_EVERY_S:
@@ -209,14 +213,14 @@ class Watch:
                         self.objects.append((*self.rss[-1], held))
 
     def stop(self) -> None:
-        self._over.set()
+        self._is_stopping.set()
         self._thread.join()
 
     def memory_by_objects(self) -> tuple[float, float]:
         """Return (MiB per object, MiB per hour) of a least-squares fit after the first third.
 
-        The fit is `memory = constant + a * objects + b * time`. `b` is what grows although the number of
-        training models and snapshots does not, which is a leak.
+        The fit is `memory = constant + a * objects + b * time`. `b` is the growth that the number of training
+        models and snapshots does not explain, that is, a leak.
         """
         late = np.array(self.objects[len(self.objects) // 3 :])
         columns = np.stack([np.ones(len(late)), late[:, 2], late[:, 0]], axis=1)
@@ -226,19 +230,19 @@ class Watch:
     def slope(self) -> float:
         """Return the slope in MiB per hour of the minimum of resident memory after the first third.
 
-        A leak raises this minimum, and sessions that begin and end do not. The slope is a least-squares fit
-        to the minimum of each eighth.
+        A leak raises this minimum; sessions that begin and end do not. The slope is a least-squares fit to
+        the minima of eight equal parts.
         """
         late = np.array(self.rss[len(self.rss) // 3 :])
-        floor = np.array([part[part[:, 1].argmin()] for part in np.array_split(late, min(8, len(late)))])
-        return float(3600 * np.polyfit(floor[:, 0], floor[:, 1], 1)[0])
+        minima = np.array([part[part[:, 1].argmin()] for part in np.array_split(late, min(8, len(late)))])
+        return float(3600 * np.polyfit(minima[:, 0], minima[:, 1], 1)[0])
 
 
 # --- the run ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hostilities:
+class AttackReport:
     """The output of `hostile_requests`."""
 
     attacks: dict[str, int]
@@ -248,11 +252,13 @@ class Hostilities:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Disturbed:
+    """The results of the run with hostile clients."""
+
     steps: list[Step]
     watch: Watch
-    hostile: Hostilities
-    left: dict[str, int]
-    lived: bool
+    hostile: AttackReport
+    remaining: dict[str, int]  # the result of `remaining_objects`
+    survived: bool  # the server was running at the end, and the attacks ended with status 0
     exit_status: int
     tracebacks: int
 
@@ -274,24 +280,24 @@ def disturbed_run(folder: Path, *, seconds: float, rate: float, seed: int, pace_
         finally:
             hostile.kill()
         watch.stop()
-        left = what_is_left(running.url)
-        lived = running.process.poll() is None and hostile_status == 0
-    figures = Hostilities(**json.loads(report.read_text().splitlines()[-1]))
+        remaining = remaining_objects(running.url)
+        survived = running.process.poll() is None and hostile_status == 0
+    attack_report = AttackReport(**json.loads(report.read_text().splitlines()[-1]))
     tracebacks = running.log.read_text(errors="replace").count("Traceback (most recent call last)")
     exit_status = running.process.returncode
     return Disturbed(
         steps=steps,
         watch=watch,
-        hostile=figures,
-        left=left,
-        lived=lived,
+        hostile=attack_report,
+        remaining=remaining,
+        survived=survived,
         exit_status=exit_status,
         tracebacks=tracebacks,
     )
 
 
-def what_is_left(url: str, headers: Mapping[str, str] | None = None) -> dict[str, int]:
-    """Return the objects that the server still holds after every session has had time to end, {} if none."""
+def remaining_objects(url: str, headers: Mapping[str, str] | None = None) -> dict[str, int]:
+    """Wait up to DRAIN_S seconds until the server holds no objects. Returns the remaining counts."""
     deadline = time.monotonic() + DRAIN_S
     while True:
         stats = httpx.get(f"{url}/api/v1/stats", headers=headers, timeout=60).json()
@@ -307,29 +313,30 @@ def what_is_left(url: str, headers: Mapping[str, str] | None = None) -> dict[str
 
 
 def main(argv: list[str]) -> int:
-    given = dict(argument.split("=", 1) for argument in argv)
+    options = dict(argument.split("=", 1) for argument in argv)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as stack:
         folder = (
-            Path(given["folder"])
-            if "folder" in given
+            Path(options["folder"])
+            if "folder" in options
             else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         )
         folder.mkdir(parents=True, exist_ok=True)
         run = disturbed_run(
             folder,
-            seconds=60 * float(given.get("minutes", "60")),
-            rate=float(given.get("rate", "5")),
-            seed=int(given.get("seed", "0")),
-            pace_s=float(given.get("step_every_s", "2")),
+            seconds=60 * float(options.get("minutes", "60")),
+            rate=float(options.get("rate", "5")),
+            seed=int(options.get("seed", "0")),
+            pace_s=float(options.get("step_every_s", "2")),
         )
-        with server(folder, "undisturbed") as quiet:
-            alone = training_loop(quiet.url, until=None, num_steps=len(run.steps), pace_s=0.0)
-    return report(run, alone)
+        with server(folder, "undisturbed") as running:
+            undisturbed = training_loop(running.url, until=None, num_steps=len(run.steps), pace_s=0.0)
+    return report(run, undisturbed)
 
 
-def report(run: Disturbed, alone: list[Step]) -> int:
+def report(run: Disturbed, undisturbed: list[Step]) -> int:
+    """Print the results. Returns 0 if all checks pass."""
     attacks, statuses, faults = run.hostile.attacks, run.hostile.statuses, run.hostile.faults
     print(
         f"attacks     {sum(attacks.values())}: "
@@ -342,32 +349,36 @@ def report(run: Disturbed, alone: list[Step]) -> int:
         f"{health.max():.0f} ms"
     )
     rss = [mib for _, mib in run.watch.rss]
-    at = [rss[len(rss) * part // 6 - (part > 0)] for part in range(7)]
+    samples = [rss[len(rss) * part // 6 - (part > 0)] for part in range(7)]
     print(
-        f"memory MiB  {' '.join(f'{mib:.0f}' for mib in at)} (at each sixth of the run), peak {max(rss):.0f}"
+        f"memory MiB  {' '.join(f'{mib:.0f}' for mib in samples)} (at each sixth of the run), "
+        f"peak {max(rss):.0f}"
     )
-    equal, sampled = same(run.steps, alone), sum(bool(step.tokens) for step in alone)
-    drawn_alike = sum(bool(a.tokens) and a.tokens == b.tokens for a, b in zip(run.steps, alone, strict=True))
+    equal, sampled = num_equal(run.steps, undisturbed), sum(bool(step.tokens) for step in undisturbed)
+    equal_samples = sum(
+        bool(a.tokens) and a.tokens == b.tokens for a, b in zip(run.steps, undisturbed, strict=True)
+    )
     verdicts = {
-        "the server lived and stopped with status 0": run.lived and run.exit_status == 0,
+        "the server survived and stopped with status 0": run.survived and run.exit_status == 0,
         f"faults of the server: {len(faults)}": not faults,
         f"tracebacks in its log: {run.tracebacks}": not run.tracebacks,
-        f"slope of the memory's floor after warm-up: {run.watch.slope():+.1f} MiB/h": run.watch.slope()
+        f"growth of the minimum of resident memory: {run.watch.slope():+.1f} MiB/h": run.watch.slope()
         < MAX_SLOPE_MIB_PER_HOUR,
-        f"left of sessions, models, samplers, futures: {run.left or 'nothing'}": not run.left,
-        f"losses and gradient norms equal to the undisturbed run's: {equal} of {len(alone)} steps": equal
-        == len(alone)
+        f"remaining sessions, models, samplers, futures: {run.remaining or 'none'}": not run.remaining,
+        f"equal losses and gradient norms: {equal} of {len(undisturbed)} steps": equal
+        == len(undisturbed)
         > 0,
-        f"sampled tokens equal: {drawn_alike} of {sampled} snapshots": drawn_alike == sampled,
+        f"sampled tokens equal: {equal_samples} of {sampled} snapshots": equal_samples == sampled,
     }
-    for what, holds in verdicts.items():
-        print(f"{'ok' if holds else 'FAILED':7} {what}")
+    for check, passes in verdicts.items():
+        print(f"{'ok' if passes else 'FAILED':7} {check}")
     for fault in faults[:40]:
         print(f"        {fault}")
     return 0 if all(verdicts.values()) else 1
 
 
-def same(left: list[Step], right: list[Step]) -> int:
+def num_equal(left: list[Step], right: list[Step]) -> int:
+    """Return the number of steps with equal losses and gradient norms."""
     return sum((a.losses, a.grad_norm) == (b.losses, b.grad_norm) for a, b in zip(left, right, strict=True))
 
 

@@ -1,10 +1,11 @@
-"""The hostile clients of `hostile.py`, in their own process.
+"""Runs the hostile clients of `hostile.py` in a separate process.
 
     python -m tests.stress.hostile_requests URL SECONDS RATE SEED
 
-Sends RATE attacks per second, which are drawn from ATTACKS, with at most MAX_UNDER_WAY at the same time.
-Prints one JSON line per minute and one at the end: the number of each attack, the statuses of the answers,
-and every answer that a correct server never gives (`faults`).
+The clients send RATE attacks per second, which are drawn from ATTACKS, with at most MAX_UNDER_WAY at the same
+time. They print a JSON object once per minute and at the end: the number of attacks of each kind (`attacks`),
+the number of responses with each status (`statuses`), and every response that a correct server never sends
+(`faults`).
 """
 
 from __future__ import annotations
@@ -76,13 +77,13 @@ async def wild_training(world: World) -> None:
         "weight_decay": world.random.choice((0.0, 1e3)),
         "grad_clip_norm": 1.0,
     }
-    await world.made(
+    await world.post_and_wait(
         "optim_step", {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "adam_params": adam}
     )
 
 
 async def diverged(world: World) -> None:
-    """Makes the weights of a model diverge and fills all slots with samples from it."""
+    """Makes the weights of a model diverge and requests 16 samples from it."""
     tenant = await new_tenant(world)
     await world.send(
         "POST",
@@ -90,14 +91,16 @@ async def diverged(world: World) -> None:
         content=training_proto(world, tenant).SerializeToString(),
         headers=PROTOBUF,
     )
-    await world.made(
+    await world.post_and_wait(
         "optim_step",
         {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "adam_params": {"learning_rate": 1e30}},
     )
     snapshot = {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "sampling_session_seq_id": 1}
     await world.post("save_weights_for_sampler", snapshot)
     sampler = f"{tenant.session_id}:sample:1"
-    await world.made("asample", sample_json(world, tenant, sampling_session_id=sampler, num_samples=16))
+    await world.post_and_wait(
+        "asample", sample_json(world, tenant, sampling_session_id=sampler, num_samples=16)
+    )
     await world.send("POST", f"/api/v1/sessions/{tenant.session_id}/finish", content=b"{}", headers=JSON)
 
 
@@ -130,26 +133,26 @@ async def mutated_request(world: World) -> None:
 
 
 async def compressed(world: World) -> None:
-    draw = world.random
+    rng = world.random
     plain = json.dumps(sample_json(world, await tenant_of(world))).encode()
     packed = zstandard.ZstdCompressor().compress(plain)
     bodies = (
-        draw.randbytes(40),
+        rng.randbytes(40),
         packed[: len(packed) // 2],
         mutated_bytes(world, packed),
         packed,
         zstandard.ZstdCompressor().compress(bytes(200 << 20)),
     )
-    encoding = draw.choice(("zstd", "zstd", "zstd", "gzip", "br", "zstd, zstd", ""))
+    encoding = rng.choice(("zstd", "zstd", "zstd", "gzip", "br", "zstd, zstd", ""))
     await world.send(
-        "POST", "/api/v1/asample", content=draw.choice(bodies), headers=JSON | {"content-encoding": encoding}
+        "POST", "/api/v1/asample", content=rng.choice(bodies), headers=JSON | {"content-encoding": encoding}
     )
 
 
 async def wrong_types_and_paths(world: World) -> None:
-    draw = world.random
-    method = draw.choice(("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"))
-    path = draw.choice(
+    rng = world.random
+    method = rng.choice(("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"))
+    path = rng.choice(
         (
             "/",
             "/api/v1/nothing",
@@ -165,7 +168,7 @@ async def wrong_types_and_paths(world: World) -> None:
             "/api/v1/training_runs/a/checkpoints/weights/..%2f..%2fledger.jsonl",
         )
     )
-    kind = draw.choice(
+    content_type = rng.choice(
         (
             "text/plain",
             "application/x-protobuf",
@@ -174,7 +177,7 @@ async def wrong_types_and_paths(world: World) -> None:
             "\x7f",
         )
     )
-    await world.send(method, path, content=draw.randbytes(20), headers={"content-type": kind})
+    await world.send(method, path, content=rng.randbytes(20), headers={"content-type": content_type})
 
 
 async def oversize(world: World) -> None:
@@ -221,7 +224,7 @@ async def cancelled(world: World) -> None:
 
 
 async def fire_and_forget(world: World) -> None:
-    """Requests samples, of a session or of the base model, and never retrieves the results."""
+    """Requests samples from a session or from the base model, and never retrieves the results."""
     body = sample_json(world, await tenant_of(world))
     if world.random.random() < 0.3:
         body = {
@@ -251,7 +254,7 @@ async def abandoned_session(world: World) -> None:
 async def checkpoints(world: World) -> None:
     tenant = await tenant_of(world)
     name = world.random.choice(("hostile", "..", "a/b", "x" * 300, "", "\x00", "é", "hostile-2"))
-    saved = await world.made(
+    saved = await world.post_and_wait(
         "save_weights",
         {
             "model_id": tenant.model_id,
@@ -262,8 +265,10 @@ async def checkpoints(world: World) -> None:
         },
     )
     path = str(saved.get("path") or "tinker://a/weights/b")
-    await world.made("load_weights", {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "path": path})
-    await world.made(
+    await world.post_and_wait(
+        "load_weights", {"model_id": tenant.model_id, "seq_id": tenant.next_seq(), "path": path}
+    )
+    await world.post_and_wait(
         "load_weights",
         {
             "model_id": tenant.model_id,
@@ -309,7 +314,7 @@ async def half_open_poll(world: World) -> None:
 
 async def dies_mid_chunk(world: World) -> None:
     body = training_proto(world, await tenant_of(world)).SerializeToString()
-    head = _post(world, "forward_backward", len(body), kind=PROTOBUF["content-type"])
+    head = _post(world, "forward_backward", len(body), content_type=PROTOBUF["content-type"])
     await _raw(world, head + body[: world.random.randrange(len(body))], then=_reset)
 
 
@@ -328,11 +333,11 @@ async def slowloris(world: World) -> None:
 
 
 async def broken_http(world: World) -> None:
-    draw = world.random
+    rng = world.random
     head = _head(world, "asample")
-    text = draw.choice(
+    text = rng.choice(
         (
-            draw.randbytes(400),
+            rng.randbytes(400),
             b"\r\n\r\n",
             b"GET / HTTP/9.9\r\n\r\n",
             head + b"Content-Length: -5\r\n\r\n",
@@ -349,7 +354,7 @@ async def broken_http(world: World) -> None:
 
 
 def _head(world: World, route: str) -> bytes:
-    """Return the request line and the headers that a real client sends, for a raw connection."""
+    """Return the request line and the first headers of a request on a raw connection."""
     key = world.http.headers.get("x-api-key")
     lines = [
         f"POST /api/v1/{route} HTTP/1.1",
@@ -359,8 +364,8 @@ def _head(world: World, route: str) -> bytes:
     return "".join(f"{line}\r\n" for line in lines).encode()
 
 
-def _post(world: World, route: str, length: int, *, kind: str = "application/json") -> bytes:
-    return _head(world, route) + f"Content-Type: {kind}\r\nContent-Length: {length}\r\n\r\n".encode()
+def _post(world: World, route: str, length: int, *, content_type: str = "application/json") -> bytes:
+    return _head(world, route) + f"Content-Type: {content_type}\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
 async def _raw(
@@ -369,7 +374,7 @@ async def _raw(
     *,
     then: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
 ) -> None:
-    """Send bytes on a raw connection. The server may close the connection, but it must accept it."""
+    """Send bytes on a raw connection and call `then`. The server must accept the connection."""
     reader, writer = await asyncio.open_connection(world.host, world.port)
     try:
         with contextlib.suppress(ConnectionError):
@@ -389,14 +394,15 @@ async def _reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def _linger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Read for up to 3 seconds before the connection is closed."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(reader.read(1000), 3)
 
 
 async def burst(world: World) -> None:
-    """Requests 2,000 samples at once, all of which must return.
+    """Requests BURST samples at once, all of which must succeed.
 
-    The requests are divided among several clients, because a large connection pool is slow to search.
+    The requests are divided among several clients, because searching a large connection pool is slow.
     """
     tenant = await new_tenant(world)
     heartbeat = asyncio.create_task(_heartbeat(world, tenant))
@@ -422,7 +428,7 @@ async def _part_of_burst(world: World, tenant: Tenant, indices: range) -> None:
     ) as http:
         part = replace(world, http=http)  # shares the counters and the list of faults
 
-        async def one(index: int) -> None:
+        async def sample(index: int) -> None:
             prompt = {"chunks": [{"type": "encoded_text", "tokens": [index % VOCABULARY, 5, 6, 7]}]}
             body = {
                 "sampling_session_id": tenant.sampler_id,
@@ -430,11 +436,11 @@ async def _part_of_burst(world: World, tenant: Tenant, indices: range) -> None:
                 "prompt": prompt,
                 "sampling_params": {"max_tokens": 2},
             }
-            result = await part.made("asample", body)
+            result = await part.post_and_wait("asample", body)
             if "sequences" not in result:
                 part.fault(f"burst: sample {index} failed: {str(result)[:200]}")
 
-        await asyncio.gather(*(one(index) for index in indices))
+        await asyncio.gather(*(sample(index) for index in indices))
 
 
 ATTACKS: tuple[Callable[[World], Awaitable[None]], ...] = (
@@ -476,17 +482,18 @@ ATTACKS: tuple[Callable[[World], Awaitable[None]], ...] = (
 
 
 async def attack(world: World, make: Callable[[World], Awaitable[None]], slots: asyncio.Semaphore) -> None:
+    """Run one attack and record how it ended."""
     async with slots:
         world.attacks[make.__name__] += 1
         try:
             async with asyncio.timeout(4 * ANSWER_WITHIN_S):
                 await make(world)
         except (httpx.InvalidURL, httpx.LocalProtocolError):
-            world.statuses["not sent"] += 1  # httpx refused to send it
+            world.statuses["not sent"] += 1  # httpx rejected the request
         except (httpx.RemoteProtocolError, httpx.WriteError, httpx.ReadError) as error:
             world.statuses[f"hung up {type(error).__name__}"] += 1
         except (httpx.ReadTimeout, TimeoutError) as error:
-            if world.shares_with_itself:
+            if world.is_queued_per_tenant:
                 world.statuses[f"client gave up {type(error).__name__}"] += 1
             else:
                 world.fault(f"{make.__name__}: {type(error).__name__}: {error}")
@@ -504,7 +511,7 @@ async def main(url: str, seconds: float, rate: float, seed: int) -> None:
     address = httpx.URL(url)
     async with httpx.AsyncClient(base_url=url, timeout=ANSWER_WITHIN_S, limits=UNLIMITED) as http:
         world = World(http=http, host=address.host, port=address.port or 80, random=random.Random(seed))
-        slots, began, made = asyncio.Semaphore(MAX_UNDER_WAY), time.monotonic(), 0
+        slots, began, num_sent = asyncio.Semaphore(MAX_UNDER_WAY), time.monotonic(), 0
         next_burst, next_report = began + 10, began + 60
         async with asyncio.TaskGroup() as tasks:
             while (now := time.monotonic()) < began + seconds:
@@ -515,8 +522,8 @@ async def main(url: str, seconds: float, rate: float, seed: int) -> None:
                     next_report += 60
                     report(world)
                 tasks.create_task(attack(world, world.random.choice(ATTACKS), slots))
-                made += 1
-                await asyncio.sleep(max(0.0, began + made / rate - time.monotonic()))
+                num_sent += 1
+                await asyncio.sleep(max(0.0, began + num_sent / rate - time.monotonic()))
         report(world)
 
 

@@ -1,12 +1,13 @@
-"""The attacks of `hostile_tenants`, in their own process.
+"""Sends the attacks of `hostile_tenants` from a separate process.
 
     python -m tests.stress.hostile_tenant_requests URL SECONDS RATE SEED KEYS.json VICTIM_MODEL_ID
 
-Every tenant sends attacks of `hostile_requests` with its own key, and attacks on the other tenants: it asks
-for more than its share, creates many objects, and tries every route on the objects of the victim, whose ids
-it knows. RATE is the number of attacks per second over all tenants. Prints one JSON line at the end: the
-number of each attack, the statuses of the answers, and every answer that a correct server never gives. An
-answer that shows or changes an object of the victim begins with "cross-tenant".
+Every tenant sends the attacks of `hostile_requests` with its own key, and attacks on other tenants: it
+requests more than its share, creates many objects, and sends requests for the objects of the victim, whose
+ids it has, to every route. RATE is the number of attacks per second of all tenants together. The last line of
+the output is a JSON object with the number of attacks of each kind (`attacks`), the number of responses with
+each status (`statuses`) and every response that a correct server never sends (`faults`). A fault that
+begins with "cross-tenant" shows or changes an object of the victim.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from tests.stress.hostile_world import (
 )
 
 NO_ACCESS = (400, 403, 404, 410, 422, 429)
-"""The statuses that may answer a request for an object of another tenant. 429 means that the tenant has
-reached its own quota."""
+"""The permitted statuses of a request for an object of another tenant. 429 means that the tenant has reached
+its own quota.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Victim:
-    """The objects of the training loop, as a tenant that knows all ids would name them."""
+    """The ids of the objects of the training loop, which the hostile tenants try to access."""
 
     model_id: str
 
@@ -55,7 +57,7 @@ class Victim:
 
 
 async def huge_sample(world: World) -> None:
-    """Requests more samples than there are slots, each as long as the context, and never retrieves them."""
+    """Requests more samples than there are slots, each almost as long as the context, and retrieves none."""
     tenant = await tenant_of(world)
     settings = {"max_tokens": 480, "temperature": 1.0}
     await world.post(
@@ -74,7 +76,7 @@ async def long_prompts(world: World) -> None:
 
 
 async def many_models(world: World) -> None:
-    """Creates a model, a sampler and a checkpoint in a session that is left open."""
+    """Creates eight models and eight checkpoints in a new session and leaves the session open."""
     tenant = await new_tenant(world)
     for number in range(8):
         model = {
@@ -82,14 +84,14 @@ async def many_models(world: World) -> None:
             "model_seq_id": number + 1,
             "base_model": "local/quickstart",
         }
-        await world.made("create_model", model | {"lora_config": {"rank": 8, "seed": number}})
+        await world.post_and_wait("create_model", model | {"lora_config": {"rank": 8, "seed": number}})
         name = {
             "model_id": tenant.model_id,
             "seq_id": tenant.next_seq(),
             "path": f"hoard-{number}",
             "ttl_seconds": 120,
         }
-        await world.made("save_weights", name)
+        await world.post_and_wait("save_weights", name)
 
 
 async def large_metadata(world: World) -> None:
@@ -107,7 +109,7 @@ LISTINGS = (
     "/metrics",
 )
 SILENT = ("/cancel_future", "/finish", "/checkpoints")
-"""Routes that give this empty answer also for an object that does not exist."""
+"""Routes that also send an empty response if the object does not exist."""
 VICTIM_ROUTES: tuple[tuple[str, str, dict[str, object] | None], ...] = (
     ("POST", "/api/v1/session_heartbeat", {"session_id": "{session}"}),
     ("POST", "/api/v1/sessions/{session}/finish", {}),
@@ -151,10 +153,11 @@ VICTIM_ROUTES: tuple[tuple[str, str, dict[str, object] | None], ...] = (
 
 
 def reach_victim(victim: Victim) -> Callable[[World], Awaitable[None]]:
-    """Return an attack that tries one route on an object of the victim, or searches one listing for the
-    victim."""
+    """Return an attack that sends a request for an object of the victim, or searches a listing for the
+    session of the victim.
+    """
 
-    def filled(text: str) -> str:
+    def fill(text: str) -> str:
         return text.format(session=victim.session_id, model=victim.model_id, checkpoint=victim.checkpoint)
 
     async def reach_other_tenant(world: World) -> None:
@@ -162,19 +165,19 @@ def reach_victim(victim: Victim) -> Callable[[World], Awaitable[None]]:
         body = None
         if template is not None:
             body = json.dumps(
-                {key: filled(value) if isinstance(value, str) else value for key, value in template.items()}
+                {key: fill(value) if isinstance(value, str) else value for key, value in template.items()}
             )
         response = await world.send(
-            method, filled(path), content=body, headers=JSON if body is not None else None
+            method, fill(path), content=body, headers=JSON if body is not None else None
         )
         if response.status_code not in NO_ACCESS:
             answer = response.json() if "json" in response.headers.get("content-type", "") else {}
-            pending = answer.get("request_id") if isinstance(answer, dict) else None
+            request_id = answer.get("request_id") if isinstance(answer, dict) else None
             if path.endswith(SILENT) and response.text in ("", '{"checkpoints":[]}'):
                 return
-            if pending is None or "error" not in await world.outcome(pending):
+            if request_id is None or "error" not in await world.outcome(request_id):
                 world.fault(
-                    f"cross-tenant: {method} {path} was answered {response.status_code} {response.text[:200]}"
+                    f"cross-tenant: {method} {path} returned {response.status_code} {response.text[:200]}"
                 )
 
     async def search_listings(world: World) -> None:
@@ -200,7 +203,7 @@ async def main(url: str, seconds: float, rate: float, seed: int, keys: list[str]
         large_metadata,
         *(reach,) * 8,
     )
-    counted: Counter[str] = Counter()
+    attack_counts: Counter[str] = Counter()
     statuses: Counter[str] = Counter()
     faults: list[str] = []
     limit = asyncio.Semaphore(MAX_UNDER_WAY)
@@ -215,21 +218,21 @@ async def main(url: str, seconds: float, rate: float, seed: int, keys: list[str]
                 host=address.host,
                 port=address.port or 80,
                 random=random.Random(seed * 1000 + number),
-                attacks=counted,
+                attacks=attack_counts,
                 statuses=statuses,
                 faults=faults,
-                shares_with_itself=True,
+                is_queued_per_tenant=True,
             )
             period = len(keys) / rate
             await asyncio.sleep(period * number / len(keys))
-            made, under_way = 0, set[asyncio.Task[None]]()
+            num_sent, under_way = 0, set[asyncio.Task[None]]()
             while time.monotonic() < began + seconds:
                 task = asyncio.create_task(attack(world, world.random.choice(attacks), limit))
                 under_way.add(task)
                 task.add_done_callback(under_way.discard)
-                made += 1
-                await asyncio.sleep(max(0.0, began + made * period - time.monotonic()))
-            for task in under_way:  # these clients disconnect during their requests
+                num_sent += 1
+                await asyncio.sleep(max(0.0, began + num_sent * period - time.monotonic()))
+            for task in under_way:  # the clients disconnect during their requests
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
 
@@ -242,7 +245,7 @@ async def main(url: str, seconds: float, rate: float, seed: int, keys: list[str]
             host="",
             port=0,
             random=random.Random(),
-            attacks=counted,
+            attacks=attack_counts,
             statuses=statuses,
             faults=faults,
         )

@@ -4,16 +4,17 @@
     [folder=DIR]
 
 The server runs the model of the quick start with `api_keys_file=`: one key for the trainer, one for a client
-that measures latency and one for each hostile tenant. `hostile_tenant_requests` sends the attacks from its
-own process. A fresh server then repeats the training steps without any other client. The exit status is 0
+that measures latency and one for each hostile tenant. `hostile_tenant_requests` sends the attacks from a
+separate process. A new server then repeats the training steps without any other client. The exit status is 0
 only if
 
-- the server lived, gave no answer that a correct server never gives and logged no traceback,
+- the server survived, sent no response that a correct server never sends and logged no traceback,
 - losses, gradient norms and sampled tokens equal those of the undisturbed run, bit for bit,
-- the 99th percentile of the time of a 4-token sample is at most MAX_LATENCY_RATIO times the one measured
-  without other clients,
+- the 99th percentile of the latency of a 4-token sample is at most MAX_LATENCY_RATIO times that without other
+  clients,
 - no hostile tenant read or changed an object of another tenant,
-- resident memory did not grow, and the server holds no objects after all sessions have ended.
+- the minimum of resident memory rose by less than MAX_SLOPE_MIB_PER_HOUR, and the server holds no objects
+  after all sessions have ended.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ import numpy as np
 from scripts.run_skyrl_tx import ROOT
 from tests.stress.hostile import (
     MAX_SLOPE_MIB_PER_HOUR,
-    Hostilities,
+    AttackReport,
     Step,
     Watch,
-    same,
+    num_equal,
+    remaining_objects,
     server,
     training_loop,
-    what_is_left,
 )
 
 MAX_LATENCY_RATIO = 10.0
@@ -66,8 +67,7 @@ def write_keys(folder: Path, names: list[str]) -> tuple[Path, dict[str, str]]:
 
 
 class LatencyProbe:
-    """A client that samples 4 tokens from the base model, one request at a time, and records how long each
-    takes."""
+    """Samples 4 tokens from the base model, one request at a time, and records the latencies."""
 
     def __init__(self, url: str, api_key: str) -> None:
         self._http = httpx.Client(base_url=url, headers={"x-api-key": api_key}, timeout=TIMEOUT_S)
@@ -101,10 +101,10 @@ class LatencyProbe:
             response = self._http.post("/api/v1/retrieve_future", json={"request_id": request_id})
             if response.status_code != 408:
                 break
-        elapsed = time.monotonic() - began
+        elapsed_s = time.monotonic() - began
         if response.status_code != 200 or "error" in response.json():
             self.failures.append(f"{response.status_code} {response.text[:300]}")
-        return elapsed
+        return elapsed_s
 
     def start(self) -> None:
         self._thread.start()
@@ -115,12 +115,12 @@ class LatencyProbe:
         self._http.close()
 
     def _run(self) -> None:
-        beats = 0.0
+        last_heartbeat = 0.0
         while not self._stop.wait(SAMPLE_EVERY_S):
             try:
                 self.latencies_s.append(self.sample())
-                if time.monotonic() > beats + 10:
-                    beats = time.monotonic()
+                if time.monotonic() > last_heartbeat + 10:
+                    last_heartbeat = time.monotonic()
                     self._post("session_heartbeat", {"session_id": self._session_id})
             except (httpx.HTTPError, KeyError) as error:
                 self.failures.append(f"{type(error).__name__}: {error}")
@@ -138,12 +138,12 @@ class Run:
 
     steps: list[Step]
     watch: Watch
-    hostile: Hostilities
-    alone_s: list[float]
-    beside_s: list[float]
+    hostile: AttackReport
+    alone_s: list[float]  # latencies of the probe before the other clients start
+    beside_s: list[float]  # latencies of the probe beside the other clients
     probe_failures: list[str]
-    left: dict[str, int]
-    lived: bool
+    remaining: dict[str, int]  # the result of `remaining_objects`
+    survived: bool  # the server was running at the end, and the attacks ended with status 0
     exit_status: int
     tracebacks: int
 
@@ -168,7 +168,7 @@ def run_with_tenants(
         report = folder / "hostile.jsonl"
         output = stack.enter_context(report.open("wb"))
 
-        def begin(model_id: str) -> None:
+        def start_attacks(model_id: str) -> None:
             probe.start()
             arguments = [
                 running.url,
@@ -189,7 +189,7 @@ def run_with_tenants(
                 num_steps=None,
                 pace_s=pace_s,
                 api_key=keys[TRAINER],
-                began_with=begin,
+                on_start=start_attacks,
             )
             probe.stop()
             hostile_status = attackers[0].wait(900)
@@ -197,9 +197,9 @@ def run_with_tenants(
             for attacker in attackers:
                 attacker.kill()
         watch.stop()
-        left = what_is_left(running.url, {"x-api-key": operator_key})
-        lived = running.process.poll() is None and hostile_status == 0
-    hostile = Hostilities(**json.loads(report.read_text().splitlines()[-1]))
+        remaining = remaining_objects(running.url, {"x-api-key": operator_key})
+        survived = running.process.poll() is None and hostile_status == 0
+    hostile = AttackReport(**json.loads(report.read_text().splitlines()[-1]))
     log = running.log.read_text(errors="replace")
     return Run(
         steps=steps,
@@ -208,32 +208,34 @@ def run_with_tenants(
         alone_s=alone_s,
         beside_s=probe.latencies_s,
         probe_failures=probe.failures,
-        left=left,
-        lived=lived,
+        remaining=remaining,
+        survived=survived,
         exit_status=running.process.returncode,
         tracebacks=log.count("Traceback (most recent call last)"),
     )
 
 
-def report(run: Run, alone: list[Step]) -> int:
+def report(run: Run, undisturbed: list[Step]) -> int:
+    """Print the results. Returns 0 if all checks pass."""
     attacks, statuses, faults = run.hostile.attacks, run.hostile.statuses, run.hostile.faults
-    crossed = [fault for fault in faults if fault.startswith("cross-tenant")]
+    cross_tenant = [fault for fault in faults if fault.startswith("cross-tenant")]
     print(
         f"attacks     {sum(attacks.values())}: "
         + ", ".join(f"{name} {count}" for name, count in sorted(attacks.items()))
     )
     print("answers     " + ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())))
     rss = [mib for _, mib in run.watch.rss]
-    at = [rss[len(rss) * part // 6 - (part > 0)] for part in range(7)]
+    samples = [rss[len(rss) * part // 6 - (part > 0)] for part in range(7)]
     print(
-        f"memory MiB  {' '.join(f'{mib:.0f}' for mib in at)} (at each sixth of the run), peak {max(rss):.0f}"
+        f"memory MiB  {' '.join(f'{mib:.0f}' for mib in samples)} (at each sixth of the run), "
+        f"peak {max(rss):.0f}"
     )
     per_object, per_hour = run.watch.memory_by_objects()
     held = [objects for _, _, objects in run.watch.objects]
-    at = [held[len(held) * part // 6 - (part > 0)] for part in range(7)]
+    samples = [held[len(held) * part // 6 - (part > 0)] for part in range(7)]
     print(
-        f"objects     {' '.join(map(str, at))} models and snapshots held, {per_object:.2f} MiB each; without "
-        f"them memory grows by {per_hour:+.1f} MiB/h"
+        f"objects     {' '.join(map(str, samples))} models and snapshots held, {per_object:.2f} MiB each; "
+        f"other memory grows by {per_hour:+.1f} MiB/h"
     )
     health = np.array(run.watch.health_ms)
     print(
@@ -241,62 +243,63 @@ def report(run: Run, alone: list[Step]) -> int:
         f"{health.max():.0f} ms"
     )
     quantiles = {}
-    for what, seconds in (("alone", run.alone_s), ("beside", run.beside_s)):
+    for label, seconds in (("alone", run.alone_s), ("beside", run.beside_s)):
         p50, p99 = (1e3 * np.quantile(seconds, q) for q in (0.5, 0.99))
-        quantiles[what] = p99
+        quantiles[label] = p99
         print(
-            f"4 tokens    {what}: p50 {p50:.0f} ms, p99 {p99:.0f} ms, max {1e3 * max(seconds):.0f} ms, "
+            f"4 tokens    {label}: p50 {p50:.0f} ms, p99 {p99:.0f} ms, max {1e3 * max(seconds):.0f} ms, "
             f"{len(seconds)} samples"
         )
     ratio = quantiles["beside"] / quantiles["alone"]
-    equal, sampled = same(run.steps, alone), sum(bool(step.tokens) for step in alone)
+    equal, sampled = num_equal(run.steps, undisturbed), sum(bool(step.tokens) for step in undisturbed)
     equal_samples = sum(
-        bool(a.tokens) and a.tokens == b.tokens for a, b in zip(run.steps, alone, strict=True)
+        bool(a.tokens) and a.tokens == b.tokens for a, b in zip(run.steps, undisturbed, strict=True)
     )
     verdicts = {
-        "the server lived and stopped with status 0": run.lived and run.exit_status == 0,
-        f"answers that a sound server never gives: {len(faults) - len(crossed)}": len(faults) == len(crossed),
-        f"reads and writes across tenants: {len(crossed)}": not crossed,
+        "the server survived and stopped with status 0": run.survived and run.exit_status == 0,
+        f"responses that a correct server never sends: {len(faults) - len(cross_tenant)}": len(faults)
+        == len(cross_tenant),
+        f"reads and writes across tenants: {len(cross_tenant)}": not cross_tenant,
         f"failed samples of the latency probe: {len(run.probe_failures)}": not run.probe_failures,
-        f"p99 of a 4-token sample: {ratio:.1f} times the one alone": ratio <= MAX_LATENCY_RATIO,
+        f"p99 of a 4-token sample: {ratio:.1f} times that without other clients": ratio <= MAX_LATENCY_RATIO,
         f"tracebacks in the server's log: {run.tracebacks}": not run.tracebacks,
-        f"slope of the floor of resident memory: {run.watch.slope():+.1f} MiB/h": run.watch.slope()
+        f"growth of the minimum of resident memory: {run.watch.slope():+.1f} MiB/h": run.watch.slope()
         < MAX_SLOPE_MIB_PER_HOUR,
-        f"left of sessions, models, samplers, futures: {run.left or 'nothing'}": not run.left,
-        f"losses and gradient norms equal to the undisturbed run's: {equal} of {len(alone)} steps": equal
-        == len(alone)
+        f"remaining sessions, models, samplers, futures: {run.remaining or 'none'}": not run.remaining,
+        f"equal losses and gradient norms: {equal} of {len(undisturbed)} steps": equal
+        == len(undisturbed)
         > 0,
         f"sampled tokens equal: {equal_samples} of {sampled} snapshots": equal_samples == sampled,
     }
-    for what, holds in verdicts.items():
-        print(f"{'ok' if holds else 'FAILED':7} {what}")
+    for check, passes in verdicts.items():
+        print(f"{'ok' if passes else 'FAILED':7} {check}")
     for fault in (*faults, *run.probe_failures)[:40]:
         print(f"        {fault}")
     return 0 if all(verdicts.values()) else 1
 
 
 def main(argv: list[str]) -> int:
-    given = dict(argument.split("=", 1) for argument in argv)
+    options = dict(argument.split("=", 1) for argument in argv)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as stack:
         folder = (
-            Path(given["folder"])
-            if "folder" in given
+            Path(options["folder"])
+            if "folder" in options
             else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         )
         folder.mkdir(parents=True, exist_ok=True)
         run = run_with_tenants(
             folder,
-            seconds=60 * float(given.get("minutes", "60")),
-            tenants=int(given.get("tenants", "64")),
-            rate=float(given.get("rate", "6")),
-            seed=int(given.get("seed", "0")),
-            pace_s=float(given.get("step_every_s", "2")),
+            seconds=60 * float(options.get("minutes", "60")),
+            tenants=int(options.get("tenants", "64")),
+            rate=float(options.get("rate", "6")),
+            seed=int(options.get("seed", "0")),
+            pace_s=float(options.get("step_every_s", "2")),
         )
-        with server(folder, "undisturbed") as quiet:
-            alone = training_loop(quiet.url, until=None, num_steps=len(run.steps), pace_s=0.0)
-    return report(run, alone)
+        with server(folder, "undisturbed") as running:
+            undisturbed = training_loop(running.url, until=None, num_steps=len(run.steps), pace_s=0.0)
+    return report(run, undisturbed)
 
 
 if __name__ == "__main__":

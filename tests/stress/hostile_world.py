@@ -19,7 +19,7 @@ ANSWER_WITHIN_S = 120.0
 VOCABULARY = 640
 PROTOBUF = {"content-type": "application/x-protobuf"}
 JSON = {"content-type": "application/json"}
-NASTY: tuple[object, ...] = (
+SPECIAL_VALUES: tuple[object, ...] = (
     *(
         None,
         True,
@@ -83,6 +83,8 @@ class Tenant:
 
 @dataclass(kw_only=True, slots=True)
 class World:
+    """The state of one attacker: its HTTP client, its random generator, its session and the results."""
+
     http: httpx.AsyncClient
     host: str
     port: int
@@ -91,9 +93,8 @@ class World:
     attacks: Counter[str] = field(default_factory=Counter)
     statuses: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    shares_with_itself: bool = False
-    """Whether the requests of a tenant wait for its own earlier ones. A read timeout is then no fault of the
-    server."""
+    is_queued_per_tenant: bool = False
+    """Whether the requests of a tenant wait for its earlier requests. A read timeout is then not a fault."""
 
     def post(self, route: str, body: object) -> Awaitable[httpx.Response]:
         return self.send(
@@ -101,27 +102,27 @@ class World:
         )
 
     async def send(self, method: str, path: str, **rest: object) -> httpx.Response:
-        """Send one complete request. A status of 500 or more, an internal error and a missing answer are
-        faults."""
+        """Send one request and return the response. A status >= 500 and an internal error are faults."""
         response = await self.http.request(method, path, **rest)  # pyright: ignore[reportArgumentType]
-        self.saw(
+        self.record(
             f"{method} {path}",
             response.status_code,
             response.text[:2000] if response.status_code != 200 else "",
         )
         return response
 
-    def saw(self, what: str, status: int, text: str) -> None:
+    def record(self, request: str, status: int, text: str) -> None:
+        """Count a response and record a fault of the server."""
         self.statuses[str(status)] += 1
         if status >= 500 or "internal error" in text:
-            self.fault(f"{what}: {status} {text[:300]}")
+            self.fault(f"{request}: {status} {text[:300]}")
 
     def fault(self, text: str) -> None:
         if len(self.faults) < 200:
             self.faults.append(text)
 
     async def outcome(self, request_id: str) -> dict[str, object]:
-        """Poll a future until it ends. An operation that failed with an unexpected exception is a fault."""
+        """Poll a future and return its result. An unexpected exception of the server is a fault."""
         while True:
             response = await self.post("retrieve_future", {"request_id": request_id})
             if response.status_code == 408:
@@ -135,7 +136,8 @@ class World:
                 self.fault(f"future {request_id}: {str(body)[:300]}")
             return body
 
-    async def made(self, route: str, body: object) -> dict[str, object]:
+    async def post_and_wait(self, route: str, body: object) -> dict[str, object]:
+        """Send a request and return the result of its future, or a dict with `error`."""
         response = await self.post(route, body)
         return (
             await self.outcome(response.json()["request_id"])
@@ -145,6 +147,7 @@ class World:
 
 
 async def new_tenant(world: World) -> Tenant:
+    """Create a session with a model and a sampler."""
     session_id = (await world.post("create_session", {"tags": [], "user_metadata": {}})).json()["session_id"]
     lora = {"rank": world.random.choice((1, 4, 8)), "seed": world.random.randrange(2**31)}
     body = {
@@ -153,7 +156,7 @@ async def new_tenant(world: World) -> Tenant:
         "base_model": "local/quickstart",
         "lora_config": lora,
     }
-    await world.made("create_model", body)
+    await world.post_and_wait("create_model", body)
     sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "local/quickstart"}
     await world.post("create_sampling_session", sampler)
     return Tenant(
@@ -162,6 +165,7 @@ async def new_tenant(world: World) -> Tenant:
 
 
 async def tenant_of(world: World) -> Tenant:
+    """Return the current tenant, which is replaced in one of 100 calls."""
     if world.tenant is None or world.random.random() < 0.01:
         world.tenant = await new_tenant(world)
     return world.tenant
@@ -238,42 +242,44 @@ def chat_json(world: World) -> dict[str, object]:
 
 
 def mutated_json(world: World, value: object) -> object:
-    """Return `value` with one element replaced, removed, renamed or duplicated."""
-    draw = world.random
-    if isinstance(value, dict) and value and draw.random() < 0.85:
-        name = draw.choice(list(value))
-        match draw.randrange(8):
+    """Return `value` with one element replaced, removed, added or duplicated."""
+    rng = world.random
+    if isinstance(value, dict) and value and rng.random() < 0.85:
+        name = rng.choice(list(value))
+        match rng.randrange(8):
             case 0:
                 return {key: entry for key, entry in value.items() if key != name}
             case 1:
-                return value | {str(draw.choice(NASTY))[:50]: draw.choice(NASTY)}
+                return value | {str(rng.choice(SPECIAL_VALUES))[:50]: rng.choice(SPECIAL_VALUES)}
             case _:
                 return value | {name: mutated_json(world, value[name])}
-    if isinstance(value, list) and value and draw.random() < 0.8:
-        at = draw.randrange(len(value))
-        return [*value[:at], mutated_json(world, value[at]), *value[at + draw.choice((0, 1, 1)) :]]
-    return draw.choice(NASTY)
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        index = rng.randrange(len(value))
+        return [*value[:index], mutated_json(world, value[index]), *value[index + rng.choice((0, 1, 1)) :]]
+    return rng.choice(SPECIAL_VALUES)
 
 
 def mutated_bytes(world: World, body: bytes) -> bytes:
-    draw, made = world.random, bytearray(body)
-    for _ in range(draw.choice((1, 1, 2, 8, 64))):
-        at = draw.randrange(len(made) + 1)
-        match draw.randrange(4):
-            case 0 if at < len(made):
-                made[at] ^= 1 << draw.randrange(8)
+    """Return `body` after 1 to 64 random bit flips, insertions, deletions and replacements."""
+    rng, mutated = world.random, bytearray(body)
+    for _ in range(rng.choice((1, 1, 2, 8, 64))):
+        position = rng.randrange(len(mutated) + 1)
+        match rng.randrange(4):
+            case 0 if position < len(mutated):
+                mutated[position] ^= 1 << rng.randrange(8)
             case 1:
-                made[at:at] = draw.randbytes(draw.randrange(1, 9))
+                mutated[position:position] = rng.randbytes(rng.randrange(1, 9))
             case 2:
-                del made[at : at + draw.randrange(1, 30)]
+                del mutated[position : position + rng.randrange(1, 30)]
             case _:
-                made[at : at + 4] = draw.choice(
+                mutated[position : position + 4] = rng.choice(
                     (b"\xff\xff\xff\xff", b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\x80\x80\x80\x80")
                 )
-    return bytes(made)
+    return bytes(mutated)
 
 
 def valid_body(world: World, tenant: Tenant) -> tuple[str, object]:
+    """Return a random route and a valid body for it."""
     training = {"model_id": tenant.model_id, "seq_id": tenant.next_seq()}
     lora = {"rank": 4, "seed": 1, "train_mlp": True}
     bodies: dict[str, object] = {

@@ -2,7 +2,7 @@
 
     python -m tests.stress.kill_points [POINTS] [SEED] [MODE]
 
-The trainer is the real one, on the bandit server of the tests. MODE is synchronous, asynchronous or
+The run uses the real trainer and the bandit backend of the tests. MODE is synchronous, asynchronous or
 streaming. The last line of the output summarizes the runs. The exit status is 1 if any run differs.
 """
 

@@ -2,10 +2,10 @@
 
     python -m tests.stress.server_kill_points [points=30] [seed=0] [model=DIR] [folder=DIR]
 
-One training job saves its state after every step, overwrites one name, saves sampler weights and samples.
-Other clients sample from the base model at the same time. The server is killed in the first seconds of its
-life, or up to two seconds after a completed step. It is then started again in the same directory, and the job
-resumes from the last state whose save was acknowledged.
+After every step, a training job saves its state, overwrites one checkpoint, saves sampler weights and
+samples. Other clients sample from the base model at the same time. The server is killed in the first seconds
+after its start, or up to two seconds after a completed step. It is then started again in the same directory,
+and the job resumes from the last state whose save was acknowledged.
 
 After every restart, each acknowledged checkpoint must exist with unchanged contents, and every listed
 checkpoint must be readable. At the end, losses and final state (adapter, moments, step) must equal those of
@@ -54,8 +54,8 @@ EARLY_KILLS = 0.2
 
 
 @dataclass(kw_only=True)
-class Site:
-    """The port, the directories and the current process of a server."""
+class RestartableServer:
+    """A server that is killed and started again with the same port and directories."""
 
     folder: Path
     model: Path
@@ -103,14 +103,15 @@ class Site:
 
 
 @contextlib.contextmanager
-def site(folder: Path, model: Path) -> Iterator[Site]:
+def running_server(folder: Path, model: Path) -> Iterator[RestartableServer]:
+    """Start a server in a new folder and kill it at the end."""
     folder.mkdir(parents=True)
-    made = Site(folder=folder, model=model, port=free_port())
+    running = RestartableServer(folder=folder, model=model, port=free_port())
     try:
-        made.start()
-        yield made
+        running.start()
+        yield running
     finally:
-        made.kill()
+        running.kill()
 
 
 # --- the job ---
@@ -118,7 +119,7 @@ def site(folder: Path, model: Path) -> Iterator[Site]:
 
 @dataclass(kw_only=True)
 class Job:
-    """The state of the client. The server has acknowledged all of it."""
+    """The results of the training job, all of which the server has acknowledged."""
 
     losses: list[float] = field(default_factory=list)  # one per step
     states: list[str] = field(default_factory=list)  # path of the training checkpoint after each step
@@ -130,6 +131,7 @@ class Job:
 
 
 def datum(step: int) -> types.Datum:
+    """Return the datum of a step, which depends only on `step`."""
     random = np.random.default_rng(step)
     tokens = random.integers(0, 200, 41)
     inputs = {
@@ -139,9 +141,11 @@ def datum(step: int) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)  # pyright: ignore[reportArgumentType]
 
 
-def work(there: Site, job: Job, *, until: int, stepped: threading.Event) -> None:
-    """Take steps until there are `until`, from the last acknowledged state. Each step sets `stepped`."""
-    with tinker.ServiceClient(base_url=there.url, api_key="tml-dummy") as service:
+def work(server: RestartableServer, job: Job, *, until: int, stepped: threading.Event) -> None:
+    """Resume from the last acknowledged state and take steps until the job has `until` steps. Every step sets
+    `stepped`.
+    """
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-dummy") as service:
         if job.states:
             training = service.create_training_client_from_state_with_optimizer(job.states[-1]).result(
                 timeout=TIMEOUT_S
@@ -156,12 +160,12 @@ def work(there: Site, job: Job, *, until: int, stepped: threading.Event) -> None
             sampler = training.save_weights_for_sampler(f"sampler-{number}")
             loss = backward.result(timeout=TIMEOUT_S).metrics["loss:sum"]
             state = saving[0].result(timeout=TIMEOUT_S).path
-            job.digests[state] = digest(there.store, state)
+            job.digests[state] = digest(server.store, state)
             job.losses.append(loss)
             job.states.append(state)
             saving[1].result(timeout=TIMEOUT_S)
             path = sampler.result(timeout=TIMEOUT_S).path
-            job.digests[path] = digest(there.store, path)
+            job.digests[path] = digest(server.store, path)
             sampling = service.create_sampling_client(model_path=path).result(timeout=TIMEOUT_S)
             settings = types.SamplingParams(max_tokens=4, seed=number)
             sampling.sample(types.ModelInput.from_ints([1, 2, 3]), 1, settings).result(timeout=TIMEOUT_S)
@@ -169,7 +173,7 @@ def work(there: Site, job: Job, *, until: int, stepped: threading.Event) -> None
 
 
 def digest(store: CheckpointStore, path: str) -> str:
-    """Return a hash of a checkpoint, read as the server reads it. Raises an error if it is incomplete."""
+    """Read a checkpoint as the server does and return its hash. Raises an error if it is incomplete."""
     info, arrays = store.read(path)
     sha = hashlib.sha256(repr((info.step, info.lora, info.kind)).encode())
     for name in sorted(arrays):
@@ -178,13 +182,13 @@ def digest(store: CheckpointStore, path: str) -> str:
 
 
 @contextlib.contextmanager
-def neighbours(url: str) -> Iterator[None]:
+def background_clients(url: str) -> Iterator[None]:
     """Run clients that sample from the base model continuously and ignore errors."""
-    over = threading.Event()
+    is_stopping = threading.Event()
 
     def sample() -> None:
         with httpx.Client(base_url=url, timeout=10) as http:
-            while not over.is_set():
+            while not is_stopping.is_set():
                 try:
                     http.post("/api/v1/asample", json=body)
                     http.post(
@@ -200,7 +204,7 @@ def neighbours(url: str) -> Iterator[None]:
     for thread in threads:
         thread.start()
     yield
-    over.set()
+    is_stopping.set()
     for thread in threads:
         thread.join()
 
@@ -210,83 +214,92 @@ def neighbours(url: str) -> Iterator[None]:
 
 @dataclass(kw_only=True, slots=True)
 class Figures:
+    """The measurements and faults of a run with kills."""
+
     restarts_s: list[float] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # acknowledged checkpoints that are missing or changed
-    torn: list[str] = field(default_factory=list)  # listed checkpoints that cannot be read
+    unreadable: list[str] = field(default_factory=list)  # listed checkpoints that cannot be read
     unacknowledged: int = 0  # complete checkpoints whose save was not acknowledged
 
 
-def killed_run(there: Site, points: int, seed: int) -> tuple[Job, Figures]:
-    draw, job, figures = random.Random(seed), Job(), Figures()
+def killed_run(server: RestartableServer, points: int, seed: int) -> tuple[Job, Figures]:
+    """Kill and restart the server `points` times while a job runs, then take STEPS_AFTER_LAST_KILL steps."""
+    rng, job, figures = random.Random(seed), Job(), Figures()
     for _ in range(points):
         stepped = threading.Event()
-        worker = threading.Thread(target=_until_killed, args=(there, job, stepped), daemon=True)
-        with neighbours(there.url):
+        worker = threading.Thread(target=_until_killed, args=(server, job, stepped), daemon=True)
+        with background_clients(server.url):
             worker.start()
-            if draw.random() < EARLY_KILLS:
-                time.sleep(draw.uniform(0.1, 5.0))
+            if rng.random() < EARLY_KILLS:
+                time.sleep(rng.uniform(0.1, 5.0))
             else:
-                assert stepped.wait(TIMEOUT_S), "no step was made"
-                time.sleep(draw.uniform(0.0, 2.0))
-            there.kill()
-        figures.restarts_s.append(there.start())
+                assert stepped.wait(TIMEOUT_S), "no step was completed"
+                time.sleep(rng.uniform(0.0, 2.0))
+            server.kill()
+        figures.restarts_s.append(server.start())
         worker.join(TIMEOUT_S)
-        assert not worker.is_alive(), "the client does not return after the server was killed and restarted"
-        check(there.store, job, figures)
-    work(there, job, until=job.steps + STEPS_AFTER_LAST_KILL, stepped=threading.Event())
+        assert not worker.is_alive(), "the client still runs after the server was killed and restarted"
+        check(server.store, job, figures)
+    work(server, job, until=job.steps + STEPS_AFTER_LAST_KILL, stepped=threading.Event())
     return job, figures
 
 
-def _until_killed(there: Site, job: Job, stepped: threading.Event) -> None:
+def _until_killed(server: RestartableServer, job: Job, stepped: threading.Event) -> None:
     with contextlib.suppress(tinker.TinkerError, RetryableException, httpx.HTTPError, TimeoutError, OSError):
-        work(there, job, until=sys.maxsize, stepped=stepped)
+        work(server, job, until=sys.maxsize, stepped=stepped)
 
 
 def check(store: CheckpointStore, job: Job, figures: Figures) -> None:
+    """Compare the checkpoints on disk with those that the server acknowledged."""
     listed: list[CheckpointInfo] = store.list()
     for info in listed:
         try:
             actual = digest(store, info.path)
         except Exception as error:
-            figures.torn.append(f"{info.path}: {error}")
+            figures.unreadable.append(f"{info.path}: {error}")
             continue
         if job.digests.get(info.path, actual) != actual:
-            figures.lost.append(f"{info.path} is not what was saved")
+            figures.lost.append(f"{info.path} differs from the saved checkpoint")
     paths = {info.path for info in listed}
     figures.lost += [path for path in job.digests if path not in paths]
     figures.unacknowledged = len([path for path in paths - set(job.digests) if not path.endswith("/last")])
 
 
 def kill_points(folder: Path, model: Path, *, points: int, seed: int) -> int:
-    with site(folder / "killed", model) as there:
-        job, figures = killed_run(there, points, seed)
-        final = digest(there.store, job.states[-1])
-    with site(folder / "alone", model) as quiet:
-        alone = Job()
-        work(quiet, alone, until=job.steps, stepped=threading.Event())
-        undisturbed = digest(quiet.store, alone.states[-1])
-    sound = not figures.lost and not figures.torn and final == undisturbed and job.losses == alone.losses
+    with running_server(folder / "killed", model) as server:
+        job, figures = killed_run(server, points, seed)
+        killed_digest = digest(server.store, job.states[-1])
+    with running_server(folder / "alone", model) as server:
+        uninterrupted = Job()
+        work(server, uninterrupted, until=job.steps, stepped=threading.Event())
+        expected_digest = digest(server.store, uninterrupted.states[-1])
+    passed = (
+        not figures.lost
+        and not figures.unreadable
+        and killed_digest == expected_digest
+        and job.losses == uninterrupted.losses
+    )
     restarts = np.array(figures.restarts_s)
     print(
         f"{points} kills of the server, {job.steps} steps in all, {len(job.digests)} acknowledged "
-        f"checkpoints: {len(figures.lost)} lost, {len(figures.torn)} unreadable; {figures.unacknowledged} "
-        f"complete but not acknowledged; restart p50 {np.median(restarts):.1f} s, "
-        f"max {restarts.max():.1f} s; losses {'equal' if job.losses == alone.losses else 'DIFFER'}, "
-        f"final state {'equal' if final == undisturbed else 'DIFFERS'} to the bit",
+        f"checkpoints: {len(figures.lost)} lost, {len(figures.unreadable)} unreadable; "
+        f"{figures.unacknowledged} complete but not acknowledged; restart p50 {np.median(restarts):.1f} s, "
+        f"max {restarts.max():.1f} s; losses {'equal' if job.losses == uninterrupted.losses else 'DIFFER'}, "
+        f"final state {'equal' if killed_digest == expected_digest else 'DIFFERS'} to the bit",
         flush=True,
     )
-    for what in (*figures.lost, *figures.torn):
-        print(f"  {what}")
-    return 0 if sound else 1
+    for fault in (*figures.lost, *figures.unreadable):
+        print(f"  {fault}")
+    return 0 if passed else 1
 
 
 def main(argv: list[str]) -> int:
-    given = dict(argument.split("=", 1) for argument in argv)
-    model = Path(given.get("model", str(QUICKSTART / "model")))
+    options = dict(argument.split("=", 1) for argument in argv)
+    model = Path(options.get("model", str(QUICKSTART / "model")))
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(given.get("folder", temporary))
+        folder = Path(options.get("folder", temporary))
         return kill_points(
-            folder, model, points=int(given.get("points", "30")), seed=int(given.get("seed", "0"))
+            folder, model, points=int(options.get("points", "30")), seed=int(options.get("seed", "0"))
         )
 
 

@@ -305,7 +305,7 @@ async def test_cancelling_a_trial_frees_the_sandbox(tmp_path: Path) -> None:
         tasks.trial(tasks.train[0], directory=tmp_path, seed=1, temperature=1.0).run(policy)
     )
     async with asyncio.timeout(60):
-        await policy.was_asked.wait()
+        await policy.is_sampling.wait()
     trial.cancel()
     with pytest.raises(asyncio.CancelledError):
         await trial

@@ -145,7 +145,7 @@ async def test_an_invalid_judge_reply_is_a_failure_and_not_a_reward(
         ),
     )
     outcome = await result(source, [SAVE, "Saved."])
-    assert judge.asked == [[{"role": "user", "content": "was it polite?"}]]
+    assert judge.requests == [[{"role": "user", "content": "was it polite?"}]]
     if reward is None:
         assert isinstance(outcome, TrialFailure) and "JudgeError" in outcome.message
     else:

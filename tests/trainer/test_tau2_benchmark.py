@@ -128,4 +128,4 @@ async def test_real_assertions_use_the_configured_judge(met: bool, reward: float
     judge = FixedJudge(json.dumps({"results": [verdict] * num_assertions}))
     answers = [*(called(action["name"], **action["arguments"]) for action in actions), "Done."]
     last = (await episode("retail", str(task.row["task"]), answers, user=Script("Hello."), judge=judge))[-1]
-    assert (last.reward, last.metrics["reward_nl_assertion"], len(judge.asked)) == (reward, reward, 1)
+    assert (last.reward, last.metrics["reward_nl_assertion"], len(judge.requests)) == (reward, reward, 1)
