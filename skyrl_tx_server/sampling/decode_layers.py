@@ -29,9 +29,10 @@ type AttendInLayer = Callable[
 ]
 """(layer, past, recent, step, spec, q, k, v) -> (attended, new `recent`)."""
 
-type RunLayers[Recent] = Callable[
-    [jax.Array, Mapping[RopeSpec, Rope], Recent, jax.Array], tuple[jax.Array, Recent]
-]
+type Recent = list[Segment] | Segment
+"""The keys and values of this dispatch by layer, or stacked over the layers."""
+
+type RunLayers = Callable[[jax.Array, Mapping[RopeSpec, Rope], Recent, jax.Array], tuple[jax.Array, Recent]]
 """(x [B, 1, D], rotary tables, keys and values of this dispatch, step) -> (x after all layers, the keys and
 values with those of this step)."""
 
@@ -48,12 +49,12 @@ class DecodeModel:
     attend: AttendInLayer
 
 
-def unrolled_layers(model: DecodeModel) -> RunLayers[list[Segment]]:
+def unrolled_layers(model: DecodeModel) -> RunLayers:
     """Return a function that runs one layer after the other. The program contains every layer."""
     config = model.config
     stacks = [stack for stack in stacks_of(config) for _ in stack.layers]
     adapters = [
-        slot_layer(modules, model.indices, np.int32(index))
+        slot_layer(modules, model.indices, np.array(index, np.int32))
         for stack, modules in zip(stacks_of(config), model.lora_slots.layers, strict=True)
         for index in range(len(stack.layers))
     ]
@@ -61,8 +62,9 @@ def unrolled_layers(model: DecodeModel) -> RunLayers[list[Segment]]:
     unstacked = None if reads_in_place(config) else by_layer(config, model.params)
 
     def run(
-        x: jax.Array, ropes: Mapping[RopeSpec, Rope], recents: list[Segment], step: jax.Array
-    ) -> tuple[jax.Array, list[Segment]]:
+        x: jax.Array, ropes: Mapping[RopeSpec, Rope], recents: Recent, step: jax.Array
+    ) -> tuple[jax.Array, Recent]:
+        assert isinstance(recents, list)
         written = []
         # Outside the loop over steps, a slice of the stacked weights would be a copy.
         layers = by_layer(config, model.params) if unstacked is None else unstacked
@@ -75,15 +77,16 @@ def unrolled_layers(model: DecodeModel) -> RunLayers[list[Segment]]:
     return run
 
 
-def rolled_layers(model: DecodeModel) -> RunLayers[Segment]:
+def rolled_layers(model: DecodeModel) -> RunLayers:
     """Return a function with one loop for each stack of layers. Keys and values are stacked over the
     layers."""
     config = model.config
     past = jax.lax.map(model.read_past, jnp.arange(config.num_layers))
 
     def run(
-        x: jax.Array, ropes: Mapping[RopeSpec, Rope], recents: Segment, step: jax.Array
-    ) -> tuple[jax.Array, Segment]:
+        x: jax.Array, ropes: Mapping[RopeSpec, Rope], recents: Recent, step: jax.Array
+    ) -> tuple[jax.Array, Recent]:
+        assert isinstance(recents, Segment)
         written = []
         for stack, weights, modules in zip(
             stacks_of(config), model.params.layers, model.lora_slots.layers, strict=True

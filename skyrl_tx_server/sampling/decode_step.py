@@ -34,7 +34,7 @@ from skyrl_tx_server.model.transformer import (
     head_logits,
     ropes_of,
 )
-from skyrl_tx_server.sampling.decode_layers import DecodeModel, rolled_layers, unrolled_layers
+from skyrl_tx_server.sampling.decode_layers import DecodeModel, Recent, rolled_layers, unrolled_layers
 from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
 
 
@@ -84,7 +84,7 @@ class _LoopState:
 
     last: jax.Array  # [B] int32, the last token of each sequence
     remaining: jax.Array  # [B] int32
-    recent: list[Segment] | Segment  # keys and values of this dispatch by layer; a Segment: stacked
+    recent: Recent
     tokens: jax.Array  # [B, steps] int32, outputs
     logprobs: jax.Array  # [B, steps] float32
 

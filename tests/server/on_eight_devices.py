@@ -180,7 +180,10 @@ def compare_kv_cache(config: ModelConfig) -> dict[str, bool]:
         cache = copy_pages(config, cache, np.stack([tables[0], tables[2]], axis=1))  # from rank 0 to rank 1
         scattered = write_positions(config, cache, block, tables, starts, counts, scatter=True)
         cache = write_positions(config, cache, block, tables, starts, counts)
-        rows = read_positions(config, cache, tables, (PAGE_SIZE, 3 * PAGE_SIZE))
+        rows = [
+            read_positions(config, cache, layer, tables, (PAGE_SIZE, 3 * PAGE_SIZE))
+            for layer in range(layers)
+        ]
         return (
             cache,
             scattered,

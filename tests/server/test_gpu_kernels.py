@@ -291,7 +291,7 @@ def test_decode_attention_over_pages_and_segments_is_equal() -> None:
     tables, lengths = np.array([[1, 2], [3, 4], [5, 0]]), np.array([100, 64, 0])
     splits = kv_splits_of(tables, lengths, group=2)
     visible = (jnp.arange(8) <= 3)[None, None, None]
-    past = read_positions(config, cache, tables, (2 * PAGE_SIZE,))[1]
+    past = read_positions(config, cache, 1, tables, (2 * PAGE_SIZE,))
     masks = [(jnp.arange(2 * PAGE_SIZE) < lengths[:, None])[:, None, None], visible]
     expected = attend_over_segments(attention_spec(16), q, [*past, recent], masks)
     actual = attend_over_pages(

@@ -10,6 +10,7 @@ route of both versions. Both must return the same operation or the same error, e
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import json
 import random
@@ -106,10 +107,11 @@ async def replies(
     futures = importlib.import_module("skyrl_tx_server.engine.futures")
     app = importlib.import_module("skyrl_tx_server.http.app")
     startup = importlib.import_module("skyrl_tx_server.http.http_handler").StartupState
+    first_field = dataclasses.fields(startup)[0].name  # its name depends on the version
     results = []
     with tempfile.TemporaryDirectory() as folder:
         context = server.fake_context(Path(folder), retention=futures.Retention(hold_s=0.001))
-        transport = httpx.ASGITransport(app.build_app(startup(context=context)))
+        transport = httpx.ASGITransport(app.build_app(startup(**{first_field: context})))
         async with httpx.AsyncClient(transport=transport, base_url="http://server/api/v1/") as http:
             for _ in range(number):
                 route = rng.choice(routes)

@@ -15,6 +15,7 @@ from skyrl_tx_server.model.attention.kv_splits import KVSplits
 from skyrl_tx_server.model.attention.softmax import LOG2E, MASKED, ceil_max
 from skyrl_tx_server.model.kernels.paged_kernel import Attended, merge, paged_attention
 from skyrl_tx_server.model.kv_cache import BATCH_HEADS, PAGES, KVCache, Segment, own_pages
+from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.mesh import BATCH, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.reductions import sum_last
@@ -51,7 +52,7 @@ def attend_over_pages(
     config: ModelConfig,
     spec: AttentionSpec,
     cache: KVCache,
-    layer: int,
+    layer: ArrayLike | int,
     q: jax.Array,
     tables_BW: jax.Array,
     splits: KVSplits,
@@ -75,7 +76,7 @@ def attend_over_pages(
 def _attend_over_own_pages(
     config: ModelConfig,
     spec: AttentionSpec,
-    layer: int,
+    layer: ArrayLike | int,
     interpret: bool,
     cache: KVCache,
     q: jax.Array,
