@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on Tinker's cloud. TINKER_API_KEY must be set in the environment or in .env.
 #
-#   ./run.sh [key=value ...]        these options replace those below
+#   ./run.sh [key=value ...]        these options replace the options below
 #
 # `.venv/bin/python -m src.train --help` lists all options.
 set -euo pipefail

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Trains on our server, on the accelerator or CPU of this machine. Starts the server if skyrl_tx_url does not answer.
+# Trains with the server of this repository, on the accelerator or CPU of this machine. Starts the server if skyrl_tx_url does not
+# answer.
 #
 #   ./run_skyrl_tx.sh                        the quick start: a small model and small tasks, minutes on two CPU cores
-#   ./run_skyrl_tx.sh env=tau_bench          the same for service agents: tools and a simulated customer
+#   ./run_skyrl_tx.sh env=tau_bench          the quick start of service agents: tools and a simulated customer
 #   ./run_skyrl_tx.sh seed=2 max_steps=4     the quick start with other options
 #   ./run_skyrl_tx.sh model_name=Qwen/Qwen3-4B tasks_dir=./datasets/terminal-bench-2 [key=value ...]
 #                                          the full recipe; starts a server unless one serves this model

@@ -3,7 +3,7 @@
 #
 #   scripts/docs.sh [serve]
 #
-# The diagrams need a copy of mermaid, which npm provides. Without npm the site is built with the diagrams as text.
+# The diagrams need a copy of mermaid, which npm provides. Without npm, or if the download fails, the site is built with the diagrams as text.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
@@ -15,7 +15,7 @@ if [ ! -e "$mermaid" ] && command -v npm >/dev/null; then
   fi
   rm -rf "$folder"
 fi
-[ -e "$mermaid" ] || echo "docs: npm is missing, so the site shows the diagrams as text"
+[ -e "$mermaid" ] || echo "docs: could not install mermaid with npm; the site shows the diagrams as text"
 .venv/bin/python -m scripts.docs
 if [ "${1:-}" = serve ]; then exec .venv/bin/mkdocs serve --dev-addr 127.0.0.1:8001; fi
 exec .venv/bin/mkdocs build --strict

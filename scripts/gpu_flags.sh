@@ -1,8 +1,9 @@
-# To be sourced: sets XLA_FLAGS on machines with NVIDIA GPUs. Flags that are already in XLA_FLAGS take precedence.
+# Source this file: it sets XLA_FLAGS on machines with NVIDIA GPUs. Flags that are already in XLA_FLAGS take precedence.
 #
 #   . scripts/gpu_flags.sh
 #
-# latency_hiding_scheduler   as in NVIDIA's JAX images (docs.nvidia.com/jax-toolbox/environment-variables)
+# The latency hiding scheduler overlaps transfers between devices with computation. NVIDIA's JAX images set the same flag
+# (docs.nvidia.com/jax-toolbox/environment-variables).
 #
 # CUDA graphs need no flag: jaxlib records kernels and matrix products in command buffers by default. These flags are not set,
 # because they were not measured: --xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL, which also records loops and branches,

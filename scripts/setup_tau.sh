@@ -26,14 +26,14 @@ elif [ ! -d "$folder/source" ]; then
   git clone -q --depth 1 --branch "${source##*@}" "${source%@*}" "$folder/source" || fail "could not clone ${source%@*}; clone it and pass its path"
 fi
 [ -f "$folder/source/src/tau2/registry.py" ] || fail "$folder/source is not sierra-research/tau2-bench: it has no src/tau2/registry.py"
-missing=$(for name in retail/db.json airline/db.json telecom/tasks.json mock/tasks.json; do
+missing_files=$(for name in retail/db.json airline/db.json telecom/tasks.json mock/tasks.json; do
   [ -f "$folder/source/data/tau2/domains/$name" ] || printf '%s ' "$name"; done)
 
 python=$(readlink -f .venv/bin/python || true)
 [ -x "$folder/venv/bin/python" ] || "$uv" venv -q --python "${python:->=3.12,<3.14}" "$folder/venv"
 "$uv" pip install -q --compile-bytecode --python "$folder/venv/bin/python" -e "$folder/source"
-TAU2_DATA_DIR="$folder/source/data" LITELLM_LOCAL_MODEL_COST_MAP=True "$folder/venv/bin/python" -I -c 'import tau2.registry' 2>/dev/null ||
-  fail "tau2 does not import in $folder/venv"
+TAU2_DATA_DIR="$folder/source/data" LITELLM_LOCAL_MODEL_COST_MAP=True "$folder/venv/bin/python" -I -c 'import tau2.registry' ||
+  fail "tau2 cannot be imported in $folder/venv; remove $folder and run this script again"
 
-[ -z "$missing" ] || printf 'setup_tau: the clone lacks %s; these domains cannot be played\n' "$missing"
+[ -z "$missing_files" ] || printf 'setup_tau: the clone lacks %s; the domains of these files cannot be used. Clone the whole repository to use them\n' "$missing_files"
 printf 'setup_tau: ready\nexport TAU2_HOME=%s\n' "$folder"

@@ -176,5 +176,5 @@ def test_an_unusable_recipe_gives_a_one_line_error():
         recipe("retail_3b_grpo", "taxonomy")
     unknown = run_recipe("retail_5b")
     assert unknown.returncode == 2 and unknown.stderr.startswith(
-        "recipe: there is no recipe retail_5b; there are: generalize"
+        "recipe: unknown recipe retail_5b; available recipes: generalize"
     )
