@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NOBODY = "65534"
 PYTHON = "/usr/bin/python3"  # inside the sandbox
 
-# Python keeps the capability to read the interpreter and the packages. Programs that it starts have none.
+# Python keeps the capability CAP_DAC_READ_SEARCH, with which it reads the interpreter and the packages.
+# Programs that it starts have no capability.
 _PYTEST_WITHOUT_CAPABILITIES = """
 import ctypes, sys
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
@@ -59,7 +60,7 @@ async def environment(
     (directory / "Dockerfile").write_text(dockerfile)
     paths = TrialPaths(trial_dir=tmp_path / "trial")
     paths.mkdir()
-    made = SandboxEnvironment(
+    sandbox_environment = SandboxEnvironment(
         environment_dir=directory,
         environment_name="task",
         session_id="task__env",
@@ -68,18 +69,18 @@ async def environment(
         run_label=LABEL,
     )
     try:
-        await made.start(force_build=False)
-        yield made
+        await sandbox_environment.start(force_build=False)
+        yield sandbox_environment
     finally:
-        await made.stop(delete=True)
+        await sandbox_environment.stop(delete=True)
 
 
 def run_tests_as_nobody(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run pytest as an ordinary user. Requires root."""
-    became = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-    became += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search", "--"]
+    drop_privileges = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    drop_privileges += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search", "--"]
     command = [
-        *became,
+        *drop_privileges,
         sys.executable,
         "-c",
         _PYTEST_WITHOUT_CAPABILITIES,

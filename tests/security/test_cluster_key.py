@@ -77,7 +77,7 @@ def key_file(folder: Path, key: bytes) -> str:
 @pytest.mark.parametrize(
     "impostor", ["plain pickle", "multiprocessing without a key", "this protocol without the key"]
 )
-def test_an_impostor_of_process_0_gets_nothing_unpickled(
+def test_nothing_from_an_impostor_of_process_0_is_unpickled(
     hosts: ProcessOptions, tmp_path: Path, impostor: str
 ) -> None:
     created = tmp_path / "created"
@@ -128,9 +128,8 @@ def test_an_impostor_is_refused_and_the_real_process_joins(
         match=r"does not know the cluster key; give every process the same cluster_key_file \(or SKYRL_TX_C",
     ):
         join(chz.replace(hosts, cluster_key_file=key_file(tmp_path, b"x" * 32)), SETTINGS, print)
-    with socket.create_connection(
-        hosts.address, timeout=30
-    ) as impostor:  # the impostor does not check the proof of process 0
+    # The impostor does not check the proof of process 0.
+    with socket.create_connection(hosts.address, timeout=30) as impostor:
         impostor.sendall(MAGIC + NUMBER.pack(1) + secrets.token_bytes(NONCE_BYTES))
         read_exactly(impostor, NONCE_BYTES + CODE_BYTES)
         impostor.sendall(secrets.token_bytes(CODE_BYTES))

@@ -72,7 +72,7 @@ def link(name: str, target: str) -> tuple[str, tarfile.TarInfo]:
     return name, member
 
 
-def test_an_archive_is_unpacked_within_its_allowance(tmp_path: Path) -> None:
+def test_an_archive_is_unpacked_within_its_budget(tmp_path: Path) -> None:
     files = [(f"f{number}", b"x" * 10) for number in range(100)]
     left = DownloadBudget(files=30, size=1000)
     assert not unpack(archive(*files), tmp_path / "few", left)
@@ -291,7 +291,7 @@ def test_a_folder_is_bounded_without_following_a_link(tmp_path: Path) -> None:
     assert (outside / "kept").read_text() == "x"
 
 
-def test_a_quota_counts_what_an_earlier_process_left(tmp_path: Path) -> None:
+def test_a_quota_counts_files_of_earlier_processes(tmp_path: Path) -> None:
     old, new = (tmp_path / "jobs" / "step_1" / name for name in ("old", "new"))
     for folder in (old, new):
         (folder / "agent").mkdir(parents=True)

@@ -131,13 +131,13 @@ async def test_a_hostile_body_is_refused_without_blocking_the_loop(
             )
             response = await http.request(endpoint.method, path, content=BODIES[name], headers=JSON)
             assert response.status_code in {200, 204, *range(400, 500)}, (endpoint.path, response.text[:200])
-            assert len(response.content) < 10_000, "a message does not repeat what was sent"
+            assert len(response.content) < 10_000, "an error message does not repeat the body"
     assert not [record for record in caplog.records if record.exc_info], caplog.text[:2000]
     assert ticker.longest_s < LONGEST_GAP_S
 
 
 @pytest.mark.parametrize("inner", [b"[],", b'"",', b"{},", b'{"a":1},', b"1,"])
-async def test_a_compressed_body_blocks_no_loop_and_fills_no_memory(
+async def test_a_compressed_body_blocks_no_loop_and_uses_little_memory(
     inner: bytes, http: httpx.AsyncClient
 ) -> None:
     """Without limits, six kilobytes would take 3.4 GiB and ten seconds."""

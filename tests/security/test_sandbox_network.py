@@ -21,7 +21,7 @@ REASON = why_no_sandbox() or network.why_no_network()
 needs_network = pytest.mark.skipif(REASON is not None, reason=f"no sandbox with a network here: {REASON}")
 
 
-def own_address() -> str | None:
+def non_loopback_address() -> str | None:
     """Return an address of this machine that is not a loopback address. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -33,7 +33,7 @@ def own_address() -> str | None:
 
 
 def connect(address: str, port: int) -> str:
-    """Return a command that succeeds if it can connect to `greeter` and read its greeting."""
+    """Return a command that succeeds if it can connect to `greet` and read its greeting."""
     return (
         f"timeout 10 bash -c 'exec 3<>/dev/tcp/{address}/{port} && read -r line <&3 && [ \"$line\" = hello ]'"
     )
@@ -51,7 +51,7 @@ async def greet(listener: socket.socket) -> None:
 
 @needs_network
 async def test_a_public_network_does_not_reach_the_hosts_loopback() -> None:
-    address = own_address()
+    address = non_loopback_address()
     if address is None:
         pytest.skip("this machine has loopback addresses only")
     local, public = socket.create_server(("127.0.0.1", 0)), socket.create_server((address, 0))
@@ -63,7 +63,7 @@ async def test_a_public_network_does_not_reach_the_hosts_loopback() -> None:
     try:
         async with sandbox(network=True) as running:
             assert (await running.run(connect(address, public.getsockname()[1]))).status == 0, (
-                "the network does not work at all"
+                "the sandbox has no network"
             )
             aliases = [f"198.18.77.{last}" for last in (0, 1, 2, 3, 100, 255)]
             for target in (
@@ -78,12 +78,12 @@ async def test_a_public_network_does_not_reach_the_hosts_loopback() -> None:
                 assert (await running.run(connect(target, port))).status != 0, target
             link_local = await running.run(connect("169.254.169.254", 80))
             assert b"No route to host" in link_local.stderr, (
-                "the machine's own link, where clouds answer with credentials"
+                "the sandbox reaches the link-local address at which clouds serve credentials"
             )
             assert b"agent-trainer" not in (await running.run("cat /proc/net/unix")).stdout
             assert (
                 await running.run("cat /proc/net/dev | grep -c :")
-            ).stdout == b"2\n"  # its own loopback and the tap device
+            ).stdout == b"2\n"  # the loopback device of the sandbox and the tap device
             assert (
                 await running.run(
                     "grep -c ^nameserver /etc/resolv.conf; grep -c 'nameserver 127' /etc/resolv.conf"
@@ -149,9 +149,7 @@ def forwarders(trainer: int | None = None) -> set[str]:
     return process_ids
 
 
-async def test_a_machine_without_the_package_refuses_with_its_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_the_error_names_a_missing_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(network, "PROGRAMS", str(tmp_path))
     with pytest.raises(
         SandboxError,

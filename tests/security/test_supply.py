@@ -43,7 +43,7 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize("name", PINNED)
-def test_every_requirement_is_pinned_by_hash_and_names_no_host(name: str) -> None:
+def test_every_requirement_has_a_hash_and_no_url(name: str) -> None:
     text = (ROOT / name).read_text()
     assert not HOSTS.search(text)
     requirements = text.replace("\\\n", " ").splitlines()
@@ -128,7 +128,7 @@ def test_a_folder_of_another_user_is_refused(open_to_all: Path) -> None:
         make_private(open_to_all / "theirs" / "run")
 
 
-def test_a_link_of_ones_own_is_followed(tmp_path: Path) -> None:
+def test_a_link_of_the_same_user_is_followed(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "runs").symlink_to(tmp_path / "disk")
     assert resolved(tmp_path / "runs" / "a") == tmp_path.resolve() / "disk" / "a"

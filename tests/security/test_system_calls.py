@@ -1,4 +1,4 @@
-"""The seccomp filter, interpreted as by the kernel, for both architectures."""
+"""Tests of the seccomp filter, which is evaluated as the kernel does, for both architectures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ALLOW = 0x7FFF0000
 MAP_SHARED, MAP_PRIVATE, MAP_ANONYMOUS = 1, 2, 0x20
 
 
-def verdict(program: bytes, *, architecture: str, number: int, arguments: tuple[int, ...] = ()) -> int:
-    """Return the error number of a call, or 0 if it is allowed."""
+def errno_of_call(program: bytes, *, architecture: str, number: int, arguments: tuple[int, ...] = ()) -> int:
+    """Interpret the BPF program. Return the error number of a call, or 0 if it is allowed."""
     padded = (*arguments, *(0,) * (6 - len(arguments)))
     data = struct.pack("=IIQ6Q", number & 0xFFFFFFFF, ARCHITECTURES[architecture], 0, *padded)
     position = accumulator = 0
@@ -51,10 +51,10 @@ def test_denied_calls_fail_and_ordinary_ones_are_allowed(machine: str) -> None:
     program = seccomp_filter(max_shared_mapping=None)
     for name in DENIED:
         if (number := number_of(name, machine)) is not None:
-            assert verdict(program, architecture=machine, number=number) == errno.EPERM, name
+            assert errno_of_call(program, architecture=machine, number=number) == errno.EPERM, name
     denied = {number_of(name, machine) for name in NUMBERS}
     for number in set(range(0, 425)) - denied:
-        assert verdict(program, architecture=machine, number=number) == 0, number
+        assert errno_of_call(program, architecture=machine, number=number) == 0, number
 
 
 def test_only_four_socket_families_exist(machine: str) -> None:
@@ -64,33 +64,33 @@ def test_only_four_socket_families_exist(machine: str) -> None:
     allowed = {
         family
         for family in range(64)
-        if verdict(program, architecture=machine, number=number, arguments=(family,)) == 0
+        if errno_of_call(program, architecture=machine, number=number, arguments=(family,)) == 0
     }
     assert allowed == {1, 2, 10, 16}
-    assert verdict(program, architecture=machine, number=number, arguments=(40,)) == errno.EAFNOSUPPORT
+    assert errno_of_call(program, architecture=machine, number=number, arguments=(40,)) == errno.EAFNOSUPPORT
 
 
 def test_calls_of_other_architectures_and_kernels_get_enosys(machine: str) -> None:
     program = seccomp_filter(max_shared_mapping=None)
-    (other,) = set(ARCHITECTURES) - {machine}
-    assert verdict(program, architecture=other, number=39) == errno.ENOSYS
+    (other_architecture,) = set(ARCHITECTURES) - {machine}
+    assert errno_of_call(program, architecture=other_architecture, number=39) == errno.ENOSYS
     for number in (457, 467, 0x40000000, 0x40000000 + 39, 0xFFFFFFFF):
-        assert verdict(program, architecture=machine, number=number) == errno.ENOSYS
+        assert errno_of_call(program, architecture=machine, number=number) == errno.ENOSYS
 
 
-@pytest.mark.parametrize("most", [512 * 2**20, 4 * 2**30, 8 * 2**30 + 4096])
-def test_an_anonymous_shared_mapping_is_bounded(machine: str, most: int) -> None:
-    program = seccomp_filter(max_shared_mapping=most)
+@pytest.mark.parametrize("max_bytes", [512 * 2**20, 4 * 2**30, 8 * 2**30 + 4096])
+def test_an_anonymous_shared_mapping_is_bounded(machine: str, max_bytes: int) -> None:
+    program = seccomp_filter(max_shared_mapping=max_bytes)
     number = number_of("mmap", machine)
     assert number is not None
 
     def mapping(size: int, flags: int) -> int:
-        return verdict(
+        return errno_of_call(
             program, architecture=machine, number=number, arguments=(0, size, 3, flags, 2**64 - 1, 0)
         )
 
-    assert mapping(most, MAP_SHARED | MAP_ANONYMOUS) == 0
-    for size in (most + 4096, most + 2**32, 2**40):
+    assert mapping(max_bytes, MAP_SHARED | MAP_ANONYMOUS) == 0
+    for size in (max_bytes + 4096, max_bytes + 2**32, 2**40):
         assert mapping(size, MAP_SHARED | MAP_ANONYMOUS) == errno.ENOMEM
         assert mapping(size, MAP_PRIVATE | MAP_ANONYMOUS) == 0
         assert mapping(size, MAP_SHARED) == 0
