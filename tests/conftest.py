@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -62,6 +63,20 @@ def clean_up_the_sdk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     _cancel_tasks_of_the_sdk()
     gc.collect()
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collect_objects_of_module_fixtures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Collect the sockets of SDK clients that fixtures of the module have created, without a warning.
+
+    Such an object exists before the test that uses it, so `clean_up_the_sdk` does not collect it.
+    """
+    yield
+    items = (item for item in request.session.items if item.path == request.path)
+    if any(item.get_closest_marker(SDK_MARK) for item in items):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
 
 
 def _cancel_tasks_of_the_sdk() -> None:

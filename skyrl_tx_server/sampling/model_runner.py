@@ -162,7 +162,7 @@ class ModelRunner:
             if width == layout.widths[-1]:
                 break
             width = layout.widths[layout.widths.index(width) + 1]
-        if self._rolls and programs.request(dispatch.program, uses_before=2) is None:
+        if self._rolls:
             return replace(dispatch, program=replace(dispatch.program, rolled=True))
         return dispatch
 
@@ -182,6 +182,8 @@ class ModelRunner:
             self._cache, outputs = compiled(*arguments)
         else:
             self._cache, outputs = decode_steps(*arguments, **self._decode_options(program))
+        if program.rolled:  # The rolled program is compiled first, because sequences wait for it.
+            self._programs.request(replace(program, rolled=False), uses_before=1)
         return outputs
 
     def wait_for_compilation(self) -> None:
