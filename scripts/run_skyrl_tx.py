@@ -3,8 +3,8 @@
 With `model_name`, the full recipe runs (`recipe_options`), with lengths that fit the server. Without
 `model_name`, the recipe trains the model of a server at the default address, if that server can be used.
 Otherwise, or with `quickstart=NAME`, a quick start runs (`quick_starts`), with a small model and an embedded
-server on a free port: terminal tasks (`terminal`) or the customers of a shop (`tau_bench`). Options on the
-command line take precedence over those of the recipe.
+server on a free port: terminal tasks (`terminal`), the customers of a shop (`tau_bench`) or word problems
+(`arithmetic`). Options on the command line take precedence over those of the recipe.
 
 A server that this program starts ends with the training, also if this process is killed. Its random key is in
 the file `api_key` next to its log. `resume=RUN` continues a run with its original options,
@@ -102,6 +102,10 @@ def quick_start(given: dict[str, str]) -> int:
     chosen = chosen_quick_start(given)
     given = {name: value for name, value in given.items() if name != "quickstart"}
     say(f"quick start: {chosen.message}")
+    if chosen.setup and "model_name" not in given:
+        installed = subprocess.call([ROOT / "scripts" / "setup.sh", *chosen.setup])
+        if installed != 0:
+            return installed
     model = named_model(given.get("model_name", chosen.base_model))
     alias = chosen.model_alias if "model_name" not in given and chosen.model_alias else model.served_name
     tokenizer = {} if model.tokenizer is None else {"tokenizer": model.tokenizer}

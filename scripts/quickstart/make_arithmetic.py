@@ -1,0 +1,95 @@
+"""Write the problems of `quickstart=arithmetic` to datasets/arithmetic.
+
+    python -m scripts.quickstart.make_arithmetic [DIRECTORY]
+
+A problem is a short story with two numbers, followed by the sum or the difference to compute, so that a model
+with 135 million parameters solves some of them. The stories of `heldout.jsonl` do not occur in `train.jsonl`.
+The files are the same in every run.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2] / "datasets" / "arithmetic"
+NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jonas", "Kate", "Leo")
+THINGS = ("apples", "books", "coins", "pens", "stones", "cards", "shells", "eggs", "stamps", "keys")
+TRAIN_PER_FAMILY, HELD_OUT_PER_FAMILY = 16, 8
+HIGHEST = 9
+SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Problems with one story. They differ in their names, things and numbers."""
+
+    name: str
+    sign: str  # + or -
+    story: str  # with {name}, {other}, {things}, {a} and {b}
+
+
+TRAIN = (
+    Family(name="basket", sign="+", story="{name} has {a} {things} in a basket and puts {b} more into it."),
+    Family(name="gift", sign="+", story="{name} has {a} {things}. {other} gives {name} {b} {things}."),
+    Family(name="boxes", sign="+", story="One box holds {a} {things} and another box holds {b}."),
+    Family(name="days", sign="+", story="{name} finds {a} {things} on Monday and {b} on Tuesday."),
+    Family(name="friends", sign="+", story="{name} has {a} {things} and {other} has {b}."),
+    Family(name="lost", sign="-", story="{name} has {a} {things} and loses {b} of them."),
+    Family(name="sold", sign="-", story="A shop has {a} {things} and sells {b} of them."),
+    Family(name="younger", sign="-", story="{name} is {a} years old and {other} is {b} years younger."),
+    Family(name="given", sign="-", story="{name} has {a} {things} and gives {b} of them to {other}."),
+    Family(name="broken", sign="-", story="There are {a} {things} in a bag, and {b} of them break."),
+)
+HELD_OUT = (
+    Family(name="bus", sign="+", story="A bus carries {a} people, and {b} people get on."),
+    Family(name="trees", sign="+", story="{name} plants {a} trees in spring and {b} in autumn."),
+    Family(name="savings", sign="+", story="{name} saves {a} dollars this week and {b} the week before."),
+    Family(name="eaten", sign="-", story="There are {a} cakes on a table, and {name} eats {b} of them."),
+    Family(name="pages", sign="-", story="A book has {a} pages, and {name} has read {b} of them."),
+    Family(name="birds", sign="-", story="There are {a} birds on a roof, and {b} fly away."),
+)
+
+
+def problem(family: Family, rng: random.Random) -> tuple[str, str]:
+    """Return a question and its answer. The answer is at least 1."""
+    a, b = rng.randint(1, HIGHEST), rng.randint(1, HIGHEST)
+    if family.sign == "-":
+        a += b
+    name, other = rng.sample(NAMES, 2)
+    story = family.story.format(name=name, other=other, things=rng.choice(THINGS), a=a, b=b)
+    return f"{story} What is {a} {family.sign} {b}?", str(a + b if family.sign == "+" else a - b)
+
+
+def problems(families: Sequence[Family], per_family: int, rng: random.Random) -> list[dict[str, str]]:
+    """Return `per_family` different problems of each family."""
+    rows = []
+    for family in families:
+        answers: dict[str, str] = {}
+        while len(answers) < per_family:
+            question, answer = problem(family, rng)
+            answers[question] = answer
+        rows += [
+            {"id": f"{family.name}-{number:02d}", "question": question, "answer": answer}
+            for number, (question, answer) in enumerate(answers.items(), 1)
+        ]
+    return rows
+
+
+def main(folder: Path) -> None:
+    rng = random.Random(SEED)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, families, per_family in (
+        ("train", TRAIN, TRAIN_PER_FAMILY),
+        ("heldout", HELD_OUT, HELD_OUT_PER_FAMILY),
+    ):
+        lines = [json.dumps(row) + "\n" for row in problems(families, per_family, rng)]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)
