@@ -13,8 +13,8 @@ import numpy as np
 from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.operations import (
     ForwardBackward,
+    ForwardBackwardResult,
     LossFn,
-    OpResult,
     Sample,
     SampleResult,
     SamplingSettings,
@@ -77,12 +77,10 @@ def run_workload(workload: Workload, engine: Engine, clock: Callable[[], float],
             finished.set()
 
     def sample(prompt: np.ndarray, turn: int, number: int) -> None:
-        def done(future: Future[OpResult]) -> None:  # on the engine's thread, at the end of the turn
+        def done(future: Future[SampleResult]) -> None:  # on the engine's thread, at the end of the turn
             if (error := future.exception()) is not None:
                 return end(error)
-            result = future.result()
-            assert isinstance(result, SampleResult)
-            completion = result.sequences[0].tokens
+            completion = future.result().sequences[0].tokens
             sampled.append((clock() - began, len(completion)))
             if turn == workload.turns:
                 return end()
@@ -93,7 +91,7 @@ def run_workload(workload: Workload, engine: Engine, clock: Callable[[], float],
         engine.submit(op).add_done_callback(done)
 
     def train(number: int) -> None:
-        def done(future: Future[OpResult]) -> None:
+        def done(future: Future[ForwardBackwardResult]) -> None:
             if (error := future.exception()) is not None:
                 return end(error)
             trained.append((clock() - began, workload.training_tokens))

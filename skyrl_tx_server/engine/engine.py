@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from skyrl_tx_server.engine.executor_protocol import (
     EngineInfo,
@@ -33,6 +33,7 @@ from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
     ForwardBackward,
     Op,
+    Operation,
     OpResult,
     Sample,
     SampledSequence,
@@ -87,9 +88,9 @@ class EngineClient(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
-    def submit(
-        self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
-    ) -> Future[OpResult]: ...
+    def submit[R](
+        self, op: Operation[R], watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> Future[R]: ...
 
     def stats(self) -> dict[str, object]: ...
 
@@ -124,7 +125,7 @@ class Engine:
             train_share=train_share,
         )
         self._work = threading.Condition()  # guards every attribute below and the scheduler
-        self._futures: dict[int, Future[OpResult]] = {}
+        self._futures: dict[int, Future[Any]] = {}
         self._watchers: dict[int, Watcher] = {}  # watchers of samples that have not started
         self._last_request_id = 0
         self._stopping = False
@@ -169,13 +170,13 @@ class Engine:
             with contextlib.suppress(InvalidStateError):  # resolved or cancelled already
                 future.set_exception(ServerError(reason))
 
-    def submit(
-        self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
-    ) -> Future[OpResult]:
+    def submit[R](
+        self, op: Operation[R], watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> Future[R]:
         """Queue `op` for `tenant`, and report the progress of a `Sample` to `watcher`. Cancelling the future
         withdraws the operation if it has not started. The future fails with ServerError if the engine stops.
         """
-        future: Future[OpResult] = Future()
+        future: Future[R] = Future()
         with self._work:
             if self._stopping:
                 future.set_exception(ServerError("the server is stopping; this request was not accepted"))
@@ -184,7 +185,7 @@ class Engine:
             self._futures[self._last_request_id] = future
             if watcher is not None:
                 self._watchers[self._last_request_id] = watcher
-            self._scheduler.add(self._last_request_id, op, tenant=tenant)
+            self._scheduler.add(self._last_request_id, cast("Op", op), tenant=tenant)
             self._work.notify()
         return future
 
@@ -428,7 +429,7 @@ class Engine:
             error.__cause__ = unexpected
         self._deliver(request_id, lambda future: future.set_exception(error))
 
-    def _deliver(self, request_id: int, resolve: Callable[[Future[OpResult]], None]) -> None:
+    def _deliver(self, request_id: int, resolve: Callable[[Future[Any]], None]) -> None:
         with self._work:
             future = self._futures.pop(request_id, None)
             self._watchers.pop(request_id, None)  # present if a sample failed before it started

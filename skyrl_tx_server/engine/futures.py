@@ -15,6 +15,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from skyrl_tx_server.engine.operations import ForwardBackwardResult, OpResult, SampleResult, TopkLogprobs
 from skyrl_tx_server.errors import FutureLostError, ServerError, UserError
@@ -60,7 +61,7 @@ class _Entry:
     kind: str
     extra: dict[str, str]
     session_id: str | None
-    running: concurrent.futures.Future[OpResult]
+    running: concurrent.futures.Future[Any]
     withdraw: Callable[[], None]  # called to withdraw an operation that has started
     key: RequestKey | None = None
     abandoned: bool = False  # no client waits for the result
@@ -92,9 +93,9 @@ class FutureStore:
             replace(self._retention, max_finished=max_finished, max_bytes=max_bytes), clock=self._clock
         )
 
-    def submit(
+    def submit[R: OpResult](
         self,
-        start: Callable[[], concurrent.futures.Future[OpResult]],
+        start: Callable[[], concurrent.futures.Future[R]],
         *,
         kind: str,
         key: RequestKey | None,
@@ -123,7 +124,7 @@ class FutureStore:
                 scope.popitem(last=False)
         loop = asyncio.get_running_loop()
 
-        def hand_over(done: concurrent.futures.Future[OpResult]) -> None:
+        def hand_over(done: concurrent.futures.Future[R]) -> None:
             try:
                 loop.call_soon_threadsafe(self._finish, request_id, done, when_done)
             except RuntimeError:  # the loop is closed: the server has stopped
@@ -217,7 +218,7 @@ class FutureStore:
     def _finish(
         self,
         request_id: str,
-        done: concurrent.futures.Future[OpResult],
+        done: concurrent.futures.Future[Any],
         when_done: Callable[[Outcome], None] | None,
     ) -> None:
         entry = self._entries[request_id]

@@ -117,8 +117,14 @@ class CsrMatrix:
 # --- operations ---
 
 
+class Operation[R]:
+    """The base class of all operations. `R` is the type of the result."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CreateModel:
+class CreateModel(Operation["Done"]):
     """Create an adapter and its optimizer state as `model_id`. Result: `Done`."""
 
     model_id: str
@@ -126,7 +132,7 @@ class CreateModel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadWeights:
+class LoadWeights(Operation["WeightsLoaded"]):
     """Replace the adapter of a model, and its optimizer state if `optimizer` is set, by those of a training
     checkpoint. Result: `WeightsLoaded`.
 
@@ -141,7 +147,7 @@ class LoadWeights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ForwardBackward:
+class ForwardBackward(Operation["ForwardBackwardResult"]):
     """Compute the summed loss and, unless `forward_only`, add its gradient to the model's accumulator.
     Result: `ForwardBackwardResult`."""
 
@@ -153,7 +159,7 @@ class ForwardBackward:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimStep:
+class OptimStep(Operation["OptimStepResult"]):
     """Apply the accumulated gradient, then clear it. Result: `OptimStepResult`."""
 
     model_id: str
@@ -161,7 +167,7 @@ class OptimStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SaveWeights:
+class SaveWeights(Operation["WeightsSaved"]):
     """Save adapter and optimizer state as tinker://<model_id>/weights/<name>. Result: `WeightsSaved`."""
 
     model_id: str
@@ -171,7 +177,7 @@ class SaveWeights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SaveSampler:
+class SaveSampler(Operation["WeightsSaved"]):
     """Save the model's adapter as a sampler snapshot under the name `weights`. Result: `WeightsSaved`."""
 
     model_id: str
@@ -183,7 +189,7 @@ class SaveSampler:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SaveExternal:
+class SaveExternal(Operation["WeightsSaved"]):
     """Save the model's adapter for download as tinker://<model_id>/external_weights/<name>. Result:
     `WeightsSaved`."""
 
@@ -192,21 +198,21 @@ class SaveExternal:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnloadModel:
+class UnloadModel(Operation["Done"]):
     """Free a model's adapter, gradient and optimizer state. Its snapshots remain. Result: `Done`."""
 
     model_id: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DropSnapshot:
+class DropSnapshot(Operation["Done"]):
     """Free a sampler snapshot in memory when no running sample uses it. Result: `Done`."""
 
     weights: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class Sample(Operation["SampleResult"]):
     """Sample `num_samples` completions of one prompt. Result: `SampleResult`.
 
     `weights` is the id of a snapshot in memory, the tinker:// path of a sampler checkpoint, which is loaded

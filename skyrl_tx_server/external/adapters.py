@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from skyrl_tx_server.engine.operations import OpResult
+from skyrl_tx_server.engine.operations import SampleResult, WeightsSaved
 from skyrl_tx_server.errors import NotFoundError, ServerError
 from skyrl_tx_server.external.background_tasks import BackgroundTasks
 from skyrl_tx_server.external.server import ExternalServer
@@ -34,9 +34,9 @@ class ExternalAdapter:
 
     weights: str
     directory: Path
-    saved: Future[OpResult] | None  # the operation that writes the directory; None: written from a checkpoint
+    saved: Future[WeightsSaved] | None  # writes the directory; None: it is written from a checkpoint
     loaded: asyncio.Task[str] | None = None  # its name on the server; None: not loaded
-    users: set[Future[OpResult]] = field(default_factory=set)  # samples that use it
+    users: set[Future[SampleResult]] = field(default_factory=set)  # samples that use it
     agreed: AgreedTokens = field(default_factory=Counter)
 
 
@@ -70,7 +70,7 @@ class ExternalAdapters:
     def new_directory(self) -> Path:
         return self._root / f"{PREFIX}{uuid.uuid4().hex}"
 
-    def add(self, weights: str, directory: Path, saved: Future[OpResult]) -> None:
+    def add(self, weights: str, directory: Path, saved: Future[WeightsSaved]) -> None:
         """Add a snapshot, which the operation of `saved` writes to `directory`. It replaces an earlier
         snapshot with the same name."""
         self.drop(weights)

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -23,9 +24,9 @@ from skyrl_tx_server.engine.engine import STOPPING, EngineClient, Watcher
 from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
+    Done,
     DropSnapshot,
-    Op,
-    OpResult,
+    Operation,
     Sample,
     SampledSequence,
     SampleResult,
@@ -95,9 +96,9 @@ class ExternalSampling:
             "sampler_adapters": self._adapters.num_loaded,
         }
 
-    def submit(
-        self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
-    ) -> Future[OpResult]:
+    def submit[R](
+        self, op: Operation[R], watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> Future[R]:
         """Submit an operation. Call it on the event loop. An external sample reports nothing to `watcher` and
         can be cancelled at any time."""
         match op:
@@ -113,7 +114,7 @@ class ExternalSampling:
                 return asyncio.run_coroutine_threadsafe(self._drop(op, unused, tenant), self._loop)
         return self._engine.submit(op, watcher, tenant=tenant)
 
-    async def _drop(self, op: DropSnapshot, unused: asyncio.Task[None], tenant: str) -> OpResult:
+    async def _drop(self, op: DropSnapshot, unused: asyncio.Task[None], tenant: str) -> Done:
         """Drop a snapshot in the engine when no external sample needs it for a comparison."""
         await unused
         return await asyncio.wrap_future(self._engine.submit(op, tenant=tenant))
@@ -136,11 +137,9 @@ class ExternalSampling:
 
     # --- samples ---
 
-    def _submit_sample(self, op: Sample, tenant: str) -> Future[OpResult]:
+    def _submit_sample(self, op: Sample, tenant: str) -> Future[Any]:
         adapter = None if op.weights is None else self._adapters.use(op.weights)
-        future: Future[OpResult] = asyncio.run_coroutine_threadsafe(
-            self._sample(op, adapter, tenant), self._loop
-        )
+        future = asyncio.run_coroutine_threadsafe(self._sample(op, adapter, tenant), self._loop)
         if adapter is not None:
             adapter.users.add(future)
             future.add_done_callback(adapter.users.discard)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 from skyrl_tx_server.engine.engine import EngineClient, Watcher
 from skyrl_tx_server.engine.executor_protocol import EngineInfo
-from skyrl_tx_server.engine.operations import DEFAULT_TENANT, ForwardBackward, Op, OpResult, Sample
+from skyrl_tx_server.engine.operations import DEFAULT_TENANT, ForwardBackward, Operation, Sample
 from skyrl_tx_server.errors import CapacityError, UserError
 
 LEAST_TOKENS = 256
@@ -33,9 +33,9 @@ class EngineShare:
         with self._lock:
             return {"tokens_in_flight": self._tokens, "max_tokens_in_flight": self._max_tokens}
 
-    def submit(
-        self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
-    ) -> Future[OpResult]:
+    def submit[R](
+        self, op: Operation[R], watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> Future[R]:
         """Submit `op` for this tenant; `tenant` is ignored. Raise CapacityError while too many tokens are in
         flight, and UserError for an operation that exceeds the quota alone."""
         num_tokens = _num_tokens(op, self.info.max_context_length)
@@ -64,7 +64,7 @@ class EngineShare:
             self._tokens -= num_tokens
 
 
-def _num_tokens(op: Op, max_context_length: int) -> int:
+def _num_tokens(op: Operation[object], max_context_length: int) -> int:
     """Return the number of tokens of the prompt and the longest completions of a sample, or of all data of a
     forward_backward. All other operations count 0."""
     match op:

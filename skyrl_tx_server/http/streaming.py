@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from starlette.requests import Request
 
-from skyrl_tx_server.engine.operations import OpResult, Sample, SampleResult
+from skyrl_tx_server.engine.operations import Sample, SampleResult
 from skyrl_tx_server.errors import ServerError
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.wire.openai_replies import TokenDelta
@@ -35,7 +35,7 @@ class StreamWatcher:
         """Withdraw the request. If it has started, it ends after the current decode dispatch."""
         self.cancelled = True
 
-    def finish(self, future: concurrent.futures.Future[OpResult]) -> None:
+    def finish(self, future: concurrent.futures.Future[SampleResult]) -> None:
         self._put(None)
 
     def _put(self, delta: TokenDelta | None) -> None:
@@ -88,12 +88,10 @@ async def wait_for_results(
         finished.cancel()
 
 
-def _sampled(future: concurrent.futures.Future[OpResult]) -> SampleResult:
+def _sampled(future: concurrent.futures.Future[SampleResult]) -> SampleResult:
     if future.cancelled():
         raise ServerError("the request was withdrawn before it started")
-    result = future.result()
-    assert isinstance(result, SampleResult)
-    return result
+    return future.result()
 
 
 async def _disconnected(request: Request) -> None:

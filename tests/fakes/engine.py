@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +21,7 @@ from skyrl_tx_server.engine.operations import (
     ForwardBackwardResult,
     LoadWeights,
     LoraSpec,
-    Op,
-    OpResult,
+    Operation,
     OptimStep,
     OptimStepResult,
     Sample,
@@ -68,17 +68,17 @@ class FakeEngine:
         self.info = EngineInfo(base_model=base_model, max_context_length=128, max_lora_rank=8, vocab_size=64)
         self.gate = threading.Event()
         self.gate.set()
-        self.executed: list[Op] = []
-        self.submitted: list[tuple[str, Op]] = []  # the tenant and the operation
+        self.executed: list[Operation[Any]] = []
+        self.submitted: list[tuple[str, Operation[Any]]] = []  # the tenant and the operation
         self.models: dict[str, FakeModel] = {}
         self.snapshots: dict[str, int] = {}
         self.grad_norm = 1.5
         self._checkpoints = checkpoints
         self._thread = ThreadPoolExecutor(max_workers=1)
 
-    def submit(
-        self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
-    ) -> Future[OpResult]:
+    def submit[R](
+        self, op: Operation[R], watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> Future[R]:
         self.submitted.append((tenant, op))
         return self._thread.submit(self._run, op)
 
@@ -92,21 +92,21 @@ class FakeEngine:
     def of_type[T](self, op_type: type[T]) -> list[T]:
         return [op for op in self.executed if isinstance(op, op_type)]
 
-    def _run(self, op: Op) -> OpResult:
+    def _run(self, op: Operation[Any]) -> Any:
         self.gate.wait()
         self.executed.append(op)
         return self._handlers[type(op)](self, op)
 
-    def _create(self, op: CreateModel) -> OpResult:
+    def _create(self, op: CreateModel) -> Any:
         self.models[op.model_id] = FakeModel(lora=op.lora)
         return Done()
 
-    def _load(self, op: LoadWeights) -> OpResult:
+    def _load(self, op: LoadWeights) -> Any:
         info, arrays = self._checkpoints.read(op.path)
         self.models[op.model_id] = FakeModel(lora=info.lora, steps=int(arrays["steps"][0]))
         return WeightsLoaded(model_id=op.model_id, lora=info.lora)
 
-    def _train(self, op: ForwardBackward) -> OpResult:
+    def _train(self, op: ForwardBackward) -> Any:
         if any(datum.tokens[0] == UNLUCKY_TOKEN for datum in op.data):
             raise UserError("an unlucky datum")
         logprobs = tuple((-datum.target_tokens / 10).astype(np.float32) for datum in op.data)
@@ -114,13 +114,13 @@ class FakeEngine:
         loss = -sum(float((w * lp).sum()) for w, lp in zip(weights, logprobs, strict=True))
         return ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": loss})
 
-    def _optim(self, op: OptimStep) -> OpResult:
+    def _optim(self, op: OptimStep) -> Any:
         self.models[op.model_id].steps += 1
         return OptimStepResult(metrics={"grad_norm": self.grad_norm})
 
     def _write(
         self, path: str, model_id: str, user_metadata: dict[str, str], *, overwrite: bool = False
-    ) -> OpResult:
+    ) -> Any:
         model = self.models[model_id]
         arrays = {"steps": np.asarray([model.steps]), **FACTORS}
         info = self._checkpoints.write(
@@ -128,29 +128,29 @@ class FakeEngine:
         )
         return WeightsSaved(path=path, size_bytes=info.size_bytes)
 
-    def _save(self, op: SaveWeights) -> OpResult:
+    def _save(self, op: SaveWeights) -> Any:
         return self._write(
             f"tinker://{op.model_id}/weights/{op.name}", op.model_id, op.user_metadata, overwrite=op.overwrite
         )
 
-    def _save_sampler(self, op: SaveSampler) -> OpResult:
+    def _save_sampler(self, op: SaveSampler) -> Any:
         if is_on_disk(op.weights):
             return self._write(op.weights, op.model_id, op.user_metadata)
         self.snapshots[op.weights] = self.models[op.model_id].steps
         return WeightsSaved(path=None, size_bytes=0)
 
-    def _save_external(self, op: SaveExternal) -> OpResult:
+    def _save_external(self, op: SaveExternal) -> Any:
         return self._write(f"tinker://{op.model_id}/external_weights/{op.name}", op.model_id, {})
 
-    def _unload(self, op: UnloadModel) -> OpResult:
+    def _unload(self, op: UnloadModel) -> Any:
         self.models.pop(op.model_id, None)
         return Done()
 
-    def _drop(self, op: DropSnapshot) -> OpResult:
+    def _drop(self, op: DropSnapshot) -> Any:
         self.snapshots.pop(op.weights, None)
         return Done()
 
-    def _sample(self, op: Sample) -> OpResult:
+    def _sample(self, op: Sample) -> Any:
         if op.prompt[0] == UNLUCKY_TOKEN:
             raise UserError("an unlucky prompt")
         if op.weights is None:
@@ -178,7 +178,7 @@ class FakeEngine:
             stop_reason=StopReason.STOP if stops.size else StopReason.LENGTH,
         )
 
-    _handlers: dict[type, Callable[..., OpResult]] = {  # noqa: RUF012
+    _handlers: dict[type, Callable[..., Any]] = {  # noqa: RUF012
         CreateModel: _create,
         LoadWeights: _load,
         ForwardBackward: _train,

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -17,8 +18,7 @@ from skyrl_tx_server.engine.engine import Watcher, WithdrawnError
 from skyrl_tx_server.engine.executor_protocol import EngineInfo
 from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
-    Op,
-    OpResult,
+    Operation,
     Sample,
     SampledSequence,
     SampleResult,
@@ -74,12 +74,12 @@ class TextEngine:
         self._block = block
         self._tokenizer: Tokenizer = byte_tokenizer()
 
-    def submit(
-        self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
-    ) -> Future[OpResult]:
+    def submit[R](
+        self, op: Operation[R], watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> Future[R]:
         assert isinstance(op, Sample)
         self.seen.append(op)
-        future: Future[OpResult] = Future()
+        future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         threading.Thread(target=self._write, args=(op, watcher, future), daemon=True).start()
         return future
@@ -95,7 +95,7 @@ class TextEngine:
         ids = self.seen[-1].prompt.tolist()
         return "".join("<|im_end|>" if token == END else self._tokenizer.decode([token]) for token in ids)
 
-    def _write(self, op: Sample, watcher: Watcher | None, future: Future[OpResult]) -> None:
+    def _write(self, op: Sample, watcher: Watcher | None, future: Future[SampleResult]) -> None:
         sequences = tuple(
             self._sequence(op, self.texts[index % len(self.texts)]) for index in range(op.num_samples)
         )

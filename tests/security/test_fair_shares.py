@@ -17,7 +17,6 @@ from skyrl_tx_server.engine.engine import Engine
 from skyrl_tx_server.engine.operations import (
     CreateModel,
     LoraSpec,
-    OpResult,
     Sample,
     SampleResult,
     SamplingSettings,
@@ -67,7 +66,7 @@ class Neighbours:
     op: Sample = SMALL
     after_reports: int = 4  # reports of the watched sample before the first request
     waits: list[int] = field(default_factory=list)  # in decode dispatches
-    results: list[Future[OpResult]] = field(default_factory=list)
+    results: list[Future[SampleResult]] = field(default_factory=list)
     turns: list[float] = field(default_factory=list)
     streams_tokens: bool = True
     _reports: int = 0
@@ -125,10 +124,8 @@ def small_alone(engine: Engine) -> SampleResult:
     return result(engine.submit(SMALL))
 
 
-def result(future: Future[OpResult]) -> SampleResult:
-    sample = future.result(TIMEOUT_S)
-    assert isinstance(sample, SampleResult)
-    return sample
+def result(future: Future[SampleResult]) -> SampleResult:
+    return future.result(TIMEOUT_S)
 
 
 def assert_same(actual: SampleResult, expected: SampleResult, *, atol: float = 0.0) -> None:

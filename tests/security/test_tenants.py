@@ -10,6 +10,7 @@ import tarfile
 from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -25,8 +26,7 @@ from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
     CreateModel,
     LoraSpec,
-    Op,
-    OpResult,
+    Operation,
     OptimStep,
     Sample,
     SamplingSettings,
@@ -420,13 +420,13 @@ class HeldEngine:
 
     def __init__(self) -> None:
         self.info = EngineInfo(base_model="m", max_context_length=1000, max_lora_rank=8, vocab_size=10)
-        self.submitted: list[tuple[Op, str]] = []
-        self.futures: list[Future[OpResult]] = []
+        self.submitted: list[tuple[Operation[Any], str]] = []
+        self.futures: list[Future[Any]] = []
         self.broken = False
 
-    def submit(
-        self, op: Op, watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
-    ) -> Future[OpResult]:
+    def submit[R](
+        self, op: Operation[R], watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> Future[R]:
         if self.broken:
             raise RuntimeError("broken")
         self.submitted.append((op, tenant))

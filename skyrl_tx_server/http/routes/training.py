@@ -12,11 +12,13 @@ from skyrl_tx_server.engine.futures import Outcome, RequestKey
 from skyrl_tx_server.engine.model_registry import Model
 from skyrl_tx_server.engine.operations import (
     CreateModel,
+    Done,
     LoadWeights,
     LoraSpec,
     OpResult,
     OptimStep,
     UnloadModel,
+    WeightsLoaded,
 )
 from skyrl_tx_server.errors import ServerError
 from skyrl_tx_server.files.run_index import TrainingRun
@@ -78,7 +80,7 @@ def begin_model(
         user_metadata=user_metadata,
     )
 
-    def start() -> Future[OpResult]:
+    def start() -> Future[Done | WeightsLoaded]:
         state.registry.add_model(session_id, op.model_id, lora)
         return state.engine.submit(op)
 
@@ -154,10 +156,10 @@ def _train(state: AppState, train: TrainRequest) -> Reply:
     return submit(state, model, lambda: state.engine.submit(train.op), kind=kind, seq_id=train.seq_id)
 
 
-def submit(
+def submit[R: OpResult](
     state: AppState,
     model: Model,
-    start: Callable[[], Future[OpResult]],
+    start: Callable[[], Future[R]],
     *,
     kind: str,
     seq_id: int | None,

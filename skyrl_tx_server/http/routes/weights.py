@@ -18,10 +18,10 @@ from skyrl_tx_server.engine.model_registry import Model
 from skyrl_tx_server.engine.operations import (
     LoadWeights,
     LoraSpec,
-    OpResult,
     SaveExternal,
     SaveSampler,
     SaveWeights,
+    WeightsSaved,
 )
 from skyrl_tx_server.errors import NotFoundError, UserError
 from skyrl_tx_server.files.checkpoint_record import (
@@ -113,7 +113,7 @@ def _save_snapshot(
     sampler_id = state.registry.sampler_id(model.session_id, sampling_session_seq_id)
     op = SaveSampler(model_id=model.model_id, weights=sampler_id, user_metadata=user_metadata)
 
-    def start() -> Future[OpResult]:
+    def start() -> Future[WeightsSaved]:
         state.registry.add_sampler(model.session_id, sampler_id, model_path=None, weights=sampler_id)
         for surplus in state.registry.free_surplus_snapshots():
             state.engine.submit(surplus)
@@ -157,7 +157,7 @@ def save_named(
     """Save the checkpoint `path`, which must not exist unless `overwrite` is set. It expires after
     `ttl_seconds`."""
 
-    def start() -> Future[OpResult]:
+    def start() -> Future[WeightsSaved]:
         if not overwrite and state.checkpoints.exists(path):
             raise UserError(
                 f"checkpoint {path} exists already; choose another name, or save_state(..., overwrite=True)"
