@@ -173,6 +173,19 @@ async def test_downloads_from_a_container_are_limited_and_contained(
     assert "/logs/agent: only" in note and "/logs/verifier: only" in note
 
 
+async def test_the_end_of_a_trial_does_not_wait_for_a_container(tmp_path: Path) -> None:
+    name = f"test-{secrets.token_hex(4)}"
+    one = made(tmp_path, name, label=f"test-docker-{os.getpid()}", compose=COMPOSE)
+    try:
+        await one.start(force_build=False)
+        with engine(timeout_s=20) as client:
+            containers = client.containers.list(filters={"label": f"{PROJECT_LABEL}={name}"})
+            assert len(containers) == 2
+            assert [container.attrs["Config"]["StopTimeout"] for container in containers] == [0, 0]
+    finally:
+        await one.stop(delete=True)
+
+
 async def test_a_command_cannot_fill_the_trainers_memory(tmp_path: Path) -> None:
     async with environment(tmp_path) as container:
         result = await container.exec("head -c 50M /dev/zero | tr '\\0' x; exit 3")
