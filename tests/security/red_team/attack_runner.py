@@ -149,7 +149,7 @@ class AttackRunner:
         single trial.
         """
         folder = self.jobs / secrets.token_hex(4)
-        before, running = host.Snapshot.take(self.sentinels), host.descendants()
+        snapshot_before, pids_before = host.Snapshot.take(self.sentinels), host.descendants()
         self.connections.clear()
         honest = SharedTrial(attacks=[])
         async with longest_gap() as gaps:
@@ -157,7 +157,7 @@ class AttackRunner:
                 *(self._play_shared_trial(shared_trial, folder) for shared_trial in shared_trials),
                 self._play_shared_trial(honest, folder),
             )
-        violations = before.changes(host.Snapshot.take(self.sentinels))
+        violations = snapshot_before.changes(host.Snapshot.take(self.sentinels))
         if honest.violations:
             violations.append(f"the concurrent honest trial: {'; '.join(honest.violations)}")
         if max(gaps, default=0.0) > MAX_LOOP_GAP_S:
@@ -167,7 +167,7 @@ class AttackRunner:
         violations += [
             f"a process was left: {command[:60]}"
             for pid, command in host.descendants().items()
-            if pid not in running
+            if pid not in pids_before
         ]
         violations += host.marked_cgroups(self.tasks.run_label)
         if self.where is EnvironmentKind.DOCKER:
