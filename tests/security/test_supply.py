@@ -1,4 +1,4 @@
-"""Requirements are pinned by hash, run folders are private, and scripts use no predictable temporary paths."""
+"""Requirements are pinned by hash, run folders are private, and scripts use no predictable temporary path."""
 
 from __future__ import annotations
 
