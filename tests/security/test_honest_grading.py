@@ -450,7 +450,7 @@ DOCKER_TASK = "[agent]\ntimeout_sec = 120\n[verifier]\ntimeout_sec = {timeout_s}
 
 def docker_task(folder: Path, test: str, *, timeout_s: float = 30) -> Path:
     folder = task(folder, test, dockerfile=TMUX_DOCKERFILE)
-    # With no-network, Harbor would build a sidecar, whose image comes from a registry.
+    # With no-network, Harbor would need another image from a registry.
     (folder / "task.toml").write_text(DOCKER_TASK.format(timeout_s=timeout_s))
     return folder
 
@@ -480,7 +480,7 @@ DOCKER_FORGERIES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, container_slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ContainerTrial:
     """A trial in a container: its verifier, the time limit of the verifier and the agent's commands."""
 

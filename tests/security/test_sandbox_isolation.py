@@ -337,9 +337,9 @@ async def test_processes_do_not_inherit_the_trainers_environment(
 @needs_root
 def test_the_sandbox_tests_pass_for_an_ordinary_user() -> None:
     # The tests named kill_9 start another Python process, which may be unable to read the interpreter.
-    finished = run_tests_as_nobody([*TEST_FILES, "-k", "not kill_9"])
-    assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-2000:]
-    assert int(re.findall(r"(\d+) passed", finished.stdout)[0]) > 10
+    pytest_process = run_tests_as_nobody([*TEST_FILES, "-k", "not kill_9"])
+    assert pytest_process.returncode == 0, pytest_process.stdout[-4000:] + pytest_process.stderr[-2000:]
+    assert int(re.findall(r"(\d+) passed", pytest_process.stdout)[0]) > 10
 
 
 async def test_commands_of_a_stopped_sandbox_raise_an_error() -> None:

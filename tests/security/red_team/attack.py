@@ -38,16 +38,16 @@ class Kind(StrEnum):
 ALL = frozenset((where, run_as) for where in EnvironmentKind for run_as in RunAs)
 SANDBOX = frozenset((EnvironmentKind.SANDBOX, run_as) for run_as in RunAs)
 DOCKER = frozenset((EnvironmentKind.DOCKER, run_as) for run_as in RunAs)
-# For attacks with a network: an ordinary user may have no access to /dev/net/tun.
+# For attacks with a network, because an ordinary user may have no access to /dev/net/tun, and for attacks on
+# limits that need control groups
 SANDBOX_ROOT = frozenset({(EnvironmentKind.SANDBOX, RunAs.ROOT)})
-# For attacks on control groups, which an ordinary user may be unable to create.
+# For attacks on limits that need control groups, which an ordinary user may be unable to create
 ROOT = frozenset((where, RunAs.ROOT) for where in EnvironmentKind)
 NOT_DOCKER_USER = ALL - {(EnvironmentKind.DOCKER, RunAs.USER)}
 DOCKER_ROOT = frozenset({(EnvironmentKind.DOCKER, RunAs.ROOT)})
 
 ANSWER = "42"
 MAX_SCRIPT_S = 25  # time limit of one attack's script
-REPORT = "HOLE"
 
 # Every script can use these names:
 #     $WHERE     the environment: `sandbox` or `docker`

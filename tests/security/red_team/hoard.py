@@ -1,6 +1,6 @@
-"""Attacks that use more resources than the limits of the task allow. The reward must be
-0, and other trials must not be affected. Scripts that allocate memory or processes stop at 125 % of the limit or
-below.
+"""Attacks that use more resources than the limits of the task allow. The reward must be 0,
+and other trials must not be affected. A script that allocates memory or processes stops at no more than 125 %
+of the limit.
 """
 
 from __future__ import annotations

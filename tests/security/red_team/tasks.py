@@ -63,7 +63,7 @@ def configuration(kind: Kind, *, where: EnvironmentKind, run_as: RunAs, image: s
             f"storage_mb = {STORAGE_MB}",
             f'network_mode = "{"public" if kind is Kind.PUBLIC else "no-network"}"',
         ]
-    else:  # Harbor restricts the network with a sidecar, whose image it builds from a registry
+    else:  # to restrict the network, Harbor needs an image from a registry
         environment += [f'docker_image = "{image}"', 'network_mode = "public"']
         if run_as is RunAs.USER:
             agent += [f'user = "{USER}"']
