@@ -281,8 +281,8 @@ def test_a_cleanup_removes_networks_without_containers() -> None:
     with engine(timeout_s=60) as client:
         client.networks.create(f"{project}_default", labels={PROJECT_LABEL: project, **dead_labels(project)})
         client.volumes.create(f"{project}_unlabelled", labels={PROJECT_LABEL: project})
-    cleaned = remove_ended(keep=live_run_labels())
-    assert {f"network {project}_default", f"volume {project}_unlabelled"} <= set(cleaned.removed)
+    report = remove_ended(keep=live_run_labels())
+    assert {f"network {project}_default", f"volume {project}_unlabelled"} <= set(report.removed)
     assert objects_of_project(project) == set()
 
 
@@ -296,9 +296,9 @@ def test_objects_that_cannot_be_removed_are_reported() -> None:
             BASE_IMAGE, ["sleep", "60"], detach=True, network=network.name
         )
         try:
-            cleaned = remove_ended(keep=live_run_labels())
-            assert not any(project in line for line in cleaned.removed)
-            (line,) = [line for line in cleaned.failed if project in line]
+            report = remove_ended(keep=live_run_labels())
+            assert not any(project in line for line in report.removed)
+            (line,) = [line for line in report.failed if project in line]
             assert "active endpoints" in line
         finally:
             foreign_container.remove(force=True)
@@ -315,13 +315,13 @@ def test_a_cleanup_skips_live_runs_and_runs_of_other_hosts() -> None:
             client.networks.create(live_run, labels=run_labels(live_run)),
         ]
         try:
-            cleaned = remove_ended(keep=live_run_labels())
+            report = remove_ended(keep=live_run_labels())
             for network in networks:
                 network.reload()
-            assert [line for line in cleaned.skipped if remote_run in line] == [
+            assert [line for line in report.skipped if remote_run in line] == [
                 f"network {remote_run}: its trainer ran on the host another-host"
             ]
-            assert not any(live_run in line for line in (*cleaned.removed, *cleaned.failed, *cleaned.skipped))
+            assert not any(live_run in line for line in (*report.removed, *report.failed, *report.skipped))
         finally:
             for network in networks:
                 network.remove()

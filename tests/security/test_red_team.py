@@ -47,20 +47,22 @@ class AttackRuns:
     ) -> None:
         self._collected = collected
         self._folder = folder
-        order = [
+        places = [
             place
             for run_as in RunAs
             for place in PLACES
             if place[1] is run_as and any(case[:2] == place for case in collected)
         ]
-        self._reasons = {where: missing_requirement(where) for where, _ in order}
+        self._missing_requirements = {where: missing_requirement(where) for where, _ in places}
         self._futures = {
-            place: pool.submit(self._play, *place) for place in order if self._reasons[place[0]] is None
+            place: pool.submit(self._play, *place)
+            for place in places
+            if self._missing_requirements[place[0]] is None
         }
 
     def violations(self, where: EnvironmentKind, run_as: RunAs) -> dict[str, list[str]]:
         """Return the violations by attack."""
-        if reason := self._reasons[where]:
+        if reason := self._missing_requirements[where]:
             pytest.skip(f"{where} is not available: {reason}")
         return self._futures[where, run_as].result()
 

@@ -204,35 +204,35 @@ async def test_a_command_cannot_forge_the_result_of_another_command() -> None:
 
 def test_endless_output_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """After each read, a background process refills the pipe."""
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
-    os.write(writing, b"x" * 4096)
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    os.write(write_end, b"x" * 4096)
     read, refills = os.read, itertools.repeat(None, 100)
 
     def read_and_refill(descriptor: int, size: int) -> bytes:
         chunk = read(descriptor, size)
         if next(refills, "") is None:
-            os.write(writing, chunk)
+            os.write(write_end, chunk)
         return chunk
 
     monkeypatch.setattr(os, "read", read_and_refill)
-    stream = Stream(reading)
+    stream = Stream(read_end)
     stream.drain()
     assert len(stream.data) == 4096
-    os.close(reading)
-    os.close(writing)
+    os.close(read_end)
+    os.close(write_end)
 
 
 def test_output_that_is_written_to_a_file_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent can replace the program that sends a download and so controls the size of the download."""
     monkeypatch.setattr("src.envs.sandbox.exec_request.MAX_FILE_BYTES", 1000)
-    reading, writing = os.pipe()
-    os.write(writing, b"x" * 4096)
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"x" * 4096)
     received = io.BytesIO()
-    Stream(reading, received).drain()
+    Stream(read_end, received).drain()
     assert received.getvalue() == b"x" * 1000
-    os.close(reading)
-    os.close(writing)
+    os.close(read_end)
+    os.close(write_end)
 
 
 async def test_a_command_ends_although_a_background_writer_runs() -> None:

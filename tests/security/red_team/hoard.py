@@ -1,6 +1,5 @@
-"""Attacks that use more resources than the limits of the task allow. The reward must be 0,
-and other trials must not be affected. A script that allocates memory or processes stops at no more than 125 %
-of the limit.
+"""Attacks that use more resources than the limits of the task allow. The reward must be 0, and other trials
+must not be affected. A script that allocates memory or processes stops at no more than 125 % of the limit.
 """
 
 from __future__ import annotations
