@@ -37,8 +37,9 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 @asynccontextmanager
 async def sandbox(*, network: bool = False, limits: SandboxLimits | None = None) -> AsyncIterator[Bubblewrap]:
+    """Start a sandbox, and stop it at the end."""
     run = run_directory(LABEL)
-    running = await Bubblewrap.start(
+    bubblewrap = await Bubblewrap.start(
         run / secrets.token_hex(4),
         skeleton=build_rootfs(run),
         hostname="sandbox",
@@ -46,15 +47,16 @@ async def sandbox(*, network: bool = False, limits: SandboxLimits | None = None)
         limits=limits or SandboxLimits(),
     )
     try:
-        yield running
+        yield bubblewrap
     finally:
-        await running.stop()
+        await bubblewrap.stop()
 
 
 @asynccontextmanager
 async def environment(
     tmp_path: Path, dockerfile: str = "FROM debian\nWORKDIR /app\n", **config: object
 ) -> AsyncIterator[SandboxEnvironment]:
+    """Start the sandbox of a task whose `[environment]` options are `config`, and stop it at the end."""
     directory = tmp_path / "environment"
     directory.mkdir(exist_ok=True)
     (directory / "Dockerfile").write_text(dockerfile)
@@ -76,7 +78,7 @@ async def environment(
 
 
 def run_tests_as_nobody(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run pytest as an ordinary user. Requires root."""
+    """Run pytest with these arguments as an ordinary user. Requires root."""
     drop_privileges = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     drop_privileges += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search", "--"]
     command = [

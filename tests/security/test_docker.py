@@ -1,4 +1,4 @@
-"""Tests of trials and clean-up on a real Docker engine: agents cannot reach host files, stay within limits
+"""Tests of trials and clean-up with a real Docker engine: agents cannot access host files, stay within limits
 and leave no objects.
 """
 
@@ -57,7 +57,8 @@ volumes:
 """
 
 
-def why_not() -> str | None:
+def missing_requirement() -> str | None:
+    """Return why the tests cannot run on this machine, or None."""
     if reason := why_no_engine():
         return reason
     with engine(timeout_s=20) as client:
@@ -68,11 +69,13 @@ def why_not() -> str | None:
     return None
 
 
-REASON = why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no container here: {REASON}")
+REASON = missing_requirement()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no container on this machine: {REASON}")
 
 
-def made(tmp_path: Path, name: str, *, label: str, compose: str | None = None) -> ContainerEnvironment:
+def create_environment(
+    tmp_path: Path, name: str, *, label: str, compose: str | None = None
+) -> ContainerEnvironment:
     directory = tmp_path / "environment"
     directory.mkdir(exist_ok=True)
     if compose:
@@ -96,7 +99,9 @@ def made(tmp_path: Path, name: str, *, label: str, compose: str | None = None) -
 
 @asynccontextmanager
 async def environment(tmp_path: Path) -> AsyncIterator[ContainerEnvironment]:
-    container = made(tmp_path, f"test-{secrets.token_hex(4)}", label=f"test-docker-{os.getpid()}")
+    container = create_environment(
+        tmp_path, f"test-{secrets.token_hex(4)}", label=f"test-docker-{os.getpid()}"
+    )
     try:
         await container.start(force_build=False)
         yield container
@@ -110,7 +115,7 @@ def everything_below(folder: Path) -> list[Path]:
     ]
 
 
-def of_project(project: str) -> set[str]:
+def objects_of_project(project: str) -> set[str]:
     """Return the names of the existing objects of a compose project."""
     filters: dict[str, str | list[str] | bool] = {"label": f"{PROJECT_LABEL}={project}"}
     with engine(timeout_s=20) as client:
@@ -122,38 +127,38 @@ def of_project(project: str) -> set[str]:
         return {str(project_object.name) for project_object in objects}
 
 
-async def test_downloads_from_a_container_are_limited_and_contained(
+async def test_container_downloads_are_limited_and_follow_no_links(
     tmp_path: Path,
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_text("of the host")
     async with environment(tmp_path) as container:
-        hoard = (
+        agent_command = (
             f"cd /logs/agent && seq 1 20000 | xargs touch && ln -s {secret} link && mkfifo pipe && "
             "truncate -s 10G sparse && echo ok > 0"
         )
-        assert (await container.exec(hoard)).return_code == 0
+        assert (await container.exec(agent_command)).return_code == 0
         assert everything_below(tmp_path / "trial" / "agent") == []  # no directory of the host is mounted
-        verifier = (
+        verifier_command = (
             f"cd /logs/verifier && head -c 200M /dev/zero > aaa && ln -s {secret} reward.json && echo 1 > "
             "reward.txt"
         )
-        assert (await container.exec(verifier)).return_code == 0
-        turns = 0
+        assert (await container.exec(verifier_command)).return_code == 0
+        num_iterations = 0
 
-        async def neighbour() -> None:
-            nonlocal turns
+        async def count_iterations() -> None:
+            nonlocal num_iterations
             while True:
-                turns += 1
+                num_iterations += 1
                 await asyncio.sleep(0.001)
 
-        working = asyncio.create_task(neighbour())
-        async with LagMeter() as gaps:
+        counting = asyncio.create_task(count_iterations())
+        async with LagMeter() as lag_meter:
             await container.download_dir("/logs/agent", tmp_path / "trial" / "agent")
             await container.download_dir("/logs/verifier", tmp_path / "trial" / "verifier")
-            longest = gaps.take()
-        working.cancel()
-        assert turns > 20 and longest < 5, (turns, longest)
+            longest_lag_s = lag_meter.take()
+        counting.cancel()
+        assert num_iterations > 20 and longest_lag_s < 5, (num_iterations, longest_lag_s)
         with pytest.raises(SandboxError, match="cannot download"):
             await container.download_file("/logs/agent/sparse", tmp_path / "trial" / "sparse")
         with pytest.raises(SandboxError, match="cannot download"):
@@ -194,15 +199,15 @@ async def test_a_command_cannot_fill_the_trainers_memory(tmp_path: Path) -> None
             await container.exec("sleep 60", timeout_sec=1)
 
 
-SCRIPT = """
+TRAINER = """
 import asyncio, sys
 from pathlib import Path
-from tests.security.test_docker import COMPOSE, made
+from tests.security.test_docker import COMPOSE, create_environment
 
-async def main(place, name):
-    one = made(Path(place), name, label=f"test-killed-{name}", compose=COMPOSE)
-    await one.start(force_build=False)
-    await one.exec("echo x > /data/x")
+async def main(folder, name):
+    container = create_environment(Path(folder), name, label=f"test-killed-{name}", compose=COMPOSE)
+    await container.start(force_build=False)
+    await container.exec("echo x > /data/x")
     print("started", flush=True)
     await asyncio.sleep(600)
 
@@ -210,41 +215,43 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-def test_a_cleanup_removes_what_a_killed_trainer_left(
+def test_a_cleanup_removes_the_objects_of_a_killed_trainer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"killed-{secrets.token_hex(4)}"
-    elsewhere = tmp_path / "elsewhere"  # another TMPDIR; this process does not search it for locks
-    elsewhere.mkdir()
+    other_tmpdir = tmp_path / "elsewhere"  # this process does not search it for lock files
+    other_tmpdir.mkdir()
     trainer = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), name],
+        [sys.executable, "-c", TRAINER, str(tmp_path), name],
         cwd=ROOT,
         stdout=subprocess.PIPE,
-        env={**os.environ, "TMPDIR": str(elsewhere)},
+        env={**os.environ, "TMPDIR": str(other_tmpdir)},
     )
     try:
-        with neighbours() as removed_neighbours:
+        with objects_of_another_project() as removed_foreign_objects:
             assert trainer.stdout is not None and trainer.stdout.readline() == b"started\n"
-            before = of_project(name)
+            objects_before = objects_of_project(name)
             assert {
                 f"{name}-main-1",
                 f"{name}-database-1",
                 f"{name}_default",
                 f"{name}_inner",
                 f"{name}_data",
-            } <= before
+            } <= objects_before
             cleanup()
-            assert of_project(name) == before, "a living run with another TMPDIR was touched"
+            assert objects_of_project(name) == objects_before, (
+                "the clean-up removed objects of a live run with another TMPDIR"
+            )
             trainer.send_signal(signal.SIGKILL)
             trainer.wait()
             capsys.readouterr()
             assert cleanup() == 0
             output = capsys.readouterr().out
-            assert of_project(name) == set()
-            assert all(f" {object_name}\n" in output for object_name in before), output
+            assert objects_of_project(name) == set()
+            assert all(f" {object_name}\n" in output for object_name in objects_before), output
             cleanup()
-            assert not any(object_name in capsys.readouterr().out for object_name in before)
-            assert removed_neighbours() == set()
+            assert not any(object_name in capsys.readouterr().out for object_name in objects_before)
+            assert removed_foreign_objects() == set()
     finally:
         trainer.kill()
         trainer.wait()
@@ -253,11 +260,11 @@ def test_a_cleanup_removes_what_a_killed_trainer_left(
 
 
 @contextmanager
-def neighbours() -> Iterator[Callable[[], set[str]]]:
+def objects_of_another_project() -> Iterator[Callable[[], set[str]]]:
     """Create a container, a network and a volume of another project. Yield a function that returns the names
-    of those that were removed.
+    of the removed ones.
     """
-    project = f"neighbour-{secrets.token_hex(4)}"
+    project = f"foreign-{secrets.token_hex(4)}"
     labels = {PROJECT_LABEL: project}
     names = {f"{project}-{kind}" for kind in ("network", "volume", "container")}
     with engine(timeout_s=60) as client:
@@ -267,7 +274,7 @@ def neighbours() -> Iterator[Callable[[], set[str]]]:
             BASE_IMAGE, ["true"], name=f"{project}-container", network=network.name, labels=labels
         )
         try:
-            yield lambda: names - of_project(project)
+            yield lambda: names - objects_of_project(project)
         finally:
             container.remove(force=True)
             network.remove()
@@ -287,9 +294,9 @@ def test_a_cleanup_removes_networks_without_containers() -> None:
     with engine(timeout_s=60) as client:
         client.networks.create(f"{project}_default", labels={PROJECT_LABEL: project, **dead_labels(project)})
         client.volumes.create(f"{project}_unlabelled", labels={PROJECT_LABEL: project})
-    cleaned = remove_ended(keep=live_run_labels())
-    assert {f"network {project}_default", f"volume {project}_unlabelled"} <= set(cleaned.removed)
-    assert of_project(project) == set()
+    report = remove_ended(keep=live_run_labels())
+    assert {f"network {project}_default", f"volume {project}_unlabelled"} <= set(report.removed)
+    assert objects_of_project(project) == set()
 
 
 def test_objects_that_cannot_be_removed_are_reported() -> None:
@@ -298,32 +305,36 @@ def test_objects_that_cannot_be_removed_are_reported() -> None:
         network = client.networks.create(
             f"{project}_default", labels={PROJECT_LABEL: project, **dead_labels(project)}
         )
-        foreign = client.containers.run(BASE_IMAGE, ["sleep", "60"], detach=True, network=network.name)
+        foreign_container = client.containers.run(
+            BASE_IMAGE, ["sleep", "60"], detach=True, network=network.name
+        )
         try:
-            cleaned = remove_ended(keep=live_run_labels())
-            assert not any(project in line for line in cleaned.removed)
-            (line,) = [line for line in cleaned.failed if project in line]
+            report = remove_ended(keep=live_run_labels())
+            assert not any(project in line for line in report.removed)
+            (line,) = [line for line in report.failed if project in line]
             assert "active endpoints" in line
         finally:
-            foreign.remove(force=True)
+            foreign_container.remove(force=True)
             network.remove()
 
 
-def test_runs_of_other_hosts_and_running_ones_are_skipped() -> None:
-    away, alive = (f"{name}-{secrets.token_hex(4)}" for name in ("away", "alive"))
+def test_a_cleanup_skips_live_runs_and_runs_of_other_hosts() -> None:
+    remote_run, live_run = (f"{name}-{secrets.token_hex(4)}" for name in ("remote", "live"))
     with engine(timeout_s=60) as client:
         networks = [
-            client.networks.create(away, labels={**run_labels(away), PROCESS_LABEL: "another-host:1:1"}),
-            client.networks.create(alive, labels=run_labels(alive)),
+            client.networks.create(
+                remote_run, labels={**run_labels(remote_run), PROCESS_LABEL: "another-host:1:1"}
+            ),
+            client.networks.create(live_run, labels=run_labels(live_run)),
         ]
         try:
-            cleaned = remove_ended(keep=live_run_labels())
+            report = remove_ended(keep=live_run_labels())
             for network in networks:
                 network.reload()
-            assert [line for line in cleaned.skipped if away in line] == [
-                f"network {away}: its trainer ran on the host another-host"
+            assert [line for line in report.skipped if remote_run in line] == [
+                f"network {remote_run}: its trainer ran on the host another-host"
             ]
-            assert not any(alive in line for line in (*cleaned.removed, *cleaned.failed, *cleaned.skipped))
+            assert not any(live_run in line for line in (*report.removed, *report.failed, *report.skipped))
         finally:
             for network in networks:
                 network.remove()

@@ -1,5 +1,5 @@
 """Downloads of an agent's files stay within the limits, do not block the event loop and do not change the
-grade.
+reward.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ REASON = why_no_sandbox()
 needs_sandbox = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
 
 HELLO = Path(__file__).resolve().parents[1] / "tasks" / "hello-file"
-# Unpacking 20,000 files on the event loop takes several times as long as other blocking work
-LONGEST_GAP_S = 5.0
+# Unpacking 20,000 files on the event loop would block it several times as long as other work
+MAX_LAG_S = 5.0
 
 
 def everything_below(folder: Path) -> list[Path]:
@@ -48,13 +48,14 @@ def everything_below(folder: Path) -> list[Path]:
 
 
 def size_of(folder: Path) -> int:
+    """Return the disk space of all entries in bytes."""
     return sum(path.lstat().st_blocks * 512 for path in everything_below(folder))
 
 
 def archive(*members: tuple[str, bytes | tarfile.TarInfo | None]) -> io.BytesIO:
-    """Return a tar file of regular files, of directories (content None), and of other members."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
+    """Return a tar file. The content of a member is bytes for a file, None for a directory, or a TarInfo."""
+    archive_file = io.BytesIO()
+    with tarfile.open(fileobj=archive_file, mode="w") as tar:
         for name, content in members:
             member = content if isinstance(content, tarfile.TarInfo) else tarfile.TarInfo(name)
             if content is None:
@@ -62,8 +63,8 @@ def archive(*members: tuple[str, bytes | tarfile.TarInfo | None]) -> io.BytesIO:
             data = content if isinstance(content, bytes) else b""
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
-    packed.seek(0)
-    return packed
+    archive_file.seek(0)
+    return archive_file
 
 
 def link(name: str, target: str) -> tuple[str, tarfile.TarInfo]:
@@ -74,9 +75,9 @@ def link(name: str, target: str) -> tuple[str, tarfile.TarInfo]:
 
 def test_an_archive_is_unpacked_within_its_budget(tmp_path: Path) -> None:
     files = [(f"f{number}", b"x" * 10) for number in range(100)]
-    left = DownloadBudget(files=30, size=1000)
-    assert not unpack(archive(*files), tmp_path / "few", left)
-    assert len(everything_below(tmp_path / "few")) == 30 and left == DownloadBudget(files=0, size=700)
+    budget = DownloadBudget(files=30, size=1000)
+    assert not unpack(archive(*files), tmp_path / "few", budget)
+    assert len(everything_below(tmp_path / "few")) == 30 and budget == DownloadBudget(files=0, size=700)
     assert not unpack(archive(*files), tmp_path / "small", DownloadBudget(files=1000, size=55))
     assert sum(path.stat().st_size for path in everything_below(tmp_path / "small")) == 55
     assert (tmp_path / "small" / "f5.cut").is_file() and not (tmp_path / "small" / "f5").exists()
@@ -94,7 +95,7 @@ def test_a_reward_file_is_complete_or_absent(tmp_path: Path) -> None:
     assert not (tmp_path / "b" / "reward.txt").exists()
 
 
-def test_links_sparse_deep_and_existing_files_are_not_written(tmp_path: Path) -> None:
+def test_links_and_outside_deep_or_existing_paths_are_omitted(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     (target / "trajectory.json").write_text("Harbor's own")
@@ -119,8 +120,8 @@ def test_links_sparse_deep_and_existing_files_are_not_written(tmp_path: Path) ->
 
 @pytest.mark.parametrize("cut", [100, 513, 1025])
 def test_a_broken_archive_counts_as_incomplete(tmp_path: Path, cut: int) -> None:
-    packed = archive(("a", b"x" * 600), ("b", b"y" * 600)).getvalue()
-    assert not unpack(io.BytesIO(packed[:cut]), tmp_path / "broken", DownloadBudget())
+    complete = archive(("a", b"x" * 600), ("b", b"y" * 600)).getvalue()
+    assert not unpack(io.BytesIO(complete[:cut]), tmp_path / "broken", DownloadBudget())
 
 
 def test_an_endless_stream_ends_at_the_limit() -> None:
@@ -142,52 +143,52 @@ def block(seconds: float) -> None:
     time.sleep(seconds)
 
 
-async def test_event_loop_gaps_are_measured_and_reset() -> None:
-    async with LagMeter(period_s=0.01) as gaps:
+async def test_event_loop_lag_is_measured_and_reset() -> None:
+    async with LagMeter(period_s=0.01) as lag_meter:
         block(0.3)
-        assert gaps.take() >= 0.2
+        assert lag_meter.take() >= 0.2
         block(0.3)
-        await asyncio.sleep(0.02)  # lets the timer measure the gap
-        assert gaps.take() >= 0.2
-        assert gaps.take() < 0.2
+        await asyncio.sleep(0.02)  # the timer measures the lag
+        assert lag_meter.take() >= 0.2
+        assert lag_meter.take() < 0.2
 
 
 @needs_sandbox
-async def test_other_trials_go_on_while_20000_files_are_collected(tmp_path: Path) -> None:
-    turns = 0
+async def test_a_download_of_20000_files_lets_other_trials_continue(tmp_path: Path) -> None:
+    num_iterations = 0
 
-    async def neighbour() -> None:
-        nonlocal turns
+    async def count_iterations() -> None:
+        nonlocal num_iterations
         while True:
-            turns += 1
+            num_iterations += 1
             await asyncio.sleep(0.001)
 
-    async with environment(tmp_path, network_mode="no-network") as made:
-        await made.exec(
+    async with environment(tmp_path, network_mode="no-network") as sandbox_environment:
+        await sandbox_environment.exec(
             "mkdir -p /logs/agent && cd /logs/agent && seq 1 20000 | xargs touch && echo last > zzz"
         )
-        working = asyncio.create_task(neighbour())
-        async with LagMeter() as gaps:
-            await made.download_dir("/logs/agent", tmp_path / "trial" / "agent")
-            await made.upload_dir(tmp_path / "trial" / "agent", "/logs/again")
-            longest = gaps.take()
-        working.cancel()
-        assert turns > 20 and longest < LONGEST_GAP_S, (turns, longest)
-    print(f"{turns} turns, longest gap {longest:.3f} s")
+        counting = asyncio.create_task(count_iterations())
+        async with LagMeter() as lag_meter:
+            await sandbox_environment.download_dir("/logs/agent", tmp_path / "trial" / "agent")
+            await sandbox_environment.upload_dir(tmp_path / "trial" / "agent", "/logs/again")
+            longest_lag_s = lag_meter.take()
+        counting.cancel()
+        assert num_iterations > 20 and longest_lag_s < MAX_LAG_S, (num_iterations, longest_lag_s)
+    print(f"{num_iterations} iterations, longest lag {longest_lag_s:.3f} s")
     assert len(everything_below(tmp_path / "trial" / "agent")) <= MAX_FILES
     assert "/logs/agent: only" in (tmp_path / "trial" / NOTE).read_text()
 
 
 @needs_sandbox
 async def test_sparse_files_and_deep_directories_stay_within_limits(tmp_path: Path) -> None:
-    async with environment(tmp_path, network_mode="no-network") as made:
-        make = "mkdir -p /logs/agent && cd /logs/agent && truncate -s 3G sparse && echo ok > a && "
-        make += "for i in $(seq 1 300); do mkdir d && cd d; done && echo deep > file"
-        assert (await made.exec(make)).return_code == 0
+    async with environment(tmp_path, network_mode="no-network") as sandbox_environment:
+        setup_command = "mkdir -p /logs/agent && cd /logs/agent && truncate -s 3G sparse && echo ok > a && "
+        setup_command += "for i in $(seq 1 300); do mkdir d && cd d; done && echo deep > file"
+        assert (await sandbox_environment.exec(setup_command)).return_code == 0
         for number in range(6):
-            await made.download_dir("/logs/agent", tmp_path / "trial" / str(number))
+            await sandbox_environment.download_dir("/logs/agent", tmp_path / "trial" / str(number))
         with pytest.raises(RuntimeError, match="larger than what is downloaded from one trial"):
-            await made.download_file("/logs/agent/sparse", tmp_path / "trial" / "sparse")
+            await sandbox_environment.download_file("/logs/agent/sparse", tmp_path / "trial" / "sparse")
     assert size_of(tmp_path / "trial") <= MAX_BYTES + 2**20
     assert (
         max(len(path.relative_to(tmp_path / "trial").parts) for path in everything_below(tmp_path / "trial"))
@@ -197,31 +198,33 @@ async def test_sparse_files_and_deep_directories_stay_within_limits(tmp_path: Pa
 
 @needs_sandbox
 async def test_an_upload_omits_files_that_were_downloaded(tmp_path: Path) -> None:
-    async with environment(tmp_path, network_mode="no-network") as made:
-        await made.exec(
+    async with environment(tmp_path, network_mode="no-network") as sandbox_environment:
+        await sandbox_environment.exec(
             "mkdir -p /logs/agent && cd /logs/agent && head -c 40M /dev/zero > big && echo own > small && "
             "chmod 640 small"
         )
-        await made.download_dir("/logs/agent", tmp_path / "trial" / "agent")
+        await sandbox_environment.download_dir("/logs/agent", tmp_path / "trial" / "agent")
         (tmp_path / "trial" / "agent" / "trajectory.json").write_text("Harbor's own")
-        await made.upload_dir(tmp_path / "trial" / "agent", "/logs/agent")
-        result = await made.exec("cd /logs/agent && ls && stat -c '%s %a' big small && cat trajectory.json")
+        await sandbox_environment.upload_dir(tmp_path / "trial" / "agent", "/logs/agent")
+        result = await sandbox_environment.exec(
+            "cd /logs/agent && ls && stat -c '%s %a' big small && cat trajectory.json"
+        )
         assert result.stdout == "big\nsmall\ntrajectory.json\n41943040 644\n4 640\nHarbor's own"
 
 
 @needs_sandbox
-async def test_a_reward_is_read_beside_any_other_files(tmp_path: Path) -> None:
-    async with environment(tmp_path, network_mode="no-network") as made:
-        await made.exec(
+async def test_a_reward_is_downloaded_among_many_other_files(tmp_path: Path) -> None:
+    async with environment(tmp_path, network_mode="no-network") as sandbox_environment:
+        await sandbox_environment.exec(
             "mkdir -p /logs/verifier && cd /logs/verifier && head -c 200M /dev/zero > aaa && seq 1 5000 | "
             "xargs touch"
         )
-        await made.exec("echo 1 > /logs/verifier/reward.txt")
-        await made.download_dir("/logs/verifier", tmp_path / "trial" / "verifier")
+        await sandbox_environment.exec("echo 1 > /logs/verifier/reward.txt")
+        await sandbox_environment.download_dir("/logs/verifier", tmp_path / "trial" / "verifier")
     assert (tmp_path / "trial" / "verifier" / "reward.txt").read_text() == "1\n"
 
 
-def source(**options: object) -> HarborTasks:
+def open_tasks(**options: object) -> HarborTasks:
     defaults = {"environment_type": "sandbox", "max_turns": 8, "enable_summarize": False, "eval_split": 0.0}
     return open_harbor(
         TrainerConfig(model_name="org/model", tasks_dir=str(HELLO), **{**defaults, **options}), byte_chat()
@@ -237,12 +240,16 @@ async def play(tasks: HarborTasks, directory: Path, *commands: str, duration: fl
 
 @needs_sandbox
 async def test_an_agent_with_too_many_files_is_graded(tmp_path: Path) -> None:
-    hoard = (
+    agent_command = (
         "cd /logs/agent && seq 1 20000 | xargs touch && head -c 100M /dev/zero > big; mkdir -p "
         "/logs/artifacts; cp big /logs/artifacts"
     )
     outcome = await play(
-        source(), tmp_path / "jobs" / "step_000001", "echo hello > /app/hello.txt", hoard, duration=3.0
+        open_tasks(),
+        tmp_path / "jobs" / "step_000001",
+        "echo hello > /app/hello.txt",
+        agent_command,
+        duration=3.0,
     )
     assert outcome.reward == 1.0
     assert outcome.metrics["files_left_out"] == 1.0
@@ -255,7 +262,7 @@ async def test_an_agent_with_too_many_files_is_graded(tmp_path: Path) -> None:
 async def test_trials_over_the_quota_of_a_run_keep_their_results(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tasks = source(jobs_quota_gb=2 / 1024)
+    tasks = open_tasks(jobs_quota_gb=2 / 1024)
     commands = ("echo hello > /app/hello.txt", "head -c 1500000 /dev/urandom > /logs/agent/noise")
     outcomes = [await play(tasks, tmp_path / "jobs" / "step_000001", *commands) for _ in range(3)]
     assert [outcome.reward for outcome in outcomes] == [1.0, 1.0, 1.0]
@@ -267,7 +274,7 @@ async def test_trials_over_the_quota_of_a_run_keep_their_results(
     assert sum("jobs_quota_gb" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_folder_is_bounded_without_following_a_link(tmp_path: Path) -> None:
+def test_the_limits_of_a_folder_do_not_follow_links(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_text("x")
@@ -282,16 +289,16 @@ def test_a_folder_is_bounded_without_following_a_link(tmp_path: Path) -> None:
     with (folder / "agent" / "sparse").open("wb") as file:
         file.truncate(2**33)
     assert not apply_limits(folder, max_files=20, max_bytes=2**20).is_complete
-    left = everything_below(folder)
-    assert len(left) <= 21 and (folder / "result.json").is_file()
+    remaining = everything_below(folder)
+    assert len(remaining) <= 21 and (folder / "result.json").is_file()
     assert (
-        not any(path.is_symlink() or path.is_fifo() for path in left)
+        not any(path.is_symlink() or path.is_fifo() for path in remaining)
         and not (folder / "agent" / "sparse").exists()
     )
     assert (outside / "kept").read_text() == "x"
 
 
-def test_a_quota_counts_files_of_earlier_processes(tmp_path: Path) -> None:
+def test_a_quota_counts_the_files_of_earlier_processes(tmp_path: Path) -> None:
     old, new = (tmp_path / "jobs" / "step_1" / name for name in ("old", "new"))
     for folder in (old, new):
         (folder / "agent").mkdir(parents=True)
@@ -315,7 +322,7 @@ def test_a_quota_counts_files_of_earlier_processes(tmp_path: Path) -> None:
     ],
 )
 def test_long_output_is_cut_exactly_as_harbor_cuts_it(output: str) -> None:
-    import_harbor()  # before another import of Harbor, without its log lines
+    import_harbor()  # disables the log of Harbor, so it precedes other imports
     from harbor.agents.terminus_2.terminus_2 import Terminus2
 
     from src.envs.harbor.agent import TrainingTerminus2

@@ -1,5 +1,5 @@
-"""Agents can neither forge their grade nor prevent it. Scripted agents run whole trials in the sandbox and in
-Docker.
+"""Agents can neither forge their grade nor prevent grading. Scripted agents run whole trials in the sandbox
+and in Docker.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from tests.fakes.scripted_policy import ScriptedPolicy, answer
 from tests.fakes.tokenizer import byte_chat
 
 
-def why_no_image() -> str | None:
+def why_no_container() -> str | None:
     if reason := why_no_engine():
         return reason
-    present = subprocess.run(["docker", "image", "inspect", BASE_IMAGE], capture_output=True, check=False)
-    return None if present.returncode == 0 else f"the image {BASE_IMAGE} is missing"
+    inspection = subprocess.run(["docker", "image", "inspect", BASE_IMAGE], capture_output=True, check=False)
+    return None if inspection.returncode == 0 else f"the image {BASE_IMAGE} is missing"
 
 
 BASE_IMAGE = "debian:bookworm-slim"
 REASON = why_no_sandbox()
-NO_IMAGE = why_no_image()
+NO_CONTAINER = why_no_container()
 in_sandbox = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
-in_docker = pytest.mark.skipif(NO_IMAGE is not None, reason=f"no trial on Docker: {NO_IMAGE}")
+in_docker = pytest.mark.skipif(NO_CONTAINER is not None, reason=f"no trial on Docker: {NO_CONTAINER}")
 
 TASK = (
-    "[agent]\ntimeout_sec = 20\n[verifier]\ntimeout_sec = {timeout}\n"
+    "[agent]\ntimeout_sec = 20\n[verifier]\ntimeout_sec = {timeout_s}\n"
     '[environment]\nnetwork_mode = "no-network"\n'
 )
 DOCKERFILE = "FROM debian:bookworm-slim\nWORKDIR /app\n"
@@ -49,6 +49,7 @@ CONTAINERS_AT_ONCE = 3
 
 
 def graded_if(condition: str) -> str:
+    """Return a verifier that gives the reward 1 if the shell condition is true in /app, and 0 otherwise."""
     return f"cd /app; if {condition}; then echo 1; else echo 0; fi > {REWARD}"
 
 
@@ -62,7 +63,7 @@ BY_PYTHON = graded_if("""python3 -c 'import sys; sys.exit(open("/app/answer.txt"
 BY_GIT = graded_if("git config --global --get answer.value")
 
 
-def seeing(*paths: str) -> str:
+def graded_if_any_exists(*paths: str) -> str:
     """Return a verifier that gives the reward 1 if any of the files exists."""
     return graded_if(" || ".join(f"[ -e {path} ]" for path in paths))
 
@@ -72,12 +73,13 @@ def task(
     test: str,
     *,
     dockerfile: str = DOCKERFILE,
-    timeout: float = 30,
+    timeout_s: float = 30,
     files: Sequence[tuple[str, str]] = (),
 ) -> Path:
+    """Write a task with the verifier `test` to a new folder. `timeout_s` limits the verifier."""
     for name in ("environment", "tests", "solution"):
         (folder / name).mkdir(parents=True)
-    (folder / "task.toml").write_text(TASK.format(timeout=timeout))
+    (folder / "task.toml").write_text(TASK.format(timeout_s=timeout_s))
     (folder / "instruction.md").write_text("Write right into /app/answer.txt.\n")
     (folder / "environment" / "Dockerfile").write_text(dockerfile)
     (folder / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}\n")
@@ -91,10 +93,11 @@ async def play(
     tmp_path: Path,
     folder: Path,
     *commands: str,
-    wait: float = 0.3,
+    wait_s: float = 0.3,
     environment_type: str = "sandbox",
     **options: object,
 ):
+    """Play one trial, in which the agent types the commands with `wait_s` seconds for each."""
     settings = {
         "environment_type": environment_type,
         "max_turns": 6,
@@ -103,23 +106,27 @@ async def play(
         **options,
     }
     tasks = open_harbor(TrainerConfig(model_name="org/model", tasks_dir=str(folder), **settings), byte_chat())
-    script = [answer(*commands, duration=wait), answer(done=True), answer(done=True)]
+    script = [answer(*commands, duration=wait_s), answer(done=True), answer(done=True)]
     policy = ScriptedPolicy(byte_chat(), {"": script})
     outcome = await tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0).run(
         policy
     )
-    left = {path.name for path in run_directory(tasks.run_label).iterdir()}
-    assert left <= {"lock", "skeleton", "labels.yaml"}, "an environment of this trial is left"
+    remaining = {path.name for path in run_directory(tasks.run_label).iterdir()}
+    assert remaining <= {"lock", "skeleton", "labels.yaml"}, (
+        "the trial left an environment in the run directory"
+    )
     return outcome
 
 
-def shim(program: str, says: str = "echo right", directory: str = "/usr/local/bin") -> str:
-    return f"printf '#!/bin/sh\\n{says}\\n' > {directory}/{program}; chmod 755 {directory}/{program}"
+def shim(program: str, script: str = "echo right", directory: str = "/usr/local/bin") -> str:
+    """Return a command that installs a shell script under the name of a program."""
+    return f"printf '#!/bin/sh\\n{script}\\n' > {directory}/{program}; chmod 755 {directory}/{program}"
 
 
 USER_SITE = 'site=$(python3 -c "import site; print(site.getusersitepackages())"); mkdir -p $site; '
 USER_SITE += 'echo "import os; os._exit(0)" > $site/'
-OTHER_PID_1 = r"""python3 - <<'END'
+# Makes the exec server read its scripts from another directory.
+REDIRECT_PID_1 = r"""python3 - <<'END'
 import os, re
 for number in range(2000):
     os.makedirs('/tmp/evilrequests', exist_ok=True)
@@ -135,18 +142,19 @@ with open('/proc/1/mem', 'r+b', 0) as memory:
             start, end = (int(part, 16) for part in span.split('-'))
             memory.seek(start)
             content = memory.read(end - start)
-            for found in re.finditer(rb'/\.sandbox/requests/', content):
-                memory.seek(start + found.start())
-                memory.write(b'//tmp/evilrequests//'[:len(found.group())].ljust(len(found.group()), b'/'))
+            for match in re.finditer(rb'/\.sandbox/requests/', content):
+                memory.seek(start + match.start())
+                memory.write(b'//tmp/evilrequests//'[:len(match.group())].ljust(len(match.group()), b'/'))
 END"""
 
+# The verifier and the attack of each trial
 FORGERIES = {
-    "a cat of its own": (BY_CAT, shim("cat")),
-    "a test of its own": (BY_TEST, shim("test", "exit 0")),
-    "a bash of its own": (BY_BASH, shim("bash", 'case "$1" in -c) exit 0;; esac; exec /bin/bash "$@"')),
-    "a python3 of its own": (BY_PYTHON, shim("python3", "exit 0")),
-    "usercustomize": (BY_PYTHON, f"{USER_SITE}usercustomize.py"),
-    "a .pth file": (BY_PYTHON, f"{USER_SITE}evil.pth"),
+    "a shim for cat": (BY_CAT, shim("cat")),
+    "a shim for test": (BY_TEST, shim("test", "exit 0")),
+    "a shim for bash": (BY_BASH, shim("bash", 'case "$1" in -c) exit 0;; esac; exec /bin/bash "$@"')),
+    "a shim for python3": (BY_PYTHON, shim("python3", "exit 0")),
+    "a usercustomize module": (BY_PYTHON, f"{USER_SITE}usercustomize.py"),
+    "a .pth file of the user": (BY_PYTHON, f"{USER_SITE}evil.pth"),
     "a .pth file of the system": (
         BY_PYTHON,
         'd=/usr/local/lib/python3.$(python3 -c "import sys; print(sys.version_info[1])")/dist-packages; '
@@ -155,21 +163,24 @@ FORGERIES = {
     "~/.bashrc": (BY_INTERACTIVE_SHELL, "echo 'cat() { echo right; }' >> /root/.bashrc"),
     "~/.profile": (BY_LOGIN_SHELL, "echo 'cat() { echo right; }' >> /root/.profile"),
     "/etc/profile": (BY_LOGIN_SHELL, "echo 'cat() { echo right; }' >> /etc/profile"),
-    "git's configuration": (BY_GIT, "printf '[answer]\\nvalue = right\\n' > /root/.gitconfig"),
-    "another home": (
+    "the git configuration": (BY_GIT, "printf '[answer]\\nvalue = right\\n' > /root/.gitconfig"),
+    "a replaced home folder": (
         BY_LOGIN_SHELL,
         "mkdir /tmp/h; echo 'cat() { echo right; }' > /tmp/h/.profile; mv /root /tmp/old; ln -s /tmp/h /root",
     ),
-    "ld.so.preload": (seeing("/etc/ld.so.preload"), "touch /etc/ld.so.preload"),
-    "the linker's cache": (
+    "ld.so.preload": (graded_if_any_exists("/etc/ld.so.preload"), "touch /etc/ld.so.preload"),
+    "the linker configuration": (
         graded_if("[ -s /etc/ld.so.conf.d/evil.conf ]"),
         "mkdir -p /etc/ld.so.conf.d; echo /e > /etc/ld.so.conf.d/evil.conf",
     ),
-    "files for pytest": (
-        seeing("/conftest.py", "/pytest.ini", "/root/conftest.py"),
+    "pytest configuration files": (
+        graded_if_any_exists("/conftest.py", "/pytest.ini", "/root/conftest.py"),
         "touch /conftest.py /pytest.ini /root/conftest.py",
     ),
-    "files beside the tests": (seeing("/tests/planted"), "mkdir -p /tests; touch /tests/planted"),
+    "a file beside the tests": (
+        graded_if_any_exists("/tests/planted"),
+        "mkdir -p /tests; touch /tests/planted",
+    ),
     "a planted reward": ("true", f"mkdir -p /logs/verifier; echo 1 > {REWARD}"),
     "a symlinked reward": (BY_CAT, f"echo 1 > /app/one; mkdir -p /logs/verifier; ln -sf /app/one {REWARD}"),
     "an answer linked to the tests": (BY_COMPARISON, "ln -sf /tests/test.sh /app/answer.txt"),
@@ -182,7 +193,7 @@ FORGERIES = {
         "ln -s /usr /app/s; mkdir -p /app/a/b; ln -s ../../s/../tests/test.sh /app/a/b/c; ln -sf a/b/c "
         "/app/answer.txt",
     ),
-    "an answer linked to a file that is open": (
+    "an answer linked through /proc/self/root": (
         BY_COMPARISON,
         "ln -sf /proc/self/root/tests/test.sh /app/answer.txt",
     ),
@@ -190,7 +201,7 @@ FORGERIES = {
         BY_CAT,
         f"(setsid sh -c 'while :; do echo 1 > {REWARD}; done' &) >/dev/null 2>&1",
     ),
-    "the memory of pid 1": (BY_CAT, OTHER_PID_1),
+    "the memory of pid 1": (BY_CAT, REDIRECT_PID_1),
 }
 
 
@@ -198,11 +209,11 @@ FORGERIES = {
 @pytest.mark.parametrize("name", FORGERIES)
 async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
     test, attack = FORGERIES[name]
-    wait = 2.0 if "memory" in name else 0.5
+    wait_s = 2.0 if "memory" in name else 0.5
     outcome = await play(
-        tmp_path, task(tmp_path / "task", test), "printf wrong > /app/answer.txt", attack, wait=wait
+        tmp_path, task(tmp_path / "task", test), "printf wrong > /app/answer.txt", attack, wait_s=wait_s
     )
-    if name == "a planted reward":  # the verifier of this task writes no reward, with or without an agent
+    if name == "a planted reward":  # the verifier of this task never writes a reward
         assert not isinstance(outcome, Trajectory)
         return
     assert isinstance(outcome, Trajectory), outcome
@@ -210,24 +221,25 @@ async def test_a_forged_grade_stays_0(tmp_path: Path, name: str) -> None:
 
 
 @in_sandbox
-async def test_programs_of_the_agent_are_not_copied_into_the_path(tmp_path: Path) -> None:
+async def test_the_verifier_does_not_find_programs_of_the_agent(tmp_path: Path) -> None:
     dockerfile = f"{DOCKERFILE}RUN mkdir /opt/tools\nENV PATH=/opt/tools:/usr/bin:/bin\n"
     folder = task(tmp_path / "task", BY_CAT, dockerfile=dockerfile)
     outcome = await play(
         tmp_path, folder, "printf wrong > /app/answer.txt", shim("cat", directory="/opt/tools")
     )
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
-    folder = task(tmp_path / "moved", BY_CAT, dockerfile=dockerfile)
+    folder = task(tmp_path / "linked", BY_CAT, dockerfile=dockerfile)
     attack = (
-        f"mkdir /app/own; {shim('cat', directory='/app/own')}; rm -rf /opt/tools; ln -s /app/own /opt/tools"
+        f"mkdir /app/bin; {shim('cat', directory='/app/bin')}; rm -rf /opt/tools; ln -s /app/bin /opt/tools"
     )
     outcome = await play(tmp_path, folder, "printf wrong > /app/answer.txt", attack)
     assert isinstance(outcome, Trajectory) and outcome.reward == 0.0
 
 
-HONEST = {
-    "a file where the agent works": ("printf right > /app/answer.txt", BY_CAT),
-    "files of the homes": (
+# The command of the agent and the verifier of each trial
+HONEST_WORK = {
+    "a file in the working directory": ("printf right > /app/answer.txt", BY_CAT),
+    "files in home folders": (
         "printf right > /root/answer.txt; mkdir -p /home/user/deep; printf right > "
         "/home/user/deep/answer.txt",
         graded_if("[ $(cat /root/answer.txt) = $(cat /home/user/deep/answer.txt) ]"),
@@ -251,15 +263,18 @@ HONEST = {
         graded_if('[ "$(stat -c %a old.txt secret folder | tr "\\n" " ")" = "741 0 2750 " ]'),
     ),
     "an empty folder": ("mkdir -p a/b/c", graded_if("[ -d a/b/c ]")),
-    "times": ("touch -d 2001-02-03T04:05:06Z old.txt", graded_if("[ $(stat -c %Y old.txt) = 981173106 ]")),
-    "names of all kinds": (
+    "modification times": (
+        "touch -d 2001-02-03T04:05:06Z old.txt",
+        graded_if("[ $(stat -c %Y old.txt) = 981173106 ]"),
+    ),
+    "unusual file names": (
         "touch 'größe 日本' ' -rf' \"$(printf 'a\\nb')\" \"$(printf 'b\\377')\"",
         graded_if(
             "[ -e 'größe 日本' ] && [ -e ' -rf' ] && [ -e \"$(printf 'a\\nb')\" ] && [ -e \"$(printf "
             "'b\\377')\" ]"
         ),
     ),
-    "a program, and files with the names of programs": (
+    "a program with the name of a system program": (
         "printf '#!/bin/sh\\necho right' > cat; chmod +x cat",
         graded_if('[ "$(./cat)" = right ]'),
     ),
@@ -272,9 +287,9 @@ HONEST = {
 
 
 @in_sandbox
-@pytest.mark.parametrize("name", HONEST)
-async def test_honest_work_is_graded_as_it_was_left(tmp_path: Path, name: str) -> None:
-    command, test = HONEST[name]
+@pytest.mark.parametrize("name", HONEST_WORK)
+async def test_the_verifier_sees_the_honest_changes_of_the_agent(tmp_path: Path, name: str) -> None:
+    command, test = HONEST_WORK[name]
     dockerfile = f"{DOCKERFILE}RUN echo old > old.txt && mkdir folder && echo x > folder/x\n"
     outcome = await play(
         tmp_path, task(tmp_path / "task", test, dockerfile=dockerfile), f"cd /app; {command}"
@@ -283,46 +298,57 @@ async def test_honest_work_is_graded_as_it_was_left(tmp_path: Path, name: str) -
     assert (outcome.reward, outcome.zero_reason) == (1.0, None)
 
 
-RUNS_A_PROGRAM = (
+# A verifier that runs /app/run.sh, if it exists, and takes the reward from /app/score.txt
+RUN_SH_VERIFIER = (
     f"echo 0 > /app/score.txt; [ ! -e /app/run.sh ] || bash /app/run.sh; cat /app/score.txt > {REWARD}"
 )
 
 
-def program(text: str) -> str:
+def write_run_sh(text: str) -> str:
+    """Return a command that writes `text` to /app/run.sh."""
     return f"printf '%s\\n' '{text}' > /app/run.sh"
 
 
+# The verifier, the attack and the graded-zero reason of each trial. `...` accepts any reason.
 VOIDS = {
-    "its processes and itself killed": (RUNS_A_PROGRAM, "kill -9 -1", None),
-    "pid 1 without memory": (RUNS_A_PROGRAM, "prlimit --pid 1 --as=4096 --nofile=0 --nproc=0", ...),
-    "pid 1 killed from inside": (RUNS_A_PROGRAM, "kill -9 1; kill -TERM 1; kill -QUIT 1", None),
-    "everything deleted": (RUNS_A_PROGRAM, "rm -rf --no-preserve-root / 2>/dev/null", ...),
-    "a full disk": (RUNS_A_PROGRAM, "cat /dev/zero > /app/big 2>/dev/null", ...),
-    "a file for /logs": (RUNS_A_PROGRAM, "rm -rf /logs /tests; touch /logs /tests", ...),
-    "a verifier that hangs": (RUNS_A_PROGRAM, program("sleep 1000"), ZeroReason.VERIFIER_TIMEOUT),
-    "a verifier that is killed": (RUNS_A_PROGRAM, program("kill -9 -1"), ZeroReason.NO_REWARD),
-    "an empty reward": (RUNS_A_PROGRAM, program("> /app/score.txt"), ZeroReason.NO_REWARD),
-    "no number": (RUNS_A_PROGRAM, program("echo nan > /app/score.txt"), ZeroReason.UNREADABLE_REWARD),
-    "words": (RUNS_A_PROGRAM, program("echo good > /app/score.txt"), ZeroReason.UNREADABLE_REWARD),
+    "all processes killed": (RUN_SH_VERIFIER, "kill -9 -1", None),
+    "pid 1 without resources": (RUN_SH_VERIFIER, "prlimit --pid 1 --as=4096 --nofile=0 --nproc=0", ...),
+    "signals to pid 1": (RUN_SH_VERIFIER, "kill -9 1; kill -TERM 1; kill -QUIT 1", None),
+    "everything deleted": (RUN_SH_VERIFIER, "rm -rf --no-preserve-root / 2>/dev/null", ...),
+    "a full disk": (RUN_SH_VERIFIER, "cat /dev/zero > /app/big 2>/dev/null", ...),
+    "a file in place of /logs": (RUN_SH_VERIFIER, "rm -rf /logs /tests; touch /logs /tests", ...),
+    "a verifier that hangs": (RUN_SH_VERIFIER, write_run_sh("sleep 1000"), ZeroReason.VERIFIER_TIMEOUT),
+    "a verifier that is killed": (RUN_SH_VERIFIER, write_run_sh("kill -9 -1"), ZeroReason.NO_REWARD),
+    "an empty reward": (RUN_SH_VERIFIER, write_run_sh("> /app/score.txt"), ZeroReason.NO_REWARD),
+    "a reward of nan": (
+        RUN_SH_VERIFIER,
+        write_run_sh("echo nan > /app/score.txt"),
+        ZeroReason.UNREADABLE_REWARD,
+    ),
+    "a reward of text": (
+        RUN_SH_VERIFIER,
+        write_run_sh("echo good > /app/score.txt"),
+        ZeroReason.UNREADABLE_REWARD,
+    ),
     "a huge reward": (
-        RUNS_A_PROGRAM,
-        program("head -c 9000000 /dev/zero > /app/score.txt"),
+        RUN_SH_VERIFIER,
+        write_run_sh("head -c 9000000 /dev/zero > /app/score.txt"),
         ZeroReason.UNREADABLE_REWARD,
     ),
-    "a folder for a reward": (
-        RUNS_A_PROGRAM,
-        program("mkdir -p /logs/verifier/reward.json/x"),
+    "a folder in place of a reward": (
+        RUN_SH_VERIFIER,
+        write_run_sh("mkdir -p /logs/verifier/reward.json/x"),
         ZeroReason.UNREADABLE_REWARD,
     ),
-    "a pipe for a reward": (RUNS_A_PROGRAM, program("mkfifo /logs/verifier/reward.json"), None),
-    "rewards of no kind": (
-        RUNS_A_PROGRAM,
-        program("echo [1] > /logs/verifier/reward.json"),
+    "a pipe in place of a reward": (RUN_SH_VERIFIER, write_run_sh("mkfifo /logs/verifier/reward.json"), None),
+    "a list in place of a reward": (
+        RUN_SH_VERIFIER,
+        write_run_sh("echo [1] > /logs/verifier/reward.json"),
         ZeroReason.UNREADABLE_REWARD,
     ),
-    "a number too large": (
-        RUNS_A_PROGRAM,
-        program('printf {\\"reward\\":%0400d} 0 | tr 0 9 > /logs/verifier/reward.json'),
+    "a reward of 400 digits": (
+        RUN_SH_VERIFIER,
+        write_run_sh('printf {\\"reward\\":%0400d} 0 | tr 0 9 > /logs/verifier/reward.json'),
         ZeroReason.UNREADABLE_REWARD,
     ),
 }
@@ -336,7 +362,7 @@ async def test_a_voided_trial_is_graded_0_with_its_reason(
     monkeypatch.setattr("src.envs.harbor.grading.PROBE_TIMEOUT_S", 5)
     test, attack, reason = VOIDS[name]
     outcome = await play(
-        tmp_path, task(tmp_path / "task", test, timeout=4), attack, environment_kwargs=["storage_mb=64"]
+        tmp_path, task(tmp_path / "task", test, timeout_s=4), attack, environment_kwargs=["storage_mb=64"]
     )
     assert isinstance(outcome, Trajectory), outcome
     assert outcome.reward == 0.0
@@ -344,7 +370,9 @@ async def test_a_voided_trial_is_graded_0_with_its_reason(
 
 
 @in_sandbox
-async def test_too_many_files_are_graded_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_or_too_large_files_are_graded_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(carried_files, "MAX_MEMBERS", 100)
     outcome = await play(
         tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt; touch file{1..200}"
@@ -360,18 +388,18 @@ async def test_too_many_files_are_graded_0(tmp_path: Path, monkeypatch: pytest.M
 
 
 @in_sandbox
-async def test_a_fault_without_an_agent_is_no_reward(tmp_path: Path) -> None:
+async def test_a_broken_verifier_gives_a_failure_and_no_reward(tmp_path: Path) -> None:
     for number, test in enumerate(("true", "sleep 100", f"echo nan > {REWARD}")):
         outcome = await play(
-            tmp_path, task(tmp_path / f"task-{number}", test, timeout=2), "printf right > answer.txt"
+            tmp_path, task(tmp_path / f"task-{number}", test, timeout_s=2), "printf right > answer.txt"
         )
         assert not isinstance(outcome, Trajectory), outcome
         assert outcome.kind == "verifier"
 
 
 @in_sandbox
-async def test_an_agent_that_uses_up_the_time_of_its_trial_is_graded_0(tmp_path: Path) -> None:
-    """A trial that reaches its deadline is graded 0 if the agent used most of its time."""
+async def test_an_agent_that_uses_up_its_trial_time_is_graded_0(tmp_path: Path) -> None:
+    """A trial that reaches its deadline is graded 0 if the agent used most of the trial's time."""
     tasks = open_harbor(
         TrainerConfig(
             model_name="org/model",
@@ -386,20 +414,20 @@ async def test_an_agent_that_uses_up_the_time_of_its_trial_is_graded_0(tmp_path:
     )
     trial = tasks.trial(tasks.train[0], directory=tmp_path / "jobs", seed=1, temperature=1.0)
     assert isinstance(trial, DeadlineAware)
-    playing = asyncio.ensure_future(trial.run(policy))
+    trial_task = asyncio.ensure_future(trial.run(policy))
     outcome = None
     async with asyncio.timeout(60):
-        while outcome is None:  # the sandbox may take longer to start than the agent has worked
-            await asyncio.wait({playing}, timeout=0.5)
+        while outcome is None:  # None until the agent has worked longer than the sandbox took to start
+            await asyncio.wait({trial_task}, timeout=0.5)
             outcome = trial.timeout_result()
-    playing.cancel()
+    trial_task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await playing
+        await trial_task
     assert (outcome.reward, outcome.zero_reason, len(outcome.turns) > 0) == (0.0, ZeroReason.TIMEOUT, True)
 
 
 @in_sandbox
-async def test_the_start_reports_the_tasks_per_grading_method(
+async def test_the_log_reports_the_tasks_per_grading_method(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -410,27 +438,30 @@ async def test_the_start_reports_the_tasks_per_grading_method(
     )
 
 
-# Terminus-2 needs tmux, which a container without network cannot install.
-DOCKER = f"FROM {BASE_IMAGE}\nRUN apt-get update && apt-get install -y tmux && rm -rf /var/lib/apt/lists/*\n"
-DOCKER += "WORKDIR /app\n"
-DOCKER += "RUN echo old > old.txt && mkdir folder && echo x > folder/x && mkdir /opt/tools\n"
-DOCKER += "ENV PATH=/opt/tools:$PATH\n"
-DOCKER_TASK = "[agent]\ntimeout_sec = 120\n[verifier]\ntimeout_sec = {timeout}\n"
+# The image contains tmux, so that Terminus-2 does not download it.
+TMUX_DOCKERFILE = (
+    f"FROM {BASE_IMAGE}\nRUN apt-get update && apt-get install -y tmux && rm -rf /var/lib/apt/lists/*\n"
+)
+TMUX_DOCKERFILE += "WORKDIR /app\n"
+TMUX_DOCKERFILE += "RUN echo old > old.txt && mkdir folder && echo x > folder/x && mkdir /opt/tools\n"
+TMUX_DOCKERFILE += "ENV PATH=/opt/tools:$PATH\n"
+DOCKER_TASK = "[agent]\ntimeout_sec = 120\n[verifier]\ntimeout_sec = {timeout_s}\n"
 
 
-def docker_task(folder: Path, test: str, *, timeout: float = 30) -> Path:
-    made = task(folder, test, dockerfile=DOCKER)
-    # With no-network, Harbor needs an image from a registry.
-    (made / "task.toml").write_text(DOCKER_TASK.format(timeout=timeout))
-    return made
+def docker_task(folder: Path, test: str, *, timeout_s: float = 30) -> Path:
+    folder = task(folder, test, dockerfile=TMUX_DOCKERFILE)
+    # With no-network, Harbor would need another image from a registry.
+    (folder / "task.toml").write_text(DOCKER_TASK.format(timeout_s=timeout_s))
+    return folder
 
 
 def containers(name: str = "") -> set[str]:
-    """Return all containers whose name contains `name`."""
+    """Return the ids of all containers whose name contains `name`."""
     listing = ["docker", "ps", "--all", "--quiet", "--filter", f"name={name}"]
     return set(subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split())
 
 
+# The verifier and the attack of each trial
 DOCKER_FORGERIES = {
     "shims and replaced programs": (
         BY_CAT,
@@ -438,7 +469,7 @@ DOCKER_FORGERIES = {
         "cp /usr/local/bin/cat /usr/bin/cat; echo 'cat() { echo right; }' > /root/.bashrc",
     ),
     "the linker and a symlinked reward": (
-        seeing("/etc/ld.so.preload", "/app/preloaded"),
+        graded_if_any_exists("/etc/ld.so.preload", "/app/preloaded"),
         f"touch /etc/ld.so.preload; echo 1 > /app/one; ln -sf /app/one {REWARD}; ln -sf /etc/hostname "
         "/logs/verifier/reward.json",
     ),
@@ -455,7 +486,7 @@ class ContainerTrial:
 
     test: str
     commands: Sequence[str]
-    timeout: float = 30
+    timeout_s: float = 30
 
 
 def honest_trial() -> ContainerTrial:
@@ -475,38 +506,42 @@ def honest_trial() -> ContainerTrial:
     return ContainerTrial(test=test, commands=commands)
 
 
-# A special file is not downloaded, so the number that the verifier wrote counts.
+# The attack and the graded-zero reason of each trial. `...` accepts any reason. A special file is not
+# downloaded, so the reward is the number that the verifier wrote.
 DOCKER_VOIDS = {
     "everything deleted": ("rm -rf --no-preserve-root / 2>/dev/null", ...),
-    "its processes killed": ("kill -9 -1", ...),
-    "a verifier that hangs": (program("sleep 1000"), ZeroReason.VERIFIER_TIMEOUT),
-    "a pipe for a reward": (
-        program("rm -f /logs/verifier/reward.json; mkfifo /logs/verifier/reward.json"),
+    "all processes killed": ("kill -9 -1", ...),
+    "a verifier that hangs": (write_run_sh("sleep 1000"), ZeroReason.VERIFIER_TIMEOUT),
+    "a pipe in place of a reward": (
+        write_run_sh("rm -f /logs/verifier/reward.json; mkfifo /logs/verifier/reward.json"),
         None,
     ),
-    "a device for a reward": (program("ln -s /dev/zero /logs/verifier/reward.json"), None),
+    "a link to a device in place of a reward": (
+        write_run_sh("ln -s /dev/zero /logs/verifier/reward.json"),
+        None,
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def container_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trajectory | TrialFailure]:
-    """The outcomes of all trials in containers, by name. Trials are played at the same time, because each
-    spends most of its time waiting for the engine and for time limits.
+    """The outcomes of all trials in containers, by name. The trials run concurrently, because each of them
+    mostly waits for Docker and for time limits.
     """
     trials = {"honest": honest_trial()}
     for name, (test, attack) in DOCKER_FORGERIES.items():
         trials[name] = ContainerTrial(test=test, commands=("printf wrong > /app/answer.txt", attack))
     for name, (attack, _) in DOCKER_VOIDS.items():
-        trials[name] = ContainerTrial(test=RUNS_A_PROGRAM, commands=(attack,), timeout=20)
+        trials[name] = ContainerTrial(test=RUN_SH_VERIFIER, commands=(attack,), timeout_s=20)
 
     async def play_all() -> dict[str, Trajectory | TrialFailure]:
-        at_once = asyncio.Semaphore(CONTAINERS_AT_ONCE)
+        container_slots = asyncio.Semaphore(CONTAINERS_AT_ONCE)
 
         async def play_one(trial: ContainerTrial) -> Trajectory | TrialFailure:
             folder = tmp_path_factory.mktemp("container")
-            made = docker_task(folder / "task", trial.test, timeout=trial.timeout)
-            async with at_once:
-                return await play(folder, made, *trial.commands, wait=1.0, environment_type="docker")
+            task_folder = docker_task(folder / "task", trial.test, timeout_s=trial.timeout_s)
+            async with container_slots:
+                return await play(folder, task_folder, *trial.commands, wait_s=1.0, environment_type="docker")
 
         outcomes = await asyncio.gather(*map(play_one, trials.values()))
         return dict(zip(trials, outcomes, strict=True))
@@ -525,7 +560,7 @@ def test_a_forged_grade_stays_0_in_a_container(
 
 
 @in_docker
-def test_honest_work_in_a_container_is_graded_as_it_was_left(
+def test_the_verifier_sees_the_honest_changes_in_a_container(
     container_outcomes: dict[str, Trajectory | TrialFailure],
 ) -> None:
     outcome = container_outcomes["honest"]
@@ -552,20 +587,22 @@ async def test_too_large_files_in_a_container_are_graded_0(
     monkeypatch.setattr("src.envs.harbor.docker_files.MAX_BYTES", 2**20)
     folder = docker_task(tmp_path / "task", BY_CAT)
     attack = "mkdir large; truncate -s 300M large/file"
-    async with asyncio.timeout(150):  # an engine that is writing the archive cannot remove the container yet
-        outcome = await play(tmp_path, folder, attack, wait=1.0, environment_type="docker")
+    async with asyncio.timeout(150):  # Docker removes the container only after it has written the archive
+        outcome = await play(tmp_path, folder, attack, wait_s=1.0, environment_type="docker")
     assert isinstance(outcome, Trajectory), outcome
     assert (outcome.reward, outcome.zero_reason) == (0.0, ZeroReason.FILES_TOO_LARGE)
     assert containers(outcome.trial_name.lower()) == set()
 
 
 @in_sandbox
-async def test_a_fault_in_placing_files_is_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Placing files also fails without an agent, so the trial is an infrastructure failure."""
+async def test_a_failure_to_unpack_files_is_no_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unpacking can also fail without an agent, so the trial is an infrastructure failure."""
 
-    async def broken(*_: object) -> None:
+    async def fail_to_unpack(*_: object) -> None:
         raise FileExistsError("handed-in")
 
-    monkeypatch.setattr(SandboxFiles, "unpack", broken)
+    monkeypatch.setattr(SandboxFiles, "unpack", fail_to_unpack)
     outcome = await play(tmp_path, task(tmp_path / "task", BY_CAT), "printf right > answer.txt")
     assert isinstance(outcome, TrialFailure), outcome

@@ -1,4 +1,4 @@
-"""Forty attacks per environment and user leave the host unchanged, the grade right and other trials graded.
+"""Forty attacks per environment and user change neither the host nor the grade nor other trials.
 
 `python -m tests.security.red_team` runs all attacks.
 """
@@ -23,17 +23,18 @@ from tests.security.red_team.image import BASE
 from tests.security.red_team.table import sampled
 
 PLACE_TIMEOUT_S = 1800
-PLACES = [(where, whom) for where in EnvironmentKind for whom in RunAs]
+PLACES = [(where, run_as) for where in EnvironmentKind for run_as in RunAs]
 NUM_ATTACKS = 40
 
 
-def why_not(where: EnvironmentKind) -> str | None:
+def missing_requirement(where: EnvironmentKind) -> str | None:
+    """Return why no trial can run in this environment, or None."""
     if where is EnvironmentKind.SANDBOX:
         return why_no_sandbox()
     if reason := why_no_engine():
         return reason
-    present = subprocess.run(["docker", "image", "inspect", BASE], capture_output=True, check=False)
-    return None if present.returncode == 0 else f"the image {BASE} is missing"
+    inspection = subprocess.run(["docker", "image", "inspect", BASE], capture_output=True, check=False)
+    return None if inspection.returncode == 0 else f"the image {BASE} is missing"
 
 
 class AttackRuns:
@@ -46,58 +47,60 @@ class AttackRuns:
     ) -> None:
         self._collected = collected
         self._folder = folder
-        order = [
+        places = [
             place
-            for whom in RunAs
+            for run_as in RunAs
             for place in PLACES
-            if place[1] is whom and any(case[:2] == place for case in collected)
+            if place[1] is run_as and any(case[:2] == place for case in collected)
         ]
-        self._reasons = {where: why_not(where) for where, _ in order}
-        self._played = {
-            place: pool.submit(self._play, *place) for place in order if self._reasons[place[0]] is None
+        self._missing_requirements = {where: missing_requirement(where) for where, _ in places}
+        self._futures = {
+            place: pool.submit(self._play, *place)
+            for place in places
+            if self._missing_requirements[place[0]] is None
         }
 
-    def violations(self, where: EnvironmentKind, whom: RunAs) -> dict[str, list[str]]:
+    def violations(self, where: EnvironmentKind, run_as: RunAs) -> dict[str, list[str]]:
         """Return the violations by attack."""
-        if reason := self._reasons[where]:
-            pytest.skip(f"no trial in {where}: {reason}")
-        return self._played[where, whom].result()
+        if reason := self._missing_requirements[where]:
+            pytest.skip(f"{where} is not available: {reason}")
+        return self._futures[where, run_as].result()
 
-    def _play(self, where: EnvironmentKind, whom: RunAs) -> dict[str, list[str]]:
+    def _play(self, where: EnvironmentKind, run_as: RunAs) -> dict[str, list[str]]:
         names = [
             attack.name
-            for attack in sampled(NUM_ATTACKS, where, whom)
-            if (where, whom, attack.name) in self._collected
+            for attack in sampled(NUM_ATTACKS, where, run_as)
+            if (where, run_as, attack.name) in self._collected
         ]
-        results = self._folder / f"{where}-{whom}"
+        results = self._folder / f"{where}-{run_as}"
         results.touch()
         results.chmod(0o666)  # the unprivileged user writes to it
-        attack_command = command(where, whom, names, results=results)
+        attack_command = command(where, run_as, names, results=results)
         try:
             process = subprocess.run(
                 attack_command, capture_output=True, text=True, timeout=PLACE_TIMEOUT_S, check=False
             )
             problem = f"status {process.returncode}: {process.stderr[-2000:]}"
         except subprocess.TimeoutExpired:
-            problem = f"{PLACE_TIMEOUT_S} s passed"
-        violations = {name: [f"not played: {problem}"] for name in names}
+            problem = f"no end within {PLACE_TIMEOUT_S} s"
+        violations = {name: [f"not run: {problem}"] for name in names}
         for line in results.read_text().splitlines():
             result = json.loads(line)
             violations[result["attack"]] = [
-                line for line in violations[result["attack"]] if not line.startswith("not played")
+                line for line in violations[result["attack"]] if not line.startswith("not run")
             ]
             violations[result["attack"]] += result["violations"]
         return violations
 
 
 @pytest.fixture(scope="module")
-def games(request: pytest.FixtureRequest) -> Iterator[AttackRuns]:
+def attack_runs(request: pytest.FixtureRequest) -> Iterator[AttackRuns]:
     parameters = [
         item.callspec.params  # type: ignore[attr-defined]
         for item in request.session.items
-        if "games" in getattr(item, "fixturenames", ())
+        if "attack_runs" in getattr(item, "fixturenames", ())
     ]
-    collected = {(case["where"], case["whom"], case["attack"]) for case in parameters}
+    collected = {(case["where"], case["run_as"], case["attack"]) for case in parameters}
     with (
         tempfile.TemporaryDirectory(prefix="red-team-results-") as folder,
         ThreadPoolExecutor(max_workers=2) as pool,
@@ -109,11 +112,11 @@ def games(request: pytest.FixtureRequest) -> Iterator[AttackRuns]:
 ATTACKS = [(*place, attack.name) for place in PLACES for attack in sampled(NUM_ATTACKS, *place)]
 
 
-@pytest.mark.parametrize(("where", "whom", "attack"), ATTACKS, ids=str)
-def test_the_host_the_grade_and_other_trials_are_safe_from(
-    games: AttackRuns, where: EnvironmentKind, whom: RunAs, attack: str
+@pytest.mark.parametrize(("where", "run_as", "attack"), ATTACKS, ids=str)
+def test_attack_leaves_host_grade_and_other_trials_intact(
+    attack_runs: AttackRuns, where: EnvironmentKind, run_as: RunAs, attack: str
 ) -> None:
-    assert games.violations(where, whom)[attack] == []
+    assert attack_runs.violations(where, run_as)[attack] == []
 
 
 def test_every_environment_gets_forty_attacks_of_all_categories() -> None:

@@ -22,10 +22,8 @@ from tests.security.sandboxes import PYTHON, run_tests_as_nobody, sandbox
 
 REASON = why_no_sandbox()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
-needs_python = pytest.mark.skipif(
-    not Path(PYTHON).exists(), reason=f"the attack is written in Python: no {PYTHON}"
-)
-SUITES = [
+needs_python = pytest.mark.skipif(not Path(PYTHON).exists(), reason=f"the attack needs {PYTHON}")
+TEST_FILES = [
     *(
         f"tests/security/test_{name}.py"
         for name in ("sandbox_isolation", "resource_limits", "sandbox_network", "run_directory")
@@ -50,7 +48,7 @@ SYSCTLS = [
 
 
 def host_processes(*texts: str) -> list[Path]:
-    """Return the processes of the host whose command line contains one of these texts."""
+    """Return the /proc folders of the host's processes whose command line contains one of these texts."""
     processes = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -62,6 +60,7 @@ def host_processes(*texts: str) -> list[Path]:
 
 
 def environments(processes: Iterable[Path]) -> list[bytes]:
+    """Return the environment variables of the processes that still exist."""
     contents = []
     for entry in processes:
         with suppress(OSError):
@@ -70,46 +69,48 @@ def environments(processes: Iterable[Path]) -> list[bytes]:
 
 
 async def test_no_sysctl_of_the_host_can_be_opened_for_writing() -> None:
-    async with sandbox() as running:
+    async with sandbox() as bubblewrap:
         for name in SYSCTLS:
-            done = await running.run(f"exec 3>/proc/sys/{name}")
-            assert done.status != 0 and b"Read-only file system" in done.stderr, name
-        writable = await running.run(
+            result = await bubblewrap.run(f"exec 3>/proc/sys/{name}")
+            assert result.status != 0 and b"Read-only file system" in result.stderr, name
+        writable = await bubblewrap.run(
             "find /proc/sys /proc/irq /proc/bus /proc/fs -type f -writable 2>/dev/null"
         )
         assert writable.stdout == b""
 
 
-async def test_proc_shows_nothing_that_docker_masks() -> None:
-    names = "acpi asound bus fs interrupts iomem ioports irq kallsyms kcore key-users keys kmsg "
-    names += "kpagecgroup kpagecount kpageflags"
-    names += (
+async def test_proc_hides_information_about_the_host() -> None:
+    paths = "acpi asound bus fs interrupts iomem ioports irq kallsyms kcore key-users keys kmsg "
+    paths += "kpagecgroup kpagecount kpageflags"
+    paths += (
         " latency_stats sched_debug scsi slabinfo sysrq-trigger timer_list timer_stats vmallocinfo cmdline"
     )
-    async with sandbox() as running:
-        script = f"cd /proc; for n in {names}; do "
+    async with sandbox() as bubblewrap:
+        script = f"cd /proc; for n in {paths}; do "
         script += '[ -z "$(ls -A $n 2>/dev/null | grep -vx $n; head -c 1 $n 2>/dev/null)" ] || echo $n; done'
-        assert (await running.run(script)).stdout == b""
-        assert (await running.run("head -c 1 /proc/cpuinfo /proc/meminfo /proc/stat >/dev/null")).status == 0
+        assert (await bubblewrap.run(script)).stdout == b""
+        assert (
+            await bubblewrap.run("head -c 1 /proc/cpuinfo /proc/meminfo /proc/stat >/dev/null")
+        ).status == 0
 
 
 @needs_root
-async def test_root_of_a_sandbox_is_an_unprivileged_uid_of_its_own() -> None:
+async def test_root_of_each_sandbox_has_its_own_unprivileged_uid() -> None:
     async with sandbox() as first, sandbox() as second:
-        outside = []
-        for running, marker in ((first, "86311"), (second, "86312")):
-            await running.run(
+        host_uids = []
+        for bubblewrap, marker in ((first, "86311"), (second, "86312")):
+            await bubblewrap.run(
                 f"sleep {marker} >/dev/null 2>&1 & until pgrep -f '^sleep {marker}' >/dev/null; do :; done"
             )
             (uid,) = {process.stat().st_uid for process in host_processes(f"sleep\0{marker}")}
-            outside.append(uid)
-            assert (await running.run("id -u")).stdout == b"0\n"
-    assert 0 not in outside
-    assert outside[0] != outside[1]
-    assert all(uid in PREFERRED_UIDS or uid in SMALL_UIDS for uid in outside)
+            host_uids.append(uid)
+            assert (await bubblewrap.run("id -u")).stdout == b"0\n"
+    assert 0 not in host_uids
+    assert host_uids[0] != host_uids[1]
+    assert all(uid in PREFERRED_UIDS or uid in SMALL_UIDS for uid in host_uids)
 
 
-def test_uids_come_from_what_a_user_namespace_maps() -> None:
+def test_uids_come_from_the_map_of_the_user_namespace() -> None:
     assert available_uids("0 0 4294967295\n") == PREFERRED_UIDS
     assert available_uids("0 100000 65536\n") == SMALL_UIDS
     assert available_uids("0 1000 1\n") is None
@@ -117,8 +118,8 @@ def test_uids_come_from_what_a_user_namespace_maps() -> None:
         available_uids("0 1000 1\n1 100000 999\n")
 
 
-async def test_the_exec_server_cannot_be_read_written_or_traced() -> None:
-    async with sandbox() as running:
+async def test_files_of_the_exec_server_cannot_be_read_or_written() -> None:
+    async with sandbox() as bubblewrap:
         for name in (
             "mem",
             "environ",
@@ -133,29 +134,29 @@ async def test_the_exec_server_cannot_be_read_written_or_traced() -> None:
             "cwd/etc/passwd",
             "exe",
         ):
-            read = await running.run(f"head -c 1 /proc/1/{name}")
-            assert (read.stdout, read.status) == (b"", 1), name
-            assert (await running.run(f"echo x >/proc/1/{name}")).status != 0, name
-            assert (await running.run(f"readlink /proc/1/{name}")).stdout == b"", name
+            result = await bubblewrap.run(f"head -c 1 /proc/1/{name}")
+            assert (result.stdout, result.status) == (b"", 1), name
+            assert (await bubblewrap.run(f"echo x >/proc/1/{name}")).status != 0, name
+            assert (await bubblewrap.run(f"readlink /proc/1/{name}")).stdout == b"", name
 
 
 ATTACK_EXEC_SERVER = """
 import ctypes, resource, signal, os
 libc = ctypes.CDLL(None, use_errno=True)
 PTRACE_ATTACH, PTRACE_SEIZE = 16, 0x4206
-done = []
+successes = []
 for request in (PTRACE_ATTACH, PTRACE_SEIZE):
     if libc.ptrace(request, 1, 0, 0) == 0:
-        done.append("traced")
+        successes.append("traced")
 for name in ("NOFILE", "NPROC", "FSIZE", "CPU", "AS", "DATA", "STACK"):
     try:
         resource.prlimit(1, getattr(resource, "RLIMIT_" + name), (0, 0))
-        done.append("limited " + name)
+        successes.append("limited " + name)
     except PermissionError:
         pass
 try:
     os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))
-    done.append("scheduled")
+    successes.append("scheduled")
 except PermissionError:
     pass
 buffer = ctypes.create_string_buffer(8)
@@ -163,80 +164,82 @@ class Vector(ctypes.Structure):
     _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
 local = Vector(ctypes.addressof(buffer), 8)
 if libc.process_vm_readv(1, ctypes.byref(local), 1, ctypes.byref(local), 1, 0) > 0:
-    done.append("read")
+    successes.append("read")
 for number in range(1, 65):
     try:
         os.kill(1, number)
     except OSError:
         pass
-print(done)
+print(successes)
 """
 
 
 @needs_python
 async def test_the_exec_server_survives_prlimit_ptrace_and_signals() -> None:
-    async with sandbox() as running:
+    async with sandbox() as bubblewrap:
         assert (
-            await running.run(f"{PYTHON} - <<'E'\n{ATTACK_EXEC_SERVER}\nE", timeout_s=60)
+            await bubblewrap.run(f"{PYTHON} - <<'E'\n{ATTACK_EXEC_SERVER}\nE", timeout_s=60)
         ).stdout == b"[]\n"
-        assert (await running.run("echo on; exit 5", timeout_s=60)).status == 5
+        assert (await bubblewrap.run("echo on; exit 5", timeout_s=60)).status == 5
 
 
-async def test_a_command_cannot_write_into_the_answers_of_another_one() -> None:
-    async with sandbox() as running:
-        await running.run("setsid sleep 1000 >/dev/null 2>&1 &")
-        listing = await running.run(
+async def test_a_command_cannot_forge_the_result_of_another_command() -> None:
+    async with sandbox() as bubblewrap:
+        await bubblewrap.run("setsid sleep 1000 >/dev/null 2>&1 &")
+        listing = await bubblewrap.run(
             "ls /.sandbox/requests; echo /.sandbox/requests/*; chmod 777 /.sandbox/requests; ls "
             "/.sandbox/requests"
         )
         assert listing.stdout == b"/.sandbox/requests/*\n"
-        # The names of later scripts can be guessed, but not those of their FIFOs. The status uses no FIFO.
-        forger = "for n in $(seq 1 50); do for s in stdout stderr status; do "
-        forger += "echo 0 >/.sandbox/requests/$n.$s; done; done 2>/dev/null"
-        waiting = asyncio.create_task(running.run("until [ -e /tmp/open ]; do :; done; echo honest; exit 3"))
-        assert (await running.run(f"{forger}; touch /tmp/open; echo forged")).stdout == b"forged\n"
-        done = await waiting
-        assert (done.status, done.stdout, done.stderr) == (3, b"honest\n", b"")
+        # The agent can guess the names of later scripts, but not of their FIFOs. No FIFO carries the status.
+        forge = "for n in $(seq 1 50); do for s in stdout stderr status; do "
+        forge += "echo 0 >/.sandbox/requests/$n.$s; done; done 2>/dev/null"
+        running_command = asyncio.create_task(
+            bubblewrap.run("until [ -e /tmp/open ]; do :; done; echo honest; exit 3")
+        )
+        assert (await bubblewrap.run(f"{forge}; touch /tmp/open; echo forged")).stdout == b"forged\n"
+        result = await running_command
+        assert (result.status, result.stdout, result.stderr) == (3, b"honest\n", b"")
 
 
-def test_output_that_never_ends_does_not_hold_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A background process writes to the pipe as fast as it is read."""
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
-    os.write(writing, b"x" * 4096)
+def test_endless_output_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each read, a background process refills the pipe."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    os.write(write_end, b"x" * 4096)
     read, refills = os.read, itertools.repeat(None, 100)
 
     def read_and_refill(descriptor: int, size: int) -> bytes:
         chunk = read(descriptor, size)
         if next(refills, "") is None:
-            os.write(writing, chunk)
+            os.write(write_end, chunk)
         return chunk
 
     monkeypatch.setattr(os, "read", read_and_refill)
-    stream = Stream(reading)
+    stream = Stream(read_end)
     stream.drain()
     assert len(stream.data) == 4096
-    os.close(reading)
-    os.close(writing)
+    os.close(read_end)
+    os.close(write_end)
 
 
-def test_a_file_that_takes_the_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent can replace the program that sends a download, so it controls the size."""
+def test_output_that_is_written_to_a_file_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent can replace the program that sends a download and so controls the size of the download."""
     monkeypatch.setattr("src.envs.sandbox.exec_request.MAX_FILE_BYTES", 1000)
-    reading, writing = os.pipe()
-    os.write(writing, b"x" * 4096)
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"x" * 4096)
     received = io.BytesIO()
-    Stream(reading, received).drain()
+    Stream(read_end, received).drain()
     assert received.getvalue() == b"x" * 1000
-    os.close(reading)
-    os.close(writing)
+    os.close(read_end)
+    os.close(write_end)
 
 
-async def test_a_command_ends_although_it_leaves_a_writer_behind() -> None:
-    async with sandbox() as running:
+async def test_a_command_ends_although_a_background_writer_runs() -> None:
+    async with sandbox() as bubblewrap:
         script = "setsid cat /dev/zero & disown; until pgrep -x cat >/dev/null; do :; done; exit 4"
-        assert (await running.run(script, timeout_s=60)).status == 4
-        await running.kill_processes()
+        assert (await bubblewrap.run(script, timeout_s=60)).status == 4
+        await bubblewrap.kill_processes()
 
 
 SYSTEM_CALLS = """
@@ -268,9 +271,9 @@ print(allowed)
 
 
 @needs_python
-async def test_vsock_keyrings_and_other_needless_calls_are_denied() -> None:
-    async with sandbox() as running:
-        assert (await running.run(f"{PYTHON} - <<'E'\n{SYSTEM_CALLS}\nE")).stdout == b"[]\n"
+async def test_vsock_keyrings_and_other_unneeded_calls_are_denied() -> None:
+    async with sandbox() as bubblewrap:
+        assert (await bubblewrap.run(f"{PYTHON} - <<'E'\n{SYSTEM_CALLS}\nE")).stdout == b"[]\n"
 
 
 I386_GETPID = bytes.fromhex("b814000000cd80c3")  # mov eax, 20; int 0x80; ret
@@ -278,7 +281,7 @@ I386_GETPID = bytes.fromhex("b814000000cd80c3")  # mov eax, 20; int 0x80; ret
 
 @needs_python
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="i386 calls exist on x86_64 only")
-async def test_calls_of_another_architecture_are_refused() -> None:
+async def test_i386_system_calls_are_refused() -> None:
     script = f"""
 import ctypes, mmap
 flags, prot = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
@@ -286,8 +289,8 @@ code = mmap.mmap(-1, 4096, flags=flags, prot=prot)
 code.write({I386_GETPID!r})
 print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))())
 """
-    async with sandbox() as running:
-        assert (await running.run(f"{PYTHON} - <<'E'\n{script}\nE")).stdout == b"-38\n"  # ENOSYS
+    async with sandbox() as bubblewrap:
+        assert (await bubblewrap.run(f"{PYTHON} - <<'E'\n{script}\nE")).stdout == b"-38\n"  # ENOSYS
 
 
 @needs_python
@@ -299,31 +302,31 @@ if child == 0:
     signal.pause()
 print(ctypes.CDLL(None).ptrace(16, child, 0, 0))
 """
-    async with sandbox() as running:
-        assert (await running.run(f"{PYTHON} - <<'E'\n{script}\nE")).stdout == b"0\n"
+    async with sandbox() as bubblewrap:
+        assert (await bubblewrap.run(f"{PYTHON} - <<'E'\n{script}\nE")).stdout == b"0\n"
 
 
-async def test_staged_files_are_readable_whatever_the_umask_is() -> None:
-    before = os.umask(0o077)
+async def test_staged_files_are_readable_with_any_umask() -> None:
+    previous_umask = os.umask(0o077)
     try:
-        async with sandbox() as running:
-            host_path, inside = running.stage_path("names")
+        async with sandbox() as bubblewrap:
+            host_path, sandbox_path = bubblewrap.stage_path("names")
             with host_path.open("x") as file:
                 file.write("handed in")
-            done = await running.run(f"cat {inside}; echo more >>{inside}")
-            assert (done.stdout, done.status) == (b"handed in", 1)
+            result = await bubblewrap.run(f"cat {sandbox_path}; echo more >>{sandbox_path}")
+            assert (result.stdout, result.status) == (b"handed in", 1)
             host_path.unlink()
-            assert (await running.run(f"test -e {inside}")).status == 1
+            assert (await bubblewrap.run(f"test -e {sandbox_path}")).status == 1
     finally:
-        os.umask(before)
+        os.umask(previous_umask)
 
 
-async def test_processes_do_not_get_the_trainers_environment(
+async def test_processes_do_not_inherit_the_trainers_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SECRET_KEY", "hidden-86313")
-    async with sandbox() as running:
-        await running.run(
+    async with sandbox() as bubblewrap:
+        await bubblewrap.run(
             "sleep 86314 >/dev/null 2>&1 & until pgrep -f '^sleep 86314' >/dev/null; do :; done"
         )
         trial_environments = environments(host_processes("--die-with-parent", "sleep\x0086314"))
@@ -332,16 +335,17 @@ async def test_processes_do_not_get_the_trainers_environment(
 
 
 @needs_root
-def test_all_of_this_holds_for_an_ordinary_user() -> None:
-    finished = run_tests_as_nobody([*SUITES, "-k", "not kill_9"])  # that test starts another Python process
-    assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-2000:]
-    assert int(re.findall(r"(\d+) passed", finished.stdout)[0]) > 10
+def test_the_sandbox_tests_pass_for_an_ordinary_user() -> None:
+    # The tests named kill_9 start another Python process, which may be unable to read the interpreter.
+    pytest_process = run_tests_as_nobody([*TEST_FILES, "-k", "not kill_9"])
+    assert pytest_process.returncode == 0, pytest_process.stdout[-4000:] + pytest_process.stderr[-2000:]
+    assert int(re.findall(r"(\d+) passed", pytest_process.stdout)[0]) > 10
 
 
-async def test_a_lost_sandbox_is_reported() -> None:
-    async with sandbox(limits=SandboxLimits()) as running:
-        waiting = asyncio.create_task(running.run("sleep 1000"))
-        await running.run("true")
-        await running.stop()
+async def test_commands_of_a_stopped_sandbox_raise_an_error() -> None:
+    async with sandbox(limits=SandboxLimits()) as bubblewrap:
+        running_command = asyncio.create_task(bubblewrap.run("sleep 1000"))
+        await bubblewrap.run("true")
+        await bubblewrap.stop()
         with pytest.raises(SandboxError, match="the sandbox stopped answering after commands ran in it"):
-            await waiting
+            await running_command

@@ -33,14 +33,14 @@ def non_loopback_address() -> str | None:
 
 
 def connect(address: str, port: int) -> str:
-    """Return a command that succeeds if it can connect to `greet` and read its greeting."""
+    """Return a shell command that succeeds if it can connect and receives the line `hello`."""
     return (
         f"timeout 10 bash -c 'exec 3<>/dev/tcp/{address}/{port} && read -r line <&3 && [ \"$line\" = hello ]'"
     )
 
 
 async def greet(listener: socket.socket) -> None:
-    """Answer connections until cancelled."""
+    """Send the line `hello` to each connection until cancelled."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
     while True:
@@ -54,18 +54,22 @@ async def test_a_public_network_does_not_reach_the_hosts_loopback() -> None:
     address = non_loopback_address()
     if address is None:
         pytest.skip("this machine has loopback addresses only")
-    local, public = socket.create_server(("127.0.0.1", 0)), socket.create_server((address, 0))
-    abstract = socket.socket(socket.AF_UNIX)
-    abstract.bind(f"\0agent-trainer-{os.getpid()}")
-    abstract.listen()
-    greeters = [asyncio.create_task(greet(listener)) for listener in (local, public)]
-    port = local.getsockname()[1]
+    loopback_listener, public_listener = (
+        socket.create_server(("127.0.0.1", 0)),
+        socket.create_server((address, 0)),
+    )
+    abstract_socket = socket.socket(socket.AF_UNIX)
+    abstract_socket.bind(f"\0agent-trainer-{os.getpid()}")
+    abstract_socket.listen()
+    greeters = [asyncio.create_task(greet(listener)) for listener in (loopback_listener, public_listener)]
+    port = loopback_listener.getsockname()[1]
     try:
-        async with sandbox(network=True) as running:
-            assert (await running.run(connect(address, public.getsockname()[1]))).status == 0, (
+        async with sandbox(network=True) as bubblewrap:
+            assert (await bubblewrap.run(connect(address, public_listener.getsockname()[1]))).status == 0, (
                 "the sandbox has no network"
             )
-            aliases = [f"198.18.77.{last}" for last in (0, 1, 2, 3, 100, 255)]
+            # addresses of the network of slirp4netns
+            network_addresses = [f"198.18.77.{last}" for last in (0, 1, 2, 3, 100, 255)]
             for target in (
                 "127.0.0.1",
                 "127.0.0.53",
@@ -73,19 +77,19 @@ async def test_a_public_network_does_not_reach_the_hosts_loopback() -> None:
                 "localhost",
                 "255.255.255.255",
                 address,
-                *aliases,
+                *network_addresses,
             ):
-                assert (await running.run(connect(target, port))).status != 0, target
-            link_local = await running.run(connect("169.254.169.254", 80))
+                assert (await bubblewrap.run(connect(target, port))).status != 0, target
+            link_local = await bubblewrap.run(connect("169.254.169.254", 80))
             assert b"No route to host" in link_local.stderr, (
                 "the sandbox reaches the link-local address at which clouds serve credentials"
             )
-            assert b"agent-trainer" not in (await running.run("cat /proc/net/unix")).stdout
+            assert b"agent-trainer" not in (await bubblewrap.run("cat /proc/net/unix")).stdout
             assert (
-                await running.run("cat /proc/net/dev | grep -c :")
+                await bubblewrap.run("cat /proc/net/dev | grep -c :")
             ).stdout == b"2\n"  # the loopback device of the sandbox and the tap device
             assert (
-                await running.run(
+                await bubblewrap.run(
                     "grep -c ^nameserver /etc/resolv.conf; grep -c 'nameserver 127' /etc/resolv.conf"
                 )
             ).stdout.split()[1] == b"0"
@@ -93,16 +97,16 @@ async def test_a_public_network_does_not_reach_the_hosts_loopback() -> None:
         for greeter in greeters:
             greeter.cancel()
         await asyncio.gather(*greeters, return_exceptions=True)
-        for listener in (local, public, abstract):
+        for listener in (loopback_listener, public_listener, abstract_socket):
             listener.close()
 
 
 @needs_network
-async def test_the_network_of_a_sandbox_ends_with_it() -> None:
-    before = forwarders()
+async def test_slirp4netns_ends_with_its_sandbox() -> None:
+    forwarders_before = forwarders()
     async with sandbox(network=True):
-        assert len(forwarders() - before) == 1
-    assert forwarders() <= before
+        assert len(forwarders() - forwarders_before) == 1
+    assert forwarders() <= forwarders_before
 
 
 TRAINER = """
@@ -119,21 +123,21 @@ asyncio.run(main())
 
 
 @needs_network
-def test_kill_9_of_the_trainer_ends_the_network() -> None:
+def test_kill_9_of_the_trainer_ends_slirp4netns() -> None:
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, cwd=ROOT)
     try:
         assert trainer.stdout is not None and trainer.stdout.readline() == b"connected\n"
         (forwarder,) = forwarders(trainer.pid)
-        waiting = os.pidfd_open(int(forwarder))
+        pidfd = os.pidfd_open(int(forwarder))
     finally:
         trainer.kill()
         trainer.communicate()
-    assert select.select([waiting], [], [], 60)[0], "slirp4netns outlives the trainer"
-    os.close(waiting)
+    assert select.select([pidfd], [], [], 60)[0], "slirp4netns outlives the trainer"
+    os.close(pidfd)
 
 
-def forwarders(trainer: int | None = None) -> set[str]:
-    """Return the slirp4netns processes of a process, by default of this one."""
+def forwarders(parent_pid: int | None = None) -> set[str]:
+    """Return the process ids of the slirp4netns children of a process, by default of this process."""
     process_ids = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -144,12 +148,12 @@ def forwarders(trainer: int | None = None) -> set[str]:
                 )
             except OSError:
                 continue
-            if name == "slirp4netns" and int(parent) == (trainer or os.getpid()):
+            if name == "slirp4netns" and int(parent) == (parent_pid or os.getpid()):
                 process_ids.add(entry.name)
     return process_ids
 
 
-async def test_the_error_names_a_missing_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_the_error_names_the_missing_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(network, "PROGRAMS", str(tmp_path))
     with pytest.raises(
         SandboxError,
@@ -159,7 +163,7 @@ async def test_the_error_names_a_missing_package(monkeypatch: pytest.MonkeyPatch
             pass
 
 
-def test_a_user_without_access_to_the_device_gets_the_fix(
+def test_the_error_says_how_to_get_access_to_the_tun_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     device, program = tmp_path / "tun", tmp_path / "slirp4netns"

@@ -1,4 +1,4 @@
-"""Requirements are pinned by hash, and the paths of files are private and unpredictable."""
+"""Requirements are pinned by hash, run folders are private, and scripts use no predictable temporary path."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from src.records.private_folder import make_parents, make_private, resolved, wri
 from src.records.run_folder import RunFolder, find_run_folder, lock_run_dir, run_path
 
 ROOT = Path(__file__).resolve().parents[2]
-PINNED = ("requirements.txt", "scripts/uv.txt", "scripts/smollm2.txt")
-HOSTS = re.compile(r"https?://|--index-url|--extra-index-url|--find-links|@ ")
+PINNED_REQUIREMENTS = ("requirements.txt", "scripts/uv.txt", "scripts/smollm2.txt")
+URLS = re.compile(r"https?://|--index-url|--extra-index-url|--find-links|@ ")
 IN_TEMPORARY_FOLDER = re.compile(r"""["'= ]/(?:var/)?tmp/[\w$]""")
-SHIPPED = [
+SCRIPTS = [
     *(ROOT / "scripts").rglob("*.py"),
     *(ROOT / "scripts").rglob("*.sh"),
     *(ROOT / "scripts").rglob("*.args"),
@@ -42,10 +42,10 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-@pytest.mark.parametrize("name", PINNED)
+@pytest.mark.parametrize("name", PINNED_REQUIREMENTS)
 def test_every_requirement_has_a_hash_and_no_url(name: str) -> None:
     text = (ROOT / name).read_text()
-    assert not HOSTS.search(text)
+    assert not URLS.search(text)
     requirements = text.replace("\\\n", " ").splitlines()
     assert requirements
     for requirement in requirements:
@@ -54,34 +54,36 @@ def test_every_requirement_has_a_hash_and_no_url(name: str) -> None:
         )
 
 
-def test_setup_installs_by_hash() -> None:
+def test_setup_requires_hashes_for_all_packages() -> None:
     lines = (ROOT / "scripts" / "setup.sh").read_text().replace("\\\n", " ").splitlines()
     installs = [
         line for line in lines if re.search(r"pip install .* -r ", line) and not line.lstrip().startswith("#")
     ]
-    assert len(installs) == len(PINNED)
+    assert len(installs) == len(PINNED_REQUIREMENTS)
     assert all("--require-hashes" in line for line in installs)
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_script_writes_to_a_predictable_temporary_path(path: Path) -> None:
     assert not IN_TEMPORARY_FOLDER.search(path.read_text())
     assert not re.search(r"""["']/tmp["']|gettempdir|mktemp\(""", path.read_text())
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777], ids=oct)
-def test_a_run_folder_is_private_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+def test_a_run_folder_is_private_with_any_umask(tmp_path: Path, umask: int) -> None:
     options = config(tmp_path / "run")
-    before = os.umask(umask)
+    previous_umask = os.umask(umask)
     try:
         RunFolder(path=tmp_path / "run", checkpoint=None, delete_first=False).create(options)
         RunFolder(path=tmp_path / "run", checkpoint=None, delete_first=True).create(options)
     finally:
-        os.umask(before)
+        os.umask(previous_umask)
     assert mode(tmp_path / "run") == 0o700
 
 
-def test_a_run_folder_that_others_can_read_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_folder_that_others_can_read_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "run"
     path.mkdir()
     path.chmod(0o755)
@@ -91,28 +93,28 @@ def test_a_run_folder_that_others_can_read_is_named(tmp_path: Path, caplog: pyte
 
 
 @pytest.fixture
-def open_to_all(tmp_path: Path) -> Path:
-    """Create a directory with the mode of a temporary folder."""
+def shared_folder(tmp_path: Path) -> Path:
+    """A folder in which every user can create files, with the mode of /tmp."""
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o1777)
     return folder
 
 
-def test_the_default_parent_of_runs_is_made_for_this_user_alone(open_to_all: Path) -> None:
-    options = config(Path("unused"), log_path=None, logs_dir=open_to_all / "runs")
+def test_the_default_parent_folder_of_runs_is_private(shared_folder: Path) -> None:
+    options = config(Path("unused"), log_path=None, logs_dir=shared_folder / "runs")
     path = run_path(options, name="a")
     with lock_run_dir(path):
         find_run_folder(options, name="a").create(options)
     assert (mode(path.parent), mode(path)) == (0o700, 0o700)
 
 
-def test_a_default_path_that_another_user_created_is_refused(open_to_all: Path, tmp_path: Path) -> None:
+def test_a_link_or_file_in_a_shared_folder_is_refused(shared_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    (open_to_all / "linked").symlink_to(tmp_path / "mine")
-    (open_to_all / "file").touch()
+    (shared_folder / "linked").symlink_to(tmp_path / "mine")
+    (shared_folder / "file").touch()
     for name, reason in (("linked", "is a symbolic link"), ("file", "is not a folder")):
-        for path in (open_to_all / name, open_to_all / name / "run"):
+        for path in (shared_folder / name, shared_folder / name / "run"):
             with pytest.raises(ConfigError, match=f"{reason}.*give another log_path or logs_dir"):
                 run_path(config(path), name="a")
             with pytest.raises(ConfigError, match=reason):
@@ -121,14 +123,14 @@ def test_a_default_path_that_another_user_created_is_refused(open_to_all: Path, 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can create a folder of another user")
-def test_a_folder_of_another_user_is_refused(open_to_all: Path) -> None:
-    (open_to_all / "theirs").mkdir()
-    os.chown(open_to_all / "theirs", 65534, 65534)
+def test_a_parent_folder_of_another_user_is_refused(shared_folder: Path) -> None:
+    (shared_folder / "theirs").mkdir()
+    os.chown(shared_folder / "theirs", 65534, 65534)
     with pytest.raises(ConfigError, match="theirs belongs to another user"):
-        make_private(open_to_all / "theirs" / "run")
+        make_private(shared_folder / "theirs" / "run")
 
 
-def test_a_link_of_the_same_user_is_followed(tmp_path: Path) -> None:
+def test_a_link_in_a_private_folder_is_followed(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "runs").symlink_to(tmp_path / "disk")
     assert resolved(tmp_path / "runs" / "a") == tmp_path.resolve() / "disk" / "a"
@@ -137,10 +139,10 @@ def test_a_link_of_the_same_user_is_followed(tmp_path: Path) -> None:
 def test_a_private_file_is_private_and_replaces_a_link(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("kept")
     (tmp_path / "key").symlink_to(tmp_path / "other")
-    before = os.umask(0)
+    previous_umask = os.umask(0)
     try:
         write_private(tmp_path / "key", "secret")
     finally:
-        os.umask(before)
+        os.umask(previous_umask)
     assert (mode(tmp_path / "key"), (tmp_path / "key").read_text()) == (0o600, "secret")
     assert (tmp_path / "other").read_text() == "kept"

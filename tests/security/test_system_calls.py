@@ -1,4 +1,4 @@
-"""Tests of the seccomp filter, which is evaluated as the kernel does, for both architectures."""
+"""Tests of the seccomp filter for both architectures. An interpreter evaluates its BPF program."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ MAP_SHARED, MAP_PRIVATE, MAP_ANONYMOUS = 1, 2, 0x20
 
 def errno_of_call(program: bytes, *, architecture: str, number: int, arguments: tuple[int, ...] = ()) -> int:
     """Interpret the BPF program. Return the error number of a call, or 0 if it is allowed."""
-    padded = (*arguments, *(0,) * (6 - len(arguments)))
-    data = struct.pack("=IIQ6Q", number & 0xFFFFFFFF, ARCHITECTURES[architecture], 0, *padded)
+    padded_arguments = (*arguments, *(0,) * (6 - len(arguments)))
+    data = struct.pack("=IIQ6Q", number & 0xFFFFFFFF, ARCHITECTURES[architecture], 0, *padded_arguments)
     position = accumulator = 0
     while True:
         code, if_true, if_false, operand = struct.unpack_from("=HBBI", program, 8 * position)
         position += 1
         match code:
-            case 0x20:
+            case 0x20:  # BPF_LD | BPF_W | BPF_ABS
                 (accumulator,) = struct.unpack_from("=I", data, operand)
-            case 0x15:
+            case 0x15:  # BPF_JMP | BPF_JEQ
                 position += if_true if accumulator == operand else if_false
-            case 0x25:
+            case 0x25:  # BPF_JMP | BPF_JGT
                 position += if_true if accumulator > operand else if_false
-            case 0x45:
+            case 0x45:  # BPF_JMP | BPF_JSET
                 position += if_true if accumulator & operand else if_false
-            case 0x06:
+            case 0x06:  # BPF_RET
                 return 0 if operand == ALLOW else operand & 0xFFFF
             case _:
                 raise AssertionError(f"unknown instruction {code:#x}")
@@ -47,17 +47,17 @@ def number_of(name: str, machine: str) -> int | None:
     return NUMBERS[name][list(ARCHITECTURES).index(machine)]
 
 
-def test_denied_calls_fail_and_ordinary_ones_are_allowed(machine: str) -> None:
+def test_denied_calls_fail_and_other_calls_are_allowed(machine: str) -> None:
     program = seccomp_filter(max_shared_mapping=None)
     for name in DENIED:
         if (number := number_of(name, machine)) is not None:
             assert errno_of_call(program, architecture=machine, number=number) == errno.EPERM, name
-    denied = {number_of(name, machine) for name in NUMBERS}
-    for number in set(range(0, 425)) - denied:
+    restricted = {number_of(name, machine) for name in NUMBERS}
+    for number in set(range(0, 425)) - restricted:
         assert errno_of_call(program, architecture=machine, number=number) == 0, number
 
 
-def test_only_four_socket_families_exist(machine: str) -> None:
+def test_only_four_socket_families_are_allowed(machine: str) -> None:
     program = seccomp_filter(max_shared_mapping=None)
     number = number_of("socket", machine)
     assert number is not None
@@ -66,11 +66,11 @@ def test_only_four_socket_families_exist(machine: str) -> None:
         for family in range(64)
         if errno_of_call(program, architecture=machine, number=number, arguments=(family,)) == 0
     }
-    assert allowed == {1, 2, 10, 16}
+    assert allowed == {1, 2, 10, 16}  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
     assert errno_of_call(program, architecture=machine, number=number, arguments=(40,)) == errno.EAFNOSUPPORT
 
 
-def test_calls_of_other_architectures_and_kernels_get_enosys(machine: str) -> None:
+def test_calls_of_other_architectures_and_newer_kernels_fail(machine: str) -> None:
     program = seccomp_filter(max_shared_mapping=None)
     (other_architecture,) = set(ARCHITECTURES) - {machine}
     assert errno_of_call(program, architecture=other_architecture, number=39) == errno.ENOSYS
@@ -84,19 +84,19 @@ def test_an_anonymous_shared_mapping_is_bounded(machine: str, max_bytes: int) ->
     number = number_of("mmap", machine)
     assert number is not None
 
-    def mapping(size: int, flags: int) -> int:
+    def errno_of_mmap(size: int, flags: int) -> int:
         return errno_of_call(
             program, architecture=machine, number=number, arguments=(0, size, 3, flags, 2**64 - 1, 0)
         )
 
-    assert mapping(max_bytes, MAP_SHARED | MAP_ANONYMOUS) == 0
+    assert errno_of_mmap(max_bytes, MAP_SHARED | MAP_ANONYMOUS) == 0
     for size in (max_bytes + 4096, max_bytes + 2**32, 2**40):
-        assert mapping(size, MAP_SHARED | MAP_ANONYMOUS) == errno.ENOMEM
-        assert mapping(size, MAP_PRIVATE | MAP_ANONYMOUS) == 0
-        assert mapping(size, MAP_SHARED) == 0
+        assert errno_of_mmap(size, MAP_SHARED | MAP_ANONYMOUS) == errno.ENOMEM
+        assert errno_of_mmap(size, MAP_PRIVATE | MAP_ANONYMOUS) == 0
+        assert errno_of_mmap(size, MAP_SHARED) == 0
 
 
-def test_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(SandboxError, match="runs on x86_64 and aarch64, not on riscv64"):
         seccomp_filter(max_shared_mapping=None)

@@ -1,3 +1,3 @@
-"""Scripted attacks on the sandbox, the grade and the host, run as real trials. See `python -m
-tests.security.red_team --help`.
+"""Scripted attacks on the sandbox, the grade and the host, which run as real trials. For the options, see
+`python -m tests.security.red_team --help`.
 """

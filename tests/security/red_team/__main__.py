@@ -1,9 +1,9 @@
-"""Run attacks of the red team, all or by name, and print which succeeded.
+"""Run the attacks of the red team, all or by name, and print which succeeded.
 
     python -m tests.security.red_team [NAME ...] [--where sandbox|docker] [--as root|user] [--list]
 
-With `--as user`, sandboxes run under an ordinary user, to which a process of root changes; in Docker it is a
-user of the container. The exit status is 1 if an attack succeeded.
+With `--as user`, a sandbox runs as an ordinary user, to which root changes, and the agent in a container is an
+ordinary user of the container. The exit status is 1 if an attack succeeded or could not run.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from tests.security.red_team.table import ATTACKS, chosen
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.security.red_team",
-        description="Play the red team's attacks, all or by name, and print the results.",
+        description="Run the attacks of the red team, all or by name, and print the results.",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="attacks to play (default: all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="attacks to run (default: all)")
     parser.add_argument(
         "--where",
         type=EnvironmentKind,
         choices=list(EnvironmentKind),
         action="append",
-        help="the kind of environment (default: both)",
+        help="the environment (default: both)",
     )
     parser.add_argument(
         "--as",
-        dest="whom",
+        dest="run_as",
         type=RunAs,
         choices=list(RunAs),
         action="append",
         help="the user (default: both)",
     )
-    parser.add_argument("--list", action="store_true", help="list the attacks and play none")
+    parser.add_argument("--list", action="store_true", help="list the attacks and run none")
     options = parser.parse_args()
     if unknown := set(options.names) - {attack.name for attack in ATTACKS}:
         parser.error(f"no attack is named {', '.join(sorted(unknown))}; --list shows all")
@@ -46,15 +46,19 @@ def main() -> None:
         for attack in ATTACKS:
             print(
                 f"{attack.name:26} {attack.category:10} "
-                f"{' '.join(sorted(f'{where}/{whom}' for where, whom in attack.places))}"
+                f"{' '.join(sorted(f'{where}/{run_as}' for where, run_as in attack.places))}"
             )
         return
-    places = [(where, whom) for where in options.where or EnvironmentKind for whom in options.whom or RunAs]
-    held = True
-    for where, whom in places:
-        if chosen(options.names, where, whom):
-            held &= subprocess.run(command(where, whom, options.names), check=False).returncode == 0
-    sys.exit(0 if held else 1)
+    places = [
+        (where, run_as) for where in options.where or EnvironmentKind for run_as in options.run_as or RunAs
+    ]
+    all_attacks_failed = True
+    for where, run_as in places:
+        if chosen(options.names, where, run_as):
+            all_attacks_failed &= (
+                subprocess.run(command(where, run_as, options.names), check=False).returncode == 0
+            )
+    sys.exit(0 if all_attacks_failed else 1)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The policy of the red team. It types one script, waits until the terminal shows its end, and then completes
-the task.
+"""The policy of an attack trial. It types one script, waits for the end marker of the script on the screen, and
+then marks the task as complete.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from src.policy.chat import Chat
 from src.policy.sampling_policy import SampleRequest
 from tests.fakes.scripted_policy import answer
 
-LAST_MESSAGE = "<|im_start|>user\n"
-TICK_S = 0.25
+USER_MESSAGE_START = "<|im_start|>user\n"
+TICK_S = 0.25  # the duration of each command
 HOLE = re.compile(r"HOLE \[([\w-]+)\] (.*)")
 
 
@@ -30,8 +30,8 @@ def command_line(script: str) -> str:
 
 
 class Agent:
-    """The policy of one trial. `holes` holds the successes that the script reported, as pairs of attack name
-    and text.
+    """The policy of one trial. `holes` contains the violations that the script reported, as pairs of attack
+    name and message.
     """
 
     def __init__(self, chat: Chat, script: str, *, end: str, last_command: str, patience_s: float) -> None:
@@ -41,36 +41,39 @@ class Agent:
         self._chat = chat
         self._end = end
         self._last_command = last_command
-        self._patience = patience_s / TICK_S
+        self._remaining_waits = patience_s / TICK_S
         self._replies = [answer(command_line(script), duration=TICK_S)]
 
     async def sample(self, request: SampleRequest) -> Turn:
         text = self._chat.tokenizer.decode(
             list(request.prompt_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        self._look(text.rsplit(LAST_MESSAGE, 1)[-1])
-        ids = [*self._chat.tokenizer.encode(self._reply(), add_special_tokens=False), self._chat.turn_end_id]
-        assert len(ids) <= request.max_tokens or request.max_tokens == 1, (
-            f"the script takes {len(ids)} tokens"
+        self._read_screen(text.rsplit(USER_MESSAGE_START, 1)[-1])
+        reply_ids = [
+            *self._chat.tokenizer.encode(self._reply(), add_special_tokens=False),
+            self._chat.turn_end_id,
+        ]
+        assert len(reply_ids) <= request.max_tokens or request.max_tokens == 1, (
+            f"a reply of {len(reply_ids)} tokens exceeds max_tokens={request.max_tokens}"
         )
-        completion = ids[: request.max_tokens]
+        completion = reply_ids[: request.max_tokens]
         return Turn(
             prompt_ids=list(request.prompt_ids),
             completion_ids=completion,
             logprobs=[-0.5] * len(completion),
-            stop_reason=StopReason.STOP if len(completion) == len(ids) else StopReason.LENGTH,
+            stop_reason=StopReason.STOP if len(completion) == len(reply_ids) else StopReason.LENGTH,
             policy_version=self.version,
         )
 
-    def _look(self, screen: str) -> None:
+    def _read_screen(self, screen: str) -> None:
         self.holes |= {(name, text.strip()) for name, text in HOLE.findall(screen)}
         self.saw_the_end |= self._end in screen
 
     def _reply(self) -> str:
         if self._replies:
             return self._replies.pop()
-        if not self.saw_the_end and self._patience > 0:
-            self._patience -= 1
+        if not self.saw_the_end and self._remaining_waits > 0:
+            self._remaining_waits -= 1
             return answer("", duration=TICK_S).replace("\\n", "")
         if self._last_command:
             command, self._last_command = self._last_command, ""

@@ -10,7 +10,7 @@ from enum import StrEnum
 class Category(StrEnum):
     ESCAPE = "escape"  # act on the host or read from it
     FORGE = "forge"  # get a reward of 1 without a solution
-    VOID = "void"  # get a failure, which training drops, instead of the reward 0
+    VOID = "void"  # end as a failure, which training drops, instead of with the reward 0
     STALL = "stall"  # keep the trainer or the disk busy
     HOARD = "hoard"  # use more than the task's limits
     PERSIST = "persist"  # leave something on the host
@@ -35,23 +35,28 @@ class Kind(StrEnum):
     PUBLIC = "public"  # as PLAIN, with network_mode = "public"
 
 
-ALL = frozenset((where, whom) for where in EnvironmentKind for whom in RunAs)
-SANDBOX = frozenset((EnvironmentKind.SANDBOX, whom) for whom in RunAs)
-DOCKER = frozenset((EnvironmentKind.DOCKER, whom) for whom in RunAs)
-# These run with a network, for which an ordinary user may lack the device.
+ALL = frozenset((where, run_as) for where in EnvironmentKind for run_as in RunAs)
+SANDBOX = frozenset((EnvironmentKind.SANDBOX, run_as) for run_as in RunAs)
+DOCKER = frozenset((EnvironmentKind.DOCKER, run_as) for run_as in RunAs)
+# For attacks with a network, because an ordinary user may have no access to /dev/net/tun, and for attacks on
+# limits that need control groups
 SANDBOX_ROOT = frozenset({(EnvironmentKind.SANDBOX, RunAs.ROOT)})
-# An ordinary user may be unable to create control groups.
+# For attacks on limits that need control groups, which an ordinary user may be unable to create
 ROOT = frozenset((where, RunAs.ROOT) for where in EnvironmentKind)
 NOT_DOCKER_USER = ALL - {(EnvironmentKind.DOCKER, RunAs.USER)}
 DOCKER_ROOT = frozenset({(EnvironmentKind.DOCKER, RunAs.ROOT)})
 
 ANSWER = "42"
-MAX_SCRIPT_S = 25  # one script is killed after this time
-REPORT = "HOLE"
+MAX_SCRIPT_S = 25  # time limit of one attack's script
 
-# Every script can use: $WHERE it runs, $T a word that occurs nowhere else, $SENTINEL a file of the host,
-# $PORT a server on the host's loopback interface, $HOST_PID the trainer, `hole TEXT` to report a success, and
-# `py` to run Python from stdin with the same names.
+# Every script can use these names:
+#     $WHERE     the environment: `sandbox` or `docker`
+#     $T         a unique word of the trial
+#     $SENTINEL  the path of a file of the host
+#     $PORT      the port of a server on the host's loopback interface
+#     $HOST_PID  the process id of the trainer on the host
+#     hole TEXT  a function that reports a violation
+#     py         a function that runs a Python program from stdin with `hole` and the same names, except WHERE
 SHELL_PRELUDE = """
 hole() { printf '%s\\n' "HOLE [$NAME] $*"; }
 py() { { printf '%s\\n' "$(< "$HERE/prelude.py")"; while IFS= read -r line; do printf '%s\\n' "$line"; done; } > "$HERE/$NAME.py"
@@ -78,7 +83,7 @@ def opens(path, flags):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attack:
-    """An attack. The trial must not fail, and its reward must be 1 if the agent also solves the task and 0
+    """An attack. Its trial must not fail, and the reward must be 1 if the agent also solves the task and 0
     otherwise.
     """
 
@@ -87,16 +92,15 @@ class Attack:
     script: str  # bash, run in /app
     solves: bool = False  # whether the agent writes the right answer after the script
     kind: Kind = Kind.PLAIN
-    places: frozenset[tuple[EnvironmentKind, RunAs]] = ALL
-    reason: str = ""  # a word that the result's reason must contain
+    places: frozenset[tuple[EnvironmentKind, RunAs]] = ALL  # where the attack runs
+    reason: str = ""  # text that the stop reason or the graded-zero reason must contain
     patience_s: int = 12  # how long the agent waits for the script to end
-    # Environments in which it can share a trial with others of its category
+    # The environments in which the attack can share a trial with other attacks of its category
     shares: frozenset[EnvironmentKind] = frozenset()
 
 
 def typed(attacks: Sequence[Attack], variables: dict[str, str], *, end: str) -> str:
-    """Return a script that runs the attacks one after the other, prints their reports, and then prints
-    `end`."""
+    """Return a script that runs the attacks one after the other and then prints `end`."""
     lines = [
         "export HERE=$(mktemp -d /tmp/attack.XXXXXX)",
         f"cat > $HERE/prelude.py <<'END_OF_PRELUDE'{PYTHON_PRELUDE}END_OF_PRELUDE",

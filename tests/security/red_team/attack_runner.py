@@ -1,7 +1,8 @@
 """Run attacks as real trials, each batch together with an honest trial, and report the attacks that
 succeeded.
 
-Several attacks can share a trial. If a violation may have several causes, these attacks run again separately.
+Several attacks can share a trial. If several attacks may have caused a violation, each of them runs again
+separately.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from tests.security.red_team.agent import Agent
 from tests.security.red_team.attack import ANSWER, Attack, EnvironmentKind, Kind, RunAs, typed
 from tests.security.red_team.tasks import write_tasks
 
-# A container takes ten seconds to stop, without using a CPU.
-ATTACKS_AT_ONCE = {
+# Many containers can run at a time, because each waits idle for ten seconds before it stops.
+TRIALS_AT_ONCE = {
     EnvironmentKind.SANDBOX: 3,
     EnvironmentKind.DOCKER: 6,
 }
-SHARED_AT_MOST = 8
+MAX_ATTACKS_PER_TRIAL = 8
 DEADLINE_S = 300
 MAX_LOOP_GAP_S = 3.0
-BEAT_S = 0.02
-SECRET = "RED_TEAM_SECRET"
+BEAT_S = 0.02  # interval at which the event loop is measured
+SECRET_NAME = "RED_TEAM_SECRET"
 OPTIONS = {
     "model_name": "org/model",
     "max_turns": 400,
@@ -56,7 +57,7 @@ class Result:
     attack: str
     category: str
     where: str
-    whom: str
+    run_as: str
     reward: float | None  # None if the trial failed
     reason: str
     violations: list[str]
@@ -71,6 +72,7 @@ class SharedTrial:
     """Attacks that share one trial."""
 
     attacks: Sequence[Attack]
+    # A unique word, which marks the files and processes of the trial
     word: str = field(default_factory=lambda: f"rt{secrets.token_hex(5)}")
     reward: float | None = None
     reason: str = ""
@@ -81,73 +83,81 @@ class SharedTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class AttackRunner:
-    """Runs attacks as trials of a task source, beside a server on the host's loopback interface that no
-    attack may reach.
+    """Runs attacks as trials of a task source, while a server listens on the host's loopback interface. No
+    attack may connect to the server.
     """
 
     where: EnvironmentKind
-    whom: RunAs
+    run_as: RunAs
     tasks: HarborTasks
-    prefix: str
-    jobs: Path
-    sentinels: list[Path]
+    prefix: str  # of the names of the tasks
+    jobs: Path  # contains the folders of the trials
+    sentinels: list[Path]  # files of the host that no attack may change
     port: int
-    connections: list[str]
+    connections: list[str]  # the first line that each connection sent to the server
 
     async def play(self, attacks: Sequence[Attack]) -> AsyncIterator[Result]:
-        # Trials with a violation that several attacks may have caused. Each of them is repeated alone.
+        # Trials that may have caused a violation together with others. Each of them is repeated alone.
         suspects: list[SharedTrial] = []
-        for batch in batched(shared(attacks, self.where), ATTACKS_AT_ONCE[self.where]):
-            together = await self._play_batch(batch)
-            for unit in batch:
-                if (together and len(batch) > 1) or (unit.violations and len(unit.attacks) > 1):
-                    suspects.append(SharedTrial(attacks=unit.attacks))
+        for batch in batched(shared(attacks, self.where), TRIALS_AT_ONCE[self.where]):
+            batch_violations = await self._play_batch(batch)
+            for shared_trial in batch:
+                if (batch_violations and len(batch) > 1) or (
+                    shared_trial.violations and len(shared_trial.attacks) > 1
+                ):
+                    suspects.append(SharedTrial(attacks=shared_trial.attacks))
                     continue
-                for result in self._results(unit, together):
+                for result in self._results(shared_trial, batch_violations):
                     yield result
-        for unit in suspects:
-            alone = await self._play_batch((unit,))
-            parts = [SharedTrial(attacks=[attack]) for attack in unit.attacks]
+        for shared_trial in suspects:
+            violations = await self._play_batch((shared_trial,))
+            separate_trials = [SharedTrial(attacks=[attack]) for attack in shared_trial.attacks]
             reproduced = False
-            if (unit.violations or alone) and len(parts) > 1:
-                for batch in batched(parts, ATTACKS_AT_ONCE[self.where]):
-                    together = await self._play_batch(batch)
-                    for part in batch:
-                        reproduced |= bool(part.violations or part.holes or together)
-                        for result in self._results(part, together):
+            if (shared_trial.violations or violations) and len(separate_trials) > 1:
+                for batch in batched(separate_trials, TRIALS_AT_ONCE[self.where]):
+                    batch_violations = await self._play_batch(batch)
+                    for separate_trial in batch:
+                        reproduced |= bool(
+                            separate_trial.violations or separate_trial.holes or batch_violations
+                        )
+                        for result in self._results(separate_trial, batch_violations):
                             yield result
             if not reproduced:
-                for result in self._results(unit, alone):
+                for result in self._results(shared_trial, violations):
                     yield result
 
-    def _results(self, unit: SharedTrial, together: Sequence[str]) -> list[Result]:
-        return [self._result(unit, attack, [*unit.violations, *together]) for attack in unit.attacks]
+    def _results(self, shared_trial: SharedTrial, batch_violations: Sequence[str]) -> list[Result]:
+        return [
+            self._result(shared_trial, attack, [*shared_trial.violations, *batch_violations])
+            for attack in shared_trial.attacks
+        ]
 
-    def _result(self, unit: SharedTrial, attack: Attack, violations: list[str]) -> Result:
+    def _result(self, shared_trial: SharedTrial, attack: Attack, violations: list[str]) -> Result:
         return Result(
             attack=attack.name,
             category=attack.category.value,
             where=self.where.value,
-            whom=self.whom.value,
-            reward=unit.reward,
-            reason=unit.reason,
-            violations=[*unit.holes.get(attack.name, []), *violations],
-            seconds=round(unit.seconds, 1),
+            run_as=self.run_as.value,
+            reward=shared_trial.reward,
+            reason=shared_trial.reason,
+            violations=[*shared_trial.holes.get(attack.name, []), *violations],
+            seconds=round(shared_trial.seconds, 1),
         )
 
-    async def _play_batch(self, units: Sequence[SharedTrial]) -> list[str]:
-        """Run the trials and an honest one at the same time. Return the violations that belong to no single
-        trial.
+    async def _play_batch(self, shared_trials: Sequence[SharedTrial]) -> list[str]:
+        """Run the trials together with an honest trial. Return the violations that cannot be attributed to a
+        single trial.
         """
         folder = self.jobs / secrets.token_hex(4)
-        before, running = host.Snapshot.take(self.sentinels), host.descendants()
+        snapshot_before, pids_before = host.Snapshot.take(self.sentinels), host.descendants()
         self.connections.clear()
         honest = SharedTrial(attacks=[])
         async with longest_gap() as gaps:
             await asyncio.gather(
-                *(self._play_unit(unit, folder) for unit in units), self._play_unit(honest, folder)
+                *(self._play_shared_trial(shared_trial, folder) for shared_trial in shared_trials),
+                self._play_shared_trial(honest, folder),
             )
-        violations = before.changes(host.Snapshot.take(self.sentinels))
+        violations = snapshot_before.changes(host.Snapshot.take(self.sentinels))
         if honest.violations:
             violations.append(f"the concurrent honest trial: {'; '.join(honest.violations)}")
         if max(gaps, default=0.0) > MAX_LOOP_GAP_S:
@@ -157,87 +167,103 @@ class AttackRunner:
         violations += [
             f"a process was left: {command[:60]}"
             for pid, command in host.descendants().items()
-            if pid not in running
+            if pid not in pids_before
         ]
         violations += host.marked_cgroups(self.tasks.run_label)
         if self.where is EnvironmentKind.DOCKER:
             violations += host.marked_docker_objects(self.tasks.run_label) + host.marked_docker_objects(
                 self.prefix
             )
-        words = {unit.word: unit for unit in units}
+        trials_by_word = {shared_trial.word: shared_trial for shared_trial in shared_trials}
         for connection in self.connections:
-            blamed = words.get(connection)
-            (blamed.violations if blamed else violations).append(
+            attributed_trial = trials_by_word.get(connection)
+            (attributed_trial.violations if attributed_trial else violations).append(
                 "a server on the host's loopback interface was reached"
             )
-        for unit in units:
-            unit.violations += (
-                host.marked_processes(unit.word)
-                + host.marked_files(unit.word)
-                + host.marked_cgroups(unit.word)
+        for shared_trial in shared_trials:
+            shared_trial.violations += (
+                host.marked_processes(shared_trial.word)
+                + host.marked_files(shared_trial.word)
+                + host.marked_cgroups(shared_trial.word)
             )
         host.remove(folder)
         return violations
 
-    async def _play_unit(self, unit: SharedTrial, directory: Path) -> None:
-        solves = all(attack.solves for attack in unit.attacks)
-        kind = unit.attacks[0].kind if unit.attacks else Kind.PLAIN
+    async def _play_shared_trial(self, shared_trial: SharedTrial, directory: Path) -> None:
+        solves = all(attack.solves for attack in shared_trial.attacks)
+        kind = shared_trial.attacks[0].kind if shared_trial.attacks else Kind.PLAIN
         task = next(task for task in self.tasks.train if task.id.endswith(f"{self.prefix}-{kind.value}"))
         variables = {
             "WHERE": self.where.value,
-            "T": unit.word,
+            "T": shared_trial.word,
             "SENTINEL": str(self.sentinels[0]),
             "PORT": str(self.port),
             "HOST_PID": str(os.getpid()),
         }
-        end = f"ended-{unit.word}"
+        end = f"ended-{shared_trial.word}"
         agent = Agent(
             byte_chat(),
-            typed(unit.attacks, variables, end=end),
+            typed(shared_trial.attacks, variables, end=end),
             end=end,
             last_command=f"cd /; echo {ANSWER} > /app/answer.txt" if solves else "",
-            patience_s=sum(attack.patience_s for attack in unit.attacks) or 5,
+            patience_s=sum(attack.patience_s for attack in shared_trial.attacks) or 5,
         )
         started = time.monotonic()
-        trial = self.tasks.trial(task, directory=directory / unit.word, seed=1, temperature=1.0)
+        trial = self.tasks.trial(task, directory=directory / shared_trial.word, seed=1, temperature=1.0)
         outcome = None
-        with contextlib.suppress(TimeoutError):  # a training step limits its trials in the same way
+        with contextlib.suppress(TimeoutError):  # a training step also limits the time of a trial
             async with asyncio.timeout(DEADLINE_S):
                 outcome = await trial.run(agent)
-        unit.seconds = time.monotonic() - started
+        shared_trial.seconds = time.monotonic() - started
         for name, text in sorted(agent.holes):
-            unit.holes.setdefault(name, []).append(text)
+            shared_trial.holes.setdefault(name, []).append(text)
         match outcome:
             case Trajectory():
-                unit.reward, unit.reason = (
+                shared_trial.reward, shared_trial.reason = (
                     outcome.reward,
                     " ".join(filter(None, (outcome.stop_reason, outcome.zero_reason))),
                 )
                 if outcome.reward != (1.0 if solves else 0.0):
-                    unit.violations.append(f"the reward is {outcome.reward:g} ({unit.reason})")
-                if missing := [attack.reason for attack in unit.attacks if attack.reason not in unit.reason]:
-                    unit.violations.append(f"the reason is {unit.reason}, without {missing[0]}")
+                    shared_trial.violations.append(
+                        f"the reward is {outcome.reward:g} ({shared_trial.reason})"
+                    )
+                if missing_reasons := [
+                    attack.reason
+                    for attack in shared_trial.attacks
+                    if attack.reason not in shared_trial.reason
+                ]:
+                    shared_trial.violations.append(
+                        f"the reason is {shared_trial.reason}, without {missing_reasons[0]}"
+                    )
                 if outcome.metrics["prefix_breaks"]:
-                    unit.violations.append("the tokens of the trial are not one sequence")
+                    shared_trial.violations.append(
+                        "a prompt does not continue the tokens of the turn before it"
+                    )
             case TrialFailure():
-                unit.reason = f"failed ({outcome.kind.value}): {outcome.message}"
-                unit.violations.append(unit.reason)
+                shared_trial.reason = f"failed ({outcome.kind.value}): {outcome.message}"
+                shared_trial.violations.append(shared_trial.reason)
             case None:
-                unit.reason = "deadline"
-                unit.violations.append(f"the trial did not end within {DEADLINE_S} s")
-        unit.violations += host.faults_of_folder(directory / unit.word)
+                shared_trial.reason = "deadline"
+                shared_trial.violations.append(f"the trial did not end within {DEADLINE_S} s")
+        shared_trial.violations += host.faults_of_folder(directory / shared_trial.word)
 
 
 def shared(attacks: Iterable[Attack], where: EnvironmentKind) -> list[SharedTrial]:
-    """Return the trials to run, longest first, so that the trials of a batch take about the same time."""
+    """Return the trials of the attacks, longest first, so that the trials of a batch take about the same
+    time.
+    """
     groups: dict[object, list[Attack]] = {}
     for number, attack in enumerate(attacks):
         key = (attack.category, attack.kind, attack.solves) if where in attack.shares else number
         groups.setdefault(key, []).append(attack)
-    units = [
-        SharedTrial(attacks=part) for group in groups.values() for part in batched(group, SHARED_AT_MOST)
+    shared_trials = [
+        SharedTrial(attacks=attacks_of_trial)
+        for group in groups.values()
+        for attacks_of_trial in batched(group, MAX_ATTACKS_PER_TRIAL)
     ]
-    return sorted(units, key=lambda unit: -sum(attack.patience_s for attack in unit.attacks))
+    return sorted(
+        shared_trials, key=lambda shared_trial: -sum(attack.patience_s for attack in shared_trial.attacks)
+    )
 
 
 @asynccontextmanager
@@ -263,17 +289,17 @@ async def longest_gap() -> AsyncIterator[list[float]]:
 
 
 @asynccontextmanager
-async def open_attack_runner(where: EnvironmentKind, whom: RunAs) -> AsyncIterator[AttackRunner]:
+async def open_attack_runner(where: EnvironmentKind, run_as: RunAs) -> AsyncIterator[AttackRunner]:
     """Open the tasks and the server that attacks need. Call `host.adopt_orphans` first."""
     prefix = f"rt{secrets.token_hex(4)}"
-    os.environ[SECRET] = f"secret-{prefix}"
-    with tempfile.TemporaryDirectory(prefix="red-team-", ignore_cleanup_errors=True) as place:
-        folder = Path(place)
+    os.environ[SECRET_NAME] = f"secret-{prefix}"
+    with tempfile.TemporaryDirectory(prefix="red-team-", ignore_cleanup_errors=True) as path:
+        folder = Path(path)
         os.chmod(folder, 0o755)
         write_tasks(
             folder / "tasks",
             where=where,
-            whom=whom,
+            run_as=run_as,
             image=image.build() if where is EnvironmentKind.DOCKER else "",
             prefix=prefix,
         )
@@ -294,17 +320,17 @@ async def open_attack_runner(where: EnvironmentKind, whom: RunAs) -> AsyncIterat
 
         server = await asyncio.start_server(record, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        abstract = await asyncio.start_unix_server(record, path=f"\0red-team-{port}")
+        abstract_server = await asyncio.start_unix_server(record, path=f"\0red-team-{port}")
         tasks = open_harbor(
             TrainerConfig(
                 tasks_dir=str(folder / "tasks"), environment_type=where.value, **OPTIONS, **LENGTHS
             ),  # type: ignore[arg-type]
             byte_chat(),
         )
-        async with server, abstract:
+        async with server, abstract_server:
             runner = AttackRunner(
                 where=where,
-                whom=whom,
+                run_as=run_as,
                 tasks=tasks,
                 prefix=prefix,
                 jobs=folder / "jobs",

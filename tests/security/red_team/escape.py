@@ -28,7 +28,7 @@ for name in kernel/core_pattern kernel/panic kernel/modprobe kernel/sysrq kernel
     (exec 7>> /proc/sys/$name) 2>/dev/null && hole "/proc/sys/$name can be opened for writing"
 done
 [ -n "$(find /proc/sys -type f -writable -not -path '/proc/sys/net/*' -not -path '*/ns_last_pid' 2>/dev/null | head -n 1)" ] &&
-    hole "a file below /proc/sys says that it can be written"
+    hole "a file below /proc/sys is writable"
 """,
     ),
     escape(
@@ -84,7 +84,7 @@ for name, flag in dict(user=0x10000000, mount=0x20000, net=0x40000000, pid=0x200
     if child == 0:
         os._exit(0 if libc.unshare(flag) == 0 else 1)
     if os.waitpid(child, 0)[1] == 0:
-        hole(f"a new {name} namespace")
+        hole(f"a {name} namespace can be created")
 class CloneArguments(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in "flags pidfd child parent signal stack size tls tid number cgroup".split()]
 arguments = CloneArguments(flags=0x10000000, signal=17)
@@ -93,7 +93,7 @@ if child == 0:
     os._exit(0)
 if child > 0:
     os.waitpid(child, 0)
-    hole("clone3 makes a user namespace")
+    hole("clone3 creates a user namespace")
 for path in glob.glob("/proc/[0-9]*/ns/mnt"):
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -128,7 +128,7 @@ END
 py <<'END'
 for name, request in (("PTRACE_ATTACH", 16), ("PTRACE_SEIZE", 0x4206)):
     if libc.ptrace(request, 1, None, None) == 0:
-        hole(f"{name} of pid 1")
+        hole(f"{name} of pid 1 succeeds")
         libc.ptrace(17, 1, None, None)
 buffer = ctypes.create_string_buffer(8)
 class Vector(ctypes.Structure):
@@ -140,7 +140,7 @@ except (OSError, ValueError):
     address = 0x400000
 local, remote = Vector(ctypes.addressof(buffer), 8), Vector(address, 8)
 if libc.process_vm_readv(1, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0) == 8:
-    hole("process_vm_readv of pid 1")
+    hole("process_vm_readv of pid 1 succeeds")
 descriptor = syscall(434, 1, 0)
 if descriptor >= 0:
     for number in range(16):
@@ -224,12 +224,12 @@ for name, family, kind in (("AF_VSOCK", 40, 1), ("AF_PACKET", 17, 3), ("AF_ALG",
                            ("AF_RDS", 21, 5), ("AF_BLUETOOTH", 31, 3), ("AF_CAN", 29, 3), ("AF_XDP", 44, 3), ("AF_X25", 9, 5)):
     try:
         socket.socket(family, kind, 0).close()
-        hole(f"a socket of {name}")
+        hole(f"a socket of {name} can be created")
     except OSError:
         pass
 try:
     socket.socket(socket.AF_INET, socket.SOCK_RAW, 1).close()
-    hole("a raw socket")
+    hole("a raw socket can be created")
 except OSError:
     pass
 END
@@ -243,10 +243,10 @@ py <<'END'
 for name, ring in (("user", -4), ("user session", -5), ("session", -3), ("process", -2)):
     key = syscall(248, b"user", T.encode(), b"x", ctypes.c_size_t(1), ctypes.c_int(ring))
     if key >= 0:
-        hole(f"a key in the {name} keyring")
-        syscall(250, 15, ctypes.c_int(key), 10)  # it expires
+        hole(f"a key can be added to the {name} keyring")
+        syscall(250, 15, ctypes.c_int(key), 10)  # the key expires after 10 s
 if syscall(250, 0, ctypes.c_int(-4), 0) >= 0:
-    hole("the user keyring can be looked up")
+    hole("the id of the user keyring can be read")
 END
 """,
     ),
@@ -271,7 +271,7 @@ for path in $(find /sys/fs/cgroup -maxdepth 3 \\( -name release_agent -o -name n
     (exec 7>> "$path") 2>/dev/null && hole "$path can be opened for writing"
 done
 for place in /sys/fs/cgroup /sys/fs/cgroup/*; do
-    mkdir "$place/$T" 2>/dev/null && [ -e "$place/$T/cgroup.procs" ] && hole "a cgroup can be made in $place"
+    mkdir "$place/$T" 2>/dev/null && [ -e "$place/$T/cgroup.procs" ] && hole "a cgroup can be created in $place"
 done
 true
 """,
@@ -281,8 +281,8 @@ true
         """
 for place in /usr /usr/bin /usr/lib /bin /lib /lib64 /etc/alternatives /etc/ssl/certs \\
     /.sandbox/requests /.sandbox/skeleton /dev /sys /proc; do
-    touch "$place/$T" 2>/dev/null && hole "a file can be made in $place"
-    mkdir "$place/$T.d" 2>/dev/null && hole "a directory can be made in $place"
+    touch "$place/$T" 2>/dev/null && hole "a file can be created in $place"
+    mkdir "$place/$T.d" 2>/dev/null && hole "a directory can be created in $place"
 done
 (exec 7>> /usr/bin/env) 2>/dev/null && hole "/usr/bin/env can be opened for writing"
 chmod 4755 /usr/bin/env 2>/dev/null && hole "the mode of /usr/bin/env can be changed"
@@ -294,14 +294,14 @@ true
     escape(
         "commands-of-others",
         """
-for try in $(seq 300); do  # meanwhile the trainer runs commands
+for try in $(seq 300); do  # at the same time, the trainer runs commands
     for request in /.sandbox/requests/*; do
-        [ -f "$request" ] && head -c 1 "$request" >/dev/null 2>&1 && found="a command of the trainer can be read"
+        [ -f "$request" ] && head -c 1 "$request" >/dev/null 2>&1 && violation="a command of the trainer can be read"
         [ -p "$request" ] && (exec 7<> "$request") 2>/dev/null && hole "a reply to the trainer can be written" && break 2
     done
     sleep 0.01
 done
-[ -n "$found" ] && hole "$found"
+[ -n "$violation" ] && hole "$violation"
 true
 """,
         SANDBOX,
@@ -347,7 +347,7 @@ END
         """
 grep -q '^CapEff:.*0000000000000000$' /proc/self/status || hole "the process has capabilities"
 grep -q '^CapBnd:.*0000000000000000$' /proc/self/status || hole "a process can get capabilities"
-grep -q '^NoNewPrivs:.*1$' /proc/self/status || hole "setuid programs give privileges"
+grep -q '^NoNewPrivs:.*1$' /proc/self/status || hole "setuid programs can grant privileges"
 grep -q '^Seccomp:.*2$' /proc/self/status || hole "there is no filter of system calls"
 case "$(readlink /proc/self/ns/user)" in user:\\[4026531837\\]) hole "the process is in the host's user namespace" ;; esac
 true
@@ -368,7 +368,7 @@ calls = dict(bpf=(321, 0, array, 72), perf_event_open=(298, event, 0, -1, -1, 0)
              open_by_handle_at=(304, -100, zeros, 0))
 for name, (number, *arguments) in calls.items():
     if syscall(number, *arguments) >= 0:
-        hole(f"{name} is let through")
+        hole(f"{name} is allowed")
 try:
     time.clock_settime(time.CLOCK_REALTIME, time.clock_gettime(time.CLOCK_REALTIME))
     hole("the clock can be set")
@@ -383,7 +383,7 @@ END
         """
 py <<'END'
 if syscall(425, 4, ctypes.create_string_buffer(256)) >= 0:
-    hole("io_uring_setup is let through")
+    hole("io_uring_setup is allowed")
 END
 """,
         SANDBOX,
@@ -406,17 +406,17 @@ true
         "signals-to-the-host",
         """
 for signal in 0 CONT; do
-    kill -$signal $HOST_PID 2>/dev/null && tr '\\0' ' ' < /proc/$HOST_PID/cmdline | grep -q red_team && hole "the trainer gets signals"
+    kill -$signal $HOST_PID 2>/dev/null && tr '\\0' ' ' < /proc/$HOST_PID/cmdline | grep -q red_team && hole "the trainer can be signalled"
 done
 py <<'END'
 try:
     os.kill(-os.getpgid(1), 0)
-    hole("the process group of pid 1 gets signals") if os.getpgid(1) != 1 else None
+    hole("the process group of pid 1 can be signalled") if os.getpgid(1) != 1 else None
 except OSError:
     pass
 for pid in (os.getppid(), os.getpgrp(), os.getsid(0)):
     if pid == 0 and os.getpid() == 0:
-        hole("a parent outside")
+        hole("the parent is outside of the pid namespace")
 END
 """,
     ),

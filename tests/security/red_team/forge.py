@@ -1,5 +1,6 @@
-"""Attacks that forge the reward 1 without a solution. The reward must be 0, because the agent leaves no
-right answer."""
+"""Attacks that forge the reward 1 without a solution. The reward must be 0, because the agent writes no correct
+answer.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ true
 """,
     ),
     forge(
-        "shim-tools",  # behave like the tool, then write a reward
+        "shim-tools",  # behaves like the tool, then writes a reward
         f"""
 mkdir -p ~/bin
 echo 'exec 2>/dev/null; sleep 0.1; for try in $(seq 5000); do echo 1 > {REWARDS}.txt; done' > /app/write.sh
@@ -81,7 +82,7 @@ true
 """,
     ),
     forge(
-        "shim-tar",  # downloads from the sandbox call tar
+        "shim-tar",  # the trainer downloads files with the sandbox's tar
         """
 mkdir -p /tmp/forged
 echo 1 > /tmp/forged/reward.txt
@@ -185,7 +186,7 @@ true
 """,
     ),
     forge(
-        "waiting-writer",  # acts after the verifier has written
+        "waiting-writer",  # replaces the reward after the verifier has written it
         """
 cat > /tmp/waiter.py <<'END'
 import ctypes, os, time
@@ -194,7 +195,7 @@ if os.fork():
 os.setsid()
 libc = ctypes.CDLL(None)
 watch = libc.inotify_init()
-libc.inotify_add_watch(watch, b"/logs/verifier", 0x8)  # a file that was written is closed
+libc.inotify_add_watch(watch, b"/logs/verifier", 0x8)  # IN_CLOSE_WRITE
 end = time.time() + 60
 while time.time() < end:
     os.read(watch, 4096)
@@ -326,7 +327,7 @@ true
         shares=frozenset(),
     ),
     forge(
-        "foreign-replies",  # answers every download with an archive that holds a reward
+        "foreign-replies",  # answers every download with an archive that contains a reward
         """
 mkdir -p /tmp/forged; echo 1 > /tmp/forged/reward.txt
 tar -C /tmp/forged -cf /tmp/forged.tar .
@@ -343,7 +344,7 @@ true
         shares=frozenset(),
     ),
     forge(
-        "commands-to-pid-1",  # writes to the pipe by which the trainer sends commands
+        "commands-to-pid-1",  # writes to the pipe through which the trainer sends commands
         f"""
 printf '#!/bin/bash\\n{WRITER}\\n' > /tmp/writer.sh
 (sleep 1; for try in $(seq 200); do
@@ -368,7 +369,7 @@ true
         shares=frozenset(),
     ),
     forge(
-        "reward-of-the-host",  # a link that only the host can follow
+        "reward-of-the-host",  # replaces the reward by a link to a file of the host
         f"""
 (setsid bash -c 'for try in $(seq 20000); do
     ln -sf "${{SENTINEL%/*}}/reward" {REWARDS}.txt; rm -f {REWARDS}.json

@@ -1,5 +1,5 @@
-"""Attacks that use more resources than the limits of the task allow. The scripts stop at 125 % of a limit. The
-expected result: the reward is 0, and other trials are not affected.
+"""Attacks that use more resources than the limits of the task allow. The reward must be 0, and other trials
+must not be affected. A script that allocates memory or processes stops at no more than 125 % of the limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.security.red_team.attack import (
 from tests.security.red_team.tasks import MEMORY_MB, STORAGE_MB
 
 TOO_MUCH_MB = MEMORY_MB * 5 // 4
-PROCESSES = 2048
+MAX_PROCESSES = 2048
 
 
 def hoard(
@@ -35,7 +35,7 @@ try:
     area = mmap.mmap(-1, {TOO_MUCH_MB} * 2**20)
     for position in range(0, len(area), 4096):
         area[position] = 1
-    hole("a shared mapping of {TOO_MUCH_MB} MiB")
+    hole("a shared mapping can have {TOO_MUCH_MB} MiB")
 except (OSError, ValueError):
     pass
 END
@@ -49,7 +49,7 @@ try:
     descriptor = os.memfd_create("x")
     for _ in range({TOO_MUCH_MB}):
         os.write(descriptor, bytes(2**20))
-    hole("a memory file of {TOO_MUCH_MB} MiB")
+    hole("a memory file can have {TOO_MUCH_MB} MiB")
 except OSError:
     pass
 END
@@ -67,7 +67,7 @@ if address not in (None, 2**64 - 1):
     libc.shmctl(segment, 0, None)
     for position in range(0, {TOO_MUCH_MB} * 2**20, 4096):
         ctypes.c_char.from_address(address + position).value = b"x"
-    hole("a System V segment of {TOO_MUCH_MB} MiB")
+    hole("a System V segment can have {TOO_MUCH_MB} MiB")
 END
 """,
         SANDBOX_ROOT,
@@ -80,7 +80,7 @@ try:
     area = bytearray({TOO_MUCH_MB} * 2**20)
     for position in range(0, len(area), 4096):
         area[position] = 1
-    hole("{TOO_MUCH_MB} MiB in one process")
+    hole("one process can use {TOO_MUCH_MB} MiB")
 except (OSError, MemoryError):
     pass
 END
@@ -92,12 +92,12 @@ END
         f"""
 py <<'END'
 pipes = []
-gate, gate_of_parent = os.pipe()
+gate, write_end_of_gate = os.pipe()
 for _ in range(5):
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(gate_of_parent)
+        os.close(write_end_of_gate)
         try:
             area = bytearray({TOO_MUCH_MB // 5} * 2**20)
             for position in range(0, len(area), 4096):
@@ -110,9 +110,9 @@ for _ in range(5):
     os.close(writer)
     pipes.append((child, reader))
 ready = all([os.read(reader, 1) for _, reader in pipes])
-# The kernel killed none of them
+# A child ends before its parent only if the kernel kills it
 if ready and all(os.waitpid(child, os.WNOHANG) == (0, 0) for child, _ in pipes):
-    hole("{TOO_MUCH_MB // 5 * 5} MiB in five processes")
+    hole("five processes can use {TOO_MUCH_MB // 5 * 5} MiB")
 END
 """,
         ROOT,
@@ -125,7 +125,7 @@ for place in /app /dev/shm /usr/local /tmp /dev /run; do
     head -c {STORAGE_MB + 20}M /dev/zero > $place/full 2>/dev/null
     [ -f $place/full ] && total=$((total + $(stat -c %b $place/full) / 2048))
 done
-[ $total -gt {TOO_MUCH_MB} ] && hole "files of $total MiB in memory"
+[ $total -gt {TOO_MUCH_MB} ] && hole "files can use $total MiB of memory"
 true
 """,
         SANDBOX,
@@ -136,13 +136,13 @@ true
 py <<'END'
 children = []
 try:
-    while len(children) < {PROCESSES} + 250:
+    while len(children) < {MAX_PROCESSES} + 250:
         child = os.fork()
         if child == 0:
             time.sleep(10)
             os._exit(0)
         children.append(child)
-    hole(f"{{len(children)}} processes")
+    hole(f"{{len(children)}} processes can run")
 except OSError:
     pass
 for child in children:

@@ -1,8 +1,8 @@
 """Checks that attacks have not changed the host: snapshots of its state, and the contents of trial folders.
 
-Other programs change the host at the same time. A process, file or Docker object therefore counts only if it
-is a descendant of this process or contains the word of the attack. Kernel settings that change by themselves
-are omitted.
+Other programs change the host at the same time. A process therefore counts only if it descends from this
+process or contains the unique word of the trial, and a file, control group or Docker object only if it contains
+the word. Snapshots omit kernel settings that change without an attack.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
-VOLATILE = re.compile(
+VOLATILE_SETTINGS = re.compile(
     r"/proc/sys/(fs/(dentry-state|inode-nr|inode-state|file-nr|aio-nr|quota/)|kernel/(random/|ns_last_pid|pty/nr|perf_event_max_sample_rate)"
     r"|vm/stat_refresh|net/netfilter/nf_conntrack_count|net/[^/]+/(conf|neigh)/(?!all/|default/)|sunrpc|net/ipv4/route/flush)"
 )
-SETTINGS = (
+CONFIGURATION_FILES = (
     *(
         "/etc/passwd",
         "/etc/group",
@@ -40,7 +40,7 @@ SETTINGS = (
         "/root/.ssh/authorized_keys",
     ),
 )
-WATCHED = (
+WATCHED_DIRECTORIES = (
     "/",
     "/tmp",
     "/var/tmp",
@@ -54,13 +54,13 @@ WATCHED = (
     "/usr/local/bin",
     "/home",
 )
-MAX_MEMBERS = 10_500  # 10,000 files of the agent, and those of Harbor
-MAX_BYTES = 80 * 2**20  # 64 MiB of the agent, and the files of Harbor
+MAX_MEMBERS = 10_500  # 10,000 of the agent plus those of Harbor
+MAX_BYTES = 80 * 2**20  # 64 MiB of the agent plus the files of Harbor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """The state of the host. Each field maps names to states."""
+    """The state of the host. Each field maps names to states. `settings` contains /proc/sys."""
 
     settings: dict[str, str]
     files: dict[str, str]
@@ -72,7 +72,7 @@ class Snapshot:
     def take(cls, sentinels: list[Path]) -> Snapshot:
         return cls(
             settings=dict(_settings()),
-            files={str(path): _identity(path) for path in [*map(Path, SETTINGS), *sentinels]},
+            files={str(path): _identity(path) for path in [*map(Path, CONFIGURATION_FILES), *sentinels]},
             mounts=dict(_mounts()),
             interfaces={
                 name: ""
@@ -94,7 +94,7 @@ class Snapshot:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of orphaned descendants, so that `descendants` finds them."""
+    """Make this process the parent of its orphaned descendants, so that `descendants` finds them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -116,19 +116,19 @@ def descendants() -> dict[int, str]:
                 continue
             if state not in "ZX":
                 parents[int(entry)], names[int(entry)] = int(parent), command
-    below = {os.getpid()}
-    while grown := {pid for pid, parent in parents.items() if parent in below} - below:
-        below |= grown
-    return {pid: names[pid] for pid in below - {os.getpid()}}
+    pids = {os.getpid()}
+    while children := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= children
+    return {pid: names[pid] for pid in pids - {os.getpid()}}
 
 
 def marked_processes(word: str) -> list[str]:
-    """Return processes of the host whose command line or environment contains `word`, except descendants of
-    this one.
+    """Return one line for each process of the host whose command line or environment contains `word`. This
+    process, its parent and its descendants are excluded.
     """
-    own_processes, remaining = {os.getpid(), os.getppid(), *descendants()}, []
+    excluded_pids, remaining = {os.getpid(), os.getppid(), *descendants()}, []
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) not in own_processes:
+        if entry.isdigit() and int(entry) not in excluded_pids:
             for name in ("cmdline", "environ"):
                 try:
                     if word.encode() in Path("/proc", entry, name).read_bytes():
@@ -140,9 +140,9 @@ def marked_processes(word: str) -> list[str]:
 
 
 def marked_files(word: str) -> list[str]:
-    """Return entries of the watched directories of the host whose name contains `word`."""
+    """Return one line for each entry of a watched directory of the host whose name contains `word`."""
     remaining = []
-    for directory in WATCHED:
+    for directory in WATCHED_DIRECTORIES:
         try:
             remaining += [
                 f"{directory}/{name} was left on the host" for name in os.listdir(directory) if word in name
@@ -153,7 +153,7 @@ def marked_files(word: str) -> list[str]:
 
 
 def marked_cgroups(word: str) -> list[str]:
-    """Return control groups whose name contains `word`."""
+    """Return one line for each control group whose name contains `word`."""
     return [
         f"the control group {path} was left"
         for path, _, _ in os.walk("/sys/fs/cgroup")
@@ -162,7 +162,7 @@ def marked_cgroups(word: str) -> list[str]:
 
 
 def marked_docker_objects(word: str) -> list[str]:
-    """Return Docker containers, networks and volumes whose name or labels contain `word`."""
+    """Return one line for each Docker container, network or volume whose description contains `word`."""
     remaining = []
     for kind, listing in (
         ("container", ["ps", "--all"]),
@@ -183,8 +183,8 @@ def marked_docker_objects(word: str) -> list[str]:
 
 
 def faults_of_folder(folder: Path) -> list[str]:
-    """Return violations in a trial's folder: sizes beyond the limits, and entries other than regular files
-    and directories.
+    """Return up to five violations in a trial's folder: exceeded size limits, setuid and setgid files, and
+    entries other than regular files and directories.
     """
     command = ["find", "-P", str(folder), "-mindepth", "1", "-printf", "%y %m %s %k %P\\0"]
     process = subprocess.run(command, capture_output=True, timeout=120, check=False)
@@ -215,7 +215,7 @@ def _settings() -> list[tuple[str, str]]:
     for directory, _, names in os.walk("/proc/sys"):
         for name in names:
             path = f"{directory}/{name}"
-            if not VOLATILE.match(path):
+            if not VOLATILE_SETTINGS.match(path):
                 try:
                     with open(path, "rb") as file:
                         settings.append((path, file.read(4096).decode(errors="replace")))

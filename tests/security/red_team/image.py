@@ -1,5 +1,5 @@
-"""The image of the red team's containers, with the programs that Terminus-2 and the verifiers need. The
-engine caches it.
+"""The image of the red team's containers, with the programs that Terminus-2 and the verifiers need. Docker
+caches the build.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WORKDIR /app
 
 
 def build() -> str:
-    """Build the image and return its name. Raises subprocess.CalledProcessError if that fails."""
+    """Build the image and return its name. Raises subprocess.CalledProcessError if the build fails."""
     command = ["docker", "build", "--quiet", "--tag", NAME, "-"]
     subprocess.run(
         command, input=DOCKERFILE, text=True, capture_output=True, timeout=BUILD_TIMEOUT_S, check=True

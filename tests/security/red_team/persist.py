@@ -83,7 +83,7 @@ true
         shares=frozenset(),
     ),
     persist(
-        "linked-logs-later",  # creates the links while the trainer writes
+        "linked-logs-later",  # creates the links while the trainer writes the files
         """
 (setsid timeout 20 bash -c 'for try in $(seq 5000); do
     for name in /logs/agent/trajectory.json /logs/verifier/test-stdout.txt /logs/artifacts/manifest.json; do ln -sfn "$SENTINEL" $name; done
@@ -96,9 +96,9 @@ true
     persist(
         "network-devices",
         """
-ip link add $T type dummy 2>/dev/null && [ $WHERE = sandbox ] && hole "a network device can be made"
-ip tuntap add $T mode tap 2>/dev/null && hole "a tap device can be made"
-ip route add blackhole 192.0.2.0/24 2>/dev/null && hole "a route can be made"
+ip link add $T type dummy 2>/dev/null && [ $WHERE = sandbox ] && hole "a network device can be created"
+ip tuntap add $T mode tap 2>/dev/null && hole "a tap device can be created"
+ip route add blackhole 192.0.2.0/24 2>/dev/null && hole "a route can be created"
 py <<'END'
 try:
     socket.sethostname(T)

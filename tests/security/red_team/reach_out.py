@@ -22,8 +22,8 @@ def reach_out(
     )
 
 
-# The server on the host's loopback interface records what it receives. The script sends its own name to
-# identify itself.
+# The server on the host's loopback interface records the lines that it receives. The script sends $T, which
+# identifies the trial.
 LOOPBACK = """
 py <<'END'
 gateways = [line.split()[2] for line in open("/proc/net/route").read().splitlines()[1:]]
@@ -51,7 +51,7 @@ for thread in threads:
     thread.join()
 END
 """
-TABLES = """
+NETWORK_TABLES = """
 port=$(printf '%04X' $PORT)
 grep -qi ":$port " /proc/net/tcp /proc/net/tcp6 && hole "the host's sockets are listed"
 grep -q red-team /proc/net/unix && hole "the host's abstract sockets are listed"
@@ -61,9 +61,9 @@ true
 
 ATTACKS = (
     reach_out("loopback", LOOPBACK),
-    reach_out("network-tables", TABLES),
+    reach_out("network-tables", NETWORK_TABLES),
     reach_out("loopback-with-network", LOOPBACK, SANDBOX_ROOT, kind=Kind.PUBLIC),
-    reach_out("network-tables-with-network", TABLES, SANDBOX_ROOT, kind=Kind.PUBLIC),
+    reach_out("network-tables-with-network", NETWORK_TABLES, SANDBOX_ROOT, kind=Kind.PUBLIC),
     reach_out(
         "virtual-machine-sockets",
         """
@@ -71,7 +71,7 @@ py <<'END'
 try:
     connection = socket.socket(40, socket.SOCK_STREAM)
     connection.settimeout(1)
-    hole("a socket of AF_VSOCK")
+    hole("a socket of AF_VSOCK can be created")
 except OSError:
     pass
 END

@@ -1,5 +1,5 @@
-"""Attacks that keep the trainer's event loop or disk busy. The reward is 0, and the trial's folder is within
-the limits of `host.faults_of_folder`.
+"""Attacks that keep the trainer's event loop or disk busy. The reward must be 0, and the trial's folder must
+stay within the limits of `host.faults_of_folder`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def stall(
 
 
 def files(place: str, count: int) -> str:
+    """Return a script that creates `count` empty files, or 20,000 in a container, whose files are on disk."""
     return f"""
 py <<'END'
 os.makedirs("{place}/many", exist_ok=True)
 os.chdir("{place}/many")
-# Files of a container are on disk
 for number in range({count} if os.environ["WHERE"] == "sandbox" else 20_000):
     os.close(os.open(str(number), os.O_CREAT | os.O_WRONLY))
 END

@@ -18,22 +18,24 @@ ATTACKS: tuple[Attack, ...] = (
     *persist.ATTACKS,
     *reach_out.ATTACKS,
 )
-assert len({attack.name for attack in ATTACKS}) == len(ATTACKS), "two attacks have one name"
+assert len({attack.name for attack in ATTACKS}) == len(ATTACKS), "two attacks have the same name"
 
 
-def chosen(names: Sequence[str], where: EnvironmentKind, whom: RunAs) -> list[Attack]:
-    """Return the attacks `names` of an environment and user, or all of them."""
+def chosen(names: Sequence[str], where: EnvironmentKind, run_as: RunAs) -> list[Attack]:
+    """Return the attacks of an environment and user. If `names` is not empty, return only these attacks."""
     return [
-        attack for attack in ATTACKS if (where, whom) in attack.places and (not names or attack.name in names)
+        attack
+        for attack in ATTACKS
+        if (where, run_as) in attack.places and (not names or attack.name in names)
     ]
 
 
-def sampled(number: int, where: EnvironmentKind, whom: RunAs) -> list[Attack]:
-    """Return a number of attacks of an environment and user: the first of each category, then the second of
-    each, and so on.
+def sampled(number: int, where: EnvironmentKind, run_as: RunAs) -> list[Attack]:
+    """Return up to `number` attacks of an environment and user: the first of each category, then the second
+    of each, and so on.
     """
     categories: defaultdict[str, list[Attack]] = defaultdict(list)
-    for attack in chosen([], where, whom):
+    for attack in chosen([], where, run_as):
         categories[attack.category].append(attack)
     return [
         attack for attack in chain.from_iterable(zip_longest(*categories.values())) if attack is not None

@@ -1,4 +1,4 @@
-"""The tasks on which attacks run. Each asks for a file with one number."""
+"""The tasks on which attacks run. Each task requires a file that contains one number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MEMORY_MB = 512
 STORAGE_MB = 256
 AGENT_S = {EnvironmentKind.SANDBOX: 45, EnvironmentKind.DOCKER: 100}
 VERIFIER_S = {EnvironmentKind.SANDBOX: 12, EnvironmentKind.DOCKER: 45}
-USER = "agent"  # a user of the image
+USER = "agent"  # the ordinary user in the image
 
 BASH_TEST = """#!/bin/bash
 mkdir -p /tmp/scratch
@@ -30,22 +30,22 @@ import pathlib
 import subprocess
 
 answer = pathlib.Path("/app/answer.txt")
-found = answer.read_text().split() if answer.is_file() else []
+words = answer.read_text().split() if answer.is_file() else []
 expected = subprocess.run(["cat", "/tests/expected.txt"], capture_output=True, text=True).stdout.split()
-pathlib.Path("/logs/verifier/reward.json").write_text(json.dumps({"reward": int(found == expected)}))
+pathlib.Path("/logs/verifier/reward.json").write_text(json.dumps({"reward": int(words == expected)}))
 """
 
 
-def write_tasks(folder: Path, *, where: EnvironmentKind, whom: RunAs, image: str, prefix: str) -> None:
+def write_tasks(folder: Path, *, where: EnvironmentKind, run_as: RunAs, image: str, prefix: str) -> None:
     """Write the task folders to `folder`/`<prefix>-<kind>`."""
     for kind in Kind:
-        if kind is Kind.PUBLIC and (where, whom) not in SANDBOX_ROOT:
+        if kind is Kind.PUBLIC and (where, run_as) not in SANDBOX_ROOT:
             continue
         task = folder / f"{prefix}-{kind.value}"
         for name in ("environment", "tests", "solution"):
             (task / name).mkdir(parents=True)
         (task / "instruction.md").write_text(INSTRUCTION)
-        (task / "task.toml").write_text(configuration(kind, where=where, whom=whom, image=image))
+        (task / "task.toml").write_text(configuration(kind, where=where, run_as=run_as, image=image))
         (task / "solution" / "solve.sh").write_text(f"#!/bin/bash\necho {ANSWER} > /app/answer.txt\n")
         (task / "tests" / "test.sh").write_text(PYTHON_TEST if kind is Kind.PYTHON else BASH_TEST)
         (task / "tests" / "expected.txt").write_text(f"{ANSWER}\n")
@@ -55,7 +55,7 @@ def write_tasks(folder: Path, *, where: EnvironmentKind, whom: RunAs, image: str
             (task / "environment" / "Dockerfile").write_text("FROM debian:bookworm-slim\nWORKDIR /app\n")
 
 
-def configuration(kind: Kind, *, where: EnvironmentKind, whom: RunAs, image: str) -> str:
+def configuration(kind: Kind, *, where: EnvironmentKind, run_as: RunAs, image: str) -> str:
     agent = [f"timeout_sec = {AGENT_S[where]}"]
     environment = [f"memory_mb = {MEMORY_MB}"]
     if where is EnvironmentKind.SANDBOX:
@@ -63,9 +63,9 @@ def configuration(kind: Kind, *, where: EnvironmentKind, whom: RunAs, image: str
             f"storage_mb = {STORAGE_MB}",
             f'network_mode = "{"public" if kind is Kind.PUBLIC else "no-network"}"',
         ]
-    else:  # a container without a network needs an image of Harbor's from a registry
+    else:  # to restrict the network, Harbor needs an image from a registry
         environment += [f'docker_image = "{image}"', 'network_mode = "public"']
-        if whom is RunAs.USER:
+        if run_as is RunAs.USER:
             agent += [f'user = "{USER}"']
     sections = {
         "agent": agent,
