@@ -121,7 +121,7 @@ def main(config: CheckConfig) -> None:
     for remat in (Remat.ACTIVATIONS, Remat.LAYERS):
         name = f"forward_backward, {config.length} tokens, keeping {remat}"
         compile_for(name, forward_backward, adapter, adapter, params, batch, loss, config=model, remat=remat)
-    sampling(config, model, params, compile_for)
+    compile_sampling(config, model, params, compile_for)
     if model.mesh is not None:
         return
     heads, page = (model.num_kv_heads, model.head_dim), 128
@@ -154,7 +154,7 @@ def with_shardings(model: ModelConfig, adapter: Adapter) -> Adapter:
     )
 
 
-def sampling(
+def compile_sampling(
     config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., None]
 ) -> None:
     """Compile both prefill batches and a dispatch of decode steps for sequences of 2,048 positions."""

@@ -137,10 +137,10 @@ async def play(
 
 async def rewards(tasks: Sequence[Task], pool: WorkerPool, grading: Grading, *, gold: bool) -> list[float]:
     """Return the rewards of an agent that executes the gold actions, or of one that refuses everything."""
-    slots = asyncio.Semaphore(2 * NUM_WORKERS)
+    concurrency = asyncio.Semaphore(2 * NUM_WORKERS)
 
     async def reward(task: Task) -> float:
-        async with slots:
+        async with concurrency:
             script = Script(task)
             user, answer = (script, script.answer) if gold else (ImpatientUser(2), lambda: REFUSAL)
             return (await play(task, pool, grading, user, answer)).reward
@@ -158,6 +158,7 @@ def report(label: str, actual: object, *, expected: object) -> bool:
 
 
 async def check_gold(pool: WorkerPool, domains: Mapping[str, Sequence[Task]]) -> bool:
+    """Check that the gold actions of every task get the reward 1 with each grading."""
     all_right = True
     for domain, all_tasks in domains.items():
         tasks = [task for task in all_tasks if task.id != CONTRADICTORY]

@@ -22,7 +22,7 @@ import tinker
 from tinker import types
 
 API_KEY = "tml-dummy"
-TIMEOUT_S = 600  # the first call of its kind compiles
+TIMEOUT_S = 600  # the first call of each kind includes compilation
 MAX_REFUSAL_S = 5.0  # a refusal takes longer if the SDK retries the call
 
 
@@ -34,7 +34,7 @@ class Waitable[T](Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How one call ended."""
+    """The outcome of one call."""
 
     name: str
     required: bool
@@ -56,7 +56,7 @@ class Calls:
     def required[T](
         self, name: str, call: Callable[[], Waitable[T]], expect: Callable[[T], bool] = lambda result: True
     ) -> T | None:
-        """Make a call that must succeed. `expect` is a property that its result must have."""
+        """Make a call that must succeed. `expect` returns whether its result is valid."""
         started = time.perf_counter()
         try:
             result = call().result(TIMEOUT_S)
@@ -72,8 +72,8 @@ class Calls:
         try:
             result = call().result(TIMEOUT_S)
         except (tinker.BadRequestError, tinker.NotFoundError, tinker.RequestFailedError) as error:
-            clear = message in str(error) and time.perf_counter() - started < MAX_REFUSAL_S
-            self._record(name, False, not clear, started, _detail(error))
+            is_clear = message in str(error) and time.perf_counter() - started < MAX_REFUSAL_S
+            self._record(name, False, not is_clear, started, _detail(error))
         except Exception as error:
             self._record(name, False, True, started, f"unclear refusal: {type(error).__name__}: {error}")
         else:
@@ -191,18 +191,20 @@ def training_calls(calls: Calls, training: tinker.TrainingClient) -> None:
         lambda output: finite(output) and "loss:sum" in output.metrics and len(output.loss_fn_outputs) == 2,
     )
     clips = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-    rl = [rl_datum()]
+    rl_data = [rl_datum()]
     calls.required(
         "forward_backward(importance_sampling)",
-        lambda: training.forward_backward(rl, "importance_sampling"),
+        lambda: training.forward_backward(rl_data, "importance_sampling"),
         finite,
     )
-    calls.required("forward_backward(ppo)", lambda: training.forward_backward(rl, "ppo", dict(clips)), finite)
     calls.required(
-        "forward_backward(cispo)", lambda: training.forward_backward(rl, "cispo", dict(clips)), finite
+        "forward_backward(ppo)", lambda: training.forward_backward(rl_data, "ppo", dict(clips)), finite
     )
     calls.required(
-        "forward_backward(dro)", lambda: training.forward_backward(rl, "dro", {"beta": 0.05}), finite
+        "forward_backward(cispo)", lambda: training.forward_backward(rl_data, "cispo", dict(clips)), finite
+    )
+    calls.required(
+        "forward_backward(dro)", lambda: training.forward_backward(rl_data, "dro", {"beta": 0.05}), finite
     )
     calls.required(
         "optim_step(AdamParams, every field)",
@@ -213,23 +215,23 @@ def training_calls(calls: Calls, training: tinker.TrainingClient) -> None:
         ),
         lambda response: "grad_norm" in (response.metrics or {}),
     )
-    gspo = [rl_datum(sequence_ratio_mask=np.ones(6, np.float32))]
+    gspo_data = [rl_datum(sequence_ratio_mask=np.ones(6, np.float32))]
     calls.required(
-        "forward_backward(gspo)", lambda: training.forward_backward(gspo, "gspo", dict(clips)), finite
+        "forward_backward(gspo)", lambda: training.forward_backward(gspo_data, "gspo", dict(clips)), finite
     )
     calls.refused(
         "forward_backward(gspo without mask)",
-        lambda: training.forward_backward(rl, "gspo"),
+        lambda: training.forward_backward(rl_data, "gspo"),
         "sequence_ratio_mask",
     )
     calls.refused(
         "forward_backward(stable_reinforce)",
-        lambda: training.forward_backward(rl, "stable_reinforce"),
+        lambda: training.forward_backward(rl_data, "stable_reinforce"),
         "use one of",
     )
     calls.refused(
         "forward_backward(ppo, unknown setting)",
-        lambda: training.forward_backward(rl, "ppo", {**clips, "tag": "x"}),
+        lambda: training.forward_backward(rl_data, "ppo", {**clips, "tag": "x"}),
         "unknown setting",
     )
     shape_of = lambda output: [entry["logprobs"].shape for entry in output.loss_fn_outputs]  # noqa: E731
@@ -272,17 +274,19 @@ def custom_loss_call(calls: Calls, training: tinker.TrainingClient) -> None:
     )
 
 
-def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker.SamplingClient) -> None:
+def sampling_calls(
+    calls: Calls, ephemeral_client: tinker.SamplingClient, named_client: tinker.SamplingClient
+) -> None:
     prompt = types.ModelInput.from_ints([5, 6, 7, 8])
     every_setting = types.SamplingParams(max_tokens=3, seed=7, stop=[9], temperature=0.7, top_k=5, top_p=0.9)
     calls.required(
         "sample(num_samples=2, every parameter)",
-        lambda: ephemeral.sample(prompt, 2, every_setting),
+        lambda: ephemeral_client.sample(prompt, 2, every_setting),
         lambda response: len({sequence.sequence_id for sequence in response.sequences}) == 2,
     )
     calls.required(
         "sample(stop strings, prompt logprobs)",
-        lambda: named.sample(
+        lambda: named_client.sample(
             prompt, 1, types.SamplingParams(max_tokens=3, stop=["\n"]), include_prompt_logprobs=True
         ),
         lambda response: (
@@ -291,21 +295,21 @@ def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker
     )
     calls.required(
         "compute_logprobs",
-        lambda: named.compute_logprobs(prompt),
+        lambda: named_client.compute_logprobs(prompt),
         lambda logprobs: logprobs[0] is None and len(logprobs) == 4,
     )
-    calls.required("SamplingClient.get_base_model", lambda: Ready(value=named.get_base_model()))
+    calls.required("SamplingClient.get_base_model", lambda: Ready(value=named_client.get_base_model()))
     one_token = types.SamplingParams(max_tokens=1)
     calls.required(
         "sample(topk_prompt_logprobs)",
-        lambda: named.sample(prompt, 1, one_token, topk_prompt_logprobs=2),
+        lambda: named_client.sample(prompt, 1, one_token, topk_prompt_logprobs=2),
         lambda response: (
             [entry and len(entry) for entry in response.topk_prompt_logprobs or []] == [None, 2, 2, 2]
         ),
     )
     calls.required(
         "sample(topk_sample_logprobs)",
-        lambda: named.sample(
+        lambda: named_client.sample(
             prompt, 2, types.SamplingParams(max_tokens=1, temperature=0), topk_sample_logprobs=3
         ),
         lambda response: (
@@ -316,16 +320,16 @@ def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker
             == [sequence.tokens[0] for sequence in response.sequences]
         ),
     )
-    dense = types.TensorData(data=[1, 2, -1], dtype="int64", shape=[3, 1])
+    dense_targets = types.TensorData(data=[1, 2, -1], dtype="int64", shape=[3, 1])
     calls.required(
         "sample(target_prompt_logprobs)",
-        lambda: named.sample(prompt, 1, one_token, target_prompt_logprobs=dense),
+        lambda: named_client.sample(prompt, 1, one_token, target_prompt_logprobs=dense_targets),
         lambda response: (
             [logprob < 0 for logprob in data_of(response.target_prompt_logprobs)] == [True, True, False]
         ),
     )
     # These targets are tokens of the prompt, so the reply must contain the prompt's own logprobs.
-    prompt_targets = types.TensorData(
+    sparse_targets = types.TensorData(
         data=[6, 8],
         dtype="int64",
         shape=[3, 50],
@@ -334,8 +338,8 @@ def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker
     )
     calls.required(
         "sample(target_prompt_logprobs, sparse)",
-        lambda: named.sample(
-            prompt, 1, one_token, include_prompt_logprobs=True, target_prompt_logprobs=prompt_targets
+        lambda: named_client.sample(
+            prompt, 1, one_token, include_prompt_logprobs=True, target_prompt_logprobs=sparse_targets
         ),
         lambda response: np.allclose(
             data_of(response.target_prompt_logprobs),
@@ -345,19 +349,21 @@ def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker
     )
     calls.required(
         "sample(prompt_logprobs_last_n)",
-        lambda: named.sample(prompt, 1, one_token, include_prompt_logprobs=True, prompt_logprobs_last_n=2),
+        lambda: named_client.sample(
+            prompt, 1, one_token, include_prompt_logprobs=True, prompt_logprobs_last_n=2
+        ),
         lambda response: (
             [logprob is None for logprob in response.prompt_logprobs or []] == [True, True, False, False]
         ),
     )
     calls.refused(
         "sample(prompt_alt_tokens_k)",
-        lambda: named.sample(prompt, 1, one_token, prompt_alt_tokens_k=2),
+        lambda: named_client.sample(prompt, 1, one_token, prompt_alt_tokens_k=2),
         "not supported",
     )
     calls.refused(
         "sample(prompt too long)",
-        lambda: named.sample(prompt, 1, types.SamplingParams(max_tokens=10**9)),
+        lambda: named_client.sample(prompt, 1, types.SamplingParams(max_tokens=10**9)),
         "Prompt length plus max_tokens exceeds",
     )
 
@@ -487,17 +493,17 @@ def make_calls(url: str, calls: Calls) -> None:
     calls.required(
         "save_state(overwrite)", lambda: training.save_state("0001", ttl_seconds=3600, overwrite=True)
     )
-    saved = calls.required(
+    sampler_checkpoint = calls.required(
         "save_weights_for_sampler(name)", lambda: training.save_weights_for_sampler("s1", ttl_seconds=3600)
     )
-    ephemeral = calls.required(
+    ephemeral_client = calls.required(
         "save_weights_and_get_sampling_client", lambda: training.save_weights_and_get_sampling_client()
     )
     calls.required(
         "save_weights_and_get_sampling_client(inflight)",
         lambda: training.save_weights_and_get_sampling_client(kind="inflight"),
     )
-    if state is None or saved is None or ephemeral is None:
+    if state is None or sampler_checkpoint is None or ephemeral_client is None:
         return
     calls.required("load_state", lambda: training.load_state(state.path))
     calls.required("load_state_with_optimizer", lambda: training.load_state_with_optimizer(state.path))
@@ -521,13 +527,22 @@ def make_calls(url: str, calls: Calls) -> None:
     calls.required(
         "create_sampling_client(base_model)", lambda: service.create_sampling_client(base_model=model)
     )
-    named = calls.required(
-        "create_sampling_client(model_path)", lambda: service.create_sampling_client(model_path=saved.path)
+    named_client = calls.required(
+        "create_sampling_client(model_path)",
+        lambda: service.create_sampling_client(model_path=sampler_checkpoint.path),
     )
-    if named is not None:
-        sampling_calls(calls, ephemeral, named)
+    if named_client is not None:
+        sampling_calls(calls, ephemeral_client, named_client)
     session_id = training.model_id.split(":")[0]
-    rest_calls(calls, rest, training.model_id, state.path, saved.path, session_id, f"{session_id}:sample:0")
+    rest_calls(
+        calls,
+        rest,
+        training.model_id,
+        state.path,
+        sampler_checkpoint.path,
+        session_id,
+        f"{session_id}:sample:0",
+    )
     calls.required("ServiceClient.close", lambda: service.close("success", detail="done"))
 
 

@@ -58,6 +58,7 @@ async def is_healthy(address: tuple[str, int]) -> bool:
 
 
 async def open_and_send(address: tuple[str, int], data: bytes = b"POST /api/v1/crea") -> Stream:
+    """Open a connection and send the beginning of a request, or a complete one."""
     reader, writer = await asyncio.open_connection(*address)
     writer.write(data)
     await writer.drain()

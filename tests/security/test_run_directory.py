@@ -21,7 +21,7 @@ from src.envs.sandbox.run_directory import (
 )
 from tests.security.sandboxes import NOBODY, ROOT
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
 
 HOLD_DIRECTORY = (  # holds the run directory argv[1] until its stdin is closed
     "import sys; from src.envs.sandbox.run_directory import run_directory; run_directory(sys.argv[1]); "
@@ -50,7 +50,7 @@ def test_trainers_with_different_environments_share_the_root(variable: str, tmp_
     assert label not in live_run_labels()
 
 
-def test_run_directories_are_closed_to_other_users() -> None:
+def test_other_users_cannot_list_or_change_run_directories() -> None:
     for directory in (root_directory(), run_directory(f"modes-{os.getpid()}")):
         status = directory.stat()
         assert status.st_uid == os.geteuid()

@@ -155,13 +155,13 @@ def test_the_options_of_tenants_are_validated() -> None:
     )
     assert config.tenant_quota is config and config.tenant_checkpoint_quota_bytes == 1 << 29
     assert ServerConfig(base_model="x").tenant_quota is None
-    for wrong in (
+    for invalid_option in (
         {"tenant_max_models": 0},
         {"tenant_checkpoint_quota_gb": float("nan")},
         {"tenant_max_tokens": -1},
     ):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            ServerConfig(base_model="x", **wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=next(iter(invalid_option))):
+            ServerConfig(base_model="x", **invalid_option)  # type: ignore[arg-type]
 
 
 # --- owners
