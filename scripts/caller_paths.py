@@ -10,27 +10,28 @@ from pathlib import Path
 
 CALLER_DIR = "AGENT_TRAINER_CALLER_DIR"
 """The environment variable with the folder from which the script was called."""
-READ = {
+INPUT_OPTIONS = {
     *("config", "data", "test_data", "train_data", "eval_data", "tasks_dir", "eval_tasks", "model_name"),
     *("base_model", "tokenizer", "load_checkpoint_path", "resume", "evaluate", "chat"),
 }
-"""Options that name existing files or folders, alone or separated by commas. Their values may also be names
-that are no paths."""
-WRITTEN = {"log_path", "logs_dir", "export_path"}
+"""Options that name existing files or folders, separated by commas. A value may also be a name that is not a
+path."""
+OUTPUT_OPTIONS = {"log_path", "logs_dir", "export_path"}
+"""Options that name files or folders which the program creates."""
 
 
 def with_absolute_paths(arguments: list[str], root: Path) -> list[str]:
     """Return the `name=value` arguments with absolute paths if the script was called from another folder than
-    `root`. A value of `READ` that does not exist in that folder is returned as it is."""
+    `root`. A path of `INPUT_OPTIONS` that does not exist in the folder of the caller stays as it is."""
     caller = Path(os.environ.get(CALLER_DIR) or root)
     return arguments if caller == root else [_absolute(argument, caller) for argument in arguments]
 
 
 def _absolute(argument: str, caller: Path) -> str:
     name, _, value = argument.partition("=")
-    if name in WRITTEN:
+    if name in OUTPUT_OPTIONS:
         return f"{name}={caller / value}"
-    if name not in READ:
+    if name not in INPUT_OPTIONS:
         return argument
     paths = [str(caller / part) if (caller / part).exists() else part for part in value.split(",")]
     return f"{name}={','.join(paths)}"

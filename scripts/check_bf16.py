@@ -6,10 +6,10 @@ the distributions of the sampling and the training programs.
     NPROC=32 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m scripts.check_bf16 fsdp_parallel=8
 
 The model is a random Qwen3 with a trained adapter. The final norm is scaled so that the entropy of the
-predictions is similar to that of a trained model. The engine samples single completions, groups
-and second turns, and `forward` scores them. With d = the trainer's minus the sampler's log-probability, the
-estimate is the mean of exp(d) - 1 - d over sampled tokens (Schulman, "Approximating KL Divergence", k3). The
-exit status is 1 if it is above 1e-4.
+predictions is similar to that of a trained model. The engine samples single completions, groups and second
+turns, and `forward` scores them. With d = the trainer's minus the sampler's log-probability, the estimate is
+the mean of exp(d) - 1 - d over sampled tokens (Schulman, "Approximating KL Divergence", k3). The exit status
+is 1 if an estimate is above 1e-4.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 
-BAR = 1e-4
+MAX_DIVERGENCE = 1e-4
 STEPS, LEARNING_RATE = 3, 2e-3
 LENGTHS = (40, 130, 260, 400)
 
@@ -65,23 +65,23 @@ class Bf16Config:
 def main(config: Bf16Config) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(config, Path(folder) / "model")
-        worst = 0.0
+        worst_divergence = 0.0
         mesh = MeshShape(fsdp=config.fsdp_parallel, tensor=config.tensor_parallel)
         with running(
             model_dir, dtype=config.dtype, max_context_length=1024, train_tokens_per_batch=2048, mesh=mesh
         ) as ours:
             train(ours)
-            for name, samples in sampled(ours, config).items():
-                differences = np.concatenate([recomputed(ours, *sample) for sample in samples]).astype(
-                    np.float64
-                )
-                surprise = -np.concatenate([logprobs for _, _, logprobs in samples]).mean()
+            for name, samples in sample_cases(ours, config).items():
+                differences = np.concatenate(
+                    [logprob_differences(ours, *sample) for sample in samples]
+                ).astype(np.float64)
+                mean_nll = -np.concatenate([logprobs for _, _, logprobs in samples]).mean()
                 divergence = float(np.mean(np.expm1(differences) - differences))
-                figure(f"KL per token: {name}", divergence, at_most=BAR)
-                spread = f"{np.abs(differences).mean():.2g}, {np.abs(differences).max():.2g}, {surprise:.2f}"
+                figure(f"KL per token: {name}", divergence, at_most=MAX_DIVERGENCE)
+                spread = f"{np.abs(differences).mean():.2g}, {np.abs(differences).max():.2g}, {mean_nll:.2f}"
                 figure(f"  mean and largest |d| of {len(differences)}, mean -log p", spread)
-                worst = max(worst, divergence)
-    return int(worst > BAR)
+                worst_divergence = max(worst_divergence, divergence)
+    return int(worst_divergence > MAX_DIVERGENCE)
 
 
 def make_model(config: Bf16Config, directory: Path) -> Path:
@@ -112,14 +112,15 @@ type Scored = tuple[np.ndarray, np.ndarray, np.ndarray]
 """A prompt, its completion, and the log-probabilities of the completion from the sampler."""
 
 
-def sampled(ours: Ours, config: Bf16Config) -> dict[str, list[Scored]]:
+def sample_cases(ours: Ours, config: Bf16Config) -> dict[str, list[Scored]]:
+    """Return the samples by the name of their case."""
     prompts = [np.array(prompt, np.int32) for prompt in random_sequences(LENGTHS, seed=7)]
     first = sample(ours, prompts, config.new, num_samples=1)
-    continued = [np.concatenate([prompt, tokens, prompt[:20]]) for prompt, tokens, _ in first]
+    second_turns = [np.concatenate([prompt, tokens, prompt[:20]]) for prompt, tokens, _ in first]
     return {
         "one sample of each prompt": first,
         "groups of 8": sample(ours, prompts[:2], config.new, num_samples=8),
-        "a second turn": sample(ours, continued, config.new, num_samples=1),
+        "a second turn": sample(ours, second_turns, config.new, num_samples=1),
     }
 
 
@@ -137,7 +138,9 @@ def sample(ours: Ours, prompts: list[np.ndarray], new: int, *, num_samples: int)
     return scored
 
 
-def recomputed(ours: Ours, prompt: np.ndarray, completion: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+def logprob_differences(
+    ours: Ours, prompt: np.ndarray, completion: np.ndarray, logprobs: np.ndarray
+) -> np.ndarray:
     """Return the trainer's log-probabilities of a completion minus the sampler's."""
     tokens = np.concatenate([prompt, completion])
     datum = TrainDatum(tokens=tokens[:-1], target_tokens=tokens[1:])

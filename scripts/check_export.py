@@ -24,8 +24,8 @@ RANK = 4
 
 
 def write(base: Path, directory: Path, *, train_mlp: bool) -> int:
-    """Export and merge a random adapter of `base` with our commands, and write the logits of our forward
-    pass.
+    """Export and merge a random adapter of `base` with the server's commands, and write the logits of the
+    server's forward pass.
     """
     from skyrl_tx_server.engine.operations import LoraSpec
     from skyrl_tx_server.export import main
@@ -65,6 +65,7 @@ def write(base: Path, directory: Path, *, train_mlp: bool) -> int:
 
 
 def read(directory: Path) -> int:
+    """Print the largest differences. Return 1 if one of them is above the tolerance, and 0 otherwise."""
     import torch  # pyright: ignore[reportMissingImports]  (not in our environment, see above)
     from peft import PeftModel  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM
@@ -87,9 +88,10 @@ def read(directory: Path) -> int:
         ):
             difference = float(np.abs(logits - ours["logits"]).max())
             worst = max(worst, difference)
-            from_base = float(np.abs(logits - base).max())
+            difference_from_base = float(np.abs(logits - base).max())
             print(
-                f"{name:8} largest difference from ours {difference:.2e}, from the base model {from_base:.2e}"
+                f"{name:8} largest difference from the server {difference:.2e}, from the base model "
+                f"{difference_from_base:.2e}"
             )
     return int(worst > TOLERANCE)
 

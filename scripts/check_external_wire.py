@@ -4,9 +4,9 @@ an external sampler. No GPU is needed.
     .venv/bin/python -m scripts.check_external_wire write DIR
     VLLM_PYTHON scripts/check_external_wire.py read DIR WHEELS
 
-The exit status of `read` is 1 if a parser reads another value. VLLM_PYTHON has torch, safetensors and the
-packages that vllm imports. WHEELS is a folder with the unpacked wheels of vllm and sglang; their kernels are
-not needed.
+The exit status of `read` is 1 if a parser reads a value that differs from the body. VLLM_PYTHON has torch,
+safetensors and the packages that vllm imports. WHEELS is a folder with the unpacked wheels of vllm and
+sglang; their kernels are not needed.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def write(directory: Path) -> int:
     from skyrl_tx_server.external.wire import DIALECTS, SamplingRequest
     from skyrl_tx_server.files.peft_files import write_adapter
 
-    plain = SamplingRequest(
+    minimal = SamplingRequest(
         prompt=[1, 2, 3], num_samples=2, max_tokens=5, stop_tokens=(), settings=SamplingSettings()
     )
     settings = SamplingSettings(temperature=0.7, top_k=40, top_p=0.9, seed=SEED, stop_strings=("ab",))
-    full = SamplingRequest(
+    complete = SamplingRequest(
         prompt=[1, 2, 3], num_samples=2, max_tokens=5, stop_tokens=(3, 7), settings=settings
     )
     bodies = {
-        kind: [dialect.request(request, "name", "name")[1] for request in (plain, full)]
+        kind: [dialect.request(request, "name", "name")[1] for request in (minimal, complete)]
         for kind, dialect in DIALECTS.items()
     }
     directory.mkdir(parents=True, exist_ok=True)
@@ -54,13 +54,13 @@ def write(directory: Path) -> int:
 
 def read(directory: Path, wheels: Path) -> int:
     bodies = json.loads((directory / "bodies.json").read_text())
-    wrong = [
+    errors = [
         *_vllm_requests(bodies["vllm"], wheels),
         *_vllm_adapter(directory / "adapter"),
         *_sglang(bodies["sglang"], wheels),
     ]
-    print("\n".join(wrong) or "vLLM and SGLang read the intended values")
-    return 1 if wrong else 0
+    print("\n".join(errors) or "vLLM and SGLang read the intended values")
+    return 1 if errors else 0
 
 
 def _vllm_requests(bodies: list[dict[str, Any]], wheels: Path) -> list[str]:
@@ -69,14 +69,14 @@ def _vllm_requests(bodies: list[dict[str, Any]], wheels: Path) -> list[str]:
     sys.path.insert(0, str(wheels))
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # pyright: ignore[reportMissingImports]
 
-    wrong = []
+    errors = []
     for body in bodies:
         request = CompletionRequest(**body)
         settings = request.to_sampling_params(
             body["max_tokens"], {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
         )
         if request.model_extra:
-            wrong.append(f"vLLM does not know {sorted(request.model_extra)}")
+            errors.append(f"vLLM ignores the unknown fields {sorted(request.model_extra)}")
         names = (
             "temperature",
             "top_p",
@@ -89,12 +89,12 @@ def _vllm_requests(bodies: list[dict[str, Any]], wheels: Path) -> list[str]:
             "n",
             "logprobs",
         )
-        wrong += [
-            f"vLLM: {name} is {getattr(settings, name)}"
+        errors += [
+            f"vLLM reads {name}={getattr(settings, name)}, not {body[name]}"
             for name in names
             if getattr(settings, name) != body[name]
         ]
-    return wrong
+    return errors
 
 
 def _vllm_adapter(directory: Path) -> list[str]:
@@ -110,12 +110,12 @@ def _vllm_adapter(directory: Path) -> list[str]:
         str(directory), modules, helper, lora_model_id=1, device="cpu", dtype=torch.float32
     ).loras
     tensors = load_file(directory / "adapter_model.safetensors")
-    wrong = [] if 2 * len(loaded) == len(tensors) else [f"vLLM loaded {sorted(loaded)} of {sorted(tensors)}"]
+    errors = [] if 2 * len(loaded) == len(tensors) else [f"vLLM loaded {sorted(loaded)} of {sorted(tensors)}"]
     for name, module in loaded.items():
         a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
         if not torch.allclose(module.scaling * module.lora_b @ module.lora_a, 32 / 4 * b @ a):
-            wrong.append(f"vLLM computes another product for {name}")
-    return wrong
+            errors.append(f"vLLM computes another product for {name}")
+    return errors
 
 
 def _sglang(bodies: list[dict[str, Any]], wheels: Path) -> list[str]:
@@ -124,13 +124,13 @@ def _sglang(bodies: list[dict[str, Any]], wheels: Path) -> list[str]:
     sys.modules["sglang"] = package
     from sglang.api.v1.api_types import GenerateRequest, JsonContractError  # pyright: ignore[reportMissingImports]
 
-    wrong = []
+    errors = []
     for body in bodies:
         try:
             GenerateRequest.from_json_value(body)
         except JsonContractError as error:
-            wrong.append(f"SGLang refuses the body: {error}")
-    return wrong
+            errors.append(f"SGLang refuses the body: {error}")
+    return errors
 
 
 if __name__ == "__main__":

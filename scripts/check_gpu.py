@@ -66,8 +66,8 @@ gpu_device_info {
 }
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
 """
-"""In XLA's own format (xla/stream_executor/device_description.proto, GpuTargetConfigProto)."""
-
+"""The description of the GPU for XLA, a text of GpuTargetConfigProto in
+xla/stream_executor/device_description.proto."""
 
 MODELS = gpu.MODELS | {
     "32b": replace(
@@ -109,19 +109,19 @@ def main(config: CheckConfig) -> None:
         "", "cuda", target_config=H200, topology=f"1x1x{axes.devices}"
     ).devices
     mesh = Mesh(np.array(devices).reshape(*asdict(axes).values()), tuple(asdict(axes)))
-    compile_for = partial(compiled, mesh)
+    compile_for = partial(compile_and_report, mesh)
     model = MODELS[config.model]
     model = replace(
         model, num_layers=config.layers or model.num_layers, mesh=mesh if axes.devices > 1 else None
     )
     params = param_shapes(model, np.dtype("bfloat16"))
-    adapter, loss = laid(model, zero_adapter(model, RANK)), select_loss(LossFn.CROSS_ENTROPY)
+    adapter, loss = with_shardings(model, zero_adapter(model, RANK)), select_loss(LossFn.CROSS_ENTROPY)
     shape = BucketShape(streams=axes.batch, length=config.length)
     batch = dummy_batch(shape)
     for remat in (Remat.ACTIVATIONS, Remat.LAYERS):
         name = f"forward_backward, {config.length} tokens, keeping {remat}"
         compile_for(name, forward_backward, adapter, adapter, params, batch, loss, config=model, remat=remat)
-    sampling(config, model, params, compile_for)
+    compile_sampling(config, model, params, compile_for)
     if model.mesh is not None:
         return
     heads, page = (model.num_kv_heads, model.head_dim), 128
@@ -142,7 +142,7 @@ def main(config: CheckConfig) -> None:
     )
 
 
-def laid(model: ModelConfig, adapter: Adapter) -> Adapter:
+def with_shardings(model: ModelConfig, adapter: Adapter) -> Adapter:
     """Return the shapes of the adapter with the shardings of the server."""
     shardings = adapter_shardings(model, adapter)
     if shardings is None:
@@ -154,7 +154,7 @@ def laid(model: ModelConfig, adapter: Adapter) -> Adapter:
     )
 
 
-def sampling(
+def compile_sampling(
     config: CheckConfig, model: ModelConfig, params: Params, compile_for: Callable[..., None]
 ) -> None:
     """Compile both prefill batches and a dispatch of decode steps for sequences of 2,048 positions."""
@@ -164,20 +164,22 @@ def sampling(
         partial(empty_cache, config=replace(model, mesh=None), pages=pages, dtype=np.dtype("bfloat16"))
     )
     if model.mesh is not None:
-        lie = NamedSharding(model.mesh, PAGES)
-        cache = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lie), cache)
+        sharding = NamedSharding(model.mesh, PAGES)
+        cache = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), cache
+        )
     bank = jax.tree.map(
         lambda leaf: np.broadcast_to(np.zeros((), jnp.bfloat16), (4, *np.shape(leaf))),
         zero_adapter(model, RANK),
     )
-    bank, devices = laid(model, bank), 1 if model.mesh is None else model.mesh.shape["fsdp"]
+    bank, devices = with_shardings(model, bank), 1 if model.mesh is None else model.mesh.shape["fsdp"]
     settings = batch_settings([None] * config.rows, model.vocab_size)
 
     def zeros(*shape: int) -> np.ndarray:
         return np.zeros(shape, np.int32)
 
     for blocks in (GPU_PREFILL.short, GPU_PREFILL.long):
-        run = PrefillBatch(
+        batch = PrefillBatch(
             tokens=zeros(blocks, PREFILL_TILE),
             targets=zeros(blocks, PREFILL_TILE),
             tiles=PrefillTiles(starts=zeros(blocks), lengths=zeros(blocks), tables=zeros(blocks, width)),
@@ -190,7 +192,7 @@ def sampling(
             sequence_adapters=lora_indices(zeros(config.rows), num_lora_slots=4),
         )
         name = f"prefill, {blocks} tiles of {PREFILL_TILE} tokens"
-        compile_for(name, prefill, cache, params, bank, run, settings, config=model, tempered=False)
+        compile_for(name, prefill, cache, params, bank, batch, settings, config=model, tempered=False)
     rows = DecodeBatch(
         tokens=zeros(config.rows),
         before=Carry.empty(config.rows),
@@ -222,32 +224,34 @@ def sampling(
     )
 
 
-def compiled(mesh: Mesh, name: str, function: Wrapped, *arguments: object, **options: object) -> None:
+def compile_and_report(
+    mesh: Mesh, name: str, function: Wrapped, *arguments: object, **options: object
+) -> None:
     """Compile a program and print its figures."""
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
-            np.shape(leaf), leaf.dtype, sharding=getattr(leaf, "sharding", None) or whole
+            np.shape(leaf), leaf.dtype, sharding=getattr(leaf, "sharding", None) or replicated
         ),
         arguments,
     )
-    began = time.perf_counter()
+    started = time.perf_counter()
     with use_abstract_mesh(mesh.abstract_mesh):
         program = function.trace(*shapes, **options).lower(lowering_platforms=("cuda",)).compile()
     memory, text = program.memory_analysis(), program.as_text()
     assert memory is not None and text is not None
     print(
-        f"{name}: compiled in {time.perf_counter() - began:.1f} s, "
+        f"{name}: compiled in {time.perf_counter() - started:.1f} s, "
         f"{memory.temp_size_in_bytes / 2**30:.2f} GiB in addition to the inputs"
     )
     loops = [line for line in text.splitlines() if " while(" in line]
     num_host_waits = sum("known_trip_count" not in line for line in loops) + text.count(" conditional(")
     print(f"  waits for the host in {num_host_waits} places")
     collectives = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    sent = re.findall(rf"(\w+)\[([\d,]+)\]\S*\)? (?:{collectives})(?:-start)?\(", text)
-    if sent:
-        kind, longest = max(sent, key=lambda message: prod(map(int, message[1].split(","))))
-        print(f"  {len(sent)} messages between devices, the longest {kind}[{longest}]")
+    messages = re.findall(rf"(\w+)\[([\d,]+)\]\S*\)? (?:{collectives})(?:-start)?\(", text)
+    if messages:
+        kind, longest = max(messages, key=lambda message: prod(map(int, message[1].split(","))))
+        print(f"  {len(messages)} messages between devices, the longest {kind}[{longest}]")
     kernels = {
         line.split('name = "')[1].split('"')[0]
         for line in text.splitlines()

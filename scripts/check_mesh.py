@@ -5,10 +5,10 @@ tokens and log-probabilities.
 
 The default families are llama, qwen3_moe and deepseek_v3; qwen2 and qwen3 can also be given. The script
 prints the largest difference between each mesh and one device, and the number of compiled programs. The exit
-status is 1 if a difference is above its bar. All meshes sample with the adapters that were trained on one
+status is 1 if a difference is above its limit. All meshes sample with the adapters that were trained on one
 device, because the first steps of Adam can amplify a difference in the last bit of a gradient to the size of
-a whole step. The script takes minutes, because every mesh compiles its own programs, and about 2 GiB of
-memory.
+a whole step. The script needs about 2 GiB of memory, and several minutes, because every mesh compiles its own
+programs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from skyrl_tx_server.model.model_config import Experts, ModelConfig
 from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 
-BARS = {"logprobs": 1e-4, "loss": 1e-5, "gradient norm": 1e-4, "tokens": 0.0, "sampled logprobs": 1e-4}
+LIMITS = {"logprobs": 1e-4, "loss": 1e-5, "gradient norm": 1e-4, "tokens": 0.0, "sampled logprobs": 1e-4}
 DENSE = [MeshShape(tensor=2), MeshShape(data=2), MeshShape(fsdp=2), MeshShape(data=2, fsdp=2, tensor=2)]
 SPARSE = [MeshShape(expert=2), MeshShape(data=2, tensor=2, expert=2), MeshShape(fsdp=2, expert=4)]
 LATENT = [MeshShape(expert=2), MeshShape(data=2, fsdp=2, expert=2)]
@@ -60,7 +60,7 @@ FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures" / "families"
 
 
 def main(families: list[str]) -> int:
-    ok = True
+    within_limits = True
     for family in families or ["llama", "qwen3_moe", "deepseek_v3"]:
         with tempfile.TemporaryDirectory() as directory:
             model_dir = (
@@ -69,17 +69,17 @@ def main(families: list[str]) -> int:
                 else make_model(family, Path(directory) / "model")
             )
             checkpoints_dir = Path(directory) / "checkpoints"
-            alone = outputs_of(model_dir, MeshShape(), checkpoints_dir, saves=True)
+            on_one_device = outputs_of(model_dir, MeshShape(), checkpoints_dir, save_adapters=True)
             for shape in SHAPES.get(family, DENSE):
-                shared = outputs_of(model_dir, shape, checkpoints_dir, saves=False)
-                worst = differences(alone, shared)
-                ok &= all(worst[kind] <= bar for kind, bar in BARS.items())
+                on_mesh = outputs_of(model_dir, shape, checkpoints_dir, save_adapters=False)
+                worst = differences(on_one_device, on_mesh)
+                within_limits &= all(worst[kind] <= limit for kind, limit in LIMITS.items())
                 print(
                     f"{family:10} {shape!s:52}",
                     "  ".join(f"{kind} {value:.1e}" for kind, value in worst.items()),
                     flush=True,
                 )
-    return 0 if ok else 1
+    return 0 if within_limits else 1
 
 
 def make_model(family: str, directory: Path) -> Path:
@@ -106,10 +106,10 @@ def make_model(family: str, directory: Path) -> Path:
 
 
 def outputs_of(
-    model_dir: Path, shape: MeshShape, checkpoints_dir: Path, *, saves: bool
+    model_dir: Path, shape: MeshShape, checkpoints_dir: Path, *, save_adapters: bool
 ) -> dict[str, np.ndarray]:
     """Train two models for two steps each. Then sample two groups with each saved adapter and with the base
-    model, the second group from the cached prompt."""
+    model, the second group from the cached prompt. Return the arrays by `kind/number`."""
     settings = EngineOptions(
         base_model=str(model_dir),
         model_alias="check/mesh",
@@ -128,7 +128,7 @@ def outputs_of(
         tensor_parallel=shape.tensor,
         expert_parallel=shape.expert,
     )
-    before = sum(compile_stats.programs().values())
+    programs_before = sum(compile_stats.programs().values())
     engine, random, outputs = Engine(DeviceExecutor(settings)), np.random.default_rng(0), {}
     engine.start()
 
@@ -150,27 +150,28 @@ def outputs_of(
                 "grad_norm"
             ]
             outputs[f"gradient norm/{model_id} {step}"] = np.array(norm)
-        if saves:
+        if save_adapters:
             run(SaveSampler(model_id=model_id, weights=SAVED.format(model_id)))
     prompt = random.integers(0, 101, 150).astype(np.int32)
-    waiting: list[Future[Any]] = [
+    futures: list[Future[Any]] = [
         engine.submit(Sample(prompt=prompt, weights=weights, num_samples=2, settings=sampling(temperature)))
         for weights in (None, SAVED.format("one"), SAVED.format("two"))
         for temperature in (0.0, 1.0)
     ]
-    hits = 0
-    for request, future in enumerate(waiting):
+    num_cached_tokens = 0
+    for request, future in enumerate(futures):
         result = future.result(600)
-        hits += result.prompt_cache_hit_tokens
+        num_cached_tokens += result.prompt_cache_hit_tokens
         for number, sequence in enumerate(result.sequences):
             outputs[f"tokens/{request} {number}"], outputs[f"sampled logprobs/{request} {number}"] = (
                 sequence.tokens,
                 sequence.logprobs,
             )
     engine.stop()
-    programs = sum(compile_stats.programs().values()) - before
+    programs = sum(compile_stats.programs().values()) - programs_before
     print(
-        f"           {shape.devices} devices: {programs} programs, {hits} prompt tokens from the cache",
+        f"           {shape.devices} devices: {programs} programs, {num_cached_tokens} prompt tokens from "
+        f"the cache",
         flush=True,
     )
     return outputs
@@ -180,18 +181,18 @@ def sampling(temperature: float) -> SamplingSettings:
     return SamplingSettings(max_tokens=20, seed=5, stop_at_eos=False, temperature=temperature)
 
 
-def differences(alone: dict[str, np.ndarray], shared: dict[str, np.ndarray]) -> dict[str, float]:
+def differences(on_one_device: dict[str, np.ndarray], on_mesh: dict[str, np.ndarray]) -> dict[str, float]:
     """Return the largest difference of each kind: relative for losses and norms, 0 or 1 for tokens."""
     worst: dict[str, float] = defaultdict(float)
-    for name, expected in alone.items():
+    for name, expected in on_one_device.items():
         kind = name.split("/")[0]
         match kind:
             case "tokens":
-                difference = float(not np.array_equal(expected, shared[name]))
+                difference = float(not np.array_equal(expected, on_mesh[name]))
             case "loss" | "gradient norm":
-                difference = float(abs(expected - shared[name]) / abs(expected))
+                difference = float(abs(expected - on_mesh[name]) / abs(expected))
             case _:
-                difference = float(np.abs(expected - shared[name]).max())
+                difference = float(np.abs(expected - on_mesh[name]).max())
         worst[kind] = max(worst[kind], difference)
     return worst
 

@@ -42,8 +42,8 @@ NUM_WORKERS = 4
 NUM_EPISODES = 64
 STEP_TIMEOUT_S = 60.0
 HELP = "I need help."
-# By (domain, grading): the number of tasks that an agent solves by refusing everything, and of all tasks, as
-# in docs/tau-bench.md. Telecom uses the split `small`.
+# For each (domain, grading): the number of tasks that an agent solves by refusing everything, and the number
+# of all tasks, as in docs/tau-bench.md. Telecom uses the split `small`.
 NOOP_BASELINES: dict[tuple[str, Grading], tuple[int, int]] = {
     ("retail", "env"): (11, 114),
     ("airline", "all"): (23, 50),
@@ -71,16 +71,16 @@ class Script:
     """An agent and a user simulator that together execute the gold actions, communicate the facts and end the
     conversation."""
 
-    def __init__(self, task: Task, *more: Mapping[str, object]) -> None:
+    def __init__(self, task: Task, *more_actions: Mapping[str, object]) -> None:
         additional = ADDITIONAL_ACTIONS.get(str(task.row["task"]), ())
-        self._actions = [*task.row["gold_actions"], *additional, *more]  # type: ignore[misc]
+        self._actions = [*task.row["gold_actions"], *additional, *more_actions]  # type: ignore[misc]
         self._facts: Sequence[str] = task.row["communicate_info"]  # type: ignore[assignment]
         self._has_finished = False
 
     def answer(self) -> str:
         """Return the agent's next answer."""
         if self._actions and self._actions[0]["requestor"] == "assistant":
-            return called(self._actions.pop(0))
+            return tool_call(self._actions.pop(0))
         self._has_finished = not self._actions
         return f"Done: {', '.join(self._facts)}." if self._has_finished else "Please go on."
 
@@ -91,12 +91,12 @@ class Script:
             and self._actions[0]["requestor"] == "user"
             and any(message["role"] == "assistant" for message in conversation[1:])
         ):
-            return called(self._actions.pop(0))
+            return tool_call(self._actions.pop(0))
         return STOP if self._has_finished else HELP
 
 
 class ImpatientUser:
-    """A user that ends the conversation after `patience` refusals."""
+    """A user who asks for help `patience` times and then ends the conversation."""
 
     def __init__(self, patience: int = 1) -> None:
         self._patience = patience
@@ -108,13 +108,16 @@ class ImpatientUser:
         return STOP if len(messages) >= self._patience else HELP
 
 
-def called(action: Mapping[str, object]) -> str:
+def tool_call(action: Mapping[str, object]) -> str:
+    """Return an action as the text of a tool call."""
     return f"<tool_call>{json.dumps({'name': action['name'], 'arguments': action['arguments']})}</tool_call>"
 
 
 async def play(
     task: Task, pool: WorkerPool, grading: Grading, user: UserSimulator, answer: Callable[[], str]
 ) -> StepResult:
+    """Play an episode with the agent's answers from `answer`. Return the result of the last step."""
+
     def make_user(instructions: str, tools: Tools, seed: int) -> UserSimulator:
         return user
 
@@ -133,10 +136,11 @@ async def play(
 
 
 async def rewards(tasks: Sequence[Task], pool: WorkerPool, grading: Grading, *, gold: bool) -> list[float]:
-    slots = asyncio.Semaphore(2 * NUM_WORKERS)
+    """Return the rewards of an agent that executes the gold actions, or of one that refuses everything."""
+    concurrency = asyncio.Semaphore(2 * NUM_WORKERS)
 
     async def reward(task: Task) -> float:
-        async with slots:
+        async with concurrency:
             script = Script(task)
             user, answer = (script, script.answer) if gold else (ImpatientUser(2), lambda: REFUSAL)
             return (await play(task, pool, grading, user, answer)).reward
@@ -145,6 +149,7 @@ async def rewards(tasks: Sequence[Task], pool: WorkerPool, grading: Grading, *, 
 
 
 def report(label: str, actual: object, *, expected: object) -> bool:
+    """Print a figure. Return whether it has the expected value."""
     is_right = actual == expected
     print(
         f"{label:<56} {actual!s:<28} {'' if is_right else f'WRONG: expected {expected}'}".rstrip(), flush=True
@@ -153,6 +158,7 @@ def report(label: str, actual: object, *, expected: object) -> bool:
 
 
 async def check_gold(pool: WorkerPool, domains: Mapping[str, Sequence[Task]]) -> bool:
+    """Check that the gold actions of every task get the reward 1 with each grading."""
     all_right = True
     for domain, all_tasks in domains.items():
         tasks = [task for task in all_tasks if task.id != CONTRADICTORY]
@@ -175,10 +181,10 @@ async def check_gold(pool: WorkerPool, domains: Mapping[str, Sequence[Task]]) ->
 async def check_contradiction(pool: WorkerPool, task: Task) -> bool:
     """Check that each possible end state fails one part of the grading."""
     all_right = True
-    for more, expected in (((), (1.0, 0.0)), ((DISMISS_NOTIFICATION,), (0.0, 1.0))):
-        script = Script(task, *more)
+    for more_actions, expected in (((), (1.0, 0.0)), ((DISMISS_NOTIFICATION,), (0.0, 1.0))):
+        script = Script(task, *more_actions)
         metrics = (await play(task, pool, "all", script, script.answer)).metrics
-        label = f"{task.id} {'with' if more else 'without'} dismissal: db, assertion"
+        label = f"{task.id} {'with' if more_actions else 'without'} dismissal: db, assertion"
         all_right &= report(label, (metrics["reward_db"], metrics["reward_env_assertion"]), expected=expected)
     return all_right
 
@@ -186,6 +192,7 @@ async def check_contradiction(pool: WorkerPool, task: Task) -> bool:
 async def check_floors(
     pool: WorkerPool, settings: WorkerSettings, domains: Mapping[str, Sequence[Task]]
 ) -> bool:
+    """Check the number of tasks that an agent solves by refusing everything."""
     all_right = True
     for (domain, grading), (solved, total) in NOOP_BASELINES.items():
         if domain not in domains:
@@ -205,18 +212,18 @@ async def check_adversarial(settings: WorkerSettings, tasks: Sequence[Task]) -> 
     everything.
     """
     task = next(task for task in tasks if task.row["has_writes"] and not task.row["needs_judge"])
-    endless = called({"name": "calculate", "arguments": {"expression": "9**9**9"}})
-    unknown = called({"name": "no_such_tool", "arguments": {}})
+    endless = tool_call({"name": "calculate", "arguments": {"expression": "9**9**9"}})
+    unknown = tool_call({"name": "no_such_tool", "arguments": {}})
     cases = {  # answers (the last one is repeated), user's patience -> metrics, stop reason
         "unknown tool, ten times": ([unknown], 9, {"tool_errors": 10.0}, None),
         "wrong arguments": (
-            [called({"name": "get_order_details", "arguments": {"x": 1}}), REFUSAL],
+            [tool_call({"name": "get_order_details", "arguments": {"x": 1}}), REFUSAL],
             2,
             {"tool_errors": 1.0},
             None,
         ),
         "arguments are a list": (
-            [called({"name": "get_order_details", "arguments": [1]}), REFUSAL],
+            [tool_call({"name": "get_order_details", "arguments": [1]}), REFUSAL],
             2,
             {"parse_failures": 1.0},
             None,
@@ -232,7 +239,7 @@ async def check_adversarial(settings: WorkerSettings, tasks: Sequence[Task]) -> 
         "two calls": ([unknown + unknown, REFUSAL], 2, {"tool_errors": 2.0}, None),
         'calculate("9**9**9")': ([endless], 9, {"tool_timeouts": 1.0}, StopReason.TIMEOUT),
         "transfer to a human": (
-            [called({"name": "transfer_to_human_agents", "arguments": {"summary": "no"}}), REFUSAL],
+            [tool_call({"name": "transfer_to_human_agents", "arguments": {"summary": "no"}}), REFUSAL],
             2,
             {},
             None,
@@ -265,21 +272,21 @@ async def check_adversarial(settings: WorkerSettings, tasks: Sequence[Task]) -> 
 async def check_load(settings: WorkerSettings, tasks: Sequence[Task]) -> bool:
     """Run 64 gold episodes concurrently on four workers. In a second run, a worker is killed every half
     second."""
-    chosen = [task for task in tasks if not task.row["needs_judge"]]
-    chosen = [chosen[number % len(chosen)] for number in range(NUM_EPISODES)]
+    gold_tasks = [task for task in tasks if not task.row["needs_judge"]]
+    gold_tasks = [gold_tasks[number % len(gold_tasks)] for number in range(NUM_EPISODES)]
     all_right = True
     for num_kills in (0, NUM_WORKERS):
         async with worker_pool(settings) as pool:
-            await rewards(chosen[:NUM_WORKERS], pool, "all", gold=True)  # starts the workers
-            scripts, started = [Script(task) for task in chosen], time.monotonic()
-            playing = [
+            await rewards(gold_tasks[:NUM_WORKERS], pool, "all", gold=True)  # starts the workers
+            scripts, started = [Script(task) for task in gold_tasks], time.monotonic()
+            episodes = [
                 asyncio.create_task(play(task, pool, "all", script, script.answer))
-                for task, script in zip(chosen, scripts, strict=True)
+                for task, script in zip(gold_tasks, scripts, strict=True)
             ]
             for number in range(num_kills):
                 await asyncio.sleep(0.5)
                 os.kill(pool.pids[number % len(pool.pids)], signal.SIGKILL)
-            results = await asyncio.gather(*playing, return_exceptions=True)
+            results = await asyncio.gather(*episodes, return_exceptions=True)
             duration_s = time.monotonic() - started
             num_right = sum(isinstance(result, StepResult) and result.reward == 1.0 for result in results)
             memory = sum(peak_mib(pid) for pid in pool.pids)
@@ -293,6 +300,7 @@ async def check_load(settings: WorkerSettings, tasks: Sequence[Task]) -> bool:
 
 
 def peak_mib(pid: int) -> float:
+    """Return the peak resident memory of a process in MiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 

@@ -3,7 +3,7 @@
     python -m scripts.hardware
 
 The script needs no device and no weights. For a training batch the table shows only the memory of the layer
-inputs, which is the minimum. `dry_run=true` compiles the program and prints the whole plan.
+inputs, which is the minimum. A server with `dry_run=true` compiles the program and prints the whole plan.
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ def command(setup: Setup) -> str:
 
 
 def sizes(setup: Setup) -> list[str]:
+    """Return the cells of a row after the command. Raises ConfigError if a training batch does not fit."""
     settings = EngineOptions(base_model=setup.model, **setup.options)
     mesh, config = settings.mesh, CONFIGS[setup.model]
     check_divisible(config, mesh, max_num_seqs=settings.max_num_seqs)
@@ -145,7 +146,10 @@ def sizes(setup: Setup) -> list[str]:
     left = available - weights - adapters - cache.pages_bytes
     inputs = shapes.shapes[-1].length * config.num_layers * config.hidden_size * BF16.itemsize
     if left < inputs:
-        raise ConfigError(f"{command(setup)}: {gib(left)} GiB are too little for a training batch")
+        raise ConfigError(
+            f"{command(setup)}: {gib(left)} GiB are left for a training batch, but the layer inputs need "
+            f"{gib(inputs)} GiB; lower max_context_length or cache_tokens, or use more GPUs"
+        )
     return [
         f"{mesh.devices} {setup.gpu}",
         gib(weights),

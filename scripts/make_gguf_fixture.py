@@ -43,7 +43,7 @@ def main(file: Path, output: Path) -> None:
         "tokens": {text: tokenizer.encode(text, add_special_tokens=False) for text in TEXTS},
         "chat_template": tokenizer.chat_template,
         "prompt": prompt,
-        "logprobs": [logprobs[at, token].item() for at, token in enumerate(prompt[1:])],
+        "logprobs": [logprobs[position, token].item() for position, token in enumerate(prompt[1:])],
         "weights": weights,
     }
     output.parent.mkdir(parents=True, exist_ok=True)

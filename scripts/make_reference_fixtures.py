@@ -234,8 +234,7 @@ def save_decoding(model: PreTrainedModel, directory: Path) -> None:
 
 
 def use_old_rope_keys(path: Path) -> None:
-    """Change config.json to the layout before transformers 5, with rope_theta and rope_scaling at the top
-    level."""
+    """Change config.json to the layout of transformers 4: rope_theta and rope_scaling at the top level."""
     config = json.loads(path.read_text())
     config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
     config["rope_scaling"] = None
@@ -288,7 +287,7 @@ def save_lora_gradients(model: PreTrainedModel, directory: Path) -> None:
     )
 
 
-class Adapted(torch.nn.Module):
+class AddLoraProducts(torch.nn.Module):
     """Adds the products of LoRA factors to the matrices [E, out, in] of all experts. `factors` has one list
     for each part of `out`, with the factors (A, B) of each expert."""
 
@@ -317,7 +316,7 @@ def adapt_experts(name: str, module: torch.nn.Module, rank: int) -> dict[str, to
                 prefix = f"base_model.model.{name}.{expert}.{part}"
                 tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = a, b
         torch.nn.utils.parametrize.register_parametrization(
-            module, field, Adapted(factors, rank), unsafe=True
+            module, field, AddLoraProducts(factors, rank), unsafe=True
         )
     return tensors
 

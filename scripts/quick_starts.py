@@ -43,7 +43,7 @@ class QuickStart:
     base_model: str
     message: str
     options: dict[str, str]
-    server: tuple[str, ...] = QUICKSTART_SERVER
+    server: tuple[str, ...] = QUICKSTART_SERVER  # options of the server
     model_alias: str | None = None  # None: the name that the server derives from base_model
     setup: tuple[str, ...] = ()  # arguments of scripts/setup.sh that install the model
 
@@ -103,4 +103,4 @@ QUICKSTARTS = {
         ),
     ),
 }
-"""By the value of `quickstart=`."""
+"""The quick starts by the value of the option `quickstart`."""

@@ -65,51 +65,56 @@ def named_model(model_name: str) -> NamedModel:
     return NamedModel(base_model=model_name, served_name=model_alias(model_name, None), tokenizer=tokenizer)
 
 
-def environment_kind(given: Mapping[str, str]) -> str:
+def environment_kind(user_options: Mapping[str, str]) -> str:
     """Return the value of `env` for these options. Without `env`, the default depends on `data`."""
-    return given.get("env", "data" if "data" in given else "harbor")
+    return user_options.get("env", "data" if "data" in user_options else "harbor")
 
 
-def recipe_defaults(kind: str, model: NamedModel, given: Mapping[str, str]) -> dict[str, str]:
+def recipe_defaults(kind: str, model: NamedModel, user_options: Mapping[str, str]) -> dict[str, str]:
     """Return all defaults of the recipe, with the name of a new run folder."""
-    if "tasks_dir" in given:
-        tasks = Path(given["tasks_dir"]).expanduser().resolve().name
-    elif "data" in given:
-        tasks = Path(given["data"].partition(",")[0]).stem
+    if "tasks_dir" in user_options:
+        task_source = Path(user_options["tasks_dir"]).expanduser().resolve().name
+    elif "data" in user_options:
+        task_source = Path(user_options["data"].partition(",")[0]).stem
     else:
-        tasks = kind.rpartition(":")[2]
-    name = f"{tasks}-{model.served_name.rpartition('/')[2]}-{datetime.now():%Y%m%d-%H%M%S}"
-    name = given.get("wandb_name", name)
+        task_source = kind.rpartition(":")[2]
+    name = f"{task_source}-{model.served_name.rpartition('/')[2]}-{datetime.now():%Y%m%d-%H%M%S}"
+    name = user_options.get("wandb_name", name)
     return {
         **RECIPE_OPTIONS,
         **RECIPE_OF_KIND.get(kind, {}),
         **({} if model.tokenizer is None else {"tokenizer": model.tokenizer}),
         "wandb_name": name,
-        "log_path": f"{given.get('logs_dir', './runs')}/{name}",
+        "log_path": f"{user_options.get('logs_dir', './runs')}/{name}",
     }
 
 
 def fitted(
-    options: Mapping[str, str], given: Mapping[str, str], *, context: int
+    options: Mapping[str, str], user_options: Mapping[str, str], *, context: int
 ) -> tuple[dict[str, str], str | None]:
-    """Fit the lengths that the user did not give to a server with a context of `context` tokens.
+    """Fit the lengths that the user did not set to the server's context of `context` tokens.
 
-    Return the options and one line that lists the changes, or None without changes. Raises ConfigError if
-    `context_limit` was given and exceeds the context. `TrainerConfig` checks the other given options.
+    Return the options, and one line that lists the changed lengths or None if there are none. Raises
+    ConfigError if the user set a `context_limit` above the context. `TrainerConfig` checks the other options
+    of the user.
     """
-    given = {name: value for name, value in given.items() if value.lower() not in ("", "none", "null")}
+    user_options = {
+        name: value for name, value in user_options.items() if value.lower() not in ("", "none", "null")
+    }
     limit = int(options["context_limit"])
-    if limit > context and "context_limit" in given:
+    if limit > context and "context_limit" in user_options:
         raise ConfigError(
             f"context_limit={limit} exceeds the server's {context}; lower it, or start the server with "
             f"max_context_length={limit} yarn=true"
         )
     limit = min(limit, context)
     lengths = {"context_limit": limit}
-    if "max_generate_length" not in given:
+    if "max_generate_length" not in user_options:
         lengths["max_tokens"] = min(int(options["max_tokens"]), max(1, limit // 4))
-    generated = int(given.get("max_generate_length", given.get("max_tokens", lengths.get("max_tokens", 0))))
-    longest_input = min(int(given.get("max_input_length", limit)), limit - generated)
+    generated = int(
+        user_options.get("max_generate_length", user_options.get("max_tokens", lengths.get("max_tokens", 0)))
+    )
+    longest_input = min(int(user_options.get("max_input_length", limit)), limit - generated)
     if "proactive_summarization_threshold" in options:
         lengths["proactive_summarization_threshold"] = min(
             int(options["proactive_summarization_threshold"]), limit // 4, max(0, longest_input // 2)
@@ -117,7 +122,7 @@ def fitted(
     changed = {
         name: value
         for name, value in lengths.items()
-        if name not in given and name in options and value != int(options[name])
+        if name not in user_options and name in options and value != int(options[name])
     }
     if not changed:
         return dict(options), None
@@ -128,11 +133,11 @@ def fitted(
     )
 
 
-def fitted_to_any(options: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Fit the lengths to the given lengths only, before the context of the server is known."""
+def fitted_to_any(options: Mapping[str, str], user_options: Mapping[str, str]) -> dict[str, str]:
+    """Fit the lengths to those that the user set, before the context of the server is known."""
     try:
-        return fitted(options, given, context=sys.maxsize)[0]
-    except ValueError:  # a given length is not a number; the trainer reports the option
+        return fitted(options, user_options, context=sys.maxsize)[0]
+    except ValueError:  # a length is not a number; the trainer reports its option
         return dict(options)
 
 

@@ -7,8 +7,8 @@ server on a free port: terminal tasks (`terminal`), the customers of a shop (`ta
 (`arithmetic`). Options on the command line take precedence over those of the recipe.
 
 A server that this program starts ends with the training, also if this process is killed. Its random key is in
-the file `api_key` next to its log. `resume=RUN` continues a run with its original options,
-`evaluate=RUN` evaluates its last checkpoint on its held-out tasks, and `chat=RUN` starts a chat with it.
+the file `api_key` in the folder of its log. `resume=RUN` continues a run with its original options.
+`evaluate=RUN` evaluates the last checkpoint of a run on its held-out tasks. `chat=RUN` starts a chat with it.
 
 This file is long because it contains all steps of a run and its server in order.
 """
@@ -67,28 +67,31 @@ PR_SET_PDEATHSIG = 1
 def main(argv: list[str]) -> int:
     load_dotenv(ROOT / ".env")
     load_dotenv(ROOT / ".env.skyrl-tx")
-    if (words := help_words(argv)) is not None:
-        return subprocess.call([sys.executable, "-m", "src.train", "--help", *words])
+    if (topics := help_words(argv)) is not None:
+        return subprocess.call([sys.executable, "-m", "src.train", "--help", *topics])
     try:
         argv = with_config_files(with_absolute_paths(argv, ROOT))
     except ConfigError as error:
         return fail(str(error))
-    given = dict(present_argument(argument).split("=", 1) for argument in argv if "=" in argument)
+    user_options = dict(present_argument(argument).split("=", 1) for argument in argv if "=" in argument)
     malformed = [argument for argument in argv if "=" not in argument]
     if malformed:
         return fail(f"{malformed[0]!r} is not key=value; example: ./run_skyrl_tx.sh max_steps=4")
     try:
-        if "resume" in given:
-            return resume(given.pop("resume"), given)
-        if "evaluate" in given:
-            return evaluate(given.pop("evaluate"), given)
-        if "quickstart" in given:
-            return quick_start(given)
-        if "chat" in given:
-            return with_server_of(given.pop("chat"), given, chat_arguments, "src.evaluate.chat")
-        if "model_name" not in given and (served := model_of_a_running_server(given)) is not None:
-            given = {**given, "model_name": served}
-        return full_recipe(given) if "model_name" in given else quick_start(given)
+        if "resume" in user_options:
+            return resume(user_options.pop("resume"), user_options)
+        if "evaluate" in user_options:
+            return evaluate(user_options.pop("evaluate"), user_options)
+        if "quickstart" in user_options:
+            return quick_start(user_options)
+        if "chat" in user_options:
+            return with_server_of(user_options.pop("chat"), user_options, chat_arguments, "src.evaluate.chat")
+        if (
+            "model_name" not in user_options
+            and (served_model := model_of_a_running_server(user_options)) is not None
+        ):
+            user_options = {**user_options, "model_name": served_model}
+        return full_recipe(user_options) if "model_name" in user_options else quick_start(user_options)
     except (ConfigError, ServerConfigError) as error:
         return fail(str(error))
     except KeyboardInterrupt:  # before the trainer starts; the trainer handles its signals
@@ -96,20 +99,22 @@ def main(argv: list[str]) -> int:
         return 130
 
 
-def quick_start(given: dict[str, str]) -> int:
-    """Train a small model with an embedded server. `given` may name another model."""
+def quick_start(user_options: dict[str, str]) -> int:
+    """Train with an embedded server. The default of `model_name` is the small model of the quick start."""
     started = time.monotonic()
-    chosen = chosen_quick_start(given)
-    given = {name: value for name, value in given.items() if name != "quickstart"}
-    say(f"quick start: {chosen.message}")
-    if chosen.setup and "model_name" not in given:
-        installed = subprocess.call([ROOT / "scripts" / "setup.sh", *chosen.setup])
-        if installed != 0:
-            return installed
-    model = named_model(given.get("model_name", chosen.base_model))
-    alias = chosen.model_alias if "model_name" not in given and chosen.model_alias else model.served_name
+    chosen = chosen_quick_start(user_options)
+    user_options = {name: value for name, value in user_options.items() if name != "quickstart"}
+    print_message(f"quick start: {chosen.message}")
+    if chosen.setup and "model_name" not in user_options:
+        setup_status = subprocess.call([ROOT / "scripts" / "setup.sh", *chosen.setup])
+        if setup_status != 0:
+            return setup_status
+    model = named_model(user_options.get("model_name", chosen.base_model))
+    alias = (
+        chosen.model_alias if "model_name" not in user_options and chosen.model_alias else model.served_name
+    )
     tokenizer = {} if model.tokenizer is None else {"tokenizer": model.tokenizer}
-    options = {**QUICKSTART_OPTIONS, **tokenizer, **chosen.options, **given, "model_name": alias}
+    options = {**QUICKSTART_OPTIONS, **tokenizer, **chosen.options, **user_options, "model_name": alias}
     options.setdefault("seed", "0")
     options.setdefault(
         "log_path",
@@ -117,7 +122,7 @@ def quick_start(given: dict[str, str]) -> int:
     )
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
     check_options(options)
-    side_files = Path(options["log_path"] + ".server")
+    server_folder = Path(options["log_path"] + ".server")
     key = new_key()
     server = start_server(
         url,
@@ -125,27 +130,27 @@ def quick_start(given: dict[str, str]) -> int:
             f"base_model={model.base_model}",
             f"model_alias={alias}",
             *chosen.server,
-            f"checkpoints_dir={side_files / 'checkpoints'}",
+            f"checkpoints_dir={server_folder / 'checkpoints'}",
         ),
-        side_files,
+        server_folder,
         key=key,
     )
     status = train(options, server, key=key)
-    say(
-        f"everything took {(time.monotonic() - started) / 60:.1f} min; server log and checkpoints: "
-        f"{side_files}"
+    print_message(
+        f"finished after {(time.monotonic() - started) / 60:.1f} min; server log and checkpoints: "
+        f"{server_folder}"
     )
     return status
 
 
-def chosen_quick_start(given: Mapping[str, str]) -> QuickStart:
+def chosen_quick_start(user_options: Mapping[str, str]) -> QuickStart:
     """Return the quick start of `quickstart=NAME`, or of the environment. Raises ConfigError if there is
     none."""
-    kind = environment_kind(given)
-    name = given.get("quickstart", "terminal" if kind == "harbor" else kind)
+    kind = environment_kind(user_options)
+    name = user_options.get("quickstart", "terminal" if kind == "harbor" else kind)
     if name in QUICKSTARTS:
         return QUICKSTARTS[name]
-    if "quickstart" in given:
+    if "quickstart" in user_options:
         raise ConfigError(f"quickstart={name} is none of {', '.join(QUICKSTARTS)}")
     raise ConfigError(
         f"env={kind} has no quick start; give model_name=MODEL, for example model_name={SMALL_MODEL}, or one "
@@ -153,26 +158,33 @@ def chosen_quick_start(given: Mapping[str, str]) -> QuickStart:
     )
 
 
-def full_recipe(given: dict[str, str]) -> int:
+def full_recipe(user_options: dict[str, str]) -> int:
     """Run the recipe of `recipe_options` with the model, the tasks and the server of this run."""
-    kind = environment_kind(given)
-    if kind == "harbor" and "tasks_dir" not in given:
-        given = {**default_tasks(), **given}
-    model = named_model(given["model_name"])
-    url = given.get("skyrl_tx_url") or default_url()
-    defaults = recipe_defaults(kind, model, given)
+    kind = environment_kind(user_options)
+    if kind == "harbor" and "tasks_dir" not in user_options:
+        user_options = {**default_tasks(), **user_options}
+    model = named_model(user_options["model_name"])
+    url = user_options.get("skyrl_tx_url") or default_url()
+    defaults = recipe_defaults(kind, model, user_options)
     if defaults.get("wandb_project") and not wandb_is_set_up(os.environ):
         del defaults["wandb_project"]
-        if "wandb_project" not in given:
-            say("wandb is off: set WANDB_API_KEY or WANDB_MODE, or run `wandb login`")
-    options = {**defaults, **given, "model_name": model.served_name, "skyrl_tx_url": url}
-    check_options(fitted_to_any(options, given))
-    found = find_server(url, key=os.environ.get("TINKER_API_KEY", ""))
-    reason = found if isinstance(found, str) else found.reason_against(model.served_name)
+        if "wandb_project" not in user_options:
+            print_message("wandb is off: set WANDB_API_KEY or WANDB_MODE, or run `wandb login`")
+    options = {**defaults, **user_options, "model_name": model.served_name, "skyrl_tx_url": url}
+    check_options(fitted_to_any(options, user_options))
+    models_or_reason = find_server(url, key=os.environ.get("TINKER_API_KEY", ""))
+    reason = (
+        models_or_reason
+        if isinstance(models_or_reason, str)
+        else models_or_reason.reason_against(model.served_name)
+    )
     server = key = None
-    if isinstance(found, ServedModels) and reason is None:
-        say(f"using the server at {url}: {model.served_name}, {found.contexts[model.served_name]} tokens")
-    elif "skyrl_tx_url" in given and reason != NO_SERVER:
+    if isinstance(models_or_reason, ServedModels) and reason is None:
+        print_message(
+            f"using the server at {url}: {model.served_name}, "
+            f"{models_or_reason.contexts[model.served_name]} tokens"
+        )
+    elif "skyrl_tx_url" in user_options and reason != NO_SERVER:
         return fail(f"skyrl_tx_url={url}: {reason}")
     elif httpx.URL(url).host not in ("localhost", "127.0.0.1"):
         return fail(
@@ -188,26 +200,26 @@ def full_recipe(given: dict[str, str]) -> int:
         port = httpx.URL(url).port or 8000
         if reason != NO_SERVER:
             port = free_port()
-            say(f"not using the server at {url}: {reason}")
+            print_message(f"not using the server at {url}: {reason}")
         options["skyrl_tx_url"] = url = f"http://127.0.0.1:{port}"
         arguments = [f"base_model={model.base_model}", f"model_alias={model.served_name}"]
         arguments.append(f"max_lora_rank={options.get('lora_rank', '32')}")
-        if "context_limit" in given:
-            arguments += [f"max_context_length={given['context_limit']}", "yarn=true"]
+        if "context_limit" in user_options:
+            arguments += [f"max_context_length={user_options['context_limit']}", "yarn=true"]
         key = new_key()
         server = start_server(url, tuple(arguments), Path(options["log_path"] + ".server"), key=key)
-        found = find_server(url, key=key)
-    if isinstance(found, str):
+        models_or_reason = find_server(url, key=key)
+    if isinstance(models_or_reason, str):
         stop(server)
-        return fail(f"{url}: {found}")
+        return fail(f"{url}: {models_or_reason}")
     try:
-        options, note = fitted(options, given, context=found.contexts[model.served_name])
+        options, note = fitted(options, user_options, context=models_or_reason.contexts[model.served_name])
         parse(trainer_arguments(options))
     except ConfigError as error:
         stop(server)
         return fail(str(error))
     if note:
-        say(note)
+        print_message(note)
     return train(options, server, key=key)
 
 
@@ -224,49 +236,53 @@ def evaluate(run: str, changes: dict[str, str]) -> int:
 def with_server_of(
     run: str, changes: dict[str, str], options_of: Callable[[str, list[str]], list[str]], module: str
 ) -> int:
-    """Run a program for a run. If this program had started the server of the run and the server has ended,
-    start it again."""
+    """Run `module` with the options that `options_of` returns for a run and its changed options. If this
+    program had started the server of the run and the server has ended, start it again."""
     arguments = options_of(run, [f"{name}={value}" for name, value in changes.items()])
     options = dict(argument.split("=", 1) for argument in arguments)
     if options.pop("backend", "tinker") != "skyrl-tx":
         return fail(f"the run in {run} has backend=tinker; continue it with ./run.sh and its own options")
     folder, url = Path(run).expanduser().resolve(), options.get("skyrl_tx_url", "")
-    side_files = folder.with_name(f"{folder.name}.server")
-    if not (side_files / SERVER_FILE).is_file() or "skyrl_tx_url" in changes:
+    server_folder = folder.with_name(f"{folder.name}.server")
+    if not (server_folder / SERVER_FILE).is_file() or "skyrl_tx_url" in changes:
         return train(options, None, key=None, module=module)
     if module == "src.train":
         check_options(options)
     else:
-        kind = ChatConfig if module == "src.evaluate.chat" else EvaluateConfig
-        parse_as(kind, trainer_arguments(options))
-    key_file = side_files / KEY_FILE
+        options_class = ChatConfig if module == "src.evaluate.chat" else EvaluateConfig
+        parse_as(options_class, trainer_arguments(options))
+    key_file = server_folder / KEY_FILE
     if isinstance(find_server(url, key=key_file.read_text().strip()), ServedModels):
-        say(f"using the server at {url}")
+        print_message(f"using the server at {url}")
         return train(options, None, key=key_file.read_text().strip(), module=module)
-    recorded = json.loads((side_files / SERVER_FILE).read_text(encoding="utf-8"))
+    server_arguments = json.loads((server_folder / SERVER_FILE).read_text(encoding="utf-8"))
     options["skyrl_tx_url"] = url = f"http://127.0.0.1:{free_port()}"
     key = new_key()
-    return train(options, start_server(url, tuple(recorded), side_files, key=key), key=key, module=module)
+    return train(
+        options, start_server(url, tuple(server_arguments), server_folder, key=key), key=key, module=module
+    )
 
 
-def model_of_a_running_server(given: dict[str, str]) -> str | None:
+def model_of_a_running_server(user_options: dict[str, str]) -> str | None:
     """Return the model that the server at the default address serves, if a run without `model_name` can use
     it. Otherwise return None, and print the reason if there is a server."""
-    url = given.get("skyrl_tx_url") or default_url()
-    found = find_server(url, key=os.environ.get("TINKER_API_KEY", ""))
-    if found == NO_SERVER and "skyrl_tx_url" not in given:
+    url = user_options.get("skyrl_tx_url") or default_url()
+    models_or_reason = find_server(url, key=os.environ.get("TINKER_API_KEY", ""))
+    if models_or_reason == NO_SERVER and "skyrl_tx_url" not in user_options:
         return None
-    if isinstance(found, str):
-        reason = found
-    elif environment_kind(given) != "harbor":
+    if isinstance(models_or_reason, str):
+        reason = models_or_reason
+    elif environment_kind(user_options) != "harbor":
         reason = "a run with env= or data= needs model_name= as well"
-    elif (name := next(iter(found.contexts))).startswith("local/") and "tokenizer" not in given:
+    elif (name := next(iter(models_or_reason.contexts))).startswith(
+        "local/"
+    ) and "tokenizer" not in user_options:
         reason = f"the tokenizer of {name} is unknown; give model_name=DIRECTORY or tokenizer=DIRECTORY"
     else:
         return name
-    if "skyrl_tx_url" in given:
+    if "skyrl_tx_url" in user_options:
         sys.exit(fail(f"skyrl_tx_url={url}: {reason}"))
-    say(f"not using the server at {url}: {reason}")
+    print_message(f"not using the server at {url}: {reason}")
     return None
 
 
@@ -275,7 +291,9 @@ def default_tasks() -> dict[str, str]:
     if Path(DEFAULT_TASKS).is_dir():
         return {"tasks_dir": DEFAULT_TASKS}
     tasks, download = QUICKSTART / "train", DOWNLOADS[Path(DEFAULT_TASKS).name]
-    say(f"there is no {DEFAULT_TASKS} ({download} downloads it): training on {tasks.relative_to(ROOT)}")
+    print_message(
+        f"there is no {DEFAULT_TASKS} ({download} downloads it): training on {tasks.relative_to(ROOT)}"
+    )
     return {"tasks_dir": str(tasks), "environment_type": "sandbox"}
 
 
@@ -315,7 +333,7 @@ def train(
     """Run the trainer and pass signals on to it. Then stop `server`, which this process has started with
     `key`."""
     command = [sys.executable, "-m", module, *trainer_arguments(options)]
-    # The server ends with this process, and a trainer without a server could not save its weights.
+    # The server ends with this process. The trainer then ends too, because it could not save its weights.
     environment = os.environ | ({} if key is None else {"TINKER_API_KEY": key})
     trainer = subprocess.Popen(command, env=environment, preexec_fn=partial(die_with_parent, signal.SIGKILL))
     # The terminal sends Ctrl-C to the trainer too. This process only waits until the trainer has ended.
@@ -323,20 +341,20 @@ def train(
     signal.signal(signal.SIGTERM, lambda *_: trainer.terminate())
     status = trainer.wait()
     if server is not None:
-        if status == 0:  # otherwise the last line is the error
-            say_programs(options["skyrl_tx_url"], key=key or "")
+        if status == 0:  # after a failure, the error of the trainer stays the last line
+            print_programs(options["skyrl_tx_url"], key=key or "")
         stop(server)
     return status if status >= 0 else 128 - status
 
 
-def say_programs(url: str, *, key: str) -> None:
+def print_programs(url: str, *, key: str) -> None:
     """Print the number of XLA programs of the run, and how many of them were in the compilation cache."""
     try:
         engine = httpx.get(f"{url}/api/v1/stats", headers={"X-API-Key": key}, timeout=5.0).json()["engine"]
     except (httpx.HTTPError, ValueError, KeyError):
         return  # the server has ended, and the trainer has reported it
     programs = ", ".join(f"{name} {count}" for name, count in engine["programs"].items())
-    say(
+    print_message(
         f"XLA programs: {sum(engine['programs'].values())} ({programs}), {engine['programs_from_cache']} "
         "from the cache"
     )
@@ -349,24 +367,24 @@ def new_key() -> str:
 
 
 def start_server(
-    url: str, arguments: tuple[str, ...], side_files: Path, *, key: str
+    url: str, arguments: tuple[str, ...], server_folder: Path, *, key: str
 ) -> subprocess.Popen[bytes]:
     """Start the server and wait until it is ready. Exits with the error of the server if it fails.
 
-    The folder `side_files`, which only this user can read, receives the log, the key and the arguments of the
-    server. The server reads the key from its environment, because every user can read arguments.
+    `server_folder`, which only this user can read, receives the log, the key and the arguments of the server.
+    The server reads the key from its environment, because every user can read arguments.
     """
     try:
-        make_private(side_files)
+        make_private(server_folder)
     except ConfigError as error:
         sys.exit(fail(str(error)))
-    log_file, key_file = side_files / "server.log", side_files / KEY_FILE
+    log_file, key_file = server_folder / "server.log", server_folder / KEY_FILE
     write_private(key_file, key + "\n")
-    write_private(side_files / SERVER_FILE, json.dumps(arguments) + "\n")
-    say(f"starting the server at {url} (log: {log_file}, key: {key_file})")
+    write_private(server_folder / SERVER_FILE, json.dumps(arguments) + "\n")
+    print_message(f"starting the server at {url} (log: {log_file}, key: {key_file})")
     address = httpx.URL(url)
     with log_file.open("ab") as log:  # keeps the log of an earlier server of a resumed run
-        starts_at = log.tell()
+        log_start = log.tell()
         server = subprocess.Popen(
             [
                 sys.executable,
@@ -385,7 +403,7 @@ def start_server(
     started = time.monotonic()
     while not healthy(url):
         if server.poll() is not None:
-            lines = [line for line in log_lines(log_file, starts_at) if line.strip()]
+            lines = [line for line in log_lines(log_file, log_start) if line.strip()]
             sys.exit(
                 fail(
                     f"the server stopped with status {server.returncode}: "
@@ -394,10 +412,10 @@ def start_server(
             )
         if time.monotonic() - started > START_TIMEOUT_S:
             server.kill()
-            sys.exit(fail(f"the server did not come up within {START_TIMEOUT_S:.0f} s; see {log_file}"))
-        time.sleep(0.2)  # another process: there is no event to wait for
-    ready = [line for line in log_lines(log_file, starts_at) if "server ready" in line]
-    say(f"{ready[-1] if ready else 'server ready'} (after {time.monotonic() - started:.1f} s)")
+            sys.exit(fail(f"the server was not ready within {START_TIMEOUT_S:.0f} s; see {log_file}"))
+        time.sleep(0.2)  # the server is another process, so there is no event to wait for
+    ready = [line for line in log_lines(log_file, log_start) if "server ready" in line]
+    print_message(f"{ready[-1] if ready else 'server ready'} (after {time.monotonic() - started:.1f} s)")
     return server
 
 
@@ -406,9 +424,9 @@ def in_trainer_names(line: str) -> str:
     return line.replace("max_context_length=", "context_limit=").replace("max_lora_rank=", "lora_rank=")
 
 
-def log_lines(log_file: Path, starts_at: int) -> list[str]:
-    """Return the lines of a log from the byte `starts_at` on."""
-    return log_file.read_bytes()[starts_at:].decode(errors="replace").splitlines()
+def log_lines(log_file: Path, log_start: int) -> list[str]:
+    """Return the lines of a log from the byte `log_start` to the end."""
+    return log_file.read_bytes()[log_start:].decode(errors="replace").splitlines()
 
 
 def healthy(url: str) -> bool:
@@ -429,7 +447,7 @@ def die_with_parent(with_signal: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, with_signal)
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     try:
         print(f"run_skyrl_tx: {text}", flush=True)
     except OSError:  # the output is closed; the flush at exit must not fail again
@@ -437,6 +455,7 @@ def say(text: str) -> None:
 
 
 def fail(text: str) -> int:
+    """Print an error and return the exit status 2."""
     print(f"run_skyrl_tx: {text}", file=sys.stderr, flush=True)
     return 2
 

@@ -1,4 +1,4 @@
-"""Finds the server at an address with its models, or the reason why the server cannot be used."""
+"""Find the models of the server at an address, or the reason why the server cannot be used."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ import tinker
 from tinker import types
 
 API_KEY = "tml-dummy"
-TIMEOUT_S = 600  # the first call of its kind compiles
-RETRIES_OF_A_REFUSAL_S = 5.0  # a refusal takes longer if the SDK retries the call
+TIMEOUT_S = 600  # the first call of each kind includes compilation
+MAX_REFUSAL_S = 5.0  # a refusal takes longer if the SDK retries the call
 
 
 class Waitable[T](Protocol):
@@ -34,7 +34,7 @@ class Waitable[T](Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How one call ended."""
+    """The outcome of one call."""
 
     name: str
     required: bool
@@ -43,7 +43,7 @@ class Outcome:
     detail: str
 
     @property
-    def as_it_should_be(self) -> bool:
+    def is_expected(self) -> bool:
         return self.succeeded == self.required
 
 
@@ -56,35 +56,35 @@ class Calls:
     def required[T](
         self, name: str, call: Callable[[], Waitable[T]], expect: Callable[[T], bool] = lambda result: True
     ) -> T | None:
-        """Make a call that must succeed. `expect` is a property that its result must have."""
-        began = time.perf_counter()
+        """Make a call that must succeed. `expect` returns whether its result is valid."""
+        started = time.perf_counter()
         try:
             result = call().result(TIMEOUT_S)
         except Exception as error:
-            self._note(name, True, False, began, f"{type(error).__name__}: {error}")
+            self._record(name, True, False, started, f"{type(error).__name__}: {error}")
             return None
-        self._note(name, True, expect(result), began, _shorten(result))
+        self._record(name, True, expect(result), started, _shorten(result))
         return result
 
     def refused(self, name: str, call: Callable[[], Waitable[object]], message: str) -> None:
         """Make a call that this server must refuse at once with `message`."""
-        began = time.perf_counter()
+        started = time.perf_counter()
         try:
             result = call().result(TIMEOUT_S)
         except (tinker.BadRequestError, tinker.NotFoundError, tinker.RequestFailedError) as error:
-            clear = message in str(error) and time.perf_counter() - began < RETRIES_OF_A_REFUSAL_S
-            self._note(name, False, not clear, began, _detail(error))
+            is_clear = message in str(error) and time.perf_counter() - started < MAX_REFUSAL_S
+            self._record(name, False, not is_clear, started, _detail(error))
         except Exception as error:
-            self._note(name, False, True, began, f"unclear refusal: {type(error).__name__}: {error}")
+            self._record(name, False, True, started, f"unclear refusal: {type(error).__name__}: {error}")
         else:
-            self._note(name, False, True, began, f"answered instead of refusing: {_shorten(result)}")
+            self._record(name, False, True, started, f"the call succeeded: {_shorten(result)}")
 
-    def _note(self, name: str, required: bool, succeeded: bool, began: float, detail: str) -> None:
+    def _record(self, name: str, required: bool, succeeded: bool, started: float, detail: str) -> None:
         outcome = Outcome(
             name=name,
             required=required,
             succeeded=succeeded,
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - started,
             detail=" ".join(detail.split()),
         )
         self.outcomes.append(outcome)
@@ -102,13 +102,13 @@ def _detail(error: Exception) -> str:
 
 
 def _row(outcome: Outcome) -> str:
-    verdict = ("ok" if outcome.required else "refused") if outcome.as_it_should_be else "FAILED"
+    verdict = ("ok" if outcome.required else "refused") if outcome.is_expected else "FAILED"
     return f"{verdict:8}{outcome.seconds:7.2f} s  {outcome.name:52} {outcome.detail[:150]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready[T]:
-    """A future of a value that is already known."""
+    """A future with a value that is already known."""
 
     value: T
 
@@ -131,7 +131,7 @@ def datum(length: int = 6) -> types.Datum:
     )
 
 
-def rl_datum(**others: np.ndarray) -> types.Datum:
+def rl_datum(**more_inputs: np.ndarray) -> types.Datum:
     """Return a datum for the losses with the sampler's log-probabilities and advantages."""
     logprobs, advantages = np.full(6, -6.0, np.float32), np.full(6, 0.5, np.float32)
     return make_datum(
@@ -139,16 +139,16 @@ def rl_datum(**others: np.ndarray) -> types.Datum:
         target_tokens=np.arange(2, 8),
         logprobs=logprobs,
         advantages=advantages,
-        **others,
+        **more_inputs,
     )
 
 
-def two_dimensional() -> types.Datum:
+def two_dimensional_datum() -> types.Datum:
     chunk = types.EncodedTextChunk(tokens=[1, 2, 3, 4])
     return make_datum([chunk], target_tokens=np.ones((4, 2), np.int64), weights=np.ones((4, 2), np.float32))
 
 
-def sparse() -> types.Datum:
+def sparse_datum() -> types.Datum:
     """Return a datum of four positions with sparse targets [4, 3] that have two entries."""
     crow_indices, col_indices = [0, 1, 1, 2, 2], [2, 0]
     layout = {"shape": [4, 3], "sparse_crow_indices": crow_indices, "sparse_col_indices": col_indices}
@@ -166,7 +166,7 @@ def data_of(tensor: types.TensorData | None) -> list[float]:
     return [float(value) for value in tensor.data]
 
 
-def with_image() -> types.Datum:
+def image_datum() -> types.Datum:
     chunks = [
         types.EncodedTextChunk(tokens=[1, 2]),
         types.ImageChunk(data=b"\x89PNG", format="png", expected_tokens=2),
@@ -191,18 +191,20 @@ def training_calls(calls: Calls, training: tinker.TrainingClient) -> None:
         lambda output: finite(output) and "loss:sum" in output.metrics and len(output.loss_fn_outputs) == 2,
     )
     clips = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-    rl = [rl_datum()]
+    rl_data = [rl_datum()]
     calls.required(
         "forward_backward(importance_sampling)",
-        lambda: training.forward_backward(rl, "importance_sampling"),
+        lambda: training.forward_backward(rl_data, "importance_sampling"),
         finite,
     )
-    calls.required("forward_backward(ppo)", lambda: training.forward_backward(rl, "ppo", dict(clips)), finite)
     calls.required(
-        "forward_backward(cispo)", lambda: training.forward_backward(rl, "cispo", dict(clips)), finite
+        "forward_backward(ppo)", lambda: training.forward_backward(rl_data, "ppo", dict(clips)), finite
     )
     calls.required(
-        "forward_backward(dro)", lambda: training.forward_backward(rl, "dro", {"beta": 0.05}), finite
+        "forward_backward(cispo)", lambda: training.forward_backward(rl_data, "cispo", dict(clips)), finite
+    )
+    calls.required(
+        "forward_backward(dro)", lambda: training.forward_backward(rl_data, "dro", {"beta": 0.05}), finite
     )
     calls.required(
         "optim_step(AdamParams, every field)",
@@ -213,34 +215,36 @@ def training_calls(calls: Calls, training: tinker.TrainingClient) -> None:
         ),
         lambda response: "grad_norm" in (response.metrics or {}),
     )
-    gspo = [rl_datum(sequence_ratio_mask=np.ones(6, np.float32))]
+    gspo_data = [rl_datum(sequence_ratio_mask=np.ones(6, np.float32))]
     calls.required(
-        "forward_backward(gspo)", lambda: training.forward_backward(gspo, "gspo", dict(clips)), finite
+        "forward_backward(gspo)", lambda: training.forward_backward(gspo_data, "gspo", dict(clips)), finite
     )
     calls.refused(
         "forward_backward(gspo without mask)",
-        lambda: training.forward_backward(rl, "gspo"),
+        lambda: training.forward_backward(rl_data, "gspo"),
         "sequence_ratio_mask",
     )
     calls.refused(
         "forward_backward(stable_reinforce)",
-        lambda: training.forward_backward(rl, "stable_reinforce"),
+        lambda: training.forward_backward(rl_data, "stable_reinforce"),
         "use one of",
     )
     calls.refused(
         "forward_backward(ppo, unknown setting)",
-        lambda: training.forward_backward(rl, "ppo", {**clips, "tag": "x"}),
+        lambda: training.forward_backward(rl_data, "ppo", {**clips, "tag": "x"}),
         "unknown setting",
     )
     shape_of = lambda output: [entry["logprobs"].shape for entry in output.loss_fn_outputs]  # noqa: E731
     calls.required(
         "forward_backward([N, K] targets beside [N])",
-        lambda: training.forward_backward([two_dimensional(), datum(4), sparse()], "cross_entropy"),
+        lambda: training.forward_backward(
+            [two_dimensional_datum(), datum(4), sparse_datum()], "cross_entropy"
+        ),
         lambda output: finite(output) and shape_of(output) == [[4, 2], [4], [4, 3]],
     )
     calls.refused(
         "forward_backward(image chunk)",
-        lambda: training.forward_backward([with_image()], "cross_entropy"),
+        lambda: training.forward_backward([image_datum()], "cross_entropy"),
         "text-only",
     )
     calls.refused(
@@ -270,17 +274,19 @@ def custom_loss_call(calls: Calls, training: tinker.TrainingClient) -> None:
     )
 
 
-def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker.SamplingClient) -> None:
+def sampling_calls(
+    calls: Calls, ephemeral_client: tinker.SamplingClient, named_client: tinker.SamplingClient
+) -> None:
     prompt = types.ModelInput.from_ints([5, 6, 7, 8])
-    every = types.SamplingParams(max_tokens=3, seed=7, stop=[9], temperature=0.7, top_k=5, top_p=0.9)
+    every_setting = types.SamplingParams(max_tokens=3, seed=7, stop=[9], temperature=0.7, top_k=5, top_p=0.9)
     calls.required(
         "sample(num_samples=2, every parameter)",
-        lambda: ephemeral.sample(prompt, 2, every),
+        lambda: ephemeral_client.sample(prompt, 2, every_setting),
         lambda response: len({sequence.sequence_id for sequence in response.sequences}) == 2,
     )
     calls.required(
         "sample(stop strings, prompt logprobs)",
-        lambda: named.sample(
+        lambda: named_client.sample(
             prompt, 1, types.SamplingParams(max_tokens=3, stop=["\n"]), include_prompt_logprobs=True
         ),
         lambda response: (
@@ -289,38 +295,41 @@ def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker
     )
     calls.required(
         "compute_logprobs",
-        lambda: named.compute_logprobs(prompt),
+        lambda: named_client.compute_logprobs(prompt),
         lambda logprobs: logprobs[0] is None and len(logprobs) == 4,
     )
-    calls.required("SamplingClient.get_base_model", lambda: Ready(value=named.get_base_model()))
-    one = types.SamplingParams(max_tokens=1)
+    calls.required("SamplingClient.get_base_model", lambda: Ready(value=named_client.get_base_model()))
+    one_token = types.SamplingParams(max_tokens=1)
     calls.required(
         "sample(topk_prompt_logprobs)",
-        lambda: named.sample(prompt, 1, one, topk_prompt_logprobs=2),
+        lambda: named_client.sample(prompt, 1, one_token, topk_prompt_logprobs=2),
         lambda response: (
             [entry and len(entry) for entry in response.topk_prompt_logprobs or []] == [None, 2, 2, 2]
         ),
     )
     calls.required(
         "sample(topk_sample_logprobs)",
-        lambda: named.sample(
+        lambda: named_client.sample(
             prompt, 2, types.SamplingParams(max_tokens=1, temperature=0), topk_sample_logprobs=3
         ),
         lambda response: (
-            [s.topk_logprobs and s.topk_logprobs[0] and s.topk_logprobs[0][0][0] for s in response.sequences]
-            == [s.tokens[0] for s in response.sequences]
+            [
+                sequence.topk_logprobs and sequence.topk_logprobs[0] and sequence.topk_logprobs[0][0][0]
+                for sequence in response.sequences
+            ]
+            == [sequence.tokens[0] for sequence in response.sequences]
         ),
     )
-    dense = types.TensorData(data=[1, 2, -1], dtype="int64", shape=[3, 1])
+    dense_targets = types.TensorData(data=[1, 2, -1], dtype="int64", shape=[3, 1])
     calls.required(
         "sample(target_prompt_logprobs)",
-        lambda: named.sample(prompt, 1, one, target_prompt_logprobs=dense),
+        lambda: named_client.sample(prompt, 1, one_token, target_prompt_logprobs=dense_targets),
         lambda response: (
             [logprob < 0 for logprob in data_of(response.target_prompt_logprobs)] == [True, True, False]
         ),
     )
     # These targets are tokens of the prompt, so the reply must contain the prompt's own logprobs.
-    prompt_targets = types.TensorData(
+    sparse_targets = types.TensorData(
         data=[6, 8],
         dtype="int64",
         shape=[3, 50],
@@ -329,8 +338,8 @@ def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker
     )
     calls.required(
         "sample(target_prompt_logprobs, sparse)",
-        lambda: named.sample(
-            prompt, 1, one, include_prompt_logprobs=True, target_prompt_logprobs=prompt_targets
+        lambda: named_client.sample(
+            prompt, 1, one_token, include_prompt_logprobs=True, target_prompt_logprobs=sparse_targets
         ),
         lambda response: np.allclose(
             data_of(response.target_prompt_logprobs),
@@ -340,19 +349,21 @@ def sampling_calls(calls: Calls, ephemeral: tinker.SamplingClient, named: tinker
     )
     calls.required(
         "sample(prompt_logprobs_last_n)",
-        lambda: named.sample(prompt, 1, one, include_prompt_logprobs=True, prompt_logprobs_last_n=2),
+        lambda: named_client.sample(
+            prompt, 1, one_token, include_prompt_logprobs=True, prompt_logprobs_last_n=2
+        ),
         lambda response: (
             [logprob is None for logprob in response.prompt_logprobs or []] == [True, True, False, False]
         ),
     )
     calls.refused(
         "sample(prompt_alt_tokens_k)",
-        lambda: named.sample(prompt, 1, one, prompt_alt_tokens_k=2),
+        lambda: named_client.sample(prompt, 1, one_token, prompt_alt_tokens_k=2),
         "not supported",
     )
     calls.refused(
         "sample(prompt too long)",
-        lambda: named.sample(prompt, 1, types.SamplingParams(max_tokens=10**9)),
+        lambda: named_client.sample(prompt, 1, types.SamplingParams(max_tokens=10**9)),
         "Prompt length plus max_tokens exceeds",
     )
 
@@ -361,8 +372,8 @@ def rest_calls(
     calls: Calls,
     rest: tinker.RestClient,
     run_id: str,
-    state: str,
-    sampler: str,
+    state_path: str,
+    sampler_path: str,
     session_id: str,
     sampler_id: str,
 ) -> None:
@@ -375,11 +386,11 @@ def rest_calls(
         lambda run: run.user_metadata == {"k": "v"},
     )
     calls.required(
-        "rest.get_training_run_by_tinker_path", lambda: rest.get_training_run_by_tinker_path(state)
+        "rest.get_training_run_by_tinker_path", lambda: rest.get_training_run_by_tinker_path(state_path)
     )
     calls.required(
         "rest.get_weights_info_by_tinker_path",
-        lambda: rest.get_weights_info_by_tinker_path(state),
+        lambda: rest.get_weights_info_by_tinker_path(state_path),
         lambda info: info.train_unembed is False,
     )
     calls.required(
@@ -390,7 +401,7 @@ def rest_calls(
     calls.required("rest.list_user_checkpoints", lambda: rest.list_user_checkpoints())
     calls.required(
         "rest.set_checkpoint_ttl_from_tinker_path",
-        lambda: rest.set_checkpoint_ttl_from_tinker_path(state, 7200),
+        lambda: rest.set_checkpoint_ttl_from_tinker_path(state_path, 7200),
     )
     calls.required(
         "rest.list_sessions", lambda: rest.list_sessions(), lambda page: session_id in page.sessions
@@ -402,7 +413,8 @@ def rest_calls(
     )
     calls.required("rest.get_sampler", lambda: rest.get_sampler(sampler_id))
     calls.required(
-        "rest.publish_checkpoint_from_tinker_path", lambda: rest.publish_checkpoint_from_tinker_path(state)
+        "rest.publish_checkpoint_from_tinker_path",
+        lambda: rest.publish_checkpoint_from_tinker_path(state_path),
     )
     calls.required(
         "rest.list_checkpoints (public)",
@@ -411,7 +423,7 @@ def rest_calls(
     )
     calls.required(
         "rest.unpublish_checkpoint_from_tinker_path",
-        lambda: rest.unpublish_checkpoint_from_tinker_path(state),
+        lambda: rest.unpublish_checkpoint_from_tinker_path(state_path),
     )
     external = f"tinker://{run_id}/external_weights/e1"
     calls.required(
@@ -425,7 +437,7 @@ def rest_calls(
     )
     calls.refused(
         "rest.copy_weights",
-        lambda: rest.copy_weights(state, "project", weights_access_token="tml-x"),
+        lambda: rest.copy_weights(state_path, "project", weights_access_token="tml-x"),
         "no accounts",
     )
     calls.refused(
@@ -437,10 +449,12 @@ def rest_calls(
         "rest.export_session_trace", lambda: rest.export_session_trace(session_id), "keeps no traces"
     )
     calls.required(
-        "rest.delete_checkpoint_from_tinker_path", lambda: rest.delete_checkpoint_from_tinker_path(sampler)
+        "rest.delete_checkpoint_from_tinker_path",
+        lambda: rest.delete_checkpoint_from_tinker_path(sampler_path),
     )
     calls.required(
-        "rest.delete_checkpoint_from_tinker_path (2)", lambda: rest.delete_checkpoint_from_tinker_path(state)
+        "rest.delete_checkpoint_from_tinker_path (2)",
+        lambda: rest.delete_checkpoint_from_tinker_path(state_path),
     )
 
 
@@ -479,17 +493,17 @@ def make_calls(url: str, calls: Calls) -> None:
     calls.required(
         "save_state(overwrite)", lambda: training.save_state("0001", ttl_seconds=3600, overwrite=True)
     )
-    saved = calls.required(
+    sampler_checkpoint = calls.required(
         "save_weights_for_sampler(name)", lambda: training.save_weights_for_sampler("s1", ttl_seconds=3600)
     )
-    ephemeral = calls.required(
+    ephemeral_client = calls.required(
         "save_weights_and_get_sampling_client", lambda: training.save_weights_and_get_sampling_client()
     )
     calls.required(
         "save_weights_and_get_sampling_client(inflight)",
         lambda: training.save_weights_and_get_sampling_client(kind="inflight"),
     )
-    if state is None or saved is None or ephemeral is None:
+    if state is None or sampler_checkpoint is None or ephemeral_client is None:
         return
     calls.required("load_state", lambda: training.load_state(state.path))
     calls.required("load_state_with_optimizer", lambda: training.load_state_with_optimizer(state.path))
@@ -513,13 +527,22 @@ def make_calls(url: str, calls: Calls) -> None:
     calls.required(
         "create_sampling_client(base_model)", lambda: service.create_sampling_client(base_model=model)
     )
-    named = calls.required(
-        "create_sampling_client(model_path)", lambda: service.create_sampling_client(model_path=saved.path)
+    named_client = calls.required(
+        "create_sampling_client(model_path)",
+        lambda: service.create_sampling_client(model_path=sampler_checkpoint.path),
     )
-    if named is not None:
-        sampling_calls(calls, ephemeral, named)
+    if named_client is not None:
+        sampling_calls(calls, ephemeral_client, named_client)
     session_id = training.model_id.split(":")[0]
-    rest_calls(calls, rest, training.model_id, state.path, saved.path, session_id, f"{session_id}:sample:0")
+    rest_calls(
+        calls,
+        rest,
+        training.model_id,
+        state.path,
+        sampler_checkpoint.path,
+        session_id,
+        f"{session_id}:sample:0",
+    )
     calls.required("ServiceClient.close", lambda: service.close("success", detail="done"))
 
 
@@ -530,11 +553,11 @@ def main(url: str) -> int:
     calls = Calls()
     print(f"tinker {tinker.__version__} against {url}\n")
     make_calls(url, calls)
-    failed = [outcome for outcome in calls.outcomes if not outcome.as_it_should_be]
+    failed = [outcome for outcome in calls.outcomes if not outcome.is_expected]
     required = sum(outcome.required for outcome in calls.outcomes)
     print(
-        f"\n{required} required calls, {len(calls.outcomes) - required} refusals, {len(failed)} not as they "
-        f"should be"
+        f"\n{required} required calls, {len(calls.outcomes) - required} refusals, {len(failed)} unexpected "
+        f"outcomes"
     )
     for outcome in failed:
         print(f"  {outcome.name}: {outcome.detail}")

@@ -27,7 +27,7 @@ from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
 
 ROOT = Path(__file__).resolve().parents[1]
-# The releases that changed the requests which a server receives.
+# Each of these releases changed the requests that a server receives.
 VERSIONS = (
     "0.6.0",
     "0.9.0",
@@ -67,9 +67,9 @@ def main(argv: list[str]) -> int:
 def run(version: str, venv: Path, url: str) -> bool:
     """Run one version and print its result, and the end of its output if it failed."""
     python = make_venv(version, venv)
-    began = time.perf_counter()
+    started = time.perf_counter()
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [python, str(ROOT / "scripts" / "sdk_smoke.py"), url],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -77,14 +77,14 @@ def run(version: str, venv: Path, url: str) -> bool:
             timeout=TIMEOUT_S,
             check=False,
         )
-        status, output = f"exit {done.returncode}", done.stdout
+        status, output = f"exit {process.returncode}", process.stdout
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
         status = f"timeout after {TIMEOUT_S} s"
     has_passed = status == "exit 0" and f"tinker {version}" in output
     steps = sum(line.startswith("ok ") for line in output.splitlines())
     verdict = "passed" if has_passed else f"FAILED ({status})"
-    print(f"{version:8} {verdict:20} {steps:3} steps {time.perf_counter() - began:6.1f} s", flush=True)
+    print(f"{version:8} {verdict:20} {steps:3} steps {time.perf_counter() - started:6.1f} s", flush=True)
     if not has_passed:
         print("\n".join(f"    {line}" for line in output.splitlines()[-30:]), flush=True)
     return has_passed
@@ -99,6 +99,7 @@ def find_uv() -> str:
 
 
 def make_venv(version: str, venv: Path) -> str:
+    """Install a version of the SDK in `venv`, which is created if necessary. Return its Python."""
     python = str(venv / "bin" / "python")
     if not Path(python).exists():
         subprocess.run([find_uv(), "venv", "--quiet", "--python", sys.executable, str(venv)], check=True)

@@ -3,9 +3,9 @@
     python scripts/sdk_smoke.py URL
 
 The operations are create, forward, forward_backward + optim_step, save, restore, sample, compute_logprobs,
-archive (SDKs up to 0.35) and close. Each step prints its result, and related numbers are compared. The script
-needs no package except `tinker`, so that `sdk_matrix.py` can run it in a bare environment. The exit status is
-0 if all steps passed.
+archive (SDKs up to 0.35) and close. Each step checks and prints its result. The script needs no package
+except `tinker`, so that `sdk_matrix.py` can run it in a bare environment. The exit status is 0 if all steps
+passed.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def check(step: str, passed: bool, detail: object = "") -> None:
 
 def close_to(left: Sequence[float | None], right: Sequence[float | None]) -> bool:
     return len(left) == len(right) and all(
-        one is not None and other is not None and math.isclose(one, other, abs_tol=TOLERANCE)
-        for one, other in zip(left, right, strict=True)
+        first is not None and second is not None and math.isclose(first, second, abs_tol=TOLERANCE)
+        for first, second in zip(left, right, strict=True)
     )
 
 
@@ -81,17 +81,21 @@ def smoke(url: str) -> None:
     check("create", training.get_info().lora_rank == 4, training.get_info().model_id)
 
     # SDK 0.6.0 sends 128 datums per request, so these take three requests. Newer releases send up to 1,024.
-    many = [datum([1 + index % 30, *TOKENS]) for index in range(300)]
-    forward = training.forward(many, "cross_entropy").result(timeout=TIMEOUT_S)
+    datums = [datum([1 + index % 30, *TOKENS]) for index in range(300)]
+    forward = training.forward(datums, "cross_entropy").result(timeout=TIMEOUT_S)
     check("forward", len(forward.loss_fn_outputs) == 300 and "loss:sum" in forward.metrics, forward.metrics)
 
     backward = training.forward_backward([datum(TOKENS)], "cross_entropy")
     step = training.optim_step(types.AdamParams(learning_rate=1e-2))
-    before = backward.result(timeout=TIMEOUT_S).metrics["loss:sum"]
+    loss_before = backward.result(timeout=TIMEOUT_S).metrics["loss:sum"]
     step.result(timeout=TIMEOUT_S)
     output = training.forward([datum(TOKENS)], "cross_entropy").result(timeout=TIMEOUT_S)
-    after, logprobs = output.metrics["loss:sum"], list(output.loss_fn_outputs[0]["logprobs"].data)
-    check("forward_backward + optim_step", after < before, f"loss {before:.3f} -> {after:.3f}")
+    loss_after, logprobs = output.metrics["loss:sum"], list(output.loss_fn_outputs[0]["logprobs"].data)
+    check(
+        "forward_backward + optim_step",
+        loss_after < loss_before,
+        f"loss {loss_before:.3f} -> {loss_after:.3f}",
+    )
     ratio_one = training.forward_backward([rl_datum(TOKENS, logprobs)], "ppo").result(timeout=TIMEOUT_S)
     check(
         "forward_backward(ppo)",
@@ -109,8 +113,8 @@ def smoke(url: str) -> None:
     else:
         restored = ready(service.create_training_client_from_state(state))
         restored.load_state_with_optimizer(state).result(timeout=TIMEOUT_S)
-    again = restored.forward([datum(TOKENS)], "cross_entropy").result(timeout=TIMEOUT_S)
-    check("restore", close_to(list(again.loss_fn_outputs[0]["logprobs"].data), logprobs))
+    restored_output = restored.forward([datum(TOKENS)], "cross_entropy").result(timeout=TIMEOUT_S)
+    check("restore", close_to(list(restored_output.loss_fn_outputs[0]["logprobs"].data), logprobs))
 
     prompt, settings = (
         types.ModelInput.from_ints(TOKENS),
@@ -138,9 +142,9 @@ def smoke(url: str) -> None:
     if VERSION <= (0, 35):
         for path in (state, sampler_path):
             rest = service.create_rest_client()
-            address = rest.get_checkpoint_archive_url_from_tinker_path(path).result(timeout=TIMEOUT_S).url  # pyright: ignore[reportAttributeAccessIssue]
+            archive_url = rest.get_checkpoint_archive_url_from_tinker_path(path).result(timeout=TIMEOUT_S).url  # pyright: ignore[reportAttributeAccessIssue]
             with (
-                urllib.request.urlopen(address, timeout=TIMEOUT_S) as reply,
+                urllib.request.urlopen(archive_url, timeout=TIMEOUT_S) as reply,
                 tarfile.open(fileobj=reply, mode="r|") as tar,
             ):
                 check(

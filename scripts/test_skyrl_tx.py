@@ -8,8 +8,8 @@ key of the server is TINKER_API_KEY (from the environment or .env). The key of a
 
     TINKER_API_KEY=$(cat runs/RUN.server/api_key) python scripts/test_skyrl_tx.py URL
 
-A Python without the packages of the trainer starts the Python of .venv. The exit status is 0 if all checks
-pass.
+If this Python lacks the packages of the trainer, the script starts again with the Python of .venv. The exit
+status is 0 if all checks pass.
 """
 
 from __future__ import annotations

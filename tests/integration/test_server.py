@@ -242,6 +242,6 @@ def test_every_sdk_call_follows_the_contract(
         text=True,
     )
     assert calls.returncode == 0, calls.stdout + calls.stderr
-    assert "0 not as they should be" in calls.stdout
+    assert "0 unexpected outcomes" in calls.stdout
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0

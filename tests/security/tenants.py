@@ -25,24 +25,26 @@ OPERATOR_KEY = "tml-operator"
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A server, and a client for each tenant, the operator and a user without a key."""
+    """The state of a server, and clients with the keys of two tenants, with the operator's key and without
+    a key."""
 
     context: AppState
-    keys: Path
+    key_file: Path
     alice: httpx.AsyncClient
     bob: httpx.AsyncClient
     operator: httpx.AsyncClient
-    anyone: httpx.AsyncClient  # without a key
+    without_key: httpx.AsyncClient
 
 
 @contextlib.asynccontextmanager
 async def two_tenants(root: Path, quota: TenantOptions | None = None) -> AsyncIterator[Site]:
-    file = root / "keys"
-    alice, bob = (add(file, name) for name in ("alice", "bob"))
+    """Serve two tenants, each with this quota, or with the default one if `quota` is None."""
+    key_file = root / "keys"
+    alice_key, bob_key = (add(key_file, name) for name in ("alice", "bob"))
     settings = HttpSettings(
         model_dir=save_tokenizer(root / "model"),
         api_key=OPERATOR_KEY,
-        tenant_keys=TenantKeys(file),
+        tenant_keys=TenantKeys(key_file),
         tenant_quota=quota or TenantOptions(),
     )
     context = fake_context(root / "checkpoints", retention=Retention(hold_s=5), settings=settings)
@@ -54,36 +56,38 @@ async def two_tenants(root: Path, quota: TenantOptions | None = None) -> AsyncIt
             await stack.enter_async_context(
                 httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers)
             )
-            for headers in ({"x-api-key": alice}, {"x-api-key": bob}, {"x-api-key": OPERATOR_KEY}, {})
+            for headers in ({"x-api-key": alice_key}, {"x-api-key": bob_key}, {"x-api-key": OPERATOR_KEY}, {})
         ]
         try:
             yield Site(
                 context=context,
-                keys=file,
+                key_file=key_file,
                 alice=clients[0],
                 bob=clients[1],
                 operator=clients[2],
-                anyone=clients[3],
+                without_key=clients[3],
             )
         finally:
             engine.stop()
 
 
 async def post(http: httpx.AsyncClient, route: str, **body: object) -> dict[str, object]:
+    """Send a request to a route below /api/v1 that must succeed. Return its reply."""
     response = await http.post(f"/api/v1/{route}", json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-async def result(http: httpx.AsyncClient, reply: dict[str, object]) -> dict[str, object]:
+async def retrieve_result(http: httpx.AsyncClient, reply: dict[str, object]) -> dict[str, object]:
+    """Return the result of the operation that `reply` confirms."""
     response = await http.post("/api/v1/retrieve_future", json={"request_id": reply["request_id"]})
     assert response.status_code == 200, response.text
     return response.json()
 
 
-async def done(http: httpx.AsyncClient, route: str, **body: object) -> dict[str, object]:
-    """Return the result of an operation that must succeed."""
-    operation_result = await result(http, await post(http, route, **body))
+async def run_operation(http: httpx.AsyncClient, route: str, **body: object) -> dict[str, object]:
+    """Submit an operation that must succeed. Return its result."""
+    operation_result = await retrieve_result(http, await post(http, route, **body))
     assert "error" not in operation_result, operation_result
     return operation_result
 
@@ -97,7 +101,7 @@ async def open_session(http: httpx.AsyncClient) -> str:
 
 
 async def make_model(http: httpx.AsyncClient, session_id: str, number: int = 0) -> str:
-    made = await done(
+    created = await run_operation(
         http,
         "create_model",
         session_id=session_id,
@@ -106,15 +110,15 @@ async def make_model(http: httpx.AsyncClient, session_id: str, number: int = 0) 
         lora_config={"rank": 4},
         user_metadata={"secret": "metadata"},
     )
-    return str(made["model_id"])
+    return str(created["model_id"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objects:
-    """Create one object of each kind that a tenant can own."""
+    """The ids, tinker:// paths and URLs of the objects that `make_objects` creates."""
 
-    session: str
-    request: str
+    session: str  # id
+    request: str  # id
 
     @property
     def model(self) -> str:
@@ -137,21 +141,22 @@ class Objects:
         return f"tinker://{self.model}/sampler_weights/s"
 
     @property
-    def checkpoint(self) -> str:
+    def checkpoint_url(self) -> str:
         return f"/api/v1/training_runs/{self.model}/checkpoints/weights/w"
 
 
 async def make_objects(http: httpx.AsyncClient) -> Objects:
+    """Create one object of each kind that a tenant can own."""
     session = await open_session(http)
     model = await make_model(http, session)
-    await done(http, "save_weights", model_id=model, seq_id=1, path="w")
-    await done(http, "save_weights_for_sampler", model_id=model, seq_id=2, path="s")
-    await done(http, "save_weights_external", model_id=model, seq_id=3, path="e")
-    await done(http, "save_weights_for_sampler", model_id=model, seq_id=4, sampling_session_seq_id=0)
+    await run_operation(http, "save_weights", model_id=model, seq_id=1, path="w")
+    await run_operation(http, "save_weights_for_sampler", model_id=model, seq_id=2, path="s")
+    await run_operation(http, "save_weights_external", model_id=model, seq_id=3, path="e")
+    await run_operation(http, "save_weights_for_sampler", model_id=model, seq_id=4, sampling_session_seq_id=0)
     path = f"tinker://{model}/sampler_weights/s"
     await post(
         http, "create_sampling_session", session_id=session, sampling_session_seq_id=1, model_path=path
     )
     request = await post(http, "optim_step", model_id=model, seq_id=5, adam_params={})
-    await result(http, request)
+    await retrieve_result(http, request)
     return Objects(session=session, request=str(request["request_id"]))

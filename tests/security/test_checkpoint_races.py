@@ -40,8 +40,8 @@ async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
     fake_engine(context).stop()
 
 
-async def archived(http: httpx.AsyncClient) -> int | None:
-    """Return the version in the archive, or None if the server reports that there is none."""
+async def archived_version(http: httpx.AsyncClient) -> int | None:
+    """Return the version in the archive, or None if the server replies 404."""
     redirect = await http.get(f"{URL}/archive")
     if redirect.status_code == 302:
         archive = await http.get(redirect.headers["location"])
@@ -58,13 +58,13 @@ async def test_an_archive_has_the_last_save_and_blocks_no_save(
 ) -> None:
     for version in (1, 2, 3):
         save_version(context.checkpoints, PATH, version)
-        assert [await archived(http), await archived(http)] == [version, version]
+        assert [await archived_version(http), await archived_version(http)] == [version, version]
 
 
-async def test_a_download_address_is_invalid_after_the_next_save(
+async def test_a_download_url_is_invalid_after_the_next_save(
     http: httpx.AsyncClient, context: AppState
 ) -> None:
-    """Both files are fetched one after the other and must belong to one save."""
+    """A client downloads both files one after the other, and they must belong to the same save."""
     save_version(context.checkpoints, PATH, 1)
     urls = (await http.get(f"{URL}/external_weights_urls")).json()["urls"]
     config = (await http.get(urls["adapter_config.json"])).content
@@ -81,7 +81,7 @@ def test_a_running_download_keeps_its_version(tmp_path: Path) -> None:
     """The file exceeds the socket buffers, so most of it is read after the overwrite and the deletion."""
     context = fake_context(tmp_path)
     with serving(StartupState(state=context)) as url, httpx.Client(base_url=url, timeout=60) as http:
-        for act in (
+        for change in (
             lambda: save_version(context.checkpoints, PATH, 9),
             lambda: context.checkpoints.delete(PATH),
         ):
@@ -90,7 +90,7 @@ def test_a_running_download_keeps_its_version(tmp_path: Path) -> None:
             with http.stream("GET", location) as download:
                 parts = download.iter_raw()
                 received = [next(parts)]
-                act()
+                change()
                 received += parts
             assert version_in_archive(b"".join(received)) == 8
             assert http.get(location).status_code == 404
@@ -111,7 +111,7 @@ async def test_concurrent_saves_archives_and_deletions_are_consistent(
     async def archive() -> None:
         while writing:
             earliest = acknowledged
-            version = await archived(http)
+            version = await archived_version(http)
             assert version is None or version >= earliest, f"version {version} after {earliest} was saved"
 
     async def read() -> None:
@@ -128,24 +128,24 @@ async def test_concurrent_saves_archives_and_deletions_are_consistent(
             assert reply.status_code in (204, 404), reply.text
 
     async with asyncio.TaskGroup() as tasks:
-        for work in (save, *[archive] * 4, *[read] * 2):
-            tasks.create_task(work())
+        for run in (save, *[archive] * 4, *[read] * 2):
+            tasks.create_task(run())
     # Without a deletion, the last version remains.
-    assert (await archived(http), version_on_disk(context.checkpoints, PATH)) == (
+    assert (await archived_version(http), version_on_disk(context.checkpoints, PATH)) == (
         ROUNDS,
         ROUNDS,
     )
     writing = True
     async with asyncio.TaskGroup() as tasks:
-        for work in (save, *[archive] * 3, delete, delete, read):
-            tasks.create_task(work())
+        for run in (save, *[archive] * 3, delete, delete, read):
+            tasks.create_task(run())
     save_version(context.checkpoints, PATH, 777)
-    assert await archived(http) == 777
+    assert await archived_version(http) == 777
 
 
 def test_two_saves_of_one_name_leave_a_complete_checkpoint(tmp_path: Path) -> None:
-    """Each save removes files that the other one replaced, and no file that the other one will refer to."""
-    store, wrong = CheckpointStore(tmp_path, "m"), []
+    """A save removes replaced files, but no file to which the record of a concurrent save will refer."""
+    store, errors = CheckpointStore(tmp_path, "m"), []
 
     def save(first: int) -> None:
         try:
@@ -153,14 +153,14 @@ def test_two_saves_of_one_name_leave_a_complete_checkpoint(tmp_path: Path) -> No
                 save_version(store, PATH, version)
                 version_on_disk(store, PATH)
         except Exception as error:
-            wrong.append(error)
+            errors.append(error)
 
     threads = [threading.Thread(target=save, args=(100 * number,)) for number in range(1, 5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert not errors
     assert len(list((tmp_path / "run" / "external_weights" / "last").iterdir())) == 2
 
 
@@ -184,12 +184,12 @@ async def test_the_expiry_of_a_save_does_not_delete_a_later_one(
 
 
 async def test_deleting_a_checkpoint_keeps_the_expiry_of_a_later_save(context: AppState) -> None:
-    old = save_version(context.checkpoints, PATH, 1).generation
-    new = save_version(context.checkpoints, PATH, 2).generation
-    soon = datetime.now(UTC) + timedelta(hours=1)
-    context.run_index.set_expiry(PATH, soon, new)
-    context.run_index.forget(PATH, old)
-    assert context.run_index.expiry(PATH, new) == soon
+    old_generation = save_version(context.checkpoints, PATH, 1).generation
+    new_generation = save_version(context.checkpoints, PATH, 2).generation
+    expires_at = datetime.now(UTC) + timedelta(hours=1)
+    context.run_index.set_expiry(PATH, expires_at, new_generation)
+    context.run_index.forget(PATH, old_generation)
+    assert context.run_index.expiry(PATH, new_generation) == expires_at
     fake_engine(context).stop()
 
 
@@ -199,34 +199,34 @@ async def test_derived_files_are_removed_with_their_checkpoint(
     derived = tmp_path / ".derived"
     for version in (1, 2):
         save_version(context.checkpoints, PATH, version)
-        assert await archived(http) == version
+        assert await archived_version(http) == version
         assert (await http.get(f"{URL}/external_weights_urls")).status_code == 200
-        (only,) = derived.iterdir()
-        assert only.name == context.checkpoints.info(PATH).generation
+        (folder,) = derived.iterdir()
+        assert folder.name == context.checkpoints.info(PATH).generation
     await housekeep(context)
     assert len(list(derived.iterdir())) == 1
     (derived / ".new-of-a-killed-server").mkdir()
     context.checkpoints.sweep_derived(-60.0)
     assert list(derived.iterdir()) == []
-    assert await archived(http) == 2
+    assert await archived_version(http) == 2
     assert (await http.delete(URL)).status_code == 204
     assert list(derived.iterdir()) == []
 
 
-async def test_a_folder_left_by_an_older_server_does_not_hinder_a_save(
+async def test_an_unknown_folder_in_a_checkpoint_is_replaced_by_a_save(
     http: httpx.AsyncClient, context: AppState, tmp_path: Path
 ) -> None:
     save_version(context.checkpoints, PATH, 1)
-    old = tmp_path / "run" / "external_weights" / "last" / "peft"
-    old.mkdir()
-    (old / "adapter.tar").write_bytes(b"stale")
-    assert await archived(http) == 1
+    folder = tmp_path / "run" / "external_weights" / "last" / "peft"
+    folder.mkdir()
+    (folder / "adapter.tar").write_bytes(b"stale")
+    assert await archived_version(http) == 1
     save_version(context.checkpoints, PATH, 2)
-    assert not old.exists() and await archived(http) == 2
+    assert not folder.exists() and await archived_version(http) == 2
 
 
 def test_a_kill_at_any_point_keeps_checkpoints_consistent(tmp_path: Path) -> None:
-    """Tests every seventh point. `python -m tests.stress.checkpoint_kills` tests all points."""
+    """The program kills a process at every seventh call that changes the disk; without 7, at every call."""
     command = [sys.executable, "-m", "tests.stress.checkpoint_kills", str(tmp_path), "7"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode == 0, process.stdout + process.stderr

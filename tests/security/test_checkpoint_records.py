@@ -1,4 +1,4 @@
-"""Unexpected files below checkpoints_dir are refused by name and do not hide or block others."""
+"""A damaged file below checkpoints_dir causes an error that names it and affects no other object."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from tests.security.tenants import MODEL, make_model, open_session, post
 GOOD, BAD = "tinker://run/weights/good", "tinker://run/weights/bad"
 
 
-def change(**changes: object) -> Callable[[Path], None]:
+def change_fields(**changes: object) -> Callable[[Path], None]:
+    """Return a function that changes fields of checkpoint.json in a directory."""
+
     def damage(directory: Path) -> None:
         record = json.loads((directory / "checkpoint.json").read_text())
         (directory / "checkpoint.json").write_text(json.dumps(record | changes))
@@ -35,23 +37,24 @@ def change(**changes: object) -> Callable[[Path], None]:
     return damage
 
 
-def content(data: bytes) -> Callable[[Path], None]:
+def replace_content(data: bytes) -> Callable[[Path], None]:
     def damage(directory: Path) -> None:
         (directory / "checkpoint.json").write_bytes(data)
 
     return damage
 
 
-def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+def replace_record(create: Callable[[Path], object]) -> Callable[[Path], None]:
     def damage(directory: Path) -> None:
         record = directory / "checkpoint.json"
         record.rename(directory.parents[2] / "elsewhere.json")
-        make(record)
+        create(record)
 
     return damage
 
 
-def linked_arrays(directory: Path) -> None:
+def link_arrays(directory: Path) -> None:
+    """Move the arrays out of the root, and replace them by a symbolic link."""
     arrays = next(directory.glob("arrays-*"))
     outside = directory.parents[3] / "outside"
     arrays.rename(outside)
@@ -59,34 +62,34 @@ def linked_arrays(directory: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path], None]] = {
-    "absolute": change(arrays="/etc/passwd"),
-    "dots": change(arrays="../good/arrays-x.safetensors"),
-    "another file": change(arrays="checkpoint.json"),
-    "no time zone": change(created_at="2020-01-01T00:00:00"),
-    "time is a number": change(created_at=5),
-    "metadata of numbers": change(user_metadata={"a": 1}),
-    "metadata is a list": change(user_metadata=[]),
-    "rank is text": change(lora={"rank": "4"}),
-    "rank is huge": change(lora={"rank": -(10**30)}),
-    "alpha is not a number": change(lora={"rank": 4, "alpha": "x"}),
-    "size is text": change(size_bytes="many"),
-    "step is missing": change(step=None),
-    "version is deep": change(version=[[[[]]]]),
-    "deep": content(b"[" * 200_000),
-    "a list": content(b"[]"),
-    "not text": content(b"\xff\xfe\x00"),
-    "many digits": content(b'{"step": ' + b"9" * 5000 + b"}"),
-    "empty": content(b""),
-    "fifo": instead(os.mkfifo),
-    "directory": instead(Path.mkdir),
-    "linked record": instead(lambda record: record.symlink_to(record.parents[3] / "elsewhere.json")),
-    "dangling link": instead(lambda record: record.symlink_to("nowhere")),
-    "linked arrays": linked_arrays,
+    "absolute": change_fields(arrays="/etc/passwd"),
+    "dots": change_fields(arrays="../good/arrays-x.safetensors"),
+    "another file": change_fields(arrays="checkpoint.json"),
+    "no time zone": change_fields(created_at="2020-01-01T00:00:00"),
+    "time is a number": change_fields(created_at=5),
+    "metadata of numbers": change_fields(user_metadata={"a": 1}),
+    "metadata is a list": change_fields(user_metadata=[]),
+    "rank is text": change_fields(lora={"rank": "4"}),
+    "rank is huge": change_fields(lora={"rank": -(10**30)}),
+    "alpha is not a number": change_fields(lora={"rank": 4, "alpha": "x"}),
+    "size is text": change_fields(size_bytes="many"),
+    "step is missing": change_fields(step=None),
+    "version is deep": change_fields(version=[[[[]]]]),
+    "deep": replace_content(b"[" * 200_000),
+    "a list": replace_content(b"[]"),
+    "not text": replace_content(b"\xff\xfe\x00"),
+    "many digits": replace_content(b'{"step": ' + b"9" * 5000 + b"}"),
+    "empty": replace_content(b""),
+    "fifo": replace_record(os.mkfifo),
+    "directory": replace_record(Path.mkdir),
+    "linked record": replace_record(lambda record: record.symlink_to(record.parents[3] / "elsewhere.json")),
+    "dangling link": replace_record(lambda record: record.symlink_to("nowhere")),
+    "linked arrays": link_arrays,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_bad_record_is_refused_by_name_and_hides_no_other(
+def test_a_damaged_record_is_reported_and_hides_no_other(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     store = CheckpointStore(tmp_path / "root", "m")
@@ -108,16 +111,16 @@ def test_a_symbolic_link_to_another_directory_is_not_used(tmp_path: Path, level:
     outside = tmp_path / "outside"
     (root / level).rename(outside)
     (root / level).symlink_to(outside)
-    before = sorted(outside.rglob("*"))
-    for act in (
+    files_before = sorted(outside.rglob("*"))
+    for operation in (
         lambda: store.read(BAD),
         lambda: store.info(BAD),
         lambda: save_version(store, BAD, 3),
         lambda: store.delete(BAD),
     ):
         with pytest.raises(UserError, match="symbolic link"):
-            act()
-    assert store.list() == [] and sorted(outside.rglob("*")) == before
+            operation()
+    assert store.list() == [] and sorted(outside.rglob("*")) == files_before
 
 
 def test_a_root_that_is_a_symbolic_link_is_accepted(tmp_path: Path) -> None:
@@ -128,14 +131,14 @@ def test_a_root_that_is_a_symbolic_link_is_accepted(tmp_path: Path) -> None:
     assert version_on_disk(store, GOOD) == 1 and len(store.list()) == 1
 
 
-def test_arrays_that_are_no_safetensors_are_reported_as_damaged(tmp_path: Path) -> None:
+def test_invalid_safetensors_are_reported_as_damaged(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, "m")
     save_version(store, BAD, 2)
     directory = tmp_path / "run" / "weights" / "bad"
     for data in (b"x" * 100, b"\xff" * 8 + b"{}", (5).to_bytes(8, "little") + b"[[[[["):
         arrays = next(directory.glob("arrays-*"))
         arrays.write_bytes(data)
-        change(size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())(directory)
+        change_fields(size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())(directory)
         with pytest.raises(UserError, match="is damaged"):
             store.read(BAD)
 
@@ -165,18 +168,19 @@ async def test_metadata_over_the_limit_is_refused_before_create_model(tmp_path: 
         assert len(fake_engine(context).models) == 1
 
 
-def run_line(number: int, num_bytes: int, owner: str = "") -> str:
+def run_line(number: int, num_metadata_bytes: int, owner_prefix: str = "") -> str:
+    """Return the line of a training run in the run index."""
     run = {
-        "run_id": f"{owner}s:train:{number}",
+        "run_id": f"{owner_prefix}s:train:{number}",
         "base_model": "m",
         "lora": {"rank": 4},
         "created_at": "2026-01-01T00:00:00+00:00",
     }
-    return json.dumps(run | {"user_metadata": metadata(num_bytes)})
+    return json.dumps(run | {"user_metadata": metadata(num_metadata_bytes)})
 
 
-def test_a_run_index_of_huge_metadata_shrinks_and_keeps_its_runs(tmp_path: Path) -> None:
-    """A file of an earlier server: eight models with large metadata each, here 2 MiB."""
+def test_a_run_index_with_huge_metadata_shrinks_and_keeps_runs(tmp_path: Path) -> None:
+    """The file has eight runs with 2 MiB of metadata each, more than a server accepts."""
     file = tmp_path / "ledger.jsonl"
     file.write_text("\n".join(run_line(number, 2 << 20) for number in range(8)))
     assert list(RunIndex(file).runs) == [f"s:train:{number}" for number in range(8)]
@@ -184,28 +188,30 @@ def test_a_run_index_of_huge_metadata_shrinks_and_keeps_its_runs(tmp_path: Path)
     assert list(RunIndex(file).runs) == [f"s:train:{number}" for number in range(8)]
 
 
-def test_compaction_removes_dead_lines_and_changes_no_fact(tmp_path: Path) -> None:
+def test_compaction_removes_outdated_lines_and_changes_no_fact(tmp_path: Path) -> None:
     file = tmp_path / "ledger.jsonl"
     file.write_text("\n".join(run_line(number, 1000) for number in range(3)))
-    run_index, when = RunIndex(file), datetime.now(UTC) + timedelta(days=1)
+    run_index, expires_at = RunIndex(file), datetime.now(UTC) + timedelta(days=1)
     run_index.set_public("tinker://a/weights/1", True)
     largest = 0
     for _ in range(6000):
         for path in ("tinker://a/weights/1", "tinker://b/weights/2"):
-            run_index.set_expiry(path, when, "0" * 32)
+            run_index.set_expiry(path, expires_at, "0" * 32)
         run_index.set_expiry("tinker://b/weights/2", None)
         largest = max(largest, file.stat().st_size)
     assert largest < 1.2 * (1 << 20)
     reloaded = RunIndex(file)
     assert (reloaded.runs, reloaded.expiries, reloaded.public) == (
         run_index.runs,
-        {"tinker://a/weights/1": when},
+        {"tinker://a/weights/1": expires_at},
         {"tinker://a/weights/1"},
     )
     assert reloaded.expiring_generation("tinker://a/weights/1") == "0" * 32
 
 
-def test_the_runs_of_one_tenant_evict_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runs_of_one_tenant_evict_no_runs_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("skyrl_tx_server.files.run_index.MAX_RUN_BYTES", 20_000)
     file = tmp_path / "ledger.jsonl"
     lines = [
@@ -239,7 +245,7 @@ def test_the_runs_of_one_tenant_evict_no_others(tmp_path: Path, monkeypatch: pyt
         b'{"path": "p", "expires_at": ' + b"9" * 5000 + b"}",
     ],
 )
-def test_a_bad_line_affects_no_other_line(tmp_path: Path, line: bytes) -> None:
+def test_an_invalid_line_affects_no_other_line(tmp_path: Path, line: bytes) -> None:
     file = tmp_path / "ledger.jsonl"
     file.write_bytes(run_line(1, 10).encode() + b"\n" + line + b"\n" + run_line(2, 10).encode())
     run_index = RunIndex(file)
@@ -253,22 +259,22 @@ def test_a_bad_line_affects_no_other_line(tmp_path: Path, line: bytes) -> None:
 # --- a full disk
 
 
-async def test_a_full_disk_after_create_model_is_one_error(
+async def test_a_full_disk_after_create_model_unloads_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = fake_context(tmp_path)
     engine, transport = fake_engine(context), httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         session = await open_session(http)
-        real = os.write
+        os_write = os.write
 
-        def half(descriptor: int, data: bytes) -> int:
+        def write_half(descriptor: int, data: bytes) -> int:
             if len(data) < 20:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return real(descriptor, data[: len(data) // 2])
+            return os_write(descriptor, data[: len(data) // 2])
 
         with monkeypatch.context() as patch:
-            patch.setattr("skyrl_tx_server.files.run_index.os.write", half)
+            patch.setattr("skyrl_tx_server.files.run_index.os.write", write_half)
             body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
             reply = await post(http, "create_model", **body)
             failed = (
@@ -282,9 +288,9 @@ async def test_a_full_disk_after_create_model_is_one_error(
         assert (tmp_path / "ledger.jsonl").read_bytes() == b""
         assert (await http.get("/api/v1/training_runs")).json()["training_runs"] == []
         assert (await http.get(f"/api/v1/sessions/{session}")).json()["training_run_ids"] == []
-        made = await make_model(http, session, 1)
+        model_id = await make_model(http, session, 1)
         engine.stop()
-        assert list(engine.models) == [made] and [op.model_id for op in engine.of_type(UnloadModel)] == [
+        assert list(engine.models) == [model_id] and [op.model_id for op in engine.of_type(UnloadModel)] == [
             f"{session}:train:0"
         ]
     assert [run.lora.rank for run in RunIndex(tmp_path / "ledger.jsonl").runs.values()] == [4]

@@ -55,7 +55,7 @@ class CreatesFile:
 
 
 @pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ProcessOptions]:
+def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ProcessOptions]:
     monkeypatch.setattr("skyrl_tx_server.distributed.rendezvous._start_jax", lambda hosts, address: None)
     with reserved_port() as port:
         address = f"127.0.0.1:{port}"
@@ -64,11 +64,12 @@ def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ProcessOp
             num_processes=2,
             process_id=1,
             initialization_timeout_s=30,
-            cluster_key_file=key_file(tmp_path, KEY),
+            cluster_key_file=write_key_file(tmp_path, KEY),
         )
 
 
-def key_file(folder: Path, key: bytes) -> str:
+def write_key_file(folder: Path, key: bytes) -> str:
+    """Return the path of a new file with the key."""
     path = folder / f"key-{key[:8].decode()}"
     path.write_bytes(key)
     return str(path)
@@ -78,36 +79,36 @@ def key_file(folder: Path, key: bytes) -> str:
     "impostor", ["plain pickle", "multiprocessing without a key", "this protocol without the key"]
 )
 def test_nothing_from_an_impostor_of_process_0_is_unpickled(
-    hosts: ProcessOptions, tmp_path: Path, impostor: str
+    options: ProcessOptions, tmp_path: Path, impostor: str
 ) -> None:
     created = tmp_path / "created"
     payload = pickle.dumps(CreatesFile(created))
 
-    def listen(server: socket.socket) -> None:
-        candidate, _ = server.accept()
-        candidate.settimeout(30)
-        with candidate:
+    def impersonate_process_0(server: socket.socket) -> None:
+        process_1, _ = server.accept()
+        process_1.settimeout(30)
+        with process_1:
             match impostor:
                 case "plain pickle":
-                    candidate.sendall(LENGTH.pack(len(payload)) + payload + secrets.token_bytes(1024))
+                    process_1.sendall(LENGTH.pack(len(payload)) + payload + secrets.token_bytes(1024))
                 case "multiprocessing without a key":
-                    candidate.settimeout(None)
-                    connection = Connection(candidate.detach())
+                    process_1.settimeout(None)
+                    connection = Connection(process_1.detach())
                     with connection, pytest.raises(Exception):  # noqa: B017 the error depends on the library
                         deliver_challenge(connection, b"")
                         answer_challenge(connection, b"")
                         connection.send_bytes(b'{"jax": "127.0.0.1:1"}')
                         connection.send_bytes(payload)
                 case _:
-                    read_exactly(candidate, len(MAGIC) + NUMBER.size + NONCE_BYTES)
-                    candidate.sendall(
+                    read_exactly(process_1, len(MAGIC) + NUMBER.size + NONCE_BYTES)
+                    process_1.sendall(
                         secrets.token_bytes(NONCE_BYTES + CODE_BYTES) + LENGTH.pack(len(payload)) + payload
                     )
 
-    with socket.create_server(hosts.address) as server, ThreadPoolExecutor(1) as threads:
-        listening = threads.submit(listen, server)
+    with socket.create_server(options.address) as server, ThreadPoolExecutor(1) as threads:
+        listening = threads.submit(impersonate_process_0, server)
         with pytest.raises(ConfigError, match=r"^coordinator_address=127.0.0.1:\d+: ") as error:
-            join(chz.replace(hosts, initialization_timeout_s=2), SETTINGS, print)
+            join(chz.replace(options, initialization_timeout_s=2), SETTINGS, print)
         listening.result(30)
     assert "\n" not in str(error.value)
     assert not created.exists()
@@ -119,55 +120,60 @@ def test_unpickling_the_payload_creates_its_file(tmp_path: Path) -> None:
 
 
 def test_an_impostor_is_refused_and_the_real_process_joins(
-    hosts: ProcessOptions, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    options: ProcessOptions, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    leading = threading.Thread(target=lambda: lead(chz.replace(hosts, process_id=0), SETTINGS, print).stop())
-    leading.start()
+    process_0 = threading.Thread(
+        target=lambda: lead(chz.replace(options, process_id=0), SETTINGS, print).stop()
+    )
+    process_0.start()
     with pytest.raises(
         ConfigError,
         match=r"does not know the cluster key; give every process the same cluster_key_file \(or SKYRL_TX_C",
     ):
-        join(chz.replace(hosts, cluster_key_file=key_file(tmp_path, b"x" * 32)), SETTINGS, print)
-    # The impostor does not check the proof of process 0.
-    with socket.create_connection(hosts.address, timeout=30) as impostor:
+        join(chz.replace(options, cluster_key_file=write_key_file(tmp_path, b"x" * 32)), SETTINGS, print)
+    # This impostor ignores the proof of process 0 and sends an invalid proof.
+    with socket.create_connection(options.address, timeout=30) as impostor:
         impostor.sendall(MAGIC + NUMBER.pack(1) + secrets.token_bytes(NONCE_BYTES))
         read_exactly(impostor, NONCE_BYTES + CODE_BYTES)
         impostor.sendall(secrets.token_bytes(CODE_BYTES))
         assert impostor.recv(1) == b"", "the server sends nothing to an impostor"
-    join(hosts, SETTINGS, print).follow(FakeExecutor)
-    leading.join(30)
-    assert not leading.is_alive()
+    join(options, SETTINGS, print).follow(FakeExecutor)
+    process_0.join(30)
+    assert not process_0.is_alive()
     assert sum("need the same cluster_key_file" in message for message in caplog.messages) == 2
 
 
 def read_exactly(connection: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
-        new = connection.recv(count - len(data))
-        assert new
-        data += new
+        chunk = connection.recv(count - len(data))
+        assert chunk
+        data += chunk
     return data
 
 
 @dataclass
 class Relay:
-    """A relay between two processes that selects which messages of process 0 it forwards."""
+    """A connection between two processes. It queues the messages of process 0, and the test sends bytes to
+    either process.
+    """
 
-    ours: Channel
-    theirs: Channel
-    raw: socket.socket  # to the other process
-    back: socket.socket  # to process 0
+    channel_0: Channel  # of process 0
+    channel_1: Channel  # of process 1
+    to_1: socket.socket
+    to_0: socket.socket
     messages: SimpleQueue[bytes] = field(default_factory=SimpleQueue)  # complete messages of process 0
 
     def deliver(self, *messages: bytes) -> None:
+        """Send bytes to process 1."""
         for message in messages:
-            self.raw.sendall(message)
+            self.to_1.sendall(message)
 
 
 @pytest.fixture
 def relay() -> Iterator[Relay]:
-    with relayed() as made:
-        yield made
+    with relayed() as relay:
+        yield relay
 
 
 @contextmanager
@@ -180,121 +186,121 @@ def relayed() -> Iterator[Relay]:
         from_0.sendall(read_exactly(to_1, len(MAGIC) + NUMBER.size + NONCE_BYTES))
         to_1.sendall(read_exactly(from_0, NONCE_BYTES + CODE_BYTES))
         from_0.sendall(read_exactly(to_1, CODE_BYTES))
-        made = Relay(accepting.result()[1], joining.result(), to_1, from_0)
+        relay = Relay(accepting.result()[1], joining.result(), to_1, from_0)
 
         def listen() -> None:
             while header := from_0.recv(LENGTH.size, socket.MSG_WAITALL):
                 rest = read_exactly(from_0, CODE_BYTES + LENGTH.unpack(header)[0] + CODE_BYTES)
-                made.messages.put(header + rest)
+                relay.messages.put(header + rest)
 
         listening = threads.submit(listen)
-        yield made
-        made.ours.shut_down()
+        yield relay
+        relay.channel_0.shut_down()
         listening.result(60)
 
 
 def test_messages_pass_in_both_directions(relay: Relay) -> None:
     for text in (b"one", b"", b"x" * 100_000):
-        relay.ours.send_bytes(text)
+        relay.channel_0.send_bytes(text)
         relay.deliver(relay.messages.get(timeout=60))
-        assert relay.theirs.recv_bytes() == text
+        assert relay.channel_1.recv_bytes() == text
 
 
 @pytest.mark.parametrize("position", ["length", "code of the length", "payload", "code of the payload"])
 def test_a_changed_message_ends_the_connection(relay: Relay, position: str) -> None:
-    relay.ours.send_bytes(b"the message")
+    relay.channel_0.send_bytes(b"the message")
     message = bytearray(relay.messages.get(timeout=60))
-    at = {
+    offset = {
         "length": 7,
         "code of the length": 8,
         "payload": 8 + CODE_BYTES,
         "code of the payload": len(message) - 1,
     }[position]
-    message[at] ^= 1
+    message[offset] ^= 1
     relay.deliver(bytes(message))
     with pytest.raises(TamperedError, match="was changed, repeated or lost"):
-        relay.theirs.recv_bytes()
-    assert relay.raw.recv(1) == b"", "the connection is closed"
+        relay.channel_1.recv_bytes()
+    assert relay.to_1.recv(1) == b"", "the connection is closed"
 
 
 def test_an_unauthenticated_length_allocates_nothing(relay: Relay) -> None:
     relay.deliver(LENGTH.pack(1 << 37) + bytes(CODE_BYTES))
     with pytest.raises(TamperedError):
-        relay.theirs.recv_bytes()
+        relay.channel_1.recv_bytes()
 
 
 def test_a_replayed_message_ends_the_connection(relay: Relay) -> None:
-    relay.ours.send_bytes(b"decode")
+    relay.channel_0.send_bytes(b"decode")
     message = relay.messages.get(timeout=60)
     relay.deliver(message, message)
-    assert relay.theirs.recv_bytes() == b"decode"
+    assert relay.channel_1.recv_bytes() == b"decode"
     with pytest.raises(TamperedError):
-        relay.theirs.recv_bytes()
+        relay.channel_1.recv_bytes()
 
 
 def test_reordered_or_missing_messages_end_the_connection(relay: Relay) -> None:
-    relay.ours.send_bytes(b"first!")
-    relay.ours.send_bytes(b"second")
+    relay.channel_0.send_bytes(b"first!")
+    relay.channel_0.send_bytes(b"second")
     relay.messages.get(timeout=60)
     relay.deliver(relay.messages.get(timeout=60))
     with pytest.raises(TamperedError):
-        relay.theirs.recv_bytes()
+        relay.channel_1.recv_bytes()
 
 
 def test_a_truncated_message_ends_the_connection(relay: Relay) -> None:
-    relay.ours.send_bytes(b"the message")
+    relay.channel_0.send_bytes(b"the message")
     relay.deliver(relay.messages.get(timeout=60)[:-1])
-    relay.raw.shutdown(socket.SHUT_WR)
+    relay.to_1.shutdown(socket.SHUT_WR)
     with pytest.raises(EOFError):
-        relay.theirs.recv_bytes()
+        relay.channel_1.recv_bytes()
 
 
 def test_a_message_sent_back_to_its_sender_ends_the_connection(relay: Relay) -> None:
-    relay.ours.send_bytes(b"decode")
-    relay.back.sendall(relay.messages.get(timeout=60))
+    relay.channel_0.send_bytes(b"decode")
+    relay.to_0.sendall(relay.messages.get(timeout=60))
     with pytest.raises(TamperedError):
-        relay.ours.recv_bytes()
+        relay.channel_0.recv_bytes()
 
 
 def test_a_message_of_another_connection_is_refused(relay: Relay) -> None:
-    relay.ours.send_bytes(b"decode")
-    with relayed() as other:
-        other.deliver(relay.messages.get(timeout=60))
+    relay.channel_0.send_bytes(b"decode")
+    with relayed() as other_relay:
+        other_relay.deliver(relay.messages.get(timeout=60))
         with pytest.raises(TamperedError):
-            other.theirs.recv_bytes()
+            other_relay.channel_1.recv_bytes()
 
 
 def test_a_forged_call_ends_the_process_and_is_not_unpickled(relay: Relay, tmp_path: Path) -> None:
-    lost = SimpleQueue[str]()
-    follower = WorkerRank(relay.theirs, lost.put)
+    losses = SimpleQueue[str]()
+    worker = WorkerRank(relay.channel_1, losses.put)
     created = tmp_path / "created"
     payload = pickle.dumps(CreatesFile(created))
     relay.deliver(LENGTH.pack(len(payload)) + bytes(CODE_BYTES) + payload + bytes(CODE_BYTES))
     with pytest.raises(RankLostError, match="process 0: a message between the processes was changed"):
-        follower.follow(FakeExecutor)
-    assert "was changed, repeated or lost" in lost.get(timeout=60)
-    assert not created.exists() and lost.empty()
+        worker.follow(FakeExecutor)
+    assert "was changed, repeated or lost" in losses.get(timeout=60)
+    assert not created.exists() and losses.empty()
 
 
-def test_a_forged_answer_ends_process_0_with_one_error() -> None:
-    raw, process_0 = socket.socketpair()
-    lost = SimpleQueue[str]()
-    with raw:
-        leader = RankZero({1: Channel(process_0, sending=b"ours", receiving=b"theirs")}, lost.put)
-        raw.sendall(LENGTH.pack(0) + bytes(2 * CODE_BYTES))
-        assert lost.get(timeout=60).startswith(
+def test_a_forged_reply_ends_process_0_with_one_error() -> None:
+    to_0, process_0 = socket.socketpair()
+    losses = SimpleQueue[str]()
+    with to_0:
+        rank_0 = RankZero({1: Channel(process_0, sending=b"ours", receiving=b"theirs")}, losses.put)
+        to_0.sendall(LENGTH.pack(0) + bytes(2 * CODE_BYTES))
+        assert losses.get(timeout=60).startswith(
             "process 1: a message between the processes was changed, repeated or lost"
         )
-        leader.stop()
+        rank_0.stop()
 
 
-def test_a_process_cannot_prove_another_number() -> None:
+def test_a_reflected_proof_of_process_0_is_refused() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor(1) as threads:
         accepting = threads.submit(accept, ours, KEY, timeout_s=60)
         greeting = NUMBER.pack(1) + secrets.token_bytes(NONCE_BYTES)
         theirs.sendall(MAGIC + greeting)
         answer = read_exactly(theirs, NONCE_BYTES + CODE_BYTES)
-        theirs.sendall(answer[NONCE_BYTES:])  # process 0's own proof, reflected
+        theirs.sendall(answer[NONCE_BYTES:])  # the proof of process 0
         with pytest.raises(WrongKeyError, match="does not know the cluster key"):
             accepting.result(60)

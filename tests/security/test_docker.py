@@ -180,7 +180,7 @@ async def test_container_downloads_are_limited_and_follow_no_links(
 
 async def test_the_end_of_a_trial_does_not_wait_for_a_container(tmp_path: Path) -> None:
     name = f"test-{secrets.token_hex(4)}"
-    one = made(tmp_path, name, label=f"test-docker-{os.getpid()}", compose=COMPOSE)
+    one = create_environment(tmp_path, name, label=f"test-docker-{os.getpid()}", compose=COMPOSE)
     try:
         await one.start(force_build=False)
         with engine(timeout_s=20) as client:

@@ -14,14 +14,14 @@ from scripts import run_skyrl_tx
 from skyrl_tx_server.config.command_line import with_secrets
 
 
-class Started:
-    """Replaces subprocess.Popen and records its arguments."""
+class FakePopen:
+    """Replaces subprocess.Popen and records commands and environments."""
 
     calls: list[tuple[list[str], dict[str, str]]]
     returncode = 0
 
     def __init__(self, command: list[str], *, env: dict[str, str], **options: Any) -> None:
-        Started.calls.append((command, env))
+        FakePopen.calls.append((command, env))
 
     def wait(self, timeout: float | None = None) -> int:
         return 0
@@ -31,31 +31,33 @@ class Started:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
-    """Return the arguments with which the quick start starts the server and the trainer."""
-    Started.calls = []
-    monkeypatch.setattr(subprocess, "Popen", Started)
+def started_processes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
+    """Return the commands and environments of the processes that the quick start starts."""
+    FakePopen.calls = []
+    monkeypatch.setattr(subprocess, "Popen", FakePopen)
     monkeypatch.setattr(run_skyrl_tx, "healthy", lambda url: True)
     monkeypatch.setattr(run_skyrl_tx.signal, "signal", lambda *_: None)
-    return Started.calls
+    return FakePopen.calls
 
 
 def quick_start(path: Path) -> str:
-    """Return the key of the quick start in the run folder `path`."""
+    """Run the quick start with the run folder `path`. Return the key of its server."""
     assert run_skyrl_tx.main([f"log_path={path}"]) == 0
     return (path.with_name("run.server") / "api_key").read_text().strip()
 
 
 def test_the_key_is_in_a_private_file_and_in_no_argument(
-    tmp_path: Path, started: list[tuple[list[str], dict[str, str]]], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    started_processes: list[tuple[list[str], dict[str, str]]],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     key = quick_start(tmp_path / "run")
     assert key.startswith("tml-") and len(key) >= 40
     files = tmp_path / "run.server"
     assert [stat.S_IMODE(path.stat().st_mode) for path in (files, files / "api_key")] == [0o700, 0o600]
-    (server, of_server), (trainer, of_trainer) = started
-    assert "skyrl_tx_server" in server and of_server["SKYRL_TX_API_KEY"] == key
-    assert "src.train" in trainer and of_trainer["TINKER_API_KEY"] == key
+    (server, server_environment), (trainer, trainer_environment) = started_processes
+    assert "skyrl_tx_server" in server and server_environment["SKYRL_TX_API_KEY"] == key
+    assert "src.train" in trainer and trainer_environment["TINKER_API_KEY"] == key
     assert not any(key in argument for argument in (*server, *trainer))
     captured = capfd.readouterr()
     assert key not in captured.out + captured.err and str(files / "api_key") in captured.out
@@ -63,12 +65,12 @@ def test_the_key_is_in_a_private_file_and_in_no_argument(
 
 
 def test_every_server_has_its_own_key(
-    tmp_path: Path, started: list[tuple[list[str], dict[str, str]]]
+    tmp_path: Path, started_processes: list[tuple[list[str], dict[str, str]]]
 ) -> None:
     assert quick_start(tmp_path / "run") != quick_start(tmp_path / "run")
 
 
-def test_the_server_takes_its_key_from_the_environment() -> None:
+def test_the_server_reads_its_key_from_the_environment() -> None:
     environment = {"SKYRL_TX_API_KEY": "tml-a"}
     assert with_secrets(["base_model=m"], environment) == ["base_model=m", "api_key=tml-a"]
     assert not environment  # processes that the server starts must not inherit the key

@@ -1,6 +1,6 @@
-"""A large request of one tenant does not delay others much, on the real engine on a CPU.
+"""A large request of one tenant delays small requests by a few decode dispatches only.
 
-Waits are counted in decode dispatches, not in seconds.
+The tests run the real engine on a CPU. They count waits in decode dispatches, not in seconds.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ MODEL = replace(
     head_dim=64,
     max_position_embeddings=2048,
 )
-"""From this width on, the result of a row does not depend on the number of rows, so results are equal bit for
-bit."""
-SLOTS, BLOCK, CONTEXT, TIMEOUT_S = 4, 8, 2048, 240
-FEW_BLOCKS = 6
-"""The running dispatch, the dispatches before a pause, one for the sample and one as a margin."""
+"""With this hidden size, the result of a row does not depend on the number of rows, so results are equal bit
+for bit."""
+SLOTS, STEPS_PER_DISPATCH, CONTEXT, TIMEOUT_S = 4, 8, 2048, 240
+FEW_DISPATCHES = 6
+"""The longest wait for a small sample: the running dispatch, the dispatches before a pause, one dispatch for
+the sample and one as a margin."""
 
 
 def request(
@@ -54,8 +55,8 @@ SMALL = request(2, prompt_tokens=20, max_tokens=4)
 
 
 @dataclass
-class Neighbours:
-    """A watcher that submits small requests one after the other from the engine's thread.
+class SmallRequests:
+    """A watcher of a large request that submits small requests, one after the other, on the engine's thread.
 
     The requests are submitted at the same points of every run.
     """
@@ -64,10 +65,9 @@ class Neighbours:
     tenant: str
     count: int
     op: Sample = SMALL
-    after_reports: int = 4  # reports of the watched sample before the first request
+    after_reports: int = 4  # calls of `tokens` before the first small request
     waits: list[int] = field(default_factory=list)  # in decode dispatches
     results: list[Future[SampleResult]] = field(default_factory=list)
-    turns: list[float] = field(default_factory=list)
     streams_tokens: bool = True
     _reports: int = 0
     _waiting: bool = False
@@ -76,29 +76,29 @@ class Neighbours:
         self._reports += 1
         if self._reports > self.after_reports and not self._waiting and len(self.results) < self.count:
             self._waiting = True
-            began = self._blocks
+            dispatches_before = self._num_dispatches
             future = self.engine.submit(self.op, tenant=self.tenant)
             self.results.append(future)
-            future.add_done_callback(lambda _: self._done(self._blocks - began))
+            future.add_done_callback(lambda _: self._record_wait(self._num_dispatches - dispatches_before))
 
     def is_waiting(self) -> bool:
         return True
 
-    def _done(self, blocks: int) -> None:
-        self.waits.append(blocks)
+    def _record_wait(self, num_dispatches: int) -> None:
+        self.waits.append(num_dispatches)
         self._waiting = False
 
     @property
-    def _blocks(self) -> int:
-        blocks = self.engine.stats()["decode_dispatches"]
-        assert isinstance(blocks, int)
-        return blocks
+    def _num_dispatches(self) -> int:
+        num_dispatches = self.engine.stats()["decode_dispatches"]
+        assert isinstance(num_dispatches, int)
+        return num_dispatches
 
 
 def engine_of(folder: Path, **settings: object) -> Engine:
     options = {
         "max_num_seqs": SLOTS,
-        "decode_steps_per_dispatch": BLOCK,
+        "decode_steps_per_dispatch": STEPS_PER_DISPATCH,
         "max_context_length": CONTEXT,
         **settings,
     }
@@ -140,63 +140,63 @@ def test_a_small_sample_waits_briefly_and_changes_no_other(
 ) -> None:
     """The small request belongs to another tenant or to the same one."""
     before = engine.stats()
-    neighbours = Neighbours(engine, tenant, 8)
-    large = engine.submit(LARGE, neighbours, tenant="hostile")
+    small_requests = SmallRequests(engine, tenant, 8)
+    large = engine.submit(LARGE, small_requests, tenant="hostile")
     assert_same(result(large), large_alone)
-    for small in neighbours.results:
-        assert_same(result(small), small_alone)
+    for future in small_requests.results:
+        assert_same(result(future), small_alone)
     after = engine.stats()
-    assert len(neighbours.waits) == 8 and max(neighbours.waits) <= FEW_BLOCKS
+    assert len(small_requests.waits) == 8 and max(small_requests.waits) <= FEW_DISPATCHES
     assert after["num_pauses"] != before["num_pauses"] and after["sequences_paused"] == 0
     assert after["programs"] == before["programs"], "no program is compiled for a pause"
 
 
 def test_small_samples_wait_briefly_beside_many_tenants(engine: Engine, small_alone: SampleResult) -> None:
     requests = [request(100 + number, num_samples=4, max_tokens=120) for number in range(3 * SLOTS)]
-    alone = [result(engine.submit(each)) for each in requests]
-    neighbours = Neighbours(engine, "neighbour", 12, after_reports=30)
+    alone = [result(engine.submit(op)) for op in requests]
+    small_requests = SmallRequests(engine, "neighbour", 12, after_reports=30)
     futures = [
-        engine.submit(each, None if number else neighbours, tenant=f"hostile {number}")
-        for number, each in enumerate(requests)
+        engine.submit(op, None if number else small_requests, tenant=f"hostile {number}")
+        for number, op in enumerate(requests)
     ]
     for future, expected in zip(futures, alone, strict=True):
         assert_same(result(future), expected)
-    for small in neighbours.results:
-        assert_same(result(small), small_alone)
-    assert neighbours.waits and max(neighbours.waits) <= FEW_BLOCKS
+    for future in small_requests.results:
+        assert_same(result(future), small_alone)
+    assert small_requests.waits and max(small_requests.waits) <= FEW_DISPATCHES
 
 
 def test_a_single_request_is_never_paused(engine: Engine) -> None:
     before = engine.stats()
     result(engine.submit(request(3, num_samples=SLOTS, max_tokens=160)))
     after = engine.stats()
-    blocks = after["decode_dispatches"] - before["decode_dispatches"]  # type: ignore[operator]
+    num_dispatches = after["decode_dispatches"] - before["decode_dispatches"]  # type: ignore[operator]
     assert after["num_pauses"] == before["num_pauses"]
-    ahead = after["decode_dispatches_ahead"] - before["decode_dispatches_ahead"]  # type: ignore[operator]
+    num_ahead = after["decode_dispatches_ahead"] - before["decode_dispatches_ahead"]  # type: ignore[operator]
     # The first dispatch, and dispatches after sequences have ended, are not dispatched ahead.
-    assert ahead >= 0.8 * blocks
+    assert num_ahead >= 0.8 * num_dispatches
 
 
 def test_paused_sequences_free_their_pages_when_others_need_them(tmp_path: Path, engine: Engine) -> None:
-    """With a cache for two contexts of the large requests, all samples equal those with a large cache."""
+    """The small cache holds two complete large samples. Results equal those with a large cache."""
     requests = [request(200 + number, num_samples=3, max_tokens=220) for number in range(6)]
-    alone = [result(engine.submit(each)) for each in requests]
+    alone = [result(engine.submit(op)) for op in requests]
     small_alone = result(engine.submit(SMALL))
-    small = engine_of(tmp_path, cache_tokens=768, max_context_length=512)
+    small_engine = engine_of(tmp_path, cache_tokens=768, max_context_length=512)
     try:
-        neighbours = Neighbours(small, "neighbour", 6, after_reports=10)
+        small_requests = SmallRequests(small_engine, "neighbour", 6, after_reports=10)
         futures = [
-            small.submit(each, None if number else neighbours, tenant=f"{number}")
-            for number, each in enumerate(requests)
+            small_engine.submit(op, None if number else small_requests, tenant=f"{number}")
+            for number, op in enumerate(requests)
         ]
         for future, expected in zip(futures, alone, strict=True):
             assert_same(result(future), expected, atol=1e-4)
-        for future in neighbours.results:
+        for future in small_requests.results:
             assert_same(result(future), small_alone, atol=1e-4)
-        stats = small.stats()
+        stats = small_engine.stats()
     finally:
-        small.stop()
-    assert neighbours.waits and max(neighbours.waits) <= 3 * FEW_BLOCKS
+        small_engine.stop()
+    assert small_requests.waits and max(small_requests.waits) <= 3 * FEW_DISPATCHES
     assert (
         stats["num_pauses"]
         and stats["num_preemptions"]
@@ -206,47 +206,47 @@ def test_paused_sequences_free_their_pages_when_others_need_them(tmp_path: Path,
 
 
 def test_tenants_with_more_snapshots_than_slots_are_all_served(tmp_path: Path) -> None:
-    small = engine_of(tmp_path, max_loras=2)
+    small_engine = engine_of(tmp_path, max_loras=2)
     try:
         for number in range(5):
-            small.submit(CreateModel(model_id=f"m{number}", lora=LoraSpec(rank=4, seed=number)))
-            small.submit(SaveSampler(model_id=f"m{number}", weights=f"s{number}")).result(TIMEOUT_S)
+            small_engine.submit(CreateModel(model_id=f"m{number}", lora=LoraSpec(rank=4, seed=number)))
+            small_engine.submit(SaveSampler(model_id=f"m{number}", weights=f"s{number}")).result(TIMEOUT_S)
         requests = [
             request(300 + number, num_samples=4, max_tokens=320, weights=f"s{number}") for number in range(5)
         ]
-        alone = [result(small.submit(each)) for each in requests]
-        futures = [small.submit(each, tenant=f"{number}") for number, each in enumerate(requests)]
+        alone = [result(small_engine.submit(op)) for op in requests]
+        futures = [small_engine.submit(op, tenant=f"{number}") for number, op in enumerate(requests)]
         for future, expected in zip(futures, alone, strict=True):
             assert_same(result(future), expected)
-        assert small.stats()["num_pauses"]
+        assert small_engine.stats()["num_pauses"]
     finally:
-        small.stop()
+        small_engine.stop()
 
 
-def test_long_prompts_delay_a_short_one_by_two_chunks_at_most(engine: Engine) -> None:
+def test_long_prompts_delay_a_short_one_by_few_dispatches(engine: Engine) -> None:
     prompts = [request(400 + number, prompt_tokens=1100, max_tokens=20) for number in range(12)]
-    alone = [result(engine.submit(each)) for each in prompts]
-    neighbours = Neighbours(engine, "neighbour", 4, after_reports=1)
-    watched = engine.submit(request(500, max_tokens=160), neighbours, tenant="hostile")
-    futures = [
-        engine.submit(replace(each, prompt=np.roll(each.prompt, 1)), tenant="hostile") for each in prompts
-    ]
-    for future in (watched, *futures, *neighbours.results):
+    alone = [result(engine.submit(op)) for op in prompts]
+    small_requests = SmallRequests(engine, "neighbour", 4, after_reports=1)
+    watched = engine.submit(request(500, max_tokens=160), small_requests, tenant="hostile")
+    futures = [engine.submit(replace(op, prompt=np.roll(op.prompt, 1)), tenant="hostile") for op in prompts]
+    for future in (watched, *futures, *small_requests.results):
         result(future)
-    assert neighbours.waits and max(neighbours.waits) <= 4, "there is a decode block between two pieces"
-    for each, expected in zip(prompts, alone, strict=True):
-        assert_same(result(engine.submit(each)), expected)
+    assert small_requests.waits and max(small_requests.waits) <= 4, (
+        "a decode dispatch runs between two prefill chunks"
+    )
+    for op, expected in zip(prompts, alone, strict=True):
+        assert_same(result(engine.submit(op)), expected)
 
 
 def test_a_withdrawn_request_with_paused_sequences_is_removed(engine: Engine) -> None:
-    class Leaves(Neighbours):
+    class WithdrawnAfterTwoResults(SmallRequests):
         def is_waiting(self) -> bool:
             return len(self.waits) < 2
 
-    leaving = Leaves(engine, "neighbour", 3)
-    future = engine.submit(LARGE, leaving, tenant="hostile")
+    small_requests = WithdrawnAfterTwoResults(engine, "neighbour", 3)
+    future = engine.submit(LARGE, small_requests, tenant="hostile")
     assert "withdrawn" in str(future.exception(TIMEOUT_S))
-    for future in leaving.results:
+    for future in small_requests.results:
         result(future)
     stats = engine.stats()
     assert (stats["sequences_paused"], stats["slots_used"], stats["samples_waiting"]) == (0, 0, 0)

@@ -1,4 +1,4 @@
-"""A web page that the user visits cannot use the server by DNS rebinding or cross-site requests."""
+"""A web page in the user's browser cannot use the server by DNS rebinding or cross-site requests."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
         {"sec-fetch-site": "same-site"},
     ],
 )
-async def test_every_route_refuses_requests_of_web_pages(
+async def test_every_route_refuses_requests_from_web_pages(
     headers: dict[str, str], http: httpx.AsyncClient
 ) -> None:
     for endpoint in ENDPOINTS:
@@ -84,8 +84,8 @@ async def test_every_route_refuses_requests_of_web_pages(
 )
 async def test_every_name_of_the_loopback_interface_is_served(host: str, http: httpx.AsyncClient) -> None:
     assert (await http.get("/api/v1/get_server_capabilities", headers={"host": host})).status_code == 200
-    same = {"host": host, "sec-fetch-site": "same-origin"}
-    assert (await http.get("/api/v1/stats", headers=same)).status_code == 200
+    same_origin = {"host": host, "sec-fetch-site": "same-origin"}
+    assert (await http.get("/api/v1/stats", headers=same_origin)).status_code == 200
 
 
 async def test_two_host_headers_are_refused(http: httpx.AsyncClient) -> None:
@@ -93,7 +93,7 @@ async def test_two_host_headers_are_refused(http: httpx.AsyncClient) -> None:
     assert (await http.get("/api/v1/stats", headers=headers)).status_code == 403
 
 
-async def test_a_preflight_is_answered_without_permission(http: httpx.AsyncClient) -> None:
+async def test_a_cors_preflight_gets_no_permission(http: httpx.AsyncClient) -> None:
     headers = {
         "origin": "http://evil.example",
         "access-control-request-method": "POST",
@@ -106,7 +106,7 @@ async def test_a_preflight_is_answered_without_permission(http: httpx.AsyncClien
 
 
 @pytest.mark.parametrize(
-    "sent",
+    "content_type",
     [
         None,
         "text/plain",
@@ -115,30 +115,30 @@ async def test_a_preflight_is_answered_without_permission(http: httpx.AsyncClien
         "application/x-protobuf",
     ],
 )
-async def test_a_body_needs_a_type_that_requires_a_cors_preflight(
-    sent: str | None, http: httpx.AsyncClient
+async def test_a_body_needs_a_content_type_that_causes_a_preflight(
+    content_type: str | None, http: httpx.AsyncClient
 ) -> None:
-    headers = {} if sent is None else {"content-type": sent}
+    headers = {} if content_type is None else {"content-type": content_type}
     reply = await http.post("/api/v1/create_session", content=b"{}", headers=headers)
     assert reply.status_code == 415 and "application/json (curl: -H" in reply.json()["detail"]
     assert (await http.get("/api/v1/sessions")).json() == {"sessions": []}
 
 
-@pytest.mark.parametrize("sent", ["application/json", "Application/JSON; charset=utf-8"])
-async def test_the_sdks_content_type_is_accepted(sent: str, http: httpx.AsyncClient) -> None:
+@pytest.mark.parametrize("content_type", ["application/json", "Application/JSON; charset=utf-8"])
+async def test_the_sdks_content_type_is_accepted(content_type: str, http: httpx.AsyncClient) -> None:
     assert (
-        await http.post("/api/v1/create_session", content=b"{}", headers={"content-type": sent})
+        await http.post("/api/v1/create_session", content=b"{}", headers={"content-type": content_type})
     ).status_code == 200
 
 
-async def test_listed_names_and_pages_are_served(tmp_path: Path) -> None:
+async def test_allowed_hosts_and_origins_are_served(tmp_path: Path) -> None:
     context = policy_context(tmp_path, hosts="gpu-7, Tinker.Example:80", origins="https://Board.example/")
     async with client(context) as http:
         for host in ("gpu-7:8000", "tinker.example"):
             assert (await http.get("/api/v1/stats", headers={"host": host})).status_code == 200
         assert (await http.get("/api/v1/stats", headers={"host": "other"})).status_code == 403
-        page = {"origin": "https://board.example", "sec-fetch-site": "cross-site"}
-        reply = await http.get("/api/v1/stats", headers=page)
+        page_headers = {"origin": "https://board.example", "sec-fetch-site": "cross-site"}
+        reply = await http.get("/api/v1/stats", headers=page_headers)
         assert reply.status_code == 200 and not [
             name for name in reply.headers if name.startswith("access-control")
         ]
@@ -148,15 +148,15 @@ async def test_listed_names_and_pages_are_served(tmp_path: Path) -> None:
 async def test_with_a_key_any_host_is_served_and_web_pages_are_refused(tmp_path: Path) -> None:
     context = policy_context(tmp_path, host="0.0.0.0", key="tml-k")
     async with client(context) as http:
-        proxied = {"host": "tinker.example", "x-api-key": "tml-k"}
-        assert (await http.get("/api/v1/stats", headers=proxied)).status_code == 200
+        headers = {"host": "tinker.example", "x-api-key": "tml-k"}
+        assert (await http.get("/api/v1/stats", headers=headers)).status_code == 200
         assert (
-            await http.get("/api/v1/stats", headers=proxied | {"origin": "http://evil.example"})
+            await http.get("/api/v1/stats", headers=headers | {"origin": "http://evil.example"})
         ).status_code == 403
     fake_engine(context).stop()
 
 
-async def test_without_a_key_only_addresses_and_known_names_are_served(
+async def test_without_a_key_unknown_host_names_are_refused(
     tmp_path: Path,
 ) -> None:
     context = policy_context(tmp_path, host="0.0.0.0")

@@ -1,4 +1,4 @@
-"""Clients that hold connections and a shortage of file descriptors do not block other clients."""
+"""Idle connections and a shortage of file descriptors do not block other clients."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ type Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def serving(
     root: Path, *, max_connections: int = 8, head_timeout_s: float = 60.0
 ) -> AsyncIterator[tuple[str, int]]:
+    """Serve a fake engine. Yield the address of the server."""
     context = fake_context(root)
     config = uvicorn.Config(
         build_app(StartupState(state=context)),
@@ -56,9 +57,10 @@ async def is_healthy(address: tuple[str, int]) -> bool:
         return (await http.get("/api/v1/healthz")).status_code == 200
 
 
-async def half_open(address: tuple[str, int], sent: bytes = b"POST /api/v1/crea") -> Stream:
+async def open_and_send(address: tuple[str, int], data: bytes = b"POST /api/v1/crea") -> Stream:
+    """Open a connection and send the beginning of a request, or a complete one."""
     reader, writer = await asyncio.open_connection(*address)
-    writer.write(sent)
+    writer.write(data)
     await writer.drain()
     return reader, writer
 
@@ -76,30 +78,32 @@ async def received_until_close(stream: Stream) -> bytes:
 
 async def test_half_open_connections_do_not_block_a_request(tmp_path: Path) -> None:
     async with serving(tmp_path, max_connections=8) as address:
-        streams = [await half_open(address) for _ in range(40)]
+        streams = [await open_and_send(address) for _ in range(40)]
         assert await is_healthy(address)
-        assert await received_until_close(streams[0]) == b"", "the one that was idle for longest is closed"
+        assert await received_until_close(streams[0]) == b"", (
+            "the connection that has been idle longest is closed"
+        )
         for _, writer in streams:
             writer.close()
 
 
-async def test_a_connection_with_an_endless_head_is_closed(tmp_path: Path) -> None:
+async def test_a_connection_with_an_incomplete_head_is_closed(tmp_path: Path) -> None:
     async with serving(tmp_path, head_timeout_s=0.1) as address:
-        for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: a\r\n"):
-            assert await received_until_close(await half_open(address, sent)) == b""
-        after_an_answer = await half_open(address, b"GET /api/v1/healthz HTTP/1.1\r\nhost: a\r\n\r\n")
-        assert b"200 OK" in await after_an_answer[0].readuntil(b"}")
-        after_an_answer[1].write(b"GET /")
-        assert await received_until_close(after_an_answer) == b""
+        for partial_head in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nhost: a\r\n"):
+            assert await received_until_close(await open_and_send(address, partial_head)) == b""
+        reused_connection = await open_and_send(address, b"GET /api/v1/healthz HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert b"200 OK" in await reused_connection[0].readuntil(b"}")
+        reused_connection[1].write(b"GET /")
+        assert await received_until_close(reused_connection) == b""
 
 
-async def test_the_deadline_of_a_head_does_not_end_a_request(tmp_path: Path) -> None:
+async def test_the_head_timeout_does_not_apply_to_a_body(tmp_path: Path) -> None:
     async with serving(tmp_path, head_timeout_s=0.1) as address:
         headers = (
             b"host: a\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: 2\r\n\r\n"
         )
-        stream = await half_open(address, b"POST /api/v1/create_session HTTP/1.1\r\n" + headers)
-        await asyncio.sleep(0.3)  # longer than the deadline, which must not apply here
+        stream = await open_and_send(address, b"POST /api/v1/create_session HTTP/1.1\r\n" + headers)
+        await asyncio.sleep(0.3)  # longer than head_timeout_s
         stream[1].write(b"{}")
         assert b"session_id" in await received_until_close(stream)
 
@@ -115,30 +119,30 @@ async def test_the_deadline_of_a_head_does_not_end_a_request(tmp_path: Path) -> 
 )
 async def test_the_size_of_a_head_is_limited(head: bytes, tmp_path: Path) -> None:
     async with serving(tmp_path) as address:
-        reply = await received_until_close(await half_open(address, head + b"\r\n\r\n"))
-        assert not reply or reply.startswith(b"HTTP/1.1 400")  # a reset may overtake the reply
+        reply = await received_until_close(await open_and_send(address, head + b"\r\n\r\n"))
+        assert not reply or reply.startswith(b"HTTP/1.1 400")  # a connection reset can discard the reply
         assert await is_healthy(address)
 
 
-async def test_the_server_survives_a_lack_of_descriptors(
+async def test_the_server_survives_a_shortage_of_descriptors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(tmp_path) as address:
         loop, failures = asyncio.get_running_loop(), [errno.EMFILE, errno.ENFILE, errno.ENOMEM]
         accept = loop.sock_accept
 
-        async def failing(listener: socket.socket) -> object:
+        async def accept_or_fail(listener: socket.socket) -> object:
             if failures:
                 raise OSError(failures.pop(), "no descriptor")
             return await accept(listener)
 
-        monkeypatch.setattr(loop, "sock_accept", failing)
-        assert await is_healthy(address), "the accept under way"
+        monkeypatch.setattr(loop, "sock_accept", accept_or_fail)
+        assert await is_healthy(address), "the call of sock_accept that is already waiting succeeds"
         assert await is_healthy(address)
         assert not failures
 
 
-def test_the_limit_of_open_files_is_raised_with_a_reserve() -> None:
+def test_the_open_file_limit_is_raised_and_limits_connections() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
@@ -150,7 +154,7 @@ def test_the_limit_of_open_files_is_raised_with_a_reserve() -> None:
         connection_limit(4096, 130)
 
 
-def test_a_key_comes_from_the_environment_or_a_file(tmp_path: Path) -> None:
+def test_the_api_key_is_read_from_environ_a_file_or_an_option(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("tml-from-file\n")
     environ = {"SKYRL_TX_API_KEY": "tml-from-environment"}
@@ -160,9 +164,9 @@ def test_a_key_comes_from_the_environment_or_a_file(tmp_path: Path) -> None:
         (["api_key=tml-given"], "tml-given"),
     ):
         assert parse(with_secrets(["base_model=x", *argv], environ)).api_key == key
-    for content, says in ((b"", "empty"), (b"\xff", "not ASCII")):
+    for content, message in ((b"", "empty"), (b"\xff", "not ASCII")):
         file.write_bytes(content)
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             with_secrets([f"api_key_file={file}"], {})
     with pytest.raises(ConfigError, match="pass one of them"):
         with_secrets([f"api_key_file={file}", "api_key=tml-a"], {})
@@ -171,8 +175,8 @@ def test_a_key_comes_from_the_environment_or_a_file(tmp_path: Path) -> None:
     assert "tml-given" not in repr(parse(["base_model=x", "api_key=tml-given"]))
 
 
-def test_a_key_on_the_command_line_leaves_the_process_list(tmp_path: Path) -> None:
-    """The program waits for a FIFO, so that its process can be inspected."""
+def test_a_key_argument_is_removed_from_the_process_list(tmp_path: Path) -> None:
+    """The key file is a FIFO: the server waits until the test has read its command line."""
     fifo = tmp_path / "key"
     os.mkfifo(fifo)
     argv = [
@@ -185,7 +189,7 @@ def test_a_key_on_the_command_line_leaves_the_process_list(tmp_path: Path) -> No
     ]
     with subprocess.Popen(argv, stderr=subprocess.PIPE) as server:
         try:
-            with fifo.open("wb") as writer:  # opens when the restarted program reads it
+            with fifo.open("wb") as writer:  # returns when the re-executed server opens the FIFO
                 command_line = Path(f"/proc/{server.pid}/cmdline").read_bytes()
                 writer.write(b"wrong\n")
             _, stderr = server.communicate(timeout=60)

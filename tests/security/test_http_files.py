@@ -1,4 +1,4 @@
-"""A bad file, a malformed URL or a full disk causes one clear error and affects no other object."""
+"""A damaged file, a malformed URL or a full disk fails one request and affects no other object."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from skyrl_tx_server.model.config_json import load_model_config
 from tests.fakes.server import fake_context, fake_engine
 from tests.server.tiny_qwen3 import FIXTURES
 
-DEEP = "[" * 100_000 + "]" * 100_000
-NESTED = '{"a":' * 500 + "1" + "}" * 500
+DEEP_LIST = "[" * 100_000 + "]" * 100_000
+DEEP_OBJECT = '{"a":' * 500 + "1" + "}" * 500
 
 
 @pytest.fixture
@@ -42,10 +42,10 @@ async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def call(http: httpx.AsyncClient, route: str, **body: object) -> dict[str, Any]:
-    """Return the result of an operation."""
-    sent = await http.post(route, json=body)
-    assert sent.status_code == 200, sent.text
-    return (await http.post("retrieve_future", json={"request_id": sent.json()["request_id"]})).json()
+    """Submit an operation. Return its result or its error."""
+    reply = await http.post(route, json=body)
+    assert reply.status_code == 200, reply.text
+    return (await http.post("retrieve_future", json={"request_id": reply.json()["request_id"]})).json()
 
 
 async def make_model(http: httpx.AsyncClient, number: int = 0) -> dict[str, Any]:
@@ -60,10 +60,11 @@ async def make_model(http: httpx.AsyncClient, number: int = 0) -> dict[str, Any]
     )
 
 
-def damaged(record: dict[str, Any]) -> dict[str, str]:
+def damaged_texts(record: dict[str, Any]) -> dict[str, str]:
+    """Return invalid contents of checkpoint.json, by the kind of damage."""
     return {
-        "deep": DEEP,
-        "nested": NESTED,
+        "deep": DEEP_LIST,
+        "nested": DEEP_OBJECT,
         "empty": "",
         "a list": "[]",
         "large": json.dumps(record | {"user_metadata": {"a": "b" * (2 << 20)}}),
@@ -78,21 +79,21 @@ def damaged(record: dict[str, Any]) -> dict[str, str]:
     }
 
 
-async def test_a_bad_record_affects_no_other_checkpoint(http: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_a_damaged_record_affects_no_other_checkpoint(http: httpx.AsyncClient, tmp_path: Path) -> None:
     model_id = (await make_model(http))["model_id"]
     good, bad = [
         (await call(http, "save_weights", model_id=model_id, path=name))["path"] for name in ("good", "bad")
     ]
     file = tmp_path / model_id / "weights" / "bad" / "checkpoint.json"
-    for name, text in damaged(json.loads(file.read_text())).items():
+    for name, text in damaged_texts(json.loads(file.read_text())).items():
         file.write_text(text)
-        for route, shows in (
+        for route, expected in (
             ("checkpoints", good),
             (f"training_runs/{model_id}/checkpoints", good),
             ("training_runs", model_id),
         ):
             reply = await http.get(route)
-            assert reply.status_code == 200 and shows in reply.text, (name, reply.text)
+            assert reply.status_code == 200 and expected in reply.text, (name, reply.text)
         reply = await http.post("weights_info", json={"tinker_path": bad})
         assert reply.status_code in (200, 400) and "internal error" not in reply.text, (name, reply.text)
         assert (await http.post("weights_info", json={"tinker_path": good})).status_code == 200
@@ -101,7 +102,7 @@ async def test_a_bad_record_affects_no_other_checkpoint(http: httpx.AsyncClient,
     assert good in (await http.get("checkpoints")).text
 
 
-async def test_a_record_that_names_a_file_elsewhere_is_refused(
+async def test_a_record_with_a_file_in_another_folder_is_refused(
     http: httpx.AsyncClient, context: AppState, tmp_path: Path
 ) -> None:
     model_id = (await make_model(http))["model_id"]
@@ -115,16 +116,16 @@ async def test_a_record_that_names_a_file_elsewhere_is_refused(
             context.checkpoints.read(path)
 
 
-@pytest.mark.parametrize("text", [DEEP, NESTED, "[]", '{"r": 1e999, "lora_alpha": 1}', "\xff"])
-def test_an_invalid_adapter_config_is_one_line(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [DEEP_LIST, DEEP_OBJECT, "[]", '{"r": 1e999, "lora_alpha": 1}', "\xff"])
+def test_an_invalid_adapter_config_is_a_user_error(text: str, tmp_path: Path) -> None:
     base = open_base_model(FIXTURES / "tied")
     (tmp_path / CONFIG).write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match="not a PEFT adapter"):
         read_adapter(tmp_path, base)
 
 
-@pytest.mark.parametrize("text", [DEEP, NESTED, "[]", "\xff"])
-def test_an_invalid_model_config_is_one_line(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [DEEP_LIST, DEEP_OBJECT, "[]", "\xff"])
+def test_an_invalid_model_config_is_a_configuration_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
         load_model_config(tmp_path)
@@ -155,7 +156,7 @@ def percent(text: str) -> str:
     return "".join(f"%{byte:02X}" for byte in text.encode("utf-8", "surrogatepass"))
 
 
-async def test_a_full_disk_when_a_model_is_recorded_affects_it_only(
+async def test_a_full_disk_fails_only_the_model_that_is_created(
     http: httpx.AsyncClient,
     context: AppState,
     monkeypatch: pytest.MonkeyPatch,
@@ -163,11 +164,11 @@ async def test_a_full_disk_when_a_model_is_recorded_affects_it_only(
 ) -> None:
     before = (await make_model(http))["model_id"]
 
-    def full(run: object) -> None:
+    def raise_disk_full(run: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
-        patch.setattr(context.run_index, "record_run", full)
+        patch.setattr(context.run_index, "record_run", raise_disk_full)
         reply = await make_model(http, 1)
     assert "No space left on device" in reply["error"] and "Traceback" not in caplog.text
     (refused,) = [op.model_id for op in fake_engine(context).of_type(CreateModel) if op.model_id != before]

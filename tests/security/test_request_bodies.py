@@ -1,6 +1,4 @@
-"""Every hostile request body is refused with one line, without an internal error and without blocking the
-event loop.
-"""
+"""A hostile request body causes a short error message, no internal error and no delay of other requests."""
 
 from __future__ import annotations
 
@@ -32,19 +30,19 @@ from tests.fakes.server import fake_context, fake_engine
 
 JSON, PROTO = {"content-type": "application/json"}, {"content-type": "application/x-protobuf"}
 LIMITS = Limits(vocab_size=512, max_context_length=4096, max_lora_rank=32)
-LONGEST_GAP_S = 0.5
+MAX_GAP_S = 0.5  # between two iterations of the event loop
 
 
-def packed(body: bytes) -> bytes:
+def compressed(body: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=19).compress(body)
 
 
-def deep(levels: int) -> bytes:
+def nested_objects(levels: int) -> bytes:
     return b'{"a":' * levels + b"1" + b"}" * levels
 
 
 BODIES = {
-    "deep objects": deep(900),
+    "deep objects": nested_objects(900),
     "deep lists": b'{"tags":' + b"[" * 900 + b"]" * 900 + b"}",
     "unclosed lists": b"[" * 100_000,
     "many empty lists": b'{"tags":[' + b"[]," * 200_000 + b"[]]}",
@@ -97,7 +95,7 @@ async def http(context: AppState) -> AsyncIterator[httpx.AsyncClient]:
 
 
 class Ticker:
-    """Measures the longest time between two iterations of the event loop, without waits for a CPU."""
+    """Measures the longest time between two iterations of the event loop, excluding waits for a CPU."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -133,15 +131,15 @@ async def test_a_hostile_body_is_refused_without_blocking_the_loop(
             assert response.status_code in {200, 204, *range(400, 500)}, (endpoint.path, response.text[:200])
             assert len(response.content) < 10_000, "an error message does not repeat the body"
     assert not [record for record in caplog.records if record.exc_info], caplog.text[:2000]
-    assert ticker.longest_s < LONGEST_GAP_S
+    assert ticker.longest_s < MAX_GAP_S
 
 
-@pytest.mark.parametrize("inner", [b"[],", b'"",', b"{},", b'{"a":1},', b"1,"])
-async def test_a_compressed_body_blocks_no_loop_and_uses_little_memory(
-    inner: bytes, http: httpx.AsyncClient
+@pytest.mark.parametrize("element", [b"[],", b'"",', b"{},", b'{"a":1},', b"1,"])
+async def test_a_compressed_body_is_refused_fast_and_in_little_memory(
+    element: bytes, http: httpx.AsyncClient
 ) -> None:
-    """Without limits, six kilobytes would take 3.4 GiB and ten seconds."""
-    bomb = packed(b'{"tags":[' + inner * (60_000_000 // len(inner)) + b"1]}")
+    """Without limits, a body of six kilobytes would take ten seconds and 3.4 GiB of memory."""
+    bomb = compressed(b'{"tags":[' + element * (60_000_000 // len(element)) + b"1]}")
     assert len(bomb) < 50_000
     ticker = Ticker()
     tracemalloc.start()
@@ -159,7 +157,7 @@ async def test_a_compressed_body_blocks_no_loop_and_uses_little_memory(
         assert tracemalloc.get_traced_memory()[1] < 100 << 20
     finally:
         tracemalloc.stop()
-    assert ticker.longest_s < LONGEST_GAP_S
+    assert ticker.longest_s < MAX_GAP_S
 
 
 async def test_large_bodies_do_not_delay_other_requests(http: httpx.AsyncClient) -> None:
@@ -167,42 +165,42 @@ async def test_large_bodies_do_not_delay_other_requests(http: httpx.AsyncClient)
     body = (
         b'{"base_model":"local/fake","sampling_params":{},"prompt":{"chunks":[{"tokens":[' + tokens + b"]}]}}"
     )
-    answered: list[str] = []
+    completed: list[str] = []
 
     async def large() -> None:
         response = await http.post("/api/v1/asample", content=body, headers=JSON)
         assert "exceeds the model's context window" in response.text
-        answered.append("large")
+        completed.append("large")
 
     async def small() -> None:
         await asyncio.sleep(0)
         assert (await http.get("/api/v1/healthz")).status_code == 200
-        answered.append("small")
+        completed.append("small")
 
     await asyncio.gather(large(), small())
-    assert answered == ["small", "large"]
+    assert completed == ["small", "large"]
 
 
 def hostile_protobufs() -> Iterator[bytes]:
     yield b"\x1a\x00" * 500_000  # empty datums
-    yield b"\x1a\x84\x80\x08" + b"\x0a\x00" * 65_538  # one datum with empty chunks, many times
-    yield b"\x1a\x84\x80\x20" + b"\x0a\x00" * 262_146
+    yield b"\x1a\x84\x80\x08" + b"\x0a\x00" * 65_538  # one datum with 65,538 empty chunks
+    yield b"\x1a\x84\x80\x20" + b"\x0a\x00" * 262_146  # one datum with 262,146 empty chunks
     yield b"\x78\x01" * 500_000  # unknown fields
     yield b"\x2a\x00" * 500_000  # empty entries of a map
     yield b"\x1a\xff\xff\xff\xff\x0f" + b"a" * 100_000  # longer than the body
-    yield b"\x0b" * 200_000  # groups that never end
-    yield b"\xff" * 200_000
+    yield b"\x0b" * 200_000  # groups without an end
+    yield b"\xff" * 200_000  # an integer without an end
 
 
 @pytest.mark.parametrize("body", list(hostile_protobufs()), ids=range(8))
-async def test_a_protobuf_of_many_small_fields_is_refused_unparsed(
+async def test_a_hostile_protobuf_is_refused_without_blocking_the_loop(
     body: bytes, http: httpx.AsyncClient
 ) -> None:
     ticker = Ticker()
     with ticker.ticking():
         response = await http.post("/api/v1/forward_backward", content=body, headers=PROTO)
     assert response.status_code == 400 and "internal error" not in response.text
-    assert ticker.longest_s < LONGEST_GAP_S
+    assert ticker.longest_s < MAX_GAP_S
 
 
 PARSERS: dict[str, Callable[[bytes], object]] = {
@@ -216,7 +214,7 @@ PARSERS: dict[str, Callable[[bytes], object]] = {
 
 @pytest.mark.parametrize("name", [name for name, body in BODIES.items() if len(body) < 2 << 20])
 @pytest.mark.parametrize("route", PARSERS)
-def test_a_parser_refuses_only_with_a_user_error(route: str, name: str) -> None:
+def test_a_parser_raises_only_user_errors(route: str, name: str) -> None:
     with pytest.raises(UserError):
         PARSERS[route](BODIES[name])
 
@@ -236,7 +234,7 @@ def test_a_long_string_among_numbers_does_not_widen_the_array() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "exceeds"),
+    ("body", "exceeded_limit"),
     [
         (b"[" * 5 + b"]" * 5, "levels"),
         (b"[1,2,3,4,5,6,7,8,9,10,11]", "values"),
@@ -247,20 +245,20 @@ def test_a_long_string_among_numbers_does_not_widen_the_array() -> None:
         (b"[1,2,3,4,5,6,7,8,9,10]", None),
     ],
 )
-def test_limits_count_parsed_values_and_not_string_contents(body: bytes, exceeds: str | None) -> None:
+def test_limits_count_parsed_values_and_not_string_contents(body: bytes, exceeded_limit: str | None) -> None:
     bounds = JsonBounds(values=10, strings=8, containers=6, depth=4)
-    if exceeds is None:
+    if exceeded_limit is None:
         assert parse_json(body, bounds) == json.loads(body)
     else:
-        with pytest.raises(UserError, match=exceeds):
+        with pytest.raises(UserError, match=exceeded_limit):
             parse_json(body, bounds)
 
 
 def test_a_compression_bomb_is_refused_and_training_data_is_not() -> None:
     data = bytes(range(256)) * 4096
-    assert decompress(packed(data[: 1 << 19]), 1 << 20) == data[: 1 << 19]
+    assert decompress(compressed(data[: 1 << 19]), 1 << 20) == data[: 1 << 19]
     with pytest.raises(UserError, match="compressed more than 200 times"):
-        decompress(packed(bytes(50 << 20)), 64 << 20)
+        decompress(compressed(bytes(50 << 20)), 64 << 20)
 
 
 def test_control_routes_accept_a_mebibyte_at_most() -> None:
@@ -276,7 +274,7 @@ def test_control_routes_accept_a_mebibyte_at_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         ({"tags": ["t"] * 65}, "at most 64"),
         ({"tags": ["t" * 257]}, "256 characters"),
@@ -288,14 +286,14 @@ def test_control_routes_accept_a_mebibyte_at_most() -> None:
         ({"display_name": "n" * 257}, "at most 256"),
     ],
 )
-async def test_the_state_kept_for_a_client_is_small(
-    body: dict[str, object], says: str, http: httpx.AsyncClient
+async def test_the_size_of_session_fields_is_limited(
+    body: dict[str, object], message: str, http: httpx.AsyncClient
 ) -> None:
     response = await http.post("/api/v1/create_session", json=body)
-    assert (response.status_code, says in response.json()["detail"]) == (400, True), response.text
+    assert (response.status_code, message in response.json()["detail"]) == (400, True), response.text
 
 
-async def test_metadata_as_large_as_allowed_is_kept(http: httpx.AsyncClient) -> None:
+async def test_session_metadata_within_the_limits_is_stored(http: httpx.AsyncClient) -> None:
     metadata = {f"k{i:02}": "v" * 200 for i in range(64)}
     session = (
         await http.post("/api/v1/create_session", json={"tags": ["t" * 256], "user_metadata": metadata})
@@ -306,25 +304,27 @@ async def test_metadata_as_large_as_allowed_is_kept(http: httpx.AsyncClient) -> 
 async def test_bytes_in_flight_are_limited_and_released() -> None:
     budget, entered = BodyBudget(), []
 
-    async def hold(name: str, num_bytes: int, leave: asyncio.Event) -> None:
+    async def hold(name: str, num_bytes: int, release: asyncio.Event) -> None:
         async with budget.reserve(num_bytes, capacity=100, timeout_s=60):
             entered.append(name)
-            await leave.wait()
+            await release.wait()
 
-    leaves = {name: asyncio.Event() for name in "abcd"}
+    releases = {name: asyncio.Event() for name in "abcd"}
     tasks = [
-        asyncio.create_task(hold(name, size, leaves[name]))
+        asyncio.create_task(hold(name, size, releases[name]))
         for name, size in zip("abcd", (60, 60, 40, 1000), strict=True)
     ]
     await asyncio.sleep(0)
-    assert entered == ["a"] and budget.used_bytes == 60, "who came first is not overtaken by a smaller one"
+    assert entered == ["a"] and budget.used_bytes == 60, (
+        "a smaller reservation does not overtake an earlier one"
+    )
     tasks[1].cancel()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert entered == ["a", "c"]
-    leaves["a"].set()
-    leaves["c"].set()
-    leaves["d"].set()
+    releases["a"].set()
+    releases["c"].set()
+    releases["d"].set()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert entered == ["a", "c", "d"] and budget.used_bytes == 0
 
@@ -334,21 +334,21 @@ async def test_a_body_that_waits_too_long_for_memory_is_refused() -> None:
     async with budget.reserve(100, capacity=100, timeout_s=60):
         with pytest.raises(CapacityError, match="try again later"):
             async with budget.reserve(1, capacity=100, timeout_s=0.01):
-                raise AssertionError("there was no room")
+                raise AssertionError("the reservation must time out")
     assert budget.used_bytes == 0
 
 
 async def test_a_slow_body_is_refused_although_it_never_pauses(tmp_path: Path) -> None:
     context = fake_context(tmp_path, settings=HttpSettings(model_dir=None, stalled_s=0.2))
 
-    async def drips() -> AsyncIterator[bytes]:
+    async def slow_body() -> AsyncIterator[bytes]:
         while True:
             yield b" "
             await asyncio.sleep(0.01)
 
     transport = httpx.ASGITransport(build_app(StartupState(state=context)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http, asyncio.timeout(30):
-        response = await http.post("/api/v1/asample", content=drips(), headers=JSON)
+        response = await http.post("/api/v1/asample", content=slow_body(), headers=JSON)
     assert (response.status_code, "on average" in response.text) == (400, True)
     assert context.bodies.used_bytes == 0
     fake_engine(context).stop()

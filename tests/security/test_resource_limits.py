@@ -23,7 +23,7 @@ from tests.security.sandboxes import PYTHON, sandbox
 REASON = why_no_sandbox()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no sandbox here: {REASON}")
 needs_python = pytest.mark.skipif(
-    not Path(PYTHON).exists(), reason=f"the attack is written in Python: no {PYTHON}"
+    not Path(PYTHON).exists(), reason=f"the attack is a Python program, and {PYTHON} is missing"
 )
 needs_cgroup = pytest.mark.skipif(cgroup_parents() is None, reason="no cgroup can be created here")
 
@@ -48,11 +48,11 @@ print(count < 100)
         assert (await running.run("echo on")).stdout == b"on\n"
 
 
-async def test_a_command_without_a_free_process_has_a_status() -> None:
+async def test_a_command_over_the_process_limit_has_status_126() -> None:
     async with sandbox(limits=SandboxLimits(processes=3)) as running:
         commands = [asyncio.create_task(running.run("exec sleep 1000")) for _ in range(4)]
-        done, waiting = await asyncio.wait(commands, return_when=asyncio.FIRST_COMPLETED)
-        refused = done.pop().result()
+        finished, waiting = await asyncio.wait(commands, return_when=asyncio.FIRST_COMPLETED)
+        refused = finished.pop().result()
         assert refused.status == 126 and refused.stderr.startswith(b"cannot start a command: ")
         assert waiting
         await running.kill_processes()
@@ -61,24 +61,24 @@ async def test_a_command_without_a_free_process_has_a_status() -> None:
 
 @needs_python
 @pytest.mark.parametrize("kind", ["MAP_SHARED", "MAP_PRIVATE"])
-async def test_one_mapping_cannot_pass_the_memory_limit(kind: str) -> None:
+async def test_one_mapping_cannot_exceed_the_memory_limit(kind: str) -> None:
     script = f"""
 import mmap
 memory = mmap.mmap(-1, 900 << 20, flags=mmap.{kind} | mmap.MAP_ANONYMOUS)
 for page in range(0, 900 << 20, 4096):
     memory[page] = 1
-print("took 900 MiB")
+print("wrote 900 MiB")
 """
     async with sandbox(limits=SandboxLimits(memory_mb=512)) as running:
-        done = await running.run(f"{PYTHON} - <<'E'\n{script}\nE")
-        assert done.status != 0 and done.stdout == b""
+        result = await running.run(f"{PYTHON} - <<'E'\n{script}\nE")
+        assert result.status != 0 and result.stdout == b""
         assert (await running.run("echo on")).stdout == b"on\n"
 
 
 @needs_python
 @needs_cgroup
 @pytest.mark.parametrize("kind", ["MAP_SHARED", "MAP_PRIVATE"])
-async def test_all_processes_together_stay_within_the_memory_limit(kind: str) -> None:
+async def test_all_processes_together_cannot_exceed_the_memory_limit(kind: str) -> None:
     script = f"""
 import mmap, os, signal
 children = []
@@ -97,8 +97,8 @@ for _ in range(6):
 print(sum(os.waitpid(child, os.WNOHANG)[0] == 0 for child in children))
 """
     async with sandbox(limits=SandboxLimits(memory_mb=192, storage_mb=64)) as running:
-        done = await running.run(f"{PYTHON} - <<'E'\n{script}\nE")
-        assert done.status == 137 or int(done.stdout) < 4, (
+        result = await running.run(f"{PYTHON} - <<'E'\n{script}\nE")
+        assert result.status == 137 or int(result.stdout) < 4, (
             "more than three children with 64 MiB each are alive"
         )
         assert (await running.run("echo on")).stdout == b"on\n"
@@ -107,8 +107,8 @@ print(sum(os.waitpid(child, os.WNOHANG)[0] == 0 for child in children))
 @needs_cgroup
 async def test_a_full_file_system_does_not_end_the_sandbox() -> None:
     async with sandbox(limits=SandboxLimits(memory_mb=256, storage_mb=4096)) as running:
-        fill = "for place in /tmp /usr/local /dev/shm; do "
-        fill += "head -c 2000000000 /dev/zero >$place/big; echo $?; done"
+        fill = "for folder in /tmp /usr/local /dev/shm; do "
+        fill += "head -c 2000000000 /dev/zero >$folder/big; echo $?; done"
         assert (await running.run(fill)).stdout == b"1\n1\n1\n"
         assert (await running.run("rm /tmp/big /usr/local/big /dev/shm/big; echo on")).stdout == b"on\n"
 
@@ -118,7 +118,7 @@ def test_the_file_systems_of_a_sandbox_share_its_storage() -> None:
     assert sum(SandboxLimits(memory_mb=512, storage_mb=4096).tmpfs_sizes_mb.values()) == 384
 
 
-async def test_the_oom_killer_spares_the_exec_server() -> None:
+async def test_the_oom_killer_prefers_commands_to_the_exec_server() -> None:
     async with sandbox() as running:
         assert (await running.run("cat /proc/self/oom_score_adj /proc/1/oom_score_adj")).stdout == b"500\n0\n"
 
@@ -129,7 +129,7 @@ async def test_open_files_and_core_files_are_limited() -> None:
         assert (await running.run("ulimit -n 100000")).status != 0
 
 
-def test_the_mechanism_of_the_limits_is_named() -> None:
+def test_the_mechanism_that_enforces_the_limits_is_reported() -> None:
     parents = cgroup_parents()
     expected = "limits per process and per user only" if parents is None else f"cgroup v{parents.version}"
     assert limits_enforced_by().startswith(expected)
@@ -156,21 +156,21 @@ async def test_the_cgroups_of_a_sandbox_are_removed_with_it() -> None:
 def test_the_next_run_removes_the_cgroups_of_an_ended_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Another trainer that starts at the same time may remove it.
+    # With the shared root, another trainer that starts now could remove the directory.
     monkeypatch.setattr("src.envs.sandbox.run_directory.root_directory", lambda: tmp_path)
     parents = cgroup_parents()
     assert parents is not None
-    dead = tmp_path / f"dead-{os.getpid()}"
-    sandbox_directory = dead / "1-trial"
+    ended_run = tmp_path / f"ended-{os.getpid()}"
+    sandbox_directory = ended_run / "1-trial"
     sandbox_directory.mkdir(parents=True)
-    groups = parents.create(f"dead-{os.getpid()}-1", SandboxLimits(), record=sandbox_directory / "cgroups")
+    groups = parents.create(f"ended-{os.getpid()}-1", SandboxLimits(), record=sandbox_directory / "cgroups")
     assert all(group.is_dir() for group in groups)
     remove_ended_runs()
     assert not any(group.exists() for group in groups)
-    assert not dead.exists()
+    assert not ended_run.exists()
 
 
-def test_cgroup_v2_bounds_memory_swap_and_processes(tmp_path: Path) -> None:
+def test_cgroup_v2_limits_memory_swap_and_processes(tmp_path: Path) -> None:
     parent = tmp_path / "delegated"
     group = parent / "agent-trainer-run-1"
     parents = CgroupParents(version=2, directories=(parent,))
@@ -181,11 +181,11 @@ def test_cgroup_v2_bounds_memory_swap_and_processes(tmp_path: Path) -> None:
     for file in ("memory.max", "memory.swap.max", "pids.max"):
         (group / file).touch()
 
-    class Existing(type(group)):  # the kernel creates the files with the directory
+    class ExistingDirectory(type(group)):  # the kernel creates the files with the directory
         def mkdir(self, *args: object, **kwargs: object) -> None:
             pass
 
-    parents = CgroupParents(version=2, directories=(Existing(parent),))
+    parents = CgroupParents(version=2, directories=(ExistingDirectory(parent),))
     parents.create("run-1", SandboxLimits(processes=7, memory_mb=3), record=record)
     written = {path.name: path.read_text() for path in group.iterdir()}
     assert written == {"memory.max": str(3 * 2**20), "memory.swap.max": "0", "pids.max": "7"}
@@ -209,14 +209,14 @@ def test_cgroup_v2_is_preferred_to_v1(tmp_path: Path) -> None:
     """A cgroup with processes cannot have children with controllers, so the cgroups of sandboxes are its
     siblings.
     """
-    point = cgroup_v2(tmp_path / "unified", enabled="")
-    (point / "cgroup.type").unlink()  # the root of the hierarchy
-    slice_ = cgroup_v2(point / "user.slice" / "app.slice", enabled="memory pids")
+    mount_point = cgroup_v2(tmp_path / "unified", enabled="")
+    (mount_point / "cgroup.type").unlink()  # as in the root of the hierarchy
+    slice_ = cgroup_v2(mount_point / "user.slice" / "app.slice", enabled="memory pids")
     cgroup_v2(slice_ / "trainer.scope", enabled="", processes="1\n")
     for controller in ("memory", "pids"):
         (tmp_path / controller / "job").mkdir(parents=True)
     mountinfo = (
-        f"30 20 0:25 / {point} rw - cgroup2 cgroup2 rw\n"
+        f"30 20 0:25 / {mount_point} rw - cgroup2 cgroup2 rw\n"
         f"31 20 0:26 / {tmp_path}/memory rw - cgroup cgroup rw,memory\n"
         f"32 20 0:27 / {tmp_path}/pids rw - cgroup cgroup rw,pids\n"
     )

@@ -1,6 +1,4 @@
-"""The root of run directories is private, equal for all trainers of a user, and cannot be created by another
-user first.
-"""
+"""All trainers of a user share one root of run directories, to which no other user can write."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ from src.envs.sandbox.run_directory import (
 )
 from tests.security.sandboxes import NOBODY, ROOT
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
 
-HOLD = (
+HOLD_DIRECTORY = (  # holds the run directory argv[1] until its stdin is closed
     "import sys; from src.envs.sandbox.run_directory import run_directory; run_directory(sys.argv[1]); "
     "print('held', flush=True); sys.stdin.read()"
 )
@@ -33,13 +31,13 @@ HOLD = (
 
 @pytest.mark.skipif(
     os.geteuid() != 0,
-    reason="the other process runs without the rights that this one reads the packages with",
+    reason="without root, the child process may not be allowed to read the Python packages",
 )
 @pytest.mark.parametrize("variable", ["TMPDIR", "HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME"])
-def test_trainers_with_other_environments_see_each_other(variable: str, tmp_path: Path) -> None:
+def test_trainers_with_different_environments_share_the_root(variable: str, tmp_path: Path) -> None:
     label = f"alive-{os.getpid()}-{secrets.token_hex(4)}"
     environment = {**os.environ, variable: str(tmp_path)}
-    command = [sys.executable, "-c", HOLD, label]
+    command = [sys.executable, "-c", HOLD_DIRECTORY, label]
     other_trainer = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=ROOT
     )
@@ -52,7 +50,7 @@ def test_trainers_with_other_environments_see_each_other(variable: str, tmp_path
     assert label not in live_run_labels()
 
 
-def test_run_directories_are_closed_to_other_users() -> None:
+def test_other_users_cannot_list_or_change_run_directories() -> None:
     for directory in (root_directory(), run_directory(f"modes-{os.getpid()}")):
         status = directory.stat()
         assert status.st_uid == os.geteuid()
@@ -65,27 +63,27 @@ def test_another_user_cannot_create_the_root_directory_first(
     monkeypatch.setattr(module, "ROOTS_PARENT", tmp_path / "missing")
     monkeypatch.setattr(module, "SHARED_TEMPORARY", tmp_path)
     monkeypatch.setattr(module, "_cache_directory", lambda: None)
-    taken = tmp_path / f"agent-trainer-{os.geteuid()}-0"
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    taken.symlink_to(elsewhere)  # sorts before every name with random letters
+    link = tmp_path / f"agent-trainer-{os.geteuid()}-0"  # sorts before a name with random letters
+    link_target = tmp_path / "elsewhere"
+    link_target.mkdir()
+    link.symlink_to(link_target)
     root = root_directory()
-    assert root.parent == tmp_path and root not in (taken, elsewhere) and not root.is_symlink()
+    assert root.parent == tmp_path and root not in (link, link_target) and not root.is_symlink()
     assert root_directory() == root, "another trainer of this user finds the same directory"
-    assert list(elsewhere.iterdir()) == []
+    assert list(link_target.iterdir()) == []
 
 
 @needs_root
 def test_a_directory_of_another_user_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "ROOTS_PARENT", tmp_path / "missing")
     monkeypatch.setattr(module, "SHARED_TEMPORARY", tmp_path)
-    taken = tmp_path / "agent-trainer-0-0"
-    taken.mkdir()
-    os.chown(taken, int(NOBODY), int(NOBODY))
-    assert root_directory() != taken
+    directory_of_nobody = tmp_path / "agent-trainer-0-0"
+    directory_of_nobody.mkdir()
+    os.chown(directory_of_nobody, int(NOBODY), int(NOBODY))
+    assert root_directory() != directory_of_nobody
 
 
-def test_a_probe_leaves_nothing() -> None:
+def test_a_temporary_run_directory_is_removed() -> None:
     with temporary_run_directory() as directory:
         assert directory.name in live_run_labels()
     assert not directory.exists()

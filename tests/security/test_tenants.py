@@ -1,4 +1,4 @@
-"""Tenants: keys, quotas, sharing, signed addresses, and state after a restart."""
+"""Tenants: keys, owners, sharing, signed URLs, quotas and expiry."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from tests.fakes.server import fake_context, fake_engine
 from tests.security.tenants import (
     MODEL,
     OPERATOR_KEY,
-    done,
     make_model,
     make_objects,
     open_session,
     post,
+    run_operation,
     two_tenants,
 )
 
@@ -58,18 +58,21 @@ def test_a_key_file_holds_digests_that_authenticate_its_tenants(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "keys"
-    made = []
+    created_keys = []
     for name in ("alice", "bob", "alice"):
         assert keys.main(["add", name, f"file={file}"]) == 0
-        made.append(capsys.readouterr().out.strip())
-    assert len(set(made)) == 3 and all(re.fullmatch(r"tml-[A-Za-z0-9_-]{43}", key) for key in made)
+        created_keys.append(capsys.readouterr().out.strip())
+    assert len(set(created_keys)) == 3 and all(
+        re.fullmatch(r"tml-[A-Za-z0-9_-]{43}", key) for key in created_keys
+    )
     text = file.read_text()
-    assert not any(key in text or key.removeprefix("tml-") in text for key in made)
-    assert text.splitlines()[0] == f"alice:{hashlib.sha256(made[0].encode()).hexdigest()}"
+    assert not any(key in text or key.removeprefix("tml-") in text for key in created_keys)
+    assert text.splitlines()[0] == f"alice:{hashlib.sha256(created_keys[0].encode()).hexdigest()}"
     assert file.stat().st_mode & 0o777 == 0o600
     loaded = TenantKeys(file)
     assert [
-        loaded.tenant_of(key) for key in (*made, "tml-guess", "", "\udcff".encode(errors="replace").decode())
+        loaded.tenant_of(key)
+        for key in (*created_keys, "tml-guess", "", "\udcff".encode(errors="replace").decode())
     ] == [
         *("alice", "bob", "alice"),
         *(None, None, None),
@@ -88,7 +91,7 @@ def test_a_key_file_holds_digests_that_authenticate_its_tenants(
         (f"alice:{'0' * 64}\nbob:{'0' * 64}", "line 2 gives the key of tenant alice to bob too"),
     ],
 )
-def test_a_key_file_with_a_mistake_is_one_clear_error(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_key_file_causes_an_error_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -106,9 +109,9 @@ def test_a_key_file_that_everyone_can_write_to_is_refused(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "arguments",
-    [["add", "alice"], ["add", "file=x"], ["add", "Alice", "file=x"], ["mend"], ["remove", "a", "file=x"]],
+    [["add", "alice"], ["add", "file=x"], ["add", "Alice", "file=x"], ["unknown"], ["remove", "a", "file=x"]],
 )
-def test_the_keys_command_refuses_in_one_line(
+def test_the_keys_command_reports_wrong_arguments_in_one_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     arguments = [argument.replace("file=x", f"file={tmp_path / 'x'}") for argument in arguments]
@@ -121,12 +124,14 @@ async def test_a_changed_key_file_is_read_and_a_broken_one_is_ignored(
     tmp_path: Path,
 ) -> None:
     async with two_tenants(tmp_path) as site:
-        carol = keys.add(site.keys, "carol")
-        keys.remove(site.keys, "bob")
+        carol = keys.add(site.key_file, "carol")
+        keys.remove(site.key_file, "bob")
         await housekeep(site.context)
-        assert (await site.anyone.get("/api/v1/sessions", headers={"x-api-key": carol})).status_code == 200
+        assert (
+            await site.without_key.get("/api/v1/sessions", headers={"x-api-key": carol})
+        ).status_code == 200
         assert (await site.bob.get("/api/v1/sessions")).status_code == 401
-        site.keys.write_text("nonsense")
+        site.key_file.write_text("nonsense")
         await housekeep(site.context)
         assert (await site.alice.get("/api/v1/sessions")).status_code == 200
 
@@ -140,23 +145,23 @@ async def test_only_health_and_signed_downloads_need_no_key(tmp_path: Path) -> N
             ("x-api-key", b"\xff"),
         ):
             for path in ("/api/v1/sessions", "/v1/models", "/metrics"):
-                assert (await site.anyone.get(path, headers={name.encode(): key})).status_code == 401
-        assert (await site.anyone.get("/api/v1/healthz")).status_code == 200
+                assert (await site.without_key.get(path, headers={name.encode(): key})).status_code == 401
+        assert (await site.without_key.get("/api/v1/healthz")).status_code == 200
 
 
-def test_the_options_of_tenants_are_checked() -> None:
+def test_the_options_of_tenants_are_validated() -> None:
     config = ServerConfig(
         base_model="x", host="0.0.0.0", api_keys_file="keys", tenant_checkpoint_quota_gb=0.5
     )
     assert config.tenant_quota is config and config.tenant_checkpoint_quota_bytes == 1 << 29
     assert ServerConfig(base_model="x").tenant_quota is None
-    for wrong in (
+    for invalid_option in (
         {"tenant_max_models": 0},
         {"tenant_checkpoint_quota_gb": float("nan")},
         {"tenant_max_tokens": -1},
     ):
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            ServerConfig(base_model="x", **wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=next(iter(invalid_option))):
+            ServerConfig(base_model="x", **invalid_option)  # type: ignore[arg-type]
 
 
 # --- owners
@@ -183,7 +188,9 @@ async def test_two_tenants_may_use_the_same_names(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         alice, bob = await make_objects(site.alice), await make_objects(site.bob)
         for http, objects in ((site.alice, alice), (site.bob, bob)):
-            await done(http, "save_weights", model_id=objects.model, seq_id=20, path="w", overwrite=True)
+            await run_operation(
+                http, "save_weights", model_id=objects.model, seq_id=20, path="w", overwrite=True
+            )
             paths = [
                 checkpoint["tinker_path"]
                 for checkpoint in (await http.get("/api/v1/checkpoints")).json()["checkpoints"]
@@ -191,7 +198,7 @@ async def test_two_tenants_may_use_the_same_names(tmp_path: Path) -> None:
             assert sorted(paths) == sorted(
                 [objects.weights, objects.sampler_weights, f"tinker://{objects.model}/external_weights/e"]
             )
-        assert (await site.bob.request("DELETE", bob.checkpoint)).status_code == 204
+        assert (await site.bob.request("DELETE", bob.checkpoint_url)).status_code == 204
         assert (
             await site.alice.post("/api/v1/weights_info", json={"tinker_path": alice.weights})
         ).status_code == 200
@@ -200,10 +207,10 @@ async def test_two_tenants_may_use_the_same_names(tmp_path: Path) -> None:
 async def test_owners_survive_a_restart(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
-        # as written by a server without tenants
-        old = "tinker://session-0123456789abcdef:train:0/weights/old"
+        # a server without tenants writes such paths, which belong to the operator
+        operator_path = "tinker://session-0123456789abcdef:train:0/weights/old"
         site.context.checkpoints.write(
-            old, {"steps": np.zeros(1)}, lora=LoraSpec(rank=4), step=0, user_metadata={}
+            operator_path, {"steps": np.zeros(1)}, lora=LoraSpec(rank=4), step=0, user_metadata={}
         )
         settings = site.context.settings
         restarted = fake_context(tmp_path / "checkpoints", settings=settings)
@@ -219,9 +226,9 @@ async def test_owners_survive_a_restart(tmp_path: Path) -> None:
                     {checkpoint["tinker_path"] for checkpoint in listed},
                     {run["training_run_id"] for run in runs},
                 )
-                assert (await client.post("/api/v1/weights_info", json={"tinker_path": old})).status_code == (
-                    200 if name == "operator" else 404
-                )
+                assert (
+                    await client.post("/api/v1/weights_info", json={"tinker_path": operator_path})
+                ).status_code == (200 if name == "operator" else 404)
         fake_engine(restarted).stop()
         alice_paths = {
             objects.weights,
@@ -231,21 +238,21 @@ async def test_owners_survive_a_restart(tmp_path: Path) -> None:
         assert listings["alice"] == (alice_paths, {objects.model})
         assert listings["bob"] == (set(), set())
         assert listings["operator"] == (
-            alice_paths | {old},
+            alice_paths | {operator_path},
             {objects.model, "session-0123456789abcdef:train:0"},
         )
 
 
-async def test_the_operator_reaches_and_ends_what_is_a_tenants(tmp_path: Path) -> None:
+async def test_the_operator_can_end_and_delete_objects_of_tenants(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
         assert (await site.operator.get(f"/api/v1/sessions/{objects.session}")).status_code == 200
         assert (await site.operator.post(f"/api/v1/sessions/{objects.session}/finish")).status_code == 204
         assert (await site.alice.get(f"/api/v1/sessions/{objects.session}")).status_code == 404
-        assert (await site.operator.request("DELETE", objects.checkpoint)).status_code == 204
+        assert (await site.operator.request("DELETE", objects.checkpoint_url)).status_code == 204
 
 
-async def test_a_single_key_reaches_everything_whoever_made_it(tmp_path: Path) -> None:
+async def test_without_a_key_file_the_api_key_can_access_all_objects(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
     context = fake_context(
@@ -259,7 +266,7 @@ async def test_a_single_key_reaches_everything_whoever_made_it(tmp_path: Path) -
         assert (await http.get("/metrics")).status_code == 200
         session = await open_session(http)
         assert re.fullmatch("session-[0-9a-f]{16}", session)
-        await done(http, "load_weights", session_id=session, model_seq_id=0, path=objects.weights)
+        await run_operation(http, "load_weights", session_id=session, model_seq_id=0, path=objects.weights)
     fake_engine(context).stop()
 
 
@@ -295,53 +302,53 @@ async def test_a_published_checkpoint_is_changed_by_its_owner_only(tmp_path: Pat
             ]
             replies = [await site.bob.post(f"/api/v1/{route}", json=body) for route, body in requests]
             return [
-                reply.status_code for reply in (*replies, await site.bob.get(f"{objects.checkpoint}/archive"))
+                reply.status_code
+                for reply in (*replies, await site.bob.get(f"{objects.checkpoint_url}/archive"))
             ]
 
         assert await statuses() == [404] * 5
-        for path in (objects.checkpoint, sampler_url):
+        for path in (objects.checkpoint_url, sampler_url):
             assert (await site.alice.post(f"{path}/publish")).status_code == 204
         assert await statuses() == [200, 200, 200, 200, 302]
         for method, path, body in (
-            ("DELETE", objects.checkpoint, None),
-            ("DELETE", f"{objects.checkpoint}/publish", None),
-            ("POST", f"{objects.checkpoint}/publish", None),
-            ("PUT", f"{objects.checkpoint}/ttl", {"ttl_seconds": 100}),
+            ("DELETE", objects.checkpoint_url, None),
+            ("DELETE", f"{objects.checkpoint_url}/publish", None),
+            ("POST", f"{objects.checkpoint_url}/publish", None),
+            ("PUT", f"{objects.checkpoint_url}/ttl", {"ttl_seconds": 100}),
         ):
             assert (await site.bob.request(method, path, json=body)).status_code == 404
         assert (await site.bob.get("/api/v1/checkpoints")).json()["checkpoints"] == []
-        for path in (objects.checkpoint, sampler_url):
+        for path in (objects.checkpoint_url, sampler_url):
             assert (await site.alice.delete(f"{path}/publish")).status_code == 204
         assert await statuses() == [404] * 5
-        named = {
+        sample_body = {
             "sampling_session_id": f"{session}:sample:3",
             "prompt": {"chunks": [{"tokens": [1]}]},
             "sampling_params": {},
         }
+        # the sampler was created while the checkpoint was public
         for route, body in (
-            ("/api/v1/asample", named),
+            ("/api/v1/asample", sample_body),
             ("/v1/completions", {"model": f"{session}:sample:3", "prompt": [1], "max_tokens": 1}),
         ):
-            assert (
-                await site.bob.post(route, json=body)
-            ).status_code == 404  # created while the checkpoint was public
+            assert (await site.bob.post(route, json=body)).status_code == 404
 
 
 async def test_a_checkpoint_that_replaces_a_published_one_is_private(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
-        await site.alice.post(f"{objects.checkpoint}/publish")
-        site.context.checkpoints.delete(objects.weights)  # the server stops before it records the deletion
-        await done(site.alice, "save_weights", model_id=objects.model, seq_id=30, path="w")
+        await site.alice.post(f"{objects.checkpoint_url}/publish")
+        site.context.checkpoints.delete(objects.weights)  # the deletion is not recorded
+        await run_operation(site.alice, "save_weights", model_id=objects.model, seq_id=30, path="w")
         assert (
             await site.bob.post("/api/v1/weights_info", json={"tinker_path": objects.weights})
         ).status_code == 404
 
 
-# --- signed addresses
+# --- signed URLs
 
 
-async def test_a_download_address_cannot_be_forged_or_reused(tmp_path: Path) -> None:
+async def test_a_changed_download_url_is_refused(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         alice, bob = await make_objects(site.alice), await make_objects(site.bob)
         urls = (
@@ -350,7 +357,7 @@ async def test_a_download_address_cannot_be_forged_or_reused(tmp_path: Path) -> 
             )
         ).json()["urls"]
         url = str(urls["adapter_config.json"])
-        assert (await site.anyone.get(url)).status_code == 200
+        assert (await site.without_key.get(url)).status_code == 200
         signature = url.rpartition("signature=")[2]
         for forged in (
             url.replace(bob.model, alice.model).replace(bob.model.replace(":", "%3A"), alice.model),
@@ -363,14 +370,14 @@ async def test_a_download_address_cannot_be_forged_or_reused(tmp_path: Path) -> 
             re.sub("generation=[0-9a-f]+", f"generation={'0' * 32}", url),
             url.partition("?")[0],
         ):
-            reply = await site.anyone.get(forged)
+            reply = await site.without_key.get(forged)
             assert reply.status_code == 404 and "no such download" in reply.json()["detail"], forged
 
 
 # --- quotas
 
 
-async def test_the_models_of_a_tenant_are_counted_apart(tmp_path: Path) -> None:
+async def test_each_tenant_has_its_own_quota_of_models(tmp_path: Path) -> None:
     async with two_tenants(tmp_path, TenantOptions(tenant_max_models=2)) as site:
         session = await open_session(site.alice)
         models = [await make_model(site.alice, session, number) for number in range(2)]
@@ -378,16 +385,16 @@ async def test_the_models_of_a_tenant_are_counted_apart(tmp_path: Path) -> None:
         refused = await site.alice.post("/api/v1/create_model", json=body)
         assert refused.status_code == 400 and "tenant_max_models" in refused.json()["detail"]
         await make_model(site.bob, await open_session(site.bob))
-        await done(site.alice, "unload_model", model_id=models[0])
+        await run_operation(site.alice, "unload_model", model_id=models[0])
         await make_model(site.alice, session, 2)
 
 
-async def test_the_checkpoints_of_a_tenant_are_counted_apart(tmp_path: Path) -> None:
+async def test_each_tenant_has_its_own_quota_of_checkpoints(tmp_path: Path) -> None:
     async with two_tenants(tmp_path, TenantOptions(tenant_max_checkpoints=1)) as site:
         for http in (site.alice, site.bob):
             model = await make_model(http, await open_session(http))
             for overwrite in (False, True):
-                await done(http, "save_weights", model_id=model, path="w", overwrite=overwrite)
+                await run_operation(http, "save_weights", model_id=model, path="w", overwrite=overwrite)
             reply = await post(http, "save_weights", model_id=model, path="x")
             refused = (
                 await http.post("/api/v1/retrieve_future", json={"request_id": reply["request_id"]})
@@ -395,7 +402,7 @@ async def test_the_checkpoints_of_a_tenant_are_counted_apart(tmp_path: Path) -> 
             assert (refused["category"], "you have 1 checkpoints" in refused["error"]) == ("user", True)
 
 
-def test_the_bytes_of_a_tenants_checkpoints_are_counted_apart(tmp_path: Path) -> None:
+def test_each_tenant_has_its_own_quota_of_checkpoint_bytes(tmp_path: Path) -> None:
     def write(store: CheckpointStore, path: str) -> int:
         arrays = {"x": np.zeros(100, np.float32)}
         return store.write(
@@ -416,18 +423,18 @@ def test_the_bytes_of_a_tenants_checkpoints_are_counted_apart(tmp_path: Path) ->
 
 
 class HeldEngine:
-    """An engine whose operations run until the test ends them."""
+    """An engine that records operations and leaves it to the test to resolve their futures."""
 
     def __init__(self) -> None:
         self.info = EngineInfo(base_model="m", max_context_length=1000, max_lora_rank=8, vocab_size=10)
         self.submitted: list[tuple[Operation[Any], str]] = []
         self.futures: list[Future[Any]] = []
-        self.broken = False
+        self.refuses_operations = False
 
     def submit[R](
         self, op: Operation[R], watcher: Watcher | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> Future[R]:
-        if self.broken:
+        if self.refuses_operations:
             raise RuntimeError("broken")
         self.submitted.append((op, tenant))
         self.futures.append(Future())
@@ -437,10 +444,10 @@ class HeldEngine:
         return {}
 
 
-def sample(*, prompt: int, max_tokens: int | None, num_samples: int = 1) -> Sample:
+def sample(*, prompt_length: int, max_tokens: int | None, num_samples: int = 1) -> Sample:
     return Sample(
         weights=None,
-        prompt=np.zeros(prompt, np.int32),
+        prompt=np.zeros(prompt_length, np.int32),
         settings=SamplingSettings(max_tokens=max_tokens),
         num_samples=num_samples,
     )
@@ -449,26 +456,27 @@ def sample(*, prompt: int, max_tokens: int | None, num_samples: int = 1) -> Samp
 def test_tokens_in_flight_are_bounded_and_always_released() -> None:
     engine = HeldEngine()
     share = EngineShare(engine, "alice", 4000)
-    share.submit(sample(prompt=100, max_tokens=900, num_samples=2))  # 1,900
-    share.submit(sample(prompt=100, max_tokens=None, num_samples=2))  # up to the context length: 1,900
+    share.submit(sample(prompt_length=100, max_tokens=900, num_samples=2))  # 1,900 tokens
+    # 1,900 tokens, because each completion can reach the context length
+    share.submit(sample(prompt_length=100, max_tokens=None, num_samples=2))
     with pytest.raises(CapacityError, match="tenant_max_tokens=4000"):
-        share.submit(sample(prompt=1, max_tokens=1))  # counts as 256
+        share.submit(sample(prompt_length=1, max_tokens=1))  # counts as 256 tokens
     with pytest.raises(UserError, match="send smaller requests"):
-        share.submit(sample(prompt=100, max_tokens=900, num_samples=5))
-    for free in (CreateModel(model_id="m", lora=LoraSpec(rank=1)), UnloadModel(model_id="m")):
-        share.submit(free)
+        share.submit(sample(prompt_length=100, max_tokens=900, num_samples=5))
+    for op_without_tokens in (CreateModel(model_id="m", lora=LoraSpec(rank=1)), UnloadModel(model_id="m")):
+        share.submit(op_without_tokens)
     assert {tenant for _, tenant in engine.submitted} == {"alice"}
     engine.futures[0].set_exception(RuntimeError("failed"))
-    share.submit(sample(prompt=100, max_tokens=900, num_samples=2))
+    share.submit(sample(prompt_length=100, max_tokens=900, num_samples=2))
     engine.futures[1].cancel()
-    engine.broken = True
+    engine.refuses_operations = True
     with pytest.raises(RuntimeError, match="broken"):
-        share.submit(sample(prompt=1, max_tokens=1))
+        share.submit(sample(prompt_length=1, max_tokens=1))
     assert share.stats()["tokens_in_flight"] == 1900
     assert LEAST_TOKENS == 256
 
 
-async def test_too_many_tokens_in_flight_are_a_429_for_that_tenant(tmp_path: Path) -> None:
+async def test_a_tenant_with_too_many_tokens_in_flight_gets_a_429(tmp_path: Path) -> None:
     async with two_tenants(tmp_path, TenantOptions(tenant_max_tokens=600)) as site:
         body = {
             "base_model": MODEL,
@@ -520,23 +528,23 @@ def test_sessions_and_samplers_of_a_tenant_are_bounded() -> None:
     registry.open_session(tags=[], user_metadata={}, display_name=None)
 
 
-async def test_results_of_one_tenant_never_push_out_those_of_another(tmp_path: Path) -> None:
+async def test_each_tenant_has_its_own_store_of_results(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         alice, bob = site.context.for_tenant("alice").futures, site.context.for_tenant("bob").futures
         assert alice is not bob
         model = await make_model(site.alice, await open_session(site.alice))
-        kept = await post(site.alice, "optim_step", model_id=model, seq_id=1, adam_params={})
+        submitted = await post(site.alice, "optim_step", model_id=model, seq_id=1, adam_params={})
         assert alice.stats()["pending"] + alice.stats()["finished"] == 2
         assert bob.stats() == {"pending": 0, "finished": 0, "finished_bytes": 0, "evicted_undelivered": 0}
         assert (
-            await site.bob.post("/api/v1/retrieve_future", json={"request_id": kept["request_id"]})
+            await site.bob.post("/api/v1/retrieve_future", json={"request_id": submitted["request_id"]})
         ).status_code == 410
 
 
-# --- time
+# --- expiry and downloads
 
 
-async def test_a_silent_tenants_session_ends_and_its_requests_with_it(tmp_path: Path) -> None:
+async def test_an_expired_session_ends_with_its_waiting_requests(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
         engine = fake_engine(site.context)
@@ -559,7 +567,7 @@ async def test_a_tenants_checkpoint_expires(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
         assert (
-            await site.alice.put(f"{objects.checkpoint}/ttl", json={"ttl_seconds": 5000})
+            await site.alice.put(f"{objects.checkpoint_url}/ttl", json={"ttl_seconds": 5000})
         ).status_code == 204
         generation = site.context.checkpoints.info(objects.weights).generation
         site.context.run_index.set_expiry(
@@ -571,17 +579,17 @@ async def test_a_tenants_checkpoint_expires(tmp_path: Path) -> None:
         ).status_code == 404
 
 
-async def test_an_archive_of_the_tenants_own_checkpoint_is_served(tmp_path: Path) -> None:
+async def test_a_tenant_can_download_an_archive_of_its_checkpoint(tmp_path: Path) -> None:
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
-        redirect = await site.alice.get(f"{objects.checkpoint}/archive")
-        archive = await site.anyone.get(redirect.headers["location"])
+        redirect = await site.alice.get(f"{objects.checkpoint_url}/archive")
+        archive = await site.without_key.get(redirect.headers["location"])
         with tarfile.open(fileobj=io.BytesIO(archive.content)) as tar:
             assert tar.getnames() == ["adapter_config.json", "adapter_model.safetensors"]
 
 
-def test_a_key_file_of_another_user_keeps_its_mode(tmp_path: Path) -> None:
-    """A server that runs as this user must be able to read the file."""
+def test_adding_a_key_keeps_the_mode_and_owner_of_the_file(tmp_path: Path) -> None:
+    """A server that runs as another user must still be able to read the file."""
     file = tmp_path / "keys"
     keys.add(file, "alice")
     file.chmod(0o640)

@@ -1,7 +1,7 @@
 """Calls every route as one tenant with the objects of another.
 
-The answer must equal that for objects that do not exist. A route that is not classified here fails
-`test_every_route_is_classified`.
+The reply must be the same as for objects that do not exist. Each route is in one of the tables below, which
+`test_every_route_is_classified` checks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROTO = "application/x-protobuf"
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One request that names an object."""
+    """One request that refers to an object."""
 
     path: str
     json: Mapping[str, object] | None = None
@@ -56,7 +56,8 @@ def api(route: str, **body: object) -> Call:
     return Call(path=f"/api/v1/{route}", json=body)
 
 
-def data(field: str) -> dict[str, object]:
+def training_data(field: str) -> dict[str, object]:
+    """Return the fields of a training request, whose data are in `field`."""
     tensors = {
         "target_tokens": {"data": [2, 3], "dtype": "int64"},
         "weights": {"data": [1.0, 1.0], "dtype": "float32"},
@@ -65,7 +66,7 @@ def data(field: str) -> dict[str, object]:
     return {field: {"data": [datum], "loss_fn": "cross_entropy"}}
 
 
-def training_bytes(model_id: str) -> bytes:
+def forward_backward_protobuf(model_id: str) -> bytes:
     inputs = {"target_tokens": np.array([2, 3]), "weights": np.ones(2, np.float32)}
     datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)  # pyright: ignore[reportArgumentType]
     inner = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
@@ -73,8 +74,8 @@ def training_bytes(model_id: str) -> bytes:
     return request_conv.forward_backward_request_to_proto(request).SerializeToString()
 
 
-def sample(**named: object) -> Call:
-    return api("asample", prompt=PROMPT, num_samples=1, sampling_params={"max_tokens": 2}, **named)
+def sample(**weights: object) -> Call:
+    return api("asample", prompt=PROMPT, num_samples=1, sampling_params={"max_tokens": 2}, **weights)
 
 
 def completion(model: str) -> Call:
@@ -88,11 +89,11 @@ def chat(model: str) -> Call:
     )
 
 
-def run_of(objects: Objects) -> str:
+def run_url(objects: Objects) -> str:
     return f"/api/v1/training_runs/{objects.model}"
 
 
-FOREIGN: dict[str, list[Callable[[Objects], Call]]] = {
+OBJECT_ROUTES: dict[str, list[Callable[[Objects], Call]]] = {
     "POST /api/v1/retrieve_future": [
         lambda objects: api("retrieve_future", request_id=objects.request),
         lambda objects: Call(
@@ -111,16 +112,16 @@ FOREIGN: dict[str, list[Callable[[Objects], Call]]] = {
     "POST /api/v1/get_info": [lambda objects: api("get_info", model_id=objects.model)],
     "POST /api/v1/forward_backward": [
         lambda objects: api(
-            "forward_backward", model_id=objects.model, seq_id=50, **data("forward_backward_input")
+            "forward_backward", model_id=objects.model, seq_id=50, **training_data("forward_backward_input")
         ),
         lambda objects: Call(
             path="/api/v1/forward_backward",
-            content=training_bytes(objects.model),
+            content=forward_backward_protobuf(objects.model),
             headers={"content-type": PROTO},
         ),
     ],
     "POST /api/v1/forward": [
-        lambda objects: api("forward", model_id=objects.model, seq_id=50, **data("forward_input"))
+        lambda objects: api("forward", model_id=objects.model, seq_id=50, **training_data("forward_input"))
     ],
     "POST /api/v1/optim_step": [
         lambda objects: api("optim_step", model_id=objects.model, seq_id=50, adam_params={})
@@ -146,9 +147,9 @@ FOREIGN: dict[str, list[Callable[[Objects], Call]]] = {
         lambda objects: api("save_weights_external", model_id=objects.model, seq_id=50, path="new")
     ],
     f"GET {RUN}/checkpoints/external_weights/{{name}}/external_weights_urls": [
-        lambda objects: Call(path=f"{run_of(objects)}/checkpoints/external_weights/e/external_weights_urls")
+        lambda objects: Call(path=f"{run_url(objects)}/checkpoints/external_weights/e/external_weights_urls")
     ],
-    f"GET {CHECKPOINT}/archive": [lambda objects: Call(path=f"{objects.checkpoint}/archive")],
+    f"GET {CHECKPOINT}/archive": [lambda objects: Call(path=f"{objects.checkpoint_url}/archive")],
     "POST /api/v1/save_weights": [
         lambda objects: api("save_weights", model_id=objects.model, seq_id=50, path="w", overwrite=True),
         lambda objects: api("save_weights", model_id=objects.model, seq_id=51, path="new"),
@@ -163,13 +164,13 @@ FOREIGN: dict[str, list[Callable[[Objects], Call]]] = {
         lambda objects: api("load_weights", model_id=objects.model, seq_id=50, path=objects.weights)
     ],
     "POST /api/v1/weights_info": [lambda objects: api("weights_info", tinker_path=objects.weights)],
-    f"GET {RUN}": [lambda objects: Call(path=run_of(objects))],
+    f"GET {RUN}": [lambda objects: Call(path=run_url(objects))],
     f"PUT {CHECKPOINT}/ttl": [
-        lambda objects: Call(path=f"{objects.checkpoint}/ttl", json={"ttl_seconds": 5000})
+        lambda objects: Call(path=f"{objects.checkpoint_url}/ttl", json={"ttl_seconds": 5000})
     ],
-    f"POST {CHECKPOINT}/publish": [lambda objects: Call(path=f"{objects.checkpoint}/publish")],
-    f"DELETE {CHECKPOINT}/publish": [lambda objects: Call(path=f"{objects.checkpoint}/publish")],
-    f"DELETE {CHECKPOINT}": [lambda objects: Call(path=objects.checkpoint)],
+    f"POST {CHECKPOINT}/publish": [lambda objects: Call(path=f"{objects.checkpoint_url}/publish")],
+    f"DELETE {CHECKPOINT}/publish": [lambda objects: Call(path=f"{objects.checkpoint_url}/publish")],
+    f"DELETE {CHECKPOINT}": [lambda objects: Call(path=objects.checkpoint_url)],
     "POST /v1/chat/completions": [
         lambda objects: chat(objects.snapshot),
         lambda objects: chat(objects.sampler),
@@ -188,16 +189,16 @@ FOREIGN: dict[str, list[Callable[[Objects], Call]]] = {
         lambda objects: Call(path=f"/v1/models/{objects.sampler_weights}"),
     ],
 }
-"""Routes that take an object by its id, with every way to name one."""
+"""Routes that refer to an object, with one request for each way to refer to it."""
 
-SILENT: dict[str, Callable[[Objects], Call]] = {
+ALWAYS_SUCCESSFUL: dict[str, Callable[[Objects], Call]] = {
     "POST /api/v1/cancel_future": lambda objects: api("cancel_future", request_id=objects.request),
     "POST /api/v1/sessions/{session_id}/finish": lambda objects: Call(
         path=f"/api/v1/sessions/{objects.session}/finish"
     ),
-    f"GET {RUN}/checkpoints": lambda objects: Call(path=f"{run_of(objects)}/checkpoints"),
+    f"GET {RUN}/checkpoints": lambda objects: Call(path=f"{run_url(objects)}/checkpoints"),
 }
-"""Routes that answer success for an object that does not exist."""
+"""Routes that reply with success for an object that does not exist."""
 
 LISTINGS = ("GET /api/v1/sessions", "GET /api/v1/training_runs", "GET /api/v1/checkpoints", "GET /v1/models")
 
@@ -212,39 +213,48 @@ NO_OBJECTS = {
 }
 
 REFUSED = {f"{endpoint.method} {endpoint.path}" for endpoint in unsupported.ENDPOINTS}
-"""Routes that do nothing for anyone."""
+"""Routes that reply 400 to every client."""
 
-FOR_OPERATOR = {"GET /metrics"}
+OPERATOR_ONLY = {"GET /metrics"}
 
-CAPABILITIES = {"GET /api/v1/downloads/{run_id}/{checkpoint_id:path}/{file}"}
-"""Routes whose URL is the permission. `test_tenants.py` tests forged URLs."""
+SIGNED_URLS = {"GET /api/v1/downloads/{run_id}/{checkpoint_id:path}/{file}"}
+"""Routes that need no key, because their URLs are signed. `test_tenants.py` tests changed URLs."""
 
 VARIANTS = [
     pytest.param(route, call, id=f"{route}-{number}")
-    for route, calls in FOREIGN.items()
+    for route, calls in OBJECT_ROUTES.items()
     for number, call in enumerate(calls)
 ]
 
 
 def test_every_route_is_classified() -> None:
-    classified = [*FOREIGN, *SILENT, *LISTINGS, *NO_OBJECTS, *REFUSED, *FOR_OPERATOR, *CAPABILITIES]
+    classified = [
+        *OBJECT_ROUTES,
+        *ALWAYS_SUCCESSFUL,
+        *LISTINGS,
+        *NO_OBJECTS,
+        *REFUSED,
+        *OPERATOR_ONLY,
+        *SIGNED_URLS,
+    ]
     assert sorted(classified) == sorted(f"{endpoint.method} {endpoint.path}" for endpoint in ENDPOINTS)
 
 
 def absent(objects: Objects) -> Objects:
-    """Return ids of the same form that were never assigned."""
-    return Objects(session=_other(objects.session), request=_other(objects.request))
+    """Return ids of the same form that the server has not assigned."""
+    return Objects(session=_with_zeros(objects.session), request=_with_zeros(objects.request))
 
 
-def _other(identifier: str) -> str:
+def _with_zeros(identifier: str) -> str:
     return re.sub("[0-9a-f]{16,}", lambda match: "0" * len(match[0]), identifier)
 
 
-def same_ids(reply: httpx.Response) -> tuple[int, str, str]:
+def without_ids(reply: httpx.Response) -> tuple[int, str, str]:
+    """Return the status, the content type and the text with "ID" in place of each id."""
     return reply.status_code, reply.headers.get("content-type", ""), re.sub("[0-9a-f]{16,}", "ID", reply.text)
 
 
-async def what_alice_sees(site: Site) -> list[str]:
+async def listings_of_alice(site: Site) -> list[str]:
     replies = [await site.alice.get(listing.removeprefix("GET ")) for listing in LISTINGS]
     return [reply.text for reply in replies]
 
@@ -257,19 +267,19 @@ async def test_an_object_of_another_tenant_does_not_exist(
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
         engine = fake_engine(site.context)
-        before, executed = await what_alice_sees(site), len(engine.executed)
+        before, executed = await listings_of_alice(site), len(engine.executed)
         foreign, unknown = (
             await call(objects).send(site.bob, method),
             await call(absent(objects)).send(site.bob, method),
         )
         assert foreign.status_code in (404, 410), foreign.text
-        assert same_ids(foreign) == same_ids(unknown)
-        assert (await what_alice_sees(site), len(engine.executed)) == (before, executed)
+        assert without_ids(foreign) == without_ids(unknown)
+        assert (await listings_of_alice(site), len(engine.executed)) == (before, executed)
         reply = await call(objects).send(site.alice, method)
         assert reply.status_code in (200, 204, 302), reply.text  # the call is valid
 
 
-@pytest.mark.parametrize("route", SILENT)
+@pytest.mark.parametrize("route", ALWAYS_SUCCESSFUL)
 async def test_a_route_that_always_succeeds_leaves_other_tenants_alone(tmp_path: Path, route: str) -> None:
     method = route.partition(" ")[0]
     async with two_tenants(tmp_path) as site:
@@ -277,22 +287,25 @@ async def test_a_route_that_always_succeeds_leaves_other_tenants_alone(tmp_path:
         fake_engine(site.context).gate.clear()
         pending = await post(site.alice, "optim_step", model_id=objects.model, seq_id=60, adam_params={})
         waiting = await post(site.alice, "optim_step", model_id=objects.model, seq_id=61, adam_params={})
-        before = await what_alice_sees(site)
+        before = await listings_of_alice(site)
         for request in (str(pending["request_id"]), str(waiting["request_id"])):
-            mine = replace(objects, request=request)
-            replies = [await SILENT[route](ids).send(site.bob, method) for ids in (mine, absent(mine))]
-            assert same_ids(replies[0]) == same_ids(replies[1]) and replies[0].status_code in (200, 204)
+            objects_of_alice = replace(objects, request=request)
+            replies = [
+                await ALWAYS_SUCCESSFUL[route](ids).send(site.bob, method)
+                for ids in (objects_of_alice, absent(objects_of_alice))
+            ]
+            assert without_ids(replies[0]) == without_ids(replies[1]) and replies[0].status_code in (200, 204)
         fake_engine(site.context).gate.set()
         for request in (pending, waiting):
             reply = await site.alice.post(
                 "/api/v1/retrieve_future", json={"request_id": request["request_id"]}
             )
             assert reply.json().get("metrics") == {"grad_norm": 1.5}, reply.text
-        assert await what_alice_sees(site) == before
+        assert await listings_of_alice(site) == before
 
 
 @pytest.mark.parametrize("route", LISTINGS)
-async def test_a_listing_names_only_the_tenants_own(tmp_path: Path, route: str) -> None:
+async def test_a_listing_contains_only_objects_of_the_tenant(tmp_path: Path, route: str) -> None:
     async with two_tenants(tmp_path) as site:
         empty = (await site.bob.get(route.removeprefix("GET "))).json()
         objects = await make_objects(site.alice)
@@ -302,7 +315,7 @@ async def test_a_listing_names_only_the_tenants_own(tmp_path: Path, route: str) 
         assert objects.session in (await site.operator.get(route.removeprefix("GET "))).text
 
 
-@pytest.mark.parametrize("route", sorted(NO_OBJECTS | REFUSED | FOR_OPERATOR))
+@pytest.mark.parametrize("route", sorted(NO_OBJECTS | REFUSED | OPERATOR_ONLY))
 async def test_a_route_without_objects_hides_other_tenants(tmp_path: Path, route: str) -> None:
     method, _, path = route.partition(" ")
     async with two_tenants(tmp_path) as site:
@@ -310,7 +323,7 @@ async def test_a_route_without_objects_hides_other_tenants(tmp_path: Path, route
         reply = await site.bob.request(
             method, path.replace("{session_id}", objects.session), json={} if method != "GET" else None
         )
-        assert reply.status_code == (403 if route in FOR_OPERATOR else 400 if route in REFUSED else 200), (
+        assert reply.status_code == (403 if route in OPERATOR_ONLY else 400 if route in REFUSED else 200), (
             reply.text
         )
         assert "alice" not in reply.text and objects.session not in reply.text
@@ -329,7 +342,7 @@ async def test_a_tenant_reads_only_its_own_statistics(tmp_path: Path) -> None:
 async def test_a_checkpoint_of_another_tenant_cannot_be_used(
     tmp_path: Path,
 ) -> None:
-    """Some routes take a path and an object of the caller."""
+    """Some routes take a checkpoint path together with an object of the caller."""
     async with two_tenants(tmp_path) as site:
         objects = await make_objects(site.alice)
         session = await open_session(site.bob)
@@ -348,5 +361,5 @@ async def test_a_checkpoint_of_another_tenant_cannot_be_used(
             foreign, unknown = [
                 await call(target).send(site.bob, "POST") for target in (objects, absent(objects))
             ]
-            assert foreign.status_code == 404 and same_ids(foreign) == same_ids(unknown)
+            assert foreign.status_code == 404 and without_ids(foreign) == without_ids(unknown)
         assert not fake_engine(site.context).of_type(Sample)

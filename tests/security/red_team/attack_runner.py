@@ -30,7 +30,7 @@ from tests.security.red_team.agent import Agent
 from tests.security.red_team.attack import ANSWER, Attack, EnvironmentKind, Kind, RunAs, typed
 from tests.security.red_team.tasks import write_tasks
 
-# Many containers can run at a time, because each waits idle for ten seconds before it stops.
+# More containers than sandboxes run at a time, because the engine needs seconds to start and stop one.
 TRIALS_AT_ONCE = {
     EnvironmentKind.SANDBOX: 3,
     EnvironmentKind.DOCKER: 6,
