@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -180,7 +180,7 @@ def _read(
 
 
 @contextmanager
-def _new_directory(output: str, num_bytes: int) -> Iterator[Path]:
+def _new_directory(output: str, num_bytes: int) -> Generator[Path]:
     """Yield a temporary directory and rename it to `output` at the end, so that `output` is complete or
     absent."""
     target = Path(output).expanduser().resolve()

@@ -15,7 +15,7 @@ import fcntl
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from skyrl_tx_server.config.command_line import print_help
@@ -86,7 +86,7 @@ def remove(file: Path, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
+def _locked(file: Path) -> Generator[None]:
     """Hold a lock, so that only one process changes the file. The directory is locked, because the file is
     replaced."""
     descriptor = os.open(file.resolve().parent, os.O_RDONLY)

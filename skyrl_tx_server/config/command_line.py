@@ -172,7 +172,8 @@ def help_text(options: type = ServerConfig, usage: str = "python -m skyrl_tx_ser
         for name in names:
             default = defaults[name].default
             shown = "required" if default is inspect.Parameter.empty else f"default {default}"
-            lines.append(f"  {name:24} {fields[name]._doc} ({shown})")
+            meaning = fields[name]._doc  # pyright: ignore[reportPrivateUsage]  chz has no public accessor
+            lines.append(f"  {name:24} {meaning} ({shown})")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from typing import Any
 
 from skyrl_tx_server.errors import ServerError
 
@@ -14,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 class BackgroundTasks:
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def run[T](self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
@@ -27,7 +28,7 @@ class BackgroundTasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _finish(self, task: asyncio.Task) -> None:
+    def _finish(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("%s", error, exc_info=None if isinstance(error, ServerError) else error)

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -26,6 +26,7 @@ from skyrl_tx_server.engine.operations import (
     DEFAULT_TENANT,
     Done,
     DropSnapshot,
+    Op,
     Operation,
     Sample,
     SampledSequence,
@@ -101,18 +102,21 @@ class ExternalSampling:
     ) -> Future[R]:
         """Submit an operation. Call it on the event loop. An external sample reports nothing to `watcher` and
         can be cancelled at any time."""
-        match op:
-            case Sample() if self._can_serve(op) and not self._stopping:
-                return self._submit_sample(op, tenant)
+        operation = cast("Op", op)
+        match operation:
+            case Sample() if self._can_serve(operation) and not self._stopping:
+                return self._submit_sample(operation, tenant)
             case SaveSampler():
                 directory = self._adapters.new_directory()
-                future = self._engine.submit(replace(op, peft_directory=str(directory)), tenant=tenant)
-                self._adapters.add(op.weights, directory, future)
-                return future
+                future = self._engine.submit(replace(operation, peft_directory=str(directory)), tenant=tenant)
+                self._adapters.add(operation.weights, directory, future)
+                return cast("Future[R]", future)
             case DropSnapshot():
-                unused = self._adapters.drop(op.weights)
-                return asyncio.run_coroutine_threadsafe(self._drop(op, unused, tenant), self._loop)
-        return self._engine.submit(op, watcher, tenant=tenant)
+                unused = self._adapters.drop(operation.weights)
+                dropped = asyncio.run_coroutine_threadsafe(self._drop(operation, unused, tenant), self._loop)
+                return cast("Future[R]", dropped)
+            case _:
+                return self._engine.submit(op, watcher, tenant=tenant)
 
     async def _drop(self, op: DropSnapshot, unused: asyncio.Task[None], tenant: str) -> Done:
         """Drop a snapshot in the engine when no external sample needs it for a comparison."""

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from pathlib import Path
 
 import httpx
@@ -104,7 +105,7 @@ class _Client:
 @asynccontextmanager
 async def connect(
     options: SamplerOptions, *, base_model: str, adapters: Path
-) -> AsyncIterator[ExternalServer]:
+) -> AsyncGenerator[ExternalServer]:
     """Connect to the external server. Raise ConfigError if it does not answer, is of an unknown kind, or
     serves another model.
 
@@ -142,7 +143,7 @@ async def _identify(client: _Client, base_model: str, adapters: Path) -> Externa
         client, DIALECTS[kind], model=base_model, max_model_len=length if isinstance(length, int) else None
     )
     response = await client.send("GET", server.dialect.load_path)
-    if response.status_code == httpx.codes.NOT_FOUND:  # an existing POST route replies 405
+    if response.status_code == HTTPStatus.NOT_FOUND:  # an existing POST route replies 405
         raise SamplerError(
             f"the server cannot load adapters at run time; start it with {server.dialect.needs}"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -248,7 +248,7 @@ def _sampled_text(token_ids: Sequence[int], logprobs: Sequence[float], finish: s
     return SampledText(tokens=tokens.astype(np.int32), logprobs=values, finish=finish)
 
 
-def _mapping(value: object) -> Mapping:
+def _mapping(value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise TypeError(f"an object was expected, not {type(value).__name__}")
     return value

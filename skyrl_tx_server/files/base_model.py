@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
+import ml_dtypes  # noqa: F401 # pyright: ignore[reportUnusedImport]  registers bfloat16 with numpy
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -74,7 +74,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 @contextmanager
-def _config_errors(directory: Path) -> Iterator[None]:
+def _config_errors(directory: Path) -> Generator[None]:
     """Raise ConfigError in place of an error while the model is read."""
     try:
         yield

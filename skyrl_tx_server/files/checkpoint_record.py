@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -81,7 +81,7 @@ def check_run_id(run_id: str) -> None:
 
 
 @contextlib.contextmanager
-def record_errors(path: str) -> Iterator[None]:
+def record_errors(path: str) -> Generator[None]:
     """Raise NotFoundError or UserError in place of an error while the record of `path` is read."""
     try:
         yield

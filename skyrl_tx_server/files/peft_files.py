@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
+import ml_dtypes  # noqa: F401 # pyright: ignore[reportUnusedImport]  registers bfloat16 with numpy
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.engine.tenants import owner_of
@@ -261,7 +262,7 @@ def _expiry_to_json(path: str, expires_at: datetime | None, generation: str | No
     return fact if generation is None else {**fact, "generation": generation}
 
 
-def _run_from_json(fact: dict[str, object]) -> TrainingRun:
+def _run_from_json(fact: dict[str, Any]) -> TrainingRun:
     """Parse a run. Raise ValueError, KeyError or TypeError if it is invalid. Drop metadata over the limit."""
     metadata = fact.get("user_metadata", {})
     if not isinstance(metadata, dict) or not all(
@@ -271,13 +272,13 @@ def _run_from_json(fact: dict[str, object]) -> TrainingRun:
     if _metadata_bytes(metadata) > MAX_METADATA_BYTES:
         logger.warning("dropped the metadata of %s, which are too large", str(fact["run_id"])[:80])
         metadata = {}
-    lora = LoraSpec(**fact["lora"])  # type: ignore[arg-type]
-    run = TrainingRun(
-        **{**fact, "lora": lora, "created_at": _aware(fact["created_at"]), "user_metadata": metadata}
-    )  # type: ignore[arg-type]
-    if not (isinstance(run.run_id, str) and isinstance(run.base_model, str) and isinstance(lora.rank, int)):
+    lora = LoraSpec(**fact["lora"])
+    texts, rank = (fact["run_id"], fact["base_model"]), fact["lora"]["rank"]
+    if not (all(isinstance(text, str) for text in texts) and isinstance(rank, int)):
         raise TypeError("run_id, base_model or rank: wrong type")
-    return run
+    created_at = _aware(fact["created_at"])
+    fields: dict[str, Any] = fact | {"lora": lora, "created_at": created_at, "user_metadata": metadata}
+    return TrainingRun(**fields)
 
 
 def _aware(text: object) -> datetime:

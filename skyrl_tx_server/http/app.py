@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -50,7 +50,7 @@ def build_app(startup: StartupState, *, housekeeping_period_s: float = 5.0) -> S
     """Return the application. It replies 503 until `startup` contains an `AppState`."""
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
         housekeeper = asyncio.create_task(_housekeeping(startup, housekeeping_period_s))
         yield
         housekeeper.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class BodyBudget:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
-    async def reserve(self, num_bytes: int, *, capacity: int, timeout_s: float) -> AsyncIterator[None]:
+    async def reserve(self, num_bytes: int, *, capacity: int, timeout_s: float) -> AsyncGenerator[None]:
         """Wait until `num_bytes` are free. Raise CapacityError after `timeout_s`. A body larger than
         `capacity` reserves all of it."""
         num_bytes = min(num_bytes, capacity)

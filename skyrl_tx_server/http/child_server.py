@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -37,7 +37,7 @@ JAX."""
 
 
 @asynccontextmanager
-async def serve(config: ServerConfig) -> AsyncIterator[str]:
+async def serve(config: ServerConfig) -> AsyncGenerator[str]:
     """Run a server while the block runs, and yield its address, for example http://127.0.0.1:8000.
 
     The block starts when the model is loaded. The server is a child process, whose output is copied to

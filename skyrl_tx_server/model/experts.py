@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.families.layer_spec import (
@@ -232,7 +232,8 @@ def _module_specs(
                     return PartitionSpec(*slot_axes, "expert", None, outputs)
                 case "indices" if path[1].name == "slots":
                     return PartitionSpec(batch)
-            return PartitionSpec()
+                case _:
+                    return PartitionSpec()
 
         return jax.tree_util.tree_map_with_path(spec, module)
 
@@ -328,7 +329,9 @@ def _products(
     return jax.lax.platform_dependent(tiles, weight, experts, used, cuda=kernel, default=loop)
 
 
-def _products_forward(tiles, weight, experts, used):
+def _products_forward(
+    tiles: CustomVJPPrimal, weight: CustomVJPPrimal, experts: CustomVJPPrimal, used: CustomVJPPrimal
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     assert not weight.perturbed, "the weights of experts are frozen, only their adapters are trained"
     saved = weight.value, experts.value, used.value
     return tile_products(tiles.value, *saved), saved

@@ -103,7 +103,8 @@ def _inverse_frequencies(rope: RopeSpec) -> np.ndarray:
             return _yarn_frequencies(frequencies, yarn, rope)
         case Llama3Scaling() as llama3:
             return _llama3_frequencies(frequencies, llama3)
-    return frequencies
+        case None:
+            return frequencies
 
 
 def _llama3_frequencies(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:

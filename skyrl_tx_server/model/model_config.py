@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -181,7 +183,7 @@ def yarn_context(config: ModelConfig, length: int) -> ModelConfig:
     return replace(config, rope_scaling=scaling)
 
 
-def attention_factor(rope: dict, factor: float) -> float:
+def attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     """Return the factor of cos and sin for the YaRN entries of config.json, as Hugging Face computes it."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -243,7 +244,7 @@ def _wide_logits_backward(kept: tuple[jax.Array, jax.Array], grad: jax.Array) ->
 _wide_logits.defvjp(_wide_logits_forward, _wide_logits_backward)
 
 
-def _remat(body: Callable, remat: Remat) -> Callable:
+def _remat(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     if remat is Remat.NOTHING:
         return body
     saved = () if remat is Remat.LAYERS else ("qkv", "attended", "residual", "gate_up")

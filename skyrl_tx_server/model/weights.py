@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
+import ml_dtypes  # noqa: F401 # pyright: ignore[reportUnusedImport]  registers bfloat16 with numpy
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open

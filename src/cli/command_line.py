@@ -93,16 +93,20 @@ def help_for(kind: type[object], *, title: Sequence[str], words: Sequence[str] =
     """Return the help of a program, or of its options whose name, section or meaning contains all `words`."""
     width = min(shutil.get_terminal_size().columns, MAX_HELP_WIDTH)
     fields, lines = chz.chz_fields(kind), [] if words else list(title)
+    meanings = {
+        name: field._doc  # pyright: ignore[reportPrivateUsage]  chz has no public accessor
+        for name, field in fields.items()
+    }
     for heading, names in sections_of(kind).items():
         matching = [
             name
             for name in names
-            if all(_has_word(f"{heading} {name} {fields[name]._doc}", word) for word in words)
+            if all(_has_word(f"{heading} {name} {meanings[name]}", word) for word in words)
         ]
         lines += ["", heading] if matching else []
         for name in matching:
             lines.append(f"  {name} {shown_default(kind, name)}   {values_of(fields[name].final_type)}")
-            lines += [f"      {line}" for line in textwrap.wrap(fields[name]._doc, width - 6)]
+            lines += [f"      {line}" for line in textwrap.wrap(meanings[name], width - 6)]
     return "\n".join(lines or [f"no option contains {' '.join(words)}; --help lists all options"])
 
 

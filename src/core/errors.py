@@ -13,7 +13,7 @@ TrainerError                    shown to the user as one line, exit status 1
 `-- AgentFault                  an agent made its own grading impossible; the reward is 0
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from src.core.trajectory import ZeroReason
@@ -70,7 +70,7 @@ class AgentFault(TrainerError, RuntimeError):
 
 
 @contextmanager
-def boundary(error: type[TrainerError], action: str) -> Iterator[None]:
+def boundary(error: type[TrainerError], action: str) -> Generator[None]:
     """Convert exceptions of the block, except TrainerErrors, to `error`. The message begins with `action`."""
     try:
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def set_log_levels() -> None:
 
 
 @contextmanager
-def logging_to_file(path: Path) -> Iterator[None]:
+def logging_to_file(path: Path) -> Generator[None]:
     """Write every record that is logged while the block runs to `path`."""
     handler = LogFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

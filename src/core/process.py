@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
@@ -39,7 +39,7 @@ class AbandoningExecutor(ThreadPoolExecutor):
 
 
 @contextmanager
-def exit_on_signal() -> Iterator[None]:
+def exit_on_signal() -> Generator[None]:
     """End the process at the first signal while the block runs. Use it before there is anything to save."""
     with _handling(_end_at_once):
         yield
@@ -127,13 +127,14 @@ def start_daemon(call: Callable[[], None]) -> None:
 
 
 @asynccontextmanager
-async def deadline(seconds: float, error: type[TrainerError], message: str) -> AsyncIterator[None]:
+async def deadline(seconds: float, error: type[TrainerError], message: str) -> AsyncGenerator[None]:
     """Raise `error` with `message` if the block takes longer than `seconds`.
 
     A TimeoutError raised inside the block is not converted.
     """
+    scope = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(seconds) as scope:
+        async with scope:
             yield
     except TimeoutError as cause:
         if scope.expired():
@@ -165,7 +166,7 @@ def _end_at_once(number: int = 0, frame: FrameType | None = None) -> NoReturn:
 
 
 @contextmanager
-def _handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+def _handling(handler: Callable[[int, FrameType | None], Any]) -> Generator[None]:
     previous_handlers = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield

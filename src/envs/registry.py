@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from inspect import iscoroutinefunction
+from typing import cast
 
 from src.core.errors import ConfigError, boundary
 from src.envs.base import TaskSource
@@ -38,7 +39,7 @@ def open_task_source(config: EnvironmentOptions, chat: Chat) -> TaskSource:
     """
     factory = find_factory(config.env)
     with boundary(ConfigError, f"env={config.env}"):
-        source = factory(config, chat)
+        source = cast("object", factory(config, chat))
     if not isinstance(source, TaskSource):
         raise ConfigError(
             f"env={config.env} returned {type(source).__name__}, which is not a task source; "

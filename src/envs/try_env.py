@@ -18,7 +18,7 @@ import asyncio
 import math
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -203,7 +203,7 @@ def policy_for_scripted(config: TryConfig) -> PolicyFor:
 
 
 @asynccontextmanager
-async def opened(config: TryConfig, console: Console) -> AsyncIterator[tuple[TaskSource, PolicyFor]]:
+async def opened(config: TryConfig, console: Console) -> AsyncGenerator[tuple[TaskSource, PolicyFor]]:
     """Open the tasks and the policy."""
     options = config.environment
     await asyncio.to_thread(check_environment, options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -71,7 +71,7 @@ Open = Callable[[EvaluateConfig, str | None], AbstractAsyncContextManager[Evalua
 
 
 @asynccontextmanager
-async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> AsyncIterator[Evaluated]:
+async def open_evaluated(config: EvaluateConfig, checkpoint: str | None) -> AsyncGenerator[Evaluated]:
     """Connect to the Tinker or OpenAI-compatible endpoint and load the tasks of the environment."""
     environment = environment_of(config)
     await asyncio.to_thread(check_environment, environment)

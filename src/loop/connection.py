@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -44,7 +44,7 @@ type Connect[Config, Source] = Callable[
 @asynccontextmanager
 async def open_dependencies(
     config: TrainerConfig, events: RunEvents, source: TaskSource | None = None
-) -> AsyncIterator[Dependencies[TaskSource]]:
+) -> AsyncGenerator[Dependencies[TaskSource]]:
     """Open the Tinker endpoint, and the tasks of the environment unless there is a `source`."""
     await asyncio.to_thread(check_environment, config)  # reports mistakes before a server is needed
     events.say(f"server: {base_url(config)}")

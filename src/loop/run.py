@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import datetime
 from functools import partial
@@ -157,7 +157,7 @@ def holds_out_a_folder(eval_tasks: Sequence[str]) -> bool:
 
 
 @asynccontextmanager
-async def open_judge(config: TrainerConfig) -> AsyncIterator[Judge | None]:
+async def open_judge(config: TrainerConfig) -> AsyncGenerator[Judge | None]:
     """Open the judge of training episodes. Yields None without `taxonomy_feedback`."""
     if not config.taxonomy_feedback:
         yield None
@@ -171,7 +171,7 @@ async def open_judge(config: TrainerConfig) -> AsyncIterator[Judge | None]:
 
 
 @contextmanager
-def journal_of_run(log_path: Path) -> Iterator[Journal]:
+def journal_of_run(log_path: Path) -> Generator[Journal]:
     """Open the journal of the run. At the end of the block, record the end and its error in the journal."""
     journal = Journal(log_path)
     try:

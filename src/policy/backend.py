@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -312,7 +312,7 @@ class TinkerEndpoint:
 
 
 @asynccontextmanager
-async def connect(options: BackendOptions) -> AsyncIterator[TinkerEndpoint]:
+async def connect(options: BackendOptions) -> AsyncGenerator[TinkerEndpoint]:
     """Connect to an endpoint that serves the model. The session ends with the `async with` block."""
     key = require_key(options)
     url = base_url(options)

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 _QUESTION: Message = {"role": "user", "content": "question"}
 _PLACEHOLDER = "<<the sampled answer stands here>>"
 
-_FUNCTION = {"name": "probe_of_the_template", "description": "A probe.", "parameters": {"type": "object"}}
+_FUNCTION_NAME = "probe_of_the_template"
+_FUNCTION = {"name": _FUNCTION_NAME, "description": "A probe.", "parameters": {"type": "object"}}
 _CALL = {"id": "0", "type": "function", "function": {"name": "probe", "arguments": {"n": 1}}}
 _RESULT: Message = {"role": "tool", "tool_call_id": "0", "content": "result of the probe"}
 # The empty thought that templates add to the generation prompt to switch thinking off.
@@ -173,7 +174,7 @@ class Chat:
     def shows_tools(self) -> bool:
         """Whether the template shows tools."""
         tool = {"type": "function", "function": _FUNCTION}
-        is_shown = _FUNCTION["name"] in self._probe([_QUESTION], tools=[tool])
+        is_shown = _FUNCTION_NAME in self._probe([_QUESTION], tools=[tool])
         if not is_shown:
             logger.warning("the chat template shows no tools; the system message describes them in text")
         return is_shown

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import batched
@@ -177,7 +177,7 @@ class EndpointPolicy:
 
 
 @asynccontextmanager
-async def connect_endpoint(base_url: str, model: str) -> AsyncIterator[ChatEndpoint]:
+async def connect_endpoint(base_url: str, model: str) -> AsyncGenerator[ChatEndpoint]:
     """Connect to an endpoint.
 
     Raises ConfigError if it does not serve the model, BackendError if it does not answer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -16,7 +16,7 @@ from src.core.trajectory import StopReason, Turn
 
 
 @contextmanager
-def sdk_boundary(action: str) -> Iterator[None]:
+def sdk_boundary(action: str) -> Generator[None]:
     """Convert errors of the SDK to BackendError, with the error message of the server if there is one."""
     try:
         with boundary(BackendError, action):

@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def storage_boundary(path: Path) -> Iterator[None]:
+def storage_boundary(path: Path) -> Generator[None]:
     """Convert OSError to a StorageError that names the file."""
     try:
         yield

@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -150,9 +150,7 @@ def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, objec
 
     If it recorded none, return two messages: the text of the first prompt and the text after it.
     """
-    if trajectory.conversation and all(
-        isinstance(message, Mapping) and "role" in message for message in trajectory.conversation
-    ):
+    if trajectory.conversation and all(map(_has_role, trajectory.conversation)):
         return [
             without_special_tokens({**message, **trajectory.tool_fields.get(index, {})})
             for index, message in enumerate(trajectory.conversation)
@@ -162,6 +160,11 @@ def conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, objec
         ("assistant", decode(response_ids(trajectory), True).strip()),
     )
     return [{"role": role, "content": text} for role, text in texts if text]
+
+
+def _has_role(message: object) -> bool:
+    """Return whether an environment recorded a chat message."""
+    return isinstance(message, Mapping) and "role" in message
 
 
 def without_special_tokens(message: Mapping[str, object]) -> dict[str, object]:
@@ -195,7 +198,7 @@ def _line(record: Mapping[str, object]) -> str:
 
 
 @contextmanager
-def _never_fatal() -> Iterator[None]:
+def _never_fatal() -> Generator[None]:
     try:
         yield
     except Exception as error:

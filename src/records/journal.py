@@ -182,6 +182,8 @@ class Journal:
                 self._fix(record["step"], [(step, task) for step, task in record["groups"]])
             case "trained" | "evaluated" as event:
                 self._settled.add(("step" if event == "trained" else "eval", record["step"]))
+            case _:  # the other events change nothing that is kept in memory
+                pass
 
     def _note_end(self, key: RolloutKey, outcome: str) -> None:
         if outcome == "graded":  # such a rollout is not played again

@@ -210,12 +210,14 @@ def decoded(values: Mapping[str, Any]) -> Trajectory | TrialFailure:
     """Return the result of a record. Raises one of `reading.DAMAGED` for any other values."""
     if "kind" in values:
         return TrialFailure(**{**values, "kind": FailureKind(values["kind"])})
-    reasons: dict[str, StopReason | ZeroReason] = {"stop_reason": StopReason(values["stop_reason"])}
+    changed: dict[str, Any] = {
+        "stop_reason": StopReason(values["stop_reason"]),
+        "tool_fields": {int(index): message for index, message in values.get("tool_fields", {}).items()},
+        "turns": _decoded_turns(values["turns"]),
+    }
     if reason := values.get("zero_reason"):
-        reasons["zero_reason"] = ZeroReason(reason)
-    tool_fields = {int(index): message for index, message in values.get("tool_fields", {}).items()}
-    turns = _decoded_turns(values["turns"])
-    return Trajectory(**{**values, "turns": turns, "tool_fields": tool_fields, **reasons})
+        changed["zero_reason"] = ZeroReason(reason)
+    return Trajectory(**(dict(values) | changed))
 
 
 def packed(numbers: Sequence[float]) -> str:
@@ -278,7 +280,7 @@ def _decoded_turns(values: Sequence[Mapping[str, Any]]) -> list[Turn]:
     """Invert `_encoded_turns`. Raises one of `reading.DAMAGED` for values that it does not write."""
     turns: list[Turn] = []
     for value in values:
-        changed = {
+        changed: dict[str, Any] = {
             name: unpacked(item) if name in PACKED else item
             for name, item in value.items()
             if name not in ("after", "shared")
@@ -297,5 +299,6 @@ def _decoded_turns(values: Sequence[Mapping[str, Any]]) -> list[Turn]:
             isinstance(token, int) for token in changed["completion_ids"]
         ):
             raise ValueError("a turn does not have integer tokens with one logprob per token")
-        turns.append(Turn(**{**changed, "stop_reason": StopReason(value["stop_reason"])}))
+        changed["stop_reason"] = StopReason(value["stop_reason"])
+        turns.append(Turn(**changed))
     return turns

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +90,7 @@ def run_path(config: RunFolderOptions, *, name: str) -> Path:
 
 
 @contextmanager
-def lock_run_dir(path: Path) -> Iterator[None]:
+def lock_run_dir(path: Path) -> Generator[None]:
     """Lock the folder while the block runs. Raises ConfigError if another process uses it.
 
     The lock file is next to the folder, which may be deleted, or inside it if the parent is not writable. The

@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -94,7 +94,7 @@ class RunLog:
             logger.info("%s", RENAMED_NOTICE)
         return values
 
-    def _send(self, step: int, metrics: Mapping[str, float], *, may_be_sent: bool = False) -> None:
+    def _send(self, step: int, metrics: Mapping[str, float | None], *, may_be_sent: bool = False) -> None:
         """Send a line. `may_be_sent`: an earlier process may have sent it. wandb ignores a repeated step;
         trackio would store it again, so a line that may be sent already is not sent to trackio.
         """
@@ -114,7 +114,7 @@ def open_run_log(
     name: str,
     config: Mapping[str, object],
     is_judged: bool = False,
-) -> Iterator[RunLog]:
+) -> Generator[RunLog]:
     """Open the log of the run in `log_path`, and finish its wandb and trackio runs on exit.
 
     `is_judged` is true if a judge's bonus is part of the reward.
@@ -153,7 +153,7 @@ def project_name(project: str, *, is_judged: bool) -> str:
     return project + JUDGE_SUFFIX if is_judged and not project.endswith(JUDGE_SUFFIX) else project
 
 
-def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+def finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
     """Return the metrics with None for every NaN and infinity, which JSON does not have."""
     return {
         name: value if value is not None and math.isfinite(value) else None for name, value in metrics.items()

@@ -8,7 +8,7 @@ they may have begun during earlier steps. Failures are counted in the order of t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -76,7 +76,7 @@ class BatchCollector:
         self._pipeline = self._pipeline_of([])
 
     @asynccontextmanager
-    async def running(self, batches: Sequence[Batch], policy: Policy) -> AsyncIterator[None]:
+    async def running(self, batches: Sequence[Batch], policy: Policy) -> AsyncGenerator[None]:
         """Roll out groups with `policy` and its successors while the block runs."""
         self._policy.set(policy)
         self._pipeline = self._pipeline_of(batches)

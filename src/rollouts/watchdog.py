@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from src.core.errors import BackendError, ServerLost
@@ -57,7 +57,9 @@ class Watchdog:
 
 
 @asynccontextmanager
-async def watching(check: Callable[[], Awaitable[None]], options: WatchdogOptions) -> AsyncIterator[Watchdog]:
+async def watching(
+    check: Callable[[], Awaitable[None]], options: WatchdogOptions
+) -> AsyncGenerator[Watchdog]:
     """Yield a watchdog that probes the server with `check` while the block runs.
 
     `check` raises BackendError if the server does not answer, or ServerLost if the run cannot continue on it.

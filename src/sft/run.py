@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime
 from functools import partial
@@ -36,7 +36,7 @@ from src.sft.trainer import HELD_OUT_NLL, SupervisedTrainer, require_same_batche
 @asynccontextmanager
 async def open_dependencies(
     config: SftConfig, events: RunEvents, dataset: Dataset | None = None
-) -> AsyncIterator[Dependencies[Dataset]]:
+) -> AsyncGenerator[Dependencies[Dataset]]:
     """Open the Tinker endpoint. `dataset` must not be None; its type is that of `Connect`."""
     events.say(f"server: {base_url(config)}")
     async with connect(config) as endpoint:

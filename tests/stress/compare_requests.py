@@ -23,7 +23,7 @@ from pathlib import Path
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-TERMS: tuple[tuple[str, str], ...] = ()
+TERMS = (("(ask=", "(sampling="),)
 """Intended differences: pairs of a text of the other tree and its replacement in this tree."""
 SPECIAL = (
     None,

@@ -243,7 +243,7 @@ def error_json(error: ServerError, message: str | None = None) -> dict[str, obje
         if error.status == 429
         else "server_error"
     )
-    code = {
+    code: dict[type[ServerError], str] = {
         NotFoundError: "model_not_found",
         TooLongError: "context_length_exceeded",
         UnauthorizedError: "invalid_api_key",

@@ -72,7 +72,7 @@ def backward(
     along = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)
     q, k, v, grad_out = (padded_heads(array) for array in (q, k, v, grad_out))
     kv_heads, tile = k.shape[2], min(TILE, length // layout.num_key_blocks.shape[1])
-    options = {"compiler_params": compiler_params(q), "interpret": interpret}
+    options: dict[str, Any] = {"compiler_params": compiler_params(q), "interpret": interpret}
     layout_specs, tile_spec, key_spec, row_spec = _query_specs(layout, q, k, tile)
     grad_q = pl.pallas_call(
         partial(_query_gradient_kernel, tile=tile, scale=scale),

@@ -86,7 +86,8 @@ def is_trained(spec: LoraSpec, weight: Weight) -> bool:
             return spec.train_mlp
         case LoraTarget.UNEMBED:
             return spec.train_unembed
-    raise AssertionError(f"{weight.names} are not adapted")
+        case None:
+            raise AssertionError(f"{weight.names} are not adapted")
 
 
 def init_adapter(config: ModelConfig, spec: LoraSpec, max_rank: int) -> Adapter:

@@ -67,12 +67,13 @@ def open_reward(name: str) -> Reward:
             return NumberReward()
         case "regex" | "math":
             return WorkerReward(name)
-    if ":" not in name:
-        raise ConfigError(
-            f"reward={name} is none of {', '.join(BUILT_IN)}; choose one, or give your own as "
-            "reward=module:function"
-        )
-    return FunctionReward(load_function(name, option="reward"))
+        case _ if ":" in name:
+            return FunctionReward(load_function(name, option="reward"))
+        case _:
+            raise ConfigError(
+                f"reward={name} is none of {', '.join(BUILT_IN)}; choose one, or give your own as "
+                "reward=module:function"
+            )
 
 
 def marked(text: str) -> str:

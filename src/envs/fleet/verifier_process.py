@@ -8,15 +8,21 @@ It exchanges JSON lines with `src.envs.fleet.verifier` through its standard inpu
     -> {"reward": 1.0}, {"unreadable": "nan"} or {"raised": "KeyError: 'W1'"}
 """
 
+from __future__ import annotations
+
 import asyncio
 import inspect
 import json
 import math
 import os
 import resource
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 MEMORY_BYTES = 2 * 2**30
 FILE_BYTES = 16 * 2**20
+
+Json = dict[str, Any]
 
 
 class ToolError(Exception):
@@ -26,11 +32,11 @@ class ToolError(Exception):
 class Environment:
     """The environment of a verifier: the task's fields, and the tools of the trial's session."""
 
-    def __init__(self, task, exchange):
+    def __init__(self, task: Json, exchange: Callable[[Json], Json]) -> None:
         self.task = task
         self._exchange = exchange
 
-    def call_tool(self, name, arguments=None):
+    def call_tool(self, name: str, arguments: Json | None = None) -> Any:
         """Return the structured result of a tool, or its text, parsed if it is JSON. Raises ToolError."""
         result = self._exchange({"call": name, "arguments": arguments or {}})
         if result["is_error"]:
@@ -38,13 +44,13 @@ class Environment:
         return result["value"]
 
 
-async def finished(awaitable):
+async def finished(awaitable: Awaitable[object]) -> object:
     return await awaitable
 
 
-def grade(request, exchange):
+def grade(request: Json, exchange: Callable[[Json], Json]) -> object:
     """Return the value that the verifier returns."""
-    namespace = {"__name__": "verifier", "ToolError": ToolError}
+    namespace: Json = {"__name__": "verifier", "ToolError": ToolError}
     exec(compile(request["code"], "verifier_code", "exec"), namespace)
     verify = namespace[request["function"]]
     parameters = inspect.signature(verify).parameters
@@ -53,7 +59,7 @@ def grade(request, exchange):
     return asyncio.run(finished(value)) if inspect.isawaitable(value) else value
 
 
-def as_reply(value):
+def as_reply(value: object) -> Json:
     if isinstance(value, (bool, int, float)):
         try:
             reward = float(value)
@@ -64,7 +70,7 @@ def as_reply(value):
     return {"unreadable": f"{type(value).__name__} {value!r:.200}"}
 
 
-def main():
+def main() -> None:
     requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):  # output of the verifier must not enter the replies
@@ -72,11 +78,11 @@ def main():
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
 
-    def send(reply):
+    def send(reply: Json) -> None:
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
-    def exchange(call):
+    def exchange(call: Json) -> Json:
         send(call)
         return json.loads(requests.readline())
 

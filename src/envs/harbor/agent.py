@@ -6,7 +6,7 @@ the model of each trial under a key, and the agent receives the key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ _sessions: dict[str, AgentSession] = {}
 
 
 @contextmanager
-def register_session(key: str, session: AgentSession) -> Iterator[None]:
+def register_session(key: str, session: AgentSession) -> Generator[None]:
     """Make `session` available to the agent under `key` while the block runs."""
     assert key not in _sessions, f"two trials have the key {key}"
     _sessions[key] = session
@@ -96,7 +96,9 @@ class TrainingTerminus2(Terminus2):
     session: AgentSession
 
     @override
-    def _init_llm(self, llm_kwargs: dict[str, Any] | None, **_: Any) -> BaseLLM:
+    def _init_llm(  # pyright: ignore[reportIncompatibleMethodOverride]  Harbor passes all arguments by name
+        self, llm_kwargs: dict[str, Any] | None, **_: Any
+    ) -> BaseLLM:
         assert llm_kwargs is not None
         self.session = _sessions[llm_kwargs["session"]]
         return self.session.llm

@@ -146,8 +146,8 @@ def import_harbor() -> None:
     """
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # Otherwise litellm downloads a price list.
     os.environ.setdefault("HARBOR_TELEMETRY", "0")
-    import src.envs.harbor.agent
-    import src.envs.harbor.trial  # noqa: F401
+    import src.envs.harbor.agent  # pyright: ignore[reportUnusedImport]
+    import src.envs.harbor.trial  # noqa: F401 # pyright: ignore[reportUnusedImport]
 
     harbor_logger = logging.getLogger("harbor")
     harbor_logger.addHandler(logging.NullHandler())

@@ -17,7 +17,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -292,7 +292,7 @@ def grading_of(environment: BaseEnvironment) -> Grading | None:
 
 
 @contextlib.asynccontextmanager
-async def graded(trial: Trial, method: GradingMethod) -> AsyncIterator[Grading]:
+async def graded(trial: Trial, method: GradingMethod) -> AsyncGenerator[Grading]:
     """Provide the grading of a trial while the block runs. `grading_of` returns it to the verifier."""
     grading = Grading(trial, method)
     key = id(trial.agent_environment)

@@ -14,7 +14,7 @@ not an Exception, so it reaches `TrainingTerminus2`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, override
@@ -131,7 +131,7 @@ class TinkerLLM(BaseLLM):
         return list(_dicts(self._messages))
 
     @contextmanager
-    def subagent_calls(self) -> Iterator[None]:
+    def subagent_calls(self) -> Generator[None]:
         """Record the calls in the block as those of a sub-agent."""
         self._is_subagent = True
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
+from harbor.models.trial.result import TrialResult
 from harbor.trial.trial import Trial
 
 from src.core.errors import VerifierError
@@ -119,14 +120,15 @@ async def _play(
         environment=EnvironmentConfig.model_validate(dict(environment)),
         verifier=VerifierConfig(import_path="src.envs.harbor.verifier:TrainingVerifier"),
     )
+    result: TrialResult | None = None
     try:
         trial = await Trial.create(config)
         async with graded(trial, method):
             result = await run_with_deadline(trial.run(), TRIAL_TIMEOUT_S)
-        return score(result.verifier_result.rewards if result.verifier_result else None)
+        return score(result.verifier_result.rewards if result and result.verifier_result else None)
     except TimeoutError:
         return f"not done within {TRIAL_TIMEOUT_S:g} s"
     except VerifierError as error:
-        return describe_exception(result) or str(error)
+        return (result and describe_exception(result)) or str(error)
     except Exception as error:  # The other tasks are validated even if this one cannot be played.
         return f"{type(error).__name__}: {error}"

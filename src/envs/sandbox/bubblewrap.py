@@ -25,7 +25,7 @@ import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -218,7 +218,7 @@ class Bubblewrap:
         self._watcher = asyncio.create_task(self._watch())
 
     @contextlib.contextmanager
-    def _start_request(self, script: str, stdout: BinaryIO | None, shell: Shell) -> Iterator[ExecRequest]:
+    def _start_request(self, script: str, stdout: BinaryIO | None, shell: Shell) -> Generator[ExecRequest]:
         """Yield a command that has been sent to the sandbox. `_watch` fails it when the sandbox ends."""
         for path in list(self._staged):
             if path.exists():

@@ -227,7 +227,9 @@ class ContainerEnvironment(DockerEnvironment):
         self._downloads.record(source, budget, left, is_whole=True)
 
     def _container(self, client: docker.DockerClient, service: str) -> Any:
-        from harbor.environments.docker.docker import _sanitize_docker_compose_project_name as project_name
+        from harbor.environments.docker.docker import (
+            _sanitize_docker_compose_project_name as project_name,  # pyright: ignore[reportPrivateUsage]
+        )
 
         labels = [f"{PROJECT_LABEL}={project_name(self.session_id)}", f"{SERVICE_LABEL}={service}"]
         containers = client.containers.list(all=True, filters={"label": labels})

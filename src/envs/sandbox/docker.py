@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,7 @@ class CleanupReport:
 
 
 @contextmanager
-def engine(*, timeout_s: int) -> Iterator[docker.DockerClient]:
+def engine(*, timeout_s: int) -> Generator[docker.DockerClient]:
     """Connect to the engine that the docker command would use. Raises DockerException if there is none."""
     if os.environ.get("DOCKER_HOST"):
         client = docker.from_env(timeout=timeout_s)

@@ -19,7 +19,7 @@ import os
 import re
 import shlex
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -209,7 +209,7 @@ class SandboxEnvironment(BaseEnvironment):
         return await self._bubblewrap.path_kind(path) in (PathKind.EMPTY_DIRECTORY, PathKind.DIRECTORY)
 
     @contextmanager
-    def staged_file(self) -> Iterator[tuple[Path, str]]:
+    def staged_file(self) -> Generator[tuple[Path, str]]:
         """Yield the path of a new file on the host and its read-only path inside. The file is removed
         afterwards.
         """

@@ -19,7 +19,7 @@ import pwd
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -121,7 +121,7 @@ def run_directory(label: str) -> Path:
 
 
 @contextmanager
-def temporary_run_directory() -> Iterator[Path]:
+def temporary_run_directory() -> Generator[Path]:
     """Yield a locked run directory that is removed afterwards, for sandboxes that test the machine."""
     directory = _locked_directory(f"probe-{os.getpid()}-{os.urandom(4).hex()}")
     try:
@@ -224,7 +224,7 @@ def _is_locked(directory: Path) -> bool:
 
 
 @contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
+def _exclusive(path: Path) -> Generator[None]:
     """Hold an exclusive lock on the file `path`, which serializes the start of runs and the removal of ended
     ones.
     """

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from src.core.errors import ConfigError, boundary
 from src.core.trajectory import Task
@@ -76,7 +76,7 @@ def open_domain(name: str, context: DomainContext) -> ServiceDomain:
     place = registered_domains().get(name, name)
     factory: DomainFactory = load_function(place, option="environment_kwargs domain", value=name)
     with boundary(ConfigError, f"domain={name}"):
-        domain = factory(context)
+        domain = cast("object", factory(context))
     if not isinstance(domain, ServiceDomain):
         raise ConfigError(f"domain={name} returned {type(domain).__name__}; return a ServiceDomain")
     return domain

@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any
@@ -242,7 +242,7 @@ class WorkerPool:
 
 
 @asynccontextmanager
-async def worker_pool(settings: WorkerSettings) -> AsyncIterator[WorkerPool]:
+async def worker_pool(settings: WorkerSettings) -> AsyncGenerator[WorkerPool]:
     pool = WorkerPool(settings)
     try:
         yield pool

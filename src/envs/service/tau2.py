@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 from src.core.errors import AgentFault, ConfigError, SandboxError, VerifierError
@@ -273,7 +273,7 @@ def _tasks(settings: WorkerSettings, domain: str, *, description: str, **argumen
     if problems:
         raise ConfigError(f"tau2 cannot list {description} of {domain}: {problems[0]}")
     path = Path(settings.environment["TAU2_DATA_DIR"]) / "tau2" / "domains" / domain / "tasks.json"
-    rows = [{**row, "domain": domain, "task": row["id"]} for row in replies[1]["tasks"]]
+    rows: list[dict[str, Any]] = [{**row, "domain": domain, "task": row["id"]} for row in replies[1]["tasks"]]
     return [
         Task(id=f"{domain}/{row['id']}", path=path, domain=domain, row=row, has_writes=row["has_writes"])
         for row in rows

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from src.cli.command_line import help_for, help_words, parse_as, print_help
@@ -32,7 +32,7 @@ PROMPT = "you> "
 
 
 @asynccontextmanager
-async def opened(config: ChatConfig) -> AsyncIterator[Conversation]:
+async def opened(config: ChatConfig) -> AsyncGenerator[Conversation]:
     """Connect to the endpoint and open the policy."""
     checkpoint = sampler_path(config.checkpoint)
     limit_s = config.request_timeout_s
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         argv = with_server_from_environment(argv, names=["skyrl_tx_url"])
         config = parse_as(ChatConfig, with_local_model(argv))
         with suppress(ImportError):
-            import readline  # noqa: F401  gives `input` line editing and a history
+            import readline  # noqa: F401 # pyright: ignore[reportUnusedImport]  gives `input` line editing and a history
         set_log_levels()
         chat(config)
         return 0
