@@ -48,7 +48,7 @@ async def main(base_url: str, model: str, num_steps: int) -> list[float]:
         params = types.SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0)
         requests = [sampler.sample_async(types.ModelInput.from_ints(p), GROUP_SIZE, params) for p in prompts]
         groups = [result.sequences for result in await asyncio.gather(*requests)]
-        rewards_PG = np.array([[reward(tokenizer.decode(s.tokens)) for s in group] for group in groups])
+        rewards_PG = np.array([[reward(str(tokenizer.decode(s.tokens))) for s in group] for group in groups])
         advantages_PG = rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
         data = [
             datum(prompt, sequence, advantage)

@@ -121,7 +121,7 @@ class McpServer:
             text = f"{type(error).__name__}: {error}"
             return {"content": [{"type": "text", "text": text}], "isError": True}
         structured = {"structuredContent": value} if isinstance(value, dict) else {}
-        text = str(value) if isinstance(value, str) else JSONResponse(value).body.decode()
+        text = str(value) if isinstance(value, str) else bytes(JSONResponse(value).body).decode()
         return {"content": [{"type": "text", "text": text}], **structured}
 
 

@@ -10,6 +10,7 @@ import tinker
 
 from src.learning.learner import adam_params, learning_rate, reported_metrics, require_finite
 from src.learning.options import OptimizerOptions
+from src.policy.backend import TrainingClient
 from src.policy.sampling_policy import sdk_boundary
 
 LOSS = "cross_entropy"
@@ -32,7 +33,7 @@ class SupervisedLearner:
 
     def __init__(
         self,
-        client: tinker.TrainingClient,
+        client: TrainingClient,
         options: OptimizerOptions,
         *,
         highest_rate: float,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 import httpx
 import tinker
 from tinker.lib.base_url import DEFAULT_BASE_URL
+from tinker.types import LossFnType
 
 from src.core.errors import BackendError, ConfigError, ServerLost
 from src.core.process import deadline, in_thread
@@ -33,10 +34,31 @@ DUMMY_KEY = "tml-dummy"  # the SDK requires a key with this prefix; our server a
 _KEY_PREFIXES = ("tml-", "eyJ")
 
 
+class TrainingClient(Protocol):
+    """The methods of `tinker.TrainingClient` that learners use."""
+
+    def forward(
+        self,
+        data: list[tinker.Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> Awaitable[tinker.ForwardBackwardOutput]: ...
+
+    def forward_backward(
+        self,
+        data: list[tinker.Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> Awaitable[tinker.ForwardBackwardOutput]: ...
+
+    def optim_step(self, adam: tinker.AdamParams, /) -> Awaitable[tinker.types.OptimStepResponse]: ...
+
+
 class Backend(Protocol):
     """The operations of an endpoint that training uses."""
 
-    training_client: tinker.TrainingClient
+    @property
+    def training_client(self) -> TrainingClient: ...
 
     async def policy(self, version: int) -> Policy:
         """Return a policy with a snapshot of the current weights."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Awaitable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -105,10 +105,20 @@ class NewestPolicy(PolicyWrapper):
         self.policy = policy
 
 
+class SamplingClient(Protocol):
+    """The methods of `tinker.SamplingClient` that `TinkerPolicy` uses."""
+
+    def sample(
+        self, prompt: tinker.ModelInput, num_samples: int, sampling_params: tinker.SamplingParams
+    ) -> Awaitable[tinker.SampleResponse]: ...
+
+    def compute_logprobs(self, prompt: tinker.ModelInput) -> Awaitable[Sequence[float | None]]: ...
+
+
 class TinkerPolicy:
     """A frozen snapshot of the weights behind a sampling client: a `Policy` and a `ReferenceModel`."""
 
-    def __init__(self, sampling_client: tinker.SamplingClient, version: int) -> None:
+    def __init__(self, sampling_client: SamplingClient, version: int) -> None:
         self.version = version
         self._client = sampling_client
 

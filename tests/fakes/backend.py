@@ -4,7 +4,7 @@ receives.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Awaitable, Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +37,7 @@ class BanditTrainingClient:
         self.sent: list[list[tinker.Datum]] = []  # the data of every forward_backward
         self.adam: list[tinker.AdamParams] = []
 
-    def forward(self, data, loss_fn, loss_fn_config=None):
+    def forward(self, data, loss_fn, loss_fn_config=None) -> Awaitable[tinker.ForwardBackwardOutput]:
         self.events.append("forward")
         logprobs = log_softmax(self.logits)
         targets = [datum.loss_fn_inputs["target_tokens"].to_numpy() for datum in data]
@@ -55,7 +55,7 @@ class BanditTrainingClient:
             )
         )
 
-    def forward_backward(self, data, loss_fn, loss_fn_config=None):
+    def forward_backward(self, data, loss_fn, loss_fn_config=None) -> Awaitable[tinker.ForwardBackwardOutput]:
         self.events.append("forward_backward")
         self.sent.append(data)
         logprobs = log_softmax(self.logits)
@@ -78,7 +78,7 @@ class BanditTrainingClient:
             )
         )
 
-    def optim_step(self, adam):
+    def optim_step(self, adam) -> Awaitable[tinker.types.OptimStepResponse]:
         self.events.append("optim_step")
         self.adam.append(adam)
         norm = float(np.linalg.norm(self.gradient))

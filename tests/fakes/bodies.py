@@ -238,9 +238,9 @@ def messages(draw: st.DrawFn) -> bytes:
         model_id=draw(st.sampled_from(("m", ""))), seq_id=draw(st.integers(0, 2**31 - 1))
     )
     request.loss_fn = draw(st.sampled_from(("cross_entropy", "ppo", "gspo", "stable_reinforce", "")))
-    request.loss_fn_config.update(
-        draw(st.dictionaries(st.sampled_from(("beta", "clip_low_threshold")), st.floats(), max_size=1))
-    )
+    settings = st.dictionaries(st.sampled_from(("beta", "clip_low_threshold")), st.floats(), max_size=1)
+    for name, value in draw(settings).items():
+        request.loss_fn_config[name] = value
     for _ in range(draw(st.integers(0, 3))):
         datum = request.data.add()
         datum.model_input.add().encoded_text.tokens = draw(

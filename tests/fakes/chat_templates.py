@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
 from src.envs.service.tool_calls import Strategy, ToolCall, parse
 from src.policy.chat import Chat
 from src.policy.tool_messages import Message
+from tests.fakes.tokenizer import HubTokenizer, hub_tokenizer
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "chat_templates"
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
@@ -127,23 +125,17 @@ FAMILIES = (
 )
 
 
-def family_tokenizer(family: Family, template: str | None = None) -> PreTrainedTokenizerFast:
+def family_tokenizer(family: Family, template: str | None = None) -> HubTokenizer:
     """Return a byte-level tokenizer of the family. `template=None` selects the family's own template."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate([*family.special_tokens, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(family.special_tokens))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return hub_tokenizer(
+        family.special_tokens,
         bos_token=family.bos,
         eos_token=family.turn_end,
         chat_template=template or (FOLDER / f"{family.name}.jinja").read_text(),
     )
 
 
-def check_tools_are_visible(family: Family, tokenizer: PreTrainedTokenizerFast) -> None:
+def check_tools_are_visible(family: Family, tokenizer: HubTokenizer) -> None:
     chat = Chat(tokenizer)
     assert chat.shows_tools == family.shows_tools
     prompt = tokenizer.decode(chat.render(OPENING, tools=TOOLS))
@@ -152,11 +144,11 @@ def check_tools_are_visible(family: Family, tokenizer: PreTrainedTokenizerFast) 
     assert "The policy." in prompt and "Where is <my> order?" in prompt
 
 
-def check_thinking_is_off(family: Family, tokenizer: PreTrainedTokenizerFast) -> None:
+def check_thinking_is_off(family: Family, tokenizer: HubTokenizer) -> None:
     chat = Chat(tokenizer)
     after_question = tokenizer.decode(chat.render(OPENING))
     after_result = tokenizer.decode(chat.render([*OPENING, _assistant(family.call), RESULTS[0]]))
-    assert after_question.endswith(QUESTION["content"] + _user_turn_end(family) + family.generation_prompt)
+    assert after_question.endswith(f"{QUESTION['content']}{_user_turn_end(family)}{family.generation_prompt}")
     assert after_result.endswith(
         family.generation_prompt if family.after_result is None else family.after_result
     )
@@ -168,7 +160,7 @@ def check_thinking_is_off(family: Family, tokenizer: PreTrainedTokenizerFast) ->
     assert (thinking == after_question) == (family.thinking_prompt is None)
 
 
-def check_extend_equals_render(family: Family, tokenizer: PreTrainedTokenizerFast) -> None:
+def check_extend_equals_render(family: Family, tokenizer: HubTokenizer) -> None:
     """Check that `extend` returns the ids of a full rendering.
 
     Extended prompts also contain the empty thoughts of earlier generation prompts, which Qwen3's template
@@ -189,7 +181,7 @@ def check_extend_equals_render(family: Family, tokenizer: PreTrainedTokenizerFas
             assert list(prompt) == rendered
 
 
-def check_calls_are_read_back(family: Family, tokenizer: PreTrainedTokenizerFast) -> None:
+def check_calls_are_read_back(family: Family, tokenizer: HubTokenizer) -> None:
     chat = Chat(tokenizer)
     function = {"name": ORDER.name, "arguments": ORDER.arguments}
     message = {**_assistant(""), "tool_calls": [{"id": "0", "type": "function", "function": function}]}

@@ -7,7 +7,7 @@ of two letters adds 11 ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from src.core.length_limits import LengthLimits
 from src.core.trajectory import Trajectory, TrialFailure
@@ -66,7 +66,7 @@ async def fail(*args: Any, **options: Any) -> tuple[TrialFailure, FakePolicy, Sc
     return result, policy, environment
 
 
-def filters(rule: str) -> FilterOptions:
+def filters(rule: Literal["off", "stop_reason", "eos"]) -> FilterOptions:
     return FilterOptions(
         remove_constant_reward_groups=False,
         min_group_size=1,

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,6 +43,12 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.checkpoint_record import is_on_disk
 
 
+def open_gate() -> threading.Event:
+    gate = threading.Event()
+    gate.set()
+    return gate
+
+
 @dataclass(kw_only=True)
 class FakeExecutor:
     """The tokens of a sample count up from the last prompt token, and all logprobs are -1. A ForwardBackward
@@ -58,7 +64,7 @@ class FakeExecutor:
             base_model="local/fake", max_context_length=64, max_lora_rank=8, vocab_size=1000
         )
     )
-    gate: threading.Event | None = None  # operations wait until this event is set
+    gate: threading.Event = field(default_factory=open_gate)  # operations wait until this event is set
     # Maps an entry of `log` to the error that is raised instead.
     errors: dict[str, Exception] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
@@ -175,9 +181,9 @@ class FakeExecutor:
             finished.append(FinishedSequence(request_id=request_id, index=index, sequence=sequence))
         return finished
 
-    def pause(self, rows: Sequence[tuple[int, int]]) -> None:
+    def pause(self, sequences: Collection[tuple[int, int]]) -> None:
         assert not self.dispatched_next[-1], "a dispatch is in flight"
-        for key in rows:
+        for key in sequences:
             self._enter(f"pause {self.active[key][0].weights} {key[1]}")
             self._paused[key] = self.active.pop(key)
 
@@ -200,8 +206,7 @@ class FakeExecutor:
         return {"slots": self.num_slots, "slots_used": self.num_running, "compilations": {}}
 
     def _enter(self, entry: str) -> None:
-        if self.gate is not None:
-            self.gate.wait()
+        self.gate.wait()
         self.threads.add(threading.get_ident())
         self.log.append(entry)
         if entry in self.errors:

@@ -23,6 +23,7 @@ from src.cli.command_line import parse_as
 from src.cli.console import Display
 from src.loop.connection import Dependencies
 from src.policy.backend import SavedPaths
+from src.policy.sampling_policy import Policy, ReferenceModel
 from src.sft.config import SftConfig
 from src.sft.dataset import load
 from src.sft.run import run
@@ -95,6 +96,12 @@ class UnigramBackend:
             self.training_client.logits = np.array(state["logits"])
             self.training_client.momentum = np.array(state["momentum"])
             self.training_client.history = state["history"]
+
+    async def policy(self, version: int) -> Policy:
+        raise NotImplementedError("supervised training does not sample")
+
+    async def reference_model(self, name: str | None = None) -> ReferenceModel:
+        raise NotImplementedError("supervised training has no reference model")
 
     async def check(self) -> None:
         pass

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
+from typing import Protocol, cast
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from src.policy.chat import Chat, Message
+from src.policy.chat import Chat, ChatTokenizer, Message
+from src.policy.tool_messages import Tools
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 
@@ -26,18 +29,48 @@ TEMPLATE = (
 )
 
 
-@cache
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer in which every byte is one token."""
+class HubTokenizer(ChatTokenizer, Protocol):
+    """The methods of a Hugging Face tokenizer that tests use, with more exact types than in transformers."""
+
+    chat_template: str
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Message],
+        *,
+        tools: Tools | None = None,
+        tokenize: bool,
+        add_generation_prompt: bool = False,
+        **variables: bool,
+    ) -> str: ...
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str: ...
+
+    def convert_tokens_to_ids(self, token: str, /) -> int: ...
+
+    def save_pretrained(self, directory: Path, /) -> object: ...
+
+
+def hub_tokenizer(special_tokens: Sequence[str], **options: str | None) -> HubTokenizer:
+    """Return a Hugging Face tokenizer in which every byte is one token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
+    vocab = {token: index for index, token in enumerate([*special_tokens, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE
-    )
+    tokenizer.add_special_tokens(list(special_tokens))
+    return cast(HubTokenizer, PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options))
+
+
+@cache
+def byte_tokenizer() -> HubTokenizer:
+    return hub_tokenizer(SPECIAL, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE)
 
 
 def byte_chat() -> Chat:

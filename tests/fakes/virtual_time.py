@@ -10,7 +10,7 @@ import math
 import random
 import selectors
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -76,16 +76,16 @@ def in_virtual_time[**P](test: Callable[P, Coroutine[object, object, None]]) -> 
     return run
 
 
-class SlowFuture:
+@dataclass(frozen=True)
+class SlowFuture[T]:
     """A future of the server that is done at the virtual time `until`, in seconds."""
 
-    def __init__(self, value, until: float) -> None:
-        self._value = value
-        self._until = until
+    future: Awaitable[T]
+    until: float
 
-    def __await__(self):
-        yield from asyncio.sleep(max(0.0, self._until - asyncio.get_running_loop().time())).__await__()
-        return self._value
+    def __await__(self) -> Generator[object, None, T]:
+        yield from asyncio.sleep(max(0.0, self.until - asyncio.get_running_loop().time())).__await__()
+        return (yield from self.future.__await__())
 
 
 class SlowTrainingClient(BanditTrainingClient):
@@ -109,11 +109,11 @@ class SlowTrainingClient(BanditTrainingClient):
                     self.ages.append(self._version - (tokens[position] - FIRST_VERSION))
         now = asyncio.get_running_loop().time()
         self._free_at = max(now, self._free_at) + self._seconds_per_datum * len(data)
-        return SlowFuture(future.value, self._free_at)
+        return SlowFuture(future, self._free_at)
 
     def optim_step(self, adam):
         self._version += 1
-        return SlowFuture(super().optim_step(adam).value, self._free_at)
+        return SlowFuture(super().optim_step(adam), self._free_at)
 
 
 FIRST_VERSION = 100  # the last token of a prompt is FIRST_VERSION plus the version of the policy
@@ -186,8 +186,8 @@ def simulate(
             played[trial.task.id] += 1
         return trajectory(trial.task.id, 1.0, sampled, name=f"{trial.task.id}-{trial.seed}")
 
-    backend = BanditBackend()
-    backend.training_client = SlowTrainingClient(60 * train_minutes, batch_size)
+    backend, client = BanditBackend(), SlowTrainingClient(60 * train_minutes, batch_size)
+    backend.training_client = client
     source = FakeTasks(train=[task(name) for name in names], play=play)
     required = [
         "tasks_dir=t",
@@ -217,7 +217,7 @@ def simulate(
         played=played,
         trained=Counter(name for _, name in groups_trained(path).elements()),
         slowest=set(by_length[-max(1, int(len(names) * SLOWEST)) :]),
-        ages=backend.training_client.ages,
+        ages=client.ages,
         metrics=fake_run.lines("metrics.jsonl"),
     )
 

@@ -10,8 +10,11 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from wandb.proto.wandb_internal_pb2 import Record
+from wandb.proto import wandb_internal_pb2
+
+Record = vars(wandb_internal_pb2)["Record"]  # a module without stubs, which creates its classes when imported
 
 FILE_HEADER_BYTES = 7
 HEADER = struct.Struct("<IHB")
@@ -19,7 +22,7 @@ BLOCK_BYTES = 32768
 FULL, LAST = 1, 4
 
 
-def records(path: Path) -> Iterator[Record]:
+def records(path: Path) -> Iterator[Any]:
     data, parts, position = path.read_bytes(), [], FILE_HEADER_BYTES
     while position + HEADER.size <= len(data):
         rest_of_block = BLOCK_BYTES - position % BLOCK_BYTES

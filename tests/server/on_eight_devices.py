@@ -150,8 +150,8 @@ def compare_kv_cache(config: ModelConfig) -> dict[str, bool]:
     are not written must not change."""
     random = np.random.default_rng(0)
 
-    def values(*shape: int) -> np.ndarray:
-        return random.normal(size=shape).astype(np.float32)
+    def values(*shape: int) -> jax.Array:
+        return jnp.asarray(random.normal(size=shape), jnp.float32)
 
     layers, heads, head_dim = config.num_layers, config.num_kv_heads, config.head_dim
     prompts = Segment(
@@ -175,7 +175,7 @@ def compare_kv_cache(config: ModelConfig) -> dict[str, bool]:
         for layer in range(layers):
             new = jax.tree.map(lambda leaf, layer=layer: leaf[layer], prompts)
             cache = write_layer(
-                config, cache, np.int32(layer), new, tables[[0, 3]], np.array([0, 10]), np.array([140, 50])
+                config, cache, jnp.int32(layer), new, tables[[0, 3]], np.array([0, 10]), np.array([140, 50])
             )
         cache = copy_pages(config, cache, np.stack([tables[0], tables[2]], axis=1))  # from rank 0 to rank 1
         scattered = write_positions(config, cache, block, tables, starts, counts, scatter=True)
@@ -188,9 +188,7 @@ def compare_kv_cache(config: ModelConfig) -> dict[str, bool]:
             cache,
             scattered,
             rows,
-            attend_to_pages(
-                config, attention_spec(config.head_dim), cache, np.int32(1), tiles, jnp.asarray(queries)
-            ),
+            attend_to_pages(config, attention_spec(config.head_dim), cache, jnp.int32(1), tiles, queries),
         )
 
     def results_on(config: ModelConfig) -> list[list[np.ndarray]]:
@@ -266,8 +264,8 @@ def compare_decode_attention(config: ModelConfig) -> float:
     GPU kernel in interpret mode. Sequences of the same data-parallel rank share pages."""
     random = np.random.default_rng(0)
 
-    def values(*shape: int) -> np.ndarray:
-        return random.normal(size=shape).astype(np.float32)
+    def values(*shape: int) -> jax.Array:
+        return jnp.asarray(random.normal(size=shape), jnp.float32)
 
     layers, heads, kv_heads, head_dim, width, pages_per_rank = (
         config.num_layers,

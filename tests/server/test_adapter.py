@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -86,7 +87,7 @@ def test_the_mask_covers_exactly_the_rank_of_the_trained_parts() -> None:
 def test_a_sequence_uses_the_adapter_of_its_lora_slot() -> None:
     random = np.random.default_rng(0)
     x = random.normal(size=(3, 5, CONFIG.hidden_size)).astype(np.float32)
-    weight = random.normal(size=(sum(CONFIG.qkv_widths), CONFIG.hidden_size)).astype(np.float32)
+    weight = jnp.asarray(random.normal(size=(sum(CONFIG.qkv_widths), CONFIG.hidden_size)), jnp.float32)
     layers = [
         jax.tree.map(lambda leaf: leaf[1], adapter.layers[0]["qkv"])
         for adapter in (zeros(), tiny_qwen3.adapter(), doubled())
@@ -137,7 +138,7 @@ def test_an_expert_has_a_share_of_the_rank_and_at_least_one() -> None:
 def test_the_delta_is_scale_times_x_a_b() -> None:
     module = jax.tree.map(lambda leaf: np.asarray(leaf)[0], tiny_qwen3.adapter().layers[0]["gate_up"])
     x = np.random.default_rng(0).normal(size=(2, 5, CONFIG.hidden_size)).astype(np.float32)
-    for part, delta in enumerate(low_rank_deltas(x, module)):
+    for part, delta in enumerate(low_rank_deltas(jnp.asarray(x), module)):
         expected = 32 / 3 * x @ module.a[:, part * MAX_RANK : (part + 1) * MAX_RANK] @ module.b[part]
         np.testing.assert_allclose(delta, expected, rtol=1e-4, atol=1e-5)
 

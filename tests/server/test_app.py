@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import tarfile
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -19,6 +18,7 @@ import httpx
 import pytest
 import safetensors.numpy
 import zstandard
+from starlette.types import Message
 from tinker import types
 from tinker.proto import request_conv
 
@@ -31,6 +31,7 @@ from skyrl_tx_server.http.http_handler import StartupState
 from skyrl_tx_server.http.wire.proto import tinker_wire_pb2 as pb
 from tests.fakes.engine import FACTORS, FakeEngine
 from tests.fakes.executor import FakeExecutor
+from tests.fakes.sdk_datum import sdk_datum
 from tests.fakes.server import fake_context, fake_engine
 
 PROTO = "application/x-protobuf"
@@ -96,10 +97,7 @@ async def make_model(http: httpx.AsyncClient, session_id: str, model_seq_id: int
 
 
 def training_bytes(model_id: str, seq_id: int = 1) -> bytes:
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints([1, 2]),
-        loss_fn_inputs={"target_tokens": [2, 3], "weights": [1.0, 1.0]},
-    )
+    datum = sdk_datum([1, 2], target_tokens=[2, 3], weights=[1.0, 1.0])
     inner = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
     request = types.ForwardBackwardRequest(forward_backward_input=inner, model_id=model_id, seq_id=seq_id)
     return request_conv.forward_backward_request_to_proto(request).SerializeToString()
@@ -205,15 +203,16 @@ async def test_an_invalid_json_body_is_a_clear_400(http: httpx.AsyncClient) -> N
 async def test_a_disconnect_during_a_request_is_not_a_server_error(
     context: AppState, caplog: pytest.LogCaptureFixture
 ) -> None:
-    messages = iter(
-        [{"type": "http.request", "body": b'{"a', "more_body": True}, {"type": "http.disconnect"}]
-    )
+    messages: list[Message] = [
+        {"type": "http.request", "body": b'{"a', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
     sent = []
 
-    async def receive() -> dict[str, object]:
-        return next(messages)
+    async def receive() -> Message:
+        return messages.pop(0)
 
-    async def send(message: dict[str, object]) -> None:
+    async def send(message: Message) -> None:
         sent.append(message)
 
     scope = {
@@ -490,9 +489,7 @@ def checkpoint_records(folder: Path) -> list[Path]:
 
 async def test_the_end_of_a_session_cancels_its_running_samples(tmp_path: Path) -> None:
     """Samples of the same request that wait for a slot are cancelled too."""
-    gate = threading.Event()
-    gate.set()
-    executor = FakeExecutor(num_slots=2, block=1, gate=gate)
+    executor = FakeExecutor(num_slots=2, block=1)
     engine = Engine(executor)
     context = replace(fake_context(tmp_path), engine=engine)
     transport = httpx.ASGITransport(build_app(StartupState(state=context)))
@@ -513,10 +510,10 @@ async def test_the_end_of_a_session_cancels_its_running_samples(tmp_path: Path) 
         await post(http, "asample", sampling_session_id=sampler["sampling_session_id"], seq_id=0, **body)
         engine.start()
         await asyncio.to_thread(wait_until, lambda: "decode" in executor.log)
-        gate.clear()  # one dispatch may have passed the gate, and the next one may wait at it
+        executor.gate.clear()  # one dispatch may have passed the gate, and the next one may wait at it
         dispatches = executor.log.count("decode")
         await http.post(f"sessions/{session_id}/finish", json={"reason": {"type": "success"}})
-        gate.set()
+        executor.gate.set()
         await asyncio.to_thread(wait_until, lambda: not engine.stats()["ops_pending"])
     engine.stop()
     assert executor.log.count("decode") <= dispatches + 2 and not executor.num_running

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from skyrl_tx_server.engine.scheduled_work import PrefillRequest
 from skyrl_tx_server.errors import CapacityError
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.sampling.decode import InFlightBatch
+from skyrl_tx_server.sampling.decode_batch import DecodeDispatch
+from skyrl_tx_server.sampling.decode_step import Carry, DecodeOutputs
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 
 MODEL = replace(CONFIG, hidden_size=64, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=64)
@@ -124,7 +127,8 @@ def test_samples_do_not_depend_on_other_requests(driver: Driver, alone: dict, se
     """Requests start, are released or finish by length, stop token or stop string, in random order. If the
     cache is too small, sequences are preempted."""
     executor, random = driver.executor, np.random.default_rng(seed)
-    before, released = executor.stats(), set()
+    before: dict[str, Any] = executor.stats()
+    released = set()
     waiting = random.permutation(len(REQUESTS)).tolist()
     running: set[int] = set()
     while waiting or executor.sampler.num_running:
@@ -146,7 +150,7 @@ def test_samples_do_not_depend_on_other_requests(driver: Driver, alone: dict, se
             released.add(request_id)
         elif executor.sampler.num_running:
             driver.dispatch(dispatch_next=random.random() < 0.8)
-    stats = executor.stats()
+    stats: dict[str, Any] = executor.stats()
     assert stats["decode_dispatches_ahead"] > before["decode_dispatches_ahead"]
     assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"]
     preempted = stats["num_preemptions"] > before["num_preemptions"]
@@ -175,11 +179,11 @@ def fail_second_dispatch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> lis
     runner = driver.executor.sampler.runner
     decode, dispatches = runner.decode, []
 
-    def decode_or_fail(*arguments: object) -> object:
-        dispatches.append(arguments)
+    def decode_or_fail(dispatch: DecodeDispatch, carry: Carry) -> DecodeOutputs:
+        dispatches.append((dispatch, carry))
         if len(dispatches) == 2:
             raise RuntimeError("RESOURCE_EXHAUSTED")
-        return decode(*arguments)
+        return decode(dispatch, carry)
 
     monkeypatch.setattr(runner, "decode", decode_or_fail)
     return dispatches
@@ -273,7 +277,7 @@ def test_a_preempted_sequence_can_be_released(driver: Driver) -> None:
     )
     for request_id in range(101, 104):
         executor.sampler.release(request_id)
-    stats = executor.stats()
+    stats: dict[str, Any] = executor.stats()
     assert stats["cache_pages_free"] + stats["cache_pages_cached"] == stats["cache_pages"]
 
 

@@ -63,7 +63,7 @@ def test_sampler_and_trainer_agree_in_bfloat16() -> None:
             adapter_slot=0,
             wants_logprobs=True,
             slots=(0,),
-            tables=(TABLE,),
+            tables=(TABLE.tolist(),),
             copies_before=(),
             copies_after=(),
             sequences=[sequence] if cached + CHUNK >= PROMPT_LENGTH else (),

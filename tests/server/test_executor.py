@@ -42,6 +42,7 @@ from skyrl_tx_server.model.kv_cache import KVCache, page_bytes
 from skyrl_tx_server.model.shapes import PAGE_SIZE
 from skyrl_tx_server.sampling import model_runner
 from skyrl_tx_server.sampling import score_step as score_module
+from tests.fakes.present import present
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 from tests.server import reference_losses
 
@@ -79,6 +80,11 @@ def run(engine: Engine, op):
     return engine.submit(op).result(TIMEOUT_S)
 
 
+def saved_path(engine: Engine, op: SaveWeights | SaveSampler) -> str:
+    """Save a checkpoint and return its path."""
+    return present(run(engine, op).path)
+
+
 def create(engine: Engine, model_id: str, lora: LoraSpec = LORA) -> None:
     run(engine, CreateModel(model_id=model_id, lora=lora))
 
@@ -106,7 +112,7 @@ def train(engine: Engine, model_id: str, seed: int = 0) -> float:
 
 def state(engine: Engine, model_id: str, checkpoints_dir: Path) -> dict[str, np.ndarray]:
     """Return all arrays of a training checkpoint."""
-    path = run(engine, SaveWeights(model_id=model_id, name="state", overwrite=True)).path
+    path = saved_path(engine, SaveWeights(model_id=model_id, name="state", overwrite=True))
     return CheckpointStore(checkpoints_dir, "local/tiny").read(path)[1]
 
 
@@ -120,7 +126,7 @@ def test_a_checkpoint_loads_into_a_model_with_another_seed(engine: Engine, check
     """SDKs up to 0.36 restore a model with two requests: create_model with the rank, then load_weights."""
     create(engine, "m")
     train(engine, "m")
-    path = run(engine, SaveWeights(model_id="m", name="a")).path
+    path = saved_path(engine, SaveWeights(model_id="m", name="a"))
     create(engine, "other", replace(LORA, seed=99))
     assert run(engine, LoadWeights(model_id="other", path=path, optimizer=True)).lora == LORA
     assert_identical(state(engine, "other", checkpoints_dir), state(engine, "m", checkpoints_dir))
@@ -202,7 +208,8 @@ def test_training_and_sampling_compile_each_function_once(model_dir: Path, check
                     model_id=model_id, data=data(), loss_fn=LossFn.CROSS_ENTROPY, forward_only=True
                 ),
             )
-            step(engine, model_id), step(engine, model_id)
+            step(engine, model_id)
+            step(engine, model_id)
             snapshot(engine, model_id, model_id)
         for length, weights in ((30, "a"), (100, "b"), (190, "b"), (120, None)):
             settings = SamplingSettings(max_tokens=10, seed=0, stop_at_eos=False)
@@ -278,7 +285,8 @@ def test_forward_only_leaves_no_gradient(engine: Engine):
 
 
 def test_models_do_not_affect_each_other(engine: Engine, checkpoints_dir: Path):
-    create(engine, "a"), create(engine, "b", replace(LORA, seed=9))
+    create(engine, "a")
+    create(engine, "b", replace(LORA, seed=9))
     before = state(engine, "b", checkpoints_dir)
     train(engine, "a")
     assert_identical(state(engine, "b", checkpoints_dir), before)
@@ -330,7 +338,7 @@ def test_save_and_load_restore_training_bit_for_bit(model_dir: Path, checkpoints
 
 def test_loading_discards_an_accumulated_gradient(engine: Engine):
     create(engine, "a")
-    path = run(engine, SaveWeights(model_id="a", name="one")).path
+    path = saved_path(engine, SaveWeights(model_id="a", name="one"))
     accumulate(engine, "a", data())
     run(engine, LoadWeights(model_id="a", path=path, optimizer=True))
     assert step(engine, "a") == 0.0
@@ -338,15 +346,16 @@ def test_loading_discards_an_accumulated_gradient(engine: Engine):
 
 def test_unsuitable_checkpoints_are_refused(model_dir: Path, checkpoints_dir: Path):
     with running(model_dir, checkpoints_dir) as engine:
-        create(engine, "a", LoraSpec(rank=8)), create(engine, "b")
-        path = run(engine, SaveWeights(model_id="a", name="one")).path
+        create(engine, "a", LoraSpec(rank=8))
+        create(engine, "b")
+        path = saved_path(engine, SaveWeights(model_id="a", name="one"))
         with pytest.raises(ConflictError, match="exists already"):
             run(engine, SaveWeights(model_id="a", name="one"))
         with pytest.raises(UserError, match="rank 8 and 4"):
             run(engine, LoadWeights(model_id="b", path=path, optimizer=True))
         with pytest.raises(NotFoundError, match="no checkpoint"):
             run(engine, LoadWeights(model_id="c", path="tinker://a/weights/two", optimizer=True, create=True))
-        sampler = run(engine, SaveSampler(model_id="a", weights="tinker://a/sampler_weights/s")).path
+        sampler = saved_path(engine, SaveSampler(model_id="a", weights="tinker://a/sampler_weights/s"))
         with pytest.raises(UserError, match="has no optimizer state"):
             run(engine, LoadWeights(model_id="c", path=sampler, optimizer=True, create=True))
         with pytest.raises(UserError, match="is a training checkpoint"):
@@ -454,7 +463,8 @@ def test_a_failed_forward_backward_does_not_change_the_gradient(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     """The second micro-batch fails, and the gradient that was donated to it is lost."""
-    create(engine, "a"), create(engine, "untouched")
+    create(engine, "a")
+    create(engine, "untouched")
     for model_id in ("a", "untouched"):
         accumulate(engine, model_id, data())
     forward_backward, calls = executor_module.forward_backward, []
@@ -478,7 +488,8 @@ def test_a_failed_forward_backward_does_not_change_the_gradient(
 def test_a_failed_optimizer_step_does_not_change_the_model(
     engine: Engine, checkpoints_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    create(engine, "a"), create(engine, "b")
+    create(engine, "a")
+    create(engine, "b")
     for model_id in ("a", "b"):
         accumulate(engine, model_id, data())
     adam_step = executor_module.adam_step
@@ -611,7 +622,8 @@ def test_a_failed_top_k_fails_only_its_request(engine: Engine, monkeypatch: pyte
 
 
 def test_a_non_finite_optimizer_step_does_not_change_the_model(engine: Engine, checkpoints_dir: Path):
-    create(engine, "a"), create(engine, "b")
+    create(engine, "a")
+    create(engine, "b")
     huge = tuple(replace(datum, weights=np.full(len(datum.tokens), 3e38, np.float32)) for datum in data())
     accumulate(engine, "a", huge)
     with pytest.raises(UserError, match=r"optim_step of a not taken: its gradient .* is not finite"):

@@ -19,7 +19,7 @@ def weights(seed: int = 0):
     random = np.random.default_rng(seed)
     shapes = (COUNT, HIDDEN), (COUNT, 2 * WIDTH, HIDDEN), (COUNT, HIDDEN, WIDTH)
     router, gate_up, down = ((0.5 * random.normal(size=shape)).astype(np.float32) for shape in shapes)
-    return Router(router), gate_up, down
+    return Router(jnp.asarray(router)), gate_up, down
 
 
 def factors(seed: int = 1) -> tuple[LoraWeights, LoraWeights]:
@@ -29,7 +29,7 @@ def factors(seed: int = 1) -> tuple[LoraWeights, LoraWeights]:
         return LoraWeights(
             a=(0.5 * random.normal(size=(COUNT, inputs, len(outputs) * RANK))).astype(np.float32),
             b=tuple(random.normal(size=(COUNT, RANK, width)).astype(np.float32) for width in outputs),
-            scale=np.float32(0.5),
+            scale=np.asarray(0.5, np.float32),
         )
 
     return module(HIDDEN, (WIDTH, WIDTH)), module(WIDTH, (HIDDEN,))
@@ -124,7 +124,7 @@ def test_the_program_size_does_not_depend_on_the_experts() -> None:
             jnp.zeros((count, HIDDEN, WIDTH)),
         )
         return str(
-            jax.make_jaxpr(lambda x, *shapes: mixture(x, *shapes, None, experts=experts))(x, *shapes)
+            jax.make_jaxpr(lambda x, *weights: mixture(x, *weights, experts=experts))(x, *shapes, None)
         ).count(" = ")
 
     assert count_operations(4) == count_operations(64)

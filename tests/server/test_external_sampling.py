@@ -181,7 +181,9 @@ async def test_a_dropped_snapshot_is_unloaded_after_its_samples(
     saved = external.submit(SaveSampler(model_id="m", weights="short"))
     sampled = external.submit(sample("short"))  # waits for the save, which is not awaited here
     dropped = external.submit(DropSnapshot(weights="short"))
-    await asyncio.gather(*(asyncio.wrap_future(future) for future in (saved, sampled, dropped)))
+    await asyncio.gather(
+        asyncio.wrap_future(saved), asyncio.wrap_future(sampled), asyncio.wrap_future(dropped)
+    )
     await asyncio.to_thread(sampler.wait_until, lambda: not sampler.adapters)
     assert sampler.seen[0]["adapter"].startswith("skyrl-")
     with pytest.raises(NotFoundError, match="freed with their session"):

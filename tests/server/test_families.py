@@ -38,6 +38,7 @@ from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter, zero_adapt
 from skyrl_tx_server.model.model_config import Llama3Scaling, ModelConfig, YarnScaling, yarn_context
 from skyrl_tx_server.model.transformer import Params, head_logits, hidden_states
 from skyrl_tx_server.model.weights import adapter_from_arrays, adapter_to_arrays, load_params, save_model
+from tests.fakes.present import present
 from tests.fakes.tiny_model import make_settings
 from tests.server.tiny_qwen3 import FIXTURES as QWEN3
 
@@ -95,15 +96,15 @@ def test_the_llama3_fixture_detects_missing_rope_scaling() -> None:
 def test_the_deepseek_fixture_detects_each_missing_feature(feature: str) -> None:
     config = load_model_config(FAMILIES / "deepseek_v3")
     params = load_params(FAMILIES / "deepseek_v3", config, "float32")
-    assert config.experts is not None and config.experts.groups is not None and config.latent is not None
-    assert isinstance(config.rope_scaling, YarnScaling)
+    latent, scaling = present(config.latent), config.rope_scaling
+    assert config.experts is not None and config.experts.groups is not None
+    assert isinstance(scaling, YarnScaling)
     groups = {"groups": {"per_token": 4}, "weights' scale": {"scale": 1.0}}.get(feature, {})
     config = replace(config, experts=replace(config.experts, groups=replace(config.experts.groups, **groups)))
     if feature == "score scale":
-        # type: ignore[type-var]
-        config = replace(config, rope_scaling=replace(config.rope_scaling, mscale_all_dim=0.0))
+        config = replace(config, rope_scaling=replace(scaling, mscale_all_dim=0.0))
     if feature == "pairs":
-        config = replace(config, latent=replace(config.latent, interleaved=False))
+        config = replace(config, latent=replace(latent, interleaved=False))
     if feature == "bias":
         params = replace(
             params,
@@ -179,7 +180,7 @@ def test_sampling_and_training_an_moe_agree_for_each_adapter(moe_engine: Engine)
             assert np.abs(scored.logprobs[0][len(prompt) - 1 :] - sequence.logprobs).max() <= 1e-4
             logprobs[model_id] = sequence.logprobs
     assert not np.allclose(logprobs["untrained"], logprobs["one"], atol=1e-2)
-    path = run(SaveWeights(model_id="one", name="state")).path
+    path = present(run(SaveWeights(model_id="one", name="state")).path)
     run(LoadWeights(model_id="copy", path=path, create=True, optimizer=True))
     assert run(SaveWeights(model_id="copy", name="state")).size_bytes > 0
 

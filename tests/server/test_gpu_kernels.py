@@ -35,7 +35,7 @@ from skyrl_tx_server.model.kernels import grouped_kernel, paged_kernel, prefix_t
 from skyrl_tx_server.model.kernels.paged_kernel import Attended, paged_attention
 from skyrl_tx_server.model.kv_cache import KVCache, Segment, empty_cache, read_positions
 from skyrl_tx_server.model.lora.adapter import zero_adapter
-from skyrl_tx_server.model.lora.lora_math import LoraWeights, lora_indices
+from skyrl_tx_server.model.lora.lora_math import ArrayLike, LoraWeights, lora_indices
 from skyrl_tx_server.model.model_config import Experts
 from skyrl_tx_server.model.shapes import PAGE_SIZE, PREFILL_TILE, BucketShape, BucketShapes
 from skyrl_tx_server.model.transformer import Remat, init_params
@@ -103,9 +103,9 @@ def test_tree_kernels_and_loop_have_equal_values_and_gradients(
     options = {"scale": head_dim**-0.5, "interpret": True}
 
     @jax.jit
-    def by_kernels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        out, log_total = prefix_tree_kernel.forward(layout, *arrays, **options)
-        return out, *prefix_tree_kernel.backward(layout, *arrays, out, log_total, grad_out, **options)
+    def by_kernels(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        out, log_total = prefix_tree_kernel.forward(layout, q, k, v, **options)
+        return out, *prefix_tree_kernel.backward(layout, q, k, v, out, log_total, grad_out, **options)
 
     for actual, desired in zip(by_kernels(q, k, v), (expected, *pull_back(grad_out)), strict=True):
         assert actual.dtype == desired.dtype
@@ -125,25 +125,26 @@ def test_a_sequence_attends_only_to_its_own_pages() -> None:
         normal(1, 6, kv_heads, head_dim, page),
         normal(2, 6, kv_heads, page, head_dim),
     )
-    expected = reference(*(np.asarray(array, np.float64) for array in (q, keys, values)), tables, lengths)
+    expected = reference(q, keys, values, tables, lengths)
     values = values.at[5].set(jnp.nan).at[4, :, 1:].set(jnp.nan)
     keys = keys.at[5].set(jnp.nan).at[4, :, :, 1:].set(jnp.nan)
     splits = kv_splits_of(tables, lengths, group=heads // kv_heads, page=page)
     exact = INTERPRETED(q, keys, values, tables, splits, scale=head_dim**-0.5)
     for actual, desired in zip(exact, expected, strict=True):
         np.testing.assert_allclose(actual, desired, rtol=2e-5, atol=1e-5)
-    halves = [array.astype(jnp.bfloat16) for array in (q, keys, values)]
-    rounded = INTERPRETED(*halves, tables, splits, scale=head_dim**-0.5)
-    np.testing.assert_allclose(
-        *(np.asarray(out) / np.maximum(total, 1e-9)[..., None] for out, _, total in (rounded, expected)),
-        atol=0.03,
+    q, keys, values = (array.astype(jnp.bfloat16) for array in (q, keys, values))
+    rounded = INTERPRETED(q, keys, values, tables, splits, scale=head_dim**-0.5)
+    actual, desired = (
+        np.asarray(out) / np.maximum(total, 1e-9)[..., None] for out, _, total in (rounded, expected)
     )
+    np.testing.assert_allclose(actual, desired, atol=0.03)
 
 
 def reference(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, tables: np.ndarray, lengths: np.ndarray
+    q: ArrayLike, keys: ArrayLike, values: ArrayLike, tables: np.ndarray, lengths: np.ndarray
 ) -> Attended:
     """Return the result of `paged_attention`, computed for one sequence and one head at a time in float64."""
+    q, keys, values = (np.asarray(array, np.float64) for array in (q, keys, values))
     out, highest, total = np.zeros(q.shape), np.full(q.shape[:2], -1e30), np.zeros(q.shape[:2])
     for row, head in np.ndindex(*q.shape[:2]):
         kv_head, length = head // (q.shape[1] // keys.shape[1]), lengths[row]
@@ -177,7 +178,7 @@ def test_a_result_does_not_depend_on_other_sequences_of_a_split() -> None:
     assert splits.num_parts.tolist() == [3, 3, 3, 4, 3, 4, 2, 0, 10]
     assert splits.rows[: splits.counts[0]].tolist()[:2] == [[0, 1, 2, 3], [4, 5, 6, -1]]
     actual = INTERPRETED(q, keys, values, tables, splits, scale=head_dim**-0.5)
-    expected = reference(*(np.asarray(array, np.float64) for array in (q, keys, values)), tables, lengths)
+    expected = reference(q, keys, values, tables, lengths)
     for array, desired in zip(actual, expected, strict=True):
         np.testing.assert_allclose(array, desired, rtol=2e-5, atol=1e-5)
     for row in range(9):

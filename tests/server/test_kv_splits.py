@@ -43,13 +43,14 @@ def test_every_part_is_in_one_split_of_sequences_with_its_pages(
     )
     positions: dict[tuple[int, int], tuple[int, int]] = {}  # by sequence and split
     for device in range(devices):
-        for split in device * rows_per_device * max_parts(WIDTH) + np.arange(splits.counts[device]):
+        for split in device * rows_per_device * max_parts(WIDTH) + np.arange(int(splits.counts[device])):
             members = device * rows_per_device + splits.rows[split][splits.rows[split] >= 0]
-            pages = tables[members, splits.first[split] : -(-splits.end[split] // PAGE_SIZE)]
+            part, first, end = (int(array[split]) for array in (splits.part, splits.first, splits.end))
+            pages = tables[members, first : -(-end // PAGE_SIZE)]
             assert len(members) and (pages == pages[0]).all()
             for row in members.tolist():
-                assert (row, splits.part[split]) not in positions
-                positions[row, splits.part[split]] = (splits.first[split] * PAGE_SIZE, splits.end[split])
+                assert (row, part) not in positions
+                positions[row, part] = (first * PAGE_SIZE, end)
     for row in range(ROWS):
         spans = [positions.pop((row, part)) for part in range(splits.num_parts[row])]
         assert [first for first, _ in spans] == [0, *(end for _, end in spans)][: len(spans)]

@@ -17,6 +17,11 @@ import litellm
 import numpy as np
 import openai
 import pytest
+from openai.types.chat import (
+    ChatCompletionFunctionToolParam,
+    ChatCompletionMessageFunctionToolCallParam,
+    ChatCompletionMessageParam,
+)
 
 from skyrl_tx_server.engine.operations import LoraSpec, SamplingSettings
 from skyrl_tx_server.http.app_state import AppState, HttpSettings
@@ -26,8 +31,8 @@ from tests.fakes.server import fake_context, serving
 from tests.fakes.text_engine import END, TextEngine, save_tokenizer
 
 MODEL = "local/fake"
-HELLO = [{"role": "user", "content": "Hello"}]
-LS = {
+HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]
+LS: ChatCompletionFunctionToolParam = {
     "type": "function",
     "function": {"name": "ls", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}},
 }
@@ -148,13 +153,17 @@ def test_streamed_and_whole_replies_are_equal(
 
 
 def test_tools_and_past_calls_reach_the_chat_template(client: openai.OpenAI, engine: TextEngine) -> None:
-    past = {"id": "call_1", "type": "function", "function": {"name": "ls", "arguments": '{"path": "/"}'}}
-    messages = [
+    past: ChatCompletionMessageFunctionToolCallParam = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "ls", "arguments": '{"path": "/"}'},
+    }
+    messages: list[ChatCompletionMessageParam] = [
         *HELLO,
         {"role": "assistant", "content": None, "tool_calls": [past]},
         {"role": "tool", "tool_call_id": "call_1", "content": "a"},
     ]
-    client.chat.completions.create(model=MODEL, messages=messages, tools=[LS])  # type: ignore[arg-type]
+    client.chat.completions.create(model=MODEL, messages=messages, tools=[LS])
     expected = '<tools>ls;</tools><user>Hello<|im_end|><assistant>[ls {"path": "/"}]<|im_end|>'
     expected += "<tool>a<|im_end|><assistant>"
     assert engine.prompt_text() == expected

@@ -182,7 +182,9 @@ def test_the_loss_positions_of_a_stream_are_limited() -> None:
         batches = packed(data)
         assert sum(batch.arrays.loss_inputs.counts.sum() for batch in batches) == count * 100
         for datum, values in zip(
-            data, unpack(batches, [batch.arrays.loss_inputs.advantages for batch in batches]), strict=True
+            data,
+            unpack(batches, [np.asarray(batch.arrays.loss_inputs.advantages) for batch in batches]),
+            strict=True,
         ):
             np.testing.assert_array_equal(values, datum.advantages)
 

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.executor_protocol import FinishedSequence
 from skyrl_tx_server.engine.operations import (
     NO_LOGPROB,
     AdamSettings,
@@ -32,6 +34,7 @@ from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model.shapes import CPU_PREFILL
 from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
+from tests.fakes.present import present
 from tests.fakes.tiny_model import CONFIG, byte_tokenizer, make_model, make_settings
 
 TIMEOUT_S = 120
@@ -143,11 +146,10 @@ def test_prompt_logprobs_equal_forward(engine: Engine):
     futures = [engine.submit(request(prompt, max_tokens=1, prompt_logprobs=True)) for prompt in prompts]
     for prompt, future in zip(prompts, futures, strict=True):
         result = future.result(TIMEOUT_S)
-        assert np.isnan(result.prompt_logprobs[0]) and len(result.sequences[0].tokens) == 1
+        logprobs = present(result.prompt_logprobs)
+        assert np.isnan(logprobs[0]) and len(result.sequences[0].tokens) == 1
         if len(prompt) > 1:
-            np.testing.assert_allclose(
-                result.prompt_logprobs[1:], forward_logprobs(engine, [prompt])[0], atol=1e-4
-            )
+            np.testing.assert_allclose(logprobs[1:], forward_logprobs(engine, [prompt])[0], atol=1e-4)
         assert result.prompt_cache_hit_tokens == 0
 
 
@@ -202,16 +204,9 @@ def test_prompts_with_a_common_prefix_wait_for_the_first(executor: DeviceExecuto
         for number, prompt in enumerate([*others, *with_prefix], start=1)
     ]
     try:
-        assert [
-            admission.prompt_cache_hit_tokens for admission in executor.sampler.prefill(requests[:2])
-        ] == [
-            0,
-            0,
-        ]
-        first, second = executor.sampler.prefill(requests[2:])
-        assert (first.prompt_cache_hit_tokens, second.prompt_cache_hit_tokens) == (0, 0)
-        (waited,) = executor.sampler.prefill(requests[4:])
-        assert waited.prompt_cache_hit_tokens == len(prefix)
+        for batch, hits in ((requests[:2], [0, 0]), (requests[2:], [0, 0]), (requests[4:], [len(prefix)])):
+            admissions = map(present, executor.sampler.prefill(batch))
+            assert [admission.prompt_cache_hit_tokens for admission in admissions] == hits
     finally:
         for prefill_request in requests:
             executor.sampler.release(prefill_request.request_id)
@@ -230,11 +225,11 @@ def test_a_long_prompt_is_prefilled_in_chunks(
     layout = replace(runner.prefill_layout, shapes=replace(CPU_PREFILL, max_tiles_between_decodes=num_tiles))
     monkeypatch.setattr(runner, "prefill_layout", layout)
     prompt = tokens(560, seed=num_tiles)
-    prefilled = engine.stats()["tokens_prefilled"]
+    before: dict[str, Any] = engine.stats()
     running = engine.submit(request(tokens(20), max_tokens=100))
     result = run(engine, request(prompt, num_samples=3))
     assert result.prompt_cache_hit_tokens == 0
-    assert engine.stats()["tokens_prefilled"] == prefilled + 20 + len(prompt)
+    assert engine.stats()["tokens_prefilled"] == before["tokens_prefilled"] + 20 + len(prompt)
     for sequence in result.sequences:
         (logprobs,) = forward_logprobs(engine, [np.concatenate([prompt, sequence.tokens])])
         np.testing.assert_allclose(logprobs[len(prompt) - 1 :], sequence.logprobs, atol=1e-3)
@@ -263,7 +258,7 @@ def test_preempted_sequences_give_the_same_samples(engine: Engine, tmp_path: Pat
     small.start()
     futures = [small.submit(op) for op in requests]
     results = [future.result(TIMEOUT_S) for future in futures]
-    stats = small.stats()
+    stats: dict[str, Any] = small.stats()
     small.stop()
     assert stats["num_preemptions"] > 0
     assert stats["sequences_preempted"] == 0 and stats["slots_used"] == 0
@@ -485,17 +480,18 @@ def test_a_server_set_to_processed_logprobs_returns_them(tmp_path):
     )
     executor.sampler.decode()
     (finished,) = executor.sampler.poll(dispatch_next=False)
+    assert isinstance(finished, FinishedSequence)
     sequence = finished.sequence
     whole = request(np.concatenate([prompt, sequence.tokens]), max_tokens=1, **base_options)
     (admission,) = executor.sampler.prefill([PrefillRequest(request_id=2, op=whole, first=0, count=1)])
-    top = admission.topk_prompt_logprobs
+    top, topk = present(present(admission).topk_prompt_logprobs), present(sequence.topk)
     for at, (token, logprob) in enumerate(
         zip(sequence.tokens, sequence.logprobs, strict=True), start=len(prompt)
     ):
         tempered = top.logprobs[at] / 0.5
         tempered -= np.log(np.exp(tempered).sum())
         assert logprob == pytest.approx(tempered[list(top.token_ids[at]).index(token)], abs=1e-4)
-        assert sequence.topk.logprobs[at - len(prompt), 0] == pytest.approx(tempered[0], abs=1e-4)
+        assert topk.logprobs[at - len(prompt), 0] == pytest.approx(tempered[0], abs=1e-4)
 
 
 def top_of(engine: Engine, context: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:
@@ -519,7 +515,7 @@ def test_top_k_logprobs_equal_those_of_the_model(engine: Engine):
             prompt_logprobs=True,
         ),
     )
-    top = result.topk_prompt_logprobs
+    top = present(result.topk_prompt_logprobs)
     assert top.token_ids.shape == top.logprobs.shape == (20, 3)
     assert top.token_ids[0].tolist() == [0, 0, 0] and top.logprobs[0].tolist() == [NO_LOGPROB] * 3
     for at in (1, 13, 19):
@@ -527,11 +523,12 @@ def test_top_k_logprobs_equal_those_of_the_model(engine: Engine):
         assert top.token_ids[at].tolist() == ids
         np.testing.assert_allclose(top.logprobs[at], logprobs, atol=1e-4)
     for sequence in result.sequences:
-        assert sequence.topk.token_ids.shape == (9, 5)
+        topk = present(sequence.topk)
+        assert topk.token_ids.shape == (9, 5)
         for at in (0, 4, 8):
             ids, logprobs = top_of(engine, np.concatenate([prompt, sequence.tokens[:at]]), 5)
-            assert sequence.topk.token_ids[at].tolist() == ids
-            np.testing.assert_allclose(sequence.topk.logprobs[at], logprobs, atol=1e-4)
+            assert topk.token_ids[at].tolist() == ids
+            np.testing.assert_allclose(topk.logprobs[at], logprobs, atol=1e-4)
     plain = run(engine, request(prompt, num_samples=2, max_tokens=9))
     assert plain.topk_prompt_logprobs is None and plain.sequences[0].topk is None
     np.testing.assert_array_equal(plain.sequences[1].tokens, result.sequences[1].tokens)
@@ -549,7 +546,7 @@ def test_target_logprobs_have_the_layout_of_the_targets(engine: Engine):
             target_prompt_tokens=CsrMatrix(values=requested_tokens.reshape(-1), shape=(11, 3)),
         ),
     )
-    scores = dense.target_prompt_logprobs.dense()
+    scores = present(dense.target_prompt_logprobs).dense()
     assert scores.shape == (11, 3) and np.all((scores == 0) == (requested_tokens < 0))
     for row, column in zip(*np.nonzero(requested_tokens >= 0), strict=True):
         (expected,) = forward_logprobs(
@@ -565,9 +562,8 @@ def test_target_logprobs_have_the_layout_of_the_targets(engine: Engine):
         crow_indices=crow_indices,
         col_indices=columns * 1_000_000,
     )
-    answer = run(
-        engine, request(prompt, weights="second", target_prompt_tokens=sparse)
-    ).target_prompt_logprobs
+    result = run(engine, request(prompt, weights="second", target_prompt_tokens=sparse))
+    answer = present(result.target_prompt_logprobs)
     np.testing.assert_array_equal(answer.crow_indices, crow_indices)
     np.testing.assert_array_equal(answer.values, scores[rows, columns])
 
@@ -578,20 +574,20 @@ def test_prompt_logprobs_can_be_limited_to_the_last_tokens(engine: Engine):
     last = run(
         engine, request(prompt, prompt_logprobs=True, topk_prompt_logprobs=2, prompt_logprobs_last_n=4)
     )
-    assert np.isnan(last.prompt_logprobs[:11]).all()
-    np.testing.assert_array_equal(last.prompt_logprobs[11:], full.prompt_logprobs[11:])
-    assert (last.topk_prompt_logprobs.logprobs[:11] == NO_LOGPROB).all()
-    np.testing.assert_array_equal(
-        last.topk_prompt_logprobs.token_ids[11:], full.topk_prompt_logprobs.token_ids[11:]
-    )
+    logprobs = present(last.prompt_logprobs)
+    assert np.isnan(logprobs[:11]).all()
+    np.testing.assert_array_equal(logprobs[11:], present(full.prompt_logprobs)[11:])
+    top, full_top = present(last.topk_prompt_logprobs), present(full.topk_prompt_logprobs)
+    assert (top.logprobs[:11] == NO_LOGPROB).all()
+    np.testing.assert_array_equal(top.token_ids[11:], full_top.token_ids[11:])
 
 
 def test_scoring_does_not_change_programs_of_plain_sampling(engine: Engine):
     run(engine, request(tokens(10)))
-    before = engine.stats()["programs"]
+    before: Any = engine.stats()["programs"]
     run(engine, request(tokens(10), topk_prompt_logprobs=3, topk_sample_logprobs=4))
     run(engine, request(tokens(11), topk_prompt_logprobs=4))
-    after = engine.stats()["programs"]
+    after: Any = engine.stats()["programs"]
     assert {name: count for name, count in after.items() if count != before.get(name)}.keys() <= {"score"}
 
 

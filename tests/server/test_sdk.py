@@ -35,6 +35,7 @@ from skyrl_tx_server.files.run_index import RunIndex
 from skyrl_tx_server.http.app_state import AppState
 from skyrl_tx_server.http.http_handler import StartupState
 from tests.fakes.engine import FACTORS, UNLUCKY_TOKEN, FakeEngine
+from tests.fakes.sdk_datum import sdk_datum
 from tests.fakes.server import fake_context, fake_engine, serving
 
 MODEL = "local/fake"
@@ -73,18 +74,12 @@ def rest(url: str) -> tinker.RestClient:
 
 def datum(tokens: list[int], weights: list[float] | None = None) -> types.Datum:
     targets = [*tokens[1:], 0]
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens),
-        loss_fn_inputs={"target_tokens": targets, "weights": weights or [1.0] * len(tokens)},
-    )
+    return sdk_datum(tokens, target_tokens=targets, weights=weights or [1.0] * len(tokens))
 
 
 def rl_datum(tokens: list[int]) -> types.Datum:
     n = len(tokens)
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens),
-        loss_fn_inputs={"target_tokens": [*tokens[1:], 0], "logprobs": [-1.0] * n, "advantages": [0.5] * n},
-    )
+    return sdk_datum(tokens, target_tokens=[*tokens[1:], 0], logprobs=[-1.0] * n, advantages=[0.5] * n)
 
 
 def prompt(*tokens: int) -> types.ModelInput:
@@ -546,11 +541,12 @@ REFUSALS = {
     "image": (
         lambda t, s, r: t.forward_backward(
             [
-                types.Datum(
-                    model_input=types.ModelInput(
+                sdk_datum(
+                    types.ModelInput(
                         chunks=[types.ImageChunk(data=b"\x89PNG", format="png", expected_tokens=2)]
                     ),
-                    loss_fn_inputs={"target_tokens": [1, 1], "weights": [1.0, 1.0]},
+                    target_tokens=[1, 1],
+                    weights=[1.0, 1.0],
                 )
             ],
             "cross_entropy",
@@ -559,8 +555,7 @@ REFUSALS = {
     ),
     "lengths": (
         lambda t, s, r: t.forward_backward(
-            [types.Datum(model_input=prompt(1, 2), loss_fn_inputs={"target_tokens": [1], "weights": [1.0]})],
-            "cross_entropy",
+            [sdk_datum([1, 2], target_tokens=[1], weights=[1.0])], "cross_entropy"
         ),
         "must be equal",
     ),

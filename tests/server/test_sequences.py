@@ -18,18 +18,19 @@ PLAIN = SamplingSettings(stop_at_eos=False)
 
 
 def sequence(**changes: object) -> SequenceState:
-    fields = {
-        "request_id": 1,
-        "index": 3,
-        "weights": None,
-        "adapter_slot": 0,
-        "settings": PLAIN,
-        "seed": 0,
-        "stop_tokens": (7,),
-    }
-    return SequenceState(
-        **(fields | {"prompt": np.arange(4, dtype=np.int32), "max_tokens": 3, "topk": 0} | changes)
-    )  # type: ignore[arg-type]
+    plain = SequenceState(
+        request_id=1,
+        index=3,
+        weights=None,
+        adapter_slot=0,
+        settings=PLAIN,
+        seed=0,
+        stop_tokens=(7,),
+        prompt=np.arange(4, dtype=np.int32),
+        max_tokens=3,
+        topk=0,
+    )
+    return replace(plain, **changes)
 
 
 def test_batch_settings_split_seeds_and_leave_free_slots_greedy() -> None:

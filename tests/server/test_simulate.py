@@ -13,6 +13,7 @@ from scripts.simulate.costs import DEVICES, Measured, ModelSize, step_flops
 from scripts.simulate.simulation import SimulateConfig, simulate
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.model import reductions
+from tests.fakes.present import present
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 
 H200 = DEVICES["h200-fixed"]
@@ -87,7 +88,7 @@ def test_the_predicted_flops_of_a_step_match_its_program(
         max_context_length=512,
     )
     programs = dict(DeviceExecutor(settings).sampler.programs())
-    counts = programs["decode_steps, 8 sequences"].cost_analysis()
+    counts = present(programs["decode_steps, 8 sequences"].cost_analysis())
     model = ModelSize(
         weights=matrix_size(config), kv_bytes=0, attention=heads_size(config), layers=config.num_layers
     )

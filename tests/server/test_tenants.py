@@ -30,6 +30,7 @@ from skyrl_tx_server.executor import compile_stats
 from skyrl_tx_server.executor.executor import DeviceExecutor
 from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.training import training_model_pool
+from tests.fakes.present import present
 from tests.fakes.tiny_model import CONFIG, make_model, make_settings
 
 TIMEOUT_S = 300
@@ -124,7 +125,7 @@ class Tenant:
                     sequence.logprobs,
                 )
         saved = self.engine.submit(SaveWeights(model_id=self.model_id, name="end")).result(TIMEOUT_S)
-        return arrays | CheckpointStore(folder, "local/tiny").read(saved.path)[1]
+        return arrays | CheckpointStore(folder, "local/tiny").read(present(saved.path))[1]
 
 
 def test_a_model_trained_among_seven_others_is_bit_identical(model_dir: Path, tmp_path: Path):

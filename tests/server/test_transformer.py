@@ -9,7 +9,7 @@ from skyrl_tx_server.errors import ConfigError
 from skyrl_tx_server.model.config_json import load_model_config
 from skyrl_tx_server.model.layers import packed_attention, within_segments
 from skyrl_tx_server.model.lora.adapter import Adapter, init_adapter
-from skyrl_tx_server.model.model_config import ModelConfig, yarn_context
+from skyrl_tx_server.model.model_config import ModelConfig, YarnScaling, yarn_context
 from skyrl_tx_server.model.transformer import (
     Params,
     Remat,
@@ -73,7 +73,7 @@ def test_yarn_extends_the_context_as_in_qwens_model_cards() -> None:
     )
     assert yarn_context(plain, 40_960) is plain
     stretched = yarn_context(plain, 128_000)
-    assert stretched.rope_scaling is not None
+    assert isinstance(stretched.rope_scaling, YarnScaling)
     assert (stretched.rope_scaling.factor, stretched.rope_scaling.original_max_position_embeddings) == (
         4.0,
         32_768,
@@ -155,9 +155,8 @@ def test_old_and_new_rope_keys_mean_the_same(tmp_path) -> None:
         )
     )
     assert old == new
-    assert old.rope_scaling is not None and old.rope_scaling.attention_factor == pytest.approx(
-        0.1 * np.log(4) + 1
-    )
+    assert isinstance(old.rope_scaling, YarnScaling)
+    assert old.rope_scaling.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
     assert old.context_length == 256
 
 

@@ -33,6 +33,7 @@ from skyrl_tx_server.http.wire.protobuf import parse_training_proto, result_to_p
 from skyrl_tx_server.http.wire.results import result_to_json
 from skyrl_tx_server.http.wire.sampling_requests import parse_sample, parse_sampling_params
 from skyrl_tx_server.http.wire.training_requests import parse_adam, parse_lora, parse_training_json
+from tests.fakes.sdk_datum import sdk_datum
 
 LIMITS = Limits(vocab_size=64, max_context_length=16, max_lora_rank=8)
 
@@ -52,10 +53,7 @@ def sdk_bytes(
 
 
 def datum(tokens: list[int], **inputs: list[int] | list[float] | np.ndarray) -> types.Datum:
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens),
-        loss_fn_inputs={"target_tokens": [*tokens[1:], 0], **inputs},
-    )
+    return sdk_datum(tokens, target_tokens=[*tokens[1:], 0], **inputs)
 
 
 def test_the_sdks_protobuf_becomes_arrays() -> None:
@@ -76,10 +74,7 @@ def test_the_sdks_protobuf_becomes_arrays() -> None:
 
 def test_a_prompt_may_have_any_number_of_chunks() -> None:
     chunks = [types.EncodedTextChunk(tokens=[1, 2]), types.EncodedTextChunk(tokens=[3])]
-    whole = types.Datum(
-        model_input=types.ModelInput(chunks=list(chunks)),
-        loss_fn_inputs={"target_tokens": [2, 3, 0], "weights": [1.0] * 3},
-    )
+    whole = sdk_datum(types.ModelInput(chunks=list(chunks)), target_tokens=[2, 3, 0], weights=[1.0] * 3)
     assert parse_training_proto(sdk_bytes(whole), LIMITS).op.data[0].tokens.tolist() == [1, 2, 3]
 
 
@@ -310,6 +305,7 @@ def test_results_of_several_targets_keep_their_shape() -> None:
         part.tolist() for part in logprobs
     ]
     in_json = result_to_json("forward_backward", result, {})["loss_fn_outputs"]
+    assert isinstance(in_json, list)
     assert [entry["logprobs"]["shape"] for entry in in_json] == [[3, 2], [4], [1, 3]]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from src.core.errors import ConfigError
 from src.policy.chat import Chat, load_chat
-from tests.fakes.tokenizer import byte_chat, byte_tokenizer
+from tests.fakes.tokenizer import SPECIAL, byte_chat, byte_tokenizer, hub_tokenizer
 
 USER = [{"role": "user", "content": "go"}]
 GENERATION = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -112,9 +112,7 @@ def test_a_template_without_thinking_or_tools_works():
 
 @pytest.mark.seed_behaviour(65)
 def test_a_tokenizer_without_a_template_is_rejected(tmp_path):
-    tokenizer = deepcopy(byte_tokenizer())
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
+    hub_tokenizer(SPECIAL, eos_token="<|im_end|>").save_pretrained(tmp_path)
     with pytest.raises(
         ConfigError, match="has no chat template; give tokenizer=DIR_OR_HUB_ID of an instruct model"
     ):
