@@ -95,15 +95,15 @@ def demonstrate(
     if rng.random() >= LATE_PROMPT_RATE:
         screen.show_prompt()
     messages = [Message(role="user", content=first_message(instance.instruction + "\n", screen.observe()))]
-    slip = Slip.MALFORMED
-    while slip is Slip.MALFORMED:
+    while True:
         style = CAREFUL if rng.random() < careful_share else HASTY
         slip = _draw_slip(style, instance, rng)
         keys, output = _keystrokes(instance, slip)
         text = answer(rng.choice(style.analyses), rng.choice(style.plans), keys)
-        if slip is Slip.MALFORMED:
-            text = text.replace('", "duration"', ', "duration"')
-            messages += [Message(role="assistant", content=text), Message(role="user", content=NO_JSON)]
+        if slip is not Slip.MALFORMED:
+            break
+        text = text.replace('", "duration"', ', "duration"')
+        messages += [Message(role="assistant", content=text), Message(role="user", content=NO_JSON)]
     if keys:
         screen.type(keys, output)
     messages += [

@@ -15,6 +15,7 @@ import tinker
 from tinker import types
 
 from tests.fakes.external_sampler import ExternalSampler, sampling
+from tests.fakes.sdk_datum import sdk_datum
 from tests.fakes.tiny_model import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,10 +68,7 @@ def url(tmp_path: Path, sampler: ExternalSampler) -> Iterator[str]:
 
 
 def datum_of(tokens: list[int]) -> types.Datum:
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens),
-        loss_fn_inputs={"target_tokens": [*tokens[1:], 0], "weights": [1.0] * len(tokens)},
-    )
+    return sdk_datum(tokens, target_tokens=[*tokens[1:], 0], weights=[1.0] * len(tokens))
 
 
 def train_step(training: tinker.TrainingClient) -> tinker.SamplingClient:

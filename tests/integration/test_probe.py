@@ -8,11 +8,13 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
 from skyrl_tx_server.engine.engine import Engine
+from skyrl_tx_server.engine.executor_protocol import Executor
 from skyrl_tx_server.engine.futures import FutureStore, Retention
 from skyrl_tx_server.engine.model_registry import Registry
 from skyrl_tx_server.engine.operations import (
@@ -93,7 +95,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, De
     folder = tmp_path_factory.mktemp("probe")
     settings = make_settings(make_model(folder / "model"), folder / "checkpoints", max_models=6, max_loras=4)
     defective = Defective(DeviceExecutor(settings))
-    engine = Engine(defective)
+    engine = Engine(cast(Executor, defective))  # it passes all other attributes on
     context = AppState(
         engine=engine,
         registry=Registry(session_timeout_s=300.0),
@@ -271,7 +273,8 @@ def test_an_unenforced_context_limit_is_found(
     url, server = endpoint
     server.remove_defect()
     monkeypatch.setattr(
-        "src.evaluate.probe.__main__.Probe", lambda **fields: Probe(**(fields | {"max_context_length": 300}))
+        "src.evaluate.probe.__main__.Probe",
+        lambda **fields: replace(Probe(**fields), max_context_length=300),
     )
     finding = asyncio.run(probe(url, {"only": "context limit"})).findings[0]
     assert not finding.holds and "296 + 16 tokens were accepted with a limit of 300" in finding.seen

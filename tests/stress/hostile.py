@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.fakes.sdk_datum import sdk_datum
+
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import httpx
@@ -113,17 +115,15 @@ def batch(step: int) -> tuple[list[types.Datum], list[types.Datum]]:
     for length in random.integers(8, 160, 4):
         tokens = random.integers(0, 600, int(length) + 1)
         model_input, targets = types.ModelInput.from_ints(tokens[:-1].tolist()), tokens[1:].astype(np.int64)
-        floats = {"weights": np.ones(length, np.float32)}
-        plain.append(
-            types.Datum(model_input=model_input, loss_fn_inputs={"target_tokens": targets, **floats})
-        )  # pyright: ignore
-        floats = {
-            "logprobs": np.full(length, -6.4, np.float32),
-            "advantages": random.normal(size=length).astype(np.float32),
-        }
+        plain.append(sdk_datum(model_input, target_tokens=targets, weights=np.ones(length, np.float32)))
         rewarded.append(
-            types.Datum(model_input=model_input, loss_fn_inputs={"target_tokens": targets, **floats})
-        )  # pyright: ignore
+            sdk_datum(
+                model_input,
+                target_tokens=targets,
+                logprobs=np.full(length, -6.4, np.float32),
+                advantages=random.normal(size=length).astype(np.float32),
+            )
+        )
     return plain, rewarded
 
 

@@ -15,7 +15,7 @@ from src.learning.advantages import ADVANTAGE_ESTIMATORS, Estimator, group_advan
 WITHOUT_PROMPTS = ["token_mean", "sequence_mean", "seq_mean_token_sum_norm"]
 
 
-def advantages(rewards, estimator="grpo", singleton="raw"):
+def advantages(rewards, estimator: Estimator = "grpo", singleton="raw"):
     return group_advantages(rewards, estimator=estimator, singleton=singleton)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from src.loop.connection import update_scale
 from src.policy.backend import base_url, connect, require_key
 from src.policy.options import AdapterOptions, BackendOptions
 from src.policy.sampling_policy import SampleRequest
+from src.rollouts.run_events import RunEvents
 from tests.fakes.server import fake_context, fake_engine, serving
 from tests.fakes.trials import turn
 from tests.trainer.test_learner import settings as learner_settings
@@ -142,8 +144,8 @@ async def test_without_a_reported_alpha_the_backend_uses_tinkers(url, monkeypatc
 
 @pytest.mark.seed_behaviour(84)
 def test_a_scaled_learning_rate_is_reported_in_one_line():
-    lines, events = [], SimpleNamespace()
-    events.say = lines.append
+    lines: list[str] = []
+    events = cast(RunEvents, SimpleNamespace(say=lines.append))
     options = ["model_name=m", "tasks_dir=/tasks", "learning_rate=1e-5"]
     assert update_scale(parse(options), 32.0, events) == 1
     assert update_scale(parse([*options, "lora_alpha=64"]), 64.0, events) == 1 and not lines

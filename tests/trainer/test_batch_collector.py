@@ -4,6 +4,7 @@ import asyncio
 import gc
 import io
 from collections import Counter, defaultdict
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -144,7 +145,8 @@ async def test_the_curriculum_continues_after_a_restart(tmp_path):
         assert bench.journal.groups_of(step) == [(step, name) for name in chosen[-1]] and len(chosen[-1]) == 2
     assert sum("a" in names for names in chosen) == 1 and len({*map(frozenset, chosen)}) > 4
     state = bench.groups.state()
-    assert state["curriculum"]["num_groups"] == 16 and set(state["curriculum"]["evidence"]) == {*chosen[-1]}
+    curriculum: Any = state["curriculum"]
+    assert curriculum["num_groups"] == 16 and set(curriculum["evidence"]) == {*chosen[-1]}
     again = Bench(tmp_path, failing="a", mixed="ef", task_sampling="thompson", steps_done=8)
     assert (await again.collect(9, "ab")).metrics == (await bench.collect(9, "ab")).metrics
     assert again.groups.state() == bench.groups.state() != state and again.journal.groups_of(

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,7 @@ class Parsing(Say):
 
     async def step(self, answer: str) -> StepResult:
         result = await super().step(answer)
-        result.metrics.update(parse_attempts=1.0, parse_failures=0.0)
-        return result
+        return replace(result, metrics={**result.metrics, "parse_attempts": 1.0, "parse_failures": 0.0})
 
 
 def open_shop(config, chat):

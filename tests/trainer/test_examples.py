@@ -1,3 +1,5 @@
+from typing import Any, cast
+
 import numpy as np
 import pytest
 
@@ -25,6 +27,11 @@ def settings(**changes):
         "context_limit": 10,
     }
     return AdvantageOptions(**(options | changes))
+
+
+def split(names_P_G: list[list[str]], num_substeps: int) -> Any:
+    """Split groups of names, which stand for examples."""
+    return split_substeps(cast(Any, names_P_G), num_substeps)
 
 
 def two_and_six(*, second=StopReason.STOP):
@@ -134,14 +141,14 @@ def test_reinforce_plus_plus_compares_over_the_batch():
 
 @pytest.mark.seed_behaviour(78)
 def test_substeps_are_shares_of_whole_groups():
-    assert split_substeps([["a", "b"], ["c"], ["d"], ["e"]], 2) == [["a", "b", "c"], ["d", "e"]]
-    assert split_substeps([["a"], ["b"], ["c"]], 2) == [["a", "b"], ["c"]]
+    assert split([["a", "b"], ["c"], ["d"], ["e"]], 2) == [["a", "b", "c"], ["d", "e"]]
+    assert split([["a"], ["b"], ["c"]], 2) == [["a", "b"], ["c"]]
 
 
 def test_fewer_groups_than_substeps_are_split_by_trajectory():
-    assert split_substeps([["a", "b", "c", "d"]], 2) == [["a", "b"], ["c", "d"]]
-    assert split_substeps([["a"]], 4) == [["a"]]
-    assert split_substeps([], 4) == []
+    assert split([["a", "b", "c", "d"]], 2) == [["a", "b"], ["c", "d"]]
+    assert split([["a"]], 4) == [["a"]]
+    assert split([], 4) == []
 
 
 class Reference:

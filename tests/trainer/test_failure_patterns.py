@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,10 @@ SYSTEM = {"role": "system", "content": "policy"}
 
 
 def failed(*messages: tuple[str, str], stop: StopReason = StopReason.STOP, **metrics: Any) -> Trajectory:
-    conversation = [SYSTEM, *({"role": role, "content": content} for role, content in messages)]
+    conversation: list[Mapping[str, object]] = [
+        SYSTEM,
+        *({"role": role, "content": content} for role, content in messages),
+    ]
     return Trajectory(
         task_id="a",
         turns=[],

@@ -311,7 +311,7 @@ async def answers_503(bench):
 
 async def is_lost(bench):
     raise tinker.RequestFailedError(
-        "the future is gone", request_id="r", category=tinker.RequestErrorCategory.Server
+        "the future is gone", request_id="r", category=tinker.types.RequestErrorCategory.Server
     )
 
 

@@ -22,7 +22,7 @@ def plan(tmp_path, **changes):
 
 
 async def play(
-    tmp_path, play, *, tasks=(A, B), parallel=8, deadline=None, attempts=2, wait=0, seed=0, **changes
+    tmp_path, play, *, tasks=(A, B), parallel=8, deadline=None, attempts=2, wait=0.0, seed=0, **changes
 ):
     source = FakeTasks(train=tasks, play=play)
     reported = []

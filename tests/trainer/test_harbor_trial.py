@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,8 @@ async def test_a_solved_task_has_reward_1_and_exact_tokens(tmp_path: Path) -> No
         assert list(later.prompt_ids[: len(ids)]) == ids
     assert outcome.metrics["prefix_breaks"] == 0
     assert outcome.metrics["duration_s"] > 0
-    answers = [message for message in conversation(outcome, lambda ids, clean: "") if "tool_calls" in message]
+    messages: Any = conversation(outcome, lambda ids, clean: "")
+    answers = [message for message in messages if "tool_calls" in message]
     calls = [call["function"] for message in answers for call in message["tool_calls"]]
     assert [call["name"] for call in calls] == ["bash_command", "mark_task_complete", "mark_task_complete"]
     assert calls[0]["arguments"]["keystrokes"] == "echo hello > /app/hello.txt\n"

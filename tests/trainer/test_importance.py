@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -21,7 +23,8 @@ def settings(**changes):
         ],
         None,
     )
-    return ImportanceOptions(**({"tis": "off", "tis_sequence_mask": "off"} | options | changes))
+    values: dict[str, Any] = {"tis": "off", "tis_sequence_mask": "off"} | options | changes
+    return ImportanceOptions(**values)
 
 
 def test_token_ratios_are_capped():

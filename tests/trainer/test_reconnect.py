@@ -5,7 +5,9 @@ import contextlib
 import json
 import logging
 import re
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -44,7 +46,7 @@ class Bench(FakeRun):
 
     def __init__(self, path, port):
         super().__init__(path / "run")
-        self.on_trial = None
+        self.on_trial: Callable[[Any, Any], Awaitable[None]] | None = None
         self._port = port
         self._checkpoints = path / "checkpoints"
         self._server = contextlib.ExitStack()

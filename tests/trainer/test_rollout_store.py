@@ -142,6 +142,7 @@ def test_the_reward_of_a_trial_is_on_disk_as_soon_as_it_ends(tmp_path):
     rollout = graded()
     FinishedRollouts(tmp_path, Journal(tmp_path)).add(STEP, rollout)
     [file] = (tmp_path / "finished").glob("*.jsonl")
+    assert isinstance(rollout.result, Trajectory)
     assert json.loads(file.read_text())["result"]["reward"] == rollout.result.reward
     assert not (tmp_path / "rollouts").exists()
 

@@ -24,13 +24,15 @@ async def test_the_result_of_a_run_equals_that_of_its_folder(tmp_path: Path) -> 
     assert result.last_checkpoint.state_path.startswith("tinker://")
 
 
-async def test_the_result_of_a_failed_run_has_its_error(tmp_path: Path) -> None:
+async def test_the_result_of_a_failed_run_has_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = Bench(tmp_path)
 
     def fail(*arguments: object) -> None:
         raise ServerLost("the server is gone")
 
-    bench.backend.training_client.optim_step = fail
+    monkeypatch.setattr(bench.backend.training_client, "optim_step", fail)
     with pytest.raises(ServerLost):
         await bench.go("eval_before_train=false", "reconnect_timeout_s=0")
     result = read_result(bench.path)

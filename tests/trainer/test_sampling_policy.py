@@ -10,7 +10,7 @@ from tests.fakes.backend import Ready
 class OneAnswer:
     """A sampling client that always returns one completion. `last_request` has its arguments."""
 
-    def __init__(self, tokens, logprobs, stop_reason="stop", prompt_logprobs=()):
+    def __init__(self, tokens, logprobs, stop_reason: tinker.types.StopReason = "stop", prompt_logprobs=()):
         self.answer = tinker.SampledSequence(
             stop_reason=stop_reason, sequence_id="s", _tokens_list=tokens, _logprobs_list=logprobs
         )

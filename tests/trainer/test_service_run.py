@@ -42,7 +42,7 @@ async def test_a_run_with_native_tools_and_a_judge(
     judge, backend = Judge(), BanditBackend()
     monkeypatch.setattr("src.loop.run.open_endpoint", lambda base_url, model: judge)
     chat = load_chat(str(MODEL))
-    chat.tokenizer.chat_template = QWEN3.read_text()
+    monkeypatch.setattr(chat.tokenizer, "chat_template", QWEN3.read_text())
     run = FakeRun(
         tmp_path / "run",
         lambda config: Dependencies(source=open_task_source(config, chat), backend=backend),

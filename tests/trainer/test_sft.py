@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ MESSAGES = [
 ]
 
 
-def chat(messages: list[dict[str, object]] = MESSAGES) -> Chat:
+def chat(messages: Sequence[Mapping[str, object]] = MESSAGES) -> Chat:
     return chat_of(LINE.validate_json(json.dumps({"messages": messages, "tools": TOOLS})), "f.jsonl, line 1")
 
 

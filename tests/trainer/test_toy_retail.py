@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -310,9 +311,10 @@ async def test_a_native_gold_episode_trains_the_agents_answers(chat):
     assert "# Tools" in prompt and all(json.dumps(tool.schema) in prompt for tool in TOOLS.values())
     roles = [message["role"] for message in result.conversation]
     assert roles[:5] == ["system", "user", "assistant", "tool", "assistant"]
-    messages = conversation(result, lambda ids, clean: "")
+    messages: Any = conversation(result, lambda ids, clean: "")
     [call] = messages[2]["tool_calls"]
-    first = task.row["actions"][0]
+    actions: Any = task.row["actions"]
+    first = actions[0]
     assert call["function"] == {"name": first["name"], "arguments": first["arguments"]}
     assert (messages[3]["name"], messages[3]["tool_call_id"]) == (first["name"], call["id"])
     ids = [call["id"] for message in messages for call in message.get("tool_calls", ())]

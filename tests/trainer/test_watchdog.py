@@ -1,8 +1,10 @@
 import asyncio
+from typing import cast
 
 import pytest
 
 from src.core.errors import BackendError, ServerLost
+from src.core.trajectory import Turn
 from src.policy.options import WatchdogOptions
 from src.policy.sampling_policy import SampleRequest
 from src.rollouts.watchdog import WatchedPolicy, WatchedReference, watching
@@ -65,7 +67,7 @@ async def test_a_lost_server_ends_every_wait(check, message):
         errors = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 5)
     assert [type(error) for error in errors] == [ServerLost, ServerLost]
     with pytest.raises(ServerLost, match=f"playing: {message}"):
-        raise errors[0]
+        raise cast(ServerLost, errors[0])
     assert len(cancelled_waits) == 2 and len(asyncio.all_tasks()) == 1
 
 
@@ -103,8 +105,9 @@ async def test_a_watched_policy_adds_a_deadline():
     class Stuck:
         version = 5
 
-        async def sample(self, request):
+        async def sample(self, request) -> Turn:
             await asyncio.Event().wait()
+            raise AssertionError("the event is never set")
 
         async def logprobs(self, token_ids):
             return [-1.0]
