@@ -9,4 +9,4 @@ scripts/setup.sh
 .venv/bin/ruff check .
 export NO_MKDOCS_2_WARNING=1
 .venv/bin/mkdocs build --strict
-exec .venv/bin/pyright
+exec .venv/bin/pyright --threads 2

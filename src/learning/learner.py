@@ -17,8 +17,8 @@ from tinker.types import LossFnType
 from src.core.errors import BackendError, ConfigError, TrainerError
 from src.learning.datums import TokenSequence, to_datum
 from src.learning.options import CLIPPED_LOSSES, LearnerOptions, OptimizerOptions
-from src.policy.backend import TrainingClient
 from src.policy.sampling_policy import sdk_boundary
+from src.policy.training_client import TrainingClient
 
 DEFAULT_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # Tinker's bounds of the ratio
 

@@ -10,8 +10,8 @@ import tinker
 
 from src.learning.learner import adam_params, learning_rate, reported_metrics, require_finite
 from src.learning.options import OptimizerOptions
-from src.policy.backend import TrainingClient
 from src.policy.sampling_policy import sdk_boundary
+from src.policy.training_client import TrainingClient
 
 LOSS = "cross_entropy"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -16,13 +16,13 @@ from typing import Literal, Protocol
 import httpx
 import tinker
 from tinker.lib.base_url import DEFAULT_BASE_URL
-from tinker.types import LossFnType
 
 from src.core.errors import BackendError, ConfigError, ServerLost
 from src.core.process import deadline, in_thread
 from src.policy.options import AdapterOptions, BackendOptions
 from src.policy.sampling_policy import Policy, ReferenceModel, TinkerPolicy, sdk_boundary
 from src.policy.trained_parts import check_trained_parts
+from src.policy.training_client import TrainingClient
 
 logger = logging.getLogger(__name__)
 
@@ -32,26 +32,6 @@ CLOSE_TIMEOUT_S = 5.0  # to close the session; the SDK alone would retry for min
 DEFAULT_LORA_ALPHA = 32.0  # Tinker's alpha, which its API does not let clients choose
 DUMMY_KEY = "tml-dummy"  # the SDK requires a key with this prefix; our server accepts any key
 _KEY_PREFIXES = ("tml-", "eyJ")
-
-
-class TrainingClient(Protocol):
-    """The methods of `tinker.TrainingClient` that learners use."""
-
-    def forward(
-        self,
-        data: list[tinker.Datum],
-        loss_fn: LossFnType,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> Awaitable[tinker.ForwardBackwardOutput]: ...
-
-    def forward_backward(
-        self,
-        data: list[tinker.Datum],
-        loss_fn: LossFnType,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> Awaitable[tinker.ForwardBackwardOutput]: ...
-
-    def optim_step(self, adam: tinker.AdamParams, /) -> Awaitable[tinker.types.OptimStepResponse]: ...
 
 
 class Backend(Protocol):

@@ -137,7 +137,7 @@ async def test_refills_receive_the_state_after_each_batch():
 
 
 async def test_groups_are_good_by_rewards_after_the_reward_rules():
-    played = [group("a", 1), replace(group("b", 1), failures=[failure()])]
+    played = [group("a", 1), replace(group("b", 0), failures=[failure()])]
 
     async def play(tasks, attempt):
         return played
@@ -145,11 +145,11 @@ async def test_groups_are_good_by_rewards_after_the_reward_rules():
     filters = FilterOptions(
         remove_constant_reward_groups=False,
         min_group_size=1,
-        failed_trial_reward=1.0,
+        failed_trial_reward=0,
         apply_overlong_filtering="off",
     )
     state = await sample_groups(play, [task("a")], lambda *_: [], settings("filter"), filters, step=1)
-    # The failure of b has the reward 1, so both rewards of b are 1.
+    # The failure of b has the reward 0, so both rewards of b are 0.
     assert (names(state.kept), state.num_bad) == (
         ["a"],
         1,
