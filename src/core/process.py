@@ -8,6 +8,7 @@ work still runs STOP_GRACE_S after `stop_timeout_s`.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextvars
 import os
 import signal
@@ -27,7 +28,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STOP_TIMEOUT_S = 10.0  # for programs that save nothing when they stop
 STOP_GRACE_S = 3.0  # after the stop timeout, for the event loop to cancel its tasks
 STOPPING = "stopping: saving a checkpoint first (once more to stop at once)"
-EXIT_S = 3.0  # for the shutdown of the interpreter, which joins every thread
+EXIT_S = 3.0  # for the threads that are joined and the exit handlers
 
 
 class AbandoningExecutor(ThreadPoolExecutor):
@@ -143,19 +144,30 @@ async def deadline(seconds: float, error: type[TrainerError], message: str) -> A
 
 
 def exit_process(status: int) -> NoReturn:
-    """End the process even if abandoned threads are running, which the interpreter would join forever."""
+    """End the process after the threads and the exit handlers, or after `EXIT_S` if these do not end.
+
+    The interpreter is not finalized. Before Python 3.14 this ends daemon threads by `pthread_exit`, which
+    aborts the process (SIGABRT, without a message) if the thread of the tinker SDK runs code in Rust.
+    """
 
     def end() -> None:
         time.sleep(EXIT_S)
         os._exit(status)
 
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
+    _flush()
     for number in SIGNALS:
         signal.signal(number, lambda *_: os._exit(status))
     threading.Thread(target=end, name="exit-deadline", daemon=True).start()
-    sys.exit(status)
+    threading._shutdown()  # pyright: ignore  joins the threads, as the interpreter does at its end
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
 
 
 def _end_at_once(number: int = 0, frame: FrameType | None = None) -> NoReturn:
