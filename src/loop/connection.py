@@ -32,7 +32,7 @@ class Dependencies[Source]:
 
     source: Source
     backend: Backend
-    update_scale: float = 1.0  # factor of the learning rate, in place of a LoRA alpha that the server lacks
+    update_scale: float = 1.0  # factor of the learning rate; see `update_scale`
 
 
 # The last argument is the source of an earlier connection, None for the first connection.
@@ -62,7 +62,9 @@ async def open_dependencies(
 
 
 def update_scale(config: AdapterOptions, server_alpha: float, events: RunEvents) -> float:
-    """Return the factor of the learning rate that replaces a `lora_alpha` that the server does not have."""
+    """Return the factor of the learning rate: lora_alpha / server_alpha, because the update of an adapter is
+    proportional to its alpha. 1 without `lora_alpha`.
+    """
     if config.lora_alpha is None or config.lora_alpha == server_alpha:
         return 1.0
     scale = config.lora_alpha / server_alpha

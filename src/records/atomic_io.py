@@ -1,4 +1,4 @@
-"""File writes that survive crashes: a line is written as a whole or not at all, and so is a new file.
+"""File writes that survive crashes: each line and each new file is written completely or not at all.
 
 Errors of the file system become a StorageError that names the file.
 """

@@ -40,8 +40,8 @@ class Conversation:
     async def answer(self, text: str) -> Answer:
         """Return the policy's answer to the user's message `text`.
 
-        Raises ConfigError if the message does not fit into the context, and BackendError. The conversation is
-        then as before.
+        Raises ConfigError if the message does not fit into the context, and BackendError. An error leaves the
+        conversation unchanged.
         """
         config = self._config
         message: Message = {"role": "user", "content": text}
