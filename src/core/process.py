@@ -158,8 +158,8 @@ def exit_process(status: int) -> NoReturn:
     for number in SIGNALS:
         signal.signal(number, lambda *_: os._exit(status))
     threading.Thread(target=end, name="exit-deadline", daemon=True).start()
-    threading._shutdown()  # pyright: ignore  joins the threads, as the interpreter does at its end
-    atexit._run_exitfuncs()
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]  joins the threads, as the interpreter does at its end
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
     _flush()
     os._exit(status)
 
