@@ -39,7 +39,7 @@ def check_agreement(probe: Probe) -> str:
 
 
 def check_freshness(probe: Probe) -> str:
-    """Check that a sampler created after a step has the new weights, and an older sampler has its own."""
+    """Check that a sampler of a later step has its weights, and that an older sampler keeps its own."""
     client = probe.client()
     before = client.save_weights_and_get_sampling_client().result()
     old = scored(before)
