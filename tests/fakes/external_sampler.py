@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import uvicorn
 from safetensors.numpy import load_file
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -311,11 +310,7 @@ def sampling(sampler: ExternalSampler, *, port: int = 0) -> Iterator[str]:
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
-        server = LoopbackServer(
-            uvicorn.Config(
-                sampler.app(), log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none"
-            )
-        )
+        server = LoopbackServer(sampler.app())
         with server.in_thread(listener):
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         sampler.adapters.clear()

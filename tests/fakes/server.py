@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from skyrl_tx_server.engine.futures import FutureStore, Retention
 from skyrl_tx_server.engine.model_registry import Registry
@@ -49,7 +50,17 @@ def fake_engine(context: AppState) -> FakeEngine:
 class LoopbackServer(uvicorn.Server):
     """A server that sets an event when it listens, so that tests need not poll."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, app: ASGIApp, *, log_level: str = "error", grace_s: int = 1) -> None:
+        config = uvicorn.Config(
+            app,
+            # Otherwise uvicorn closes the handlers of other libraries, such as that of absl, and with them
+            # the output of pytest.
+            log_config=None,
+            log_level=log_level,
+            access_log=False,
+            timeout_graceful_shutdown=grace_s,
+            ws="none",
+        )
         super().__init__(config)
         self.listening = threading.Event()
 
@@ -87,9 +98,7 @@ def serving(startup: StartupState, *, port: int = 0, housekeeping_period_s: floa
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         app = build_app(startup, housekeeping_period_s=housekeeping_period_s)
-        server = LoopbackServer(
-            uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1, ws="none")
-        )
+        server = LoopbackServer(app)
         with server.in_thread(listener):
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     if startup.state is not None and isinstance(startup.state.engine, FakeEngine):

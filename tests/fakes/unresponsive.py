@@ -23,8 +23,6 @@ from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
-import uvicorn
-
 from src.config import TrainerConfig
 from src.core.trajectory import Trajectory
 from src.policy.chat import Chat
@@ -99,11 +97,7 @@ def unresponsive(
     engine.info = replace(engine.info, max_context_length=4096)
     app = Unresponsive(build_app(StartupState(state=context)), fault, is_bad)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        server = LoopbackServer(
-            uvicorn.Config(
-                app, log_level="critical", access_log=False, timeout_graceful_shutdown=0, ws="none"
-            )
-        )
+        server = LoopbackServer(app, log_level="critical", grace_s=0)
         with server.in_thread(listener):
             yield f"http://127.0.0.1:{listener.getsockname()[1]}", app.reached
     engine.stop()

@@ -23,6 +23,7 @@ import httpx
 import pytest
 
 from src.envs.sandbox.bubblewrap import missing_programs
+from tests.fakes.sdk_programs import is_finished
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "Qwen/Qwen3-4B"
@@ -94,10 +95,11 @@ class Reader:
     port: int
     environment: dict[str, str]
 
-    def run(self, command: str, *, status: int = 0, activated: bool = True) -> str:
+    def run(self, command: str, *, status: int = 0, activated: bool = True, uses_sdk: bool = False) -> str:
         """Run a command in the clone and return its output.
 
-        With `activated`, `source .venv/bin/activate` runs before the command.
+        With `activated`, `source .venv/bin/activate` runs before the command. With `uses_sdk` the command is
+        a program of the tinker SDK.
         """
         words = ["source .venv/bin/activate\n"] if activated else []
         done = subprocess.run(
@@ -110,7 +112,8 @@ class Reader:
             text=True,
             timeout=TIMEOUT_S,
         )
-        assert done.returncode == status, done.stdout[-4000:]
+        finished = is_finished(done.returncode) if uses_sdk else done.returncode == status
+        assert finished, done.stdout[-4000:]
         return done.stdout
 
     def expect_error(self, command: str, line: str, *, status: int = 2, activated: bool = True) -> None:
@@ -322,7 +325,7 @@ def test_scenario_3_names_the_tensor_parallel_option(reader: Reader) -> None:
 
 def test_the_program_of_test_1_runs(reader: Reader, server: str) -> None:
     (reader.clone / "test_skyrl_tx_api.py").write_text(reader.ported(TEST_SKYRL_TX_API))
-    printed = reader.run("TINKER_API_KEY=tml-dummy python test_skyrl_tx_api.py")
+    printed = reader.run("TINKER_API_KEY=tml-dummy python test_skyrl_tx_api.py", uses_sdk=True)
     assert "Created training client" in printed and "Tokenizer works: [" in printed
     assert printed.endswith("Sampling client created\n")
 

@@ -25,6 +25,7 @@ from skyrl_tx_server.files.checkpoints import CheckpointStore
 from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.transformer import init_params
 from skyrl_tx_server.model.weights import save_model
+from tests.fakes.sdk_programs import is_finished
 from tests.fakes.tiny_model import QUICK_TO_COMPILE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,7 +133,7 @@ def test_the_tinker_command_line_lists_and_downloads(
     def command(*words: str) -> dict[str, list[dict[str, str]]]:
         line = [str(Path(sys.executable).with_name("tinker")), "-f", "json", *words]
         done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
+        assert is_finished(done.returncode), done.stderr
         return json.loads(done.stdout)
 
     with httpx.Client(base_url=f"{url}/api/v1/", timeout=60) as http:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from harbor.models.trial.paths import TrialPaths
 from src.core.errors import SandboxError
 from src.core.event_loop import LagMeter
 from src.envs.cleanup import main as cleanup
+from src.envs.sandbox import docker
 from src.envs.sandbox.containers import MAX_OUTPUT_BYTES, ContainerEnvironment
 from src.envs.sandbox.docker import (
     OWNER_LABEL,
@@ -55,6 +57,13 @@ networks:
 volumes:
   data: {{}}
 """
+
+
+@pytest.fixture(autouse=True)
+def own_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the objects of each test an owner, so that no trainer of another test removes them."""
+    owner = f"test-{secrets.token_hex(4)}"
+    monkeypatch.setattr(docker, "owner", lambda: owner)
 
 
 def missing_requirement() -> str | None:
@@ -202,9 +211,11 @@ async def test_a_command_cannot_fill_the_trainers_memory(tmp_path: Path) -> None
 TRAINER = """
 import asyncio, sys
 from pathlib import Path
+from src.envs.sandbox import docker
 from tests.security.test_docker import COMPOSE, create_environment
 
-async def main(folder, name):
+async def main(folder, name, owner):
+    docker.owner = lambda: owner
     container = create_environment(Path(folder), name, label=f"test-killed-{name}", compose=COMPOSE)
     await container.start(force_build=False)
     await container.exec("echo x > /data/x")
@@ -222,7 +233,7 @@ def test_a_cleanup_removes_the_objects_of_a_killed_trainer(
     other_tmpdir = tmp_path / "elsewhere"  # this process does not search it for lock files
     other_tmpdir.mkdir()
     trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(tmp_path), name],
+        [sys.executable, "-c", TRAINER, str(tmp_path), name, docker.owner()],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(other_tmpdir)},
@@ -286,7 +297,23 @@ def dead_labels(run: str) -> dict[str, str]:
     ended = subprocess.Popen(["true"])
     name = process_name(ended.pid)
     ended.wait()
-    return {RUN_LABEL: run, OWNER_LABEL: str(os.getuid()), PROCESS_LABEL: name}
+    return {RUN_LABEL: run, OWNER_LABEL: docker.owner(), PROCESS_LABEL: name}
+
+
+def test_clean_ups_at_the_same_time_remove_everything() -> None:
+    projects = [f"same-time-{secrets.token_hex(4)}" for _ in range(6)]
+    with engine(timeout_s=60) as client:
+        for project in projects:
+            labels = {PROJECT_LABEL: project, **dead_labels(project)}
+            client.containers.run(
+                BASE_IMAGE, ["sleep", "60"], detach=True, name=f"{project}-main", labels=labels
+            )
+    with ThreadPoolExecutor() as executor:
+        reports = list(executor.map(lambda _: remove_ended(keep=live_run_labels()), range(4)))
+    assert [line for report in reports for line in report.failed] == []
+    removed = {line for report in reports for line in report.removed}
+    assert removed == {f"container {project}-main" for project in projects}
+    assert not any(objects_of_project(project) for project in projects)
 
 
 def test_a_cleanup_removes_networks_without_containers() -> None:

@@ -35,6 +35,7 @@ async def serving(
     context = fake_context(root)
     config = uvicorn.Config(
         build_app(StartupState(state=context)),
+        log_config=None,  # see LoopbackServer
         log_level="error",
         access_log=False,
         timeout_graceful_shutdown=1,

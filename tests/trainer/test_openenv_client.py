@@ -195,6 +195,7 @@ def test_a_real_server_is_played(tmp_path):
             create_fastapi_app(Parrot, Say, Heard, max_concurrent_envs=8),
             host="127.0.0.1",
             port=0,
+            log_config=None,  # see LoopbackServer
             log_level="error",
         )
     )

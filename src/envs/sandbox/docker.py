@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ PROCESS_LABEL = "agent-trainer.process"
 PROJECT_LABEL = "com.docker.compose.project"
 ANSWER_TIMEOUT_S = 20
 REMOVE_TIMEOUT_S = 120
+OTHER_REMOVAL_TIMEOUT_S = 30.0  # for a removal that another process has started
 KINDS = ("container", "network", "volume", "image")
 """The order of removal. The engine refuses to remove an object that another one uses."""
 MAX_TRIAL_NETWORKS = 25  # each trial has one network, and Docker's default address pools suffice for about 31
@@ -75,7 +77,12 @@ def why_no_engine() -> str | None:
 
 def run_labels(run_label: str) -> dict[str, str]:
     """Return the labels of all objects of a run in the engine."""
-    return {RUN_LABEL: run_label, OWNER_LABEL: str(os.getuid()), PROCESS_LABEL: process_name(os.getpid())}
+    return {RUN_LABEL: run_label, OWNER_LABEL: owner(), PROCESS_LABEL: process_name(os.getpid())}
+
+
+def owner() -> str:
+    """Return the user whose runs create the objects and remove them: the user id."""
+    return str(os.getuid())
 
 
 def process_name(pid: int) -> str:
@@ -92,7 +99,7 @@ def remove_ended(*, keep: Iterable[str]) -> CleanupReport:
     with engine(timeout_s=REMOVE_TIMEOUT_S) as client:
         ended: list[_DockerObject] = []
         live_projects: set[str] = set()
-        for item in _list_objects(client, f"{OWNER_LABEL}={os.getuid()}"):
+        for item in _list_objects(client, f"{OWNER_LABEL}={owner()}"):
             process = item.labels.get(PROCESS_LABEL)
             if item.labels.get(RUN_LABEL) in kept or (process is not None and _is_running(process)):
                 live_projects.add(item.labels.get(PROJECT_LABEL, ""))
@@ -196,8 +203,8 @@ def _image_calls(client: docker.DockerClient, tag: str) -> tuple[Callable[[], An
 
 
 def _remove(item: _DockerObject, report: CleanupReport) -> None:
-    """Remove an object and check that it does not exist. An object that another process has removed is not
-    reported.
+    """Remove an object and check that it does not exist. An object that another process has removed before is
+    not reported. If another process is removing it, wait for up to OTHER_REMOVAL_TIMEOUT_S.
     """
     reason = "the engine gave no reason"
     try:
@@ -207,7 +214,11 @@ def _remove(item: _DockerObject, report: CleanupReport) -> None:
     except (APIError, DockerException, OSError) as error:
         reason = " ".join(str(getattr(error, "explanation", None) or error).split())[:200]
     try:
+        until = time.monotonic() + (OTHER_REMOVAL_TIMEOUT_S if "already in progress" in reason else 0)
         item.reload()
+        while time.monotonic() < until:
+            time.sleep(0.1)
+            item.reload()
     except NotFound:
         report.removed.append(item.name)
     except (DockerException, OSError) as error:
