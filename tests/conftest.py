@@ -6,6 +6,7 @@ import asyncio
 import gc
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -35,12 +36,22 @@ FAST_SERVER_FILES = {  # files of tests/server that compile no program
 }
 
 
+def is_fast(path: Path) -> bool:
+    """Return whether the tests of a file belong to the fast tier."""
+    if path.parent.name == "trainer":
+        return path.stem not in SLOW_TRAINER_FILES
+    return path.parent.name == "server" and path.stem in FAST_SERVER_FILES
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m fast`, import no other file."""
+    is_test = collection_path.suffix == ".py" and collection_path.stem.startswith("test_")
+    return True if config.option.markexpr == "fast" and is_test and not is_fast(collection_path) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        name, folder = item.path.stem, item.path.parent.name
-        if folder == "trainer" and name not in SLOW_TRAINER_FILES:
-            item.add_marker(pytest.mark.fast)
-        if folder == "server" and name in FAST_SERVER_FILES:
+        if is_fast(item.path):
             item.add_marker(pytest.mark.fast)
         if item.get_closest_marker(SDK_MARK):
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,10 @@ import pytest
 from skyrl_tx_server.engine.operations import SamplingSettings
 from skyrl_tx_server.engine.sample_queue import PROMPTS_PER_PREFILL
 from skyrl_tx_server.model.kv_cache import KVCache, empty_cache
-from skyrl_tx_server.model.lora.adapter import zero_adapter
+from skyrl_tx_server.model.lora.adapter import Adapter, zero_adapter
 from skyrl_tx_server.model.mesh import to_host
 from skyrl_tx_server.model.shapes import CPU_PREFILL, GPU_PREFILL, PAGE_SIZE, PrefillShapes
-from skyrl_tx_server.model.transformer import init_params
+from skyrl_tx_server.model.transformer import Params, init_params
 from skyrl_tx_server.sampling.prefill_batch import ChunkOutputs, PrefillChunk, PrefillLayout
 from skyrl_tx_server.sampling.prefill_step import prefill
 from skyrl_tx_server.sampling.sequences import SequenceState
@@ -27,25 +28,28 @@ PAGES_EACH = 6
 LAYOUT = PrefillLayout(
     shapes=CPU_PREFILL, num_slots=5, table_width=PAGES_EACH, max_copies=2, vocab_size=CONFIG.vocab_size
 )
-PARAMS = jax.jit(init_params, static_argnums=(0,))(CONFIG, jax.random.key(0))
-rng = np.random.default_rng(0)
-BANK = jax.tree.map(
-    lambda leaf: jnp.asarray(rng.normal(size=(3, *leaf.shape)).astype(np.float32) / 10),
-    zero_adapter(CONFIG, 4),
-)
 
 
+@cache
+def weights() -> tuple[Params, Adapter]:
+    """Return the weights of the base model and of three adapters."""
+    rng = np.random.default_rng(0)
+    return jax.jit(init_params, static_argnums=(0,))(CONFIG, jax.random.key(0)), jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=(3, *leaf.shape)).astype(np.float32) / 10),
+        zero_adapter(CONFIG, 4),
+    )
+
+
+@cache
 def rounding() -> float:
     """Return the tolerance: 0 if the bits of a row of a matrix product do not depend on the number of rows,
     else 1e-5."""
-    sequences, weights = (
+    rng = np.random.default_rng(0)
+    sequences, matrix = (
         jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in ((256, 128), (128, 640))
     )
     product = jax.jit(jnp.matmul)
-    return 0.0 if bool((product(sequences[:8], weights) == product(sequences, weights)[:8]).all()) else 1e-5
-
-
-ROUNDING = rounding()
+    return 0.0 if bool((product(sequences[:8], matrix) == product(sequences, matrix)[:8]).all()) else 1e-5
 
 
 def chunk(length: int, slot: int, *, cached: int = 0, end: int | None = None) -> PrefillChunk:
@@ -82,8 +86,9 @@ def compute(
     cache: KVCache, chunks: Sequence[PrefillChunk], layout: PrefillLayout = LAYOUT
 ) -> tuple[KVCache, list[ChunkOutputs]]:
     outputs = []
+    params, bank = weights()
     for batch, settings in layout.batches(chunks):
-        cache, output = prefill(cache, PARAMS, BANK, batch, settings, config=CONFIG, tempered=False)
+        cache, output = prefill(cache, params, bank, batch, settings, config=CONFIG, tempered=False)
         outputs.append(to_host(output))
     return cache, layout.outputs(chunks, outputs)
 
@@ -106,10 +111,10 @@ def assert_same(
     one: tuple[KVCache, PrefillChunk, ChunkOutputs], other: tuple[KVCache, PrefillChunk, ChunkOutputs]
 ) -> None:
     for left, right in zip(written(*one[:2]), written(*other[:2]), strict=True):
-        np.testing.assert_allclose(left, right, rtol=0, atol=ROUNDING)
-    np.testing.assert_allclose(one[2].logprobs, other[2].logprobs, rtol=0, atol=ROUNDING)
+        np.testing.assert_allclose(left, right, rtol=0, atol=rounding())
+    np.testing.assert_allclose(one[2].logprobs, other[2].logprobs, rtol=0, atol=rounding())
     assert one[2].first_tokens == other[2].first_tokens
-    np.testing.assert_allclose(one[2].first_logprobs, other[2].first_logprobs, rtol=0, atol=ROUNDING)
+    np.testing.assert_allclose(one[2].first_logprobs, other[2].first_logprobs, rtol=0, atol=rounding())
 
 
 def test_a_prefill_takes_as_many_prompts_as_the_scheduler_offers() -> None:
