@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401 # pyright: ignore[reportUnusedImport]  registers bfloat16 with numpy
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.files.fp8 import FP8, SCALE_SUFFIX, Fp8File, block_size, dequantize
 from skyrl_tx_server.files.json_file import read_json_object
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
@@ -27,14 +28,31 @@ class BaseTensors:
     directory: Path
     files: dict[str, Path]  # name of a tensor -> its file
 
+    block: tuple[int, int] | None  # of FP8 weights, see `fp8.py`
+
     def shape(self, name: str) -> tuple[int, ...]:
         with safe_open(self.files[name], framework="np") as opened:
             return tuple(opened.get_slice(name).get_shape())
 
     def of_file(self, file: Path) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the names and tensors of a file, FP8 weights as bfloat16 and without their scales."""
+        fp8_file = Fp8File(file)
         with safe_open(file, framework="np") as opened:
             for name in opened.keys():  # noqa: SIM118  not a dict
-                yield name, opened.get_tensor(name)
+                if self.block is None:
+                    yield name, opened.get_tensor(name)
+                elif opened.get_slice(name).get_dtype() == FP8:
+                    values = dequantize(fp8_file.read(name), self._scales(name), self.block)
+                    yield name, values.astype(ml_dtypes.bfloat16)
+                elif not self.is_scale(name):
+                    yield name, opened.get_tensor(name)
+
+    def is_scale(self, name: str) -> bool:
+        return name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in self.files
+
+    def _scales(self, name: str) -> np.ndarray:
+        with safe_open(self.files[name + SCALE_SUFFIX], framework="np") as opened:
+            return opened.get_tensor(name + SCALE_SUFFIX).astype(np.float32)
 
 
 def open_base_model(directory: Path) -> BaseTensors:
@@ -44,7 +62,9 @@ def open_base_model(directory: Path) -> BaseTensors:
         for file in _weight_files(directory):
             with safe_open(file, framework="np") as opened:
                 files |= dict.fromkeys(opened.keys(), file)
-        return BaseTensors(directory=directory, files=files)
+        config_file = directory / "config.json"
+        block = block_size(read_json_object(config_file), config_file)
+        return BaseTensors(directory=directory, files=files, block=block)
 
 
 def fingerprint(directory: Path) -> str:

@@ -6,12 +6,14 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from skyrl_tx_server.errors import UserError
 from skyrl_tx_server.files.base_model import BaseTensors
+from skyrl_tx_server.files.fp8 import QUANTIZATION
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROUTER_BIAS = ".e_score_correction_bias"
@@ -22,7 +24,7 @@ def write_merged(
     base: BaseTensors, deltas: Mapping[str, np.ndarray], output: Path, dtype: str | None
 ) -> None:
     """Write `base` + `deltas` into the directory `output`. The addition is in float32. `dtype=None` keeps
-    the dtype of each tensor.
+    the dtype of each tensor, except that FP8 weights become bfloat16.
 
     A tied head with its own delta is untied: config.json gets `tie_word_embeddings: false`, and
     `lm_head.weight` is written.
@@ -42,20 +44,28 @@ def write_merged(
     for file in base.directory.iterdir():
         if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model"):
             shutil.copyfile(file, output / file.name)
-    _change(
-        output / "config.json",
-        ({"tie_word_embeddings": False} if unties else {}) | ({"dtype": dtype} if dtype else {}),
-    )
+    config = _read(output / "config.json")
+    config.pop(QUANTIZATION, None)
+    if unties:
+        config["tie_word_embeddings"] = False
+    if dtype:
+        config["dtype"] = dtype
+    _write(output / "config.json", config)
     index = output / "model.safetensors.index.json"
-    if unties and index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        _change(index, {"weight_map": weight_map | {HEAD: base.files[EMBEDDING].name}})
+    if index.is_file():
+        table = _read(index)
+        head = {HEAD: base.files[EMBEDDING].name} if unties else {}
+        table["weight_map"] = {
+            name: file for name, file in table["weight_map"].items() if not base.is_scale(name)
+        } | head
+        _write(index, table)
 
 
 def merged_bytes(base: BaseTensors) -> int:
     """Return an upper bound of the bytes that `write_merged` writes, including an untied head in float32."""
     vocabulary, hidden = base.shape(EMBEDDING)
-    return 2 * sum(file.stat().st_size for file in set(base.files.values())) + 4 * vocabulary * hidden
+    factor = 2 if base.block is None else 4  # bfloat16 or FP8 in the files, float32 at most afterwards
+    return factor * sum(file.stat().st_size for file in set(base.files.values())) + 4 * vocabulary * hidden
 
 
 def _sum(name: str, tensor: np.ndarray, delta: np.ndarray | None, dtype: str | None) -> np.ndarray:
@@ -70,9 +80,9 @@ def _sum(name: str, tensor: np.ndarray, delta: np.ndarray | None, dtype: str | N
     return np.ascontiguousarray((tensor.astype(np.float32) + delta).astype(target))
 
 
-def _change(file: Path, changes: Mapping[str, object]) -> None:
-    if changes:
-        file.write_text(
-            json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes, indent=2) + "\n",
-            encoding="utf-8",
-        )
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_tx_server.errors import ConfigError
+from skyrl_tx_server.files.fp8 import block_size
 from skyrl_tx_server.files.json_file import read_json_object
 from skyrl_tx_server.model.families.layer_spec import Family
 from skyrl_tx_server.model.families.table import FAMILIES, family_of
@@ -29,12 +30,7 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     for name, expected in family.expected.items():
         if raw.get(name, expected) not in (expected, None):
             raise ConfigError(f"{path}: {name}={raw[name]!r} is not supported, only {expected!r}")
-    if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method")
-        raise ConfigError(
-            f"{path}: quantized weights (quantization_config, {method}) are not supported; convert them to "
-            "bfloat16"
-        )
+    block_size(raw, path)
     try:
         config = family.read(raw, _model_config(raw, model_type, family, model_dir))
     except KeyError as error:

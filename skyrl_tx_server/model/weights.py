@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 from skyrl_tx_server.config.engine_options import MeshShape
 from skyrl_tx_server.engine.operations import LoraSpec
 from skyrl_tx_server.errors import ConfigError, UserError
+from skyrl_tx_server.files.fp8 import FP8, SCALE_SUFFIX, Fp8File, block_size, dequantize
 from skyrl_tx_server.files.json_file import read_json_object
 from skyrl_tx_server.files.model_source import converted_directory, is_gguf
 from skyrl_tx_server.model.config_json import config_json
@@ -46,8 +47,7 @@ from skyrl_tx_server.model.transformer import Params
 PEFT_PREFIX = "base_model.model."
 KEY_VALUE_HEADS = "key-value heads"
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
-"""The supported dtypes, as safetensors names them. 8-bit weights are not supported, because they need
-scales."""
+"""The dtypes that are read without scales, as safetensors names them."""
 
 
 def resolve_model(base_model: str) -> Path:
@@ -316,15 +316,29 @@ def _part_reader(model_dir: Path, files: ExitStack) -> _ReadPart:
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{model_dir}: cannot read the weights: {error}") from None
 
+    fp8_files = {path: Fp8File(model_dir / path) for path in paths}
+    config_file = model_dir / "config.json"
+    config = read_json_object(config_file) if config_file.exists() else {}
+    block = block_size(config, config_file)
+
     def read_part(name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> np.ndarray:
+        file = file_of.get(name, paths[0])
         try:
-            tensor = opened[file_of.get(name, paths[0])].get_slice(name)
+            tensor = opened[file].get_slice(name)
         except SafetensorError:
             raise ConfigError(f"{model_dir}: the weights have no tensor {name}") from None
         if tuple(tensor.get_shape()) != shape:
             raise ConfigError(
                 f"{model_dir}: {name} has shape {tuple(tensor.get_shape())}, config.json implies {shape}"
             )
+        if tensor.get_dtype() == FP8 and block is not None and len(shape) == 2:
+            scales = read_part(
+                name + SCALE_SUFFIX,
+                (-(-shape[0] // block[0]), -(-shape[1] // block[1])),
+                (slice(None), slice(None)),
+            )
+            first = (part[0].start or 0, part[1].start or 0)
+            return dequantize(fp8_files[file].read(name)[part], scales.astype(np.float32), block, first=first)
         if tensor.get_dtype() not in STORED_DTYPES:
             raise ConfigError(
                 f"{model_dir}: {name} has dtype {tensor.get_dtype()}, supported are "
