@@ -11,13 +11,13 @@ each share is the null page, the target of writes that must have no effect.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
@@ -26,8 +26,7 @@ from skyrl_tx_server.model.model_config import ModelConfig
 from skyrl_tx_server.model.shapes import PAGE_SIZE
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class KVCache:
     """N pages of every layer."""
 
@@ -35,8 +34,7 @@ class KVCache:
     values: jax.Array  # [L, N, K, PAGE, hd]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
     """Keys and values of n consecutive positions of one layer for each of B sequences, or stacked over
     layers."""

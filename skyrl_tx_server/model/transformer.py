@@ -7,7 +7,7 @@ the checkpoint. Norms, rotary angles, softmax and logits are computed in float32
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
@@ -38,8 +39,7 @@ layer in place in their stack. XLA's Triton products would copy each layer first
 and an adapter to merge their products (scripts/check_gpu.py)."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class Params:
     """The weights of a model."""
 

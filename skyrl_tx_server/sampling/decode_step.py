@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
@@ -38,8 +39,7 @@ from skyrl_tx_server.sampling.decode_layers import DecodeModel, Recent, rolled_l
 from skyrl_tx_server.sampling.token_sampling import BatchSettings, sample_tokens
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class Carry:
     """The state that a dispatch leaves on the device for the next one. The next dispatch can therefore begin
     before the host has read the outputs."""
@@ -52,8 +52,7 @@ class Carry:
         return cls(tokens=np.zeros(slots, np.int32), active=np.zeros(slots, np.bool_))
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeBatch:
     """The sequences in the B decode slots at the start of a dispatch."""
 
@@ -67,8 +66,7 @@ class DecodeBatch:
     stop_tokens: ArrayLike  # [B, MAX_STOP_TOKENS] int32, padded with -1
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeOutputs:
     """The outputs of a dispatch. Tokens after the end of a sequence are -1."""
 
@@ -77,8 +75,7 @@ class DecodeOutputs:
     carry: Carry
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class _LoopState:
     """The state between two decode steps of a dispatch."""
 

@@ -3,11 +3,12 @@ samples the first tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
 from skyrl_tx_server.model.attention.prefill_attention import PrefillTiles, attend_to_pages
@@ -33,8 +34,7 @@ MAX_PROMPT_LOGITS = 1 << 24
 """The maximum number of prompt logits in memory at once: 64 MiB in float32."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillBatch:
     """N tiles of T prompt tokens that are computed together. The keys and values of earlier tokens are
     already in their KV pages."""
@@ -51,8 +51,7 @@ class PrefillBatch:
     sequence_adapters: LoraIndices  # one per slot
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillOutputs:
     """The outputs of a prefill batch."""
 

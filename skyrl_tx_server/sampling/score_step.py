@@ -14,6 +14,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from skyrl_tx_server.engine.operations import NO_LOGPROB, CsrMatrix, TopkLogprobs
 from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
@@ -29,8 +30,7 @@ MAX_SCORE_LOGITS = 1 << 24
 """The maximum number of logits in memory at once: 64 MiB in float32."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreInputs:
     """The text to score. Index t of every output describes the token that follows tokens[: t + 1]."""
 
@@ -41,8 +41,7 @@ class ScoreInputs:
     targets: ArrayLike  # [T, K] int32, target tokens; K may be 0
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
     """The outputs for each position of the padded text."""
 

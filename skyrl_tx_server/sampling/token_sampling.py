@@ -12,10 +12,9 @@ position, never on the batch: key = fold_in(fold_in(seed, index), position).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from skyrl_tx_server.model.attention.softmax import MASKED
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
@@ -24,8 +23,7 @@ from skyrl_tx_server.model.reductions import logsumexp, softmax
 MAX_STOP_TOKENS = 16
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSettings:
     """The sampling settings of a batch. Every array has a leading axis B of slots."""
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, fields
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from skyrl_tx_server.engine.loss_spec import LossFn, LossSettings
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
@@ -38,8 +39,7 @@ jax.tree_util.register_dataclass(
 )
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class LossSelection:
     """The loss of a request and its options, as arguments of the training programs."""
 
@@ -47,8 +47,7 @@ class LossSelection:
     settings: LossSettings  # every field is [] float32
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
     """The inputs of the losses besides the model's logprobs: float32 arrays that broadcast to the shape of
     the logprobs."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import jax
+from flax import struct
 
 from skyrl_tx_server.model.attention.prefix_tree_layout import TreeLayout
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.training.losses import LossInputs
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
     """R streams of T tokens with E loss positions each. Padding is zero, except in `layout.subtree_end`.
 

@@ -7,12 +7,13 @@ need no further compilation. Pass host numpy arrays for everything that changes 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from skyrl_tx_server.engine.operations import AdamSettings, LoraSpec
 from skyrl_tx_server.model.attention.prefix_tree_attention import tree_attention
@@ -45,8 +46,7 @@ MAX_CHUNK_LOGITS = 1 << 26
 than MAX_CHUNK_LOGITS logits (256 MiB in float32). The logits [E, V] of all positions are never in memory."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenOutputs:
     """The outputs of a training program."""
 
@@ -54,8 +54,7 @@ class TokenOutputs:
     loss: jax.Array  # [] float32, the sum over all tokens
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class AdamState:
     """Adam's moments (shaped like the adapter, float32) and the number of steps taken."""
 
@@ -219,8 +218,7 @@ def _loss_states(
     return jnp.take_along_axis(hidden, batch.token_index[..., None], axis=1)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class _Chunk:
     """A chunk of n loss positions of each stream. In stacked chunks every leaf has a leading chunk axis."""
 

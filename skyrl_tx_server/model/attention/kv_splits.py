@@ -10,10 +10,10 @@ computes the splits once per dispatch of decode steps.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import jax
 import numpy as np
+from flax import struct
 
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 from skyrl_tx_server.model.shapes import PAGE_SIZE
@@ -26,8 +26,7 @@ for at least MIN_SEQUENCES sequences."""
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class KVSplits:
     """N splits for each data-parallel rank. A split is one part of up to R sequences that share its pages."""
 

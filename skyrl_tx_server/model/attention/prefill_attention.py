@@ -8,11 +8,11 @@ last bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import PartitionSpec
 
 from skyrl_tx_server.model.attention.attention_spec import AttentionSpec
@@ -27,8 +27,7 @@ from skyrl_tx_server.model.shapes import PAGE_SIZE
 PAGES_AT_ONCE = 4
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillTiles:
     """N tiles of T tokens of one or several prompts."""
 
@@ -167,8 +166,7 @@ def _attend(
     return attended.astype(q.dtype).transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class _Attended:
     """The state of a base-2 softmax over a part of the keys, for M prompts, K key-value heads, T queries and
     G heads per key-value head; float32."""

@@ -9,11 +9,12 @@ arXiv:2205.14135).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -25,8 +26,7 @@ from skyrl_tx_server.model.mesh import batch_axes, shard_map_over
 from skyrl_tx_server.model.model_config import ModelConfig
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class _Heads:
     """One stream in N blocks of n tokens, with K key-value heads of G queries each: queries [N, K, G, n, hd],
     keys and values [N, K, n, hd]."""

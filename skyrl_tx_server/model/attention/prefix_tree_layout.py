@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import jax
+from flax import struct
 
 from skyrl_tx_server.model.lora.lora_math import ArrayLike
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class TreeLayout:
     """The layout of R streams of T tokens in N blocks. The arrays of one stream have no leading axis."""
 

@@ -12,12 +12,13 @@ adapted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 
 import jax
 import numpy as np
+from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
 from skyrl_tx_server.engine.operations import LoraSpec, expert_rank
@@ -32,8 +33,7 @@ type LayerAdapter = dict[str, LoraWeights]
 including `scale`, has a leading axis of layers."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
     """The adapter of a model."""
 

@@ -11,11 +11,12 @@ so programs are compiled for one slot, for four slots and for all slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from skyrl_tx_server.model.mesh import on_gpu, shard_batch, shard_product
 from skyrl_tx_server.model.model_config import ModelConfig
@@ -26,8 +27,7 @@ type ArrayLike = jax.Array | np.ndarray
 SEVERAL = 4
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class LoraIndices:
     """The LoRA slot of each of B sequences."""
 
@@ -38,8 +38,7 @@ class LoraIndices:
     """The maximum number of slots in use for which the program is compiled. None: any number."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, slots=True)
+@struct.dataclass(frozen=True, kw_only=True, slots=True)
 class LoraWeights:
     """The factors A and B and the scale of one projection. `scale * (x @ a_part) @ b_part` is added to the
     outputs of each part. The factors of experts have a leading axis of experts.
