@@ -237,7 +237,7 @@ def test_a_dry_run_prints_the_memory_plan_and_writes_no_files(
 
 
 def test_virtual_devices_have_enough_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`main` sets NPROC, which XLA reads at its start. XLA has already started here, so `main` fails later."""
+    """`main` sets NPROC, which XLA reads at its start. XLA already runs in this test, so `main` fails."""
     monkeypatch.setenv("NPROC", "1")  # makes monkeypatch restore NPROC after the test
     monkeypatch.delenv("NPROC")
     assert main([f"base_model={FIXTURES / 'tied'}", "data_parallel=32", "dry_run=true"]) == 2, (

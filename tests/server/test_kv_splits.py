@@ -1,4 +1,4 @@
-"""Each part of a sequence is in exactly one KV split. All sequences of a split share the pages of its part."""
+"""Each part of a sequence is in exactly one KV split. The sequences of a split share its pages."""
 
 import sys
 
