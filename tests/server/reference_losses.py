@@ -68,8 +68,10 @@ def total(
     frozen_logprobs: np.ndarray | None = None,
     options: dict[str, float] | None = None,
 ) -> float:
-    """Return the summed loss of one sequence. `frozen_logprobs` default to `logprobs`, `options` to the
-    server's defaults."""
+    """Return the summed loss of one sequence.
+
+    `frozen_logprobs` defaults to `logprobs`, and missing `options` have the defaults of the server.
+    """
 
     def to_float64(array: ArrayLike | None) -> np.ndarray:
         return np.zeros(len(logprobs)) if array is None else np.asarray(array, np.float64)

@@ -37,12 +37,13 @@ def open_cache(free_host_bytes: Callable[[AdapterCache], int] = lambda cache: 1 
 
 
 def save(cache: AdapterCache, *names: str) -> None:
+    """Save a snapshot for each name, a single letter. All its values are the code of the letter, 97 for a."""
     for name in names:
         cache.put(name, adapter(float(ord(name))))
 
 
 def pinned_values(cache: AdapterCache, weights: str | None) -> set[float]:
-    """Return the values of the LoRA slot in which `weights` is pinned."""
+    """Pin `weights` for a moment and return the distinct values of its LoRA slot."""
     slot = cache.pin(weights)
     try:
         return {
@@ -105,9 +106,9 @@ def test_a_pinned_snapshot_is_dropped_when_it_is_unpinned() -> None:
     assert pinned_values(cache, "a") == {97.0}
     cache.unpin("a")
     assert cache.stats() == {"snapshots_on_device": 0, "snapshots_in_host_memory": 0}
-    for use in (cache.pin, cache.drop):
+    for function in (cache.pin, cache.drop):
         with pytest.raises(NotFoundError, match="a"):
-            use("a")
+            function("a")
     save(cache, "a")
     assert pinned_values(cache, "a") == {97.0}
     assert pinned_values(cache, "a") == {97.0}, "the earlier drop does not apply to the new snapshot"

@@ -1,3 +1,5 @@
+"""Checkpoints on disk: reads, atomic writes, deletes, the quota and damaged files."""
+
 import json
 import os
 import re
@@ -88,11 +90,11 @@ def test_a_failed_write_leaves_only_the_old_checkpoint(
 ):
     path = write(store).path
 
-    def no_space(source: object, target: object) -> None:
+    def raise_no_space(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", no_space)
+        patch.setattr(os, "replace", raise_no_space)
         with pytest.raises(ServerError, match=r"cannot write checkpoint .*No space left"):
             write(store, scale=2.0, overwrite=True)
     np.testing.assert_array_equal(store.read(path)[1]["scale"], np.float32(0.5))
@@ -227,7 +229,7 @@ def test_a_delete_during_a_save_loses_no_accepted_checkpoint(
     path = write(store).path
     os_replace = os.replace
 
-    def replace_during_a_delete(source: object, target: object) -> None:
+    def replace_and_delete(source: object, target: object) -> None:
         if moment == "before its rename":
             store.delete(path)
         os_replace(source, target)  # type: ignore[arg-type]
@@ -235,7 +237,7 @@ def test_a_delete_during_a_save_loses_no_accepted_checkpoint(
             store.delete(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", replace_during_a_delete)
+        patch.setattr(os, "replace", replace_and_delete)
         if moment == "before its rename":
             with pytest.raises(ServerError, match="cannot write checkpoint"):
                 write(store, overwrite=True)
@@ -251,9 +253,8 @@ def test_a_read_or_delete_after_a_delete_is_not_found(
     path = write(store).path
     record = read_record(path, store.root / RUN / "weights" / "one" / RECORD_NAME)
     store.delete(path)
-    monkeypatch.setattr(
-        checkpoints, "read_record", lambda *_: record
-    )  # as if it was read before the first delete
+    # the calls below have the record, as if they had read it before the first delete
+    monkeypatch.setattr(checkpoints, "read_record", lambda *_: record)
     with pytest.raises(NotFoundError, match="no checkpoint"):
         store.delete(path)
     with pytest.raises(UserError, match="is missing"):

@@ -183,7 +183,7 @@ def test_help_into_a_closed_pipe_prints_no_traceback(
 
 
 @pytest.mark.parametrize(
-    ("words", "arguments"),
+    ("script_args", "server_args"),
     [
         ([], "base_model=Qwen/Qwen3-4B tensor_parallel=1"),
         (["port=9"], "base_model=Qwen/Qwen3-4B tensor_parallel=1 port=9"),
@@ -194,7 +194,7 @@ def test_help_into_a_closed_pipe_prints_no_traceback(
 )
 @pytest.mark.seed_behaviour(112)
 def test_the_start_script_passes_a_model_a_size_and_options(
-    words: list[str], arguments: str, tmp_path: Path
+    script_args: list[str], server_args: str, tmp_path: Path
 ) -> None:
     for name, text in (("setup.sh", ""), ("gpu_flags.sh", ""), ("python", 'echo "${@:3}"')):
         path = tmp_path / (".venv/bin" if name == "python" else "scripts") / name
@@ -204,8 +204,8 @@ def test_the_start_script_passes_a_model_a_size_and_options(
     script = Path(__file__).resolve().parents[2] / "scripts" / "start_skyrl_tx.sh"
     script_copy = shutil.copy(script, tmp_path / "scripts")
     assert (
-        subprocess.run([script_copy, *words], capture_output=True, text=True, check=True).stdout
-        == arguments + "\n"
+        subprocess.run([script_copy, *script_args], capture_output=True, text=True, check=True).stdout
+        == server_args + "\n"
     )
 
 
@@ -237,8 +237,8 @@ def test_a_dry_run_prints_the_memory_plan_and_writes_no_files(
 
 
 def test_virtual_devices_have_enough_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`main` sets NPROC, which XLA reads when it starts. In this process XLA has started already."""
-    monkeypatch.setenv("NPROC", "1")
+    """`main` sets NPROC, which XLA reads at its start. XLA already runs in this test, so `main` fails."""
+    monkeypatch.setenv("NPROC", "1")  # makes monkeypatch restore NPROC after the test
     monkeypatch.delenv("NPROC")
     assert main([f"base_model={FIXTURES / 'tied'}", "data_parallel=32", "dry_run=true"]) == 2, (
         "this machine has fewer devices"

@@ -1,4 +1,4 @@
-"""A dispatch of decode steps can start before the host has read the previous one. No sample changes."""
+"""Samples stay the same if a decode dispatch starts before the host has read the previous dispatch."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ REQUESTS = [
 ]
 
 
+# request ids: SHORT ends within one decode dispatch, LONG needs three
 SHORT, LONG = len(REQUESTS), len(REQUESTS) + 1
 REQUESTS += [
     replace(
@@ -58,6 +59,7 @@ class Driver:
     failed: list[Exception] = field(default_factory=list)
 
     def admit(self, request_id: int) -> None:
+        """Prefill the whole prompt of a request, in as many calls as it needs."""
         while (
             admission := self.executor.sampler.prefill(
                 [
@@ -166,12 +168,12 @@ def test_samples_do_not_depend_on_other_requests(driver: Driver, alone: dict, se
 
 
 def test_the_requests_cover_all_ways_to_end(alone: dict) -> None:
-    """`test_samples_do_not_depend_on_other_requests` needs such requests."""
-    ends = {
+    """`test_samples_do_not_depend_on_other_requests` relies on requests with each of these stop reasons."""
+    stop_reasons = {
         (REQUESTS[request_id].settings.stop_strings != (), sequence.stop_reason)
         for (request_id, _), sequence in alone.items()
     }
-    assert ends >= {(True, StopReason.STOP), (False, StopReason.STOP), (False, StopReason.LENGTH)}
+    assert stop_reasons >= {(True, StopReason.STOP), (False, StopReason.STOP), (False, StopReason.LENGTH)}
 
 
 def fail_second_dispatch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
@@ -230,7 +232,7 @@ def test_no_dispatch_starts_when_all_sequences_have_ended(driver: Driver, alone:
 
 
 def test_a_preempted_sequence_keeps_its_slot_and_is_restored(driver: Driver) -> None:
-    """With 7 pages, one of four sequences of two pages is preempted, and restored when two have ended."""
+    """Four sequences do not fit into 7 pages, so one is preempted until two others have ended."""
     executor = driver.executor
     is_small_cache = executor.stats()["cache_pages"] == 7
     for request_id, length in enumerate((40, 40, 100, 100), start=101):
@@ -282,8 +284,8 @@ def test_a_preempted_sequence_can_be_released(driver: Driver) -> None:
 
 
 def test_an_ended_sequence_samples_nothing_in_the_next_dispatch(driver: Driver, alone: dict) -> None:
-    stop = int(alone[LONG, 0].tokens[4])
-    settings = replace(REQUESTS[LONG].settings, max_tokens=100, stop_token_ids=(stop,))
+    stop_token = int(alone[LONG, 0].tokens[4])
+    settings = replace(REQUESTS[LONG].settings, max_tokens=100, stop_token_ids=(stop_token,))
     driver.admit(LONG)
     driver.executor.sampler.prefill(
         [PrefillRequest(request_id=99, op=replace(REQUESTS[LONG], settings=settings), first=0, count=1)]
@@ -293,7 +295,7 @@ def test_an_ended_sequence_samples_nothing_in_the_next_dispatch(driver: Driver, 
     driver.dispatch(dispatch_next=True)
     in_flight = sampler.pipeline.in_flight
     assert isinstance(in_flight, InFlightBatch)
-    assert driver.finished[99, 0].tokens[-1] == stop and slot in [
+    assert driver.finished[99, 0].tokens[-1] == stop_token and slot in [
         slot for _, slot, _ in in_flight.dispatch.sequences
     ]
     sampler.decode()

@@ -64,7 +64,7 @@ def test_narrow_programs_give_the_same_bits(
     driver: Driver, widths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide = sample_all(driver)
-    assert set(widths) == {SLOTS}, "few uses do not cause a compilation"
+    assert set(widths) == {SLOTS}, "narrow programs are not compiled for a few dispatches"
     monkeypatch.setattr(decode_programs, "USES_BEFORE_COMPILATION", 1)
     widths.clear()
     narrow = sample_all(driver)

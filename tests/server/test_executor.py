@@ -90,6 +90,7 @@ def create(engine: Engine, model_id: str, lora: LoraSpec = LORA) -> None:
 
 
 def data(count: int = 2, seed: int = 0, length: int = 40) -> tuple[TrainDatum, ...]:
+    """Return the datums of `count` random sequences of `length` tokens, each with `length - 1` targets."""
     rng = np.random.default_rng(seed)
     sequences = [rng.integers(0, 256, length).astype(np.int32) for _ in range(count)]
     return tuple(TrainDatum(tokens=sequence[:-1], target_tokens=sequence[1:]) for sequence in sequences)
@@ -419,7 +420,7 @@ def test_full_host_memory_drops_unused_snapshots(
             sample_one(engine, "s0")
 
 
-def test_sampler_weights_outlive_the_server(model_dir: Path, checkpoints_dir: Path):
+def test_sampler_weights_are_kept_after_a_restart(model_dir: Path, checkpoints_dir: Path):
     path = "tinker://a/sampler_weights/kept"
     with running(model_dir, checkpoints_dir) as engine:
         create(engine, "a")
@@ -602,7 +603,7 @@ def test_a_failed_prefill_fails_only_its_request(engine: Engine, monkeypatch: py
 
 
 def test_a_failed_top_k_fails_only_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    """Top-k logprobs of a prompt are computed after its prefill, those of a sample when the sequence ends."""
+    """Top-k logprobs of a prompt are computed after its prefill. Those of a sample follow at its end."""
     expected = run(engine, sample_op(None, max_tokens=60)).sequences[0].tokens.tolist()
 
     def fail(*args, **options):
@@ -643,10 +644,10 @@ def test_a_diverged_model_fails_only_its_own_samples(engine: Engine):
     step(engine, "diverged", learning_rate=1e30)
     snapshot(engine, "diverged", "s")
     base_sample = engine.submit(sample_op(None, max_tokens=60))
-    long = replace(
+    long_op = replace(
         sample_op("s"), prompt=np.arange(500, dtype=np.int32) % 256, num_samples=engine.stats()["slots"]
     )
-    assert "have diverged" in str(engine.submit(long).exception(TIMEOUT_S))
+    assert "have diverged" in str(engine.submit(long_op).exception(TIMEOUT_S))
     assert base_sample.result(TIMEOUT_S).sequences[0].tokens.tolist() == expected
     after = run(engine, replace(sample_op(None, max_tokens=60), num_samples=engine.stats()["slots"]))
     assert after.sequences[0].tokens.tolist() == expected

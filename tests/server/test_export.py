@@ -1,4 +1,4 @@
-"""An export to PEFT or Hugging Face and an import keep the trained weights. An error is one line."""
+"""Exports to PEFT or Hugging Face and imports keep the trained weights. Errors are printed as one line."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def random_adapter_arrays(base: Path, spec: LoraSpec) -> dict[str, np.ndarray]:
 
 
 def save(root: Path, base: Path, spec: LoraSpec, name: str = "fixture/base") -> dict[str, np.ndarray]:
+    """Save a random adapter as the checkpoint SAVED of the base model `name`. Return the adapter."""
     arrays = random_adapter_arrays(base, spec)
     store = CheckpointStore(root, name, fingerprint(base))
     store.write(
@@ -117,12 +118,12 @@ def test_an_adapter_is_unchanged_after_export_and_import(tmp_path: Path) -> None
     assert int(adam.step) == 0 and not np.any(adam.second.layers[0]["qkv"].a)
 
 
-def test_experts_survive_a_round_trip_through_peft(tmp_path: Path) -> None:
+def test_experts_are_unchanged_after_export_and_import(tmp_path: Path) -> None:
     spec, base = LoraSpec(rank=4, train_unembed=False), FIXTURES.parent / "families" / "qwen3_moe"
     arrays = save(tmp_path, base, spec)
     expert = "base_model.model.model.layers.1.mlp.experts.5.up_proj"
     a, b = (arrays[f"{expert}.lora_{side}.weight"] for side in "AB")
-    assert a.shape == (4 // 2, 40)  # a token has two experts, which share the rank
+    assert a.shape == (4 // 2, 40)  # each token uses two experts, which share the rank
     assert (
         main(["adapter", f"checkpoint={SAVED}", f"checkpoints_dir={tmp_path}", f"output={tmp_path / 'peft'}"])
         == 0
@@ -147,7 +148,7 @@ def test_experts_survive_a_round_trip_through_peft(tmp_path: Path) -> None:
         read_adapter(tmp_path / "peft", open_base_model(base))
 
 
-def test_deepseek_adapters_survive_a_round_trip_through_peft(tmp_path: Path) -> None:
+def test_deepseek_is_unchanged_after_export_and_import(tmp_path: Path) -> None:
     spec, base = (
         LoraSpec(rank=3),
         shutil.copytree(FIXTURES.parent / "families" / "deepseek_v3", tmp_path / "deepseek_v3"),

@@ -1,5 +1,4 @@
-"""Sampling by an external vLLM or SGLang. The sampler is a numpy implementation with real HTTP, and the
-engine is real."""
+"""Sampling by an external vLLM or SGLang, with a real engine and a numpy sampler that serves HTTP."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ def checkpoints_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model_dir: Path, checkpoints_dir: Path) -> Iterator[Engine]:
-    """An engine with the model "m"."""
+    """Yield a running engine with the model "m"."""
     engine = Engine(DeviceExecutor(make_settings(model_dir, checkpoints_dir)))
     engine.start()
     engine.submit(CreateModel(model_id="m", lora=SPEC)).result(120)
@@ -65,8 +64,10 @@ def engine(model_dir: Path, checkpoints_dir: Path) -> Iterator[Engine]:
 
 
 def load_random_adapter(engine: Engine, checkpoints_dir: Path, size: float, *, seed: int = 0) -> None:
-    """Load a random adapter with the standard deviation `size` into "m". Training would be slower, because
-    its programs must be compiled."""
+    """Load an adapter with random values of standard deviation `size` into the model "m".
+
+    Training would be slower, because its programs must be compiled.
+    """
     random, checkpoint_name = np.random.default_rng(seed), uuid.uuid4().hex
     arrays = adapter_to_arrays(init_adapter(CONFIG, SPEC, 8), CONFIG, SPEC)
     arrays = {name: random.normal(0, size, array.shape).astype(np.float32) for name, array in arrays.items()}
@@ -124,8 +125,10 @@ async def run_op(external: ExternalSampling, op: Op) -> SampleResult:
     return result  # type: ignore[return-value]
 
 
-def sample(weights: str | None = None, settings: SamplingSettings = TWENTY_TOKENS, **more: object) -> Sample:
-    return Sample(weights=weights, prompt=PROMPT, settings=settings, **more)  # type: ignore[arg-type]
+def sample(
+    weights: str | None = None, settings: SamplingSettings = TWENTY_TOKENS, **options: object
+) -> Sample:
+    return Sample(weights=weights, prompt=PROMPT, settings=settings, **options)  # type: ignore[arg-type]
 
 
 def engine_logprobs(engine: Engine, weights: str | None, tokens: np.ndarray) -> np.ndarray:
@@ -194,7 +197,7 @@ async def test_adapters_are_evicted_and_reloaded_from_checkpoints(
     url: str, sampler: ExternalSampler, engine: Engine, checkpoints_dir: Path, model_dir: Path
 ) -> None:
     path = "tinker://m/sampler_weights/named"
-    # as if an earlier run of the server saved it
+    # an earlier run of the server saved this checkpoint
     await asyncio.wrap_future(engine.submit(SaveSampler(model_id="m", weights=path)))
     async with connected(url, engine, checkpoints_dir, model_dir, max_adapters=1) as external:
         await run_op(external, SaveSampler(model_id="m", weights="one"))
@@ -309,15 +312,19 @@ async def test_an_invalid_reply_fails_only_its_request(
 async def test_samples_end_at_the_same_tokens_as_in_the_engine(
     external: ExternalSampling, sampler: ExternalSampler
 ) -> None:
-    long = replace(TWENTY_TOKENS, max_tokens=60, seed=5)
-    tokens = (await run_op(external, sample(None, long))).sequences[0].tokens
-    token = int(tokens[10])
-    end = tokens.tolist().index(token) + 1
-    stopped = (await run_op(external, sample(None, replace(long, stop_token_ids=(token,))))).sequences[0]
+    long_settings = replace(TWENTY_TOKENS, max_tokens=60, seed=5)
+    tokens = (await run_op(external, sample(None, long_settings))).sequences[0].tokens
+    stop_token = int(tokens[10])
+    end = tokens.tolist().index(stop_token) + 1
+    stopped = (
+        await run_op(external, sample(None, replace(long_settings, stop_token_ids=(stop_token,))))
+    ).sequences[0]
     assert stopped.tokens.tolist() == tokens[:end].tolist() and stopped.stop_reason is StopReason.STOP
 
-    stop = sampler.tokenizer.decode(tokens[8:10].tolist(), skip_special_tokens=False)
-    stopped = (await run_op(external, sample(None, replace(long, stop_strings=(stop,))))).sequences[0]
+    stop_string = sampler.tokenizer.decode(tokens[8:10].tolist(), skip_special_tokens=False)
+    stopped = (
+        await run_op(external, sample(None, replace(long_settings, stop_strings=(stop_string,))))
+    ).sequences[0]
     assert len(stopped.tokens) <= 10 and stopped.stop_reason is StopReason.STOP
 
     def add_two_tokens(answer: dict) -> None:
@@ -326,12 +333,14 @@ async def test_samples_end_at_the_same_tokens_as_in_the_engine(
         answer["choices"][0]["logprobs"]["token_logprobs"] += [-1.0, -1.0]
 
     sampler.spoil = add_two_tokens
-    trimmed = (await run_op(external, sample(None, replace(long, stop_strings=(stop,))))).sequences[0]
+    trimmed = (
+        await run_op(external, sample(None, replace(long_settings, stop_strings=(stop_string,))))
+    ).sequences[0]
     assert trimmed.tokens.tolist() == stopped.tokens.tolist() and len(trimmed.logprobs) == len(trimmed.tokens)
 
 
 @pytest.mark.parametrize("sampler", ["vllm", "sglang"], indirect=True)
-async def test_the_engine_samples_what_the_sampler_cannot_do_exactly(
+async def test_the_engine_samples_if_the_sampler_lacks_a_setting(
     external: ExternalSampling, sampler: ExternalSampler
 ) -> None:
     prompt_scored = await run_op(
@@ -364,7 +373,7 @@ async def test_a_sampler_that_does_not_answer_times_out(
     external: ExternalSampling, sampler: ExternalSampler
 ) -> None:
     sampler.hold = True
-    # lowered after `connect`, whose requests may take longer
+    # set after `connect`, because its requests may take longer
     external._server._client._timeout_s = 0.2
     with pytest.raises(SamplerError, match=r"did not reply within sampler_timeout_s=0\.2"):
         await run_op(external, sample())

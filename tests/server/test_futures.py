@@ -113,11 +113,11 @@ async def test_when_done_runs_before_any_client_can_see_the_result() -> None:
 
 
 async def test_an_error_of_when_done_is_the_outcome_of_the_request() -> None:
-    def full_disk(outcome: Outcome) -> None:
+    def raise_full_disk(outcome: Outcome) -> None:
         raise OSError(28, "No space left on device")
 
     store, work = FutureStore(Retention()), Work()
-    request_id = store.submit(work, kind="save_weights", key=None, when_done=full_disk)
+    request_id = store.submit(work, kind="save_weights", key=None, when_done=raise_full_disk)
     work.futures[0].set_result(Done())
     async with asyncio.timeout(60):
         outcome = await store.wait(request_id)

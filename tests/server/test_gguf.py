@@ -51,6 +51,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let the conversion write to a directory of the test, and return that directory."""
     monkeypatch.setattr(gguf_model, "CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -212,7 +213,7 @@ def test_the_alias_of_a_file_is_its_name() -> None:
 
 
 def damaged(path: Path) -> dict[str, bytes]:
-    """Return damaged file contents, by the error message that each must cause."""
+    """Return damaged contents of a file. Each key is the error message that its content must cause."""
     valid = path.read_bytes()
     metadata = 4 + 4 + 8 + 8  # magic, version, counts
     string = struct.pack("<Q", 3) + b"abc"
@@ -338,5 +339,5 @@ def test_smollm2_equals_transformers(_cache: Path) -> None:
     logits = logits_of(config, load_params(directory, config, "float32"), tokens)[0]
     logprobs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
     logprobs -= logits.max(-1, keepdims=True)
-    chosen = logprobs[np.arange(len(expected["prompt"]) - 1), expected["prompt"][1:]]
-    assert np.abs(chosen - expected["logprobs"]).max() < 1e-4
+    prompt_logprobs = logprobs[np.arange(len(expected["prompt"]) - 1), expected["prompt"][1:]]
+    assert np.abs(prompt_logprobs - expected["logprobs"]).max() < 1e-4

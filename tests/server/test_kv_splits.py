@@ -1,4 +1,4 @@
-"""Every part of a sequence is in one KV split. The sequences of a split have the same pages in their part."""
+"""Each part of a sequence is in exactly one KV split. The sequences of a split share its pages."""
 
 import sys
 
@@ -107,6 +107,7 @@ def test_free_slots_have_no_parts() -> None:
 
 
 def _split_list(splits) -> list[tuple[int, int, int, np.ndarray]]:
+    """Return the part, first page, end position and rows of each split of the first device."""
     return [
         (splits.part[split], splits.first[split], splits.end[split], splits.rows[split])
         for split in range(splits.counts[0])

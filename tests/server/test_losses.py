@@ -1,3 +1,5 @@
+"""All losses match the float64 reference, and one compiled program computes all of them."""
+
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -24,6 +26,7 @@ def defaults(loss_fn: LossFn) -> dict[str, float]:
 
 CLIPS = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.5}
 TOKEN_LOSSES = [loss_fn for loss_fn, spec in LOSSES.items() if spec.add_sequence_term is None]
+# (loss, options)
 CASES: list[tuple[LossFn, dict[str, float]]] = [
     *((loss_fn, {}) for loss_fn in TOKEN_LOSSES),
     *(
@@ -76,7 +79,7 @@ def reference(
 
 
 @jax.jit
-def loss_and_slope(selection, logprobs, inputs):
+def loss_and_gradient(selection, logprobs, inputs):
     return jax.value_and_grad(lambda lp: token_losses(selection, lp, inputs).sum())(logprobs)
 
 
@@ -84,7 +87,7 @@ def loss_and_slope(selection, logprobs, inputs):
 @pytest.mark.seed_behaviour(121)
 def test_loss_and_gradient_match_the_float64_reference(loss_fn: LossFn, config: dict[str, float]) -> None:
     logprobs, inputs = logprobs_and_inputs()
-    loss, slope = loss_and_slope(select_loss(loss_fn, LossSettings(**config)), logprobs, inputs)
+    loss, gradient = loss_and_gradient(select_loss(loss_fn, LossSettings(**config)), logprobs, inputs)
     assert float(loss) == pytest.approx(reference(loss_fn, config, logprobs, inputs), rel=1e-5)
     exact, step = logprobs.astype(np.float64), 1e-6
     for index in range(0, 200, 7):
@@ -94,7 +97,7 @@ def test_loss_and_gradient_match_the_float64_reference(loss_fn: LossFn, config: 
             reference(loss_fn, config, exact + sign * shift, inputs, frozen_logprobs=exact)
             for sign in (1, -1)
         )
-        assert float(slope[index]) == pytest.approx((above - below) / (2 * step), abs=1e-4)
+        assert float(gradient[index]) == pytest.approx((above - below) / (2 * step), abs=1e-4)
 
 
 @pytest.mark.parametrize(("config", "offset"), GSPO_CASES)
@@ -104,7 +107,7 @@ def test_gspo_weighs_a_whole_sequence_by_one_ratio(config: dict[str, float], off
     mask = (random.random(200) > 0.3).astype(np.float32)
     logprobs = (logprobs + offset).astype(np.float32)
     ratio = reference_losses.sequence_log_ratio(logprobs, inputs.sampler_logprobs, mask)
-    loss, slope = loss_and_slope(
+    loss, gradient = loss_and_gradient(
         select_loss(LossFn.GSPO, LossSettings(**config)),
         logprobs,
         replace(inputs, sampler_logprobs=np.full(200, ratio, np.float32)),
@@ -125,7 +128,7 @@ def test_gspo_weighs_a_whole_sequence_by_one_ratio(config: dict[str, float], off
     for index in range(0, 200, 7):
         shift = np.zeros(200)
         shift[index] = 1e-6
-        assert float(slope[index]) == pytest.approx(
+        assert float(gradient[index]) == pytest.approx(
             (exact(logprobs + shift) - exact(logprobs - shift)) / 2e-6, abs=1e-4
         )
 
@@ -157,10 +160,10 @@ def test_targets_of_one_position_count_as_separate_tokens() -> None:
         counts=np.ones((50, 1), np.float32),
     )
     selection = select_loss(LossFn.CROSS_ENTROPY)
-    loss, slope = loss_and_slope(selection, logprobs.reshape(50, 4), matrix)
-    flat_loss, flat_slope = loss_and_slope(selection, logprobs, inputs)
+    loss, gradient = loss_and_gradient(selection, logprobs.reshape(50, 4), matrix)
+    flat_loss, flat_gradient = loss_and_gradient(selection, logprobs, inputs)
     assert float(loss) == pytest.approx(float(flat_loss), rel=1e-6)
-    np.testing.assert_array_equal(slope.reshape(-1), flat_slope)
+    np.testing.assert_array_equal(gradient.reshape(-1), flat_gradient)
 
 
 def test_all_losses_share_one_program() -> None:
@@ -180,20 +183,20 @@ def test_all_losses_share_one_program() -> None:
 @pytest.mark.parametrize("loss_fn", list(LossFn))
 def test_padding_and_overflowing_ratios_stay_finite(loss_fn: LossFn) -> None:
     _, inputs = logprobs_and_inputs(4)
-    huge = 200 if loss_fn is LossFn.GSPO else -200  # a log-ratio, or the sampler's logprob
+    huge = 200 if loss_fn is LossFn.GSPO else -200  # GSPO: the log-ratio; other losses: the sampler's logprob
     inputs = replace(
         inputs,
         sampler_logprobs=np.array([huge, huge, 0, 0], np.float32),
         advantages=np.array([0, -1, 1, 1], np.float32),
         counts=np.array([1, 1, 1, 0], np.float32),
     )
-    loss, slope = loss_and_slope(select_loss(loss_fn), jnp.array([-1.0, -1.0, -500.0, -1.0]), inputs)
+    loss, gradient = loss_and_gradient(select_loss(loss_fn), jnp.array([-1.0, -1.0, -500.0, -1.0]), inputs)
     assert np.isfinite(loss)
-    assert np.all(np.isfinite(slope))
-    assert slope[3] == 0
+    assert np.all(np.isfinite(gradient))
+    assert gradient[3] == 0
 
 
-def test_the_page_documents_the_default_options() -> None:
+def test_server_contract_md_lists_the_default_options() -> None:
     page = (Path(__file__).parents[2] / "docs" / "server-contract.md").read_text()
     for name, default in asdict(LossSettings()).items():
         assert f"`{name}` ({default})" in page

@@ -32,6 +32,7 @@ LATENT = load_model_config(ROOT / "tests" / "fixtures" / "families" / "deepseek_
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Return the JSON report that `tests.server.on_eight_devices` prints."""
     flags = f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count=8"
     # NPROC is the number of XLA's threads. `__main__` explains why collectives need more than the default.
     environment = os.environ | {

@@ -59,7 +59,7 @@ class Pair:
 
 @dataclass(kw_only=True)
 class _PairStarter:
-    """Start a new pair in each call. Process 1 calls `on_start` before it follows process 0."""
+    """Starts a new pair in each call. Process 1 calls `on_start` before it follows process 0."""
 
     pairs: list[Pair] = field(default_factory=list)
 
@@ -190,7 +190,7 @@ def test_an_error_of_one_process_alone_stops_the_server(
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # After its own failure, process 0 waits this long for the message of a failure of process 1.
+    # After its own failure, process 0 waits LAST_MESSAGE_S for an error message of process 1.
     both_fail = isinstance(error1, SequencesLostError)
     monkeypatch.setattr("skyrl_tx_server.distributed.multihost.LAST_MESSAGE_S", 60 if both_fail else 0.2)
     pair = start_pair()
@@ -216,14 +216,14 @@ def test_a_lost_process_fails_waiting_operations_at_once() -> None:
     executor = MultihostExecutor(fake0, rank0)
     engine = Engine(executor)
     engine.start()
-    stuck, queued = engine.submit(CREATE), engine.submit(SAMPLE)
+    running, queued = engine.submit(CREATE), engine.submit(SAMPLE)
     theirs.recv_bytes()  # the operation has started
     theirs.close()
     reason = lost.get(timeout=60)
     hint = "start all processes again; saved checkpoints are in checkpoints_dir"
     assert reason == f"process 1 has disconnected: {hint}"
     engine.abandon(reason)
-    for future in (stuck, queued):
+    for future in (running, queued):
         with pytest.raises(ServerError, match=reason):
             future.result(60)
     with pytest.raises(RankLostError, match=reason):

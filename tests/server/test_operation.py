@@ -29,7 +29,7 @@ from tests.fakes.executor import FakeExecutor
 from tests.fakes.server import fake_context, fake_engine, serving
 
 KEY = "tml-secret"
-SAMPLE = re.compile(r'skyrl_tx_[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? -?[0-9.e+-]+')
+METRIC_LINE = re.compile(r'skyrl_tx_[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? -?[0-9.e+-]+')
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ async def test_metrics_are_prometheus_text_with_tokens_by_kind(
         reply = await http.get("/metrics", headers={"authorization": f"Bearer {KEY}"})
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     lines = [line.removesuffix(".0") for line in reply.text.splitlines()]
-    assert all(line.startswith("# ") or SAMPLE.fullmatch(line.replace('\\"', "")) for line in lines), (
+    assert all(line.startswith("# ") or METRIC_LINE.fullmatch(line.replace('\\"', "")) for line in lines), (
         reply.text
     )
     for expected in (
@@ -102,8 +102,8 @@ async def test_metrics_are_prometheus_text_with_tokens_by_kind(
 async def test_renamed_metrics_keep_their_former_names(
     context: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = {"decode_dispatches": 3, "cache_pages_cached": 2, "work_seconds": {"step": 1.5}}
-    monkeypatch.setattr(context.engine, "stats", lambda: values)
+    stats = {"decode_dispatches": 3, "cache_pages_cached": 2, "work_seconds": {"step": 1.5}}
+    monkeypatch.setattr(context.engine, "stats", lambda: stats)
     async with http_client(context) as http:
         http.headers["x-api-key"] = KEY
         lines = (await http.get("/metrics")).text.splitlines()

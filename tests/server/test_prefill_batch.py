@@ -24,9 +24,9 @@ from skyrl_tx_server.sampling.sequences import SequenceState
 from tests.fakes import tiny_model
 
 CONFIG = replace(tiny_model.CONFIG, hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64)
-PAGES_EACH = 6
+PAGES_PER_SLOT = 6
 LAYOUT = PrefillLayout(
-    shapes=CPU_PREFILL, num_slots=5, table_width=PAGES_EACH, max_copies=2, vocab_size=CONFIG.vocab_size
+    shapes=CPU_PREFILL, num_slots=5, table_width=PAGES_PER_SLOT, max_copies=2, vocab_size=CONFIG.vocab_size
 )
 
 
@@ -41,7 +41,7 @@ def weights() -> tuple[Params, Adapter]:
 
 
 @cache
-def rounding() -> float:
+def tolerance() -> float:
     """Return the tolerance: 0 if the bits of a row of a matrix product do not depend on the number of rows,
     else 1e-5."""
     rng = np.random.default_rng(0)
@@ -53,6 +53,10 @@ def rounding() -> float:
 
 
 def chunk(length: int, slot: int, *, cached: int = 0, end: int | None = None) -> PrefillChunk:
+    """Return the positions from `cached` to `end` of a random prompt of `length` tokens.
+
+    Without `end`, the chunk is the last of its prompt, and a first token is sampled.
+    """
     tokens = np.random.default_rng(length).integers(0, CONFIG.vocab_size, length).astype(np.int32)
     settings = SamplingSettings(temperature=1.0, seed=slot)
     sequence = SequenceState(
@@ -75,7 +79,7 @@ def chunk(length: int, slot: int, *, cached: int = 0, end: int | None = None) ->
         adapter_slot=slot % 3,
         wants_logprobs=True,
         slots=(slot,),
-        tables=(range(1 + slot * PAGES_EACH, 1 + (slot + 1) * PAGES_EACH),),
+        tables=(range(1 + slot * PAGES_PER_SLOT, 1 + (slot + 1) * PAGES_PER_SLOT),),
         copies_before=(),
         copies_after=(),
         sequences=[sequence] if end is None else (),
@@ -94,7 +98,7 @@ def compute(
 
 
 def fresh() -> KVCache:
-    return empty_cache(config=CONFIG, pages=1 + 5 * PAGES_EACH, dtype=np.dtype("float32"))
+    return empty_cache(config=CONFIG, pages=1 + 5 * PAGES_PER_SLOT, dtype=np.dtype("float32"))
 
 
 def written(cache: KVCache, chunk: PrefillChunk) -> tuple[np.ndarray, np.ndarray]:
@@ -108,13 +112,13 @@ def written(cache: KVCache, chunk: PrefillChunk) -> tuple[np.ndarray, np.ndarray
 
 
 def assert_same(
-    one: tuple[KVCache, PrefillChunk, ChunkOutputs], other: tuple[KVCache, PrefillChunk, ChunkOutputs]
+    actual: tuple[KVCache, PrefillChunk, ChunkOutputs], expected: tuple[KVCache, PrefillChunk, ChunkOutputs]
 ) -> None:
-    for left, right in zip(written(*one[:2]), written(*other[:2]), strict=True):
-        np.testing.assert_allclose(left, right, rtol=0, atol=rounding())
-    np.testing.assert_allclose(one[2].logprobs, other[2].logprobs, rtol=0, atol=rounding())
-    assert one[2].first_tokens == other[2].first_tokens
-    np.testing.assert_allclose(one[2].first_logprobs, other[2].first_logprobs, rtol=0, atol=rounding())
+    for left, right in zip(written(*actual[:2]), written(*expected[:2]), strict=True):
+        np.testing.assert_allclose(left, right, rtol=0, atol=tolerance())
+    np.testing.assert_allclose(actual[2].logprobs, expected[2].logprobs, rtol=0, atol=tolerance())
+    assert actual[2].first_tokens == expected[2].first_tokens
+    np.testing.assert_allclose(actual[2].first_logprobs, expected[2].first_logprobs, rtol=0, atol=tolerance())
 
 
 def test_a_prefill_takes_as_many_prompts_as_the_scheduler_offers() -> None:

@@ -23,23 +23,25 @@ from tests.server.test_families import FAMILIES
 
 @pytest.fixture
 def rolled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether the program of each dispatch was rolled, in order. Every dispatch first waits for compilations
-    in the background."""
+    """Return a list that records for each dispatch whether its program is rolled.
+
+    Every dispatch first waits for background compilations.
+    """
     monkeypatch.setattr(model_runner, "MIN_ROLLED_LAYERS", 1)
-    seen: list[bool] = []
+    rolled_dispatches: list[bool] = []
     decode = model_runner.ModelRunner.decode
 
     def record(runner: model_runner.ModelRunner, dispatch: DecodeDispatch, carry: Carry) -> DecodeOutputs:
         runner.wait_for_compilation()
-        seen.append(dispatch.program.rolled)
+        rolled_dispatches.append(dispatch.program.rolled)
         return decode(runner, dispatch, carry)
 
     monkeypatch.setattr(model_runner.ModelRunner, "decode", record)
-    return seen
+    return rolled_dispatches
 
 
 def sample(engine: Engine) -> Sequence[SampledSequence]:
-    """Sample with two adapters and with none."""
+    """Sample with each of two adapters and with the base model."""
     ops = [
         replace(sample_op(weights, max_tokens=70, seed=seed), num_samples=2)
         for seed, weights in enumerate(("a", "b", None))

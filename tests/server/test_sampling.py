@@ -50,7 +50,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> DeviceExecutor:
 
 @pytest.fixture(scope="module")
 def engine(executor: DeviceExecutor) -> Iterator[Engine]:
-    """An engine with two separately trained models, each with a snapshot that has the name of the model."""
+    """Yield an engine with two trained models. Each has a snapshot with the name of the model."""
     engine = Engine(executor)
     engine.start()
     for seed, name in enumerate(MODELS):
@@ -94,7 +94,7 @@ def sample(engine: Engine, prompt: np.ndarray, **options) -> SampledSequence:
 def forward_logprobs(
     engine: Engine, sequences: list[np.ndarray], model_id: str = "first"
 ) -> list[np.ndarray]:
-    """Return the logprob of every token except the first from the training side's forward."""
+    """Return the logprob of every token except the first, computed by a forward pass of training."""
     data = tuple(datum_of(sequence) for sequence in sequences)
     return list(
         run(
@@ -129,16 +129,16 @@ def test_logprobs_equal_forward_in_a_batch_of_mixed_lengths(engine: Engine):
             sampled[row].append((len(histories[row]), sequence.logprobs))
             observation = tokens(int(rng.integers(1, 20)), seed=100 * turn + row)
             histories[row] = np.concatenate([histories[row], sequence.tokens, observation])
-    worst = 0.0
+    max_difference = 0.0
     for logprobs, turns in zip(forward_logprobs(engine, histories), sampled, strict=True):
         for start, sampled_logprobs in turns:
-            worst = max(
-                worst,
+            max_difference = max(
+                max_difference,
                 float(
                     np.abs(logprobs[start - 1 : start - 1 + len(sampled_logprobs)] - sampled_logprobs).max()
                 ),
             )
-    assert worst <= 1e-4
+    assert max_difference <= 1e-4
 
 
 def test_prompt_logprobs_equal_forward(engine: Engine):
@@ -154,7 +154,7 @@ def test_prompt_logprobs_equal_forward(engine: Engine):
 
 
 def test_a_conversation_prefills_only_its_new_tokens(engine: Engine):
-    """A turn computes only its new tokens, also after other requests, and its logprobs equal forward's."""
+    """Other requests between the turns change neither the cached pages nor the logprobs."""
     history = tokens(300, seed=50)
     sampled, hits = [], []
     for turn in range(3):
@@ -217,7 +217,7 @@ def test_prompts_with_a_common_prefix_wait_for_the_first(executor: DeviceExecuto
 def test_a_long_prompt_is_prefilled_in_chunks(
     engine: Engine, executor: DeviceExecutor, num_tiles: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """The logprobs of the samples equal forward's, and only tokens that were cached before count as hits.
+    """The samples have the logprobs of a forward pass. Earlier chunks of the prompt are no cache hits.
 
     The model was trained with a high learning rate, which magnifies rounding differences in float32.
     """
@@ -272,15 +272,15 @@ def test_preempted_sequences_give_the_same_samples(engine: Engine, tmp_path: Pat
 def test_greedy_sampling_takes_the_likeliest_token(engine: Engine):
     prompt = tokens(20)
     sequence = sample(engine, prompt, temperature=0.0, max_tokens=20)
-    for at in range(len(sequence.tokens)):
-        so_far = np.concatenate([prompt, sequence.tokens[:at]])
+    for position in range(len(sequence.tokens)):
+        prefix = np.concatenate([prompt, sequence.tokens[:position]])
         candidates = (
-            forward_logprobs(engine, [np.append(so_far, token) for token in range(CONFIG.vocab_size)])
-            if at in (0, 9, 19)
+            forward_logprobs(engine, [np.append(prefix, token) for token in range(CONFIG.vocab_size)])
+            if position in (0, 9, 19)
             else None
         )
         if candidates is not None:
-            assert int(np.argmax([logprobs[-1] for logprobs in candidates])) == sequence.tokens[at]
+            assert int(np.argmax([logprobs[-1] for logprobs in candidates])) == sequence.tokens[position]
 
 
 def test_a_seed_gives_the_same_tokens_in_every_batch(engine: Engine):
@@ -297,14 +297,14 @@ def test_a_seed_gives_the_same_tokens_in_every_batch(engine: Engine):
 
 def test_samples_of_one_request_differ_and_are_reproducible(engine: Engine):
     first, second = (run(engine, request(tokens(30), num_samples=9, seed=5)) for _ in range(2))
-    drawn = [tuple(sequence.tokens) for sequence in first.sequences]
-    assert len(set(drawn)) == 9
-    assert drawn == [tuple(sequence.tokens) for sequence in second.sequences]
+    sampled_tokens = [tuple(sequence.tokens) for sequence in first.sequences]
+    assert len(set(sampled_tokens)) == 9
+    assert sampled_tokens == [tuple(sequence.tokens) for sequence in second.sequences]
 
 
 def test_without_a_seed_two_requests_differ(engine: Engine):
-    one, other = (tuple(sample(engine, tokens(30), seed=None, max_tokens=20).tokens) for _ in range(2))
-    assert one != other
+    first, second = (tuple(sample(engine, tokens(30), seed=None, max_tokens=20).tokens) for _ in range(2))
+    assert first != second
 
 
 def test_sequences_with_different_adapters_share_a_batch(engine: Engine):
@@ -319,21 +319,21 @@ def test_sequences_with_different_adapters_share_a_batch(engine: Engine):
     assert len({tuple(sequence.tokens) for sequence in alone.values()}) == 3
 
 
-def test_the_stop_token_is_part_of_the_answer_with_its_logprob(engine: Engine):
+def test_the_stop_token_and_its_logprob_end_the_sample(engine: Engine):
     prompt = tokens(20)
     free = sample(engine, prompt, max_tokens=30)
-    stop = int(free.tokens[10])
-    end = list(free.tokens).index(stop) + 1
-    stopped = sample(engine, prompt, max_tokens=30, stop_token_ids=(stop, 3))
+    stop_token = int(free.tokens[10])
+    end = list(free.tokens).index(stop_token) + 1
+    stopped = sample(engine, prompt, max_tokens=30, stop_token_ids=(stop_token, 3))
     assert stopped.stop_reason is StopReason.STOP and free.stop_reason is StopReason.LENGTH
     np.testing.assert_array_equal(stopped.tokens, free.tokens[:end])
     np.testing.assert_allclose(stopped.logprobs, free.logprobs[:end], atol=1e-5)
 
 
 def test_the_first_token_can_be_the_stop_token(engine: Engine):
-    stop = int(sample(engine, tokens(20)).tokens[0])
-    stopped = sample(engine, tokens(20), stop_token_ids=(stop,))
-    assert list(stopped.tokens) == [stop] and stopped.stop_reason is StopReason.STOP
+    stop_token = int(sample(engine, tokens(20)).tokens[0])
+    stopped = sample(engine, tokens(20), stop_token_ids=(stop_token,))
+    assert list(stopped.tokens) == [stop_token] and stopped.stop_reason is StopReason.STOP
 
 
 def test_eos_ends_a_sample_only_if_stop_at_eos_is_set(engine: Engine):
@@ -410,6 +410,7 @@ LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.04, 0.01], np.float32))
 def draws(
     count: int, *, temperature: float = 1.0, top_k: int = 5, top_p: float = 1.0, tempered: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Sample `count` tokens from LOGITS with different sample indices. Return the tokens and logprobs."""
     settings = BatchSettings(
         seeds=np.tile(np.array([1, 2], np.uint32), (count, 1)),
         sample_indices=np.arange(count, dtype=np.int32),
@@ -494,7 +495,7 @@ def test_a_server_set_to_processed_logprobs_returns_them(tmp_path):
         assert topk.logprobs[at - len(prompt), 0] == pytest.approx(tempered[0], abs=1e-4)
 
 
-def top_of(engine: Engine, context: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:
+def likeliest_tokens(engine: Engine, context: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:
     """Return the likeliest tokens after `context` and their logprobs, computed by forward for every token."""
     candidates = forward_logprobs(engine, [np.append(context, token) for token in range(CONFIG.vocab_size)])
     logprobs = np.array([entry[-1] for entry in candidates])
@@ -519,14 +520,14 @@ def test_top_k_logprobs_equal_those_of_the_model(engine: Engine):
     assert top.token_ids.shape == top.logprobs.shape == (20, 3)
     assert top.token_ids[0].tolist() == [0, 0, 0] and top.logprobs[0].tolist() == [NO_LOGPROB] * 3
     for at in (1, 13, 19):
-        ids, logprobs = top_of(engine, prompt[:at], 3)
+        ids, logprobs = likeliest_tokens(engine, prompt[:at], 3)
         assert top.token_ids[at].tolist() == ids
         np.testing.assert_allclose(top.logprobs[at], logprobs, atol=1e-4)
     for sequence in result.sequences:
         topk = present(sequence.topk)
         assert topk.token_ids.shape == (9, 5)
         for at in (0, 4, 8):
-            ids, logprobs = top_of(engine, np.concatenate([prompt, sequence.tokens[:at]]), 5)
+            ids, logprobs = likeliest_tokens(engine, np.concatenate([prompt, sequence.tokens[:at]]), 5)
             assert topk.token_ids[at].tolist() == ids
             np.testing.assert_allclose(topk.logprobs[at], logprobs, atol=1e-4)
     plain = run(engine, request(prompt, num_samples=2, max_tokens=9))
@@ -611,7 +612,7 @@ def test_results_have_the_right_types_and_lengths(engine: Engine):
 
 
 def test_streaming_does_not_change_the_sample(engine: Engine):
-    class Parts:
+    class TokenRecorder:
         streams_tokens = True
 
         def __init__(self) -> None:
@@ -630,9 +631,9 @@ def test_streaming_does_not_change_the_sample(engine: Engine):
         settings=SamplingSettings(max_tokens=30, seed=5, stop_at_eos=False),
         num_samples=2,
     )
-    parts = Parts()
-    watched, alone = engine.submit(op, parts).result(TIMEOUT_S), run(engine, op)
-    for index, sequence in enumerate(watched.sequences):
-        assert np.array_equal(sequence.tokens, alone.sequences[index].tokens)
-        assert parts.tokens_of[index] == sequence.tokens[: len(parts.tokens_of[index])].tolist()
-        assert len(parts.tokens_of[index]) >= 16
+    recorder = TokenRecorder()
+    streamed, expected = engine.submit(op, recorder).result(TIMEOUT_S), run(engine, op)
+    for index, sequence in enumerate(streamed.sequences):
+        assert np.array_equal(sequence.tokens, expected.sequences[index].tokens)
+        assert recorder.tokens_of[index] == sequence.tokens[: len(recorder.tokens_of[index])].tolist()
+        assert len(recorder.tokens_of[index]) >= 16

@@ -89,9 +89,9 @@ def prompt(*tokens: int) -> types.ModelInput:
 @pytest.mark.seed_behaviour(120)
 def test_the_sdk_takes_a_training_step(client: tinker.ServiceClient, engine: FakeEngine) -> None:
     training = client.create_lora_training_client(MODEL, rank=4, seed=7, train_unembed=False).result()
-    done = training.forward_backward([datum([1, 2, 3]), datum([4, 5], [0.0, 1.0])], "cross_entropy")
+    trained_future = training.forward_backward([datum([1, 2, 3]), datum([4, 5], [0.0, 1.0])], "cross_entropy")
     step = training.optim_step(types.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0))
-    output = done.result()
+    output = trained_future.result()
     assert [[round(lp, 4) for lp in o["logprobs"].tolist()] for o in output.loss_fn_outputs] == [
         [-0.2, -0.3, 0.0],
         [-0.5, 0.0],
@@ -146,9 +146,9 @@ def test_many_datums_arrive_in_order(client: tinker.ServiceClient, engine: FakeE
         [datum([1 + i % 10, 2]) for i in range(2500)], "cross_entropy"
     ).result()
     assert len(output.loss_fn_outputs) == 2500
-    seen = [int(d.tokens[0]) for op in engine.of_type(ForwardBackward) for d in op.data]
+    first_tokens = [int(d.tokens[0]) for op in engine.of_type(ForwardBackward) for d in op.data]
     assert len(engine.of_type(ForwardBackward)) == 3
-    assert seen == [1 + i % 10 for i in range(2500)]
+    assert first_tokens == [1 + i % 10 for i in range(2500)]
 
 
 @pytest.mark.seed_behaviour(129)
@@ -210,7 +210,7 @@ def test_compute_logprobs_returns_prompt_logprobs(client: tinker.ServiceClient) 
     ).result() == [None, -2.0, -2.0]
 
 
-def test_metadata_survives_save_and_restore(
+def test_user_metadata_is_saved_and_restored(
     client: tinker.ServiceClient, rest: tinker.RestClient, engine: FakeEngine
 ) -> None:
     training = client.create_lora_training_client(
@@ -276,17 +276,17 @@ def test_a_published_checkpoint_is_marked_until_unpublished(
 ) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     path = training.save_state("0001").result().path
-    marks = []
-    for act in (rest.publish_checkpoint_from_tinker_path, rest.unpublish_checkpoint_from_tinker_path):
-        act(path).result()
-        marks.append(
+    public_flags = []
+    for request in (rest.publish_checkpoint_from_tinker_path, rest.unpublish_checkpoint_from_tinker_path):
+        request(path).result()
+        public_flags.append(
             [
                 checkpoint.public
                 for checkpoint in rest.list_checkpoints(training.model_id).result().checkpoints
             ]
         )
         assert RunIndex(tmp_path / "ledger.jsonl").public == context.run_index.public  # after a restart too
-    assert marks == [[True], [False]]
+    assert public_flags == [[True], [False]]
     rest.publish_checkpoint_from_tinker_path(path).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
     assert context.run_index.public == set()
@@ -302,9 +302,9 @@ def test_the_tinker_command_line_manages_checkpoints(client: tinker.ServiceClien
 
     def command(*words: str) -> str:
         environment = {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-dummy", "COLUMNS": "400"}
-        done = CliRunner().invoke(main_cli, words, env=environment)
-        assert done.exit_code == 0, done.output
-        return done.output
+        result = CliRunner().invoke(main_cli, words, env=environment)
+        assert result.exit_code == 0, result.output
+        return result.output
 
     assert run_id in command("run", "list") and "Rank 4" in command("run", "info", run_id)
     listed = json.loads(command("-f", "json", "checkpoint", "list"))["checkpoints"]
@@ -374,8 +374,8 @@ def test_a_bad_request_does_not_affect_other_requests(client: tinker.ServiceClie
     """The HTTP side refuses one bad request, and the engine refuses another."""
     sampler = client.create_sampling_client(base_model=MODEL).result()
     params = types.SamplingParams(max_tokens=2)
-    firsts = [1, 99, 2, UNLUCKY_TOKEN, 3]
-    calls = [sampler.sample(prompt(first), 1, params) for first in firsts]
+    first_tokens = [1, 99, 2, UNLUCKY_TOKEN, 3]
+    calls = [sampler.sample(prompt(first), 1, params) for first in first_tokens]
     assert [calls[i].result(10).sequences[0].tokens for i in (0, 2, 4)] == [[2, 3], [3, 4], [4, 5]]
     with pytest.raises(tinker.BadRequestError, match="vocabulary"):
         calls[1].result(10)
@@ -400,8 +400,8 @@ def test_two_hundred_concurrent_samples_return(client: tinker.ServiceClient, eng
         sampler.sample(prompt(1 + i % 12), 1, types.SamplingParams(max_tokens=2, seed=i)) for i in range(200)
     ]
     engine.gate.set()
-    answers = [call.result(30).sequences[0].tokens for call in calls]
-    assert answers == [[2 + i % 12, 3 + i % 12] for i in range(200)]
+    sampled_tokens = [call.result(30).sequences[0].tokens for call in calls]
+    assert sampled_tokens == [[2 + i % 12, 3 + i % 12] for i in range(200)]
     assert sorted(op.settings.seed or 0 for op in engine.of_type(Sample)) == list(range(200))
 
 
@@ -499,7 +499,7 @@ def test_a_request_whose_reply_was_lost_runs_once(url: str, engine: FakeEngine, 
 
 
 def test_a_client_of_a_restarted_server_gets_clear_errors(tmp_path: Path) -> None:
-    """The server answers the pending request with 410. The next error names a remedy, which works."""
+    """The pending request fails with status 410. The next error names a call that restores the model."""
     first = fake_context(tmp_path, retention=Retention(hold_s=0.2))
     with serving(StartupState(state=first)) as url:
         client = tinker.ServiceClient(base_url=url, api_key="tml-dummy")
@@ -517,13 +517,13 @@ def test_a_client_of_a_restarted_server_gets_clear_errors(tmp_path: Path) -> Non
         assert type(raised.value).__name__ == "RetryableException"
         with pytest.raises(tinker.NotFoundError, match="create_training_client_from_state_with_optimizer"):
             training.optim_step(types.AdamParams()).result(20)
-        with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as again:
-            restored = again.create_training_client_from_state_with_optimizer(saved).result()
+        with tinker.ServiceClient(base_url=url, api_key="tml-dummy") as new_client:
+            restored = new_client.create_training_client_from_state_with_optimizer(saved).result()
             assert fake_engine(second).models[restored.model_id].steps == 1
         client.close("interrupted").result(20)  # its heartbeat would continue during later tests
 
 
-# By name: a call with the training, sampling and REST clients, and a part of its error message.
+# name: (call with the training, sampling and REST clients, pattern of the error message)
 REFUSALS = {
     "gspo without its mask": (
         lambda t, s, r: t.forward_backward([rl_datum([1, 2])], "gspo"),
@@ -587,7 +587,7 @@ REFUSALS = {
         lambda t, s, r: t.save_weights_external("e1", age_encryption_recipients=["age1x"]),
         "encrypt the files after",
     ),
-    "URLs of a training checkpoint": (
+    "URLs of a missing checkpoint": (
         lambda t, s, r: r.get_external_weights_urls(f"tinker://{t.model_id}/external_weights/none"),
         "no checkpoint",
     ),

@@ -36,7 +36,9 @@ def test_decoding_and_training_each_keep_45_percent_of_speed() -> None:
     shared = simulate(config, H200).outcome
     sampling_alone = simulate(chz.replace(config, training_ops=0), H200).outcome
     assert shared.training_s > shared.sampling_s
-    trained_s = sum(H200.training_s(tokens) for at, tokens in shared.trained_at if at <= shared.sampling_s)
+    trained_s = sum(
+        H200.training_s(tokens) for time_s, tokens in shared.trained_at if time_s <= shared.sampling_s
+    )
     assert trained_s >= 0.45 * shared.sampling_s
     assert sampling_alone.sampling_s >= 0.45 * shared.sampling_s
 
@@ -97,7 +99,7 @@ def test_the_predicted_flops_of_a_step_match_its_program(
 
 
 def test_a_4b_model_has_the_predicted_times_on_an_h200() -> None:
-    """The predictions of docs/performance.md: 13.8 and 34 ms per step, and 24 ms for 1,024 prompt tokens."""
+    """docs/performance.md predicts 13.8 and 34 ms per step and 24 ms for a prefill of 1,024 tokens."""
     costs = DEVICES["h200"]
     steps = [costs.decode_s(np.full(rows, 2048).tolist(), steps=1, slots=rows) for rows in (64, 256)]
     assert steps == pytest.approx([13.8e-3, 34e-3], rel=0.05)

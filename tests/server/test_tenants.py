@@ -65,8 +65,10 @@ def lora(tenant: int) -> LoraSpec:
 
 
 def batch(tenant: int, step: int) -> tuple[TrainDatum, ...]:
-    """Return the data of a request. They fill several micro-batches of one shape, so that other models run in
-    between and few programs are compiled."""
+    """Return the data of a request, which fill several micro-batches of one shape.
+
+    Other models run between the micro-batches, and the single shape limits the number of programs.
+    """
     rng = np.random.default_rng((tenant, step))
     sequences = [rng.integers(0, 256, rng.integers(110, 200)).astype(np.int32) for _ in range(6)]
     return tuple(
@@ -113,14 +115,14 @@ class Tenant:
     def outcome(self, folder: Path) -> dict[str, np.ndarray]:
         """Return losses, gradient norms, sampled tokens, logprobs, weights and optimizer state by name."""
         arrays: dict[str, np.ndarray] = {}
-        for at, future in enumerate(self.futures):
+        for index, future in enumerate(self.futures):
             result = future.result(TIMEOUT_S)
             for name, value in getattr(result, "metrics", {}).items():
-                arrays[f"{at} {name}"] = np.asarray(value)
+                arrays[f"{index} {name}"] = np.asarray(value)
             for number, row in enumerate(getattr(result, "logprobs", ())):
-                arrays[f"{at} logprobs {number}"] = row
+                arrays[f"{index} logprobs {number}"] = row
             for number, sequence in enumerate(getattr(result, "sequences", ())):
-                arrays[f"{at} tokens {number}"], arrays[f"{at} sampled logprobs {number}"] = (
+                arrays[f"{index} tokens {number}"], arrays[f"{index} sampled logprobs {number}"] = (
                     sequence.tokens,
                     sequence.logprobs,
                 )
@@ -170,8 +172,7 @@ def test_a_model_is_refused_while_memory_is_full(
         with pytest.raises(
             CapacityError,
             match=r"3 models are on the device \(max_models\).*"
-            r"moving a model there.*unload a "
-            r"model",
+            r"moving a model there.*unload a model",
         ):
             engine.submit(CreateModel(model_id="one too many", lora=lora(0))).result(TIMEOUT_S)
         engine.submit(UnloadModel(model_id="m1")).result(TIMEOUT_S)

@@ -1,3 +1,5 @@
+"""The transformer: logits, YaRN, adapters, gradients, attention and config.json."""
+
 import json
 
 import jax
@@ -47,7 +49,7 @@ def logits_of(
 
 
 @pytest.mark.parametrize("name", ["tied", "untied", "multi_head", "yarn"])
-def test_logits_equal_hugging_faces(name: str) -> None:
+def test_logits_equal_those_of_hugging_face(name: str) -> None:
     config = load_model_config(FIXTURES / name)
     expected = np.load(FIXTURES / name / "expected.npz")
     logits = logits_of(config, load_params(FIXTURES / name, config, "float32"), None, expected["tokens"])
@@ -72,16 +74,16 @@ def test_yarn_extends_the_context_as_in_qwens_model_cards() -> None:
         }
     )
     assert yarn_context(plain, 40_960) is plain
-    stretched = yarn_context(plain, 128_000)
-    assert isinstance(stretched.rope_scaling, YarnScaling)
-    assert (stretched.rope_scaling.factor, stretched.rope_scaling.original_max_position_embeddings) == (
+    extended = yarn_context(plain, 128_000)
+    assert isinstance(extended.rope_scaling, YarnScaling)
+    assert (extended.rope_scaling.factor, extended.rope_scaling.original_max_position_embeddings) == (
         4.0,
         32_768,
     )
-    assert stretched.rope_scaling.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
-    assert stretched.context_length == 131_072
+    assert extended.rope_scaling.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
+    assert extended.context_length == 131_072
     with pytest.raises(ConfigError, match="already has rope_scaling"):
-        yarn_context(stretched, 200_000)
+        yarn_context(extended, 200_000)
 
 
 def test_a_fresh_adapter_does_not_change_logits() -> None:
@@ -146,7 +148,7 @@ def write_config(tmp_path, **changes):
     return tmp_path
 
 
-def test_old_and_new_rope_keys_mean_the_same(tmp_path) -> None:
+def test_old_and_new_rope_keys_give_the_same_config(tmp_path) -> None:
     yarn = {"factor": 4.0, "original_max_position_embeddings": 64}
     old = load_model_config(write_config(tmp_path, rope_theta=5e5, rope_scaling={"type": "yarn", **yarn}))
     new = load_model_config(

@@ -41,7 +41,7 @@ LIMITS = Limits(vocab_size=64, max_context_length=16, max_lora_rank=8)
 def sdk_bytes(
     *data: types.Datum, loss_fn: types.LossFnType = "cross_entropy", config: dict[str, Any] | None = None
 ) -> bytes:
-    """Return the bytes that the SDK sends."""
+    """Return the protobuf message that the SDK sends for a forward_backward request."""
     request = types.ForwardBackwardRequest(
         forward_backward_input=types.ForwardBackwardInput(
             data=list(data), loss_fn=loss_fn, loss_fn_config=config
@@ -56,7 +56,7 @@ def datum(tokens: list[int], **inputs: list[int] | list[float] | np.ndarray) -> 
     return sdk_datum(tokens, target_tokens=[*tokens[1:], 0], **inputs)
 
 
-def test_the_sdks_protobuf_becomes_arrays() -> None:
+def test_protobuf_of_the_sdk_is_parsed_into_arrays() -> None:
     request = parse_training_proto(sdk_bytes(datum([1, 2, 3], weights=[0.0, 1.0, 0.5]), datum([4])), LIMITS)
     op = request.op
     assert (op.model_id, request.seq_id, op.loss_fn, op.forward_only) == (
@@ -117,9 +117,9 @@ def test_json_and_protobuf_give_the_same_operation() -> None:
         },
     }
     from_json = parse_training_json(json.loads(json.dumps(body)), LIMITS, forward_only=False)
-    same = datum([1, 2], logprobs=[-1.0, -2.0], advantages=[0.5, 0.5])
+    sdk_request_datum = datum([1, 2], logprobs=[-1.0, -2.0], advantages=[0.5, 0.5])
     from_proto = parse_training_proto(
-        sdk_bytes(same, loss_fn="ppo", config={"clip_low_threshold": 0.9}), LIMITS
+        sdk_bytes(sdk_request_datum, loss_fn="ppo", config={"clip_low_threshold": 0.9}), LIMITS
     )
     assert from_json.seq_id == from_proto.seq_id
     assert (from_json.op.loss_fn, from_json.op.settings) == (from_proto.op.loss_fn, from_proto.op.settings)
@@ -245,11 +245,11 @@ def test_both_formats_accept_several_targets_per_position(
 ) -> None:
     from_proto = parse_training_proto(sdk_bytes(matrix_datum([1, 2, 3], targets, weights)), LIMITS).op.data[0]
     inputs = {"target_tokens": json_tensor(targets), "weights": json_tensor(weights)}
-    inner = {
+    forward_backward_input = {
         "loss_fn": "cross_entropy",
         "data": [{"model_input": {"chunks": [{"tokens": [1, 2, 3]}]}, "loss_fn_inputs": inputs}],
     }
-    body = json.loads(json.dumps({"model_id": "m", "forward_backward_input": inner}))
+    body = json.loads(json.dumps({"model_id": "m", "forward_backward_input": forward_backward_input}))
     for parsed in (from_proto, parse_training_json(body, LIMITS, forward_only=False).op.data[0]):
         assert (parsed.target_tokens.tolist(), parsed.target_tokens.dtype) == (
             [[3, 4], [0, 0], [5, 6]],
@@ -508,10 +508,10 @@ def test_values_at_every_limit_are_accepted() -> None:
         sampled(16)  # a sample has at least one token
     (full,) = parse_training_proto(sdk_bytes(datum([63] * 16)), LIMITS).op.data
     assert full.tokens.tolist() == [63] * 16
-    same = parse_training_proto(
+    settings = parse_training_proto(
         sdk_bytes(datum([1, 2], **RL), loss_fn="ppo", config={"clip_high_threshold": 0.8}), LIMITS
     ).op.settings
-    assert same.clip_low_threshold == same.clip_high_threshold == 0.8
+    assert settings.clip_low_threshold == settings.clip_high_threshold == 0.8
     unrewarded = datum([1, 2], logprobs=[-1.0, -1.0], advantages=[0.0, 0.0], sequence_ratio_mask=[0.0, 0.0])
     assert len(parse_training_proto(sdk_bytes(unrewarded, loss_fn="gspo"), LIMITS).op.data) == 1
     assert parse_lora({"rank": 8}, LIMITS).rank == 8
@@ -525,14 +525,14 @@ def test_stop_replaces_the_end_tokens_of_the_model() -> None:
 
 
 def test_disabled_options_are_accepted() -> None:
-    off = {
+    disabled_options = {
         "topk_prompt_logprobs": 0,
         "topk_sample_logprobs": 0,
         "prompt_alt_tokens_k": 0,
         "target_prompt_logprobs": None,
         "prompt_logprobs": False,
     }
-    assert parse_sample(sample_body(**off), LIMITS).op.prompt_logprobs is False
+    assert parse_sample(sample_body(**disabled_options), LIMITS).op.prompt_logprobs is False
 
 
 def test_a_lora_without_a_seed_gets_a_random_seed() -> None:
