@@ -142,8 +142,8 @@ class FutureStore:
         earlier_kind, request_id = earlier
         if earlier_kind != kind:
             raise UserError(
-                f"seq_id {key.seq_id} of {key.scope} was a {earlier_kind} request already; give each request "
-                f"its own seq_id"
+                f"seq_id {key.seq_id} of {key.scope} is used by an earlier {earlier_kind} request; give each "
+                f"request its own seq_id"
             )
         return request_id
 

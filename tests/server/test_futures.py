@@ -70,7 +70,7 @@ async def test_a_repeated_request_runs_once_and_keeps_its_id() -> None:
 async def test_one_seq_id_for_two_kinds_of_request_is_refused() -> None:
     store = FutureStore(Retention())
     submit(store, Work(), seq_id=1)
-    with pytest.raises(UserError, match="was a optim_step request already"):
+    with pytest.raises(UserError, match="is used by an earlier optim_step request"):
         submit(store, Work(), seq_id=1, kind="forward_backward")
 
 
