@@ -24,11 +24,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+import chz
 import httpx
 from dotenv import load_dotenv
 
@@ -46,11 +47,11 @@ from scripts.recipe_options import (
 from scripts.running_server import NO_SERVER, ServedModels, find_server
 from skyrl_tx_server.errors import ConfigError as ServerConfigError
 from src.cli.agent_trainer import SERVER_FILE
-from src.cli.command_line import help_words, parse, parse_as
+from src.cli.command_line import help_words, parse, parse_as, with_present_names
 from src.cli.config_file import with_config_files
 from src.cli.saved_options import chat_arguments, evaluated_arguments, resumed_arguments
+from src.config import TrainerConfig
 from src.core.errors import ConfigError
-from src.core.option_aliases import present_argument
 from src.envs.options import DOWNLOADS, require_task_folder
 from src.envs.registry import check_environment
 from src.evaluate.chat.config import ChatConfig
@@ -60,6 +61,7 @@ from src.records.private_folder import make_private, write_private
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_MODEL = "datasets/quickstart/model"
 START_TIMEOUT_S = 1800.0
+ACTIONS = ("resume", "evaluate", "chat", "quickstart")  # options of this program only
 KEY_FILE = "api_key"  # the file with the key of an embedded server, next to its log
 PR_SET_PDEATHSIG = 1
 
@@ -71,9 +73,10 @@ def main(argv: list[str]) -> int:
         return subprocess.call([sys.executable, "-m", "src.train", "--help", *topics])
     try:
         argv = with_config_files(with_absolute_paths(argv, ROOT))
+        argv = with_present_names(argv, [*chz.chz_fields(_config_class(argv)), *ACTIONS])
     except ConfigError as error:
         return fail(str(error))
-    user_options = dict(present_argument(argument).split("=", 1) for argument in argv if "=" in argument)
+    user_options = dict(argument.split("=", 1) for argument in argv if "=" in argument)
     malformed = [argument for argument in argv if "=" not in argument]
     if malformed:
         return fail(f"{malformed[0]!r} is not key=value; example: ./run_skyrl_tx.sh max_steps=4")
@@ -97,6 +100,12 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:  # before the trainer starts; the trainer handles its signals
         fail("stopped")
         return 130
+
+
+def _config_class(argv: Sequence[str]) -> type[TrainerConfig] | type[EvaluateConfig] | type[ChatConfig]:
+    """Return the class that declares the options of the program that runs."""
+    actions = {argument.partition("=")[0] for argument in argv}
+    return EvaluateConfig if "evaluate" in actions else ChatConfig if "chat" in actions else TrainerConfig
 
 
 def quick_start(user_options: dict[str, str]) -> int:

@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin
 
@@ -42,9 +42,7 @@ def parse_as[Config](kind: type[Config], argv: Sequence[str]) -> Config:
     Raises ConfigError for every mistake.
     """
     known = list(chz.chz_fields(kind))
-    argv, taken = taken_arguments([_renamed(argument) for argument in argv], known, REFUSED)
-    if taken:
-        print(f"note: options of SkyRL are taken as {' '.join(taken)}", file=sys.stderr)
+    argv = with_present_names(argv, known)
     for argument in argv:
         name, equals, _ = argument.partition("=")
         if not equals:
@@ -65,6 +63,18 @@ def parse_as[Config](kind: type[Config], argv: Sequence[str]) -> Config:
         raise ConfigError(_bad_value(kind, str(error), argv)) from error
     except ValueError as error:  # a validator has raised it
         raise ConfigError(str(error)) from error
+
+
+def with_present_names(argv: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return the arguments under the names of the options `known`, with a notice for each former name and one
+    for the names of SkyRL.
+
+    Raises ConfigError for an option of SkyRL that has no counterpart.
+    """
+    arguments, taken = taken_arguments([_renamed(argument) for argument in argv], known, REFUSED)
+    if taken:
+        print(f"note: options of SkyRL are taken as {' '.join(taken)}", file=sys.stderr)
+    return arguments
 
 
 def help_words(argv: Sequence[str]) -> list[str] | None:

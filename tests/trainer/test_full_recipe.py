@@ -153,6 +153,25 @@ def test_a_server_that_was_started_is_stopped_on_a_mistake(trained, monkeypatch,
     assert trained == []
 
 
+@pytest.mark.seed_behaviour(144)
+def test_the_model_and_options_may_have_names_of_skyrl(trained, monkeypatch, capfd) -> None:
+    skyrl_options = ["trainer.policy.model.path=org/name", "trainer.policy.optimizer_config.lr=2e-5"]
+    with server({"org/name": 32768}) as url:
+        monkeypatch.setenv("SKYRL_TX_URL", url)
+        assert main([*skyrl_options, "tasks_dir=tasks", "eval_interval=3"]) == 0
+    ((options, _, _),) = trained
+    assert (options["model_name"], options["learning_rate"], options["eval_every"]) == (
+        "org/name",
+        "2e-5",
+        "3",
+    )
+    assert "taken as model_name=org/name learning_rate=2e-5 eval_every=3" in capfd.readouterr().err
+    assert main(["trainer.policy.model.path=org/name", "trainer.critic.model.path=m"]) == 2
+    assert (
+        capfd.readouterr().err.splitlines()[-1].startswith("run_skyrl_tx: trainer.critic.model.path cannot")
+    )
+
+
 @pytest.mark.seed_behaviour(114)
 def test_without_a_model_the_served_one_is_trained(trained, monkeypatch, capfd) -> None:
     with server({"org/name": 32768}) as url:
