@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,12 @@ LAYERS = {"src": layers(TRAINER), "skyrl_tx_server": layers(SERVER)}
 
 COMMANDS = {Path("envs/validate.py"), Path("envs/try_env.py")}
 """Modules, other than `__main__` modules, that are run with `python -m`. They may import `cli`."""
+
+
+PACKAGES_OF_THE_DESIGN = {
+    *("tinker", "chz", "httpx", "transformers", "wandb", "numpy", "harbor", "docker"),  # trainer
+    *("jax", "flax"),  # server
+}
 
 
 def imports(path: Path, *, at_run_time: bool = False) -> set[str]:
@@ -125,6 +132,15 @@ def test_no_module_imports_itself_through_other_modules(package: str) -> None:
             del graph[leaf]
         graph = {module: needed - set(leaves) for module, needed in graph.items()}
     assert graph == {}
+
+
+@pytest.mark.seed_behaviour(153)
+def test_the_packages_of_the_design_are_used() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *project["optional-dependencies"]["server"]]
+    dependencies = {re.match(r"[\w-]+", line)[0] for line in required}  # type: ignore[index]
+    imported = {name for package in PACKAGES for _, _, names in modules(package) for name in top_level(names)}
+    assert dependencies >= PACKAGES_OF_THE_DESIGN and imported >= PACKAGES_OF_THE_DESIGN
 
 
 @pytest.mark.parametrize("library", sorted(THIRD_PARTY))
