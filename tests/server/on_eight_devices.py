@@ -44,6 +44,7 @@ from skyrl_tx_server.sampling.token_sampling import MAX_STOP_TOKENS
 from skyrl_tx_server.training.losses import select_loss
 from skyrl_tx_server.training.packing import pack
 from skyrl_tx_server.training.train_step import forward_backward
+from tests.server.test_fp8 import write_fp8_model
 from tests.server.tiny_qwen3 import attention_spec
 
 DENSE = ModelConfig(
@@ -75,6 +76,7 @@ def main(directory: Path) -> None:
         **compare_training(SPARSE, SHAPE, directory),
         **compare_kv_cache(sharded),
         "decoded": compare_decode_attention(sharded),
+        "fp8": fp8_weights_are_equal(directory / "fp8"),
     }
     report["sent"] = max(
         largest_message(SPARSE, SHAPE),
@@ -82,6 +84,17 @@ def main(directory: Path) -> None:
         largest_message(LATENT, MeshShape(fsdp=2)),
     )
     print(json.dumps(report))
+
+
+def fp8_weights_are_equal(model_dir: Path) -> bool:
+    """Return whether parts of FP8 weights that devices load equal the weights that one device loads."""
+    write_fp8_model("qwen3_moe", model_dir)
+    config = load_model_config(model_dir)
+    sharded = replace(config, mesh=make_mesh(MeshShape(fsdp=2, expert=2)))
+    pairs = zip(
+        *(jax.tree.leaves(load_params(model_dir, each, "float32")) for each in (config, sharded)), strict=True
+    )
+    return all(np.array_equal(np.asarray(one), np.asarray(many)) for one, many in pairs)
 
 
 def compare_training(config: ModelConfig, shape: MeshShape, model_dir: Path) -> dict[str, float]:

@@ -54,6 +54,10 @@ def test_each_device_holds_the_planned_part_of_the_weights(report: dict) -> None
     assert report["held"] == report["planned"] < 0.4 * report["whole"]
 
 
+def test_parts_of_fp8_weights_are_loaded_with_their_scales(report: dict) -> None:
+    assert report["fp8"]
+
+
 def test_host_memory_holds_one_shard_of_one_field_at_a_time(report: dict) -> None:
     assert report["largest read"] == report["largest held"]
 
