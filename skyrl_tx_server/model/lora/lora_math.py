@@ -11,7 +11,6 @@ so programs are compiled for one slot, for four slots and for all slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import field
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ class LoraIndices:
     slots: ArrayLike  # [B] int32, the slot of each sequence
     distinct: ArrayLike  # [B] int32, the slots in use without repetition; the first `count` are valid
     count: ArrayLike  # [] int32, the number of slots in use
-    max_loras: int | None = field(default=None, metadata={"static": True})
+    max_loras: int | None = struct.field(default=None, pytree_node=False)
     """The maximum number of slots in use for which the program is compiled. None: any number."""
 
 
